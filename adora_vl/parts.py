@@ -1,8 +1,7 @@
 """Makes the objects that a training step consists of, before and after TRL's own constructor."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +34,7 @@ from adora_vl.record.metrics_logger import MetricsLogger
 from adora_vl.record.recorder import Recorder
 from adora_vl.record.rollout_figures import TieNotice
 from adora_vl.rollout.agreement import SelfCheck
-from adora_vl.rollout.engine_pair import Collate, EnginePair
+from adora_vl.rollout.engine_pair import EnginePair
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import (
     ignoring_generation_config,
@@ -45,7 +44,6 @@ from adora_vl.rollout.prompt_tokens import (
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler, TransformersSampler, VLLMSampler
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.rollout.turns import ToolLoop
-from adora_vl.tools.run import Toolbox
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.entropy_bonus import EntropyBonus
@@ -73,63 +71,426 @@ from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """The objects that a training step consists of, about in the order in which it uses them."""
+    """The objects that a training step consists of, about in the order in which it uses them.
 
-    context: StepContext
-    """What every one of them is built from."""
-    clocks: StepClocks
-    images: DistinctImages
-    """Processes each distinct image once, and has the patches of the present generation."""
-    upcoming_rows: UpcomingRows
-    """The rows that the data loader will draw, once the trainer has made it."""
-    pool: Pool
-    """The groups that have begun, and the rules by which they fill a generation."""
-    sampler: Sampler
-    """Samples rollouts: Transformers, vLLM, or servers that sample ahead."""
-    generation_sampler: GenerationSampler
-    """Stages 1 to 3: draws, schedules and samples the groups of a generation."""
-    prompt_reader: PromptReader
-    """Tokenizes prompts and processes their images."""
-    batch_builder: BatchBuilder
-    """Stage 5: makes complete groups into a batch."""
-    generation_logps: GenerationLogps
-    """Old and reference log-probabilities of a generation, and how far the engine's are off."""
-    reward_functions: RewardFunctions
-    """Stage 6: calls the reward functions on this rank's rollouts."""
-    scorer: Scorer
-    """Gathers rewards and other facts of all ranks' rollouts."""
-    first_answers: FirstAnswers
-    """Warns where not one of a run's first rollouts is right."""
-    advantage_computer: AdvantageComputer
-    """Computes the advantages of all ranks' groups by the methods of the run."""
-    refill: Refill
-    """Stage 7: replaces groups without signal."""
-    extensions: list[Extension]
-    """Methods of the user's that reach into the step (`adora_extensions`)."""
-    recorder: Recorder
-    """Records rollouts."""
-    metrics_logger: MetricsLogger
-    """Logs and records what is scored and learned."""
-    micro_batcher: MicroBatcher
-    """Stage 9: divides a generation into micro-batches, and weighs the loss of each."""
-    policy_pass: PolicyPass
-    """The policy's forward pass, with shared prompts."""
-    recomputed_layers: RecomputedLayers
-    """Decides how many layers the backward pass computes again."""
-    ratio_guard: RatioGuard
-    """Skips a step whose ratio of new to old policy explodes."""
-    entropy_bonus: EntropyBonus
-    """What TRL's entropy bonus lacks."""
-    skip_bad_steps: SkipBadSteps
-    """Skips a step whose gradients are not finite."""
-    checkpoint_writer: CheckpointWriter
-    """Writes checkpoints that are complete or absent."""
-    checkpoint_state: CheckpointState
-    """What a checkpoint has beside TRL's own state."""
-    engine_pair: EnginePair
-    """Engine and policy, for checks that compare them, and for evaluations."""
+    Each is made once, from TRL's trainer and from others of them. `build_parts` makes all.
+    """
+
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        run: ResolvedRun,
+        context: StepContext,
+        *,
+        clocks: StepClocks,
+        models: list[PreTrainedModel],
+    ) -> None:
+        """Keep what the objects are made from; the arguments are those of `build_parts`."""
+        self._trainer = trainer
+        self._run = run
+        self._models = models
+        self.context = context
+        self.clocks = clocks
+
+    # ------------------------------------------------------------------------------ the generation
+
+    @cached_property
+    def images(self) -> DistinctImages:
+        """Processes each distinct image once, and has the patches of the present generation."""
+        return DistinctImages(
+            models=self._models,
+            processor=self._trainer.processing_class,
+            device=self.context.accelerator.device,
+            config=self.context.config,
+            dataset=self._trainer.train_dataset,
+            tools_show_images=self._has_tools,
+        )
+
+    @cached_property
+    def extensions(self) -> list[Extension]:
+        """Methods of the user's that reach into the step (`adora_extensions`)."""
+        extensions = [*self._run.extensions.values()]
+        for extension in extensions:
+            extension.start(self.context, self.images)
+        return extensions
+
+    @cached_property
+    def upcoming_rows(self) -> UpcomingRows:
+        """The rows that the data loader will draw, once the trainer has made it."""
+        return UpcomingRows()
+
+    @cached_property
+    def pool(self) -> Pool:
+        """The groups that have begun, and the rules by which they fill a generation."""
+        return Pool(self.context, self._trainer.train_dataset, has_tools=self._has_tools)
+
+    @cached_property
+    def sampler(self) -> Sampler:
+        """Samples rollouts: Transformers, vLLM, or servers that sample ahead."""
+        trainer = self._trainer
+        if trainer.use_vllm:
+            samples_ahead = self.context.config.adora_rollouts.ahead
+            sampler_class = AsyncServerSampler if samples_ahead else VLLMSampler
+            return sampler_class(self.context, self.images, trainer.vllm_generation)
+        never_sample(
+            never_sampled_ids(trainer._tokenizer),
+            trainer.generation_kwargs,
+            trainer.generation_config,
+        )
+        return TransformersSampler(self._sample_turn_by_policy)
+
+    @cached_property
+    def prompt_reader(self) -> PromptReader:
+        """Tokenizes prompts and processes their images."""
+        return PromptReader(self.images)
+
+    @cached_property
+    def generation_sampler(self) -> GenerationSampler:
+        """Stages 1 to 3: draws, schedules and samples the groups of a generation."""
+        return GenerationSampler(
+            self.context,
+            pool=self.pool,
+            group_sampler=GroupSampler(
+                self.context,
+                prompt_reader=self.prompt_reader,
+                sampler=self.sampler,
+                stop_criteria=self._stop_criteria,
+                extensions=self.extensions,
+                tool_loop=self._tool_loop,
+                server_context=self._server_context,
+            ),
+            guard=GenerationGuard(self.context, control_tokens(self._trainer.processing_class)),
+            phase=self.clocks.seconds.phase,
+            environments=self._run.tools.environments,
+            upcoming_rows=self.upcoming_rows.rows_after,
+            drift_check=LateDriftCheck(self.engine_pair, self.generation_logps.drift_guard),
+        )
+
+    @cached_property
+    def batch_builder(self) -> BatchBuilder:
+        """Stage 5: makes complete groups into a batch."""
+        return BatchBuilder(
+            context=self.context,
+            images=self.images,
+            processor=self._trainer.processing_class,
+            stop_criteria=self._stop_criteria,
+            to_device=_to_device(self._trainer),
+            has_engine_logps=self.sampler.returns_logps,
+            pad_to_multiple_of=self._trainer.pad_to_multiple_of,
+            has_tools=self._has_tools,
+            allows_stale_rollouts=self.pool.allows_stale_rollouts,
+            shows_other_images=any(extension.changes_images for extension in self.extensions),
+        )
+
+    @cached_property
+    def generation_logps(self) -> GenerationLogps:
+        """Old and reference log-probabilities of a generation, and how far the engine's are off."""
+        trainer = self._trainer
+        context = self.context
+        rounding = rounding_bound(computing_dtype(context.accelerator, trainer.model))
+        return GenerationLogps(
+            context=context,
+            policy=trainer.model,
+            reference=trainer.ref_model,
+            # Looked up at each call: benchmarks wrap it.
+            model_pass=lambda *args, **kwargs: trainer._get_per_token_logps_and_entropies(
+                *args, **kwargs
+            ),
+            policy_pass=self.policy_pass,
+            old_logps=OldLogps(context, has_dropout=has_dropout(trainer.model)),
+            importance_ratio=ImportanceRatio(context),
+            drift_guard=DriftGuard(context),
+            reference_guard=ReferenceGuard(context, rounding),
+            record_drift=self.recorder.add_measured_drift,
+            metrics_by_mode=trainer._metrics,
+        )
+
+    @cached_property
+    def reward_functions(self) -> RewardFunctions:
+        """Stage 6: calls the reward functions on this rank's rollouts."""
+        trainer = self._trainer
+        return RewardFunctions(
+            functions=self._reward_guard.wrap_functions(
+                trainer.reward_funcs, trainer.reward_func_names
+            ),
+            tokenizers=trainer.reward_processing_classes,
+            template_kwargs=trainer.chat_template_kwargs,
+            to_device=_to_device(trainer),
+            event_loop=lambda: trainer.async_loop,
+        )
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """Gathers rewards and other facts of all ranks' rollouts."""
+        return Scorer(
+            self.context,
+            guard=self._reward_guard,
+            weights_F=self._trainer.reward_weights,
+            names=self._trainer.reward_func_names,
+        )
+
+    @cached_property
+    def first_answers(self) -> FirstAnswers:
+        """Warns where not one of a run's first rollouts is right."""
+        return FirstAnswers()
+
+    @cached_property
+    def advantage_computer(self) -> AdvantageComputer:
+        """Computes the advantages of all ranks' groups by the methods of the run."""
+        return AdvantageComputer(
+            self.context,
+            pipeline=build_pipeline(self.context.config),
+            reward_weights_F=self._trainer.reward_weights,
+            tools=self._has_tools,
+        )
+
+    @cached_property
+    def refill(self) -> Refill:
+        """Stage 7: replaces groups without signal."""
+        return Refill(
+            context=self.context,
+            pool=self.pool,
+            generation_sampler=self.generation_sampler,
+            advantage_computer=self.advantage_computer,
+        )
+
+    @cached_property
+    def recorder(self) -> Recorder:
+        """Records rollouts, with the texts of all turns in a run with tools."""
+        toolbox = self._run.prompts.toolbox
+        if toolbox is None:
+            return Recorder(self.context)
+        return Recorder(self.context, decode=self._decode, view=toolbox.view)
+
+    @cached_property
+    def metrics_logger(self) -> MetricsLogger:
+        """Logs and records what is scored and learned."""
+        trainer = self._trainer
+        is_main = self.context.accelerator.is_main_process
+        return MetricsLogger(
+            context=self.context,
+            recorder=self.recorder,
+            metrics_by_mode=trainer._metrics,
+            table=trainer._logs,
+            function_names=trainer.reward_func_names,
+            tie_notice=TieNotice(self.advantage_computer.pipeline.adora_options, speaks=is_main),
+            assess=self.advantage_computer.assess,
+            synced_bytes=(
+                (lambda: trainer.vllm_generation.bytes_sent) if trainer.use_vllm else None
+            ),
+        )
+
+    # ---------------------------------------------------------------------------- the micro-batches
+
+    @cached_property
+    def micro_batcher(self) -> MicroBatcher:
+        """Stage 9: divides a generation into micro-batches, and weighs the loss of each."""
+        trainer = self._trainer
+        # With a KL term, an entropy bonus or an auxiliary loss of experts a row adds to the loss
+        # even if its advantage is 0.
+        has_kl_term = self.context.config.beta != 0.0
+        every_row_counts = bool(
+            has_kl_term or trainer._entropy_bonus_enabled or trainer.aux_loss_enabled
+        )
+        return MicroBatcher(
+            self.context,
+            self.images.banks,
+            every_row_counts=every_row_counts,
+            micro_batch_room=self._micro_batch_room,
+        )
+
+    @cached_property
+    def policy_pass(self) -> PolicyPass:
+        """The policy's forward pass, with shared prompts."""
+        return PolicyPass(
+            self.context.accelerator,
+            self.context.config,
+            may_have_images=self.images.may_be_shown,
+            checkpointing_context=self.recomputed_layers.switched,
+        )
+
+    @cached_property
+    def recomputed_layers(self) -> RecomputedLayers:
+        """Decides how many layers the backward pass computes again."""
+        device = self.context.accelerator.device
+        return RecomputedLayers(
+            self.context,
+            model=self._trainer.model,
+            shape=lambda: self._run.shape,
+            sharding=self._run.context.sharding,
+            read_card=partial(card_bytes, device) if device.type == "cuda" else None,
+        )
+
+    @cached_property
+    def ratio_guard(self) -> RatioGuard:
+        """Skips a step whose ratio of new to old policy explodes."""
+        return RatioGuard(self.context)
+
+    @cached_property
+    def entropy_bonus(self) -> EntropyBonus:
+        """What TRL's entropy bonus lacks."""
+        return EntropyBonus(self.context.config, self.micro_batcher)
+
+    @cached_property
+    def skip_bad_steps(self) -> SkipBadSteps:
+        """Skips optimizer steps whose gradients are not finite."""
+        trainer = self._trainer
+        # A function, since DeepSpeed's engine exists only when the training begins.
+        deepspeed_engine = (lambda: trainer.model_wrapped) if trainer.is_deepspeed_enabled else None
+        return SkipBadSteps(self.context, self.ratio_guard, deepspeed_engine)
+
+    # ------------------------------------------------------------------------------------- the run
+
+    @cached_property
+    def checkpoint_writer(self) -> CheckpointWriter:
+        """Writes checkpoints that are complete or absent."""
+        config = self.context.config
+        return CheckpointWriter(
+            Path(config.output_dir), config.save_total_limit, self.context.accelerator
+        )
+
+    @cached_property
+    def checkpoint_state(self) -> CheckpointState:
+        """What a checkpoint has beside TRL's own state."""
+        trainer = self._trainer
+        return CheckpointState(
+            pipeline=self.advantage_computer.pipeline,
+            pool=self.pool,
+            unfinished_generation=UnfinishedGeneration(self.context, self.images.banks),
+            moving_reference=self._moving_reference,
+            loss_sums=LossSums(trainer),
+            metrics=trainer._metrics["train"],
+            table=trainer._logs,
+            function_names=trainer.reward_func_names,
+        )
+
+    @cached_property
+    def engine_pair(self) -> EnginePair:
+        """Engine and policy, for checks that compare them, and for evaluations."""
+        trainer = self._trainer
+        return EnginePair(
+            context=self.context,
+            policy=trainer.model,
+            dataset=trainer.train_dataset,
+            images=self.images,
+            processor=trainer.processing_class,
+            tokenizer=trainer._tokenizer,
+            sampler=self.sampler,
+            engine=trainer.vllm_generation if trainer.use_vllm else None,
+            collate=self.batch_builder.collated,
+        )
+
+    # ------------------------------------------------------------- what only the objects above need
+
+    @property
+    def _has_tools(self) -> bool:
+        """Whether the policy may call tools."""
+        return self._run.prompts.toolbox is not None
+
+    @property
+    def _decode(self) -> Callable[[Sequence[int]], str]:
+        """What makes token ids a text, without special tokens."""
+        return partial(self._trainer._tokenizer.decode, skip_special_tokens=True)
+
+    def _sample_turn_by_policy(self, prompts: PromptBatch) -> list[list[int]]:
+        """Sample one turn from the policy itself, without an engine: token ids, (B,).
+
+        TRL takes settings from the model's folder where no key of the run sets them, and samples
+        with dropout. Log-probabilities are computed without dropout, and would not be those of the
+        samples.
+        """
+        policy = self._trainer.model
+        with ignoring_generation_config(policy), evaluation_mode(policy):
+            completion_ids, *_ = self._trainer._generate_single_turn(
+                prompts.ids, prompts.images, prompts.fields, num_generations=1
+            )
+        return cast("list[list[int]]", completion_ids)
+
+    @cached_property
+    def _stop_criteria(self) -> StopCriteria:
+        """Says whether a turn has ended by itself."""
+        end_ids = {*self._trainer.eos_token_ids, self.context.pad_id}
+        return StopCriteria.from_config(
+            end_ids, self.context.config.generation_kwargs or {}, self._decode
+        )
+
+    @cached_property
+    def _server_context(self) -> int | None:
+        """How many tokens of a prompt with its completion the run's servers take.
+
+        None without servers, and where they do not say it. Collective: the first rank asks them.
+        """
+        config = self.context.config
+        if not config.uses_servers:
+            return None
+        served: int | None = self._trainer.vllm_generation.server_group.on_first_rank(
+            lambda _: served_length(config)
+        )
+        return served
+
+    @property
+    def _tool_loop(self) -> ToolLoop | None:
+        """Runs the tools that the policy calls; None in a run without tools."""
+        toolbox = self._run.prompts.toolbox
+        if toolbox is None:
+            return None
+        config = self.context.config
+        return ToolLoop(
+            tools=toolbox,
+            processor=self._trainer.processing_class,
+            template=config.chat_template_kwargs or {},
+            tokens_of=self.images.tokens_of,
+            max_answers=config.max_tool_calling_iterations,
+            decode=self._decode,
+            turn_tokens=config.adora_tool_options.turn_tokens,
+            context_length=self._server_context or config.vllm_max_model_length,
+        )
+
+    @cached_property
+    def _reward_guard(self) -> RewardGuard:
+        """Ends the run where a reward function fails."""
+        return RewardGuard(self.context)
+
+    @property
+    def _micro_batch_room(self) -> MicroBatchRoom:
+        """Says how many groups fit into the memory that is planned for a micro-batch."""
+        trainer = self._trainer
+        config = self.context.config
+        attention = configured_attention(trainer.model.config)
+        return MicroBatchRoom(
+            activation_memory=lambda: activation_memory_of(
+                config,
+                shape=self._run.shape,
+                sharding=self._run.context.sharding,
+                on_gpu=self.context.accelerator.device.type == "cuda",
+            ),
+            longest_completion=config.max_completion_length,
+            shares_prompts=lambda: self.policy_pass.shares_prompts and not trainer.aux_loss_enabled,
+            masks_padding=not is_flash_attention_requested(
+                requested_attention_implementation=attention
+            ),
+        )
+
+    @property
+    def _moving_reference(self) -> MovingReference:
+        """Saves and loads the reference model, where TRL moves it."""
+        accelerator = self.context.accelerator
+        reference = self._trainer.ref_model
+        if reference is not None:
+            reference = accelerator.unwrap_model(reference)
+        return MovingReference(
+            reference,
+            moves=self.context.config.sync_ref_model,
+            is_main=accelerator.is_main_process,
+            gather=self._trainer._dist.gather_params,
+        )
+
+
+def _to_device(trainer: GRPOTrainer) -> Callable[[Any], Any]:
+    """Return Transformers' own method that moves a batch to the device: TRL overrides it."""
+    to_device: Callable[[Any], Any] = super(GRPOTrainer, trainer)._prepare_inputs
+    return to_device
 
 
 def build_parts(
@@ -149,144 +510,12 @@ def build_parts(
         clocks: what measures the phases of a step.
         models: the policy, and the reference model where there is one.
     """
-    config = context.config
-    accelerator = context.accelerator
-    device = accelerator.device
-    toolbox = run.prompts.toolbox
-    has_tools = toolbox is not None
-    images = DistinctImages(
-        models=models,
-        processor=trainer.processing_class,
-        device=device,
-        config=config,
-        dataset=trainer.train_dataset,
-        tools_show_images=has_tools,
-    )
-    pipeline = build_pipeline(config)
-    advantage_computer = AdvantageComputer(
-        context, pipeline=pipeline, reward_weights_F=trainer.reward_weights, tools=has_tools
-    )
-    recomputed = RecomputedLayers(
-        context,
-        model=trainer.model,
-        shape=lambda: run.shape,
-        sharding=run.context.sharding,
-        read_card=partial(card_bytes, device) if device.type == "cuda" else None,
-    )
-    policy_pass = PolicyPass(
-        accelerator,
-        config,
-        may_have_images=images.may_be_shown,
-        checkpointing_context=recomputed.switched,
-    )
-    micro_batcher = _micro_batcher(trainer, run, context, images=images, policy_pass=policy_pass)
-    extensions = [*run.extensions.values()]
-    for extension in extensions:
-        extension.start(context, images)
-    recorder = _recorder(trainer, context, toolbox)
-    logps = _generation_logps(trainer, context, policy_pass=policy_pass, recorder=recorder)
-    pool = Pool(context, trainer.train_dataset, has_tools=has_tools)
-    sampler = _sampler(trainer, context, images)
-    stop_criteria = StopCriteria.from_config(
-        {*trainer.eos_token_ids, context.pad_id}, config.generation_kwargs or {}, _decode(trainer)
-    )
-    batch_builder = BatchBuilder(
-        context=context,
-        images=images,
-        processor=trainer.processing_class,
-        stop_criteria=stop_criteria,
-        to_device=_to_device(trainer),
-        has_engine_logps=sampler.returns_logps,
-        pad_to_multiple_of=trainer.pad_to_multiple_of,
-        has_tools=has_tools,
-        allows_stale_rollouts=pool.allows_stale_rollouts,
-        shows_other_images=any(extension.changes_images for extension in extensions),
-    )
-    engine_pair = _engine_pair(
-        trainer, context, images=images, sampler=sampler, collate=batch_builder.collated
-    )
-    upcoming_rows = UpcomingRows()
-    prompt_reader = PromptReader(images)
-    server_context = _server_context(trainer, context)
-    group_sampler = GroupSampler(
-        context,
-        prompt_reader=prompt_reader,
-        sampler=sampler,
-        stop_criteria=stop_criteria,
-        extensions=extensions,
-        tool_loop=_tool_loop(
-            trainer,
-            context,
-            toolbox=toolbox,
-            images=images,
-            context_length=server_context or config.vllm_max_model_length,
-        ),
-        server_context=server_context,
-    )
-    generation_sampler = GenerationSampler(
-        context,
-        pool=pool,
-        group_sampler=group_sampler,
-        guard=GenerationGuard(context, control_tokens(trainer.processing_class)),
-        phase=clocks.seconds.phase,
-        environments=run.tools.environments,
-        upcoming_rows=upcoming_rows.rows_after,
-        drift_check=LateDriftCheck(engine_pair, logps.drift_guard),
-    )
-    reward_guard = RewardGuard(context)
-    ratio_guard = RatioGuard(context)
-    return StepParts(
-        context=context,
-        clocks=clocks,
-        images=images,
-        upcoming_rows=upcoming_rows,
-        pool=pool,
-        sampler=sampler,
-        generation_sampler=generation_sampler,
-        prompt_reader=prompt_reader,
-        batch_builder=batch_builder,
-        generation_logps=logps,
-        reward_functions=_reward_functions(trainer, reward_guard),
-        scorer=Scorer(
-            context,
-            guard=reward_guard,
-            weights_F=trainer.reward_weights,
-            names=trainer.reward_func_names,
-        ),
-        first_answers=FirstAnswers(),
-        advantage_computer=advantage_computer,
-        refill=Refill(
-            context=context,
-            pool=pool,
-            generation_sampler=generation_sampler,
-            advantage_computer=advantage_computer,
-        ),
-        extensions=extensions,
-        recorder=recorder,
-        metrics_logger=_metrics_logger(
-            trainer, context, recorder=recorder, advantage_computer=advantage_computer
-        ),
-        micro_batcher=micro_batcher,
-        policy_pass=policy_pass,
-        recomputed_layers=recomputed,
-        ratio_guard=ratio_guard,
-        entropy_bonus=EntropyBonus(config, micro_batcher),
-        skip_bad_steps=_skip_bad_steps(trainer, context, ratio_guard),
-        checkpoint_writer=CheckpointWriter(
-            Path(config.output_dir), config.save_total_limit, accelerator
-        ),
-        checkpoint_state=CheckpointState(
-            pipeline=pipeline,
-            pool=pool,
-            unfinished_generation=UnfinishedGeneration(context, images.banks),
-            moving_reference=_moving_reference(trainer, context),
-            loss_sums=LossSums(trainer),
-            metrics=trainer._metrics["train"],
-            table=trainer._logs,
-            function_names=trainer.reward_func_names,
-        ),
-        engine_pair=engine_pair,
-    )
+    parts = StepParts(trainer, run, context, clocks=clocks, models=models)
+    # All are made now, and not when they are used first: an extension may refuse the run.
+    for name, attribute in vars(StepParts).items():
+        if isinstance(attribute, cached_property):
+            getattr(parts, name)
+    return parts
 
 
 def callbacks_of_run(
@@ -334,226 +563,3 @@ def callbacks_of_run(
             )
         )
     return callbacks
-
-
-def _decode(trainer: GRPOTrainer) -> Callable[[Sequence[int]], str]:
-    """Return what makes token ids a text, without special tokens."""
-    return partial(trainer._tokenizer.decode, skip_special_tokens=True)
-
-
-def _to_device(trainer: GRPOTrainer) -> Callable[[Any], Any]:
-    """Return Transformers' own method that moves a batch to the device: TRL overrides it."""
-    to_device: Callable[[Any], Any] = super(GRPOTrainer, trainer)._prepare_inputs
-    return to_device
-
-
-def _micro_batcher(
-    trainer: GRPOTrainer,
-    run: ResolvedRun,
-    context: StepContext,
-    *,
-    images: DistinctImages,
-    policy_pass: PolicyPass,
-) -> MicroBatcher:
-    """Return what cuts a generation into micro-batches."""
-    config = context.config
-    # With a KL term, an entropy bonus or an auxiliary loss of experts a row adds to the loss even
-    # if its advantage is 0.
-    has_kl_term = config.beta != 0.0
-    every_row_counts = bool(
-        has_kl_term or trainer._entropy_bonus_enabled or trainer.aux_loss_enabled
-    )
-    attention = configured_attention(trainer.model.config)
-    micro_batch_room = MicroBatchRoom(
-        activation_memory=lambda: activation_memory_of(
-            config,
-            shape=run.shape,
-            sharding=run.context.sharding,
-            on_gpu=context.accelerator.device.type == "cuda",
-        ),
-        longest_completion=config.max_completion_length,
-        shares_prompts=lambda: policy_pass.shares_prompts and not trainer.aux_loss_enabled,
-        masks_padding=not is_flash_attention_requested(
-            requested_attention_implementation=attention
-        ),
-    )
-    return MicroBatcher(
-        context,
-        images.banks,
-        every_row_counts=every_row_counts,
-        micro_batch_room=micro_batch_room,
-    )
-
-
-def _recorder(trainer: GRPOTrainer, context: StepContext, toolbox: Toolbox | None) -> Recorder:
-    """Return what records rollouts, with the texts of all turns in a run with tools."""
-    if toolbox is None:
-        return Recorder(context)
-    return Recorder(context, decode=_decode(trainer), view=toolbox.view)
-
-
-def _generation_logps(
-    trainer: GRPOTrainer, context: StepContext, *, policy_pass: PolicyPass, recorder: Recorder
-) -> GenerationLogps:
-    """Return what computes the old log-probabilities of a generation, and those of the reference."""
-    rounding = rounding_bound(computing_dtype(context.accelerator, trainer.model))
-    return GenerationLogps(
-        context=context,
-        policy=trainer.model,
-        reference=trainer.ref_model,
-        # Looked up at each call: benchmarks wrap it.
-        model_pass=lambda *args, **kwargs: trainer._get_per_token_logps_and_entropies(
-            *args, **kwargs
-        ),
-        policy_pass=policy_pass,
-        old_logps=OldLogps(context, has_dropout=has_dropout(trainer.model)),
-        importance_ratio=ImportanceRatio(context),
-        drift_guard=DriftGuard(context),
-        reference_guard=ReferenceGuard(context, rounding),
-        record_drift=recorder.add_measured_drift,
-        metrics_by_mode=trainer._metrics,
-    )
-
-
-def _sampler(trainer: GRPOTrainer, context: StepContext, images: DistinctImages) -> Sampler:
-    """Return the sampler of the rollouts: Transformers, vLLM, or servers that sample ahead."""
-    if trainer.use_vllm:
-        samples_ahead = context.config.adora_rollouts.ahead
-        sampler_class = AsyncServerSampler if samples_ahead else VLLMSampler
-        return sampler_class(context, images, trainer.vllm_generation)
-    never_sample(
-        never_sampled_ids(trainer._tokenizer), trainer.generation_kwargs, trainer.generation_config
-    )
-
-    def sample_turn(prompts: PromptBatch) -> list[list[int]]:
-        """Sample one turn from the policy itself: token ids, (B,).
-
-        TRL takes settings from the model's folder where no key of the run sets them, and samples
-        with dropout. Log-probabilities are computed without dropout, and would not be those of the
-        samples.
-        """
-        with ignoring_generation_config(trainer.model), evaluation_mode(trainer.model):
-            completion_ids, *_ = trainer._generate_single_turn(
-                prompts.ids, prompts.images, prompts.fields, num_generations=1
-            )
-        return cast("list[list[int]]", completion_ids)
-
-    return TransformersSampler(sample_turn)
-
-
-def _engine_pair(
-    trainer: GRPOTrainer,
-    context: StepContext,
-    *,
-    images: DistinctImages,
-    sampler: Sampler,
-    collate: Collate,
-) -> EnginePair:
-    """Return the engine and the policy as a pair, for checks that compare them, and evaluations."""
-    return EnginePair(
-        context=context,
-        policy=trainer.model,
-        dataset=trainer.train_dataset,
-        images=images,
-        processor=trainer.processing_class,
-        tokenizer=trainer._tokenizer,
-        sampler=sampler,
-        engine=trainer.vllm_generation if trainer.use_vllm else None,
-        collate=collate,
-    )
-
-
-def _server_context(trainer: GRPOTrainer, context: StepContext) -> int | None:
-    """Return how many tokens of a prompt with its completion the run's servers take.
-
-    None without servers, and where they do not say it. Collective: the first rank asks them.
-    """
-    config = context.config
-    if not config.uses_servers:
-        return None
-    served: int | None = trainer.vllm_generation.server_group.on_first_rank(
-        lambda _: served_length(config)
-    )
-    return served
-
-
-def _tool_loop(
-    trainer: GRPOTrainer,
-    context: StepContext,
-    *,
-    toolbox: Toolbox | None,
-    images: DistinctImages,
-    context_length: int | None,
-) -> ToolLoop | None:
-    """Return what runs the tools that the policy calls; None in a run without tools.
-
-    `context_length`: how many tokens of a prompt with its completion the engine takes; None: any
-    number.
-    """
-    if toolbox is None:
-        return None
-    config = context.config
-    return ToolLoop(
-        tools=toolbox,
-        processor=trainer.processing_class,
-        template=config.chat_template_kwargs or {},
-        tokens_of=images.tokens_of,
-        max_answers=config.max_tool_calling_iterations,
-        decode=_decode(trainer),
-        turn_tokens=config.adora_tool_options.turn_tokens,
-        context_length=context_length,
-    )
-
-
-def _reward_functions(trainer: GRPOTrainer, guard: RewardGuard) -> RewardFunctions:
-    """Return what calls the run's reward functions; the guard notes their failures."""
-    return RewardFunctions(
-        functions=guard.wrap_functions(trainer.reward_funcs, trainer.reward_func_names),
-        tokenizers=trainer.reward_processing_classes,
-        template_kwargs=trainer.chat_template_kwargs,
-        to_device=_to_device(trainer),
-        event_loop=lambda: trainer.async_loop,
-    )
-
-
-def _metrics_logger(
-    trainer: GRPOTrainer,
-    context: StepContext,
-    *,
-    recorder: Recorder,
-    advantage_computer: AdvantageComputer,
-) -> MetricsLogger:
-    """Return what logs the metrics of a generation, and records its rollouts."""
-    options = advantage_computer.pipeline.adora_options
-    return MetricsLogger(
-        context=context,
-        recorder=recorder,
-        metrics_by_mode=trainer._metrics,
-        table=trainer._logs,
-        function_names=trainer.reward_func_names,
-        tie_notice=TieNotice(options, speaks=context.accelerator.is_main_process),
-        assess=advantage_computer.assess,
-        synced_bytes=(lambda: trainer.vllm_generation.bytes_sent) if trainer.use_vllm else None,
-    )
-
-
-def _skip_bad_steps(
-    trainer: GRPOTrainer, context: StepContext, ratio_guard: RatioGuard
-) -> SkipBadSteps:
-    """Return what skips optimizer steps whose gradients are not finite."""
-    # A function, since DeepSpeed's engine exists only when the training begins.
-    deepspeed_engine = (lambda: trainer.model_wrapped) if trainer.is_deepspeed_enabled else None
-    return SkipBadSteps(context, ratio_guard, deepspeed_engine)
-
-
-def _moving_reference(trainer: GRPOTrainer, context: StepContext) -> MovingReference:
-    """Return what saves and loads the reference model, where TRL moves it."""
-    reference = None
-    if trainer.ref_model is not None:
-        reference = context.accelerator.unwrap_model(trainer.ref_model)
-    return MovingReference(
-        reference,
-        moves=context.config.sync_ref_model,
-        is_main=context.accelerator.is_main_process,
-        gather=trainer._dist.gather_params,
-    )

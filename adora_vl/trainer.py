@@ -63,7 +63,7 @@ from adora_vl.preflight.request import (
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import trackers
 from adora_vl.record.card import write_card
-from adora_vl.record.clocks import start_clocks
+from adora_vl.record.clocks import StepClocks, start_clocks
 from adora_vl.record.figures import LARGEST_VALUE_KEYS, keep_largest
 from adora_vl.record.manifest import end_manifest, noting_failure, write_manifest
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey
@@ -162,29 +162,34 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
+        self.prefetch = NoPrefetch()  # until the data loader is made
+        self.parts = self._build_parts(clocks)
+        self._replace_callbacks()
+
+    def _build_parts(self, clocks: StepClocks) -> StepParts:
+        """Return the objects that a training step consists of, once TRL has loaded the models.
+
+        `clocks`: what measures the phases of a step.
+        """
         context = StepContext(
             accelerator=self.accelerator,
-            config=run.config,
+            config=self.run.config,
             log=self.log_figure,
             pad_id=self._tokenizer.pad_token_id,
             state=lambda: self.state,
             policy_logps=self._policy_logps,
             save_now=self.save_here,
         )
-        self.prefetch = NoPrefetch()  # until the data loader is made
-        self.parts = build_parts(
-            self,
-            run,
-            context,
-            clocks=clocks,
-            models=prepare_models(self.model, self.ref_model, run, self._dist.gather_params),
-        )
-        # Transformers' callbacks that print.
+        models = prepare_models(self.model, self.ref_model, self.run, self._dist.gather_params)
+        return build_parts(self, self.run, context, clocks=clocks, models=models)
+
+    def _replace_callbacks(self) -> None:
+        """Add this package's callbacks, and remove those of Transformers that print."""
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
         for callback in callbacks_of_run(
             self.parts,
-            run,
+            self.run,
             models_by_role=self.models_by_role(),
             end_tokens=self.eos_token_ids,
             log_evaluation=self.log_evaluation,
@@ -209,19 +214,30 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         its longest row. Ours keeps groups together, leaves out those without signal, and cuts
         padding.
         """
-        if not self.model.training or not cuts_generations(self.args):
-            micro_batch = super()._prepare_inputs(generation_batch)
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        if cuts_generations(self.args):
+            micro_batch = self._next_micro_batch(generation_batch)
         else:
-            if self._step not in self._steps_of_generation:
-                self._buffered_inputs = self._sample_generation(generation_batch)
-                self._steps_of_generation = self.layout.micro_steps_of_generation(self._step)
-            assert self._buffered_inputs is not None
-            micro_batch = self._buffered_inputs[self._step % self.layout.steps_per_generation]
-            if micro_batch:
-                # Due again where a checkpoint had the generation: another process has checked it.
-                self.parts.generation_logps.check_shared_prompts(micro_batch)
-        if self.model.training and self.accelerator.sync_gradients:
+            micro_batch = super()._prepare_inputs(generation_batch)
+        if self.accelerator.sync_gradients:
+            # This micro-batch is the last one before the weights change.
             self.parts.generation_sampler.before_weights_change()
+        return micro_batch
+
+    def _next_micro_batch(self, rows: list[Row]) -> Batch:
+        """Return the micro-batch that is learned from next, of a generation that is cut by us.
+
+        If the present generation is used up, the next one is sampled from these rows.
+        """
+        if self._step not in self._steps_of_generation:
+            self._buffered_inputs = self._sample_generation(rows)
+            self._steps_of_generation = self.layout.micro_steps_of_generation(self._step)
+        assert self._buffered_inputs is not None
+        micro_batch = self._buffered_inputs[self._step % self.layout.steps_per_generation]
+        if micro_batch:
+            # `_sample_generation` has made this check, unless a checkpoint had the generation.
+            self.parts.generation_logps.check_shared_prompts(micro_batch)
         return micro_batch
 
     def _sample_generation(self, rows: list[Row]) -> list[Batch]:
@@ -250,26 +266,21 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         all, replaces groups without signal, and then weighs all together. Every rank goes through
         the stages together.
         """
+        if not self.model.training:
+            return self._sample_for_evaluation(inputs)
         parts = self.parts
         pool = parts.pool
         generation_sampler = parts.generation_sampler
         self.prefetch.finish()
-        is_training = self.model.training
-        if is_training:
-            trackers.empty_table(self._logs)
-        if is_training and self._step == self._step_began:
+        trackers.empty_table(self._logs)
+        if self._step == self._first_micro_step:
             unfinished = parts.checkpoint_state.unfinished_generation
             unfinished.note_step_begin(self._step, self._facts())
-        group_size = self.num_generations if is_training else self.num_generations_eval
-        generation = pool.generation_numbers.generation_at(self._step_key, group_size, inputs)
+        generation = pool.generation_numbers.generation_at(
+            self._step_key, self.num_generations, inputs
+        )
         # 1. Draw: rows become groups; an image that cannot be read ends the run.
         drawn_groups = generation_sampler.draw(generation, inputs)
-        if not is_training:
-            with generation_sampler.sampling():
-                groups = generation_sampler.sample_all(generation, drawn_groups)
-            scored_groups = self._score(generation, groups)
-            trl_advantages_PG = scored_groups.assessment.trl_advantages_PG
-            return self._with_advantages(scored_groups.batch, trl_advantages_PG)
         # A run that dies before it learns from this generation goes on from here.
         pool.begin_step(generation)
         with generation_sampler.sampling():
@@ -288,6 +299,21 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         batch = self._weigh(generation, scored_groups)
         self.prefetch.start()
         return batch
+
+    def _sample_for_evaluation(self, rows: list[Row]) -> Batch:
+        """Return a batch of TRL's own evaluation, sampled and graded, with TRL's advantages."""
+        parts = self.parts
+        self.prefetch.finish()
+        generation = parts.pool.generation_numbers.generation_at(
+            self._step_key, self.num_generations_eval, rows
+        )
+        drawn_groups = parts.generation_sampler.draw(generation, rows)
+        with parts.generation_sampler.sampling():
+            groups = parts.generation_sampler.sample_all(generation, drawn_groups)
+        scored_groups = self._score(generation, groups)
+        return self._with_advantages(
+            scored_groups.batch, scored_groups.assessment.trl_advantages_PG
+        )
 
     def _score(self, generation: Generation, groups: Sequence[RolloutGroup]) -> ScoredGroups:
         """Stages 5 and 6: make groups into a batch, call the reward functions, compute advantages.
@@ -361,7 +387,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         )
 
     @property
-    def _step_began(self) -> int:
+    def _first_micro_step(self) -> int:
         """TRL's `_step`, its count of micro-batches, where the present optimizer step began.
 
         A run that resumes begins an optimizer step at its first micro-batch again.
@@ -419,7 +445,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         observed_entropies: list[Tensor] = []
 
         def observe(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
-            """Keep what the policy's pass computed, and compare it with the engine's."""
+            """Keep what the policy's pass computed, and give the loss what follows from it."""
             observed_logps.append(logps_BC)
             if entropies_BC is not None:
                 observed_entropies.append(entropies_BC)
@@ -431,9 +457,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             old_logps.fill_missing(micro, logps_BC)
             old_logps.keep_for_next_iteration(inputs, micro, logps_BC, micro_step)
 
-        rank = self.accelerator.process_index
-        seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
-        seeded_draws = drawing_by_key(seed) if model.training else nullcontext()
+        seeded_draws = self._draws_of_micro_batch() if model.training else nullcontext()
         with parts.policy_pass.watch(observe, micro), seeded_draws:
             loss: Tensor = super()._compute_loss(model, micro)
         if model.training:
@@ -448,6 +472,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 micro_batches_per_step=self.current_gradient_accumulation_steps,
             )
         return loss
+
+    def _draws_of_micro_batch(self) -> AbstractContextManager[None]:
+        """Return a context in which random numbers follow from the micro-batch's position."""
+        rank = self.accelerator.process_index
+        return drawing_by_key(f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}")
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Return 1 at the tokens of the highest entropy, (B, C).
@@ -656,12 +685,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         trl_save_checkpoint = super()._save_checkpoint
         state = self.parts.checkpoint_state
-        facts = state.unfinished_generation.facts_to_save(self._step_began, self._facts())
+        facts = state.unfinished_generation.facts_to_save(self._first_micro_step, self._facts())
 
         def write_files(folder: Path) -> dict[str, Any]:
             """Write all files into the folder, and return the facts for its manifest."""
             trl_save_checkpoint(model, trial)
-            return state.save(folder, facts, self._step_began, self._buffered_inputs)
+            return state.save(folder, facts, self._first_micro_step, self._buffered_inputs)
 
         self.parts.checkpoint_writer.write(self.state.global_step, write_files)
 
@@ -722,13 +751,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         folder = Path(output_dir or self.args.output_dir)
         is_final_model = folder == Path(self.args.output_dir)
-        # The weights that ZeRO-3 gathers lack the reference adapter, which PEFT would save too.
-        lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)
-        notes_files: AbstractContextManager[None] = nullcontext()
+        recording: AbstractContextManager[None] = nullcontext()
         if is_final_model:
-            notes_files = recording_saved_files(folder, self.args.should_save)
-        with notes_files:
-            with without_reference_adapter(self.model) if lacks_reference else nullcontext():
+            recording = recording_saved_files(folder, self.args.should_save)
+        hiding_reference: AbstractContextManager[None] = nullcontext()
+        if self._dist.is_zero3 and is_peft_model(self.model):
+            # PEFT would save the reference adapter too, and what ZeRO-3 gathers lacks it.
+            hiding_reference = without_reference_adapter(self.model)
+        with recording:
+            with hiding_reference:
                 super().save_model(output_dir, _internal_call)
             if self.args.should_save:
                 give_usual_modes(folder)

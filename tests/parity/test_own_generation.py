@@ -265,8 +265,7 @@ def test_a_generation_is_trls(tmp_path, case):
         trainer.parts.generation_sampler.group_sampler.sampler = VLLMSampler(
             trainer.parts.context, trainer.parts.images, fake_engine
         )
-        builder = replace(trainer.parts.batch_builder, has_engine_logps=True)
-        trainer.parts = replace(trainer.parts, batch_builder=builder)
+        trainer.parts.batch_builder = replace(trainer.parts.batch_builder, has_engine_logps=True)
     trainer._generate_single_turn = lambda *_, **__: (completions, logps if has_engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:
