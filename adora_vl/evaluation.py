@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
@@ -50,8 +50,32 @@ class EvaluationTask:
 
     benchmark: Benchmark
     problems: list[Problem]
-    # Problems in the data, of which `problems` may be a part; None: no more than `problems`.
     problems_in_data: int | None = None
+    """Problems in the data, of which `problems` may be a part; None: no more than `problems`."""
+    entry: str = ""
+    """The entry of the key `adora_eval` that asks for it."""
+
+
+class _EvaluationEntry(NamedTuple):
+    """What an entry of the key `adora_eval` asks for: `BENCHMARK=DATA`, or `BENCHMARK=DATA:views`.
+
+    With `:views` the same problems are shown in several ways, such as the facts of the figure as
+    text.
+    """
+
+    benchmark_name: str
+    path: str
+    with_views: bool
+
+    @classmethod
+    def parse(cls, entry: str) -> _EvaluationEntry:
+        """Read an entry. Without `=` the path is empty."""
+        benchmark_name, _, data = entry.partition("=")
+        return cls(
+            benchmark_name=benchmark_name,
+            path=data.removesuffix(":views"),
+            with_views=data.endswith(":views"),
+        )
 
 
 @dataclass(frozen=True)
@@ -59,10 +83,14 @@ class EvaluationPlan:
     """What to evaluate during a training, and when."""
 
     tasks: list[EvaluationTask]
-    every: int  # optimizer steps between evaluations
-    at_start: bool  # whether to evaluate before the first step too
-    prompt_template: str | None = None  # that of the training (`adora_prompt`)
-    delay: float = 0  # optimizer steps before which there is no evaluation (`eval_delay`)
+    every: int
+    """Optimizer steps between evaluations."""
+    at_start: bool
+    """Whether to evaluate before the first step too."""
+    prompt_template: str | None = None
+    """The template of the training's prompts (`adora_prompt`)."""
+    delay: float = 0
+    """Optimizer steps before which there is no evaluation (`eval_delay`)."""
 
 
 def take_evaluations(
@@ -70,8 +98,7 @@ def take_evaluations(
 ) -> EvaluationPlan | None:
     """Load the evaluations that the keys ask for, and switch Transformers' own evaluation off.
 
-    Transformers has its own way of evaluating, and would want a second data set, so `config` is
-    changed.
+    Transformers would evaluate too, on a second data set. So its keys in `config` are reset.
 
     Args:
         config: the training arguments; `adora_eval` names benchmarks and their data.
@@ -96,21 +123,17 @@ def take_evaluations(
         f"{benchmark_name_for(Path(folder))}={folder}" for folder in folders
     ]
     tasks: list[EvaluationTask] = []
-    entries_of_tasks: list[str] = []
     for entry in entries:
-        for task in _load_tasks(entry, config.adora_eval_limit, prompt_template):
-            tasks.append(task)
-            entries_of_tasks.append(entry)
+        tasks += _load_tasks(entry, config.adora_eval_limit, prompt_template)
     for task in tasks:
         refuse_control_tokens(task.problems)
     plan = EvaluationPlan(
-        tasks=_make_names_unique(tasks, entries_of_tasks),
+        tasks=_make_names_unique(tasks),
         every=int(config.eval_steps),
         at_start=bool(config.eval_on_start),
         prompt_template=prompt_template,
         delay=config.eval_delay,
     )
-    # Transformers must not evaluate beside it.
     config.eval_strategy = IntervalStrategy.NO
     config.eval_on_start = False
     return plan
@@ -145,31 +168,24 @@ def _image_sizes(problem: Problem) -> Sequence[Size | None]:
         return [None] * problem.n_images
 
 
-def _make_names_unique(tasks: list[EvaluationTask], entries: Sequence[str]) -> list[EvaluationTask]:
+def _make_names_unique(tasks: Sequence[EvaluationTask]) -> list[EvaluationTask]:
     """Give each task a name of its own for the log.
 
     A benchmark that is evaluated on several data sets gets the name of the folder behind its own.
-
-    Args:
-        tasks: the tasks, some of which may have the same benchmark.
-        entries: for each task its entry in the key `adora_eval`, `BENCHMARK=DATA`.
-
-    Raises:
-        UserError: two tasks have the same name even so.
+    Raises `UserError` if two tasks have the same name even so.
     """
     names = [task.benchmark.name for task in tasks]
     renamed_tasks: list[EvaluationTask] = []
-    for task, name, entry in zip(tasks, names, entries, strict=True):
+    for task, name in zip(tasks, names, strict=True):
         if names.count(name) == 1:
             renamed_tasks.append(task)
             continue
-        _, _, data = entry.partition("=")
-        folder_name = Path(data.removesuffix(":views")).name
+        folder_name = Path(_EvaluationEntry.parse(task.entry).path).name
         longer_name = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', folder_name)}"
         if any(longer_name == earlier.benchmark.name for earlier in renamed_tasks):
             raise UserError(
-                f"adora_eval: {entry!r} has the name {longer_name!r} of another one; rename its "
-                "folder"
+                f"adora_eval: {task.entry!r} has the name {longer_name!r} of another one; rename "
+                "its folder"
             )
         renamed_tasks.append(replace(task, benchmark=replace(task.benchmark, name=longer_name)))
     return renamed_tasks
@@ -185,8 +201,7 @@ def _load_tasks(
     """Load the benchmark and the problems that an entry of the key `adora_eval` names.
 
     Args:
-        entry: `BENCHMARK=DATA`. One that ends in `:views` becomes a task for each view: a way to
-            show the same problems, such as the facts of the figure as text.
+        entry: `BENCHMARK=DATA` becomes one task, and `BENCHMARK=DATA:views` one for each view.
         max_problems: None for all.
         prompt_template: that of the training.
 
@@ -194,15 +209,13 @@ def _load_tasks(
         DataMissingError: the data are not on this machine.
         UserError: the entry names no benchmark, or its data have no problems.
     """
-    name, _, data = entry.partition("=")
-    path = data.removesuffix(":views")
-    with_views = data.endswith(":views")
+    benchmark_name, path, with_views = _EvaluationEntry.parse(entry)
     if not path:
         raise UserError(
             f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, "
             "problems=DIR"
         )
-    benchmark = find_benchmark(name, "adora_eval")
+    benchmark = find_benchmark(benchmark_name, "adora_eval")
     options = default_data_options(benchmark, path, prompt_template)
     try:
         problems = load_checked_problems(benchmark, options).problems
@@ -218,6 +231,7 @@ def _load_tasks(
                 benchmark=benchmark,
                 problems=problems[:max_problems],
                 problems_in_data=len(problems),
+                entry=entry,
             )
         ]
     # Only problems with facts can be shown in other views.
@@ -228,6 +242,7 @@ def _load_tasks(
             benchmark=replace(benchmark, name=f"{benchmark.name}_{view}"),
             problems=show_in_view(shown_problems, view),
             problems_in_data=len(problems),
+            entry=entry,
         )
         for view in DESCRIPTION_BY_VIEW
     ]

@@ -65,7 +65,7 @@ def load_trainer(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
     Raises `UserError` for an entry of `model_init_kwargs` that the model refuses, and `RunError`
     for anything else that cannot be loaded.
     """
-    # As the user has set it: `build_trainer` adds entries.
+    # A copy of what the user has set: `build_trainer` adds entries.
     init_kwargs = dict(run.config.model_init_kwargs or {})
     if run.request.is_main_process:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
@@ -195,8 +195,6 @@ def train(cli_args: CliArgs) -> int:
     signal stops saves a checkpoint and no model.
     """
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
-    from adora_vl.checkpoint.writer import delete_run_set_aside
-    from adora_vl.record.manifest import end_manifest, noting_failure
 
     run = prepare(cli_args)
     output_dir = Path(run.config.output_dir)
@@ -205,40 +203,53 @@ def train(cli_args: CliArgs) -> int:
             copy_finished(run.finished_checkpoint, output_dir)
         return 0
     trainer = load_trainer(run, output_dir / STARTUP_LOG)
-    is_main = trainer.accelerator.is_main_process
     stop = StopOnSignal()
     trainer.callback_handler.callbacks.insert(0, stop)
     startup = StartupLog(output_dir / STARTUP_LOG)
     release_output_at_train_begin(trainer, startup)
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     with stop, startup:
         trainer.train()
-    seconds = time.perf_counter() - started
-    if stop.stopped:
-        if is_main:
-            note_stop(trainer.manifest, output_dir, trainer.state.global_step)
-    else:
-        with noting_failure(
-            trainer.manifest,
-            output_dir=output_dir,
-            count_steps=lambda: trainer.state.global_step,
-            is_main=is_main,
-        ):
-            model_folder = save_final_model(trainer, output_dir)
-        if is_main:
-            delete_run_set_aside(output_dir)
-            end_manifest(
-                trainer.manifest,
-                output_dir=output_dir,
-                status="finished",
-                steps=trainer.state.global_step,
-            )
-            print_summary(trainer, run, model_folder=model_folder, seconds=seconds)
+    seconds = time.perf_counter() - start_time
+    if not stop.stopped:
+        finish_run(trainer, run, output_dir, seconds=seconds)
+    elif trainer.accelerator.is_main_process:
+        note_stop(trainer.manifest, output_dir, trainer.state.global_step)
     trainer.accelerator.wait_for_everyone()
     stop.release()
     trainer.close()
     trainer.accelerator.end_training()
     return EXIT_STOPPED if stop.stopped else 0
+
+
+def finish_run(
+    trainer: AdoraGRPOTrainer, run: ResolvedRun, output_dir: Path, *, seconds: float
+) -> None:
+    """Save the model of a run that has made all of its steps, and print a summary.
+
+    The manifest gets how the run has ended. Collective: every rank saves. `seconds`: how long the
+    training took.
+    """
+    from adora_vl.checkpoint.writer import delete_run_set_aside
+    from adora_vl.record.manifest import end_manifest, noting_failure
+
+    is_main = trainer.accelerator.is_main_process
+    with noting_failure(
+        trainer.manifest,
+        output_dir=output_dir,
+        count_steps=lambda: trainer.state.global_step,
+        is_main=is_main,
+    ):
+        model_folder = save_final_model(trainer, output_dir)
+    if is_main:
+        delete_run_set_aside(output_dir)
+        end_manifest(
+            trainer.manifest,
+            output_dir=output_dir,
+            status="finished",
+            steps=trainer.state.global_step,
+        )
+        print_summary(trainer, run, model_folder=model_folder, seconds=seconds)
 
 
 def print_summary(
@@ -270,12 +281,13 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
     rank = os.environ.get("RANK", "0")
     ranks = os.environ.get("WORLD_SIZE", "1")
     cause = cause or error.__cause__
-    is_of_this_rank = cause is not None or isinstance(error, DiskFullError)
+    # An error with a cause, and a full disk, may be this rank's alone.
+    may_be_alone = cause is not None or isinstance(error, DiskFullError)
     if cause is not None:
         print(masked_text("".join(traceback.format_exception(cause))), end="", file=sys.stderr)
-    if not is_of_this_rank and rank != "0":
+    if not may_be_alone and rank != "0":
         return
-    rank_note = f" (rank {rank} of {ranks})" if is_of_this_rank and ranks != "1" else ""
+    rank_note = f" (rank {rank} of {ranks})" if may_be_alone and ranks != "1" else ""
     print(f"error{rank_note}: {error}", file=sys.stderr, flush=True)
 
 
@@ -291,9 +303,8 @@ def report_mistake(error: UserError) -> None:
     if isinstance(error, errors.SharedUserError) and os.environ.get("RANK", "0") != "0":
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(
-            _SECONDS_BEFORE_LONE_REPORT
-        )  # the launcher ends this process meanwhile if the mistake is shared
+        # The launcher ends this process meanwhile if the mistake is shared.
+        time.sleep(_SECONDS_BEFORE_LONE_REPORT)
         rank_note = f" (rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')})"
     print(f"error{rank_note}: {error}", file=sys.stderr, flush=True)
 

@@ -586,8 +586,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                     expect_universal_checkpoint(self)
             with errors_with_step(steps_done, self.parts.checkpoint_writer.where_to_go_on):
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
-            if self.parts.skip_bad_steps.reason:
-                raise RunError(f"step {steps_done()}: {self.parts.skip_bad_steps.reason}")
+            reason_to_stop = self.parts.skip_bad_steps.reason
+            if reason_to_stop:
+                raise RunError(f"step {steps_done()}: {reason_to_stop}")
         return output
 
     def _load_finished_run(self, checkpoint: Path) -> TrainOutput:

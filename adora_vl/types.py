@@ -111,10 +111,11 @@ class HostRows:
             columns: the batch's columns of images and tools by their names. Pixels are large and
                 stay on their device. References to an image bank are copied.
         """
+        # Numbers of patches in an image bank, which are copied, or pixels, which stay where they are.
         pixels: Any = columns.get("pixel_values")
         has_references = pixels is not None and not pixels.is_floating_point()
         prompt_types, completion_types = _split_token_types(columns, prompt_ids.size(1))
-        device_tensors = {
+        tensors_to_copy = {
             "prompt_ids": prompt_ids,
             "prompt_mask": prompt_mask,
             "lengths": completion_mask.sum(dim=1),
@@ -124,7 +125,7 @@ class HostRows:
             "grids": columns.get("image_grid_thw"),
             "references": pixels if has_references else None,
         }
-        host_tensors = _copy_to_host(device_tensors)
+        host_tensors = _copy_to_host(tensors_to_copy)
         completion_types = host_tensors["completion_types"]
         if completion_types is not None and not completion_types.any():
             completion_types = None  # no completion has an image

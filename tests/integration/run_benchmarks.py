@@ -17,6 +17,7 @@ from eval import command
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
+from tests.support.launch import words_for
 
 _ENGINE_BY_SETTINGS: dict[str, AnswerEngine] = {}
 
@@ -43,12 +44,7 @@ def main(model: str, folder: Path) -> int:
             "run",
             "--model",
             model,
-            "--data",
-            str(data),
-            "--output",
-            str(folder / name),
-            "--engine",
-            "vllm",
+            *words_for(data=data, output=folder / name, engine="vllm"),
         ]
         if command.main(benchmark, [*words, "--max-tokens", "32", *options]) != 0:
             return 1

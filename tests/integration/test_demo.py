@@ -8,7 +8,7 @@ import pytest
 
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
-from tests.support.launch import launch, run
+from tests.support.launch import launch, run, words_for
 
 pytestmark = pytest.mark.slow
 
@@ -97,14 +97,7 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
     (tmp_path / "own.py").write_text(ZOOM_THAT_SHOWS_NOTHING)
     preparation = [
         "synthetic",
-        "--families",
-        "corners",
-        "--size",
-        "448",
-        "--rows",
-        "400",
-        "--output",
-        str(tmp_path / "data"),
+        *words_for(families="corners", size=448, rows=400, output=tmp_path / "data"),
     ]
     run([sys.executable, "-m", "data_prep", *preparation, "--test-rows", "1"])
     rewards = {}
@@ -120,18 +113,14 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
             "configs/train/tiny_zoom.yaml",
             "--tools",
             tool,
-            "--dataset_name",
-            str(tmp_path / "data"),
-            "--output_dir",
-            str(tmp_path / name),
-            "--max_steps",
-            "14",
-            "--adora_method",
-            "grpo",
-            "--learning_rate",
-            "3e-4",
-            "--lr_scheduler_type",
-            "constant",
+            *words_for(
+                dataset_name=tmp_path / "data",
+                output_dir=tmp_path / name,
+                max_steps=14,
+                adora_method="grpo",
+                learning_rate="3e-4",
+                lr_scheduler_type="constant",
+            ),
         )
         rewards[name] = [
             line["reward"]

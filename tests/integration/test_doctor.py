@@ -20,7 +20,7 @@ from adora_vl.doctor.engine import (
 )
 from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from tests.support.engine_errors import lost_image_features
-from tests.support.launch import run
+from tests.support.launch import run, words_for
 from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -37,16 +37,13 @@ def doctor_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("doctor")
     output = folder / "result.json"
     words = [
-        "--config",
-        str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
-        "--output_dir",
-        str(folder / "run"),
-        "--per_device_train_batch_size",
-        "8",
-        "--num_generations",
-        "4",
-        "--adora_synthetic_rows",
-        "64",
+        *words_for(
+            config=REPOSITORY / "configs" / "train" / "smoke_cpu.yaml",
+            output_dir=folder / "run",
+            per_device_train_batch_size=8,
+            num_generations=4,
+            adora_synthetic_rows=64,
+        ),
         "--vllm_max_model_length",
         "2048",  # of which the far prompts take 2,000
         "--model_name_or_path",

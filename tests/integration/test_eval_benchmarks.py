@@ -21,7 +21,7 @@ from tests.support.benchmark_data import (
     write_mathvista,
     write_mmstar,
 )
-from tests.support.launch import launch, run
+from tests.support.launch import launch, run, words_for
 
 pytestmark = pytest.mark.slow
 
@@ -107,12 +107,7 @@ def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
     data = write_mathvista(tmp_path / "data", mathvista_rows(5))
     words = [
         "run",
-        "--model",
-        str(PRETRAINED_FOLDER),
-        "--data",
-        str(data),
-        "--engine",
-        "transformers",
+        *words_for(model=PRETRAINED_FOLDER, data=data, engine="transformers"),
         "--max-tokens",
         "12",
     ]

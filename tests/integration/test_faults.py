@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from adora_vl.checkpoint.store import STAGING_FOLDER, checkpoints, problem_with_checkpoint
 from data_prep.cli import main as data_prep
-from tests.support.launch import command_lines_marked_with, run
+from tests.support.launch import command_lines_marked_with, run, words_for
 from tests.support.user_tables import truncate_image
 
 pytestmark = pytest.mark.slow
@@ -49,26 +49,18 @@ def faulty_run(tmp_path_factory):
         sys.executable,
         "-m",
         "tests.integration.faulty",
-        "--config",
-        "configs/train/smoke_cpu.yaml",
-        "--max_steps",
-        "9",
-        "--num_generations",
-        "4",
-        "--per_device_train_batch_size",
-        "16",
-        "--max_completion_length",
-        "12",
-        "--logging_steps",
-        "1",
-        "--save_steps",
-        "1",
-        "--save_total_limit",
-        "9",
-        "--dataset_name",
-        str(folder / "whole"),
-        "--output_dir",
-        str(out),
+        *words_for(
+            config="configs/train/smoke_cpu.yaml",
+            max_steps=9,
+            num_generations=4,
+            per_device_train_batch_size=16,
+            max_completion_length=12,
+            logging_steps=1,
+            save_steps=1,
+            save_total_limit=9,
+            dataset_name=folder / "whole",
+            output_dir=out,
+        ),
         "--adora_stock_step",
         "skip_old_pass",  # else every ratio is 1
         "--adora_self_check",

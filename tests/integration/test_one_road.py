@@ -43,6 +43,7 @@ from data_prep.cli import main as data_prep
 from tests.support.adapters import sft_adapter
 from tests.support.checkpoints import write_checkpoint
 from tests.support.examples import example_entry
+from tests.support.launch import words_for
 from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS
 
 CPU_KEYS = ["--use_cpu", "true", "--bf16", "false"]
@@ -636,12 +637,7 @@ def refusal_line(way: str, words: str, folder: Path, output: Path) -> str:
     arguments = words.replace("HERE", str(folder)).split()
     common_arguments = [
         *CPU_KEYS,
-        "--model_name_or_path",
-        "tiny",
-        "--output_dir",
-        str(output),
-        "--dataset_name",
-        str(folder / "data"),
+        *words_for(model_name_or_path="tiny", output_dir=output, dataset_name=folder / "data"),
     ]
 
     def files() -> list[str]:

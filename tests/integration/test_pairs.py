@@ -20,7 +20,7 @@ from tests.support.async_servers import (
     server_arguments,
 )
 from tests.support.examples import example_entry
-from tests.support.launch import run
+from tests.support.launch import run, words_for
 
 pytestmark = pytest.mark.slow
 # Three generations of four problems, so an epoch is a step and a half.
@@ -228,14 +228,7 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, has_server):
     keys["environment_factory"] = f"{tmp_path}/looks.py:Looks"
     preparation = [
         "synthetic",
-        "--families",
-        "corners",
-        "--size",
-        "448",
-        "--rows",
-        "64",
-        "--output",
-        str(tmp_path / "data"),
+        *words_for(families="corners", size=448, rows=64, output=tmp_path / "data"),
     ]
     if not has_server:
         assert data_prep(preparation) == 0
@@ -253,7 +246,7 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, has_server):
             "adora_reward": f"{tmp_path}/mine.py:reward",
             "adora_rollouts": "{refill: 2, budget: 60, ahead: 1}",
         }
-    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    words = words_for(**keys)
     command = [
         sys.executable,
         "-m",

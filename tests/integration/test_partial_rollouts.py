@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.kill_and_resume import comparable_results
-from tests.support.launch import launch
+from tests.support.launch import launch, words_for
 
 pytestmark = pytest.mark.slow
 RUN_KEYS = {
@@ -27,11 +27,7 @@ RUN_KEYS = {
 
 def train(folder: Path, **keys: object) -> Path:
     """Train a small run with its own engine, and return its folder."""
-    words = [
-        word
-        for key, value in {**RUN_KEYS, **keys, "output_dir": folder}.items()
-        for word in (f"--{key}", str(value))
-    ]
+    words = words_for(**{**RUN_KEYS, **keys, "output_dir": folder})
     launch("cpu", "-m", "adora_vl.train", *words)
     return folder
 

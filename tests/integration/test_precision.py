@@ -14,7 +14,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from adora_vl.models.load import PRETRAINED_FOLDER
 from tests.integration.precision_run import FAR_POSITIONS, constant_tensors
-from tests.support.launch import launch
+from tests.support.launch import launch, words_for
 
 pytestmark = pytest.mark.slow
 MODEL_ROLES = ("policy", "reference")
@@ -39,24 +39,17 @@ def zero3_results(
         "-m",
         "tests.integration.precision_run",
         str(folder),
-        "--config",
-        "configs/train/smoke_cpu.yaml",
-        "--output_dir",
-        str(folder / "run"),
-        "--use_vllm",
-        "false",
-        "--bf16",
-        "true",
-        "--dtype",
-        "bfloat16",
-        "--beta",
-        "0.04",
-        "--adora_synthetic_rows",
-        "64",
-        "--num_generations",
-        "4",
-        "--per_device_train_batch_size",
-        "8",
+        *words_for(
+            config="configs/train/smoke_cpu.yaml",
+            output_dir=folder / "run",
+            use_vllm="false",
+            bf16="true",
+            dtype="bfloat16",
+            beta="0.04",
+            adora_synthetic_rows=64,
+            num_generations=4,
+            per_device_train_batch_size=8,
+        ),
     )
     return json.loads((folder / "facts.json").read_text()), load_file(
         folder / "tensors.safetensors"

@@ -23,30 +23,22 @@ from adora_vl.models.load import PRETRAINED_FOLDER
 from benchmarks.kill_and_resume import smaller_demo_arguments
 from tests.support.adapters import sft_adapter
 from tests.support.examples import example_entry
-from tests.support.launch import command_lines_marked_with, run
+from tests.support.launch import command_lines_marked_with, run, words_for
 from tests.support.paths import REPOSITORY
 from tests.support.user_tables import convert, write_jsonl
 from tests.support.vllm_server import vllm_server
 
 pytestmark = pytest.mark.slow
-MOVING_REFERENCE_AND_ENTROPY = [
-    "--beta",
-    "0.1",
-    "--sync_ref_model",
-    "true",
-    "--ref_model_sync_steps",
-    "1",
-    "--ref_model_mixup_alpha",
-    "0.5",
-    "--use_adaptive_entropy",
-    "true",
-    "--entropy_target",
-    "9",
-    "--logging_steps",
-    "2",
-    "--learning_rate",
-    "1e-3",
-]
+MOVING_REFERENCE_AND_ENTROPY = words_for(
+    beta="0.1",
+    sync_ref_model="true",
+    ref_model_sync_steps=1,
+    ref_model_mixup_alpha="0.5",
+    use_adaptive_entropy="true",
+    entropy_target=9,
+    logging_steps=2,
+    learning_rate="1e-3",
+)
 KILL_AND_RESUME_COMMAND = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6"]
 
 
@@ -154,22 +146,16 @@ def sigterm_run(tmp_path_factory):
         sys.executable,
         "-m",
         "adora_vl.train",
-        "--config",
-        "configs/train/smoke_cpu.yaml",
-        "--output_dir",
-        str(out),
-        "--per_device_train_batch_size",
-        "8",
-        "--num_generations",
-        "4",
-        "--adora_synthetic_rows",
-        "64",
-        "--logging_steps",
-        "1",
-        "--save_strategy",
-        "no",
-        "--max_steps",
-        "100000",
+        *words_for(
+            config="configs/train/smoke_cpu.yaml",
+            output_dir=out,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            adora_synthetic_rows=64,
+            logging_steps=1,
+            save_strategy="no",
+            max_steps=100000,
+        ),
     ]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(

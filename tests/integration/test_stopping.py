@@ -23,6 +23,7 @@ from adora_vl.checkpoint.store import (
 )
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
+from tests.support.launch import words_for
 from tests.support.machines import TwoMachines
 from tests.support.terminal import RunningCommand
 from tests.support.weights import mean_difference
@@ -34,32 +35,21 @@ pytestmark = [
 ]
 STEPS_PER_GENERATION = 2  # steps of one generation
 STOPPING_RUN_ARGUMENTS = [
-    "--config",
-    "configs/train/smoke_cpu.yaml",
-    "--use_vllm",
-    "false",
-    "--adora_self_check",
-    "false",
-    "--adora_synthetic_rows",
-    "64",
-    "--num_generations",
-    "4",
-    "--per_device_train_batch_size",
-    "4",
-    "--steps_per_generation",
-    str(STEPS_PER_GENERATION),
-    "--gradient_accumulation_steps",
-    "1",
-    "--max_completion_length",
-    "8",
-    "--logging_steps",
-    "1",
-    "--save_strategy",
-    "no",
-    "--save_total_limit",
-    "20",
-    "--entropy_coef",
-    "1.0",
+    *words_for(
+        config="configs/train/smoke_cpu.yaml",
+        use_vllm="false",
+        adora_self_check="false",
+        adora_synthetic_rows=64,
+        num_generations=4,
+        per_device_train_batch_size=4,
+        steps_per_generation=STEPS_PER_GENERATION,
+        gradient_accumulation_steps=1,
+        max_completion_length=8,
+        logging_steps=1,
+        save_strategy="no",
+        save_total_limit=20,
+        entropy_coef="1.0",
+    ),
     "--learning_rate",
     "1e-3",  # so few tokens are never right: entropy moves the weights
 ]

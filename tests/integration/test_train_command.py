@@ -23,7 +23,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
 from data_prep.cli import main as data_prep
-from tests.support.launch import launch, run
+from tests.support.launch import launch, run, words_for
 from tests.support.paths import REPOSITORY
 from tests.support.tiny_run import read_training_log
 
@@ -34,14 +34,7 @@ SMOKE_COMMAND = [
     "--config",
     str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
 ]
-SMALL_STEPS = [
-    "--per_device_train_batch_size",
-    "8",
-    "--num_generations",
-    "4",
-    "--logging_steps",
-    "1",
-]
+SMALL_STEPS = words_for(per_device_train_batch_size=8, num_generations=4, logging_steps=1)
 SMALL_STEPS += ["--save_strategy", "no"]
 
 
@@ -54,12 +47,7 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     code = data_prep(
         [
             "geometry3k",
-            "--source",
-            "intergps",
-            "--input",
-            str(geometry3k_raw),
-            "--output",
-            str(data),
+            *words_for(source="intergps", input=geometry3k_raw, output=data),
         ]
     )
     assert code == 0
@@ -69,16 +57,13 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
         "1",
         *SMOKE_COMMAND,
         *SMALL_STEPS,
-        "--dataset_name",
-        str(data),
-        "--output_dir",
-        str(out),
-        "--max_steps",
-        "2",
-        "--max_completion_length",
-        "24",
-        "--vllm_max_model_length",
-        "1024",
+        *words_for(
+            dataset_name=data,
+            output_dir=out,
+            max_steps=2,
+            max_completion_length=24,
+            vllm_max_model_length=1024,
+        ),
     )
     assert "6 training problems; 2 prompts per generation (8 rollouts)" in done.stdout
     assert "Self-check: engine and trainer differ by" in done.stdout
@@ -173,18 +158,14 @@ def test_lora_reaches_the_engine(tmp_path):
         "cpu",
         *SMOKE_COMMAND,
         *SMALL_STEPS,
-        "--output_dir",
-        str(out),
-        "--max_steps",
-        "4",
-        "--learning_rate",
-        "2e-2",
-        "--adora_synthetic_rows",
-        "64",
-        "--use_peft",
-        "true",
-        "--lora_r",
-        "4",
+        *words_for(
+            output_dir=out,
+            max_steps=4,
+            learning_rate="2e-2",
+            adora_synthetic_rows=64,
+            use_peft="true",
+            lora_r=4,
+        ),
         "--lora_target_modules",
         "q_proj",
         "v_proj",
@@ -224,20 +205,15 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
         "cpu",
         *SMOKE_COMMAND,
         *SMALL_STEPS,
-        "--dataset_name",
-        str(data),
-        "--output_dir",
-        str(out),
-        "--max_steps",
-        "2",
-        "--learning_rate",
-        "1e-3",
-        "--eval_strategy",
-        "steps",
-        "--eval_steps",
-        "1",
-        "--eval_on_start",
-        "true",
+        *words_for(
+            dataset_name=data,
+            output_dir=out,
+            max_steps=2,
+            learning_rate="1e-3",
+            eval_strategy="steps",
+            eval_steps=1,
+            eval_on_start="true",
+        ),
     )
     lines = [line for line in done.stdout.splitlines() if ": problems " in line]
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2"]
@@ -263,39 +239,28 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
             sys.executable,
             "-m",
             "adora_vl.train",
-            "--config",
-            "configs/train/smoke_text_cpu.yaml",
-            "--model_name_or_path",
-            str(model),
-            "--output_dir",
-            str(out),
-            "--adora_synthetic_rows",
-            "64",
-            "--per_device_train_batch_size",
-            "8",
-            "--num_generations",
-            "4",
-            "--max_steps",
-            "3",
-            "--logging_steps",
-            "1",
-            "--save_strategy",
-            "no",
+            *words_for(
+                config="configs/train/smoke_text_cpu.yaml",
+                model_name_or_path=model,
+                output_dir=out,
+                adora_synthetic_rows=64,
+                per_device_train_batch_size=8,
+                num_generations=4,
+                max_steps=3,
+                logging_steps=1,
+                save_strategy="no",
+            ),
             "--max_completion_length",
             "16",
             # no answer is right yet: the entropy moves the weights
-            "--entropy_coef",
-            "1.0",
-            "--learning_rate",
-            "1e-2",
-            "--adora_max_drift",
-            "null",
-            "--eval_on_start",
-            "false",
-            "--eval_steps",
-            "2",
-            "--adora_eval_limit",
-            "5",
+            *words_for(
+                entropy_coef="1.0",
+                learning_rate="1e-2",
+                adora_max_drift="null",
+                eval_on_start="false",
+                eval_steps=2,
+                adora_eval_limit=5,
+            ),
         ]
     )
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
@@ -372,20 +337,15 @@ def test_a_model_that_wants_to_sample_image_tokens_trains(
         "cpu",
         "-m",
         "adora_vl.train",
-        "--config",
-        str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
-        "--model_name_or_path",
-        str(model_that_wants_image_tokens),
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--max_steps",
-        "2",
-        "--per_device_train_batch_size",
-        "16",
-        "--save_strategy",
-        "no",
-        "--adora_synthetic_rows",
-        "64",
+        *words_for(
+            config=REPOSITORY / "configs" / "train" / "smoke_cpu.yaml",
+            model_name_or_path=model_that_wants_image_tokens,
+            output_dir=tmp_path / "out",
+            max_steps=2,
+            per_device_train_batch_size=16,
+            save_strategy="no",
+            adora_synthetic_rows=64,
+        ),
         "--use_vllm",
         use_vllm,
         "--adora_max_drift",

@@ -30,32 +30,23 @@ from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from benchmarks.kill_and_resume import comparable_results
 from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
-from tests.support.launch import command_lines_marked_with, launch, run
+from tests.support.launch import command_lines_marked_with, launch, run, words_for
 from tests.support.parity import run_parity
 from tests.support.tiny_run import read_training_log
 from tests.support.weights import mean_difference
 
 pytestmark = pytest.mark.slow
-SMOKE_RUN_ARGUMENTS = [
-    "--config",
-    "configs/train/smoke_cpu.yaml",
-    "--adora_synthetic_rows",
-    "64",
-    "--num_generations",
-    "4",
-    "--logging_steps",
-    "1",
-    "--save_steps",
-    "1",
-    "--save_total_limit",
-    "4",
-    "--beta",
-    "0.1",
-    "--sync_ref_model",
-    "true",
-    "--ref_model_sync_steps",
-    "1",
-]
+SMOKE_RUN_ARGUMENTS = words_for(
+    config="configs/train/smoke_cpu.yaml",
+    adora_synthetic_rows=64,
+    num_generations=4,
+    logging_steps=1,
+    save_steps=1,
+    save_total_limit=4,
+    beta="0.1",
+    sync_ref_model="true",
+    ref_model_sync_steps=1,
+)
 BATCH_OF_TWO_PROCESSES = ["--per_device_train_batch_size", "8"]
 BATCH_OF_ONE_PROCESS = ["--per_device_train_batch_size", "16"]
 
@@ -229,11 +220,7 @@ def train_and_read_results(folder: Path) -> dict:
 
     Returns what two equal runs have in common: figures, rollouts, tables and weights.
     """
-    words = [
-        word
-        for key, value in {**KEYS_OF_THREE_STEPS_A_GENERATION, "output_dir": folder}.items()
-        for word in (f"--{key}", str(value))
-    ]
+    words = words_for(**{**KEYS_OF_THREE_STEPS_A_GENERATION, "output_dir": folder})
     launch("cpu_zero3", "-m", "adora_vl.train", *words)
     return comparable_results(folder)
 
@@ -275,26 +262,18 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
         "cpu_zero3",
         "-m",
         "adora_vl.train",
-        "--config",
-        "configs/train/smoke_cpu.yaml",
-        "--use_vllm",
-        "false",
-        "--max_steps",
-        "9",
-        "--logging_steps",
-        "1",
-        "--save_steps",
-        "1",
-        "--per_device_train_batch_size",
-        "8",
-        "--num_generations",
-        "4",
-        "--max_completion_length",
-        "32",
-        "--adora_synthetic_rows",
-        "32",
-        "--output_dir",
-        str(tmp_path / "out"),
+        *words_for(
+            config="configs/train/smoke_cpu.yaml",
+            use_vllm="false",
+            max_steps=9,
+            logging_steps=1,
+            save_steps=1,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=32,
+            adora_synthetic_rows=32,
+            output_dir=tmp_path / "out",
+        ),
         "--adora_reward",
         "accuracy",
         options,
@@ -346,20 +325,15 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
         "adora_vl.train",
         *SMOKE_RUN_ARGUMENTS,
         *BATCH_OF_TWO_PROCESSES,
-        "--output_dir",
-        str(out),
-        "--use_vllm",
-        "false",
-        "--bf16",
-        "true",
-        "--dtype",
-        "bfloat16",
-        "--max_steps",
-        "2",
-        "--learning_rate",
-        "1e-3",
-        "--max_completion_length",
-        "24",
+        *words_for(
+            output_dir=out,
+            use_vllm="false",
+            bf16="true",
+            dtype="bfloat16",
+            max_steps=2,
+            learning_rate="1e-3",
+            max_completion_length=24,
+        ),
     )
     assert max(entry["grad_norm"] for entry in read_training_log(out)) > 0
     trained_weights = load_file(out / "model.safetensors")
@@ -382,24 +356,17 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads
             config,
             "-m",
             "adora_vl.train",
-            "--config",
-            "configs/train/smoke_cpu.yaml",
-            "--model_name_or_path",
-            str(model_with_four_heads),
-            "--output_dir",
-            str(out),
-            "--adora_synthetic_rows",
-            "64",
-            "--per_device_train_batch_size",
-            str(32 // processes),
-            "--max_steps",
-            "1",
-            "--logging_steps",
-            "1",
-            "--save_strategy",
-            "no",
-            "--vllm_tensor_parallel_size",
-            str(processes),
+            *words_for(
+                config="configs/train/smoke_cpu.yaml",
+                model_name_or_path=model_with_four_heads,
+                output_dir=out,
+                adora_synthetic_rows=64,
+                per_device_train_batch_size=32 // processes,
+                max_steps=1,
+                logging_steps=1,
+                save_strategy="no",
+                vllm_tensor_parallel_size=processes,
+            ),
         )
         rollouts = pq.read_table(out / "rollouts").to_pylist()
         completions_by_run.append(

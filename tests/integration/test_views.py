@@ -23,6 +23,7 @@ from adora_vl.synthetic.generate import generate
 from eval import command
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
+from tests.support.launch import words_for
 
 pytestmark = pytest.mark.slow
 
@@ -133,12 +134,7 @@ def test_each_model_is_called_what_it_is(
         )
         words = [
             "run",
-            "--engine",
-            "transformers",
-            "--model",
-            str(tmp_path / folder),
-            "--data",
-            str(tmp_path / "data"),
+            *words_for(engine="transformers", model=tmp_path / folder, data=tmp_path / "data"),
         ]
         for view in ("image", "text", "both", "blank"):
             output = str(tmp_path / name / view)

@@ -20,7 +20,7 @@ from adora_vl.train import main as train
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.problems import BENCHMARK
-from tests.support.launch import run
+from tests.support.launch import run, words_for
 from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -124,7 +124,7 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
         "eval_strategy": "steps",
         "eval_steps": 2,
     }
-    words = [word for key, value in changed.items() for word in (f"--{key}", str(value))]
+    words = words_for(**changed)
     command = [
         sys.executable,
         "-m",

@@ -20,6 +20,14 @@ _FORK_SERVER = multiprocessing.get_context("forkserver")
 _FORK_SERVER.set_forkserver_preload(["adora_vl.trainer"])
 
 
+def words_for(**keys: object) -> list[str]:
+    """Return the words of a command line that set these keys, `--key value` for each."""
+    words = []
+    for key, value in keys.items():
+        words += [f"--{key}", str(value)]
+    return words
+
+
 def _run_python(words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
     """Run `python words...` in this process, with its output in two files."""
     os.chdir(REPOSITORY)
