@@ -431,11 +431,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         micro = cast("Batch", {**inputs})  # columns are added for this loss alone
         parts = self.parts
+        if not model.training:
+            with parts.policy_pass.watch(observer=None, micro_batch=micro):
+                evaluation_loss: Tensor = super()._compute_loss(model, micro)
+            return evaluation_loss
         old_logps = parts.generation_logps.old_logps
         # How many micro-batches of the generation were learned from before this one.
         micro_step = self._step % self.layout.micro_batches_per_generation
-        if model.training:
-            old_logps.prepare_loss(micro, micro_step)
+        old_logps.prepare_loss(micro, micro_step)
         # Read before TRL's loss, which changes an adaptive one at the end of a step.
         entropy_coefficient = parts.entropy_bonus.coefficient(
             self.entropy_coef, last_entropy=self._last_world_entropy
@@ -449,22 +452,18 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             observed_logps.append(logps_BC)
             if entropies_BC is not None:
                 observed_entropies.append(entropies_BC)
-            if not model.training:
-                return
             ratio_is_due = parts.generation_logps.importance_ratio.is_due(micro)
             if ratio_is_due and old_logps.compares_engine(micro_step):
                 parts.generation_logps.compare_with_engine(micro, logps_BC)
             old_logps.fill_missing(micro, logps_BC)
             old_logps.keep_for_next_iteration(inputs, micro, logps_BC, micro_step)
 
-        seeded_draws = self._draws_of_micro_batch() if model.training else nullcontext()
-        with parts.policy_pass.watch(observe, micro), seeded_draws:
+        with parts.policy_pass.watch(observe, micro), self._draws_of_micro_batch():
             loss: Tensor = super()._compute_loss(model, micro)
-        if model.training:
-            logps_BC = observed_logps[0] if observed_logps else None
-            loss = parts.ratio_guard.loss_or_nan(loss, logps_BC, micro)
+        logps_BC = observed_logps[0] if observed_logps else None
+        loss = parts.ratio_guard.loss_or_nan(loss, logps_BC, micro)
         loss = loss * parts.micro_batcher.loss_weight(micro)
-        if model.training and parts.entropy_bonus.is_on:
+        if parts.entropy_bonus.is_on:
             loss = loss + parts.entropy_bonus.missing_bonus(
                 micro,
                 entropies_BC=observed_entropies[0],
