@@ -4,20 +4,22 @@ the bit after a kill. Stand-ins play the servers, whose answers are drawn from p
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer
 
-from adora_vl.models.load import resolve_model_name
 from adora_vl.train import main
 from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
 from data_prep.cli import main as data_prep
 from tests.support.async_servers import (
+    REWARD_BY_LENGTH,
+    ZOOM_TOOL_KEYS,
     assert_equal_end_after_kill,
     read_step_metrics,
     server_arguments,
+    zoom_call_ids,
 )
 from tests.support.examples import example_entry
 from tests.support.launch import run, words_for
@@ -43,14 +45,6 @@ TWICE_OVER_A_GENERATION = {
     "num_iterations": 2,
 }
 NOISY_ROLLOUTS = f"{{{example_entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}}}"
-ZOOM_TOOL_KEYS = {
-    "model_name_or_path": "tiny_zoom",
-    "adora_system_prompt": "Look with zoom.",
-    "tools": "[zoom]",
-    "max_tool_calling_iterations": 2,
-    "max_completion_length": 200,
-    "vllm_max_model_length": 640,
-}
 # the rules, other keys, and the figures that show that both were at work
 RULES_KEYS_AND_FIGURES_BY_PAIR: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "budget + servers": ("{budget: 6, ahead: 0}", {}, ("adora/unfinished", "adora/staleness")),
@@ -108,21 +102,6 @@ RULES_KEYS_AND_FIGURES_BY_PAIR: dict[str, tuple[str, dict[str, Any], tuple[str, 
         ("adora/called", "adora/unfinished"),
     ),
 }
-ZOOM_CALL_TEXT = (
-    '<tool_call>\n{"name": "zoom", "arguments": {"x1": 0, "y1": 0, "x2": 28, "y2": 28}}\n'
-    "</tool_call><|im_end|>"
-)
-REWARD_BY_LENGTH = """
-def reward(completions, **kwargs):
-    return [float(len(str(one)) % 3 == 0) for one in completions]
-"""
-
-
-def zoom_call_ids() -> list[list[int]]:
-    """Return the token ids of a call of `zoom`, as the one turn that a stand-in server may say."""
-    return [
-        AutoTokenizer.from_pretrained(resolve_model_name("tiny_zoom"))(ZOOM_CALL_TEXT)["input_ids"]
-    ]
 
 
 def order_of_turns_in_steps(server: StandIn) -> list[str]:
@@ -215,26 +194,58 @@ class Looks:
 """
 
 
-@pytest.mark.parametrize(
-    "has_server", [False, True], ids=["environment + refill", "tools + refill + budget + ahead"]
-)
-def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, has_server):
-    """Each has other groups and environments, of which other numbers have ended or have signal."""
-    (tmp_path / "mine.py").write_text(
-        REWARD_BY_LENGTH.replace("3", "9")
-    )  # more groups without signal
-    (tmp_path / "looks.py").write_text(LOOKS_ENVIRONMENT)
-    keys: dict[str, Any] = {**ZOOM_ENVIRONMENT_KEYS, "dataset_name": tmp_path / "data"}
-    keys["environment_factory"] = f"{tmp_path}/looks.py:Looks"
-    preparation = [
-        "synthetic",
-        *words_for(families="corners", size=448, rows=64, output=tmp_path / "data"),
+def kill_one_of_two_runs(folder: Path, keys: dict[str, Any]) -> Path:
+    """Run two processes to the end, and once more with a kill, after which they go on.
+
+    Both runs have to end with the same weights. Returns the folder of the run without a kill.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kill_and_resume",
+        *words_for(steps=6, kills="backward:5", processes=2, output=folder / "runs"),
     ]
-    if not has_server:
-        assert data_prep(preparation) == 0
-    else:
-        server.turns = zoom_call_ids()
-        keys = {
+    done = run([*command, "--", *words_for(**keys)])
+    assert "checkpoint-3" in done.stdout
+    assert "weights: all equal" in done.stdout
+    (uninterrupted,) = folder.glob("runs/*/whole")
+    return uninterrupted
+
+
+def test_two_killed_processes_with_environments_go_on_to_the_bit(tmp_path):
+    """Each has other groups and environments, of which other numbers have ended or have signal."""
+    data = tmp_path / "data"
+    assert (
+        data_prep(["synthetic", *words_for(families="corners", size=448, rows=64, output=data)])
+        == 0
+    )
+    (tmp_path / "looks.py").write_text(LOOKS_ENVIRONMENT)
+    uninterrupted = kill_one_of_two_runs(
+        tmp_path,
+        {
+            **ZOOM_ENVIRONMENT_KEYS,
+            "dataset_name": data,
+            "environment_factory": f"{tmp_path}/looks.py:Looks",
+        },
+    )
+    steps = read_step_metrics(uninterrupted)
+    assert max(step["adora/refilled_groups"] for step in steps) > 0
+    assert all(step["adora/called"] > 0.3 for step in steps)
+    for row in pq.read_table(uninterrupted / "rollouts").to_pylist():
+        answered_calls = sum(turn["by"] == "tool" and not turn["failed"] for turn in row["turns"])
+        assert answered_calls <= round(row["reward/Looks"] * 10) <= row["calls"], (
+            "of its own environment, begun anew"
+        )
+
+
+def test_two_killed_processes_with_tools_and_servers_go_on_to_the_bit(tmp_path, server):
+    """They refill, within a token budget, and one generation ahead."""
+    server.turns = zoom_call_ids()
+    # more groups without signal
+    (tmp_path / "mine.py").write_text(REWARD_BY_LENGTH.replace("3", "9"))
+    uninterrupted = kill_one_of_two_runs(
+        tmp_path,
+        {
             **ZOOM_TOOL_KEYS,
             "use_vllm": "true",
             "vllm_mode": "server",
@@ -245,31 +256,8 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, has_server):
             "adora_self_check": "false",
             "adora_reward": f"{tmp_path}/mine.py:reward",
             "adora_rollouts": "{refill: 2, budget: 60, ahead: 1}",
-        }
-    words = words_for(**keys)
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.kill_and_resume",
-        "--steps",
-        "6",
-        "--kills",
-        "backward:5",
-    ]
-    done = run([*command, "--processes", "2", "--output", str(tmp_path / "runs"), "--", *words])
-    assert "checkpoint-3" in done.stdout
-    assert "weights: all equal" in done.stdout
-    (uninterrupted,) = tmp_path.glob("runs/*/whole")
-    assert max(step["adora/refilled_groups"] for step in read_step_metrics(uninterrupted)) > 0
-    assert all(
-        step["adora/called"] > (0 if has_server else 0.3)
-        for step in read_step_metrics(uninterrupted)
+        },
     )
-    if not has_server:
-        for row in pq.read_table(uninterrupted / "rollouts").to_pylist():
-            answered_calls = sum(
-                turn["by"] == "tool" and not turn["failed"] for turn in row["turns"]
-            )
-            assert answered_calls <= round(row["reward/Looks"] * 10) <= row["calls"], (
-                "of its own environment, begun anew"
-            )
+    steps = read_step_metrics(uninterrupted)
+    assert max(step["adora/refilled_groups"] for step in steps) > 0
+    assert all(step["adora/called"] > 0 for step in steps)

@@ -8,8 +8,12 @@ import pytest
 
 from adora_vl.train import main
 from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
-from tests.integration.test_pairs import REWARD_BY_LENGTH, ZOOM_TOOL_KEYS, zoom_call_ids
-from tests.support.async_servers import server_arguments
+from tests.support.async_servers import (
+    REWARD_BY_LENGTH,
+    ZOOM_TOOL_KEYS,
+    server_arguments,
+    zoom_call_ids,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -4,10 +4,37 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from adora_vl.models.load import resolve_model_name
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.train import main
 from benchmarks.stand_in_server import StandIn
 from tests.support.tiny_run import arguments
+
+ZOOM_TOOL_KEYS = {
+    "model_name_or_path": "tiny_zoom",
+    "adora_system_prompt": "Look with zoom.",
+    "tools": "[zoom]",
+    "max_tool_calling_iterations": 2,
+    "max_completion_length": 200,
+    "vllm_max_model_length": 640,
+}
+ZOOM_CALL_TEXT = (
+    '<tool_call>\n{"name": "zoom", "arguments": {"x1": 0, "y1": 0, "x2": 28, "y2": 28}}\n'
+    "</tool_call><|im_end|>"
+)
+REWARD_BY_LENGTH = """
+def reward(completions, **kwargs):
+    return [float(len(str(one)) % 3 == 0) for one in completions]
+"""
+
+
+def zoom_call_ids() -> list[list[int]]:
+    """Return the token ids of a call of `zoom`, as the one turn that a stand-in server may say."""
+    return [
+        AutoTokenizer.from_pretrained(resolve_model_name("tiny_zoom"))(ZOOM_CALL_TEXT)["input_ids"]
+    ]
 
 
 def server_arguments(folder: Any, server: StandIn, **changed: Any) -> list[str]:
