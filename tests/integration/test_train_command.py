@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 import pytest
@@ -38,19 +39,21 @@ SMALL_STEPS = words_for(per_device_train_batch_size=8, num_generations=4, loggin
 SMALL_STEPS += ["--save_strategy", "no"]
 
 
-def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
-    """Real diagrams at own size, golds such as `5 \\sqrt { 3 }`: the tiny model solves none, but
-    all joints hold.
-    """
-    data = tmp_path / "data"
-    out = tmp_path / "out"
-    code = data_prep(
-        [
-            "geometry3k",
-            *words_for(source="intergps", input=geometry3k_raw, output=data),
-        ]
-    )
-    assert code == 0
+class FinishedRun(NamedTuple):
+    """A run that has ended, and what it printed."""
+
+    folder: Path
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def geometry3k_run(geometry3k_raw: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Train two steps on real diagrams at their own size, with golds such as `5 \\sqrt { 3 }`."""
+    folder = tmp_path_factory.mktemp("geometry3k")
+    data = folder / "data"
+    preparation = words_for(source="intergps", input=geometry3k_raw, output=data)
+    assert data_prep(["geometry3k", *preparation]) == 0
     done = launch(
         "cpu",
         "--num_processes",
@@ -59,15 +62,20 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
         *SMALL_STEPS,
         *words_for(
             dataset_name=data,
-            output_dir=out,
+            output_dir=folder / "out",
             max_steps=2,
             max_completion_length=24,
             vllm_max_model_length=1024,
         ),
     )
-    assert "6 training problems; 2 prompts per generation (8 rollouts)" in done.stdout
-    assert "Self-check: engine and trainer differ by" in done.stdout
-    lines_before_check = done.stdout[: done.stdout.index("Self-check")].splitlines()
+    return FinishedRun(folder / "out", done.stdout, done.stderr)
+
+
+def test_a_run_on_real_problems_prints_what_a_user_has_to_know(geometry3k_run):
+    stdout = geometry3k_run.stdout
+    assert "6 training problems; 2 prompts per generation (8 rollouts)" in stdout
+    assert "Self-check: engine and trainer differ by" in stdout
+    lines_before_check = stdout[: stdout.index("Self-check")].splitlines()
     assert not [
         line
         for line in lines_before_check
@@ -76,13 +84,26 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
         )
     ]
     # The tiny model solves none of them, so a training shows the reference answers beside its own.
-    reading, first, *examples = done.stderr.splitlines()
+    reading, first, *examples = geometry3k_run.stderr.splitlines()
     assert reading == "Reading config and libraries, about 15 s"
     assert first.startswith("warning: none of the first 8 rollouts is right; ")
     assert examples
     assert all(line.startswith("  reference answer '") for line in examples)
-    assert "Loading" in (out / ".startup.log").read_text()
-    steps = read_training_log(out)
+    assert "Loading" in (geometry3k_run.folder / ".startup.log").read_text()
+    step_lines = re.findall(
+        r"^step [12]/2  reward .* drift .* \| .* s: rollout .* sync [\d.]+ other .* left$",
+        stdout,
+        re.M,
+    )
+    assert len(step_lines) == 2
+    assert "{'loss'" not in stdout
+    assert "Trained 2 steps" in stdout
+    assert "python -m eval.problems run" in stdout
+
+
+def test_engine_and_trainer_agree_on_real_problems(geometry3k_run):
+    """The tiny model solves none of them, but all joints hold."""
+    steps = read_training_log(geometry3k_run.folder)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert step["sampling/sampling_logp_difference/max"] < 1e-2
@@ -94,6 +115,14 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
             "adora/pass_rate",
             "grading/unparseable",
         } <= step.keys()
+    rollouts = read_complete_record(geometry3k_run.folder, 2, 8)
+    drifts = rollouts["drift"].dropna()  # of the groups that are learned from
+    assert len(drifts)
+    assert drifts.between(0, 1e-3).all()
+
+
+def test_a_run_on_real_problems_leaves_its_files(geometry3k_run):
+    out = geometry3k_run.folder
     table = pd.read_parquet(sorted((out / "completions").glob("*.parquet"))[-1])
     assert len(table) == 8
     assert {
@@ -107,20 +136,7 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     assert (
         (out / "model.safetensors").is_file() and (out / "preprocessor_config.json").is_file()
     ) or list(out.glob("*processor*"))
-    assert "Trained 2 steps" in done.stdout
-    assert "python -m eval.problems run" in done.stdout
-    rollouts = read_complete_record(out, 2, 8)
-    drifts = rollouts["drift"].dropna()  # of the groups that are learned from
-    assert len(drifts)
-    assert drifts.between(0, 1e-3).all()
     assert len(list((out / "rollouts" / "_images").iterdir())) == 4
-    lines = re.findall(
-        r"^step [12]/2  reward .* drift .* \| .* s: rollout .* sync [\d.]+ other .* left$",
-        done.stdout,
-        re.M,
-    )
-    assert len(lines) == 2
-    assert "{'loss'" not in done.stdout
     manifest = json.loads((out / "manifest.json").read_text())
     assert "accelerate launch --config_file " in manifest["command"]
     assert manifest["status"] == "finished"
@@ -249,12 +265,8 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
                 max_steps=3,
                 logging_steps=1,
                 save_strategy="no",
-            ),
-            "--max_completion_length",
-            "16",
-            # no answer is right yet: the entropy moves the weights
-            *words_for(
-                entropy_coef="1.0",
+                max_completion_length=16,
+                entropy_coef="1.0",  # no answer is right yet: the entropy moves the weights
                 learning_rate="1e-2",
                 adora_max_drift="null",
                 eval_on_start="false",
@@ -345,10 +357,8 @@ def test_a_model_that_wants_to_sample_image_tokens_trains(
             per_device_train_batch_size=16,
             save_strategy="no",
             adora_synthetic_rows=64,
+            use_vllm=use_vllm,
+            adora_max_drift="null",
         ),
-        "--use_vllm",
-        use_vllm,
-        "--adora_max_drift",
-        "null",
     )
     assert "Trained 2 steps" in done.stdout
