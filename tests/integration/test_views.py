@@ -94,60 +94,71 @@ def teach(
     fit(model, loss_of, steps, 1e-3)
 
 
-def test_each_model_is_called_what_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+@pytest.fixture(scope="module")
+def folder_with_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write test problems into `data`, and two models that were taught.
+
+    The model in `able` has learned to solve the problem, and that in `reads` to say what it reads.
+    """
+    folder = tmp_path_factory.mktemp("views")
     write_split(
         triangles_with_facts("test", 64),
-        tmp_path / "data",
+        folder / "data",
         "test",
         Features({**schema(), "facts": Value("string")}),
     )
     processor: Any = AutoProcessor.from_pretrained(PRETRAINED_FOLDER)
     model: Any = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER, dtype=torch.float32)
     rows = triangles_with_facts("train", 400)
-    # one learns to solve the problem, the other to say what it reads
-    answer_by_model = {
-        "able": lambda row: row["meta"]["solution"],
-        "reads": lambda row: rf"\boxed{{{row['facts'][5:-1]}}}",
-    }
-    for name, answer in answer_by_model.items():
-        teach(model, processor, rows, 200 if name == "able" else 40, answer)
-        model.save_pretrained(tmp_path / name)
-        processor.save_pretrained(tmp_path / name)
+    teach(model, processor, rows, steps=200, answer=lambda row: row["meta"]["solution"])
+    model.save_pretrained(folder / "able")
+    processor.save_pretrained(folder / "able")
+    teach(model, processor, rows, steps=40, answer=lambda row: rf"\boxed{{{row['facts'][5:-1]}}}")
+    model.save_pretrained(folder / "reads")
+    processor.save_pretrained(folder / "reads")
+    return folder
 
-    def build_blind_engine(settings: Any) -> TransformersEngine:
-        engine = TransformersEngine(settings)
-        engine._model.model.visual.merger.register_forward_hook(
-            lambda module, args, output: torch.zeros_like(output)
-        )
-        return engine
 
-    verdicts = {}
-    for name, folder in (
-        ("able", "able"),
-        ("blind", "able"),
-        ("reads", "reads"),
-    ):
-        monkeypatch.setattr(
-            asking, "build_engine", build_blind_engine if name == "blind" else TransformersEngine
-        )
-        words = [
-            "run",
-            *words_for(engine="transformers", model=tmp_path / folder, data=tmp_path / "data"),
-        ]
-        for view in ("image", "text", "both", "blank"):
-            output = str(tmp_path / name / view)
-            code = command.main(
-                BENCHMARK, [*words, "--max-tokens", "40", "--view", view, "--output", output]
-            )
-            assert code == 0
-        capsys.readouterr()
-        assert (
-            compare([str(tmp_path / name / view) for view in ("image", "text", "both", "blank")])
-            == 0
-        )
-        verdicts[name] = capsys.readouterr().out
-    assert "it sees and it reasons" in verdicts["able"], verdicts["able"]
-    assert "it reasons and does not see" in verdicts["blind"], verdicts["blind"]
-    assert "it does not reason" in verdicts["reads"], verdicts["reads"]
+def build_blind_engine(settings: Any) -> TransformersEngine:
+    """Build an engine whose model gets zeros in place of what its vision tower sees."""
+    engine = TransformersEngine(settings)
+    engine._model.model.visual.merger.register_forward_hook(
+        lambda module, args, output: torch.zeros_like(output)
+    )
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("model_name", "build_engine", "verdict"),
+    [
+        pytest.param("able", TransformersEngine, "it sees and it reasons", id="able"),
+        pytest.param("able", build_blind_engine, "it reasons and does not see", id="blind"),
+        pytest.param("reads", TransformersEngine, "it does not reason", id="reads"),
+    ],
+)
+def test_each_model_is_called_what_it_is(
+    folder_with_models: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    model_name: str,
+    build_engine: Callable[[Any], TransformersEngine],
+    verdict: str,
+) -> None:
+    """It is asked in each view, and the comparison of the views says what it can do."""
+    monkeypatch.setattr(asking, "build_engine", build_engine)
+    model = folder_with_models / model_name
+    words = [
+        "run",
+        *words_for(engine="transformers", model=model, data=folder_with_models / "data"),
+    ]
+    outputs = []
+    for view in ("image", "text", "both", "blank"):
+        output = str(tmp_path / view)
+        asked = [*words, "--max-tokens", "40", *words_for(view=view, output=output)]
+        assert command.main(BENCHMARK, asked) == 0
+        outputs.append(output)
+    capsys.readouterr()
+    assert compare(outputs) == 0
+    comparison = capsys.readouterr().out
+    assert verdict in comparison, comparison
