@@ -103,6 +103,7 @@ def drawn_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_an_eval_py_in_the_folder_is_not_run(tmp_path: Path, drawn_data: str) -> None:
+    """A run evaluates beside a file of the user's that has the name of our package."""
     write_modules_of_the_user(tmp_path, "files")
     printed = run_in(tmp_path, REPOSITORY, *one_step_with_evaluations(tmp_path / "run", drawn_data))
     assert "step 0: geometry3k" in printed
@@ -115,6 +116,7 @@ def test_an_eval_py_in_the_folder_is_not_run(tmp_path: Path, drawn_data: str) ->
 def test_from_the_wheel_a_folder_eval_is_not_run(
     tmp_path: Path, installed_wheel: Path, drawn_data: str
 ) -> None:
+    """The same holds for an installed package and a folder of the user's."""
     write_modules_of_the_user(tmp_path, "packages")
     where = "import adora_vl; print(adora_vl.__file__)"
     assert run_in(tmp_path, installed_wheel, "-c", where).startswith(str(installed_wheel))
@@ -128,6 +130,7 @@ def test_from_the_wheel_a_folder_eval_is_not_run(
 def test_the_wheel_has_the_commands_and_all_benchmarks(
     tmp_path: Path, installed_wheel: Path
 ) -> None:
+    """They lie beside the package, where `python -m` finds them."""
     for name in BENCHMARK_NAMES:
         assert (installed_wheel / "eval" / f"{name}.py").is_file()
     assert "usage: python -m eval.mathvista" in run_in(

@@ -65,6 +65,7 @@ def only_check(checks: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def test_a_healthy_run_passes_every_line(doctor_results):
+    """The checks that matter have passed, and that of an engine that sleeps is skipped."""
     assert [check for check in doctor_results["table"] if check["status"] == "failed"] == []
     status = {check["name"]: check["status"] for check in doctor_results["table"]}
     checks = (
@@ -114,6 +115,7 @@ def test_nothing_of_the_run_is_changed(doctor_results):
 def test_without_a_correction_its_line_fails_with_the_remedy(
     doctor_results, sabotage, name, remedy
 ):
+    """Each sabotage takes back one of our corrections. One of them may make the engine raise."""
     checks = doctor_results[sabotage]
     if "raised" in checks[0]:
         assert sabotage == "stale_encoder_cache", checks[0]
@@ -125,10 +127,12 @@ def test_without_a_correction_its_line_fails_with_the_remedy(
 
 
 def test_expanded_prompts_also_show_in_the_log_probabilities(doctor_results):
+    """An engine whose prompt check notices nothing is found by its log-probabilities."""
     assert only_check(doctor_results["unnoticed"], COLD_CHECK)["status"] == "failed"
 
 
 def test_rounded_rotary_frequencies_show_far_from_the_start_and_not_near_it(doctor_results):
+    """The angle's error grows with the position, so only the check of distant tokens can see it."""
     checks = doctor_results["rounded"]
     assert "inv_freq is bfloat16, not float32" in only_check(checks, BUFFERS_CHECK)["detail"]
     assert (
@@ -144,6 +148,7 @@ def test_the_engine_is_healthy_again_after_each(doctor_results):
 
 
 def test_a_training_refuses_to_start_where_the_doctor_fails(doctor_results):
+    """The line says how to start anyway, and where the doctor tells more."""
     refusals = doctor_results["refusals"]
     assert refusals["healthy"] == ""
     for name in ("expanded", "pixel_limits", "rounded"):

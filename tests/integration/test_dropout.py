@@ -50,6 +50,10 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
+    """Losses and weights are those of a run that did not stop.
+
+    The run loses its last checkpoint, and draws the same dropout again.
+    """
     server = StandIn(vocabulary=200, tokens=14, shortest=2)
     keys = {**keys_with_stand_in_server(server, tmp_path), **LORA_KEYS, "learning_rate": 1e-2}
     uninterrupted = train(tmp_path / "whole", **keys)
@@ -98,6 +102,10 @@ def test_scores_have_no_dropout_and_learning_has(dropout_policy):
 
 
 def test_what_is_drawn_follows_from_the_place_alone(dropout_policy):
+    """Equal keys give equal dropout, whatever was drawn before.
+
+    The run's own random state is untouched.
+    """
     torch.manual_seed(0)
     run_state = torch.get_rng_state()
 

@@ -56,6 +56,7 @@ def read_score(benchmark_folder: Path, name: str) -> dict[str, Any]:
 
 
 def test_geometry3k_is_answered_and_graded(benchmark_folder: Path) -> None:
+    """Answers are graded, grouped by the size of the image, and counted in tokens."""
     result = read_score(benchmark_folder, "geometry3k")
     # The shipped model is warm-started on such problems: it boxes an answer to most and gets some
     # right.
@@ -66,6 +67,10 @@ def test_geometry3k_is_answered_and_graded(benchmark_folder: Path) -> None:
 
 
 def test_mathvista_is_answered_and_its_broken_image_recorded(benchmark_folder: Path) -> None:
+    """One of six images cannot be read.
+
+    Its problem counts as failed, and the others are answered.
+    """
     result = read_score(benchmark_folder, "mathvista")
     assert result["total"] == 6
     assert result["image_failed"] == 1
@@ -91,6 +96,7 @@ def test_mathvista_is_answered_and_its_broken_image_recorded(benchmark_folder: P
 
 
 def test_mmstar_sees_the_image_unless_told_not_to(benchmark_folder: Path) -> None:
+    """The blind prompts lack the tokens of the image, and the leakage follows from both scores."""
     with_image = read_predictions(benchmark_folder / "mmstar" / "predictions.jsonl")
     blind = read_predictions(benchmark_folder / "mmstar_blind" / "predictions.jsonl")
     # 56 x 56 pixels are 4 image tokens; with the two tokens around them the blind prompt lacks 6.
@@ -104,6 +110,7 @@ def test_mmstar_sees_the_image_unless_told_not_to(benchmark_folder: Path) -> Non
 
 
 def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
+    """Predictions and scores are equal to the byte, and no process leaves a file of its own."""
     data = write_mathvista(tmp_path / "data", mathvista_rows(5))
     words = [
         "run",

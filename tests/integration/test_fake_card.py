@@ -73,6 +73,7 @@ def test_no_recipe_has_a_fault_of_device_or_dtype(figures_by_recipe):
 
 
 def test_the_host_seldom_waits_and_never_for_a_row(figures_by_recipe, subtests):
+    """The stand-in for a card counts how often the CPU waits while each recipe trains."""
     for name, run in figures_by_recipe.items():
         with subtests.test(name):
             assert run["waits"] * run["updates"] <= 6 * run["micro_batches"], (

@@ -104,6 +104,7 @@ CHECKPOINT_BEFORE_START = [
 
 @pytest.mark.parametrize("number", range(len(LAST_LINE_PATTERNS)))
 def test_the_last_line_says_where_why_and_how_to_go_on_and_the_next_start_does(faulty_run, number):
+    """Each start goes on from the checkpoint that the last line of the one before has named."""
     _, outputs, _ = faulty_run
     lines = outputs[number].rstrip("\n").splitlines()
     assert re.match(LAST_LINE_PATTERNS[number], lines[-1]), lines[-1]
@@ -115,12 +116,17 @@ def test_the_last_line_says_where_why_and_how_to_go_on_and_the_next_start_does(f
 
 
 def test_the_error_of_the_engine_itself_stands_above(faulty_run):
+    """The cause is printed before the one line that says what to do."""
     _, outputs, _ = faulty_run
     assert "ValueError: the engine core died\nits second line\n" in outputs[2]
     assert "Traceback" not in outputs[0]  # a stop in order needs none
 
 
 def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(faulty_run):
+    """After all faults the log has each step once.
+
+    Weights have moved in no step that was skipped.
+    """
     out, _, _ = faulty_run
     assert [path.name for path in checkpoints(out)] == [
         f"checkpoint-{step}" for step in range(7, 0, -1)

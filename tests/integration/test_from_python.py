@@ -112,6 +112,10 @@ def build_trainer(folder, rows=EIGHT_ROWS, **keys):
 
 
 def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
+    """The run writes a manifest, and refuses a folder of another run.
+
+    It goes on in its own, and may replace what is there.
+    """
     folder = tmp_path / "run"
     first_run = build_trainer(folder)
     assert not (folder / "manifest.json").exists(), "building a trainer is no run"
@@ -167,6 +171,11 @@ def test_a_second_trainer_with_the_same_objects_goes_on_with_the_run(tmp_path, p
 
 
 def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
+    """Functions, names and an environment become tools.
+
+    The prompts of TRL's evaluations name them too.
+    """
+
     def area(width: int) -> int:
         """Width times itself.
 
@@ -271,6 +280,7 @@ SHORT_LAST_STEP = {
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"max_steps": 3}, SHORT_LAST_STEP], ids=["plain", "short"])
 def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_did_not_stop(tmp_path, layout):
+    """The last checkpoint is lost, and the same trainer is built and resumed."""
     keys = {"learning_rate": 1e-3, **layout}
     last_step = keys["max_steps"]
     uninterrupted = build_trainer(tmp_path / "whole", **keys)

@@ -39,6 +39,7 @@ CHECKS_IN_THIS_PROCESS = [
 
 @pytest.mark.parametrize("name", CHECKS_IN_THIS_PROCESS)
 def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
+    """Checks that are made for a GPU run here too, on small models."""
     lines = run_check_on_cpu(name)
     if name == "attention":  # its one line has seconds, and nothing else
         assert [(line.verdict, line.note) for line in lines] == [

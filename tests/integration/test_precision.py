@@ -77,6 +77,7 @@ def tensors_with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Te
 
 @pytest.mark.parametrize("role", MODEL_ROLES)
 def test_every_constant_is_that_of_a_plain_model(zero3_results, plain_model, role):
+    """ZeRO-3 builds the models in bfloat16, and would round what is computed and not loaded."""
     facts, tensors = zero3_results
     assert facts["sharded"]
     assert facts["dtype"] == "torch.bfloat16"
@@ -107,6 +108,7 @@ def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(
 
 
 def test_training_would_begin_with_them_and_is_refused_with_rounded_ones(zero3_results):
+    """The line names the model and the buffer."""
     facts, _ = zero3_results
     refusals = facts["refusals"]
     assert refusals["built"] == ""

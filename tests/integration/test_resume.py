@@ -180,6 +180,7 @@ def wait_for_steps(
 
 @pytest.mark.core
 def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(sigterm_run):
+    """The run prints the command that goes on, and leaves a note for whoever started it."""
     out, code, errors = sigterm_run
     assert code == EXIT_STOPPED, errors[-2000:]
     (checkpoint,) = checkpoints(out)
@@ -192,6 +193,7 @@ def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(sigterm_run):
 
 
 def test_the_export_holds_the_checkpoints_weights_and_loads_offline(sigterm_run, tmp_path):
+    """The folder has every file of the shipped model. It is never written over."""
     out, _, _ = sigterm_run
     assert export([str(out), str(tmp_path / "model")]) == 0
     (checkpoint,) = checkpoints(out)
@@ -207,6 +209,7 @@ def test_the_export_holds_the_checkpoints_weights_and_loads_offline(sigterm_run,
 
 
 def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path):
+    """The launcher names the killed rank, and the checkpoint of the step before is whole."""
     mark = uuid.uuid4().hex
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]
     command += ["configs/accelerate/cpu_zero3.yaml", "-m", "benchmarks.kill_and_resume", "--child"]

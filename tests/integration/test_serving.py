@@ -76,6 +76,7 @@ def read_drifts(out):
 
 
 def test_a_served_model_answers_as_the_loaded_one(tmp_path, fresh_server):
+    """An evaluation by a server gives the same answers and counts of tokens."""
     code = data_prep(
         ["synthetic", "--output", str(tmp_path / "data"), "--rows", "8", "--test-rows", "8"]
     )
@@ -93,6 +94,7 @@ def test_a_served_model_answers_as_the_loaded_one(tmp_path, fresh_server):
 
 
 def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path, fresh_server):
+    """The drift stays at rounding in all steps, and no weight file is left behind."""
     (tmp_path / "pics").mkdir()
     lines = []
     for number, row in enumerate(generate(16, split="train", seed=5, size=56, families=())):
@@ -118,6 +120,7 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
 
 
 def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, fresh_server, monkeypatch):
+    """Tools answer every turn, with pictures of several sizes, and the drift stays at rounding."""
     monkeypatch.setattr(turns, "CALL_TAG", "")
     draws = DrawnPictureTools()
     longer = {"max_completion_length": 160, "vllm_max_model_length": 512}
@@ -131,6 +134,7 @@ def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, fresh_serve
 def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_samples(
     tmp_path, fresh_server, monkeypatch
 ):
+    """The adapter alone is a fiftieth of the weights, and two equal runs sample the same."""
     lora = file_sync_keys(fresh_server, adora_weight_transfer=tmp_path / "shared", **LORA_KEYS)
     completions_of_runs = []
     megabytes_sent = []
@@ -160,6 +164,7 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
 def test_a_server_that_still_has_the_adapter_before_stops_the_run(
     tmp_path, fresh_server, monkeypatch, capsys
 ):
+    """The server ignores the second adapter, and the drift of that step tells."""
     stock_read = Server.read_adapter
     folders = []
 
@@ -178,6 +183,7 @@ def test_a_server_that_still_has_the_adapter_before_stops_the_run(
 
 
 def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeypatch):
+    """Server and trainer round the same base in 4 bits, so the drift is small."""
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     base = four_bit_folder(str(PRETRAINED_FOLDER), "main", ModelConfig(use_bnb_nested_quant=True))
     four_bit_keys = {
@@ -213,6 +219,7 @@ def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path,
 
 
 def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
+    """The run agrees with the servers, and no process of the script is left."""
     words = arguments(
         tmp_path / "out",
         max_steps=2,
@@ -241,6 +248,7 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
 
 @pytest.mark.parametrize("adapter_keys", [{}, LORA_KEYS], ids=["all", "adapter"])
 def test_shards_of_two_processes_reach_the_server_whole(tmp_path, fresh_server, adapter_keys):
+    """Under ZeRO-3 weights or adapter are gathered before they are sent."""
     words = arguments(
         tmp_path / "out",
         **file_sync_keys(fresh_server, per_device_train_batch_size=8, **adapter_keys),

@@ -218,6 +218,7 @@ NOTICE_BOUND_S = 300
 
 
 def test_a_machine_without_power_ends_the_other_one_with_a_line(run_on_two_machines):
+    """The other machine notices in time, and says where the run can go on."""
     assert run_on_two_machines.codes[0] == 128 + signal.SIGKILL
     assert run_on_two_machines.seconds_to_end < NOTICE_BOUND_S
     line = next(
@@ -233,6 +234,7 @@ def test_a_machine_without_power_ends_the_other_one_with_a_line(run_on_two_machi
 
 
 def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(run_on_two_machines):
+    """The second start goes on from the newest whole checkpoint, and stops in order."""
     checkpoint, newest, *_ = run_on_two_machines.saved
     assert f"going on from {checkpoint}" in run_on_two_machines.outputs[1]
     assert run_on_two_machines.codes[1] == EXIT_STOPPED

@@ -72,6 +72,10 @@ def geometry3k_run(geometry3k_raw: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_run_on_real_problems_prints_what_a_user_has_to_know(geometry3k_run):
+    """Few lines stand before the first step, and one for each step.
+
+    At the end the run says what to do next.
+    """
     stdout = geometry3k_run.stdout
     assert "6 training problems; 2 prompts per generation (8 rollouts)" in stdout
     assert "Self-check: engine and trainer differ by" in stdout
@@ -122,6 +126,7 @@ def test_engine_and_trainer_agree_on_real_problems(geometry3k_run):
 
 
 def test_a_run_on_real_problems_leaves_its_files(geometry3k_run):
+    """Tables, model, images and manifest are there."""
     out = geometry3k_run.folder
     table = pd.read_parquet(sorted((out / "completions").glob("*.parquet"))[-1])
     assert len(table) == 8
@@ -246,6 +251,10 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
 
 
 def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch):
+    """A model without vision learns knights and knaves.
+
+    It is evaluated on the way, and the code of its card answers.
+    """
     model = tmp_path / "model"
     out = tmp_path / "out"
     build_start(model, TextStart(steps=2, batch_size=4, rows=8), begin_text)  # knows nothing yet
@@ -345,6 +354,10 @@ def model_that_wants_image_tokens(tmp_path_factory):
 def test_a_model_that_wants_to_sample_image_tokens_trains(
     model_that_wants_image_tokens, tmp_path, use_vllm
 ):
+    """Neither engine nor policy samples them.
+
+    The forward pass stops on an image token without an image.
+    """
     done = launch(
         "cpu",
         "-m",

@@ -81,6 +81,7 @@ def write_triangle_rows(folder: Path) -> Path:
 def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
     tmp_path: Path, server: StandIn
 ) -> None:
+    """Claims are counted, also wrong and lucky ones, and a killed run counts the same."""
     keys = {**TRUE_STEPS_KEYS, "dataset_name": write_triangle_rows(tmp_path / "triangles")}
     uninterrupted = tmp_path / "whole"
     killed = tmp_path / "killed"

@@ -78,6 +78,7 @@ def drift_stopped_run(tmp_path_factory):
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(drift_stopped_run):
+    """Step 2 changes no weight, and the log says that it was skipped."""
     out, _, _ = drift_stopped_run
     assert [entry["adora/skipped_steps"] for entry in read_training_log(out / "checkpoint-2")] == [
         0,
@@ -91,6 +92,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(drift_stopped_r
 
 
 def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(drift_stopped_run):
+    """One line is printed, and no process is left running."""
     out, done, processes = drift_stopped_run
     assert done.stderr.count("error: step 3: the engine's log-probabilities are") == 1
     assert f"go on with --resume_from_checkpoint {out / 'checkpoint-2'}" in done.stderr
@@ -226,6 +228,7 @@ def train_and_read_results(folder: Path) -> dict:
 
 
 def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
+    """The checkpoint within a generation has a file of each rank."""
     uninterrupted = train_and_read_results(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("generation-*")} == {
         "generation-00000.pt",
@@ -315,6 +318,7 @@ def model_with_four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None:
+    """Gradients are not 0, and most of the weights have moved, in their own dtype."""
     out = tmp_path / "out"
     launch(
         "zero2",
@@ -348,6 +352,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
 
 
 def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads, tmp_path):
+    """An engine that two processes share gives each rollout the same tokens."""
     completions_by_run = []
     shared_memory_before = set(Path("/dev/shm").glob("*cpushm*"))
     for config, processes in (("cpu", 1), ("cpu_zero3", 2)):
@@ -392,6 +397,7 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads
 def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turns(
     model_with_four_heads, tmp_path
 ):
+    """Token budget and tools work with it as with a whole engine."""
     keys = [
         "--model_name_or_path",
         str(model_with_four_heads),

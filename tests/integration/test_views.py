@@ -155,8 +155,8 @@ def test_each_model_is_called_what_it_is(
     outputs = []
     for view in ("image", "text", "both", "blank"):
         output = str(tmp_path / view)
-        asked = [*words, "--max-tokens", "40", *words_for(view=view, output=output)]
-        assert command.main(BENCHMARK, asked) == 0
+        arguments = [*words, "--max-tokens", "40", *words_for(view=view, output=output)]
+        assert command.main(BENCHMARK, arguments) == 0
         outputs.append(output)
     capsys.readouterr()
     assert compare(outputs) == 0
