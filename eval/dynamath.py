@@ -156,11 +156,17 @@ def _summary(
     robustness = None
     if worst_case and accuracy:
         robustness = worst_case["accuracy"] / accuracy
-    n_variants = max(len(are_right) for are_right in are_variants_right.values())
+    # With --limit, or where answers are missing, problems may have unequally many variants.
+    incomplete = [
+        problem
+        for problem, are_right in are_variants_right.items()
+        if len(are_right) < len(SPLIT_NAMES)
+    ]
     warnings: list[str] = []
-    if n_variants < len(SPLIT_NAMES):
+    if incomplete:
         warnings.append(
-            f"the worst case is over {n_variants} of the {len(SPLIT_NAMES)} variants; --split all"
+            f"the worst case of {len(incomplete)} of {len(are_variants_right)} problems is over fewer "
+            f"than the {len(SPLIT_NAMES)} variants; --split all without --limit has all"
         )
     return BenchmarkFigures(
         {"variants": {"worst_case": worst_case, "robustness": robustness}}, warnings=warnings

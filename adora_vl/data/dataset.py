@@ -55,7 +55,8 @@ Manifest = dict[str, Any]
 SPLITS = ("train", "validation", "test")  # in the order in which people see them
 MANIFEST_NAME = "manifest.json"
 PREPARED_BY = "data_prep"  # in a manifest: this package wrote the folder
-_FILE_NUMBER_PATTERN = re.compile(r"-\d+-of-(?P<total>\d+)\.parquet$")
+# On the hub a hash may stand behind the number.
+_FILE_NUMBER_PATTERN = re.compile(r"-\d+-of-(?P<total>\d+)(?:-[0-9a-f]+)?\.parquet$")
 _BATCH_ROWS = 64  # in memory at a time
 # of a row group at most: the writer remembers something of each until its end
 _MAX_GROUP_ROWS = 4096
@@ -257,20 +258,31 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def _require_all_files(folder: Path, split: str, paths: Iterable[Path]) -> None:
-    """Raise `UserError` unless a split has all files that the names of its files count.
+    """Raise `UserError` unless a split has all files that the names of its files count."""
+    fault = describe_missing_files([path.relative_to(folder).as_posix() for path in paths])
+    if fault is not None:
+        raise UserError(f"dataset: {str(folder)!r} {fault}")
+
+
+def describe_missing_files(names: Iterable[str]) -> str | None:
+    """Say which of the files of a split are missing, by the names of those that are there.
 
     `train-00000-of-00002.parquet` is the first of two files. A download that broke off has only
-    some of them, and nothing else would tell that rows are missing.
+    some of them, and nothing else would tell that rows are missing. None where all are there.
     """
-    matches = [_FILE_NUMBER_PATTERN.search(path.name) for path in paths]
-    for total in sorted({int(match["total"]) for match in matches if match}):
-        file_count = sum(match is not None and int(match["total"]) == total for match in matches)
-        if file_count != total:
-            raise UserError(
-                f"dataset: {str(folder)!r} has {file_count} of the {total} files "
-                f"data/{split}-*-of-{total:05}.parquet; get the others, or rename "
-                "these to use them alone"
+    names_by_set: dict[tuple[str, int], list[str]] = {}
+    for name in names:
+        match = _FILE_NUMBER_PATTERN.search(name)
+        if match is not None:
+            total = int(match["total"])
+            names_by_set.setdefault((name[: match.start()], total), []).append(name)
+    for (stem, total), names_of_set in sorted(names_by_set.items()):
+        if len(names_of_set) != total:
+            return (
+                f"has {len(names_of_set)} of the {total} files {stem}-*-of-{total:05}.parquet; get "
+                "the others, or rename these to use them alone"
             )
+    return None
 
 
 def stored_rows(folder: Path, split: str) -> Iterator[Row]:

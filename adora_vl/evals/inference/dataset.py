@@ -280,8 +280,17 @@ def find_prompt_fault(prompt: object, *, has_image: bool = True) -> str | None:
 def _load_local_rows(
     path: Path, split: str, image_columns: Sequence[str], id_column: str
 ) -> _LoadedRows:
-    """Load the rows of a file, or of the files of a split in a folder."""
+    """Load the rows of a file, or of the files of a split in a folder.
+
+    Raises `UserError` where a folder has only some of the files of the split.
+    """
+    # Imported here, because `datasets` behind it takes seconds.
+    from adora_vl.data.dataset import describe_missing_files
+
     files = [path] if path.is_file() else _files_of_split(path, split)
+    fault = describe_missing_files(file.name for file in files) if path.is_dir() else None
+    if fault is not None:
+        raise UserError(f"data: {str(path)!r} {fault}")
     if files[0].suffix != ".parquet":
         return _rows_from_json(files[0], id_column)
     # Hashed before they are read, so that a change in between gives another hash at the next load.

@@ -83,7 +83,7 @@ def test_the_short_answer_of_dynamath(response, reference, answer_type, is_right
     assert dynamath.is_officially_right(answer, reference, answer_type) is is_right
 
 
-def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path):
+def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path, capsys):
     """Of two problems in ten variants, one variant of the second problem is wrong."""
     fields = {"question": "?", "answer": "5", "answer_type": "float", "subject": "a", "level": "b"}
     rows = []
@@ -99,3 +99,8 @@ def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path):
     assert worst_case["correct"] == 1
     assert worst_case["total"] == 2
     assert score["variants"]["robustness"]["accuracy"] == pytest.approx(0.5 / 0.95)
+    warning = "warning: the worst case of 1 of 2 problems is over fewer than the 10 variants"
+    assert warning not in capsys.readouterr().out
+    # One variant is missing, as with --limit.
+    support.score_predictions(dynamath.BENCHMARK, tmp_path, rows[:-1])
+    assert warning in capsys.readouterr().out

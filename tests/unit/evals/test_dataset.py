@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet as pq
 import pytest
 from PIL import ExifTags, Image
 
@@ -264,6 +265,20 @@ def test_a_split_is_not_taken_from_the_file_of_another(tmp_path):
         match=r"has nothing for the split 'testmini'; it has notes.json, test-00000-of-0000",
     ):
         mathvista.load(data_options(folder, "testmini"))
+
+
+@pytest.mark.parametrize("ending", ["", "-725687bf7a18d64b"])
+def test_a_split_of_which_files_are_missing_is_refused(tmp_path, ending):
+    """A download that broke off would be a smaller benchmark; all files together are one split."""
+    folder = write_mathvista(tmp_path, mathvista_rows())
+    (table,) = folder.rglob("*.parquet")
+    first = table.rename(table.parent / f"testmini-00000-of-00002{ending}.parquet")
+    with pytest.raises(UserError, match=r"has 1 of the 2 files testmini-\*-of-00002.parquet; get"):
+        mathvista.load(data_options(folder, "testmini"))
+    rows = pq.read_table(first)
+    pq.write_table(rows[:2], first)
+    pq.write_table(rows[2:], str(first).replace("00000", "00001", 1))
+    assert len(mathvista.load(data_options(folder, "testmini"))[0]) == len(mathvista_rows())
 
 
 def test_wrong_data_is_said_in_a_line(case, monkeypatch):
