@@ -231,10 +231,9 @@ def _write_words_of_key(
         config_file: The file, for messages.
     """
     option = "--" + key.replace("_", "-")
-    is_list_of_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
     # Two options may be more than one value in YAML: a list of tools, and a mapping of their
     # limits, which the command line takes as one text.
-    if key == "tools" and isinstance(value, list) and is_list_of_names:
+    if key == "tools" and isinstance(value, list) and all(isinstance(name, str) for name in value):
         return [option, *value]
     if key == "tool_options" and isinstance(value, dict):
         value = json.dumps(value)

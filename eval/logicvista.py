@@ -63,7 +63,8 @@ def extract_letters(response: str) -> Extraction:
         (stated_letters[-1][1] if stated_letters else "", "stated_letters"),
     )
     for text, rule in candidates:
-        # `\text{B}` becomes `B`, and brackets and spaces around the letters are removed.
+        # `\text{B}` becomes `B`, and brackets and spaces around the letters are removed: the group
+        # is empty where these match.
         letters = re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
         if re.fullmatch(_LETTERS_REGEX, letters):
             return Extraction(letters, rule)

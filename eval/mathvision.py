@@ -276,8 +276,8 @@ def _evaluate_parts(answer: str) -> str:
         value = evaluate_latex(part)
         if value is None:
             return answer
-        # `or 0` turns -0.0 into 0.
-        evaluated_parts.append(str(round(value or 0, 2)))
+        plain_value = value if value else 0  # `-0.0` becomes `0`
+        evaluated_parts.append(str(round(plain_value, 2)))
     return answer[0] + ",".join(evaluated_parts) + answer[-1]
 
 

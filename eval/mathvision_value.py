@@ -98,8 +98,9 @@ def evaluate_latex(text: str) -> Number | None:
     try:
         parser = _Parser(text)
         value = parser.parse_sum()
+        next_token = parser.tokens[0]
         # What follows the expression is ignored if it begins as the official grammar allows it.
-        ends_well = _MAY_FOLLOW_EXPRESSION_PATTERN.fullmatch(parser.tokens[0]) is not None
+        ends_well = _MAY_FOLLOW_EXPRESSION_PATTERN.fullmatch(next_token) is not None
         # `isfinite` raises for an integer that is too large for a float.
         return value if ends_well and math.isfinite(value) else None
     except (_NoValueError, ArithmeticError, ValueError, RecursionError):
@@ -167,15 +168,14 @@ class _Parser:
         has none.
         """
         symbol = self.tokens[0]
-        if _MAY_FOLLOW_EXPRESSION_PATTERN.fullmatch(symbol) or symbol in (
-            *_MULTIPLICATION_SIGNS,
-            *_DIVISION_SIGNS,
-        ):
+        is_sign = symbol in (*_MULTIPLICATION_SIGNS, *_DIVISION_SIGNS)
+        if is_sign or _MAY_FOLLOW_EXPRESSION_PATTERN.fullmatch(symbol):
             return False
         if symbol in _FUNCTION_COMMANDS:
             return allow_functions
         is_word_or_number = symbol[-1].isalnum() or symbol.endswith(r"\%")
-        return is_word_or_number or symbol in (*_CLOSING_BRACKET_BY_OPENING, "|")
+        is_opening_bracket = symbol in (*_CLOSING_BRACKET_BY_OPENING, "|")
+        return is_word_or_number or is_opening_bracket
 
     def _parse_factor(self) -> Number:
         """Evaluate one factor with its exponents and factorials.

@@ -116,7 +116,8 @@ def _last_letter_in_form(response: str, letters: str) -> str | None:
     uses one pattern to find a letter and another to find its last position. A letter whose position
     is not found counts as the first. None where no letter has any of the forms.
     """
-    for form, form_of_position in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
+    forms = (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} "))  # to find, and to find the last of
+    for form, form_of_position in forms:
         position_by_letter: dict[str, int] = {}
         for letter in letters:
             if form.format(letter) in response:
@@ -135,11 +136,13 @@ def check_row(row: Prediction) -> str | None:
     if fault:
         return fault
     try:
-        letters = ascii_uppercase[: len(read_choices(row))]
+        letters = list(ascii_uppercase[: len(read_choices(row))])
     except (ValueError, SyntaxError, TypeError):
         return f"has options = {row['options']!r:.60}, expected a list"
-    expected = f"a letter from A to {letters[-1:]}"
-    letter_of_option = FieldKind(lambda answer: answer in (*letters,), expected)
+    last_letter = letters[-1] if letters else ""
+    letter_of_option = FieldKind(
+        lambda answer: answer in letters, f"a letter from A to {last_letter}"
+    )
     return find_field_fault(row, {"answer": letter_of_option})
 
 

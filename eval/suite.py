@@ -68,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
     """
 
-    interrupted = "what was answered is kept, and the same command goes on from there"
-
     def command() -> None:
         """Parse the options of the suite, and hand all others to the benchmarks."""
         suite_options, benchmark_words = build_parser().parse_known_args(argv)
         _run_suite(suite_options, benchmark_words)
 
-    return exit_code_of(command, interrupted)
+    return exit_code_of(
+        command, "what was answered is kept, and the same command goes on from there"
+    )
 
 
 def build_parser() -> Parser:
@@ -238,9 +238,11 @@ def _difference_text(difference: Difference | None) -> str:
     """
     if difference is None:
         return "-"
-    low = difference.low or 0
-    high = difference.high or 0
-    return f"{100 * difference.value:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+    assert difference.low is not None  # a paired difference has an interval
+    assert difference.high is not None
+    low = 100 * difference.low
+    high = 100 * difference.high
+    return f"{100 * difference.value:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def _quoted_accuracy(run: ScoreFile) -> str:

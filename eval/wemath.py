@@ -181,19 +181,30 @@ def _summary(
     lines: list[str] = []
     for name in ("strict", "loose"):
         diagnoses = _diagnoses(list(complete_answers.values()), strict=name == "strict")
-        counts = Counter(diagnoses)
-        if name == "strict":  # IK and IG are the same for both
-            for kind in ("IK", "IG"):
-                cells[kind] = cell_from_counts(counts[kind], len(diagnoses), n_answers)
-        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), n_answers)
-        # RM is a share of the problems whose whole is right.
-        cells[f"RM_{name}"] = cell_from_counts(counts["RM"], counts["CM"] + counts["RM"], n_answers)
+        cells |= _diagnosis_cells(diagnoses, name, n_answers)
         points_by_id = _points_of_problems(complete_answers, diagnoses)
         figure = mean_with_interval(list(points_by_id.values()), list(points_by_id))
         scores[name] = figure["value"]
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"We-Math's score, {name}: {accuracy}")
     return BenchmarkFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
+
+
+def _diagnosis_cells(diagnoses: Sequence[str], name: str, n_answers: int) -> dict[str, Any]:
+    """Return the share of each diagnosis of one score, `strict` or `loose`, by the key of its cell.
+
+    `n_answers` is the number of answers to each question.
+    """
+    counts = Counter(diagnoses)
+    total = len(diagnoses)
+    cells: dict[str, Any] = {}
+    if name == "strict":  # IK and IG are the same for both
+        for kind in ("IK", "IG"):
+            cells[kind] = cell_from_counts(counts[kind], total, n_answers)
+    cells[f"CM_{name}"] = cell_from_counts(counts["CM"], total, n_answers)
+    # RM is a share of the problems whose whole is right.
+    cells[f"RM_{name}"] = cell_from_counts(counts["RM"], counts["CM"] + counts["RM"], n_answers)
+    return cells
 
 
 class _ProblemSample(NamedTuple):

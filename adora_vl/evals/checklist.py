@@ -119,21 +119,24 @@ def questions_on_marks(figure: Figure, seed: str) -> list[MarkQuestion]:
 def _questions_on_numbers(drawing: Drawing) -> Iterator[MarkQuestion]:
     """Yield questions on the numbers that segments and angles are marked with.
 
-    A fact such as `Equals(LengthOf(Line(A, B)), 5)` marks the segment AB with 5.
+    A fact such as `Equals(LengthOf(Line(A, B)), 5)` marks the segment AB with 5. It is an equation
+    of a measure and its value, where `LengthOf` is the head of the measure.
     """
     for fact in drawing.fact_terms:
-        number = number_in_text(fact.arguments[1].head) if fact.is_equation else None
-        if number is None:
+        if not fact.is_equation:
             continue
         measure, value = fact.arguments
-        measured = measure.arguments[0] if measure.arguments else measure
-        name = "".join(measured.names)
-        is_length = measure.head == "LengthOf" and measured.head == "Line"
-        if is_length and len(measured.names) == 2:
+        number = number_in_text(value.head)
+        if number is None:
+            continue
+        figure_part = measure.arguments[0] if measure.arguments else measure
+        name = "".join(figure_part.names)
+        is_length = measure.head == "LengthOf" and figure_part.head == "Line"
+        if is_length and len(figure_part.names) == 2:
             question = f"Which length is segment {name} marked with in the picture?"
             yield MarkQuestion(text=question, answer=value.head, kind="length")
-        is_angle = measure.head == "MeasureOf" and measured.head == "Angle"
-        if is_angle and len(measured.names) == 3 and number < 180:
+        is_angle = measure.head == "MeasureOf" and figure_part.head == "Angle"
+        if is_angle and len(figure_part.names) == 3 and number < 180:
             question = f"How many degrees is angle {name} marked with in the picture?"
             yield MarkQuestion(text=question, answer=value.head, kind="angle")
 
@@ -149,7 +152,8 @@ def _yes_questions(drawing: Drawing) -> Iterator[MarkQuestion]:
         # Perpendicular lines without a common point mark no angle that has a name.
         if fact.head == "Perpendicular" and len(common_points) == 1:
             corner = common_points[0]
-            first_end, second_end = [point for line in lines for point in line if point != corner]
+            (first_end,) = set(first_line) - {corner}
+            (second_end,) = set(second_line) - {corner}
             yield _question_on_right_angle(first_end, corner, second_end, answer="yes")
         if fact.head == "Parallel" and not common_points:
             yield _question_on_parallels(first_line, second_line, answer="yes")

@@ -74,15 +74,9 @@ def caution_lines(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> lis
         names = ", ".join(without_fingerprint)
         lines.append(f"warning: {names}: no fingerprint, so {unknown}")
     may_differ = (*_FREE_FIELDS, *subject)
-    if group_runs_by_view(runs):
+    if group_runs_by_view(runs):  # the comparison is about what the model was shown
         may_differ = (*may_differ, *VIEW_FIELDS)
-    differing_fields = _differing_values(with_fingerprint, "fields", ignored=may_differ)
-    # `auto` and a limit that is not given are the model's own, which only the engine knows.
-    with_resolved = [run for run in with_fingerprint if fingerprint_part(run.score, "resolved")]
-    differing_resolved = _differing_values(
-        with_resolved, "resolved", ignored=tuple(differing_fields)
-    )
-    for key, values in (differing_fields | differing_resolved).items():
+    for key, values in _differing_settings(with_fingerprint, may_differ).items():
         lines.append(f"warning: the runs differ in {key}: {values}")
     rules = {json.dumps(run.score.get("rules") or {}, sort_keys=True) for run in runs}
     if len(rules) > 1:
@@ -116,6 +110,20 @@ def _named_partial_notes(run: ScoreFile) -> list[str]:
         kind, _, text = note.partition(": ")  # `note` or `warning`
         lines.append(f"{kind}: {run.name}: {text}")
     return lines
+
+
+def _differing_settings(runs: Sequence[ScoreFile], may_differ: Sequence[str]) -> dict[str, str]:
+    """Return the settings in which runs differ, each with a text of the values.
+
+    `may_differ` are the fields that are not compared. `auto` and a limit that is not given are the
+    model's own, which only the engine knows, so that what it resolved them to is compared too.
+    """
+    differing_fields = _differing_values(runs, "fields", ignored=may_differ)
+    with_resolved = [run for run in runs if fingerprint_part(run.score, "resolved")]
+    differing_resolved = _differing_values(
+        with_resolved, "resolved", ignored=tuple(differing_fields)
+    )
+    return differing_fields | differing_resolved
 
 
 def _differing_values(

@@ -38,6 +38,7 @@ def group_runs_by_view(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
         fields = fingerprint_part(run.score, "fields")
         if not fields:
             continue
+        # All runs get the same None in the fields that a view changes.
         other_settings = {**fields, **dict.fromkeys(VIEW_FIELDS)}
         settings_text = json.dumps(other_settings, sort_keys=True)
         run_by_view = runs_by_settings.setdefault(settings_text, {})

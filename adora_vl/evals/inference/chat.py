@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -96,8 +97,8 @@ class ChatProcessor:
             user_limits["min_pixels"] = min_pixels
         if max_pixels:
             user_limits["max_pixels"] = max_pixels
-        self._limits = _combine_limits(model_limits or {}, user_limits)
-        self.pixel_limits = self._limits if user_limits else {}
+        self._limits_in_use = _combine_limits(model_limits or {}, user_limits)
+        self.pixel_limits = self._limits_in_use if user_limits else {}
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         # The prompts of a batch end together, so that generation begins at one position.
         self._tokenizer.padding_side = "left"
@@ -254,7 +255,7 @@ class ChatProcessor:
 
     def settings_in_use(self, dtype: str) -> dict[str, Any]:
         """Return the dtype and the pixel limits in use: the user's, else the model's own."""
-        return {"dtype": self.resolve_dtype(dtype), **self._limits}
+        return {"dtype": self.resolve_dtype(dtype), **self._limits_in_use}
 
     def why_too_long(self, ids: Sequence[int], context: int) -> str | None:
         """Say why a prompt leaves no room for an answer in a context of `context` tokens.
@@ -290,7 +291,7 @@ class ChatProcessor:
             # The side of the square of pixels that becomes one token.
             token_side = self._image_processor.patch_size * self._image_processor.merge_size
             # Rounded up, since a part of a square needs a token too.
-            tokens_per_image = -(-self._limits["max_pixels"] // token_side**2)
+            tokens_per_image = math.ceil(self._limits_in_use["max_pixels"] / token_side**2)
             bound += max_images * tokens_per_image
         return min(self.context, int(bound))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
@@ -71,14 +71,15 @@ class _LoadedRows:
                 value = value.get("bytes") or value.get("path")
             if isinstance(value, bytes):
                 return [value]
-            if isinstance(value, str) and value:
-                if not _is_path(value):
-                    return [base64.b64decode(value, validate=True)]
-                file = None if self.folder is None else file_within(self.folder, value)
-                is_last = value == values[-1]
-                # A missing file is an error only where no other column can have the image.
-                if file is not None and (is_last or file.is_file()):
-                    return [file.read_bytes()]
+            if not isinstance(value, str) or not value:
+                continue
+            if not _is_path(value):
+                return [base64.b64decode(value, validate=True)]
+            file = None if self.folder is None else file_within(self.folder, value)
+            # A missing file is an error only where no further column can have the image.
+            is_last_value = value == values[-1]
+            if file is not None and (is_last_value or file.is_file()):
+                return [file.read_bytes()]
         raise ValueError("the row has no image")
 
 
@@ -143,15 +144,26 @@ def load_problems(
     for index, row in enumerate(loaded.rows):
         fields: Row = {"pid": str(row[id_column])}
         fields |= {name: row.get(name) for name in field_names}
-        if has_image:
-            read_image = partial(loaded.encoded_image, index, image_columns)
-            problem = problem_with_images(
-                fields, prompt=prompt(row), n_images=1, read_images=read_image
-            )
-        else:
-            problem = Problem(fields=fields, prompt=prompt(row), n_images=0, images=list)
-        problems.append(problem)
+        problems.append(_build_problem(loaded, index, fields, prompt(row), image_columns))
     return LoadedProblems(problems, _data_hash_with_images(loaded, image_columns))
+
+
+def _build_problem(
+    loaded: _LoadedRows, index: int, fields: Row, prompt: str, image_columns: Sequence[str]
+) -> Problem:
+    """Build the problem of one row, with its image if the data have any.
+
+    Args:
+        loaded: The rows.
+        index: The index of the row.
+        fields: What a prediction keeps of it.
+        prompt: The text that is asked.
+        image_columns: The columns that may hold the image.
+    """
+    if not image_columns:
+        return Problem(fields=fields, prompt=prompt, n_images=0, images=list)
+    read_image = partial(loaded.encoded_image, index, image_columns)
+    return problem_with_images(fields, prompt=prompt, n_images=1, read_images=read_image)
 
 
 def _refuse_faulty_rows(loaded: _LoadedRows, fault_of: Callable[[Row], str | None]) -> None:
@@ -436,25 +448,13 @@ def _rows_from_json(path: Path, id_column: str) -> _LoadedRows:
 
     Raises `UserError` for a file of any other form.
     """
-    location = ""  # the line that is being read, for messages
-    rows = cast(Any, [])  # whatever the JSON holds, until it is checked below
-    try:
-        file_hash = content_hash([path])  # before it is read
-        content = path.read_bytes()
-        if path.suffix == ".jsonl":
-            for number, line in enumerate(content.splitlines(), start=1):
-                location = f"line {number} of "
-                if line.strip():
-                    rows.append(read_json(line))
-        else:
-            rows = read_json(content)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"data: {location}{str(path)!r} is not JSON ({error})") from None
-    if isinstance(rows, dict):
+    file_hash, content = _read_json_file(path)
+    rows = content
+    if isinstance(content, dict):
         # The keys are the ids of the rows; a value that is no row is refused below.
         rows = [
             {id_column: row_id, **row} if isinstance(row, dict) else row
-            for row_id, row in rows.items()
+            for row_id, row in content.items()
         ]
     is_list_of_rows = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
     if not is_list_of_rows:
@@ -462,6 +462,27 @@ def _rows_from_json(path: Path, id_column: str) -> _LoadedRows:
     return _LoadedRows(
         rows=rows, column_by_name={}, hash=file_hash, origin=str(path), folder=path.parent
     )
+
+
+def _read_json_file(path: Path) -> tuple[str, Any]:
+    """Return the hash of a JSON file, and its content; a list for one with an object per line.
+
+    Raises `UserError` for a file that cannot be read.
+    """
+    location = ""  # the line that is being read, for messages
+    try:
+        file_hash = content_hash([path])  # before it is read
+        encoded_content = path.read_bytes()
+        if path.suffix != ".jsonl":
+            return file_hash, read_json(encoded_content)
+        rows: list[Any] = []
+        for number, line in enumerate(encoded_content.splitlines(), start=1):
+            location = f"line {number} of "
+            if line.strip():
+                rows.append(read_json(line))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"data: {location}{str(path)!r} is not JSON ({error})") from None
+    return file_hash, rows
 
 
 def _is_path(value: object) -> bool:

@@ -68,7 +68,8 @@ def read_predictions(
     """
     if not path.is_file():
         raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
-    numbered_row_by_key: dict[RowKey, tuple[int, Prediction]] = {}
+    rows: list[Prediction] = []
+    row_number_by_key: dict[RowKey, int] = {}
     faults: list[str] = []
     columns = columns or {}
     unseen_names = set(columns.values())
@@ -79,25 +80,26 @@ def read_predictions(
         unseen_names -= {name for name in unseen_names if _find_values(row_or_fault, name)}
         fault = _find_column_fault(row_or_fault, columns)
         row = _rename_fields(row_or_fault, id_column, columns)
-        if fault is None:
-            fault = find_row_fault(row)
-        if fault is None and check is not None:
+        fault = fault or find_row_fault(row)
+        if not fault and check is not None:
             fault = check(row)
-        if fault is None:
-            first_number, _ = numbered_row_by_key.setdefault(row_key(row), (number, row))
+        if not fault:
+            first_number = row_number_by_key.setdefault(row_key(row), number)
             if first_number != number:
                 fault = f"has the pid {row['pid']!r} of row {first_number}; keep one of them"
         if fault:
             faults.append(f"row {number} {fault}")
+        else:
+            rows.append(row)
     if faults and "lacks the field" in faults[0]:
         faults.append(": where fields have other names, say --columns pid=NAME response=NAME")
     refuse_rows(f"predictions: {path}", faults)
-    if not numbered_row_by_key:
+    if not rows:
         raise UserError(f"predictions: {path} has no rows")
     if unseen_names:
         names = ", ".join(repr(name) for name in sorted(unseen_names))
         raise UserError(f"columns: no row of {path} has the field {names}; correct the name")
-    return [row for _, row in numbered_row_by_key.values()]
+    return rows
 
 
 _MOST_SHOWN_FAULTS = 20  # in a message
@@ -275,7 +277,7 @@ def _rename_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) 
 
 
 def _find_values(content: object, path: str) -> list[Any]:
-    """Return the value at a path such as `meta.answers.0`, as a list of one.
+    """Return the value at a path such as `meta.answers.0`, as a list of one, since it may be null.
 
     A part of the path is a key of an object or an index of a list. A key may have dots itself. The
     list is empty where there is no such value.

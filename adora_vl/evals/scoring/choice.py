@@ -103,17 +103,17 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     text = matcher.without_options(_REMARK_PATTERN.sub(" ", without_markup(response))).strip()
     if not text:
         return Extraction("", "no_answer")
-    value_of_no_choice = _boxed_value_of_no_choice(matcher, response)
-    # With such a box only the rules that read a statement are tried. The weaker ones would take a
-    # choice that the response mentions on its way to another value.
-    rules = _STATEMENT_RULES if value_of_no_choice else _ALL_RULES
+    unmatched_value = _boxed_value_of_no_choice(matcher, response)
+    # With such a value in the box only the rules that read a statement are tried. The weaker ones
+    # would take a choice that the response mentions on its way to the value.
+    rules = _STATEMENT_RULES if unmatched_value else _ALL_RULES
     for name, rule in rules:
         # A box is looked for before markup is removed.
         index = rule(matcher, response if name == "box" else text)
         if index is not None:
             return Extraction(matcher.letters[index], name)
-    if value_of_no_choice:
-        return Extraction(value_of_no_choice, "nearest")
+    if unmatched_value:
+        return Extraction(unmatched_value, "nearest")
     box = without_markup(last_boxed(response) or "")
     if matcher.states_several_letters(text) or matcher.states_several_letters(box):
         return Extraction("", "several_letters")

@@ -76,6 +76,7 @@ class ChoiceMatcher:
 
     def is_one_of_several(self, text: str, match: re.Match[str]) -> bool:
         """Return whether a letter stands in a list, as in `A or C` and `(A) (B) (C) (D)`."""
+        # Each spelling of a letter has a group in the pattern, and the one that matched is set.
         group_number = next(number for number, group in enumerate(match.groups(), 1) if group)
         start, end = match.span(group_number)
         # The bounds keep the search fast; a list does not need more than its neighbours.

@@ -190,16 +190,25 @@ def grade_rows(
     graded: list[GradedAnswer] = []
     for row, prepared_row in zip(rows, prepared_rows, strict=True):
         item = grade_row(benchmark, prepared_row, options)
-        if prepared_row["response"] != row["response"]:
-            has_answer = bool(prepared_row["response"])
-            item = replace(item, thinking="set_aside" if has_answer else "without_answer")
-        if item.thinking == "without_answer" and item.grade.verdict != FAILED:
-            grade = item.grade._replace(
-                verdict=WRONG, extracted=None, reason="thinking_without_answer"
-            )
-            item = replace(item, grade=grade)
+        final_response = prepared_row["response"]
+        if final_response != row["response"]:
+            item = _note_thinking(item, has_answer=bool(final_response))
         graded.append(item)
     return prepared_rows, graded
+
+
+def _note_thinking(item: GradedAnswer, *, has_answer: bool) -> GradedAnswer:
+    """Return the grade of a response that had a block of thinking, which says so.
+
+    `has_answer`: whether the response says anything behind the block. If not, it is wrong.
+    """
+    if has_answer:
+        return replace(item, thinking="set_aside")
+    item = replace(item, thinking="without_answer")
+    if item.grade.verdict == FAILED:  # the problem was not asked, or the judge failed
+        return item
+    grade = item.grade._replace(verdict=WRONG, extracted=None, reason="thinking_without_answer")
+    return replace(item, grade=grade)
 
 
 def template_opens_thinking(rows: Sequence[Prediction]) -> bool:

@@ -20,7 +20,8 @@ def format_score(scored: Scored) -> str:
     and everything that qualifies the result.
     """
     score, summary = scored
-    overall: Any = score  # a score has the keys of a cell itself
+    # A score has the keys of an accuracy cell itself.
+    overall: Any = score
     rows = [["", "", "right", "accuracy in %, [95 % interval]"]]
     rows += _table_rows("all", {"": overall})
     shortened_kinds: list[str] = []
