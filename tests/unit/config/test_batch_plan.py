@@ -43,7 +43,9 @@ def transformers_steps(layout: BatchLayout, rows: int, epochs: float) -> tuple[i
     )
     trainer = Mock(get_sp_size=lambda: 1, num_examples=len, get_total_train_batch_size=lambda _: 1)
     values: Any = Trainer.set_initial_training_values(trainer, keys, range(micro_batches))
-    return values[1], values[-1]
+    steps_of_epoch = values[1]
+    steps_of_run = values[-1]
+    return steps_of_epoch, steps_of_run
 
 
 @given(LAYOUTS, st.integers(min_value=1, max_value=60), st.floats(min_value=0.125, max_value=3))

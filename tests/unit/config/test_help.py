@@ -36,9 +36,9 @@ SLOW = ("torch", "transformers", "trl", "vllm", "datasets")
 
 
 def test_help_answers_at_once():
-    """The time depends on the machine, so what is imported is looked at.
+    """No command imports a slow library for its help; seconds would depend on the machine.
 
-    One process for all, since none adds to it.
+    All commands run in one process, since a slow import would be noticed after any of them.
     """
     code = (
         "import runpy, sys\n"
@@ -49,18 +49,17 @@ def test_help_answers_at_once():
         "    except SystemExit as end:\n"
         f"        print('ENDS', command, end.code or 0, {{*{SLOW}}} & {{*sys.modules}})\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, *COMMANDS],
         capture_output=True,
         text=True,
         cwd=ROOT,
         check=False,
     )
-    ends = [line for line in done.stdout.splitlines() if line.startswith("ENDS")]
-    assert ends == [f"ENDS {command} 0 set()" for command in COMMANDS], done.stderr
-    assert (
-        done.stdout.count("usage: ") >= len(COMMANDS) - 1
-    )  # the training's own begins with what it does
+    end_lines = [line for line in process.stdout.splitlines() if line.startswith("ENDS")]
+    assert end_lines == [f"ENDS {command} 0 set()" for command in COMMANDS], process.stderr
+    # The help of the training command begins with what it does, and not with its usage.
+    assert process.stdout.count("usage: ") >= len(COMMANDS) - 1
 
 
 def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
@@ -83,29 +82,34 @@ def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
 def test_every_key_stands_once_in_the_long_help_with_what_it_means():
     text = help_text(["--help-all"])
     assert sorted(re.findall(r"^(\w+):(?: |$)", text, re.MULTILINE)) == sorted(set(read_keys()))
-    order = [
+    parts_in_order = [
         "Keys of this project",
         "adora_correct_above: 0.5\n",
         "Keys of TRL",
         "\nbeta: 0.0\n    KL coefficient",
+        "Keys of Transformers",
+        "\nsave_steps: 500\n",
     ]
-    places = [text.index(line) for line in (*order, "Keys of Transformers", "\nsave_steps: 500\n")]
-    assert places == sorted(places)
+    positions = [text.index(part) for part in parts_in_order]
+    assert positions == sorted(positions)
     assert [key.name for key in read_keys().values() if not key.help] == []
     assert max(map(len, text.splitlines())) <= 200  # a default or an address may be long
 
 
 def test_the_defaults_read_from_the_sources_are_those_of_the_classes():
-    found = read_keys()
-    wrong = {}
-    for field in (
-        field for dataclass in CONFIG_DATACLASSES for field in fields(dataclass) if field.init
-    ):
+    key_by_name = read_keys()
+    wrong_defaults = {}
+    all_fields = [field for dataclass in CONFIG_DATACLASSES for field in fields(dataclass)]
+    for field in all_fields:
+        if not field.init:
+            continue
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        if found[field.name].default not in (default, MISSING):
-            wrong[field.name] = (found[field.name].default, default)
-    assert wrong == {}
-    assert sum(key.default is MISSING for key in found.values()) <= 3, "most can be read"
+        default_from_source = key_by_name[field.name].default
+        if default_from_source not in (default, MISSING):
+            wrong_defaults[field.name] = (default_from_source, default)
+    assert wrong_defaults == {}
+    unread_count = sum(key.default is MISSING for key in key_by_name.values())
+    assert unread_count <= 3, "most can be read"
 
 
 def test_help_is_asked_for_by_its_own_words_alone():

@@ -24,16 +24,20 @@ CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
 
 
 def config(method: str = "adora", options: str = "", **keys: object) -> AdoraGRPOConfig:
-    """`options`: of the last method."""
-    *before, last = method.split("+")
-    given = (
-        f"{{{''.join(f'{name}: {{}}, ' for name in before)}{last}: {options}}}"
-        if options
-        else method
+    """Return the training config of a command with these methods and keys.
+
+    `method`: names of methods, joined by `+`. `options`: those of the last method, as YAML.
+    """
+    *first_names, last_name = method.split("+")
+    methods_value = method
+    if options:
+        first_entries = "".join(f"{name}: {{}}, " for name in first_names)
+        methods_value = f"{{{first_entries}{last_name}: {options}}}"
+    value_by_key = {"adora_method": methods_value, **keys}
+    _, training_config, _ = parse(
+        [*CPU, *(f"--{key}={value}" for key, value in value_by_key.items())]
     )
-    return parse(
-        [*CPU, *(f"--{key}={value}" for key, value in {"adora_method": given, **keys}.items())]
-    )[1]
+    return training_config
 
 
 def test_the_default_is_adora_by_its_own_keys():
@@ -164,16 +168,16 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
 
 
 def test_what_does_not_fit_is_named():
-    wrong = {}
+    unexpected_lines = {}
     for method, options, keys, expected in WRONG:
         try:
             check_methods(config(method, options, **keys))
         except UserError as error:
             if not re.search(expected, str(error)) or "\n" in str(error):
-                wrong[method, options] = str(error)
+                unexpected_lines[method, options] = str(error)
         else:
-            wrong[method, options] = "taken"
-    assert wrong == {}
+            unexpected_lines[method, options] = "taken"
+    assert unexpected_lines == {}
 
 
 def test_a_method_that_is_set_once_the_config_is_made_is_refused():
@@ -191,8 +195,11 @@ def test_what_a_method_needs_stands_in_the_runs_first_lines():
 
 
 @pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """The file of docs/methods.md, and what goes wrong in another one, in the working directory."""
+def folder_with_methods(tmp_path, monkeypatch):
+    """Write the example of docs/methods.md and a file with faulty methods into a working directory.
+
+    Returns the directory.
+    """
     page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
     (tmp_path / "my_methods.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     (tmp_path / "bad.py").write_text(
@@ -204,7 +211,7 @@ def mine(tmp_path, monkeypatch):
 
 
 def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signal(
-    mine, monkeypatch
+    folder_with_methods, monkeypatch
 ):
     groups = Groups(
         torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0], [1.0, 1, 0, 0, 0, 0, 0, 0]]),
@@ -220,13 +227,15 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
     both = build_pipeline(config("my_methods.py:Solvable+adora"))
     assert both.groups_with_signal(groups).tolist() == [False, True]
     assert not both.compute_advantages(groups, stock)[0].any()
-    (mine / "elsewhere").mkdir()
-    (mine / "c.yaml").write_text("adora_method: my_methods.py:cautious")
-    monkeypatch.chdir(mine / "elsewhere")  # so it is found beside the config
-    check_methods(parse([*CPU, "--config", str(mine / "c.yaml")])[1])
-    monkeypatch.chdir(mine)
+    (folder_with_methods / "elsewhere").mkdir()
+    (folder_with_methods / "c.yaml").write_text("adora_method: my_methods.py:cautious")
+    monkeypatch.chdir(folder_with_methods / "elsewhere")  # so it is found beside the config
+    check_methods(parse([*CPU, "--config", str(folder_with_methods / "c.yaml")])[1])
+    monkeypatch.chdir(folder_with_methods)
     before = ours.methods.hashes
-    (mine / "my_methods.py").write_text((mine / "my_methods.py").read_text() + "# edited")
+    (folder_with_methods / "my_methods.py").write_text(
+        (folder_with_methods / "my_methods.py").read_text() + "# edited"
+    )
     assert before.keys() == {"my_methods.py"}
     assert config("my_methods.py:cautious").methods.hashes != before
     for method, options, expected in (
@@ -253,29 +262,31 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
 
 
 def defaults_of(name: str) -> dict[str, object]:
-    made = {
-        one.name: one.default if one.default_factory is MISSING else one.default_factory()
-        for one in fields(METHODS[name])
-    }
-    return {
-        key: value.start if isinstance(value, Schedule) else value for key, value in made.items()
-    }
+    """Return the default of each option of a method; of a schedule its first value."""
+    default_by_option: dict[str, object] = {}
+    for option in fields(METHODS[name]):
+        default = option.default
+        if option.default_factory is not MISSING:
+            default = option.default_factory()
+        default_by_option[option.name] = default.start if isinstance(default, Schedule) else default
+    return default_by_option
 
 
 def test_the_documentation_lists_every_method_with_its_options():
     lines = (Path(__file__).parents[3] / "docs" / "methods.md").read_text().splitlines()
+    yaml_word_by_python = {"True": "true", "False": "false", "None": "null"}
     missing = []
     for name in METHODS:
-        # of the table of methods
+        # the method's row in the table of methods
         row = next((line for line in lines if line.startswith(f"| `{name}` ")), "")
-        for option, default in (
-            {} if name == "adora" else defaults_of(name)
-        ).items():  # ADORA's have a table
-            shown = {"True": "true", "False": "false", "None": "null"}.get(
-                str(default), str(default)
-            )
-            missing += [] if f"`{option}: {shown}`" in row else [(name, option)]
-        missing += [] if row else [(name, "")]
+        if not row:
+            missing.append((name, ""))
+        # ADORA's options have a table of their own.
+        default_by_option = {} if name == "adora" else defaults_of(name)
+        for option, default in default_by_option.items():
+            default_text = yaml_word_by_python.get(str(default), str(default))
+            if f"`{option}: {default_text}`" not in row:
+                missing.append((name, option))
     assert missing == []
 
 

@@ -119,14 +119,14 @@ BY_HAND: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("trainer", BY_HAND)
 def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp_path, capsys):
-    text, expected, left = BY_HAND[trainer]
+    text, expected, names_without_counterpart = BY_HAND[trainer]
     (tmp_path / "think.jinja").write_text("{{ content | trim }} Think, then \\boxed{}.\n")
     (tmp_path / "c.yaml").write_text(text)
     assert main([trainer, str(tmp_path / "c.yaml")]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     ours = yaml.safe_load((tmp_path / "c.adora.yaml").read_text())
     assert {key: ours[key] for key in expected} == expected
-    assert [name for name in left if name not in said] == []
+    assert [name for name in names_without_counterpart if name not in printed] == []
     assert read(["--config", str(tmp_path / "c.adora.yaml")]).set_keys >= ours.keys(), (
         "every key and value is one of ours"
     )
@@ -187,7 +187,7 @@ def test_reward_functions_are_called_in_their_own_form(tmp_path, monkeypatch):
     chosen = choose_rewards(entries)
     chosen.check_columns({"answer", "data_source", "id"})
     logged: dict[str, float] = {}
-    found = [
+    rewards_of_functions = [
         function(
             prompts=["p"] * 2,
             completions=[[{"role": "assistant", "content": "5"}], "6"],
@@ -199,7 +199,7 @@ def test_reward_functions_are_called_in_their_own_form(tmp_path, monkeypatch):
         )
         for function in chosen.functions
     ]
-    assert found == [[0.5, 0.0], [2.0, 1.0], [1.0, 0.0], [1.0, 0.0]]
+    assert rewards_of_functions == [[0.5, 0.0], [2.0, 1.0], [1.0, 0.0], [1.0, 0.0]]
     assert logged == {"batch/right": 1.0, "single/right": 0.0, "compute_score/known": 0.5}
     with pytest.raises(UserError, match="needs 'answer', which is no column"):
         chosen.check_columns({"id"})

@@ -181,7 +181,7 @@ ON_CPU = {
 
 
 def table_of(trainer: str, folder: Path, rows: int) -> Path:
-    """A table in the trainer's form, with a picture in each row."""
+    """Write a table in the trainer's form, with a picture in each row, and return its path."""
     stream = io.BytesIO()
     image = Image.new("RGB", (56, 56), "white")
     ImageDraw.Draw(image).rectangle((14, 14, 40, 40), fill="black")

@@ -101,15 +101,20 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
 
 
 def test_how_people_write_a_value(tmp_path):
-    wrong = []
+    misread = []
     for content, words, key, expected in SPELLINGS:
         (tmp_path / "c.yaml").write_text(content)
-        parts = parse(["--config", str(tmp_path / "c.yaml"), *CPU, *words])
-        found = next(getattr(part, key) for part in parts if hasattr(part, key))
-        found = found.value if isinstance(found, Enum) else found
-        if (found, type(found)) != (expected, type(expected)):
-            wrong.append((content, words, found))
-    assert wrong == []
+        dataclasses_of_command = parse(["--config", str(tmp_path / "c.yaml"), *CPU, *words])
+        value = next(
+            getattr(dataclass, key)
+            for dataclass in dataclasses_of_command
+            if hasattr(dataclass, key)
+        )
+        if isinstance(value, Enum):
+            value = value.value
+        if (value, type(value)) != (expected, type(expected)):
+            misread.append((content, words, value))
+    assert misread == []
 
 
 entries = st.lists(
@@ -192,19 +197,20 @@ BAD_WORDS = {
 
 def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
     path = tmp_path / "c.yaml"
-    wrong = {}
-    rows = {words: (words.split(), expected) for words, expected in BAD_WORDS.items()}
-    rows |= {
-        content: (["--config", str(path)], expected) for content, expected in BAD_FILES.items()
-    }
-    for row, (words, expected) in rows.items():
-        path.write_text(row)
+    unexpected_lines = {}
+    # The words of a command and its error line, by what is written into the config file.
+    cases = {words: (words.split(), expected) for words, expected in BAD_WORDS.items()}
+    for content, expected in BAD_FILES.items():
+        cases[content] = (["--config", str(path)], expected)
+    for content, (words, expected) in cases.items():
+        path.write_text(content)
         with pytest.raises(UserError) as refused:
             read(words)
         line = str(refused.value)
-        if expected not in line or "\n" in line or (row in BAD_FILES and str(path) not in line):
-            wrong[row[:60]] = line
-    assert wrong == {}
+        names_file = str(path) in line or content not in BAD_FILES
+        if expected not in line or "\n" in line or not names_file:
+            unexpected_lines[content[:60]] = line
+    assert unexpected_lines == {}
     with pytest.raises(UserError, match="command line: 'stray' belongs to no key"):
         parse([*CPU, "stray"])
 
@@ -276,9 +282,9 @@ def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
 
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
-    """From the sources."""
+    """They are read from the libraries' sources; those of another version have one error line."""
     assert trl_keys.read_keys().keys() == {
-        key.name for each in CONFIG_DATACLASSES for key in fields(each) if key.init
+        key.name for dataclass in CONFIG_DATACLASSES for key in fields(dataclass) if key.init
     }
     for files in (("trainer/grpo_config.py", "trainer/model_config.py"), ("trainer/elsewhere.py",)):
         monkeypatch.setitem(trl_keys._CONFIG_FILES_BY_LIBRARY, "trl", files)
@@ -309,26 +315,31 @@ EARLY = {
 
 
 def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path):
-    """All in one process. What the command line replaces in the file is not looked at."""
+    """Each program names all mistakes in one process, and does not import a slow library for it.
+
+    A wrong value in the config file is no mistake where the command line replaces it.
+    """
     (tmp_path / "c.yaml").write_text("adora_max_ratio: 0\nadora_self_check: maybe\n")
-    rows = [words.format(file=tmp_path / "c.yaml").split() for words in EARLY]
+    all_commands = [words.format(file=tmp_path / "c.yaml").split() for words in EARLY]
     for module in ("train", "doctor.__main__"):
-        commands = [row for row in rows if module == "train" or "--dry-run" not in row]
+        commands = [
+            words for words in all_commands if module == "train" or "--dry-run" not in words
+        ]
         code = (
             f"from adora_vl.{module} import main; print([main(r) for r in {commands!r}], {SLOW} "
             "& {*sys.modules})"
         )
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", f"import sys; {code}"],
             capture_output=True,
             text=True,
             cwd=ROOT,
             check=False,
         )
-        assert done.stdout == f"{[2] * len(commands)} set()\n"
+        assert process.stdout == f"{[2] * len(commands)} set()\n"
         lines = [
             line
             for words, line in EARLY.items()
             if words.split()[0] != "--dry-run" or module == "train"
         ]
-        assert done.stderr.splitlines() == [f"error: {line}" for line in lines]
+        assert process.stderr.splitlines() == [f"error: {line}" for line in lines]

@@ -69,14 +69,15 @@ def last_line(tmp_path: Path, no_weights: None, capsys: pytest.CaptureFixture[st
 def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_into_a_run(
     subtests, last_line
 ):
-    """The config is made by a command, by a dry run and by Python code alike."""
+    """A command, a dry run and Python code all make the config that is checked here."""
     vllm: dict[str, Any] = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
     sequence = {
         "use_vllm": True,
         "vllm_importance_sampling_mode": "sequence_mask",
         "temperature": 0.8,
     }
-    of_vllm: list[tuple[dict[str, Any], str]] = [
+    # Parameters of vLLM in `generation_kwargs`, and a part of the error about them.
+    refused_parameters: list[tuple[dict[str, Any], str]] = [
         ({"temperature": 0.3}, "temperature: 0.3 is what the key temperature says"),
         ({"max_tokens": 3}, "max_tokens: 3 .* the key max_completion_length"),
         ({"n": 2}, "n: 2 is what the key num_generations says; set"),
@@ -86,7 +87,7 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
     cases: list[tuple[dict[str, Any], str]] = [
         *(
             ({**vllm, "generation_kwargs": parameters}, f"generation_kwargs: {message}")
-            for parameters, message in of_vllm
+            for parameters, message in refused_parameters
         ),
         (
             {"generation_kwargs": {"num_beams": 4}},
@@ -111,7 +112,7 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
             error = error_of(check_sampling, config(**keys))
             assert re.match(message, error), error
             assert "\n" not in error
-    # What is not refused has a line at the start of a run if a filter is compared with none.
+    # What is not refused has a note at the start of a run, if the engine filters tokens.
     assert notes_on_filters(config(**sequence)) == []
     assert notes_on_filters(config(**{**sequence, "temperature": 1.0, "top_p": 0.9})) == []
     assert notes_on_filters(config(**vllm, temperature=0.8, top_k=5)) != []
@@ -380,6 +381,10 @@ def _check_broken(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Check that a training and an export refuse a model with a broken file in one line.
+
+    `file`: its name. `content`: what is in it; None: it is missing. `message`: a part of the line.
+    """
     model = tmp_path / "model"
     shutil.copytree(PRETRAINED_FOLDER, model)
     (model / file).unlink() if content is None else (model / file).write_bytes(content)

@@ -140,31 +140,31 @@ def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
         (("gcc", "clang"), False, True, Status.FAILED, "apt-get install gcc"),
     ]
     monkeypatch.delenv("CC", raising=False)
-    every = ("ninja", "c++", "g++", "gcc", "clang", "mycc")
+    all_programs = ("ninja", "c++", "g++", "gcc", "clang", "mycc")
     for missing, deepspeed, triton, status, remedy in cases:
         with subtests.test(f"{missing} {deepspeed} {triton}"):
-            programs = {name: f"/bin/{name}" for name in every if name not in missing}
+            programs = {name: f"/bin/{name}" for name in all_programs if name not in missing}
             check = check_compilers(
                 deepspeed=deepspeed, triton=triton, find=programs.get, include=str(tmp_path)
             )
             assert check.status is status
             assert remedy in check.remedy
-    places = {name: f"/bin/{name}" for name in every}
+    path_by_program = {name: f"/bin/{name}" for name in all_programs}
     monkeypatch.setenv("CC", "mycc -m64")
-    on_a_card = check_compilers(
-        deepspeed=False, triton=True, find=places.get, include=str(tmp_path)
+    check_on_gpu = check_compilers(
+        deepspeed=False, triton=True, find=path_by_program.get, include=str(tmp_path)
     )
-    assert "/bin/mycc" in on_a_card.detail
-    assert "gcc" not in on_a_card.detail
+    assert "/bin/mycc" in check_on_gpu.detail
+    assert "gcc" not in check_on_gpu.detail
     headers.unlink()
-    without = check_compilers(
+    check_without_headers = check_compilers(
         deepspeed=False,
         triton=True,
-        find=places.get,
+        find=path_by_program.get,
         include=str(tmp_path),
     )
-    assert without.status is Status.FAILED
-    assert "Python's headers" in without.remedy
+    assert check_without_headers.status is Status.FAILED
+    assert "Python's headers" in check_without_headers.remedy
 
 
 def test_a_driver_that_is_too_old_for_torch(subtests):
@@ -262,7 +262,7 @@ def read_prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Promp
 
 
 def examination_of(engine: object, *, vllm_mode: str = "colocate") -> Examination:
-    """An examination of one prompt with an image, by an engine and a policy that are stand-ins."""
+    """Return an examination of one prompt with an image; engine and policy are stand-ins."""
     pair: Any = SimpleNamespace(
         engine=engine,
         config=SimpleNamespace(vllm_mode=vllm_mode),
@@ -325,7 +325,7 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
 
 
 def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
-    """Sleep mode needs a GPU, so here only the order of what is asked for is tested."""
+    """Sleep mode needs a GPU, so only the order of the calls to the engine is tested here."""
     monkeypatch.setattr(Examination, "bound", 0.01)
     for mean, status in ((1e-6, Status.PASSED), (2.0, Status.FAILED)):
         events: list[object] = []
@@ -378,8 +378,9 @@ def test_a_changed_weight_comes_back_to_the_bit():
 
 
 def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
-    """Not in Qwen3-VL's deepstack mergers: ten times their weight moved no answer of a fresh model
-    by 0.1 nats.
+    """The projector's own matrix is changed, and not one of Qwen3-VL's deepstack mergers.
+
+    Ten times the weight of those moved no answer of a fresh model by 0.1 nats.
     """
     for kind, last in [
         ("qwen2_5_vl", "mlp.2"),

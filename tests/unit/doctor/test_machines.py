@@ -55,7 +55,7 @@ TWO_MACHINES_CONFIG = CONFIGS / "accelerate" / "zero3_nodes.yaml"
 
 
 def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
-    """A process knows it by what accelerate itself tells its child."""
+    """A process can tell it by the environment variables that accelerate sets."""
 
     def note_after_launch(*words: str) -> str:
         launch = ["--config_file", str(CONFIGS / "accelerate" / "cpu.yaml"), *words, "train.py"]
@@ -237,7 +237,7 @@ def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, sin
 
 
 def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
-    """Also where that disk has such a file from a start of its own."""
+    """It is refused even if its disk has such a file too, from a start of its own."""
     ours = tmp_path / "ours"
     theirs = tmp_path / "theirs"
     ours.mkdir(), theirs.mkdir()
@@ -472,9 +472,10 @@ SLURM_VARIABLES = {
 
 @pytest.fixture
 def run_slurm(tmp_path):
-    """A folder with Slurm's commands: `srun` starts one task for each node, one after the other.
+    """Write stand-ins for Slurm's commands into a folder, and return the folder.
 
-    `scontrol requeue` writes the job's number into a file.
+    `srun` starts one task for each of two nodes, one after the other. `scontrol requeue` writes the
+    job's number into a file.
     """
     write_program(
         tmp_path,
@@ -545,7 +546,7 @@ def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(run_slur
 
 
 def test_a_slurm_job_that_fails_is_not_queued_again(run_slurm):
-    """Nor where an earlier stop has left its note, or the job would be queued for ever."""
+    """A note that an earlier stop has left does not count: the job would be queued for ever."""
     (run_slurm / "out").mkdir()
     (run_slurm / "out" / "stopped.json").touch()
     write_program(run_slurm, "launch", "exit 1")

@@ -54,8 +54,11 @@ def write_settings(run: ResolvedRun) -> dict[str, str]:
     return {key: value for key, value in fingerprint.items() if key not in HASHED_FILES}
 
 
-def of_config(name: str, data: Path) -> dict[str, str]:
-    """The fingerprint of a shipped config as a dry run on this machine resolves it."""
+def fingerprint_of_recipe(name: str, data: Path) -> dict[str, str]:
+    """Return the fingerprint of a shipped config, as a dry run on this machine resolves it.
+
+    `name`: the name of the config. `data`: the folder of the data set to train on.
+    """
     words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
     words += [
         "--model_name_or_path",
@@ -70,8 +73,12 @@ def of_config(name: str, data: Path) -> dict[str, str]:
     return write_settings(run)
 
 
-def of_python(**options: Any) -> dict[str, str]:
-    """The fingerprint of a run from Python. `options`: keys, and what is no key of the config."""
+def fingerprint_from_python(**options: Any) -> dict[str, str]:
+    """Return the fingerprint of a run that Python code starts.
+
+    `options`: config keys, and `rewards`, `quantised` and `lora` for the rewards, the quantisation
+    and the words of a command about LoRA.
+    """
     rows = [
         {
             "prompt": [{"role": "user", "content": "Find x."}],
@@ -133,7 +140,7 @@ ARGUMENTS_BY_PYTHON_CASE: dict[str, dict[str, Any]] = {
 
 
 def fingerprints() -> dict[str, dict[str, str]]:
-    """Those of all shipped configs and of the runs from Python, by their names."""
+    """Return the fingerprints of all shipped configs and of the runs from Python, by name."""
     with TemporaryDirectory() as folder:
         words = ["--rows", str(NUMBER_OF_ROWS), "--test-rows", "4"]
         for kind in ("synthetic", "knights"):
@@ -141,14 +148,18 @@ def fingerprints() -> dict[str, dict[str, str]]:
         by_name = {}
         for name in ACCELERATE_CONFIG_BY_RECIPE:
             kind = "knights" if TINY_MODEL_BY_RECIPE.get(name) == "tiny_text" else "synthetic"
-            by_name[name] = of_config(name, Path(folder, kind))
+            by_name[name] = fingerprint_of_recipe(name, Path(folder, kind))
     return by_name | {
-        name: of_python(**options) for name, options in ARGUMENTS_BY_PYTHON_CASE.items()
+        name: fingerprint_from_python(**options)
+        for name, options in ARGUMENTS_BY_PYTHON_CASE.items()
     }
 
 
-def write_fingerprints(by_name: dict[str, dict[str, str]]) -> str:
-    """The content of the file: what all have in common once, and of each the rest."""
+def fingerprints_as_text(by_name: dict[str, dict[str, str]]) -> str:
+    """Return the content of the file with the fingerprints.
+
+    Entries that all have in common stand in it once, under `all`.
+    """
     common = dict(set.intersection(*(set(settings.items()) for settings in by_name.values())))
     rest = {
         name: {key: value for key, value in settings.items() if key not in common}
@@ -160,7 +171,7 @@ def write_fingerprints(by_name: dict[str, dict[str, str]]) -> str:
 # It plans every shipped config, which takes most of a minute.
 @pytest.mark.slow
 def test_fingerprints_of_shipped_configs_and_of_python_are_the_stored_ones(no_weights):
-    assert write_fingerprints(fingerprints()) == STORED_FINGERPRINTS.read_text()
+    assert fingerprints_as_text(fingerprints()) == STORED_FINGERPRINTS.read_text()
 
 
 def brevity(completions: list[object], target: int = 10, **columns: object) -> list[float]:
@@ -204,9 +215,11 @@ def test_a_run_from_python_is_another_one_with_any_other_reward():
         Brevity(5),
         Brevity(6),
     ]
-    texts = [json.dumps(of_python(rewards=reward), sort_keys=True) for reward in rewards]
+    texts = [
+        json.dumps(fingerprint_from_python(rewards=reward), sort_keys=True) for reward in rewards
+    ]
     assert len(set(texts)) == len(rewards)
-    assert texts[-1] == json.dumps(of_python(rewards=Brevity(6)), sort_keys=True)
+    assert texts[-1] == json.dumps(fingerprint_from_python(rewards=Brevity(6)), sort_keys=True)
 
 
 def reward_that_counts(start: int) -> Callable[..., list[float]]:
@@ -224,7 +237,8 @@ def reward_that_counts(start: int) -> Callable[..., list[float]]:
 def test_a_run_from_python_is_the_same_one_when_its_reward_has_counted_on():
     """A second trainer in one notebook would be refused, as one with another reward."""
     texts = {
-        json.dumps(of_python(rewards=reward_that_counts(start)), sort_keys=True) for start in (0, 9)
+        json.dumps(fingerprint_from_python(rewards=reward_that_counts(start)), sort_keys=True)
+        for start in (0, 9)
     }
     assert len(texts) == 1
 
@@ -239,5 +253,5 @@ def test_a_run_from_python_is_the_same_one_with_its_judge_at_another_address():
 
 
 if __name__ == "__main__":
-    STORED_FINGERPRINTS.write_text(write_fingerprints(fingerprints()))
+    STORED_FINGERPRINTS.write_text(fingerprints_as_text(fingerprints()))
     sys.exit()

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -39,15 +38,15 @@ def model() -> Any:
 
 
 def test_a_model_object_is_another_one_where_any_of_its_numbers_is(model):
-    """Else a run goes on upon another base model without a word."""
-    known = identity_of_model(model)
-    assert known == identity_of_model(deepcopy(model))
+    """Otherwise a run would resume with another base model, and say nothing."""
+    identity = identity_of_model(model)
+    assert identity == identity_of_model(deepcopy(model))
     for name, parameter in model.named_parameters():
         for place in (0, parameter.numel() // 3, parameter.numel() - 1):
             changed = deepcopy(model)
             with torch.no_grad():
                 changed.get_parameter(name).view(-1)[place] += 1.0
-            assert identity_of_model(changed) != known, (name, place)
+            assert identity_of_model(changed) != identity, (name, place)
 
 
 def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(model):
@@ -60,7 +59,7 @@ def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(mode
     other_config = deepcopy(model)
     other_config.config.rope_theta = 5.0
     models = [model, half, other_config, with_adapter(4), with_adapter(8)]
-    assert len({identity_of_model(one) for one in models}) == len(models)
+    assert len(set(map(identity_of_model, models))) == len(models)
     assert identity_of_model(with_adapter(4)) == identity_of_model(with_adapter(4))
 
 
@@ -68,15 +67,15 @@ def test_a_reward_model_is_known_by_its_weights_and_a_function_by_its_source(tmp
     def reward(**columns: Any) -> list[float]:
         return [1.0]
 
-    judge = torch.nn.Linear(4, 1)
-    other = deepcopy(judge)
+    reward_model = torch.nn.Linear(4, 1)
+    changed_model = deepcopy(reward_model)
     with torch.no_grad():
-        other.weight[0, 2] += 1.0
-    hashes = [
-        rewards_from_python([one, reward], Path(tmp_path)).hashes for one in (judge, judge, other)
-    ]
-    assert hashes[0] == hashes[1]
-    assert [name for name in hashes[0] if hashes[0][name] != hashes[2][name]] == ["Linear"]
+        changed_model.weight[0, 2] += 1.0
+    hashes = rewards_from_python([reward_model, reward], tmp_path).hashes
+    hashes_again = rewards_from_python([reward_model, reward], tmp_path).hashes
+    hashes_of_changed = rewards_from_python([changed_model, reward], tmp_path).hashes
+    assert hashes == hashes_again
+    assert [name for name in hashes if hashes[name] != hashes_of_changed[name]] == ["Linear"]
 
 
 def test_a_peft_model_with_an_adapter_on_its_head_is_refused(model):

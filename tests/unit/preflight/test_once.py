@@ -67,7 +67,8 @@ class CountedCalls:
 
 
 def words_of_keys(output_dir: Path, **keys: object) -> list[str]:
-    named = {
+    """Return the words of a training command with the changed keys of this module."""
+    value_by_key = {
         **CPU_KEYS,
         **CHANGED_KEYS,
         **keys,
@@ -76,10 +77,11 @@ def words_of_keys(output_dir: Path, **keys: object) -> list[str]:
         "adora_synthetic_rows": 16,
         "output_dir": output_dir,
     }
-    return [f"--{key}={value}" for key, value in named.items()]
+    return [f"--{key}={value}" for key, value in value_by_key.items()]
 
 
 def start_from_python(output_dir: Path) -> None:
+    """Make the checks of a run that Python code starts with the changed keys of this module."""
     row = {
         "prompt": [{"role": "user", "content": "Find x."}],
         "images": [Image.new("RGB", (56, 56))],
@@ -100,17 +102,17 @@ def start_from_python(output_dir: Path) -> None:
 def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
     tmp_path, monkeypatch, subtests, no_weights
 ):
-    nothing: Callable[[object], list[object]] = lambda run: []  # noqa: E731
-    monkeypatch.setattr(doctor, "checks_without_weights", nothing)
-    monkeypatch.setattr(doctor, "engine_checks", nothing)
-    gpu = ["--config", str(CONFIGS / "train" / "adora_3b_1gpu_lora.yaml")]
+    no_checks: Callable[[object], list[object]] = lambda run: []  # noqa: E731
+    monkeypatch.setattr(doctor, "checks_without_weights", no_checks)
+    monkeypatch.setattr(doctor, "engine_checks", no_checks)
+    words_for_gpu = ["--config", str(CONFIGS / "train" / "adora_3b_1gpu_lora.yaml")]
     launcher = DryRunOptions(accelerate_config=CONFIGS / "accelerate" / "gpu1.yaml")
     ways: dict[str, Callable[[], object]] = {
         "command": lambda: prepare(read(words_of_keys(tmp_path / "command"))),
         "dry run": lambda: prepare_on_paper(
             read(words_of_keys(tmp_path / "paper")), DryRunOptions()
         ),
-        "dry run for another machine": lambda: prepare_on_paper(read(gpu), launcher),
+        "dry run for another machine": lambda: prepare_on_paper(read(words_for_gpu), launcher),
         "doctor": lambda: doctor.diagnose(read(words_of_keys(tmp_path / "doctor"))),
         "Python": lambda: start_from_python(tmp_path / "python"),
     }
@@ -120,7 +122,7 @@ def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
             counted.conversions.clear()
             counted.builds = 0
             way()
-            again = {key: number for key, number in counted.conversions.items() if number > 1}
-            assert again == {}
+            repeated = {key: number for key, number in counted.conversions.items() if number > 1}
+            assert repeated == {}
             assert {"adora_method", "learning_rate"} <= counted.conversions.keys()
             assert counted.builds == 1

@@ -28,7 +28,7 @@ RatesByStep = list[list[float]]
 
 
 def recorded_row(step: int, pass_rate: float) -> dict[str, Any]:
-    """A rollout as the record has it, in a group with this pass rate and mean reward."""
+    """Return a rollout as the record has it, in a group with this pass rate and mean reward."""
     return {
         "step": step,
         "id": "p",
@@ -55,7 +55,10 @@ def recorded_row(step: int, pass_rate: float) -> dict[str, Any]:
 
 
 def write_run(folder: Path, rates: RatesByStep) -> Path:
-    """A run whose step s has groups of two rollouts with these pass rates and rewards."""
+    """Write the folder of a run, with groups of two rollouts, and return the folder.
+
+    `rates`: for each step the pass rates of its groups, which are their mean rewards too.
+    """
     record = Record(folder, 1, ADORA_SETTINGS)
     record.start(0)
     metrics_text = ""

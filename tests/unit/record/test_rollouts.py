@@ -37,7 +37,7 @@ NAN = float("nan")
 
 
 def columns_of_step(step: int, count: int = 4, **changed: list[Any]) -> dict[str, list[Any]]:
-    """The columns of a record with a few rollouts of one step."""
+    """Return the columns of a record with `count` rollouts of one step."""
     columns: dict[str, list[Any]] = {
         "step": [step] * count,
         "id": [f"p{step}"] * count,
@@ -259,9 +259,9 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
 def scored_rollouts(
     rows: list[Any], ranks: int, rollouts: list[Rollout] | None = None
 ) -> tuple[Any, Any]:
-    """Built and scored groups of two rollouts, all right and 3 tokens long.
+    """Return groups of two rollouts as they are built, and as they are scored.
 
-    Every rank has these rows.
+    All rollouts are right and 3 tokens long. Every one of `ranks` ranks has the same `rows`.
     """
     count = ranks * len(rows)
     rewards_NF = torch.ones(count, 1)
@@ -437,7 +437,10 @@ def test_a_diagram_is_stored_once_and_small(tmp_path):
 
 
 def test_a_diagram_is_named_while_another_rank_finishes_its_own_file(tmp_path):
-    """Its hidden file is listed, and has gone when its size is asked: a link that leads nowhere."""
+    """The other rank's hidden file may be renamed after the folder was listed.
+
+    A link that leads nowhere stands for it: it is listed, but has no size.
+    """
     folder = tmp_path / "images"
     folder.mkdir()
     (folder / ".written-by-another-rank").symlink_to(tmp_path / "gone")
@@ -469,21 +472,22 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
 
 
 def test_figures_of_a_refilled_step_are_over_all_its_rollouts(tmp_path):
-    """The further batches have fewer groups than the first."""
+    """They are no means of the batches' means, as the further batches have fewer groups."""
     run = train(tmp_path / "run", adora_rollouts="{refill: 2}", max_steps=3, save_steps=3)
     table = read_record(run / "rollouts").to_pandas()
     batches_by_groups: dict[int, float] = {}
     for line in read_metrics(run / "metrics.jsonl"):
         if line["kind"] != "train":
             continue
-        of_step = table.groupby("step").get_group(line["step"])
-        rewards = of_step["reward"]
+        rollouts_of_step = table.groupby("step").get_group(line["step"])
+        rewards = rollouts_of_step["reward"]
         assert line["reward"] == pytest.approx(rewards.mean(), abs=1e-6)
         assert line["reward_std"] == pytest.approx(rewards.std(), abs=1e-6)
-        is_correct = of_step["verdict"] == "correct"
+        is_correct = rollouts_of_step["verdict"] == "correct"
         assert line["grading/correct"] == pytest.approx(is_correct.mean())
-        assert line["completions/max_length"] == of_step["length"].max()
-        batches_by_groups[of_step["group"].nunique()] = line["adora/further_batches"]
+        assert line["completions/max_length"] == rollouts_of_step["length"].max()
+        group_count = rollouts_of_step["group"].nunique()
+        batches_by_groups[group_count] = line["adora/further_batches"]
     first_batch_alone = batches_by_groups.pop(4, 0)
     assert first_batch_alone == 0
     assert batches_by_groups, "no step was refilled"

@@ -150,9 +150,9 @@ def _log_entry(step: int, has_signal: bool = False, **figures: float) -> dict[st
     ],
 )
 def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
-    began = [_log_entry(1), _log_entry(2, has_signal=True)]
+    first_entries = [_log_entry(1), _log_entry(2, has_signal=True)]
     history = [
-        *began,
+        *first_entries,
         *(_log_entry(step, **figures) for step in range(3, 8)),
         {"step": 7, "eval_reward": 0.0},
     ]
@@ -160,14 +160,13 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
     assert message is not None
     assert "in the last 5 steps" in message
     assert reason in message
-    assert (
-        no_signal_warning([*began, _log_entry(7, **figures)]) == message
-    )  # logged every fifth step
-    assert no_signal_warning(history[:-2]) is None  # four steps may be chance
+    # The warning is the same if only every fifth step is logged.
+    assert no_signal_warning([*first_entries, _log_entry(7, **figures)]) == message
+    assert no_signal_warning(history[:-2]) is None, "four steps may be chance"
     assert no_signal_warning([*history, _log_entry(8, has_signal=True)]) is None
-    # a method that learns from equal rewards, as DAPO's penalty for long answers
-    learned = {**_log_entry(8), "adora/signal_share": 0.25}
-    assert no_signal_warning([*history, learned]) is None
+    # A method such as DAPO with its penalty for long answers learns from equal rewards too.
+    entry_with_signal = {**_log_entry(8), "adora/signal_share": 0.25}
+    assert no_signal_warning([*history, entry_with_signal]) is None
     assert no_signal_warning([]) is None
 
 
@@ -179,21 +178,20 @@ def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
     assert (
         progress_line({"reward": 1.0, "adora/drift": None}, 1, 9, None) == "step 1/9  reward 1.000"
     )
-    both = {**LOG_ENTRY, "rewards/boxed_accuracy_reward/mean": 0.4}
-    assert "accuracy" not in progress_line(
-        {**both, "grading/correct": 0.375000001}, 40, 1000, 185.2
-    )
+    entry = {**LOG_ENTRY, "rewards/boxed_accuracy_reward/mean": 0.4}
+    equal_to_pass_rate = {**entry, "grading/correct": 0.375000001}
+    assert "accuracy" not in progress_line(equal_to_pass_rate, 40, 1000, 185.2)
     for logs in (
-        {**both, "grading/correct": 0.25},  # such as a low adora_correct_above
-        {**both, "rewards/brevity/mean": 0.9, "grading/correct": 0.25},
+        {**entry, "grading/correct": 0.25},  # as with a low adora_correct_above
+        {**entry, "rewards/brevity/mean": 0.9, "grading/correct": 0.25},
     ):
         assert "  pass 38%  accuracy 25%  TDS 25%" in progress_line(logs, 40, 1000, 185.2)
     assert figure_rows([logs])[1:3] == [
         ("pass rate", "37.5%", "37.5%"),
         ("accuracy", "25.0%", "25.0%"),
     ]
-    without = progress_line({"reward": 1.0, "rewards/missing": 0.375}, 1, 9, None)
-    assert without == "step 1/9  reward 1.000  without reward 38%"
+    line_with_missing = progress_line({"reward": 1.0, "rewards/missing": 0.375}, 1, 9, None)
+    assert line_with_missing == "step 1/9  reward 1.000  without reward 38%"
     assert (
         progress_line({"reward": 1.0, "rewards/missing": 0.0}, 1, 9, None)
         == "step 1/9  reward 1.000"
@@ -231,9 +229,9 @@ def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
 def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
     tmp_path, capsys, monkeypatch
 ):
-    """A run that goes on at step 4 of 10, with 10 seconds a step: after step 6 there are 40.
+    """A run resumes at step 4 of 10 and takes 10 seconds a step: after step 6, 40 are left.
 
-    What comes before its first step, as the self-check, counts nowhere.
+    The seconds before its first step, such as those of the self-check, do not count.
     """
     seconds = iter(range(0, 99, 10))
     monkeypatch.setattr(
@@ -250,8 +248,9 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
 
 
 def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
-    """The lines of steps that a crash has undone go away, a half line too; nothing is there twice
-    or missing.
+    """A run that resumes goes on with the lines up to its checkpoint, each of them once.
+
+    Lines of later steps are removed, and so is the half line that a crash has left.
     """
     file = MetricsFile()
     file.on_train_begin(settings(tmp_path), state_of(0), None)
@@ -265,7 +264,7 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
         file.on_log(settings(tmp_path), state_of(step), None, logs={"eval_a_accuracy": 0.1})
         file.on_log(settings(tmp_path), state_of(step), None, logs={"eval_b_accuracy": 0.2})
     path = tmp_path / "metrics.jsonl"
-    before = read_metrics(path)
+    lines_before_crash = read_metrics(path)
     with path.open("a") as stream:
         stream.write('{"step": 6, "kind": "tra')
     history = [{"step": step, "reward": step / 10} for step in (1, 2, 3)]
@@ -273,7 +272,7 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     resumed.log_history = history
     file.on_train_begin(settings(tmp_path), resumed, None)
     assert sorted(read_metrics(path), key=str) == sorted(
-        (line for line in before if line["step"] <= 3), key=str
+        (line for line in lines_before_crash if line["step"] <= 3), key=str
     )
     file.on_log(settings(tmp_path), state_of(4), None, logs={"reward": 0.4})
     lines = [json.loads(text) for text in path.read_text().splitlines()]
@@ -286,8 +285,9 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
         {"step": 2, "eval_a": 1.0},
         {"step": 4, "reward": 0.4},
     ]
-    ended = make_line({"train_runtime": 9.0}, 3, "then")  # a run that goes on has not ended there
-    lines = lines_of_resumed_run([make_line({"reward": 0.25}, 2, "then"), ended], history, 3)
+    # The line with which a run ends is dropped, since the resumed run goes on.
+    end_line = make_line({"train_runtime": 9.0}, 3, "then")
+    lines = lines_of_resumed_run([make_line({"reward": 0.25}, 2, "then"), end_line], history, 3)
     assert [(line["step"], line["kind"]) for line in lines] == [(2, "eval"), (2, "train")]
     assert lines[1]["reward"] == 0.25
     assert lines[1]["time"] == "then"  # the file's own line comes first
@@ -391,9 +391,7 @@ def test_the_metrics_of_a_batch_by_hand():
     none_correct = adora_metrics(
         weigh_groups(Groups(rewards[2:3], lengths[2:3], lengths[2:3] > 99))
     )
-    assert (
-        none_correct["length_correct"] != none_correct["length_correct"]
-    )  # NaN, which TRL leaves out of its log
+    assert math.isnan(none_correct["length_correct"]), "TRL leaves NaN out of its log"
 
 
 def make_weighting(*lengths: list[int], **options: Any) -> AdoraWeighting:
@@ -413,15 +411,15 @@ def test_ties_are_counted_among_the_groups_that_the_length_marks():
     # Two ties and two that are shorter. The one that is longer is not marked, and all right or all
     # wrong is no contest.
     assert adora_metrics(weighting)["ties"] == 2 / 4
-    none = adora_metrics(make_weighting([9, 5, 5]))["ties"]
-    assert none != none, "NaN, which TRL leaves out of its log, where no group is marked"
+    share_without_tds_group = adora_metrics(make_weighting([9, 5, 5]))["ties"]
+    assert math.isnan(share_without_tds_group), "TRL leaves NaN out of its log"
 
 
 def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
     tie = [6, 6, 6]
     shorter = [5, 9, 9]
 
-    def said(*generations: AdoraWeighting, speaks: bool = True, **options: Any) -> str:
+    def printed_by_notice(*generations: AdoraWeighting, speaks: bool = True, **options: Any) -> str:
         notice = TieNotice(Adora(**options), speaks=speaks)
         for weighting in generations:
             notice.count(weighting)
@@ -429,14 +427,14 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
 
     often = make_weighting(*[tie] * 4, *[shorter] * 26)
     seldom = make_weighting(*[tie] * 2, *[shorter] * 28)
-    assert said(often) == "", "30 groups are too few to say anything"
-    line = said(often, often, often)
+    assert printed_by_notice(often) == "", "30 groups are too few to say anything"
+    line = printed_by_notice(often, often, often)
     assert line.count("\n") == 1
     assert line.startswith("8 of 60 attenuated groups are ties")
     assert "adora.ties: keep" in line
-    assert said(seldom, seldom, seldom) == "", "fewer than a tenth"
+    assert printed_by_notice(seldom, seldom, seldom) == "", "fewer than a tenth"
     for silent in ({"mode": "off"}, {"factor": 1.0}, {"speaks": False}):
-        assert said(often, often, **silent) == "", silent
+        assert printed_by_notice(often, often, **silent) == "", silent
 
 
 def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
@@ -528,7 +526,7 @@ def test_the_commands_after_a_run(tmp_path):
 
 
 def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
-    """A run with LoRA leaves it so under ZeRO-3; elsewhere training merges it."""
+    """A run with LoRA leaves the adapter alone under ZeRO-3; otherwise the training merges it."""
     config = AdoraGRPOConfig(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -564,7 +562,8 @@ def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
             (tmp_path / "checkpoint-10").mkdir(exist_ok=True)
         lines = summary_lines([{"step": 10, "reward": 1.0}], config, tmp_path, 1, command="CMD")
         offers = [line for line in lines if line.startswith("Train longer")]
-        assert offers == ["Train longer  CMD --max_steps 20"] * offered, (schedule, saved)
+        expected_offers = ["Train longer  CMD --max_steps 20"] if offered else []
+        assert offers == expected_offers, (schedule, saved)
 
 
 def test_the_manifest_of_a_real_run(adora_run, resumed_run):
@@ -685,7 +684,7 @@ def test_a_card_without_facts_one_of_an_adapter_and_one_of_a_text_only_policy():
 
 
 def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_run, tmp_path):
-    """The words are taken as they are: the viewer's command writes the page."""
+    """The printed words are used as they are, such as the command that writes the page."""
     named = r"^(Model|Metrics|Rollouts|View it|Evaluate it|Train longer) +(.*)$"
     words = dict(re.findall(named, resumed_run.printed, re.M))
     for name in ("Model", "Metrics", "Rollouts"):

@@ -42,7 +42,7 @@ def needs_tracker(name: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run with all trackers that are there.
+    """Make a run with all trackers that are installed, and return its folder.
 
     It is a process of its own, since trackio reads its folder's name when it is imported.
     """
@@ -168,7 +168,7 @@ def test_trackers_are_offline(monkeypatch):
 
 
 def logs(size: int = 2) -> dict[str, Any]:
-    """Build the lines of a log as TRL makes them."""
+    """Build an empty table of completions, TRL's `_logs`, for `size` rows."""
     column: Callable[[], deque[Any]] = partial(deque, maxlen=size)
     return {
         "images": column(),

@@ -41,7 +41,10 @@ def attacked_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_texts_of_a_model_do_nothing(browser, attacked_page, tmp_path):
-    """A page that would run them says so in its title, and a plain page with the same text does."""
+    """HTML in a model's answer is shown as text, and never run.
+
+    If it were run, the title of the page would change, as that of a plain page with it does.
+    """
     assert_attack_runs_unescaped(ATTACKING_HTML, browser, tmp_path)
     browser.open(attacked_page)
     assert (
@@ -89,6 +92,7 @@ def test_a_person_finds_a_group(browser, page_of_two_runs):
     """
     browser.look()
     browser.open(page_of_two_runs)
+    # such as `12 of 84`: the groups that the filter shows, of all
     count = lambda: browser.text("#count").split(" groups")[0]  # noqa: E731
     assert count() == "84 of 84"
     assert len(browser.texts("#list button")) == 50
@@ -238,7 +242,7 @@ ACCURACY_BY_VIEW = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
 
 
 def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(browser, tmp_path):
-    """Another run is not told that it lacks them."""
+    """The page of any other run has neither chart, and does not list them as missing."""
     ahead = write_run(tmp_path / "ahead", 3)
     other_run = write_run(tmp_path / "other", 3)
     waited = {"adora/trainer_waited_s": 1.5, "adora/servers_waited_s": 0.5}
@@ -340,8 +344,8 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
         "some of it is a formula, and harmless"
     )
     browser.click(".problem math mi")
-    wrong = ".formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])"
-    assert browser.js(f"document.querySelectorAll('{wrong}').length") == 0
+    forbidden = ".formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])"
+    assert browser.js(f"document.querySelectorAll('{forbidden}').length") == 0
     assert "training report" in browser.js("document.title")
     assert browser.errors == []
     assert [
@@ -426,15 +430,15 @@ def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(br
         "disagreement": ["1 1", "2 1", "3 1", "1 0", "2 0", "3 0"],
         "length": ["3 0", "3 1", "2 0", "2 1", "1 0", "1 1"],
     }
-    # the advantages of group 0 are -0.05 throughout, those of group 1 have 0.15 among them
-    named = (
+    # All advantages of group 0 are -0.05; those of group 1 have 0.15 among them.
+    steps_and_problems = (
         "[...document.querySelectorAll('#list button')].map(node => "
         "node.getAttribute('aria-label').match(/Step (\\d), adora, problem.(\\d)/).slice(1)"
         ".join(' '))"
     )
     for order, expected in orders.items():
         browser.put("#filter-sort", order)
-        assert browser.js(named) == expected, order
+        assert browser.js(steps_and_problems) == expected, order
     browser.click("#filters button[type=reset]")
     browser.wait("document.getElementById('filter-sort').value === 'step'")
 
@@ -554,13 +558,13 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     assert browser.text("#count") == f"{2 * 4 * TINY_RUN_STEPS} of {2 * 4 * TINY_RUN_STEPS} groups."
     browser.js("document.querySelector('.plot').focus()")
     browser.press("ArrowLeft")
-    last = [
+    last_lines = [
         read_metrics(run / "metrics.jsonl")[TINY_RUN_STEPS - 1] for run in (adora_run, grpo_run)
     ]
     rewards = [
         float(text) for text in re.findall(r"(?:adora|grpo) ([\d.]+)", browser.text(".reading"))
     ]
-    assert rewards == pytest.approx([line["reward"] for line in last], abs=1e-3)
+    assert rewards == pytest.approx([line["reward"] for line in last_lines], abs=1e-3)
     titles = browser.texts("figcaption")
     assert {
         "Pass rate",

@@ -38,8 +38,10 @@ def write_run(
     seconds: float = 1.0,
     **config: Any,
 ) -> str:
-    """A run of one step per pass rate, each of so many seconds, with `right` of 20 held-out
-    problems right.
+    """Write the folder of a finished run, and return its path.
+
+    `rates`: the pass rate of each step. `right`: how many of 20 held-out problems its model solves;
+    None: it was not evaluated. `seconds`: of each step. `config`: changed keys.
     """
     folder.mkdir(parents=True)
     manifest = {
@@ -96,10 +98,10 @@ def test_seeds_are_paired_where_they_are_the_same():
     assert paired.over == "2 pairs of seeds"
     assert paired.low == pytest.approx(0.1)
     assert paired.high == pytest.approx(0.1)  # both pairs differ by 0.1
-    apart = between_seeds({0: 0.1, 1: 0.5}, {2: 0.6, 3: 0.2})
-    assert apart.low is not None
-    assert apart.low < -0.5
-    assert apart.over == "2 and 2 seeds"
+    unpaired = between_seeds({0: 0.1, 1: 0.5}, {2: 0.6, 3: 0.2})
+    assert unpaired.low is not None
+    assert unpaired.low < -0.5
+    assert unpaired.over == "2 and 2 seeds"
     assert between_seeds({0: 0.1}, {0: 0.2}).low is None
 
 
@@ -143,7 +145,7 @@ def test_the_rollouts_of_a_step_follow_from_the_sizes_of_its_batches():
 
 
 def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path):
-    """`logging_steps: 5` writes the mean seconds of a step."""
+    """With `logging_steps: 5` a line has the mean seconds of five steps."""
     folder = Path(write_run(tmp_path / "a", [0.1]))
     lines = [
         {
@@ -161,7 +163,7 @@ def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path)
 
 
 def test_seconds_of_an_evaluation_are_those_of_the_steps_before_it(tmp_path):
-    """It is logged before the line of its step, and its own seconds are none of training."""
+    """It is logged before the line of its own step, and the seconds that it takes do not count."""
     folder = Path(write_run(tmp_path / "a", [0.1]))
     lines = [
         {"step": 0, "kind": "eval", "eval_drawn_accuracy": 0.1},
@@ -193,7 +195,7 @@ def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
     assert "The configs differ in adora_method." in text
     assert "With one seed on a side" in text
     assert "At equal rollouts (160 rollouts) it is +40.0 in pass rate in training." in text
-    # within 10 s B, whose steps take two, has made five, and the last tenth of 10 s has the fifth
+    # A step of B takes 2 s, so its fifth step falls into the last tenth of 10 s.
     assert "At equal seconds (10 s) it is +40.0 in pass rate in training." in text
     assert 'differs: adora_method: "grpo" -> "adora"' in lines
     assert sum(line.startswith("geometry3k, held out, the end") for line in lines) == 1
@@ -293,11 +295,11 @@ def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, cap
     assert any("different seeds" in line for line in lines)
     assert "The configs are the same but for the seed." in lines[0]
     c = write_run(tmp_path / "c", [0.5], 5, adora_rollouts={"budget": 9})
-    fewer = (
+    warning = (
         f"warning: {c}: some generations of adora_rollouts.budget have fewer rollouts than are "
         "counted"
     )
-    assert fewer in print_comparison(capsys, a, c, "--compare")
+    assert warning in print_comparison(capsys, a, c, "--compare")
 
 
 def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):

@@ -223,14 +223,15 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
 
 def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", 31)
-    listed = list_parts(run / "rollouts")
-    write_part(run / "rollouts", read_parts(listed), 1, 31)
-    for part in listed:
+    parts_before_merge = list_parts(run / "rollouts")
+    write_part(run / "rollouts", read_parts(parts_before_merge), 1, 31)
+    for part in parts_before_merge:
         part.path.unlink()
-    answers = iter([listed])
+    # The first call still lists the files that were merged.
+    outdated_lists = iter([parts_before_merge])
     monkeypatch.setattr(
         "adora_vl.report.run_view.list_parts",
-        lambda folder: next(answers, None) or list_parts(folder),
+        lambda folder: next(outdated_lists, None) or list_parts(folder),
     )
     assert len(load_run(run, max_rollouts=1000).groups) == 62
 
@@ -244,7 +245,7 @@ def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
 
 
 def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
-    """Each part is graded with its tags and rounding, unless the record has another reason."""
+    """Nothing is shown where today's grader gives another reason than the record has."""
     gold = "AB = 4, CD = 5"
     wrong = r"so \boxed{CD = 5, AB = 4.1}"
     both = [("CD=5", "CD=5", "same_part"), ("AB=4.1", "-", "different_part")]
@@ -482,8 +483,8 @@ def test_no_link_style_or_markup_gets_into_a_tree():
 
 
 def allowed_tags(children) -> bool:
-    """Nothing but texts, and the elements and attributes that layout needs."""
-    names = {
+    """Return whether trees have only texts, and elements and attributes that layout needs."""
+    attribute_names = {
         "display",
         "accent",
         "stretchy",
@@ -494,7 +495,7 @@ def allowed_tags(children) -> bool:
         "width",
         "displaystyle",
     }
-    names |= {
+    attribute_names |= {
         "scriptlevel",
         "linethickness",
         "columnalign",
@@ -509,7 +510,7 @@ def allowed_tags(children) -> bool:
         if (
             not tag.startswith("m")
             or tag in {"maction", "mglyph", "merror"}
-            or not attributes.keys() <= names
+            or not attributes.keys() <= attribute_names
         ):
             return False
         if not allowed_tags(rest):

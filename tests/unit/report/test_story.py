@@ -16,7 +16,10 @@ from tests.support.recorded_runs import ADORA_SETTINGS, VIEW_LIMITS, turns_with_
 
 
 def story_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
-    """The story of a run with these groups of two rollouts in each step."""
+    """Return the story of a run, whose record is written into `folder`.
+
+    `steps`: for each step its groups of two rollouts, as `rollout_pair` returns them.
+    """
     record = Record(folder, 1, ADORA_SETTINGS)
     record.start(0)
     for step, groups in enumerate(steps, 1):
@@ -32,7 +35,7 @@ def story_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
 
 
 def rollout_row(group: dict[str, Any], position: int, step: int) -> dict[str, Any]:
-    """The record of one of the two rollouts of a group (see `pair`)."""
+    """Return the recorded row of one of the two rollouts of a group (`rollout_pair`)."""
     row: dict[str, Any] = {
         "step": step,
         "tds": False,
@@ -51,7 +54,7 @@ def rollout_pair(
     weight: float = 1.0,
     lengths: tuple[int, int] = (10, 10),
 ) -> dict[str, Any]:
-    """A group of a right rollout and a wrong one."""
+    """Return a group of a right rollout and a wrong one: two values for each column."""
     mean_reward = sum(rewards) / 2
     is_attenuated = weight < 1
     return {
@@ -154,7 +157,7 @@ def test_a_call_is_spelled_as_a_person_would(
 
 
 def test_where_a_call_looks_is_in_shares_of_the_picture_as_it_was(tmp_path: Path) -> None:
-    """Also of a picture that was stored smaller, and of the pictures that tools have shown."""
+    """The picture may have been stored smaller than the model saw it."""
     diagrams = DiagramStore(tmp_path / "rollouts" / "_images", 1e9)
     picture = Image.new("RGB", (2000, 1000))
     [stored_name] = diagrams.store("p", [picture])

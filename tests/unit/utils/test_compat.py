@@ -53,7 +53,11 @@ def _attributes_set_in(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _changes_of_others(tree: ast.Module) -> Iterator[str]:
-    """Code that is set on anything but `self`, and every call that sets an attribute by its name."""
+    """Yield how a module changes other objects: the attributes to which it assigns code.
+
+    Attributes of `self` do not count. A call such as `setattr` is yielded as `setattr`, and an
+    import of `mock` as `mock`.
+    """
     definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     values = {
         node.id

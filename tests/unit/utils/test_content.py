@@ -19,9 +19,11 @@ THREE_MIB = 3 * 2**20
 
 
 @pytest.fixture
-def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were read, with a memory of their own and a clock that is a minute ahead of
-    that of the disk.
+def hashed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the files that were hashed, which grows while a test runs.
+
+    The remembered hashes are those of the test alone. The clock is a minute ahead of the disk's, so
+    that new files are old enough to be remembered.
     """
     names: list[str] = []
     digest = hashlib.file_digest
@@ -38,7 +40,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(tmp_path, read):
+def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(
+    tmp_path, hashed_files
+):
     file = tmp_path / "model.safetensors"
     content = bytearray(THREE_MIB)
     hashes = set()
@@ -49,31 +53,31 @@ def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(t
         os.utime(file, (1, 1))  # as rsync and tar put a time back
         hashes.add(content_hash([file]))
     assert len(hashes) == 4
-    assert len(read) == 4
+    assert len(hashed_files) == 4
     assert content_hash([file.rename(tmp_path / "other.safetensors")]) not in hashes, (
         "a file's name counts"
     )
 
 
-def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, read):
+def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, hashed_files):
     (tmp_path / "a").write_bytes(bytes(THREE_MIB))
     first = content_hash([tmp_path / "a"])
     hashing._hashes_in_file.cache_clear()  # as a new process
     assert content_hash([(tmp_path / "a")]) == first
-    assert read == ["a"]
+    assert hashed_files == ["a"]
     memory = tmp_path / "home" / "content.jsonl"
     memory.write_text(memory.read_text().replace('"answer": "', '"answer": "nonsense'))
     hashing._hashes_in_file.cache_clear()
     assert content_hash([tmp_path / "a"]) == first, "what is no hash is not believed"
-    assert read == ["a", "a"], "what is no hash is not believed"
+    assert hashed_files == ["a", "a"], "what is no hash is not believed"
 
 
-def test_a_file_that_was_just_written_is_read_again(tmp_path, read, monkeypatch):
+def test_a_file_that_was_just_written_is_read_again(tmp_path, hashed_files, monkeypatch):
     """Within the grain of a clock, a second change would leave its time as it is."""
     monkeypatch.setattr(hashing, "time", time)
     (tmp_path / "a").write_bytes(bytes(THREE_MIB))
     assert content_hash([tmp_path / "a"]) == content_hash([tmp_path / "a"])
-    assert read == ["a", "a"]
+    assert hashed_files == ["a", "a"]
 
 
 def test_a_torn_line_does_not_take_the_next_answer_with_it(tmp_path):

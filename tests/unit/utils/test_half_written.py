@@ -30,6 +30,7 @@ def prediction_row(pid: str) -> dict[str, str]:
 
 
 def write_drawn_data(folder: Path) -> int:
+    """Run `data_prep synthetic` in a folder, and return its exit code."""
     words = [
         "--rows",
         "3",
@@ -61,6 +62,7 @@ def write_page_of_data(folder: Path) -> int:
 
 
 def write_score(folder: Path) -> int:
+    """Score the predictions in a folder, and return the exit code of the command."""
     return evaluate(
         BENCHMARK,
         [
@@ -84,7 +86,7 @@ def sort_predictions(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Something old at every name that is written, and what is needed to write it again."""
+    """Create a folder with all inputs of the writers, and an old file at each name they write."""
     folder = tmp_path_factory.mktemp("prepared")
     write_problem_folder(folder / "raw", number=1)
     # What cannot be used goes into the quarantine with its bytes: that is a write too.

@@ -95,7 +95,7 @@ def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve, monkeypatch
 
 
 def _texts_with_key(key: str) -> dict[str, str]:
-    """Texts of a server that have the key in them, by how it is encoded there."""
+    """Return texts of a server that have the key in them, by how it is encoded there."""
 
     def in_base64(text: str) -> str:
         return b64encode(text.encode()).decode()
@@ -134,7 +134,7 @@ def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(serve, m
 
 
 def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
-    """Not even the key. What is for others it gets, as before."""
+    """A proxy of the environment gets requests for other machines only."""
     proxy = serve(lambda body, call: completion_reply("of the proxy"))
     judge = serve(lambda body, call: completion_reply("hi"))
     for name in ("no_proxy", "NO_PROXY"):
@@ -231,9 +231,7 @@ def start_slow_server() -> Iterator[Callable[[bytes, bytes], str]]:
 
 
 def test_the_time_out_bounds_the_whole_call(start_slow_server):
-    """A byte every 50 ms never meets a time-out of the socket's own: the whole reply would take 5 s
-    and more.
-    """
+    """A reply that sends a byte every 50 ms takes over 5 s, though no single wait is too long."""
     body = completion_reply("hi" + 100 * " ")[1]
     for at_once, slowly in (
         (REPLY_HEAD, body),
@@ -310,7 +308,7 @@ def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve
     ],
 )
 def test_thinking_without_an_answer_behind_it_is_an_empty_answer(serve, reason, message):
-    """A server with a reasoning parser sends it so; the same model would think as long again."""
+    """A server with a reasoning parser sends null. Asked again, the model would think as long."""
     server = serve(lambda body, call: reply_without_text(reason, **message))
     reply = build_client(server, attempts=4).chat(HELLO_MESSAGES)
     assert reply.text == ""
@@ -451,16 +449,18 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
 def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(
     six_problems, tmp_path, serve, capsys
 ):
-    """But a limit that leaves no room for the answer is the command's, and ends the run."""
-    long = (
+    """A token limit that leaves no room for the answer is a mistake of the command's: it ends."""
+    prompt_too_long = (
         b'{"message": "This model\'s maximum context length is 512 tokens. Your request has 600 '
         b'input tokens"}'
     )
-    wide = (
+    answer_too_long = (
         b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 '
         b'tokens"}'
     )
-    server = serve(lambda body, call: (400, long) if call == 1 else completion_reply(r"\boxed{5}"))
+    server = serve(
+        lambda body, call: (400, prompt_too_long) if call == 1 else completion_reply(r"\boxed{5}")
+    )
     assert run_evaluation(six_problems, tmp_path / "a", server.url, "--concurrency", "1") == 0
     stderr = capsys.readouterr().err
     assert "is not asked: HTTP 400: " in stderr
@@ -471,7 +471,10 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
     ]
     assert [row["finish_reason"] for row in rows] == ["prompt_too_long", *["stop"] * 5]
     assert (
-        run_evaluation(six_problems, tmp_path / "b", serve(lambda body, call: (400, wide)).url) == 2
+        run_evaluation(
+            six_problems, tmp_path / "b", serve(lambda body, call: (400, answer_too_long)).url
+        )
+        == 2
     )
     assert "gave none of 6 answers: HTTP 400: " in capsys.readouterr().err
 
@@ -638,9 +641,9 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
         {"instruction": "Judge."},
     ]
     for options in ({}, *changes):
-        for again in (False, True):
+        for is_repeated in (False, True):
             call_reward(build_judge(tmp_path, **{"url": server.url, **options}), {})
-            calls += 0 if again else 3
+            calls += 0 if is_repeated else 3
             assert len(server.requests) == calls, options
     call_reward(build_judge(tmp_path, moved_server.url), {})
     assert not moved_server.requests, "the same judge at another address gives the same scores"

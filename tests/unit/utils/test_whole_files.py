@@ -58,7 +58,7 @@ FILES_THAT_WRITE_OTHERWISE = {
 
 
 def writes_a_file_directly(call: ast.Call) -> bool:
-    """Whether a call in the source writes a file directly: `open` for writing, or one of `WRITES`."""
+    """Return whether a call writes a file: `open` for writing, or one of `WRITING_METHODS`."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     arguments = [*call.args, *[keyword.value for keyword in call.keywords]]
     texts = [
@@ -164,6 +164,7 @@ def write_merged_model(folder: Path) -> None:
 
 
 def write_tiny_model(folder: Path) -> None:
+    """Save a tiny model into a folder, without building one."""
     from adora_vl.builtin import WarmStart
     from adora_vl.builtin.small_model import save_built
 
@@ -204,7 +205,7 @@ WRITE_FUNCTIONS = [
 
 @pytest.fixture
 def folder_with_old_files(tmp_path: Path) -> Path:
-    """Something old at every name that is written."""
+    """Create a folder with an old file at each name that the functions here write."""
     from adora_vl.report.page import GENERATOR
 
     for model in ("merged", "tiny", "checkpoint"):
@@ -244,8 +245,9 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, folder_
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_what_cannot_take_its_place_is_taken_away(error, folder_with_old_files, monkeypatch):
-    """A file, also where there was none; and a folder, whose old one is back whichever of the two
-    renames fails.
+    """If the last rename fails, the new file is removed, and the old folder gets its name back.
+
+    That holds whichever of the folder's two renames fails, and for a file that did not exist.
     """
     before = folder_contents(folder_with_old_files)
     real = Path.rename
@@ -334,7 +336,7 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(
 
 
 def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
-    """Else a power cut leaves an empty file under the name of a whole one."""
+    """Otherwise a power cut could leave an empty file under the name of a whole one."""
     events: list[str] = []
     fsync = os.fsync
     replace = Path.replace
