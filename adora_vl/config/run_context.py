@@ -42,11 +42,11 @@ class Messages:
 class RunContext:
     """Where a run takes place, and so what the checks before it may look at.
 
-    `on_this_machine`: whether this machine will run it. If not, its packages, device, servers and folders are
-    not checked. `sharding`: how the run is spread over processes. `output_dir_mode`: whether
-    `output_dir` is locked for the run (`take`), only looked at (`look`) or left alone (`leave`).
-    `dry_run`: whether nothing will run. Then what this machine lacks is reported as unknown, and
-    not refused.
+    `on_this_machine`: whether this machine will run it. If not, its packages, device, servers and
+    folders are not checked. `sharding`: how the run is spread over processes. `output_dir_mode`:
+    whether `output_dir` is locked for the run (`take`), only looked at (`look`) or left alone
+    (`leave`). `dry_run`: whether nothing will run. Then what this machine lacks is reported as
+    unknown, and not refused.
     """
 
     on_this_machine: bool

@@ -102,8 +102,8 @@ def convert_fields(
 def _is_default(key: Field[Any], value: object) -> bool:
     """Return whether the value of a dataclass field is the field's default, in type and value.
 
-    The value 1 is not the default true: the run's fingerprint would have it as another text. A
-    dataclass of options may contain such values, so it never counts as the default.
+    The type counts since Python takes 1 and true for equal, but in the run's fingerprint they are
+    different texts. A dataclass of options may contain such values, so it never counts as default.
     """
     if is_dataclass(value):
         return False

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with naming_write_errors("--json", options.json):
                 replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
 
-    exit_code = exit_code_of(command, interrupted="nothing was written", speaks=is_main_process)
+    exit_code = exit_code_of(command, "nothing was written", speaks=is_main_process)
     if exit_code != 0:
         return exit_code
     return 0 if is_healthy(checks) else 1
@@ -148,11 +148,9 @@ def checks_without_weights(run: ResolvedRun) -> list[Check]:
     train = run.data.train
     assert script is not None, "a doctor examines a command"
     assert train is not None, "a doctor examines a command"
-    # Without the images none is decoded.
-    text_columns = train.remove_columns(
-        [name for name in ("images",) if name in train.column_names]
-    )
-    rows = [text_columns[number] for number in range(min(CHECKED_ROWS, len(train)))]
+    # The images are not needed, and decoding them takes long.
+    dataset = train.remove_columns("images") if "images" in train.column_names else train
+    rows = [dataset[number] for number in range(min(CHECKED_ROWS, len(train)))]
     checks = [check_golds(rows, rounding=accepts_rounding(read_rewards(script.adora_reward)))]
     # Functions of the user's were tried already, and may rate answers by something else than being
     # right. A judge, which is a served model, may give any score, or none where it does not reply.

@@ -74,8 +74,8 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> 
         return skipped(FEATURES_CHECK, "no images")
     # Each image has time x height x width patches.
     features_per_image = prompts.fields["image_grid_thw"].prod(dim=-1) // merge**2
-    images_by_prompt = torch.split(features_per_image, prompts.num_images)
-    features_per_prompt = [int(images.sum()) for images in images_by_prompt]
+    image_counts_by_prompt = torch.split(features_per_image, prompts.num_images)
+    features_per_prompt = [int(counts.sum()) for counts in image_counts_by_prompt]
     for name, ids, features in zip(prompts.names, prompts.ids, features_per_prompt, strict=True):
         tokens = ids.count(image_token_id)
         if tokens != features:

@@ -60,7 +60,8 @@ def _as_json_value(value: object) -> object:
 def read_metrics(path: Path) -> list[MetricsLine]:
     """Read the lines of `metrics.jsonl` as dictionaries; an empty list if the file is missing.
 
-    A last line that a crash has cut off is left out, and so is what no run has written.
+    A last line that a crash has cut off is left out, and so are lines of another form than a run
+    writes.
     """
     if not path.is_file():
         return []

@@ -193,8 +193,8 @@ def _held_out_result(folder: Path) -> str | None:
     if score_after is None:
         return None
     score = score_after.score
-    counted = noun_of_counts([score])
-    count = f"{describe_scored_part(score) or score['total']} {counted}"
+    # such as `40 of 512 problems`
+    count = f"{describe_scored_part(score) or score['total']} {noun_of_counts([score])}"
     title = f"held-out accuracy, {name_of_data(score)}"
     score_before = _read_score(folder / SCORE_FILE_BEFORE)
     change = None

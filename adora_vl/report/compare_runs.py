@@ -204,12 +204,12 @@ def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
 
 
 def _values_at_budget(side: Side, name: str, axis: Axis, budget: float) -> dict[int, float]:
-    """Return the value of a figure at a budget for each run of a side, by the run's seed.
+    """Return for each run of a side the value of a figure once it has spent a budget, by its seed.
 
     Args:
         side: the side.
         name: the figure, as in `ComparedRun.curves`.
-        axis: what the budget is counted in.
+        axis: what the budget is counted in, rollouts or seconds.
         budget: how much every run may have spent.
 
     Returns:

@@ -227,11 +227,11 @@ def _curves(lines: Sequence[dict[str, Any]], step_rollouts: float) -> dict[str, 
 
 
 def _seconds_of_training(lines: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the seconds of all training steps up to the step of each line, without evaluations.
+    """Return for each line of the log how many seconds the training steps up to it took.
 
-    A line of training has the mean seconds of the steps since such a line before it. An evaluation
-    is logged before the line of its own step, or between two lines: its seconds are in proportion
-    to the steps.
+    A line of training has the mean seconds of the steps since the training line before it. The line
+    of an evaluation may stand between two of these. Its seconds are then interpolated by the steps;
+    those of the evaluation itself do not count.
 
     `lines`: the lines of the run's `metrics.jsonl`.
     """

@@ -203,8 +203,8 @@ def _count_rollouts(record_parts: list[RecordPart]) -> dict[int, int]:
 def _spread_steps(rollouts_by_step: Mapping[int, int], max_rollouts: int) -> list[int]:
     """Choose steps, spread evenly over the run, with about `max_rollouts` rollouts at most.
 
-    It is as if all steps had equally many rollouts. The first and the last step are chosen, unless
-    only one step fits. At least one step is chosen.
+    All steps are taken to have the same number of rollouts. The first and the last step are chosen,
+    unless only one step fits. At least one step is chosen.
     """
     steps = sorted(rollouts_by_step)
     total_rollouts = sum(rollouts_by_step.values())

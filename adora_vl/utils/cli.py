@@ -35,13 +35,13 @@ class MistakesError(UserError):
         self.lines = [masked_text(line) for line in lines]
 
 
-def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool = True) -> int:
+def exit_code_of(command: Callable[[], None], interrupt_note: str, *, speaks: bool = True) -> int:
     """Run a command and return the exit code of its process.
 
     Args:
         command: what the command does.
-        interrupted: what to say of its work after Ctrl-C, such as `nothing was written`.
-        speaks: whether this process prints what is wrong with the input, as one of several does.
+        interrupt_note: what to say of its work after Ctrl-C, such as `nothing was written`.
+        speaks: whether this process prints errors; of several processes only one does.
 
     Returns:
         0 for success, 2 for wrong input of the user, 130 after Ctrl-C, and 141 where nobody reads
@@ -58,10 +58,10 @@ def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool 
             print("".join(f"error: {line}\n" for line in lines), end="", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"interrupted; {interrupted}", file=sys.stderr)
+        print(f"interrupted; {interrupt_note}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Python flushes once more at its end, which would fail again
+        # Python flushes once more when it ends, which has to succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     return 0
