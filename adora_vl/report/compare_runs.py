@@ -5,6 +5,7 @@ table.
 """
 
 from collections.abc import Mapping, Sequence
+from math import isclose
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -56,7 +57,7 @@ def between_seeds(a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]
     """Return the difference of the mean values of two sides, with a 95 % interval over seeds.
 
     The interval is that of a paired t-test where both sides have the same seeds, and Welch's
-    otherwise. There is none where a side has one seed.
+    otherwise. There is none where a side has one seed, or where all seeds agree.
 
     Args:
         a_by_seed: the values of the runs of side A by their seeds.
@@ -76,6 +77,10 @@ def between_seeds(a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]
     else:
         low, high = welch_interval(list(a_by_seed.values()), list(b_by_seed.values()))
         over = f"{count_of_a} and {count_of_b} seeds"
+    # Without any spread there is nothing to compute an interval from. It would be a point, as if
+    # no other seed could give anything else.
+    if isclose(low, high, abs_tol=1e-9):
+        return Difference(first=mean_of_a, second=mean_of_b, over=f"{over} that agree: no interval")
     return Difference(first=mean_of_a, second=mean_of_b, low=low, high=high, over=over)
 
 
@@ -133,7 +138,8 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
     """Return how the trained models differ on held-out problems, for each benchmark of all runs.
 
     A benchmark has a row whose interval is over problems. If each side has several seeds, a row
-    whose interval is over seeds comes before it.
+    whose interval is over seeds comes before it, or behind it where the seeds agree and there is no
+    such interval.
 
     Raises:
         UserError: the runs have answered different problems of a benchmark.
@@ -155,6 +161,9 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
         if over_seeds.low is not None:
             rows.append(ComparedFigure(figure, over_seeds))
         rows.append(ComparedFigure(figure, over_problems))
+        # Without an interval it decides nothing, and only the table has it.
+        if over_seeds.low is None and min(len(a.runs), len(b.runs)) > 1:
+            rows.append(ComparedFigure(figure, over_seeds))
     return rows
 
 

@@ -93,11 +93,17 @@ def test_intervals_of_differences_are_those_computed_by_hand():
 
 
 def test_seeds_are_paired_where_they_are_the_same():
-    paired = between_seeds({0: 0.1, 1: 0.5}, {1: 0.6, 0: 0.2})
-    assert paired.value == pytest.approx(0.1)
+    paired = between_seeds({0: 0.1, 1: 0.5}, {1: 0.7, 0: 0.2})
+    assert paired.value == pytest.approx(0.15)
     assert paired.over == "2 pairs of seeds"
-    assert paired.low == pytest.approx(0.1)
-    assert paired.high == pytest.approx(0.1)  # both pairs differ by 0.1
+    # The pairs differ by 0.1 and 0.2: 0.15 +- 12.706 * 0.05.
+    assert paired.low == pytest.approx(0.15 - 0.6353)
+    assert paired.high == pytest.approx(0.15 + 0.6353)
+    # Both pairs differ by 0.1, from which no interval can be computed.
+    agreeing = between_seeds({0: 0.1, 1: 0.5}, {1: 0.6, 0: 0.2})
+    assert agreeing.value == pytest.approx(0.1)
+    assert agreeing.low is None
+    assert agreeing.over == "2 pairs of seeds that agree: no interval"
     unpaired = between_seeds({0: 0.1, 1: 0.5}, {2: 0.6, 3: 0.2})
     assert unpaired.low is not None
     assert unpaired.low < -0.5
@@ -251,7 +257,7 @@ def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, 
     seeds = range(3)
     a = [write_run(tmp_path / f"a{s}", [0.5], 5 + s, seed=s) for s in seeds]
     b = [
-        write_run(tmp_path / f"b{s}", [0.5], 12 + s, seed=s, adora_method=ADORA_METHOD)
+        write_run(tmp_path / f"b{s}", [0.5], 11 + 2 * s, seed=s, adora_method=ADORA_METHOD)
         for s in seeds
     ]
     mixed = print_comparison(capsys, a[0], b[0], b[1], a[1], a[2], b[2], "--compare")
@@ -261,6 +267,20 @@ def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, 
     assert (
         sum(line.startswith("geometry3k, held out, the end") for line in mixed) == 2
     )  # over seeds, over problems
+
+
+def test_seeds_that_all_agree_leave_the_decision_to_the_problems(tmp_path, capsys):
+    """They have no spread, of which an interval would be a point."""
+    a = [write_run(tmp_path / f"a{s}", [0.5], 5, seed=s) for s in range(2)]
+    b = [
+        write_run(tmp_path / f"b{s}", [0.5], 12, seed=s, adora_method=ADORA_METHOD)
+        for s in range(2)
+    ]
+    lines = print_comparison(capsys, *a, *b, "--compare")
+    assert "over 20 problems)" in lines[0]
+    rows = [line for line in lines if line.startswith("geometry3k, held out, the end")]
+    assert rows[0].endswith("(20 problems)")
+    assert rows[1].endswith("2 pairs of seeds that agree: no interval")
 
 
 def test_a_reward_by_its_older_name_is_no_difference(tmp_path):
