@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -173,17 +172,27 @@ def check_model_parts(
         reason = str(error).strip().splitlines()[0][:200]
         remedy = ""
         is_single_name = isinstance(targets, str) and targets.isidentifier()
+        # PEFT matches it against whole names, while the user may mean names that end with it.
         if is_single_name:
-            # PEFT matches it against whole names. Try whether names that end with it would fit.
             by_ending = replace(peft_config, target_modules=f".*{targets}")
-            with suppress(ValueError, KeyError):
-                model_shape(config, dtype=model.dtype, frozen=frozen, peft_config=by_ending)
+            if _has_model_parts(model, config, by_ending, frozen):
                 remedy = (
                     f"; a single name is a regular expression over whole names: write '.*{targets}'"
                 )
         raise UserError(
             f"lora_target_modules: {targets!r} does not fit this model ({reason}){remedy}"
         ) from error
+
+
+def _has_model_parts(
+    model: ModelConfig, config: PretrainedConfig, peft_config: "PeftConfig", frozen: Sequence[str]
+) -> bool:
+    """Return whether the model has the parts and layers that `check_model_parts` looks for."""
+    try:
+        model_shape(config, dtype=model.dtype, frozen=frozen, peft_config=peft_config)
+    except (ValueError, KeyError):
+        return False
+    return True
 
 
 def check_trainable(

@@ -5,7 +5,9 @@ Trainer and engine read one copy, so that both compute with the same weights.
 
 import hashlib
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock
@@ -204,15 +206,19 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
                 file=sys.stderr,
                 flush=True,
             )
-            # If anything in here fails, the unfinished folder is removed.
-            with replacing_folder(folder) as new_folder:
-                quantized_model = load_model(name, init_kwargs)
-                quantized_model.save_pretrained(new_folder)
-                del quantized_model  # so that the memory below can be given back
-                load_processor(name, revision).save_pretrained(new_folder)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            _write_four_bit(folder, name, init_kwargs)
     return str(folder)
+
+
+def _write_four_bit(folder: Path, name: str, init_kwargs: Mapping[str, Any]) -> None:
+    """Load a base in 4 bits, and save it with its processor into `folder`, whole or not at all."""
+    with replacing_folder(folder) as new_folder:
+        quantized_model = load_model(name, init_kwargs)
+        quantized_model.save_pretrained(new_folder)
+        del quantized_model  # so that the memory below can be given back
+        load_processor(name, init_kwargs["revision"]).save_pretrained(new_folder)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def prevent_repacking(model: "PreTrainedModel") -> None:

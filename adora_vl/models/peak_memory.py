@@ -22,12 +22,12 @@ from adora_vl.models.shape import ModelShape
 RESERVED_CARD_SHARE = 0.1
 
 
-def usable_bytes(card: int, free: int) -> int:
-    """Return the bytes that a pass may take on a card of `card` bytes, of which `free` are free.
+def usable_bytes(card_bytes: int, free_bytes: int) -> int:
+    """Return the bytes that a pass may take on a card of which `free_bytes` are free.
 
-    A share of the card is left free (`RESERVED_CARD_SHARE`).
+    A share of the whole card is left free (`RESERVED_CARD_SHARE`).
     """
-    return free - int(RESERVED_CARD_SHARE * card)
+    return free_bytes - int(RESERVED_CARD_SHARE * card_bytes)
 
 
 @dataclass(frozen=True)

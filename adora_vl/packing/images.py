@@ -179,7 +179,7 @@ class DistinctImages:
             limit_bytes=self.cache.limit_bytes,
         )
 
-    def completed(self, batch: Batch) -> Batch:
+    def fill_image_columns(self, batch: Batch) -> Batch:
         """Return the batch with empty image columns if other batches may have images."""
         if not self.may_be_shown:
             return batch

@@ -153,7 +153,7 @@ class SharedVision:
         bank = self.banks.of(starts[0])
         if not self.share:
             return self._run_on_images(bank, starts, run)
-        if _is_frozen(vl_model):
+        if _has_frozen_tower(vl_model):
             return self._frozen_features(bank, starts=starts, vl_model=vl_model, run=run)
         distinct_starts = list(dict.fromkeys(starts))
         output = self._run_on_images(bank, distinct_starts, run)
@@ -229,24 +229,19 @@ class SharedVision:
             return empty
         # A frozen tower runs only while features of new images are due, in which case a rank makes
         # as many passes as the one with the most. Any other tower runs once in every pass.
-        bank = self.banks.of_training() if self.share and _is_frozen(vl_model) else None
-        if bank is not None and not bank.features_due:
-            return empty
+        bank = self.banks.of_training() if self.share and _has_frozen_tower(vl_model) else None
         run = partial(run_on_device, device)
-        if bank is not None and bank.starts:  # other rows of this rank have images
+        if bank is None:
+            return _run_without_images(vl_model, run, device)
+        if not bank.features_due:
+            return empty
+        if bank.starts:  # other rows of this rank have images
             self._compute_due_features(bank, vl_model, run)
             return empty
-        passes = 1 if bank is None else _max_over_ranks(1, device)
-        for _ in range(passes):
-            output = _run_on_empty_picture(vl_model, run, device)
-        if bank is not None:
-            bank.features_due = False
-        # Empty slices of a real output, unlike `empty`, connect the loss to the tower's weights.
-        picture_features = _split_by_image(output, vl_model)[0]
-        empty_slices = {}
-        for name, layers in picture_features.items():
-            empty_slices[name] = [layer[:0] for layer in layers]
-        return _fill_output(output, [empty_slices])
+        for _ in range(_max_over_ranks(1, device)):
+            output = _run_without_images(vl_model, run, device)
+        bank.features_due = False
+        return output
 
 
 def split_into_passes(
@@ -284,7 +279,7 @@ def _max_over_ranks(passes: int, device: torch.device) -> int:
     return max(int(largest), 1)
 
 
-def _is_frozen(vl_model: "PreTrainedModel") -> bool:
+def _has_frozen_tower(vl_model: "PreTrainedModel") -> bool:
     """Return whether no parameter of the vision tower is trained."""
     return not any(parameter.requires_grad for parameter in vl_model.visual.parameters())
 
@@ -304,17 +299,28 @@ def _empty_features(vl_model: "PreTrainedModel", device: torch.device) -> ImageF
     return features
 
 
-def _run_on_empty_picture(vl_model: "PreTrainedModel", run: RunTower, device: torch.device) -> Any:
-    """Run the vision tower over a picture of zeros of one image token, and return its output.
+def _run_without_images(vl_model: "PreTrainedModel", run: RunTower, device: torch.device) -> Any:
+    """Run the vision tower over a black picture, and return its output without the picture.
 
-    `run`: runs the tower on pixels and grids. `device`: where the pixels are put.
+    Empty slices of a real output connect the loss to the tower's weights; the tensors of
+    `_empty_features` do not. The picture is one image token of zeros.
+
+    Args:
+        vl_model: the model that has the vision tower.
+        run: runs the tower on pixels and grids.
+        device: where the pixels are put.
     """
     vision = vl_model.config.vision_config
     side = vision.spatial_merge_size  # patches of an image token's side
     channels = getattr(vision, "in_channels", 3)
     patch_values = channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.zeros(side * side, patch_values, dtype=vl_model.visual.dtype, device=device)
-    return run(pixels, torch.tensor([[1, side, side]]))
+    output = run(pixels, torch.tensor([[1, side, side]]))
+    picture_features = _split_by_image(output, vl_model)[0]
+    empty_slices = {}
+    for name, layers in picture_features.items():
+        empty_slices[name] = [layer[:0] for layer in layers]
+    return _fill_output(output, [empty_slices])
 
 
 def _split_by_image(

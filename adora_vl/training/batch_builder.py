@@ -167,7 +167,7 @@ class BatchBuilder:
         if generation.key.mode == "train":
             age_columns = self._age_columns(generation, groups)
         # A batch without images gets empty columns for them where other batches may have some.
-        return self.images.completed(cast("Batch", {**batch, **age_columns}))
+        return self.images.fill_image_columns(cast("Batch", {**batch, **age_columns}))
 
     def _age_columns(
         self, generation: Generation, groups: Sequence[RolloutGroup]
