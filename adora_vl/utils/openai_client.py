@@ -61,6 +61,17 @@ _NO_LIST_ERRORS = (
     TypeError,
     RecursionError,
 )
+# These servers take what a request does not say from the model's own generation config: a penalty
+# of 1.05 of Qwen2.5-VL, which also falls on the words of the prompt, or a `top_k` of 1 of Qwen2-VL.
+# They are told to change and filter nothing. Other servers may refuse fields that OpenAI does not
+# have.
+SERVERS_WITH_MODEL_DEFAULTS = ("vllm", "sglang")
+PLAIN_SAMPLING: Mapping[str, float] = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 Messages = Sequence[Mapping[str, Any]]
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -204,6 +215,9 @@ class ChatClient:
         # how many calls were made; several threads count them under the lock
         self.calls = 0
         self._lock = threading.Lock()
+        # What `ask` adds to a request; None until the server was asked what it is.
+        self._plain_sampling: dict[str, float] | None = None
+        self._plain_sampling_lock = threading.Lock()
         self._has_answered = False
         # how many calls the server has forbidden (HTTP 403) since its last answer
         self._forbidden_calls = 0
@@ -243,6 +257,21 @@ class ChatClient:
         except _NO_LIST_ERRORS:
             return ""
         return str(owners[0]) if owners else ""
+
+    def _find_plain_sampling(self) -> Mapping[str, float]:
+        """Return the fields with which the server applies no defaults of the model.
+
+        The server is asked once what it is. A field that the endpoint has already stays as it is.
+        The fields are not in the key of the cache, which is read without asking the server.
+        """
+        with self._plain_sampling_lock:
+            if self._plain_sampling is None:
+                self._plain_sampling = {}
+                if self.name_server_program() in SERVERS_WITH_MODEL_DEFAULTS:
+                    for name, value in PLAIN_SAMPLING.items():
+                        if name not in self._fields:
+                            self._plain_sampling[name] = value
+            return self._plain_sampling
 
     def check_server(self, option: str) -> None:
         """Raise `UserError` if `ask` makes no more calls, because the server takes none.
@@ -288,7 +317,7 @@ class ChatClient:
 
         def ask_once() -> str:
             """Make one attempt."""
-            reply = self._call(messages, body={})
+            reply = self._call(messages, body=self._find_plain_sampling())
             try:
                 return read_answer(reply.text)
             except EndpointError as error:

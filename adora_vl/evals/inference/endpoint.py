@@ -20,6 +20,8 @@ from adora_vl.evals.inference.requests import (
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import (
+    PLAIN_SAMPLING,
+    SERVERS_WITH_MODEL_DEFAULTS,
     ChatClient,
     Endpoint,
     EndpointError,
@@ -29,16 +31,6 @@ from adora_vl.utils.openai_client import (
 )
 
 _DEFAULT_BATCH_SIZE = 64  # answers that are written at once
-# These servers take what a request does not say from the model's own generation config: a penalty
-# of 1.05 of Qwen2.5-VL, a `top_k` of 1 of Qwen2-VL. They are told to change and filter nothing, as
-# the engines in this process do. Other servers may refuse fields that OpenAI does not have.
-_SERVERS_WITH_MODEL_DEFAULTS = ("vllm", "sglang")
-_PLAIN_SAMPLING = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
 # What a fingerprint says of a server that does not name its program.
 UNKNOWN_SERVER = "unknown"
 # The options that only an engine in this process obeys.
@@ -99,8 +91,8 @@ class EndpointEngine:
         }
         # The note on the server's own defaults, until it is printed.
         self._pending_note: str | None = None
-        if program in _SERVERS_WITH_MODEL_DEFAULTS:
-            self._body |= _PLAIN_SAMPLING
+        if program in SERVERS_WITH_MODEL_DEFAULTS:
+            self._body |= PLAIN_SAMPLING
         else:
             self._pending_note = _note_on_server_defaults(settings.endpoint, program)
         if settings.template:

@@ -807,3 +807,23 @@ def test_options_of_a_judge_that_do_not_fit_are_one_line():
     for options, message in WRONG_OPTIONS_AND_MESSAGE:
         with pytest.raises(UserError, match=message):
             choose_rewards([{"judge": options}])
+
+
+@pytest.mark.parametrize(
+    "program, sampling",
+    [
+        ("vllm", {"top_p": 0.5, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}),
+        ("sglang", {"top_p": 0.5, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}),
+        ("openai", {"top_p": 0.5}),
+    ],
+)
+def test_a_judge_is_not_sampled_by_the_defaults_of_its_model(serve, program, sampling):
+    """A penalty would fall on the answer in its prompt, which it is to repeat."""
+    server = serve(lambda body, call: completion_reply("5"))
+    server.models = {"judge": program}
+    client = ChatClient(Endpoint(server.url, "judge", body={"top_p": 0.5}))
+    for question in ("2 + 3?", "1 + 4?"):
+        assert client.ask([{"role": "user", "content": question}], str) == "5"
+    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    for request in server.requests:
+        assert {name: request[name] for name in names if name in request} == sampling
