@@ -46,6 +46,9 @@ class AdoraWeighting:
 class Adora(Method):
     """ADORA's weighting of groups as a method, with its options.
 
+    Attenuation lowers the weight of groups that are disadvantageous to learn from now (TDS),
+    amplification raises the weight of advantageous ones (TAS).
+
     Raises `ValueError` for an unknown word, or a factor on the wrong side of 1.
     """
 

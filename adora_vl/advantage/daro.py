@@ -163,7 +163,11 @@ class DaroWeights:
 
 @dataclass(frozen=True)
 class Daro(Method):
-    """DARO as a method with its options. The pipeline holds its learnable weights."""
+    """DARO as a method with its options. The pipeline holds its learnable weights.
+
+    Prompts are put into bins by their pass rate. Each bin has a weight, which is learned so that
+    all bins contribute equally to the loss.
+    """
 
     settings: ClassVar[TrlKeys] = {"loss_type": "dapo"}
     source = "arXiv 2510.09001"

@@ -197,7 +197,11 @@ class ProbeResult(NamedTuple):
 
 @dataclass
 class EngineProbe:
-    """Compares the engine with the policy on `prompts`. All ranks call every method together."""
+    """Compares the engine with the policy on `prompts`. All ranks call every method together.
+
+    vLLM computes log-probabilities of its own. Where they differ from the policy's by more than
+    rounding, its rollouts are not the policy's.
+    """
 
     pair: EnginePair
     prompts: Prompts

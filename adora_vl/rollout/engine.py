@@ -45,7 +45,11 @@ from adora_vl.utils.launch import segments_expand
 
 
 class AdoraVLLMGeneration(SyncedVLLMGeneration):
-    """`trl.generation.VLLMGeneration`, corrected for models with images and vLLM 0.31."""
+    """`trl.generation.VLLMGeneration`, corrected for models with images and vLLM 0.31.
+
+    It builds vLLM's engine in each process (`mode: colocate`) or connects to servers (`server`),
+    and samples from them with the policy's weights.
+    """
 
     def __init__(
         self, *args: Any, settings: EngineSettings, timed: CountSeconds = nullcontext, **kwargs: Any

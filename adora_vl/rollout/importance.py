@@ -184,7 +184,8 @@ def ratio_metrics_of_rank(
 class ImportanceRatio:
     """Computes the importance sampling ratio from the policy's log-probabilities in the loss.
 
-    Stock TRL makes a forward pass of its own for the ratio.
+    The ratio corrects the loss for sampling with the engine, whose probabilities differ a little
+    from the policy's. Stock TRL makes a forward pass of its own for it.
     """
 
     def __init__(self, context: StepContext) -> None:

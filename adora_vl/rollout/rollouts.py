@@ -201,7 +201,7 @@ class RolloutKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGroup:
-    """A problem that has begun, and its rollouts."""
+    """A problem that has begun, and its rollouts, or those of them that this rank has."""
 
     problem: DrawnProblem
     row: Row

@@ -40,7 +40,10 @@ _RESTARTED_SERVER_ERROR = UnusableServerError(
 
 
 class ServerPool:
-    """All servers of a run, and which of them are in use."""
+    """All servers of a run, and which of them are in use. Only the first rank has one.
+
+    A server that fails is left out, until a weight sync finds that it answers again.
+    """
 
     def __init__(
         self,

@@ -200,7 +200,11 @@ class _TemplateTexts(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolLoop:
-    """Answers the tool calls of a run's rollouts."""
+    """Answers the tool calls of a run's rollouts.
+
+    The tools make the answer. It becomes a further segment of the rollout: its tokens, as the chat
+    template writes them behind the policy's turn.
+    """
 
     tools: Tools
     processor: Any  # or a tokenizer

@@ -319,7 +319,7 @@ def merged_parameters(
     seen_ids: set[int] = set()  # a tied parameter is yielded once
     for prefix, module in _modules_to_sync(model.get_base_model()):
         is_adapted = _is_adapted(module)
-        # The names are those of the layer that the adapter is around.
+        # The adapter's own parameters are not sent: the names are those of the layer inside it.
         layer = _layer_without_adapter(module)
         # `_modules_to_sync` yields the children of a module without an adapter too, so only its own
         # parameters are taken here. It does not yield those of a layer with an adapter.

@@ -24,9 +24,10 @@ _HIDDEN_METHODS = ("reset", "get_reward")  # methods that no model is told of
 
 @dataclass
 class Environments:
-    """The environments of a run on one rank.
+    """The environments of a run on one rank: an object of the user's for each rollout.
 
-    As in TRL an environment is built once, and reset for a new rollout in each generation.
+    The policy may call the public methods of its environment as tools. As in TRL an environment is
+    built once, and reset for a new rollout in each generation.
     """
 
     factory: Callable[[], Any]

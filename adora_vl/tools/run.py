@@ -213,7 +213,11 @@ def _call_record(outcome: _CallOutcome, call_text: str, *, seconds: float) -> Ca
 
 
 class Toolbox:
-    """Answers the tool calls of a run."""
+    """Answers the tool calls that the policy writes in its turns.
+
+    A call is JSON in a `<tool_call>` block. Whatever goes wrong in it or in a tool becomes one line
+    for the model.
+    """
 
     def __init__(
         self,
@@ -289,9 +293,8 @@ class Toolbox:
             parts += tool_response(_number_pictures(outcome.parts, len(all_pictures)))
             # A later call of this turn may use the pictures of this one.
             all_pictures += [part for part in outcome.parts if isinstance(part, Image.Image)]
-            # The first call beyond the limit gets an error that says so, the others nothing.
             if number >= CALLS_PER_TURN:
-                break
+                break  # this call was the first one too many, and got an error that says so
         if not calls:
             return None
         if is_last:
