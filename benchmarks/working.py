@@ -145,14 +145,14 @@ class HeldOutWork(TrainerCallback):
     def _evaluate(self, step: int) -> None:
         """Sample an answer to each held-out problem, and note what they show at this step."""
         answers = self._answers()
-        works = [
+        checks = [
             check_claims(text, row["figure"]) for text, row in zip(answers, self.rows, strict=True)
         ]
         rights = [
             grade(text, row["answer"]).verdict == "correct"
             for text, row in zip(answers, self.rows, strict=True)
         ]
-        lucky = [work.is_luck for work, right in zip(works, rights, strict=True) if right]
+        lucky = [check.is_luck for check, right in zip(checks, rights, strict=True) if right]
         kinds = [row["meta"]["kind"] for row in self.rows]
         by_kind = {
             kind.name: _share(
@@ -165,9 +165,9 @@ class HeldOutWork(TrainerCallback):
                 "step": step,
                 "accuracy": _share(rights),
                 "lucky": _share(lucky),
-                "new": _share([work.new > 0 for work in works]),
-                "false": _share([work.false > 0 for work in works]),
-                "share": statistics.fmean(work.share for work in works),
+                "new": _share([check.new_count > 0 for check in checks]),
+                "false": _share([check.false_count > 0 for check in checks]),
+                "share": statistics.fmean(check.reward for check in checks),
                 "tokens": statistics.fmean(self.lengths),
                 **by_kind,
             }

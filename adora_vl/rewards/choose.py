@@ -405,7 +405,7 @@ def call_once(
     rewards: list[float | None] = (
         asyncio.run(call(**arguments)) if is_async(function) else call(**arguments)
     )
-    if failures and failures[0].mistake:
+    if failures and failures[0].is_users_mistake:
         raise UserError(failures[0].reason)
     if failures:
         raise UserError(

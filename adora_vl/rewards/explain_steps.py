@@ -14,7 +14,7 @@ from adora_vl.geometry.figure import figure_as_json, figure_from_json
 from adora_vl.geometry.forms import LogicForm, read_form_from_record
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
-from adora_vl.rewards.steps import ResponseWork, check_claims
+from adora_vl.rewards.steps import ClaimCheck, check_claims
 from adora_vl.utils.errors import UserError, in_one_line
 
 _WORDS_BY_VERDICT: dict[ClaimVerdict, str] = {
@@ -78,17 +78,17 @@ def _read_form(text: str, path: Path) -> LogicForm | None:
 
 def step_lines(response: str, figure: str) -> list[str]:
     """Return a line for each claim of a response, and what the reward `steps` gives for it."""
-    work = check_claims(response, figure)
-    lines = [_claim_line(claim) for claim in work.claims]
+    check = check_claims(response, figure)
+    lines = [_claim_line(claim) for claim in check.claims]
     if not lines:
         lines.append("no claim on the figure")
-    verdicts = {claim.verdict for claim in work.claims}
+    verdicts = {claim.verdict for claim in check.claims}
     lines += [
         f"  {_WORDS_BY_VERDICT[name]}: {meaning}"
         for name, meaning in _MEANING_BY_VERDICT.items()
         if name in verdicts
     ]
-    return [*lines, _summary_line(work)]
+    return [*lines, _summary_line(check)]
 
 
 def _claim_line(checked_claim: CheckedClaim) -> str:
@@ -102,10 +102,10 @@ def _claim_line(checked_claim: CheckedClaim) -> str:
     return f"{_WORDS_BY_VERDICT[checked_claim.verdict]:<{_VERDICT_WIDTH}}{words}{mark}"
 
 
-def _summary_line(work: ResponseWork) -> str:
+def _summary_line(check: ClaimCheck) -> str:
     """Return the line with the reward, and how many claims are new, false or unread."""
-    counts = Counter(claim.verdict for claim in work.claims)
+    counts = Counter(claim.verdict for claim in check.claims)
     return (
-        f"steps {work.share:.3g}   new {work.new}, false {work.false}, unread {counts['unread']}, "
-        f"of {len(work.claims)} claims"
+        f"steps {check.reward:.3g}   new {check.new_count}, false {check.false_count}, "
+        f"unread {counts['unread']}, of {len(check.claims)} claims"
     )

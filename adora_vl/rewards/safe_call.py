@@ -33,16 +33,16 @@ _IMMUTABLE_TYPES = {int, float, str, bool, type(None)}  # types whose values nee
 
 
 class RewardFailure(NamedTuple):
-    """The failure of a reward function in words.
-
-    `function` is its name, `row` the completion or row of data on which it failed, `reason` how it
-    failed. With `mistake` the reason is the text of a `UserError` that the function raised.
-    """
+    """The failure of a reward function in words."""
 
     function: str
+    """The name of the function."""
     row: str
+    """The row of data, or the completions, on which it failed; empty for a mistake of the user."""
     reason: str
-    mistake: bool = False
+    """How it failed."""
+    is_users_mistake: bool = False
+    """Whether the function raised `UserError`, whose text is the reason."""
 
 
 class RewardValueError(Exception):
@@ -391,7 +391,7 @@ def _describe_failure(
         timeout: the limit of the call in seconds, for an overdue one.
     """
     if isinstance(error, UserError):
-        return RewardFailure(function=name, row="", reason=str(error), mistake=True)
+        return RewardFailure(function=name, row="", reason=str(error), is_users_mistake=True)
     location = _error_location(function, error)
     if isinstance(error, OverdueError):
         reason = f"it did not return within {timeout:g} s (adora_reward_timeout){location}"

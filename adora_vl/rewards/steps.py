@@ -33,53 +33,47 @@ _CORRECT_VERDICT = "correct"
 
 
 @dataclass(frozen=True)
-class ResponseWork:
-    """The claims of one response about its figure, with their verdicts.
+class ClaimCheck:
+    """The result of a check of one response: its claims about its figure, each with its verdict.
 
-    `new` counts the true claims that say something new and are not the answer itself, `false` the
-    errors, and `unread` the claims that are not understood, which cost nothing. `room` is how many
-    new claims the figure allows at most.
+    A new claim is true, says something that the problem does not say, and is not the answer itself.
     """
 
     claims: tuple[CheckedClaim, ...]
-    room: int
+    max_new_claims: int
+    """How many new claims the figure allows at most."""
 
     @property
-    def new(self) -> int:
-        """The number of true claims that say something new and are not the answer itself."""
+    def new_count(self) -> int:
+        """The number of new claims."""
         return sum(claim.is_step for claim in self.claims)
 
     @property
-    def false(self) -> int:
+    def false_count(self) -> int:
         """The number of errors; a claim that is false because of an earlier one counts as none."""
         return sum(claim.verdict == "false" for claim in self.claims)
 
     @property
-    def unread(self) -> int:
-        """The number of claims that are not understood."""
+    def unread_count(self) -> int:
+        """The number of claims that are not understood, which cost nothing."""
         return sum(claim.verdict == "unread" for claim in self.claims)
 
     @property
-    def share(self) -> float:
+    def reward(self) -> float:
         """The reward of the claims, from 0 to 1; 0 where nothing is new.
 
         It is the share of new claims among new and false ones, where a false one counts
         `_PRICE_OF_FALSE_CLAIM` times. As a share it does not reward length: one new claim without an error earns
         1, as ten do.
         """
-        if self.new == 0:
+        if self.new_count == 0:
             return 0.0
-        return self.new / (self.new + _PRICE_OF_FALSE_CLAIM * self.false)
-
-    @property
-    def measure(self) -> int:
-        """New claims less false ones, at least 0; ADORA's criterion `working` compares it."""
-        return max(0, self.new - self.false)
+        return self.new_count / (self.new_count + _PRICE_OF_FALSE_CLAIM * self.false_count)
 
     @property
     def is_luck(self) -> bool:
         """Whether a right answer of this response is luck: a claim is false, or none is new."""
-        return self.false > 0 or self.new == 0
+        return self.false_count > 0 or self.new_count == 0
 
     def verdicts_as_json(self) -> str:
         """Return the claims as a JSON list, for the record: start, end and verdict of each.
@@ -98,7 +92,7 @@ def _recorded_verdict(claim: CheckedClaim) -> str:
     return "answer" if claim.verdict == "new" and claim.is_answer else claim.verdict
 
 
-def check_claims(response: str, figure: str) -> ResponseWork:
+def check_claims(response: str, figure: str) -> ClaimCheck:
     """Check what a response claims about its figure, up to the end of its last box.
 
     `figure` is the solved figure of the row, as JSON. Raises `UserError` for a figure that cannot
@@ -115,10 +109,10 @@ def check_claims(response: str, figure: str) -> ResponseWork:
             "with `python -m data_prep geometry3k --source facts`, or leave it null"
         ) from error
     claims = tuple(checked_figure.claims(text_up_to_answer(response)))
-    return ResponseWork(claims=claims, room=checked_figure.room)
+    return ClaimCheck(claims=claims, max_new_claims=checked_figure.room)
 
 
-def check_claims_if_possible(response: str, figure: str | None) -> ResponseWork | None:
+def check_claims_if_possible(response: str, figure: str | None) -> ClaimCheck | None:
     """Check the claims of a response like `check_claims`, but return None if new ones are impossible.
 
     That is so without a figure, and on a figure of which the given values already say everything.
@@ -126,8 +120,8 @@ def check_claims_if_possible(response: str, figure: str | None) -> ResponseWork 
     """
     if not figure:
         return None
-    work = check_claims(response, figure)
-    return work if work.room > 0 else None
+    check = check_claims(response, figure)
+    return check if check.max_new_claims > 0 else None
 
 
 def text_up_to_answer(response: str) -> str:
@@ -163,7 +157,7 @@ class StepsOptions:
 class StepsReward:
     """The reward function `steps` in TRL's form.
 
-    Without options the reward is `ResponseWork.share`. With `gate` a wrong answer earns 0, and a
+    Without options the reward is `ClaimCheck.reward`. With `gate` a wrong answer earns 0, and a
     right one from a half to 1, by the share.
     """
 
@@ -208,29 +202,29 @@ class StepsReward:
             )
         texts = [completion_text(completion) for completion in completions]
         start_time = perf_counter()
-        works = [
+        checks = [
             check_claims_if_possible(text, row_figure)
             for text, row_figure in zip(texts, figure, strict=True)
         ]
         elapsed_ms = 1000 * (perf_counter() - start_time)
         responses = response_texts(completions, thinking_opened)
-        are_right = self._are_right(responses, works=works, answer=answer, choices=choices)
+        are_right = self._are_right(responses, checks=checks, answer=answer, choices=choices)
         if log_extra:
-            log_extra("new", [work.new if work else None for work in works])
-            log_extra("false", [work.false if work else None for work in works])
-            log_extra("steps", [work.verdicts_as_json() if work else None for work in works])
-        if log_metric and works:
-            for name, value in _batch_metrics(works, are_right).items():
+            log_extra("new", [check.new_count if check else None for check in checks])
+            log_extra("false", [check.false_count if check else None for check in checks])
+            log_extra("steps", [check.verdicts_as_json() if check else None for check in checks])
+        if log_metric and checks:
+            for name, value in _batch_metrics(checks, are_right).items():
                 log_metric(f"{STEPS}/{name}", value)
-            log_metric(f"{STEPS}/ms", elapsed_ms / len(works))
+            log_metric(f"{STEPS}/ms", elapsed_ms / len(checks))
         return [
-            self._score(work, is_right) for work, is_right in zip(works, are_right, strict=True)
+            self._score(check, is_right) for check, is_right in zip(checks, are_right, strict=True)
         ]
 
     def _are_right(
         self,
         responses: Sequence[str],
-        works: Sequence[ResponseWork | None],
+        checks: Sequence[ClaimCheck | None],
         answer: Sequence[str] | None,
         choices: Sequence[Sequence[str] | None] | None,
     ) -> list[bool | None]:
@@ -239,27 +233,27 @@ class StepsReward:
             return [None] * len(responses)
         choices_of_rows = choices or [None] * len(responses)
         are_right: list[bool | None] = []
-        for response, work, reference, row_choices in zip(
-            responses, works, answer, choices_of_rows, strict=True
+        for response, check, reference, row_choices in zip(
+            responses, checks, answer, choices_of_rows, strict=True
         ):
-            if work is None:
+            if check is None:
                 are_right.append(None)
                 continue
             result = grade(final_part(response), reference, choices=row_choices, **self.accepted)
             are_right.append(result.verdict == _CORRECT_VERDICT)
         return are_right
 
-    def _score(self, work: ResponseWork | None, is_right: bool | None) -> float | None:
+    def _score(self, check: ClaimCheck | None, is_right: bool | None) -> float | None:
         """Return the reward of one completion, None where its claims cannot be measured."""
-        if work is None:
+        if check is None:
             return None
         if not self.gate:
-            return work.share
-        return 0.5 + 0.5 * work.share if is_right else 0.0
+            return check.reward
+        return 0.5 + 0.5 * check.reward if is_right else 0.0
 
 
 def _batch_metrics(
-    works: Sequence[ResponseWork | None], are_right: Sequence[bool | None]
+    checks: Sequence[ClaimCheck | None], are_right: Sequence[bool | None]
 ) -> dict[str, float]:
     """Return the metrics of a batch by name.
 
@@ -270,19 +264,19 @@ def _batch_metrics(
 
     A share of nothing is left out.
     """
-    measured_works = [work for work in works if work is not None]
-    metrics = {"figures": len(measured_works) / len(works)}
-    if not measured_works:
+    possible_checks = [check for check in checks if check is not None]
+    metrics = {"figures": len(possible_checks) / len(checks)}
+    if not possible_checks:
         return metrics
-    metrics["new"] = fmean(work.new > 0 for work in measured_works)
-    metrics["false"] = fmean(work.false > 0 for work in measured_works)
-    claim_count = sum(len(work.claims) for work in measured_works)
+    metrics["new"] = fmean(check.new_count > 0 for check in possible_checks)
+    metrics["false"] = fmean(check.false_count > 0 for check in possible_checks)
+    claim_count = sum(len(check.claims) for check in possible_checks)
     if claim_count > 0:
-        metrics["unread"] = sum(work.unread for work in measured_works) / claim_count
+        metrics["unread"] = sum(check.unread_count for check in possible_checks) / claim_count
     luck_of_right_answers = []
-    for work, is_right in zip(works, are_right, strict=True):
-        if work is not None and is_right:
-            luck_of_right_answers.append(work.is_luck)
+    for check, is_right in zip(checks, are_right, strict=True):
+        if check is not None and is_right:
+            luck_of_right_answers.append(check.is_luck)
     if luck_of_right_answers:
         metrics["lucky"] = fmean(luck_of_right_answers)
     return metrics

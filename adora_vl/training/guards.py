@@ -196,7 +196,7 @@ class RewardGuard:
         if not failures:
             return
         for failure in failures:
-            if failure.mistake:
+            if failure.is_users_mistake:
                 raise SharedUserError(
                     stopped_before(step, failure.reason, checkpoint=self.save_now())
                 )

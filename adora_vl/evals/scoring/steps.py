@@ -12,7 +12,7 @@ from typing import Any
 
 from adora_vl.evals.records import GradedAnswer, Prediction
 from adora_vl.evals.scoring.statistics import mean_interval, wilson_over_problems
-from adora_vl.rewards.steps import ResponseWork, check_claims_if_possible
+from adora_vl.rewards.steps import ClaimCheck, check_claims_if_possible
 
 
 def step_figures(
@@ -28,18 +28,18 @@ def step_figures(
     - `lucky`: the right answers that err or claim nothing new, with the Wilson interval of their
       share; None without a right answer.
     """
-    answers: list[tuple[GradedAnswer, ResponseWork]] = []
+    answers: list[tuple[GradedAnswer, ClaimCheck]] = []
     for row, item in zip(rows, graded, strict=True):
-        work = check_claims_if_possible(row["response"], row.get("figure"))
-        if work is not None:
-            answers.append((item, work))
+        check = check_claims_if_possible(row["response"], row.get("figure"))
+        if check is not None:
+            answers.append((item, check))
     if not answers:
         return None
-    right_answers = [(item.problem, work.is_luck) for item, work in answers if item.correct]
+    right_answers = [(item.problem, check.is_luck) for item, check in answers if item.correct]
     figures: dict[str, Any] = {
         "answers": len(answers),
-        "true": _mean_over_problems(answers, "new"),
-        "false": _mean_over_problems(answers, "false"),
+        "true": _mean_over_problems(answers, "new_count"),
+        "false": _mean_over_problems(answers, "false_count"),
         "lucky": None,
     }
     if right_answers:
@@ -58,17 +58,17 @@ def step_figures(
 
 
 def _mean_over_problems(
-    answers: Sequence[tuple[GradedAnswer, ResponseWork]], field: str
+    answers: Sequence[tuple[GradedAnswer, ClaimCheck]], field: str
 ) -> dict[str, Any]:
     """Compute the mean number of claims in an answer, with its bootstrap interval over problems.
 
     Args:
         answers: The answers, each with its claims. Several to one problem count as their mean.
-        field: The field of the claims that is counted: `new` or `false`.
+        field: The field of the claims that is counted: `new_count` or `false_count`.
     """
     counts_by_problem: dict[str, list[float]] = defaultdict(list)
-    for item, work in answers:
-        counts_by_problem[item.problem].append(float(getattr(work, field)))
+    for item, check in answers:
+        counts_by_problem[item.problem].append(float(getattr(check, field)))
     means = [sum(counts) / len(counts) for counts in counts_by_problem.values()]
     # Where all counts are the same, problems that were not drawn could have none or one more.
     interval = mean_interval(means, list(counts_by_problem), lowest=0.0, highest=max(means) + 1.0)

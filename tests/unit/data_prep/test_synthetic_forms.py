@@ -246,8 +246,8 @@ def test_rows_with_figures_can_be_paid_for_true_steps(tmp_path: Path) -> None:
         )
         assert true_step is not None
         assert false_step is not None
-        assert true_step.false == 0
-        assert false_step.false == 1
+        assert true_step.false_count == 0
+        assert false_step.false_count == 1
     (corners, *_) = [row for row in rows if row["meta"]["family"] == "corners"]
     assert corners["facts"] is None, "a text form has no words for numbers that are only read"
     assert corners["figure"] is None

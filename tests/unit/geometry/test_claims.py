@@ -193,8 +193,10 @@ def test_texts_that_try_to_earn_steps_earn_no_more_than_they_say(number: int) ->
     """The counts are by hand; what is hidden behind a box or in a drawing is not read at all."""
     text = FARMING_TEXTS["texts"][number]
     work = check_claims(text["text"], figure_json(FARMING_TEXTS["figures"][text["figure"]]))
-    assert work.new <= text["new"], [claim.claim.words for claim in work.claims if claim.is_step]
-    assert 0 <= work.share <= 1
+    assert work.new_count <= text["new"], [
+        claim.claim.words for claim in work.claims if claim.is_step
+    ]
+    assert 0 <= work.reward <= 1
 
 
 STRAIGHT_LINE_FACTS = """

@@ -39,14 +39,13 @@ def test_the_solver_agrees_with_the_task_and_tells_work_from_luck(kind_name):
     for problem in islice(draw_problems(kind_name), 3):
         figure = solved_row(problem, "angles/0", "train")["figure"]
         right = check_claims(right_working(rng, problem), figure)
-        assert right.new >= 1
-        assert (right.false, right.unread) == (0, 0)
-        assert right.share == 1
+        assert right.new_count >= 1
+        assert (right.false_count, right.unread_count) == (0, 0)
+        assert right.reward == 1
         bare = check_claims(guessed_response(rng, problem), figure)
-        assert (bare.new, bare.unread) == (0, 0)
-        assert bare.measure == 0
+        assert (bare.new_count, bare.unread_count) == (0, 0)
         slipped = check_claims(slipped_working(rng, problem), figure)
-        assert slipped.false >= 1
+        assert slipped.false_count >= 1
         assert slipped.is_luck
 
 

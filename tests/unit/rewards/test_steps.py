@@ -138,12 +138,6 @@ def test_it_logs_shares_and_shows_the_claims(stored_figure: str) -> None:
     assert columns["steps"][3] is None
 
 
-def test_the_measure_of_work_is_never_negative(stored_figure: str) -> None:
-    assert check_claims(TRUE_WORKING, stored_figure).measure == 2
-    assert check_claims(FALSE_WORKING, stored_figure).measure == 0
-    assert check_claims("AD = 6. ∠BAC = 20. AD = 7.", stored_figure).measure == 0
-
-
 @pytest.mark.parametrize(
     ("text", "part"),
     [
@@ -169,7 +163,8 @@ def test_a_figure_that_its_values_settle_counts_as_none() -> None:
 @pytest.mark.parametrize("text", [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER])
 def test_length_earns_nothing(stored_figure: str, text: str, padding: str) -> None:
     assert (
-        check_claims(padding + text, stored_figure).share == check_claims(text, stored_figure).share
+        check_claims(padding + text, stored_figure).reward
+        == check_claims(text, stored_figure).reward
     )
 
 
@@ -181,8 +176,8 @@ def test_the_reward_is_a_share_and_saying_it_again_earns_nothing(
     """Whatever is claimed, in whatever order: from 0 to 1, and the same when all is said twice."""
     text = ". ".join(lines)
     work = check_claims(text, stored_figure)
-    assert 0 <= work.share <= 1
-    assert check_claims(f"{text}. {text}", stored_figure).share == work.share
+    assert 0 <= work.reward <= 1
+    assert check_claims(f"{text}. {text}", stored_figure).reward == work.reward
 
 
 def test_the_gate_pays_no_box_of_a_draft(stored_figure: str) -> None:
@@ -305,8 +300,8 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
     work = check_claims(text, stored_figure)
     texts: dict[str, Any] = {
         "completion": text,
-        "new": work.new,
-        "false": work.false,
+        "new": work.new_count,
+        "false": work.false_count,
         "steps": work.verdicts_as_json(),
     }
     view = load_run(write_run(tmp_path / "run", 1, **texts), 100)

@@ -580,7 +580,7 @@ def call_reward(
         log_metric=metrics.__setitem__,
     )
     for failure in failures:
-        assert failure.mistake
+        assert failure.is_users_mistake
         raise UserError(failure.reason)
     return values
 
