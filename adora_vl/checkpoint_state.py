@@ -9,7 +9,7 @@ from adora_vl.checkpoint.fingerprint import Fingerprint
 from adora_vl.checkpoint.store import manifest_of
 from adora_vl.checkpoint.trl_state import LossSums, MovingReference
 from adora_vl.record import trackers
-from adora_vl.rewards.entries import present_column
+from adora_vl.rewards.entries import current_column_name
 from adora_vl.training.pool import Pool
 from adora_vl.training.unfinished import RestoredGeneration, UnfinishedGeneration
 from adora_vl.types import Batch
@@ -90,4 +90,4 @@ class CheckpointState:
         parts = name.split("/")
         if parts[0] != "rewards" or len(parts) != 3:
             return name
-        return "/".join([parts[0], present_column(parts[1], self.function_names), parts[2]])
+        return "/".join([parts[0], current_column_name(parts[1], self.function_names), parts[2]])

@@ -26,7 +26,7 @@ from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import REWARD_NAMES, RewardSet, choose_rewards
-from adora_vl.rewards.entries import comparable_entries, present_name
+from adora_vl.rewards.entries import comparable_entries, current_reward_name
 from adora_vl.utils.cli import plain_value
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_users_file, source_hash
@@ -110,7 +110,7 @@ def _entry_of_python_reward(reward: object) -> str:
             "list of them"
         )
     name = reward if isinstance(reward, str) else function_name(reward)
-    return f"{name} of Python" if present_name(name) in REWARD_NAMES else name
+    return f"{name} of Python" if current_reward_name(name) in REWARD_NAMES else name
 
 
 def rewards_text(reward_funcs: object) -> str:

@@ -14,7 +14,7 @@ from trl.trainer.utils import strip_images_from_messages
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.prompts import as_text
-from adora_vl.rewards.entries import present_column
+from adora_vl.rewards.entries import current_column_name
 from adora_vl.training.generation import BuiltGroups, ScoredGroups
 from adora_vl.utils.errors import UserError
 
@@ -222,7 +222,7 @@ def restore_table(text: str, logs: Mapping[str, Any], function_names: Collection
         _replace_rows(logs[key], rows_by_key[key])
     for key in _KEYS_OF_COLUMN_DICTS:
         for name, values in rows_by_key[key].items():
-            column_name = present_column(name, function_names) if key == "rewards" else name
+            column_name = current_column_name(name, function_names) if key == "rewards" else name
             _replace_rows(logs[key][column_name], values)
 
 

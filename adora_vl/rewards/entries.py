@@ -11,9 +11,9 @@ from adora_vl.utils.own_files import name_in_users_file
 
 RewardEntry = str | Mapping[str, Any]
 JUDGE = "judge"
-# The present name of each reward that had another one before. Configs, checkpoints and records of
+# The current name of each reward that had another one before. Configs, checkpoints and records of
 # runs may have the older one.
-_PRESENT_NAME_BY_OLDER_NAME = {"adora": "boxed_accuracy"}
+_CURRENT_NAME_BY_OLDER_NAME = {"adora": "boxed_accuracy"}
 # The options of a judge that say how it is reached, on which no score depends.
 _CONNECTION_OPTIONS = ("base_url", "concurrency")
 
@@ -21,20 +21,20 @@ _CONNECTION_OPTIONS = ("base_url", "concurrency")
 class NamedReward(NamedTuple):
     """A reward that an entry names.
 
-    `name`: the reward's present name, or FILE.py:FUNCTION. `options`: as the user wrote them.
+    `name`: the reward's current name, or FILE.py:FUNCTION. `options`: as the user wrote them.
     """
 
     name: str
     options: Mapping[str, Any]
 
 
-def present_name(name: str) -> str:
-    """Return the present name of a reward; a name that is none of its older ones as it is."""
-    return _PRESENT_NAME_BY_OLDER_NAME.get(name, name)
+def current_reward_name(name: str) -> str:
+    """Return the current name of a reward; a name that is none of its older ones as it is."""
+    return _CURRENT_NAME_BY_OLDER_NAME.get(name, name)
 
 
-def present_column(name: str, function_names: Collection[str]) -> str:
-    """Return the present name of a column of rewards, which a checkpoint may have by an older one.
+def current_column_name(name: str, function_names: Collection[str]) -> str:
+    """Return the current name of a column of rewards, which a checkpoint may have by an older one.
 
     TRL calls a column after its reward function: that of `adora` is `adora_reward`, and
     `boxed_accuracy_reward` now. `function_names`: those of the run, which stay as they are.
@@ -42,7 +42,7 @@ def present_column(name: str, function_names: Collection[str]) -> str:
     preset = name.removesuffix("_reward")
     if name in function_names or preset == name:
         return name
-    return f"{present_name(preset)}_reward"
+    return f"{current_reward_name(preset)}_reward"
 
 
 def named_rewards(entries: Sequence[RewardEntry]) -> list[NamedReward]:
@@ -56,30 +56,32 @@ def named_rewards(entries: Sequence[RewardEntry]) -> list[NamedReward]:
         for name, options in options_by_name.items():
             key = f"adora_reward.{name_in_users_file(name)}"
             rewards.append(
-                NamedReward(name=present_name(name), options=mapping_of_options(key, options))
+                NamedReward(
+                    name=current_reward_name(name), options=mapping_of_options(key, options)
+                )
             )
     return rewards
 
 
-def with_present_names(entries: Sequence[RewardEntry]) -> list[str | dict[str, Any]]:
-    """Return entries of `adora_reward` with the present name of each reward."""
-    present_entries: list[str | dict[str, Any]] = []
+def with_current_names(entries: Sequence[RewardEntry]) -> list[str | dict[str, Any]]:
+    """Return entries of `adora_reward` with the current name of each reward."""
+    current_entries: list[str | dict[str, Any]] = []
     for entry in entries:
         if isinstance(entry, Mapping):
-            present_entries.append({present_name(name): entry[name] for name in entry})
+            current_entries.append({current_reward_name(name): entry[name] for name in entry})
         else:
-            present_entries.append(present_name(entry))
-    return present_entries
+            current_entries.append(current_reward_name(entry))
+    return current_entries
 
 
 def comparable_entries(entries: Sequence[RewardEntry]) -> list[RewardEntry]:
     """Return entries of `adora_reward` such that those of equal runs are equal.
 
-    Rewards have their present names. A judge lacks the options that say where it is: the same model
+    Rewards have their current names. A judge lacks the options that say where it is: the same model
     on another port or node is the same judge, so a run may go on with it.
     """
     comparable: list[RewardEntry] = []
-    for entry in with_present_names(entries):
+    for entry in with_current_names(entries):
         if isinstance(entry, Mapping) and isinstance(entry.get(JUDGE), Mapping):
             options = {
                 name: value

@@ -56,7 +56,7 @@ class RewardValueError(Exception):
         self.row = row
 
 
-def own_copy(value: object, shared_objects: Sequence[object] = ()) -> Any:
+def copy_of_argument(value: object, shared_objects: Sequence[object] = ()) -> Any:
     """Copy an argument before a user's function gets it, since the function may edit it.
 
     The next function, the next step and the record then still get the original. Lists, mappings,
@@ -70,18 +70,18 @@ def own_copy(value: object, shared_objects: Sequence[object] = ()) -> Any:
         # A short cut for lists of token ids, which are long.
         if set(map(type, value)) <= _IMMUTABLE_TYPES:
             return value[:]
-        return [own_copy(item, shared_objects) for item in value]
+        return [copy_of_argument(item, shared_objects) for item in value]
     if type(value) is tuple:  # a named tuple is not built from one iterable
-        return tuple(own_copy(item, shared_objects) for item in value)
+        return tuple(copy_of_argument(item, shared_objects) for item in value)
     if isinstance(value, dict):
         # A short cut for the entries of a run's log, which are thousands.
         if set(map(type, value.values())) <= _IMMUTABLE_TYPES:
             return dict(value)
-        return {key: own_copy(item, shared_objects) for key, item in value.items()}
+        return {key: copy_of_argument(item, shared_objects) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         dataclass_copy = copy(value)
         for field in fields(value):
-            field_copy = own_copy(getattr(value, field.name), shared_objects)
+            field_copy = copy_of_argument(getattr(value, field.name), shared_objects)
             # The dataclass may be frozen, which refuses a plain assignment.
             object.__setattr__(dataclass_copy, field.name, field_copy)
         return dataclass_copy
@@ -117,7 +117,7 @@ def _copy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Environments are not copied, since the call may use and change them.
     """
     environments = arguments.get("environments") or []
-    copies: dict[str, Any] = own_copy(dict(arguments), shared_objects=environments)
+    copies: dict[str, Any] = copy_of_argument(dict(arguments), shared_objects=environments)
     return copies
 
 

@@ -29,7 +29,7 @@ from adora_vl.data.prompts import (
     tool_response,
 )
 from adora_vl.models.families import family_of, sees_images
-from adora_vl.rewards.safe_call import own_copy
+from adora_vl.rewards.safe_call import copy_of_argument
 from adora_vl.rollout.rollouts import Call
 from adora_vl.rollout.turns import ToolAnswer
 from adora_vl.tools.calls import (
@@ -375,7 +375,7 @@ class Toolbox:
             except ValueError as error:
                 raise CallError(str(error)) from error
         # Code of the user gets copies, so that it cannot change what the run has.
-        kwargs = {key: own_copy(value) for key, value in kwargs.items()}
+        kwargs = {key: copy_of_argument(value) for key, value in kwargs.items()}
         # The result may be lazy, or slow to convert: that counts as the tool's time too.
         with run_limited(f"tool {name}", self.options.seconds, seed):
             return self._read_result(tool(**kwargs), len(images))
