@@ -66,6 +66,7 @@ from adora_vl.record.card import write_card
 from adora_vl.record.clocks import StepClocks, start_clocks
 from adora_vl.record.figures import LARGEST_VALUE_KEYS, keep_largest
 from adora_vl.record.manifest import end_manifest, noting_failure, write_manifest
+from adora_vl.record.micro_batch_means import MicroBatchMeans
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.training.generation import Generation, ScoredGroups
@@ -87,6 +88,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     manifest: dict[str, Any]
     _step: int  # TRL's count of micro-batches
     _buffered_inputs: list[Batch] | None  # TRL's: the micro-batches of the present generation
+    # Of the micro-batches of the present optimizer step so far.
+    _seconds_of_step: float = 0.0
     # The values of `_step` at which the present generation is learned from.
     _steps_of_generation: range = range(0)
 
@@ -162,6 +165,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
+        self._means = MicroBatchMeans(run.config, self._metrics["train"])
         self.prefetch = NoPrefetch()  # until the data loader is made
         self.parts = self._build_parts(clocks)
         self._replace_callbacks()
@@ -179,6 +183,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             state=lambda: self.state,
             policy_logps=self._policy_logps,
             save_now=self.save_here,
+            log_part=self._means.add,
         )
         models = prepare_models(self.model, self.ref_model, self.run, self._dist.gather_params)
         return build_parts(self, self.run, context, clocks=clocks, models=models)
@@ -246,6 +251,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         An empty one has no work. With several iterations each of them is learned from again.
         """
         key = self._step_key
+        self._means.begin()
         generation_logps = self.parts.generation_logps
         with self.parts.generation_sampler.keeping_engine_awake(generation_logps.makes_passes):
             # TRL's method, which a subclass may override.
@@ -406,17 +412,26 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         start_time = time.perf_counter()
         model.train()
-        has_rows = not cuts_generations(self.args) or bool(self._prepare_inputs(inputs))
-        # TRL's own time of the step, of which this was a part.
-        self._current_train_step_time += time.perf_counter() - start_time
-        if has_rows:
+        is_cut_here = cuts_generations(self.args)
+        micro = self._prepare_inputs(inputs) if is_cut_here else None
+        metrics = self._metrics["train"]
+        step_times_before = len(metrics["step_time"])
+        if not is_cut_here or micro:
             trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
-            loss = self.parts.recomputed_layers.run_with_retry(trl_step, self._metrics["train"])
+            with self._means.joining(micro) if micro else nullcontext():
+                loss = self.parts.recomputed_layers.run_with_retry(trl_step, metrics)
         else:
             loss = torch.zeros((), device=self.args.device)
             self._step += 1  # TRL counts the others
+        # TRL takes its count of micro-batches for a step's end, which it is not in an epoch whose
+        # last step is shorter.
+        del metrics["step_time"][step_times_before:]
+        self._seconds_of_step += time.perf_counter() - start_time
         if self.accelerator.sync_gradients:
             self._step += self.layout.micro_batches_missing_at(self._step)
+            self._means.begin()
+            metrics["step_time"].append(self._seconds_of_step)
+            self._seconds_of_step = 0.0
         return loss
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
@@ -690,9 +705,25 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         def write_files(folder: Path) -> dict[str, Any]:
             """Write all files into the folder, and return the facts for its manifest."""
             trl_save_checkpoint(model, trial)
+            self._forget_best_checkpoint(folder)
             return state.save(folder, facts, self._first_micro_step, self._buffered_inputs)
 
         self.parts.checkpoint_writer.write(self.state.global_step, write_files)
+
+    def _forget_best_checkpoint(self, checkpoint: Path) -> None:
+        """Leave no folder of a best checkpoint in Transformers' state; its step and metric stay.
+
+        With `metric_for_best_model`, which early stopping needs, Transformers notes the folder that
+        it writes into, which is renamed afterwards. It would look there at the end of the run, and
+        with `save_total_limit: 1` delete every other checkpoint, the newest one too.
+
+        `checkpoint`: the folder, which has the state already.
+        """
+        if self.state.best_model_checkpoint is None:
+            return
+        self.state.best_model_checkpoint = None
+        if self.args.should_save:
+            self.state.save_to_json(str(checkpoint / TRAINER_STATE_NAME))
 
     def save_here(self) -> Path:
         """Return the checkpoint of the present step, and write it unless it is there already.

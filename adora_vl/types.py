@@ -67,6 +67,7 @@ class Batch(TypedDict, total=False):
     rollout_number: Tensor  # (B,), adora_vl.record.recorder
     share_of_rows: float  # its rows over those that a micro-batch has on average
     share_of_tokens: Tensor  # (), its tokens over those that a micro-batch has on average
+    loss_tokens: int  # of a micro-batch, over all ranks: the tokens that its loss counts
     host_rows: HostRows  # of a micro-batch; left out of checkpoints
 
 
@@ -256,6 +257,13 @@ SaveNow = Callable[[], Path]
 LogFigure = Callable[[str, float], None]
 
 
+class LogPart(Protocol):
+    """Gets a figure of some of a step's rollouts for the next log, the same on every rank."""
+
+    def __call__(self, name: str, value: float, weight: float) -> None:
+        """Add it to what the log has of the others. `weight`: tokens or rollouts that it is of."""
+
+
 class PolicyLogps(Protocol):
     """The policy without dropout, on a whole generation."""
 
@@ -277,6 +285,7 @@ class StepContext:
     state: Callable[[], TrainerState]  # the trainer's, which is made anew when the training begins
     policy_logps: PolicyLogps
     save_now: SaveNow
+    log_part: LogPart
 
     @property
     def layout(self) -> BatchLayout:

@@ -227,3 +227,13 @@ class ImportanceRatio:
         for column, (name, combine) in enumerate(_COMBINE_BY_RATIO_METRIC.items()):
             metrics[name] = combine([metrics_of_rank[column] for metrics_of_rank in metrics_R5])
         return metrics
+
+    def weight_of(self, name: str, batch: Batch) -> int:
+        """Return how many tokens or rollouts a metric of a micro-batch is the mean of.
+
+        `name`: one of TRL's. `batch`: the micro-batch, with its number of tokens.
+        """
+        is_of_sequences = self.config.vllm_importance_sampling_mode.startswith("sequence")
+        if is_of_sequences and name == "sampling/importance_sampling_ratio/mean":
+            return len(batch["completion_mask"])
+        return batch.get("loss_tokens", len(batch["completion_mask"]))

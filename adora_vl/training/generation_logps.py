@@ -167,4 +167,5 @@ class GenerationLogps:
         self.record_drift(micro, logps_BC)
         if self.old_logps.corrects_engine:
             for name, value in self.importance_ratio.add_to_batch(micro, logps_BC).items():
-                self.context.log(name, value)
+                weight = self.importance_ratio.weight_of(name, micro)
+                self.context.log_part(name, value, weight=weight)

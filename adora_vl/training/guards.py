@@ -269,7 +269,7 @@ class DriftGuard:
 
     def __init__(self, context: StepContext) -> None:
         self.accelerator = context.accelerator
-        self.log = context.log
+        self.log_part = context.log_part
         self.save_now = context.save_now
         # In nats per token on average; None only logs.
         self.max_drift = context.config.adora_max_drift
@@ -309,7 +309,7 @@ class DriftGuard:
         # No token can be compared, for example where all rollouts saw other images.
         if not drift.tokens:
             return
-        self.log("adora/drift", drift.mean)
+        self.log_part("adora/drift", drift.mean, weight=drift.tokens)
         # Not `>`: a drift that is NaN is too large.
         if self.max_drift is not None and not drift.mean <= self.max_drift:
             raise RolloutError(

@@ -242,12 +242,30 @@ class MicroBatcher:
         with_units = [units_of_micro_batch for units_of_micro_batch in plan if units_of_micro_batch]
         self.log("adora/micro_batches", len(with_units) / layout.optimizer_steps_per_pass)
         reader = RowReader(batch)
-        return [
-            self._micro_batch(
+        micro_batches: list[Batch] = []
+        for units_of_micro_batch, loss_tokens in zip(
+            plan, self._loss_tokens(batch, plan), strict=True
+        ):
+            micro = self._micro_batch(
                 reader, host_rows=host_rows, units=units_of_micro_batch, filled_share=filled_share
             )
-            for units_of_micro_batch in plan
-        ]
+            if micro:
+                micro["loss_tokens"] = loss_tokens
+            micro_batches.append(micro)
+        return micro_batches
+
+    def _loss_tokens(self, batch: Batch, plan: Sequence[Sequence[int]]) -> list[int]:
+        """Return how many tokens the loss counts in each micro-batch over all ranks. Collective.
+
+        Args:
+            batch: this rank's rows of the generation.
+            plan: the units of each micro-batch.
+        """
+        tokens_UR = loss_mask(batch).sum(dim=1).view(-1, self.layout.rows_per_unit)
+        tokens_by_unit = tokens_UR.sum(dim=1).tolist()
+        tokens_of_rank = [sum(tokens_by_unit[unit] for unit in units) for units in plan]
+        tokens_by_rank = gather_object([tokens_of_rank])
+        return [sum(tokens) for tokens in zip(*tokens_by_rank, strict=True)]
 
     def _units_to_learn_from(
         self, host_rows: HostRows, has_signal: Sequence[bool], key: str

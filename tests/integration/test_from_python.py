@@ -17,8 +17,10 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
+from transformers import EarlyStoppingCallback
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
+from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config.run_context import RunContext
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
@@ -109,6 +111,40 @@ def build_trainer(folder, rows=EIGHT_ROWS, **keys):
     """Build a trainer of the tiny model from Python, with these keys of the config."""
     args = AdoraGRPOConfig(str(folder), **{**TWO_STEPS, **keys})
     return AdoraGRPOTrainer("tiny", reward_every_second, args, Dataset.from_list(rows))
+
+
+def reward_that_falls(completions, trainer_state, **kwargs):
+    """Reward every second completion, with each step less."""
+    return [number % 2 - 0.1 * trainer_state.global_step for number in range(len(completions))]
+
+
+@pytest.mark.slow
+def test_early_stopping_ends_a_run_in_order_with_its_newest_checkpoint(tmp_path):
+    """Transformers would look for the best checkpoint where it was written, and end in an error."""
+    keys = {
+        **TWO_STEPS,
+        "max_steps": 4,
+        "save_total_limit": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 8,
+        "metric_for_best_model": "reward",
+        "greater_is_better": True,
+    }
+    trainer = AdoraGRPOTrainer(
+        "tiny",
+        reward_that_falls,
+        AdoraGRPOConfig(str(tmp_path), **keys),
+        Dataset.from_list(EIGHT_ROWS),
+        eval_dataset=Dataset.from_list(EIGHT_ROWS[:2]),
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
+    )
+    trainer.train()
+    assert json.loads((tmp_path / "manifest.json").read_text())["status"] == "finished"
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
+    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    assert (state["best_global_step"], state["best_model_checkpoint"]) == (1, None)
+    assert state["best_metric"] == pytest.approx(0.4)
 
 
 def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):

@@ -37,4 +37,17 @@ def step_context(
     accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
     figures = {} if log is None else log
     keep = figures.__setitem__ if isinstance(figures, dict) else figures
-    return StepContext(accelerator, config, keep, 99, lambda: trainer_state, policy_logps, save_now)
+
+    def keep_part(name: str, value: float, weight: float) -> None:
+        keep(name, value)
+
+    return StepContext(
+        accelerator=accelerator,
+        config=config,
+        log=keep,
+        pad_id=99,
+        state=lambda: trainer_state,
+        policy_logps=policy_logps,
+        save_now=save_now,
+        log_part=keep_part,
+    )

@@ -373,18 +373,22 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     It takes the shortest of its groups without signal too.
     """
 
-    def gather_with_five(on_this_rank: list[int]) -> list[int]:
-        """The other rank has five groups with signal."""
-        return [*on_this_rank, 5]
+    def gather_with_five(on_this_rank: list[object]) -> list[object]:
+        """The other rank has five groups with signal, and as many tokens in each micro-batch."""
+        (value,) = on_this_rank
+        return [value, value if isinstance(value, list) else 5]
 
     monkeypatch.setattr("adora_vl.training.micro_batches.gather_object", gather_with_five)
     two_ranks = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
     banks = ImageBanks()
     ours = make_batcher(banks=banks, accelerator=two_ranks, adora_stock_step=["spread_signal"])
-    rows = rollout_numbers(ours.split(eight_groups(banks, "h"), "0/0"))
+    micro_batches = ours.split(eight_groups(banks, "h"), "0/0")
+    rows = rollout_numbers(micro_batches)
     learned = [row for rows_of_micro_batch in rows for row in rows_of_micro_batch]
     assert sorted(learned) == [*range(8), 14, 15]
     assert [len(rows_of_micro_batch) for rows_of_micro_batch in rows] == [0, 4, 4, 2]
+    for micro in filter(None, micro_batches):
+        assert micro["loss_tokens"] == 2 * micro["completion_mask"].sum(), "those of both ranks"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""Joins the figures of micro-batches, as if all of their rollouts had shared one."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from adora_vl.config import AdoraGRPOConfig
+from adora_vl.training.micro_batches import LOSSES_WITH_ROW_MEAN
+from adora_vl.types import Batch
+
+# What TRL's loss logs of a micro-batch as a mean over the tokens that it counts.
+_MEANS_OVER_TOKENS = ("entropy", "kl")
+# The same, but with a ratio for each rollout (`importance_sampling_level: sequence`) a mean over
+# rollouts.
+_MEANS_OF_RATIOS = (
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "cispo_clip_ratio",
+)
+_MEANS_OVER_ROLLOUTS = ("vespo/phi_seq_mean",)
+# A mean over rollouts or tokens, as the loss is.
+_POLICY_LOSS = "policy_loss"
+
+
+class _Part(NamedTuple):
+    """A figure of some of the rollouts."""
+
+    value: float
+    weight: float  # the number of tokens or rollouts that were counted
+
+
+class MicroBatchMeans:
+    """Joins the figures of the micro-batches of an optimizer step.
+
+    TRL logs the mean over its micro-batches, which have equally many rollouts of any length. Ours
+    have unequal numbers, and rollouts of similar lengths share one. In the mean over them a token
+    of a short answer would weigh many times as much as one of a long answer. So a figure gets one
+    value for the step, in which all tokens weigh the same.
+    """
+
+    def __init__(self, config: AdoraGRPOConfig, metrics: Mapping[str, list[float]]) -> None:
+        """Build the object.
+
+        Args:
+            config: the run's.
+            metrics: TRL's `_metrics` of a training: the values of each metric since the last line
+                of the log.
+        """
+        self._metrics = metrics
+        self._parts_by_name: dict[str, list[_Part]] = {}
+        self._counts_rollouts = set(_MEANS_OVER_ROLLOUTS)
+        if config.importance_sampling_level == "sequence":
+            self._counts_rollouts.update(_MEANS_OF_RATIOS)
+        if config.loss_type in LOSSES_WITH_ROW_MEAN:
+            self._counts_rollouts.add(_POLICY_LOSS)
+
+    def begin(self) -> None:
+        """Begin anew: what is added from here on is of other rollouts, or of another step."""
+        self._parts_by_name = {}
+
+    def add(self, name: str, value: float, weight: float) -> None:
+        """Add a figure of some rollouts; the log gets one value of all that were added since `begin`.
+
+        That is the mean by weight, or the smallest or largest value of a figure whose name says so.
+
+        Args:
+            name: its name in the log.
+            value: the same on every rank.
+            weight: how many tokens or rollouts of all ranks it is of.
+        """
+        values = self._metrics[name]
+        parts = self._parts_by_name.setdefault(name, [])
+        # The log has the value of the parts before, unless a line was written meanwhile.
+        if parts and values:
+            values.pop()
+        parts.append(_Part(value=value, weight=weight))
+        values.append(_joined(name, parts))
+
+    @contextmanager
+    def joining(self, micro: Batch) -> Iterator[None]:
+        """Join what the block logs of a micro-batch with the figures of those before it."""
+        names = (*_MEANS_OVER_TOKENS, *_MEANS_OF_RATIOS, *_MEANS_OVER_ROLLOUTS, _POLICY_LOSS)
+        count_by_name = {name: len(self._metrics.get(name, ())) for name in names}
+        yield
+        row_count = len(micro["completion_mask"])
+        # A checkpoint of an earlier version has micro-batches without this number.
+        token_count = micro.get("loss_tokens", row_count)
+        for name, count_before in count_by_name.items():
+            if len(self._metrics.get(name, ())) > count_before:
+                value = self._metrics[name].pop()
+                counts_rollouts = name in self._counts_rollouts
+                self.add(name, value, weight=row_count if counts_rollouts else token_count)
+
+
+def _joined(name: str, parts: list[_Part]) -> float:
+    """Return the figure of all rollouts from those of their parts."""
+    values = [part.value for part in parts]
+    if name.endswith("/min"):
+        return min(values)
+    if name.endswith("/max"):
+        return max(values)
+    total_weight = sum(part.weight for part in parts)
+    if not total_weight:
+        return sum(values) / len(values)
+    # A part without weight may have NaN, as a mean over nothing.
+    return sum(part.value * part.weight for part in parts if part.weight) / total_weight

@@ -1,0 +1,85 @@
+"""Figures of unequal micro-batches are those of all their rollouts together."""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from adora_vl.record.micro_batch_means import MicroBatchMeans
+from adora_vl.types import Batch
+from tests.support.stand_ins import config_of
+
+Metrics = dict[str, list[float]]
+
+
+def micro_batch(rows: int, tokens: int) -> Batch:
+    return {"completion_mask": torch.ones(rows, 1), "loss_tokens": tokens}
+
+
+def logged(config: dict[str, Any], *micro_batches: tuple[Batch, dict[str, float]]) -> Metrics:
+    """Return the metrics after TRL's loss has logged its figures of each micro-batch of a step."""
+    metrics: Metrics = defaultdict(list)
+    means = MicroBatchMeans(config_of(**config), metrics)
+    for micro, figures in micro_batches:
+        with means.joining(micro):
+            for name, value in figures.items():
+                metrics[name].append(value)
+    return metrics
+
+
+def test_a_token_weighs_the_same_in_a_small_micro_batch():
+    """The entropy is of 30 and 10 tokens, and the loss of 2 and 6 rollouts."""
+    metrics = logged(
+        {"loss_type": "grpo"},
+        (micro_batch(rows=2, tokens=30), {"entropy": 1.0, "kl": 0.2, "policy_loss": 4.0}),
+        (micro_batch(rows=6, tokens=10), {"entropy": 3.0, "kl": 0.6, "policy_loss": 8.0}),
+    )
+    assert metrics == {
+        "entropy": [pytest.approx((30 * 1.0 + 10 * 3.0) / 40)],
+        "kl": [pytest.approx((30 * 0.2 + 10 * 0.6) / 40)],
+        "policy_loss": [pytest.approx((2 * 4.0 + 6 * 8.0) / 8)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"), [("token", (30 * 0.1 + 10 * 0.5) / 40), ("sequence", 0.4)]
+)
+def test_ratios_of_rollouts_count_rollouts(level, expected):
+    name = "clip_ratio/low_mean"
+    metrics = logged(
+        {"importance_sampling_level": level},
+        (micro_batch(rows=2, tokens=30), {name: 0.1}),
+        (micro_batch(rows=6, tokens=10), {name: 0.5}),
+    )
+    assert metrics[name] == [pytest.approx(expected)]
+
+
+def test_the_next_step_has_a_value_of_its_own_also_after_a_line_of_the_log():
+    metrics: Metrics = defaultdict(list)
+    means = MicroBatchMeans(config_of(), metrics)
+    name = "sampling/importance_sampling_ratio"
+    for value, weight in ((0.5, 1), (2.0, 3)):
+        for figure in ("min", "mean", "max"):
+            means.add(f"{name}/{figure}", value, weight=weight)
+    assert [metrics[f"{name}/{figure}"] for figure in ("min", "mean", "max")] == [
+        [0.5],
+        [1.625],
+        [2.0],
+    ]
+    means.begin()
+    means.add(f"{name}/mean", 1.0, weight=9)
+    assert metrics[f"{name}/mean"] == [1.625, 1.0]
+    metrics.clear()
+    means.add(f"{name}/mean", 3.0, weight=9)
+    assert metrics[f"{name}/mean"] == [2.0]
+
+
+def test_micro_batches_without_a_token_of_the_loss_do_not_hide_the_others():
+    metrics = logged(
+        {},
+        (micro_batch(rows=2, tokens=0), {"entropy": math.nan}),
+        (micro_batch(rows=2, tokens=5), {"entropy": 2.0}),
+    )
+    assert metrics["entropy"] == [2.0]
