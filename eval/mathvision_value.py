@@ -60,7 +60,8 @@ _MULTIPLICATION_SIGNS = ("*", r"\times", r"\cdot")
 _DIVISION_SIGNS = ("/", ":", r"\div")
 _LEFT_OR_RIGHT_PATTERN = re.compile(r"\\(?:left|right)(?=\s*(?:[()\[\]|]|\\[{}]))")
 _ASSIGNMENT_PATTERN = re.compile(r"(?:\s*[a-z]\s*=)+")  # `x=5` is 5
-_NUMBER_REGEX = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\\%)?"
+# Only the digits 0 to 9: others, such as `５`, have no value in the official grammar.
+_NUMBER_REGEX = r"(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)(?:\\%)?"
 # Names of functions that the grammar has without a backslash: `3 rows` and `3 triangles` are 3, `3
 # lines` is nothing.
 _FUNCTION_NAMES_REGEX = (

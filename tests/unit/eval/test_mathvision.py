@@ -202,6 +202,9 @@ def test_latex_has_the_value_that_the_official_score_computes(subtests):
         "1/0": None,
         r"\infty": None,
         "(5": None,
+        "\uff15": None,  # a full-width 5, as in Chinese texts
+        "3\uff15": None,
+        "3.\uff15": 3,
         "9^{9^{9}}": None,
         "(" * 5000: None,
     }
