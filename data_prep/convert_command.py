@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import fields, replace
 
-from adora_vl.conversion.columns import ANSWER_IS, PRESETS, columns_of_words
+from adora_vl.conversion.columns import ANSWER_IS, PRESETS, Columns, columns_of_words
 from adora_vl.conversion.convert import Conversion, convert
 from adora_vl.data.dataset import SPLITS
 from adora_vl.utils.cli import (
@@ -172,10 +172,10 @@ def _split_pair(word: str) -> tuple[str, str]:
     return ours, theirs
 
 
-def _convert(arguments: argparse.Namespace) -> None:
-    """Run `convert`: prepare a table, and print its counts and one prompt.
+def _chosen_columns(arguments: argparse.Namespace) -> Columns:
+    """Return which columns of the table are read, and how: those of `--preset` or of `--columns`.
 
-    Raises `UserError` where the columns or the input are missing.
+    Raises `UserError` unless exactly one of the two was given.
     """
     preset = PRESETS.get(arguments.preset)
     has_both_or_neither = (preset is None) == (arguments.columns is None)
@@ -191,15 +191,25 @@ def _convert(arguments: argparse.Namespace) -> None:
         "text_answers": arguments.text_answers,
         "keep_options_in_text": arguments.keep_options_in_text,
     }
-    # What the user does not give stays as the preset or the mapping has it.
-    columns = replace(columns, **{name: value for name, value in reading_options.items() if value})
+    # An option that the user did not give stays as the preset has it.
+    options_given = {name: value for name, value in reading_options.items() if value}
+    return replace(columns, **options_given)
+
+
+def _convert(arguments: argparse.Namespace) -> None:
+    """Run `convert`: prepare a table, and print its counts and one prompt.
+
+    Raises `UserError` where the columns or the input are missing.
+    """
+    preset = PRESETS.get(arguments.preset)
+    columns = _chosen_columns(arguments)
     data_name = arguments.name
     if preset and preset.id:  # a published data set has a name, and rows of a trainer have none
         data_name = data_name or arguments.preset
     location = arguments.input or (preset.id if preset else None)
     if location is None:
         raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")
-    # Each field of `Conversion` has the option of its name, but two are not passed as they came.
+    # The fields of `Conversion` have the names of options. Two of them differ from their option.
     option_values = {field.name: getattr(arguments, field.name) for field in fields(Conversion)}
     option_values["name"] = data_name
     option_values["splits"] = dict(arguments.splits)

@@ -23,7 +23,7 @@ from adora_vl.utils.cli import (
     whole,
 )
 from adora_vl.utils.errors import UserError
-from data_prep.options import add_output, number_range, options_set_by_user
+from data_prep.options import add_output, number_range, options_set_by_user, refuse_options
 from data_prep.survey import print_counts
 
 MAX_ROWS = 10_000_000  # a typing error of more zeros would draw for days
@@ -68,14 +68,7 @@ def add_synthetic(commands: Commands) -> None:
         help=f"of {', '.join(STYLES)}; default: plain",
     )
     help_text = "answers to choose from, default: 0, an open question"
-    several = whole(2, MAX_CHOICES)  # a single answer would be no choice
-    add(
-        "--choices",
-        type=lambda word: 0 if word == "0" else several(word),
-        default=0,
-        metavar="N",
-        help=help_text,
-    )
+    add("--choices", type=_choice_count, default=0, metavar="N", help=help_text)
     add(
         "--figures",
         action="store_true",
@@ -132,6 +125,16 @@ def _add_drawn(
     command.set_defaults(run=run)
 
 
+def _choice_count(word: str) -> int:
+    """Return how many choices a word asks for: 0 for an open question, else at least 2.
+
+    Raises the error that argparse shows for anything else, also for 1, which would be no choice.
+    """
+    if word == "0":
+        return 0
+    return whole(2, MAX_CHOICES)(word)
+
+
 def _split_names(word: str) -> tuple[str, ...]:
     """Return the names in a word, which stand with commas between them.
 
@@ -163,10 +166,9 @@ def _knights(arguments: argparse.Namespace) -> None:
     is_drawn = arguments.source == "drawn"
     needed_option = "rows" if is_drawn else "input"
     options_of_other_source = _OPTIONS_OF_PARQUET_SOURCE if is_drawn else _OPTIONS_OF_DRAWN_SOURCE
-    for name, value in options_set_by_user(arguments, *options_of_other_source).items():
-        raise UserError(
-            f"{name}: {value} does not go with --source {arguments.source}; leave one of them out"
-        )
+    refuse_options(
+        arguments, *options_of_other_source, why=f"does not go with --source {arguments.source}"
+    )
     if getattr(arguments, needed_option) is None:
         raise UserError(
             f"{needed_option}: --source {arguments.source} needs it; give --{needed_option}"

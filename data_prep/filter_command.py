@@ -4,11 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adora_vl.evals.inference.provenance import (
-    KEY_AND_DEFAULT_BY_PROMPT,
-    resolve_prompts,
-    unusual_prompts,
-)
+from adora_vl.evals.inference.provenance import resolve_prompts, unusual_prompts
 from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
 from adora_vl.evals.options import PROMPT_OF_TRAINING, add_options, options_from
 from adora_vl.utils.cli import (
@@ -20,7 +16,7 @@ from adora_vl.utils.cli import (
     whole,
 )
 from adora_vl.utils.errors import UserError
-from data_prep.options import number_range, options_set_by_user
+from data_prep.options import number_range, refuse_options
 
 MAX_SAMPLES = 1024  # answers to a problem; more would say nothing new of its pass rate
 _OPTIONS_OF_FILTERING = ("input", "output", "model", "predictions")  # not for --attenuation
@@ -127,8 +123,10 @@ def _check_filter_arguments(arguments: argparse.Namespace) -> None:
     if arguments.predictions is None:
         return
     for name in ("prompt", "system_prompt"):
-        # Answers that are stored were sampled with prompts of their own.
-        if getattr(arguments, name) is not PROMPT_OF_TRAINING:
+        # Stored answers were sampled with prompts of their own. An option that was not given has
+        # this very object for its value.
+        is_given = getattr(arguments, name) is not PROMPT_OF_TRAINING
+        if is_given:
             option = name.replace("_", "-")
             raise UserError(
                 f"{name}: --{option} is for sampling, and --predictions has answers already; "
@@ -156,11 +154,11 @@ def _filter(arguments: argparse.Namespace) -> None:
     from data_prep import filter as filtering
 
     if arguments.attenuation is not None:
-        for name, value in options_set_by_user(arguments, *_OPTIONS_OF_FILTERING).items():
-            raise UserError(
-                f"{name}: --{name} {value} has no effect with --attenuation, which filters "
-                "nothing; leave one of them out"
-            )
+        refuse_options(
+            arguments,
+            *_OPTIONS_OF_FILTERING,
+            why="has no effect with --attenuation, which filters nothing",
+        )
         _print_forecast(arguments.attenuation, rounding=arguments.rounding)
         return
     _check_filter_arguments(arguments)
@@ -202,8 +200,10 @@ def _sample_answers(arguments: argparse.Namespace) -> _Answers:
     from adora_vl.evals.inference.engines import build_settings
     from data_prep import filter as filtering
 
-    prompt_options = {name: getattr(arguments, name) for name in KEY_AND_DEFAULT_BY_PROMPT}
-    prompts = resolve_prompts(arguments.model, prompt_options)
+    # A prompt that was not given is the one of the model's own training.
+    prompts = resolve_prompts(
+        arguments.model, {"system_prompt": arguments.system_prompt, "prompt": arguments.prompt}
+    )
     options = options_from(
         EngineOptions,
         arguments,
@@ -223,6 +223,6 @@ def _sample_answers(arguments: argparse.Namespace) -> _Answers:
         "model": settings.model,
         "samples": arguments.samples,
         "temperature": settings.temperature,
-        **unusual_prompts(prompts),
+        **unusual_prompts(prompts),  # those that differ from the defaults
     }
     return _Answers(file, description)

@@ -71,14 +71,14 @@ def _read_questions(table: Path) -> Iterator[LabelledQuestion]:
     Raises `UserError` for a row without question, answer or such a path.
     """
     opened = open_table(table, _QUESTION_COLUMNS)
-    for position, record in opened.read_records():
-        row = record if isinstance(record, dict) else {}
+    for position_in_words, record in opened.read_records():  # such as `line 14`
+        row = record if isinstance(record, dict) else {}  # else an error of a row
         path = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
         question = text_of_chat(row.get("messages"))
         answer = row.get("solution")
         if path is None or question is None or not isinstance(answer, str):
             raise UserError(
-                f"texts: {position} of {str(table)!r} lacks messages with one question, a solution, "
+                f"texts: {position_in_words} of {str(table)!r} lacks messages with one question, a solution, "
                 "or images with a path such as test/2401/img_diagram.png; put them in"
             )
         authors_split, number = path.groups()
@@ -198,13 +198,12 @@ def open_source(
                 f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the "
                 "command convert"
             )
-    begin_reading = partial(
-        row_readers, opened, name="geometry3k", columns=GEOMETRY3K_PRESET.columns
-    )
-    splits = {
-        split: SplitRows(begin_reading=partial(begin_reading, split), row_count=row_count)
-        for split, row_count in opened.row_counts.items()
-    }
+    splits = {}
+    for split, row_count in opened.row_counts.items():
+        begin_reading = partial(
+            row_readers, opened, split, name="geometry3k", columns=GEOMETRY3K_PRESET.columns
+        )
+        splits[split] = SplitRows(begin_reading=begin_reading, row_count=row_count)
     return SplitsAtCommit(splits, commit=opened.revision)
 
 

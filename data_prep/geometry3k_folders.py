@@ -254,22 +254,22 @@ def _read_data(
     Raises `RowError` with `original_files` where the bytes are no object of JSON.
     """
     path = f"{folder}/data.json"
-    refuse = partial(RowError, row_id, originals=original_files)
+    row_error = partial(RowError, row_id, originals=original_files)
     try:
         fields = read_json(json_bytes.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise refuse(
+        raise row_error(
             kind="not_json",
             wrong=f"{path} is not JSON ({error})",
             remedy="download the problem again",
         ) from error
     if not isinstance(fields, dict):
-        raise refuse(
+        raise row_error(
             kind="not_json",
             wrong=f"{path} is not a JSON object but {fields!r:.40}",
             remedy="download the problem again",
         )
-    return _ProblemData(fields, path=path, refuse=refuse)
+    return _ProblemData(fields, path=path, row_error=row_error)
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class _ProblemData:
 
     fields: Mapping[str, Any]
     path: str  # of the file, for messages
-    refuse: Callable[..., RowError]  # makes the error for this row
+    row_error: Callable[..., RowError]  # makes the error for this row
 
     def text(self, name: str, default: str | None = None) -> str:
         """Return a field that has to be a text.
@@ -305,7 +305,7 @@ class _ProblemData:
     def _wrong_type(self, name: str, value: object, expected: str) -> RowError:
         """Return the error for a field that is missing or of another type."""
         actual = f"{value!r:.60}" if name in self.fields else "missing"
-        return self.refuse(
+        return self.row_error(
             kind="field_type",
             wrong=f"{name!r} is {actual}",
             remedy=f"make it {expected} in {self.path}",

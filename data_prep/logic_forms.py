@@ -145,24 +145,24 @@ def _mentions_all_asked(text: str, form: LogicForm) -> bool:
     known_points = set(points_on_lines)
     for (centre, _), points_on_circle in form.points_by_circle.items():
         known_points |= {centre, *points_on_circle}
-    # The question may have facts of its own, such as `x = 3`.
+    # The question may state facts too, such as `x = 3`.
     texts = [text]
     for term in question_terms:
         if term and term.head != "Find":
             texts.append(str(describe_term(term)))
-    facts_and_question = " ".join(texts)
+    all_facts = " ".join(texts)
     for term in _with_inner_terms(term for term in question_terms if term):
         head = term.head
         names = term.names
         if "$" in "".join(names) and not _is_only_shape(form, head, points_on_lines):
             return False
-        # A point that no line and no circle of the diagram has could lie anywhere.
+        # A point that is on no line and on no circle of the diagram could lie anywhere.
         is_point = not names and re.fullmatch("[A-Z]'?", head)
         if is_point and head not in known_points:
             return False
         # `Find(x)` needs a fact with x. The x in a command such as \max does not count.
         is_unknown = head == "Find" and re.fullmatch("[a-z]", names[0])
-        if is_unknown and not re.search(rf"(?<![a-z\\]){names[0]}(?![a-z])", facts_and_question):
+        if is_unknown and not re.search(rf"(?<![a-z\\]){names[0]}(?![a-z])", all_facts):
             return False
         # An angle may be named by the number that the diagram writes into it.
         is_numbered_angle = head == "Angle" and len(names) == 1 and names[0].isdigit()

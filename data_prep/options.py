@@ -13,6 +13,7 @@ from adora_vl.utils.cli import (
     path,
     whole,
 )
+from adora_vl.utils.errors import UserError
 
 Number = TypeVar("Number", int, float)
 
@@ -89,3 +90,12 @@ def options_set_by_user(arguments: argparse.Namespace, *names: str) -> dict[str,
     """
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def refuse_options(arguments: argparse.Namespace, *names: str, why: str) -> None:
+    """Raise `UserError` for the first of the options `names` that the user gave.
+
+    `why` goes on after its value: `does not go with --source drawn`.
+    """
+    for name, value in options_set_by_user(arguments, *names).items():
+        raise UserError(f"{name}: {value} {why}; leave one of them out")

@@ -258,9 +258,12 @@ def _noun_of_length_or_angle(term: Term) -> str | None:
     """Return `LengthOf` or `MeasureOf` a part as a noun; None where the part has no words."""
     part = term.arguments[0]
     part_noun = noun_phrase(part)
-    has_two_points = len(term.names) == 2
-    if part_noun is None or (has_two_points and not part.arguments):
-        return "".join(term.names) if has_two_points else None
+    # `LengthOf(A, B)` is `AB`, as the usual `LengthOf(Line(A, B))` is.
+    has_two_names = len(term.names) == 2
+    if has_two_names and (part_noun is None or not part.arguments):
+        return "".join(term.names)
+    if part_noun is None:
+        return None
     if term.head == "LengthOf":
         is_length = part.head == "Line" or part.head in _WORDS_BY_MEASURE or not part.arguments
         return part_noun if is_length else f"the length of {part_noun}"

@@ -124,8 +124,7 @@ class _DiagramDrawing:
         self.form = form
         # In pixels of the original picture.
         original_points = {name: complex(*form.points[name]) for name in _points_to_draw(form)}
-        # By the circle, that is its centre and the name of its radius.
-        original_radii = {}
+        original_radii = {}  # by circle; a circle is named by its centre and its radius
         for circle, points_on_circle in form.points_by_circle.items():
             distances = [
                 abs(original_points[name] - original_points[circle[0]])
@@ -168,6 +167,7 @@ class _DiagramDrawing:
             point = self.location_by_name[centre]
             self.canvas.circle((point.real, point.imag), radius)
             self.canvas.dot((point.real, point.imag))
+            # 60 points a radian, once around.
             self.ink_points += [point + rect(radius, step / 60) for step in range(377)]
         marked_terms = self._draw_marks()
         sentences = []
@@ -175,11 +175,11 @@ class _DiagramDrawing:
             if term and term not in marked_terms and not self._write_value(term):
                 sentences.append(describe_term(term))
         for name, point in self.location_by_name.items():
-            places = []
+            candidates = []  # on circles around the point, the nearest first
             for distance in (0.032, 0.045, 0.06, 0.08, 0.1):
                 for sixteenth in range(16):
-                    places.append(point + rect(distance, sixteenth * math.pi / 8))
-            self._write_label(name, places)
+                    candidates.append(point + rect(distance, sixteenth * math.pi / 8))
+            self._write_label(name, candidates)
         self._write_below(sentences)
         return self._cropped_picture()
 
@@ -243,27 +243,28 @@ class _DiagramDrawing:
         value = right_side
         if right_side.head in ("LengthOf", "MeasureOf") and right_side.arguments:
             value = right_side.arguments[0]
-        # An angle that is equal to `angle 1` gets the number 1 for its value.
-        number = re.fullmatch(r"[Aa]ngle (\w+)", describe_term(value) or "")
-        if not set(subject.names) <= self.location_by_name.keys() or (
-            value.arguments and not number
-        ):
+        # A measure that equals that of `angle 1` is shown by the number 1.
+        numbered_angle = re.fullmatch(r"[Aa]ngle (\w+)", describe_term(value) or "")
+        is_in_picture = set(subject.names) <= self.location_by_name.keys()
+        is_expression = bool(value.arguments) and not numbered_angle
+        if not is_in_picture or is_expression:
             return False
-        text = number[1] if number else latex_as_plain_text(value.head)
-        degrees = f"{text}°" if re.fullmatch(r"[\w.]+", text) else f"({text})°"  # `(3x+5)°`
+        text = numbered_angle[1] if numbered_angle else latex_as_plain_text(value.head)
+        is_one_word = re.fullmatch(r"[\w.]+", text) is not None
+        text_in_degrees = f"{text}°" if is_one_word else f"({text})°"  # `(3x+5)°`
         kind_of_value = (measure.head, subject.head, len(subject.names))
         if kind_of_value == ("LengthOf", "Line", 2):
             start, end = self._places(subject.names)
             self._write_beside(start, end, text)
             return True
         if kind_of_value == ("MeasureOf", "Angle", 3):
-            if number:
+            if numbered_angle:
                 self._write_in_angle(subject.names, text, arcs=0, nearest=0.045)
             else:
-                self._write_in_angle(subject.names, degrees, arcs=1, nearest=0.08)
+                self._write_in_angle(subject.names, text_in_degrees, arcs=1, nearest=0.08)
             return True
         if measure.head == "MeasureOf" and subject.head == "Arc":
-            return self._write_at_arc(subject.names, degrees)
+            return self._write_at_arc(subject.names, text_in_degrees)
         return False
 
     def _write_in_angle(self, names: Sequence[str], text: str, arcs: int, nearest: float) -> None:
@@ -280,14 +281,14 @@ class _DiagramDrawing:
         shorter_side = min(
             abs(self.location_by_name[name] - angle.corner) for name in (names[0], names[2])
         )
-        # The first places are the best ones: outwards along the bisector, and beside it.
-        places = []
+        # The first candidates are the best ones: outwards along the bisector, and beside it.
+        candidates = []
         for step in (*range(9), -1, -2, -3):
             distance = min(0.8 * shorter_side, min_distance + 0.012 * step)
             for share in (0.5, 0.4, 0.6):
                 direction = angle.first_direction + share * angle.turn
-                places.append(angle.corner + rect(distance, direction))
-        self._write_label(text, places)
+                candidates.append(angle.corner + rect(distance, direction))
+        self._write_label(text, candidates)
 
     def _write_at_arc(self, names: Sequence[str], text: str) -> bool:
         """Write a text outside of an arc, which is named by its ends, or by three of its points.
@@ -327,13 +328,14 @@ class _DiagramDrawing:
             abs(normal.real) * self._text_width(text) / 2
             + abs(normal.imag) * _LABEL_PIXELS / _PICTURE_PIXELS / 2
         )
-        # The nearest places come first, then those nearest to the middle of the segment.
-        places = []
+        # The nearest candidates come first, then those nearest to the middle of the segment.
+        candidates = []
         for gap in (0.008, 0.014, 0.022):
             for share in (0.5, 0.4, 0.6, 0.3, 0.7):
                 for side in (1, -1):
-                    places.append(start + (end - start) * share + side * (half_size + gap) * normal)
-        self._write_label(text, places)
+                    point_on_segment = start + (end - start) * share
+                    candidates.append(point_on_segment + side * (half_size + gap) * normal)
+        self._write_label(text, candidates)
 
     def _angle_at(self, names: Sequence[str]) -> _AngleInPicture:
         """Return how the angle ABC lies in the picture; `names` are A, B at its corner, and C."""
@@ -390,8 +392,8 @@ class _DiagramDrawing:
         Returns the facts that have such a mark.
         """
         marked_terms = self._draw_right_angles()
-        # Which facts have marks: their head, the head of their two sides, and how many points name
-        # a part of the diagram in them.
+        # The facts that have marks, such as `Parallel(Line(A, B), Line(C, D))`: their head, the
+        # head of both sides, and how many points name a side.
         for head, measure, point_count in (
             ("Parallel", "Line", 2),
             ("Equals", "LengthOf", 2),
@@ -505,8 +507,11 @@ class _DiagramDrawing:
         """Return the width of a text, as a share of the picture."""
         return float(self.font.getlength(text)) / (OVERSAMPLING * _PICTURE_PIXELS)
 
-    def _write_label(self, text: str, points: Sequence[complex]) -> None:
-        """Write a text at that one of `points` where it hides least; of equal ones at the first."""
+    def _write_label(self, text: str, candidates: Sequence[complex]) -> None:
+        """Write a text around the candidate point at which it hides least.
+
+        Of equally good candidates the first one is taken.
+        """
         half_width = self._text_width(text) / 2 + 0.004
         half_height = _LABEL_PIXELS / _PICTURE_PIXELS / 2
 
@@ -531,16 +536,16 @@ class _DiagramDrawing:
             is_outside = min(left, top) < 0.005 or max(right, bottom) > 0.995
             return (1000 if is_outside else 0) + 200 * overlaps + hidden_ink
 
-        best = min(points, key=cost)
+        best = min(candidates, key=cost)
         self.label_boxes.append(box_at(best))
         self.canvas.label(text, (best.real, best.imag))
 
 
 def latex_as_plain_text(value: str, *, words: bool = False) -> str:
     r"""Write a value as a picture has it: `2√3` for `2\sqrt{3}`. Spaces stay if `words`."""
-    replacements = (
-        _PLAIN_TEXT_BY_LATEX[:-1] if words else _PLAIN_TEXT_BY_LATEX
-    )  # the last one removes spaces
+    replacements = _PLAIN_TEXT_BY_LATEX
+    if words:
+        replacements = replacements[:-1]  # the last one removes spaces
     for pattern, replacement in replacements:
         value = re.sub(pattern, replacement, value)
     return value

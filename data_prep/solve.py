@@ -215,8 +215,8 @@ def solve_forms(
     Args:
         forms: The facts and the question of each problem, by the problem's name.
         labels: The stated answers of some of the problems, by the same names.
-        accept_looks: Whether a value counts as an answer that needs what the picture suggests.
-        accept_repair: Whether a value counts as one for which facts were left out or rounded.
+        accept_looks: Count a value as an answer even if it needs what the picture suggests.
+        accept_repair: Count a value as an answer even if facts were left out or rounded for it.
     """
     for name, form in forms.items():
         result = solve_form(form)
@@ -442,14 +442,8 @@ def _verdict_in_words(problem: SolvedProblem, form: LogicForm) -> str:
     from adora_vl.geometry.words import term_in_words
 
     result = problem.verdict
-    goal_words = next(
-        (
-            term_in_words(term.arguments[0])
-            for term in parse_terms(form.question)
-            if term.head == "Find"
-        ),
-        "the goal",
-    )
+    finds = [term for term in parse_terms(form.question) if term.head == "Find"]
+    goal_words = term_in_words(finds[0].arguments[0]) if finds else "the goal"
     if result.value is None:
         return f"{result.status}: {result.why}"
     value = f"{result.value:.10g}"

@@ -265,7 +265,8 @@ def _try_variant(
         problem=question,
         answer=answer,
         family=_FAMILY_OF_VARIANTS,
-        kind=original_id,  # the schema has no column for it, and variants have no kinds
+        # Comparisons with the original need its id, for which the schema has no column.
+        kind=original_id,
         extras={
             "facts": facts_in_words(drawn_form, question),
             "figure": figure_as_json(stored_figure),
@@ -276,8 +277,8 @@ def _try_variant(
 def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | None:
     """Change the numbers in the facts of a geometry problem, and return the facts and the question.
 
-    Equal lengths or angles stay equal, and a whole number stays whole. The returned form has the
-    points of the old diagram, from which the solver begins.
+    Equal lengths or angles stay equal, and a whole number stays whole. The returned form still has
+    the points of the old diagram: the solver begins with them, and moves them to the new numbers.
 
     Returns None where no number has changed.
     """

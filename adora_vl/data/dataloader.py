@@ -23,24 +23,24 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     Every row of a run passes here, whoever has read it. A picture becomes a `KeptImage`, or an
     `UnreadableImage` if no model could see it. A picture that is in several rows stays one object.
     """
-    shown_by_id: dict[int, Any] = {}
+    converted_by_id: dict[int, Any] = {}  # by Python's id of the picture object
 
-    def shown(image: Any) -> Any:
+    def convert(image: Any) -> Any:
         """Return an image as the model sees it; what is no picture is returned as it is."""
-        is_shown_already = isinstance(image, KeptImage)
-        if is_shown_already or not isinstance(image, Image.Image):
+        is_converted_already = isinstance(image, KeptImage)
+        if is_converted_already or not isinstance(image, Image.Image):
             return image
-        if id(image) not in shown_by_id:
-            shown_by_id[id(image)] = _image_as_shown(image)
-        return shown_by_id[id(image)]
+        if id(image) not in converted_by_id:
+            converted_by_id[id(image)] = _image_as_shown(image)
+        return converted_by_id[id(image)]
 
     new_rows = []
     for row in rows:
         new_row = dict(row)
         if isinstance(row.get("images"), list | tuple):
-            new_row["images"] = [shown(image) for image in row["images"]]
+            new_row["images"] = [convert(image) for image in row["images"]]
         if isinstance(row.get("image"), Image.Image):
-            new_row["image"] = shown(row["image"])
+            new_row["image"] = convert(row["image"])
         new_rows.append(new_row)
     return new_rows
 
@@ -312,9 +312,9 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
             # A large prime, so that the epochs of runs with neighbouring seeds have other orders.
             self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
             return iter(super().__iter__())
-        rows = self.num_samples
+        row_count = self.num_samples
         # Rows at the end that fill no generation are left to the next epoch.
-        generations_per_epoch = rows // self.batch_size
-        first = self.epoch * generations_per_epoch * self.batch_size
-        # The class's iterator begins at row 0.
-        return ((first + index) % rows for index in super().__iter__())
+        generations_per_epoch = row_count // self.batch_size
+        first_row = self.epoch * generations_per_epoch * self.batch_size
+        # TRL's order begins at row 0 in every epoch, so it is moved to the first row of this one.
+        return ((first_row + row) % row_count for row in super().__iter__())

@@ -159,11 +159,7 @@ def load_rows(
     chosen_rows = range(len(dataset)) if choose_rows is None else choose_rows(dataset, prompts)
     if script.adora_mixture is None or len(datasets) == 1:
         return dataset if len(chosen_rows) == len(dataset) else dataset.select(chosen_rows)
-    # How many of the chosen rows are of each data set: the numbers are ascending, so a data set's
-    # are those below its end.
-    ends = accumulate(len(dataset) for dataset in datasets)
-    chosen_ends = [bisect_left(chosen_rows, end) for end in ends]
-    sizes = [end - start for start, end in pairwise([0, *chosen_ends])]
+    sizes = _count_by_dataset(chosen_rows, datasets)
     if 0 in sizes:
         raise UserError(
             f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but "
@@ -172,6 +168,17 @@ def load_rows(
         )
     order = mixed_rows(sizes, script.adora_mixture, seed)
     return dataset.select([chosen_rows[number] for number in order])
+
+
+def _count_by_dataset(chosen_rows: Sequence[int], datasets: Sequence[Dataset]) -> list[int]:
+    """Return how many of the chosen rows come from each data set.
+
+    `chosen_rows`: ascending row numbers of the data sets one behind another.
+    """
+    dataset_ends = accumulate(len(dataset) for dataset in datasets)
+    # The rows of the first data sets stand before the first row number at or above their end.
+    chosen_ends = [bisect_left(chosen_rows, end) for end in dataset_ends]
+    return [end - start for start, end in pairwise([0, *chosen_ends])]
 
 
 def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str) -> list[str]:
@@ -228,13 +235,16 @@ def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list
         shares: of each data set in the mixture; they need not add up to 1.
         seed: of the draws.
     """
-    # A data set of row numbers for each, so that `datasets` draws without reading rows.
-    numbers = []
+    # `datasets` draws from data sets of row numbers in place of the rows, so that it reads none.
+    row_numbers_of_datasets = []
     for start, end in pairwise([0, *accumulate(sizes)]):
-        numbers.append(Dataset.from_dict({"row": list(range(start, end))}))
+        row_numbers_of_datasets.append(Dataset.from_dict({"row": list(range(start, end))}))
     probabilities = [share / sum(shares) for share in shares]
     mixture = interleave_datasets(
-        numbers, probabilities=probabilities, seed=seed, stopping_strategy="all_exhausted"
+        row_numbers_of_datasets,
+        probabilities=probabilities,
+        seed=seed,
+        stopping_strategy="all_exhausted",
     )
     return list(mixture["row"])
 

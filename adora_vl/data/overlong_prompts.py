@@ -170,7 +170,7 @@ class OverlongPrompts:
         pixels: ResizeLimits,
         policy: str | None,
         *,
-        speaks: bool,
+        prints_notes: bool,
         is_dry_run: bool = False,
         max_rows: int | None = None,
     ) -> None:
@@ -181,7 +181,7 @@ class OverlongPrompts:
             counter: counts the tokens of prompts.
             pixels: the limits between which images are resized.
             policy: the value of `adora_overlong_prompts`; None where rows come from Python.
-            speaks: whether to print notes, which one process does.
+            prints_notes: whether to print notes, which one process does.
             is_dry_run: whether lengths are needed without a limit too, to show them.
             max_rows: check at most so many rows; None for all.
         """
@@ -192,7 +192,7 @@ class OverlongPrompts:
         self.pixels = pixels
         self._counter = counter
         self._policy = policy
-        self._speaks = speaks
+        self._prints_notes = prints_notes
         self._is_dry_run = is_dry_run
         self._max_rows = max_rows
 
@@ -264,7 +264,7 @@ class OverlongPrompts:
     def _measure(self, rows: Rows, total: int) -> PromptLengths:
         """Return the lengths of rows, with a progress bar where this process prints notes."""
         return measure_prompts(
-            rows, counter=self._counter, limits=self.pixels, total=total, show=self._speaks
+            rows, counter=self._counter, limits=self.pixels, total=total, show=self._prints_notes
         )
 
     def _keep_usable(self, lengths: PromptLengths, total: int) -> Sequence[int]:
@@ -291,7 +291,7 @@ class OverlongPrompts:
         check = LengthCheck(self.limit, lengths, dataset_note)
         self.checks.append(check)
         usable = check.usable_numbers(self._policy)
-        if self._speaks:
+        if self._prints_notes:
             for line in check.notes():
                 print(line, flush=True)
         return usable

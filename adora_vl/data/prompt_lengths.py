@@ -92,7 +92,9 @@ def resize_limits_of(
         max_pixels: the run's upper limit.
     """
     family = family_of(model)
-    published = (family.vision if family is not None else None) or VISION_BY_FAMILY[DEFAULT_FAMILY]
+    published = VISION_BY_FAMILY[DEFAULT_FAMILY]
+    if family is not None and family.vision is not None:
+        published = family.vision
     # An image processor has its limits under these names.
     size = dict(getattr(getattr(processor, "image_processor", None), "size", {}))
     low = size.get("shortest_edge", published.min_pixels) if min_pixels is None else min_pixels
@@ -104,13 +106,13 @@ def resize_limits_of(
     return ResizeLimits(low, high, unit)
 
 
-def assume_lengths(limits: ResizeLimits, *, sees: bool) -> tuple[PromptLengths, str]:
+def assume_lengths(limits: ResizeLimits, *, sees_images: bool) -> tuple[PromptLengths, str]:
     """Return assumed lengths for data that are not at hand, and words that say what is assumed.
 
-    The lengths are those of a single row with the largest image. `sees`: whether the model reads
-    images.
+    The lengths are those of a single row with the largest image. `sees_images`: whether the model
+    reads images.
     """
-    if not sees:
+    if not sees_images:
         lengths = PromptLengths(ids=["?"], prompt_tokens=[ASSUMED_TEXT_TOKENS], image_tokens=[0])
         return lengths, f"assumed: {ASSUMED_TEXT_TOKENS} tokens in every prompt"
     tokens = limits.high // limits.unit**2
@@ -135,7 +137,6 @@ def measure_prompts(
         show: whether to show a progress bar, on a terminal and where it takes longer.
     """
     lengths = PromptLengths(ids=[], prompt_tokens=[], image_tokens=[])
-    pixels = (limits.unit, limits.low, limits.high)
     # None: tqdm disables the bar unless it writes to a terminal
     disable = None if show else True
     bar = tqdm(rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=disable)
@@ -145,8 +146,12 @@ def measure_prompts(
         image_counts = [len(sizes) for _, _, sizes in batch]
         token_counts = counter.count(texts, image_counts)
         for number, (row_id, _, sizes) in enumerate(batch):
-            known_sizes = [size for size in sizes if size is not None]
-            row_image_tokens = sum(image_tokens(size, *pixels, row_id) for size in known_sizes)
+            row_image_tokens = 0
+            for size in sizes:
+                if size is not None:
+                    row_image_tokens += image_tokens(
+                        size, unit=limits.unit, low=limits.low, high=limits.high, row=row_id
+                    )
             # The counter takes each image for one token.
             text_tokens = token_counts[number] - image_counts[number]
             lengths.ids.append(row_id)

@@ -46,11 +46,13 @@ def _chat_text(processor: ProcessorMixin, messages: Any, options: TemplateOption
     return text
 
 
-def _token_counts(processor: ProcessorMixin, texts: list[str], *, special: bool) -> list[int]:
-    """Return the number of tokens of each text; `special`: with those that the tokenizer adds."""
+def _token_counts(
+    processor: ProcessorMixin, texts: list[str], *, add_special_tokens: bool
+) -> list[int]:
+    """Return the number of tokens of each text, with those that the tokenizer adds or without."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    ids = tokenizer(texts, add_special_tokens=special)["input_ids"]
-    return [len(tokens) for tokens in ids]
+    ids_of_texts = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    return [len(ids) for ids in ids_of_texts]
 
 
 def tokenizer_counter(
@@ -76,7 +78,7 @@ def tokenizer_counter(
             else:
                 messages = conversation(problem, system_prompt)
             texts.append(_chat_text(processor, messages, options))
-        return _token_counts(processor, texts, special=False)
+        return _token_counts(processor, texts, add_special_tokens=False)
 
     return TokenCounter(count, partial(_identity_of_counter, processor, system_prompt, options))
 
@@ -113,14 +115,14 @@ def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) 
     def tokens_of(prompt: Any, n_images: int) -> int:
         """Return the tokens of one prompt."""
         if isinstance(prompt, str):
-            return _token_counts(processor, [prompt], special=True)[0]
+            return _token_counts(processor, [prompt], add_special_tokens=True)[0]
         try:
             messages = prompt
             is_multimodal = tokenizer is not processor
             if is_multimodal:  # the images themselves are not needed
                 messages = prepare_multimodal_messages(prompt, images=[None] * n_images)
             text = _chat_text(processor, messages, options)
-            return _token_counts(processor, [text], special=False)[0]
+            return _token_counts(processor, [text], add_special_tokens=False)[0]
         except Exception as error:  # a template raises what it likes
             raise UserError(
                 f"train_dataset: the prompt {prompt!r:.80} is refused ({in_one_line(error)})"

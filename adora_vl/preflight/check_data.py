@@ -147,7 +147,7 @@ def _assumed_rows(
     `missing`: the first of the `folders` that is not here.
     """
     assumed_lengths, explanation = assume_lengths(
-        prompts.overlong.pixels, sees=sees_images(model.config)
+        prompts.overlong.pixels, sees_images=sees_images(model.config)
     )
     messages.unknown.append(
         f"the dataset {missing!r} is not here, so rows and prompts are not known; {explanation}"

@@ -123,7 +123,7 @@ def _overlong_prompts(
         _token_counter(request, processor, system_prompt),
         pixel_limits,
         error_or_drop,
-        speaks=prints_lines,
+        prints_notes=prints_lines,
         is_dry_run=context.dry_run,
         max_rows=request.max_rows,
     )

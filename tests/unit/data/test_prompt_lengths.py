@@ -330,7 +330,9 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
 
     def numbers_of(identity: str, source: str, texts: Sequence[str], high: int = 100) -> list[int]:
         limits = ResizeLimits(1, high, 1)
-        overlong = OverlongPrompts(limit, counting(identity, calls), limits, "drop", speaks=False)
+        overlong = OverlongPrompts(
+            limit, counting(identity, calls), limits, "drop", prints_notes=False
+        )
         numbers = list(overlong.rows_to_train_on(rows, texts, [source]))
         assert overlong.lengths is not None
         assert overlong.lengths.ids == [rows[number]["id"] for number in numbers]
@@ -527,7 +529,7 @@ def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
         counter=TokenCounter(characters),
         pixels=ResizeLimits(1, 100, 1),
         policy=policy,
-        speaks=True,
+        prints_notes=True,
     )
     task = EvaluationTask(BENCHMARK, list(problems))
     plan = leave_out_overlong(EvaluationPlan([task], 1, True), overlong)

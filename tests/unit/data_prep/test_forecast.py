@@ -146,7 +146,7 @@ def test_rounding_counts_as_in_filtering(tmp_path, capsys):
 def test_an_option_without_effect_is_refused(tmp_path, capsys, option):
     _write_answers(tmp_path / "predictions.jsonl", [_answer("1", 0, is_right=True)])
     assert main(["filter", "--attenuation", str(tmp_path), f"--{option}", "there"]) == 2
-    assert f"{option}: --{option} there has no effect" in capsys.readouterr().err
+    assert f"{option}: there has no effect with --attenuation" in capsys.readouterr().err
 
 
 def test_a_merged_file_that_was_not_deleted_counts_once(tmp_path, capsys):

@@ -271,7 +271,7 @@ def _check_lengths(data, family):
         counter,
         limits,
         "error",
-        speaks=False,
+        prints_notes=False,
         is_dry_run=True,
     )
     assert len(overlong.rows_to_train_on(rows, rows["problem"])) == len(rows)
