@@ -75,23 +75,34 @@ def read_answer(
                 "again, in"
             )
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
+    answer = _answer_in_solution(text, takes_sentences=columns.text_answers)
+    if columns.decimal_comma and isinstance(value, str):
+        return answer._replace(text=with_decimal_points(answer.text, refuse))
+    return answer
+
+
+def _answer_in_solution(text: str, *, takes_sentences: bool) -> TableAnswer:
+    """Return the answer out of a text that may be a whole solution, or the answer alone.
+
+    With `takes_sentences` a sentence such as `The answer is 4` is itself the answer. Without, the
+    answer is what stands behind its announcement.
+    """
     answer_block = _ANSWER_BLOCK.fullmatch(text)
     if answer_block:
         text = answer_block[1]
     text = final_part(text) or text  # a draft inside a block of thinking is no answer
     boxes = boxes_in_a_row(text, answer_tags=False)
-    text_after_solution = _AFTER_SOLUTION.fullmatch(text)
-    announced_answer = None
     if boxes and all(boxes):
-        text = ", ".join(boxes)
-    elif text_after_solution:
-        text = text_after_solution[1].strip()
-    elif not columns.text_answers:
-        announced_answer = stated_answer(text)
-        text = (announced_answer or text).strip()
-    if columns.decimal_comma and isinstance(value, str):
-        text = with_decimal_points(text, refuse)
-    return TableAnswer(text=text, is_announced=announced_answer is not None)
+        return TableAnswer(text=", ".join(boxes), is_announced=False)
+    text_after_solution = _AFTER_SOLUTION.fullmatch(text)
+    if text_after_solution:
+        return TableAnswer(text=text_after_solution[1].strip(), is_announced=False)
+    if takes_sentences:
+        return TableAnswer(text=text, is_announced=False)
+    announced_answer = stated_answer(text)
+    return TableAnswer(
+        text=(announced_answer or text).strip(), is_announced=announced_answer is not None
+    )
 
 
 _DECIMAL_COMMA = re.compile(r"(?<![\d,.])(\d{1,3}(?:\.\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d,.])")
@@ -304,11 +315,10 @@ def option_letter(answer: str, choices: Sequence[str], answer_is: str, refuse: R
             f"leave at most {len(ascii_uppercase)} in",
         )
     index = int(answer) if _INDEX.fullmatch(answer) else None
-    if index is not None and answer_is.startswith("index"):
-        if answer_is != "index":  # `index-from-1`
-            index -= 1
-        if 0 <= index < len(choices):
-            return letters[index]
+    if index is not None and answer_is in ("index", "index-from-1"):
+        position = index if answer_is == "index" else index - 1
+        if 0 <= position < len(choices):
+            return letters[position]
         wrong = f"the answer {answer} is the index of none of {len(choices)} options"
         raise refuse("letter_without_choice", wrong, "correct it in")
     answer = _in_capital_letter(answer, choices)
@@ -316,7 +326,8 @@ def option_letter(answer: str, choices: Sequence[str], answer_is: str, refuse: R
     # The letters that a whole number may mean as an index, from 0 and from 1.
     letters_by_index = []
     if index is not None and not answer_is:
-        letters_by_index = [letters[at] for at in (index, index - 1) if 0 <= at < len(choices)]
+        positions = (index, index - 1)
+        letters_by_index = [letters[at] for at in positions if 0 <= at < len(choices)]
     if named.by_text and not named.in_any_way.issuperset(letters_by_index):
         wrong = (
             f"the answer {answer} is the option {named.by_text[0]} and may be the index of "
@@ -356,9 +367,10 @@ class _NamedLetters(NamedTuple):
 
 
 def _named_letters(answer: str, choices: Sequence[str], letters: str) -> _NamedLetters:
-    """Return the letters of the options that an answer names, each of `letters` for a choice.
+    """Return the letters of the options that an answer names.
 
-    An answer names an option by its text, by its letter, or by both as in `B. 4`.
+    An answer names an option by its text, by its letter, or by both as in `B. 4`. `letters` has the
+    letter of each choice.
     """
     match = _LETTER.fullmatch(answer)
     by_letter = match[1] if match and match[1] in letters else None

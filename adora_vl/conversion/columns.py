@@ -306,12 +306,18 @@ def class_names(columns: Columns, features: Mapping[str, Any]) -> dict[str, Sequ
         for column, path in _candidates(name, features):
             feature: Any = features[column]
             for key in path.split("."):
-                feature = getattr(feature, "feature", feature)  # the feature of a list's items
-                feature = feature.get(key, feature) if isinstance(feature, Mapping) else feature
-            feature = getattr(feature, "feature", feature)
-            if getattr(feature, "names", None):
+                feature = _feature_of_items(feature)
+                if isinstance(feature, Mapping):
+                    feature = feature.get(key, feature)
+            feature = _feature_of_items(feature)
+            if getattr(feature, "names", None):  # a `ClassLabel` has them
                 names[name] = feature.names
     return names
+
+
+def _feature_of_items(feature: Any) -> Any:
+    """Return the feature of a list's items; any other feature of `datasets` as it is."""
+    return getattr(feature, "feature", feature)
 
 
 def _class_name(value: object, names: Sequence[str]) -> object:

@@ -61,11 +61,11 @@ class SeenRows:
         self._row_count = 0
 
     def __enter__(self) -> SeenRows:
-        """Open the data base in its file. Raises `OSError` where the disk has no room for it."""
+        """Open the database in its file. Raises `OSError` where the disk has no room for it."""
         # All is written in one transaction that is never committed, since nobody reads it later.
-        self._base = sqlite3.connect(self._file, isolation_level=None)
+        self._database = sqlite3.connect(self._file, isolation_level=None)
         try:
-            self._base.executescript(_TABLES + "BEGIN")
+            self._database.executescript(_TABLES + "BEGIN")
         except sqlite3.OperationalError as error:
             raise _disk_full_error(error) from error
         return self
@@ -78,13 +78,13 @@ class SeenRows:
 
     def close(self) -> None:
         """Forget all rows, and remove the file."""
-        self._base.close()
+        self._database.close()
         self._file.unlink(missing_ok=True)
 
     def is_new(self, row_id: str) -> bool:
         """Remember the id of a row, and return whether no earlier row had it."""
         id_hash = hashlib.sha256(row_id.encode()).digest()[:12]
-        inserted = self._base.execute("INSERT OR IGNORE INTO ids VALUES (?)", (id_hash,))
+        inserted = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?)", (id_hash,))
         return inserted.rowcount == 1
 
     def add(self, split: str, question: bytes, pictures: Sequence[bytes], row: AnsweredRow) -> bool:
@@ -94,15 +94,15 @@ class SeenRows:
         row's `Fingerprint`.
         """
         self._row_count += 1
-        earlier_golds = self._base.execute(
+        earlier_golds = self._database.execute(
             "SELECT gold FROM asked WHERE split = ? AND asked = ?", (split, question)
         ).fetchall()
-        self._base.execute(
+        self._database.execute(
             "INSERT INTO asked VALUES (?, ?, ?, ?, ?, ?)",
             (split, question, self._row_count, row.row_id, row.gold, row.origin),
         )
         for picture in set(pictures):
-            self._base.execute(
+            self._database.execute(
                 "INSERT INTO pictures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1",
                 (picture, row.row_id),
             )
@@ -114,14 +114,14 @@ class SeenRows:
         Returns them by their ids, each with the first row that contradicts it.
         """
         # Only questions whose answers are not all spelt the same need to be compared.
-        questions = self._base.execute(
+        questions = self._database.execute(
             "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND "
             "MIN(gold) < MAX(gold)",
             (split,),
         )
         contradictions = {}
         for (question,) in questions:
-            records = self._base.execute(
+            records = self._database.execute(
                 "SELECT id, gold, origin FROM asked WHERE split = ? AND asked = ? ORDER BY number",
                 (split, question),
             )
@@ -138,7 +138,7 @@ class SeenRows:
 
     def shared_pictures(self) -> tuple[int, str]:
         """Return how many rows have a picture that many rows share, and the id of one of them."""
-        row_count, example_id = self._base.execute(
+        row_count, example_id = self._database.execute(
             "SELECT COALESCE(SUM(count), 0), MIN(id) FROM pictures WHERE count >= ?",
             (_MANY_ROWS_PER_PICTURE,),
         ).fetchone()

@@ -72,15 +72,14 @@ def open_table(path: Path, columns: Columns) -> Table:
             raise UserError(f"input: {str(path)!r} is {content[1]}")
         if format_of(path) in _ARROW:
             table, features = _open_arrow(path, columns)
+        elif format_of(path) in EXCEL:
+            table = _open_workbook(path, columns)
+        elif format_of(path) in (".csv", ".tsv"):
+            table = _open_csv(path, columns)
+        elif format_of(path) == WEBDATASET:
+            table = _open_shard(path, columns)
         else:
-            open_by_ending = {
-                **dict.fromkeys(EXCEL, _open_workbook),
-                ".csv": _open_csv,
-                ".tsv": _open_csv,
-                WEBDATASET: _open_shard,
-            }
-            open_format = open_by_ending.get(format_of(path), open_json)
-            table = open_format(path, columns)
+            table = open_json(path, columns)
         for name in columns.table_names:
             count = table.column_names.count(name)
             if count > 1:

@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,23 +26,22 @@ def open_json(path: Path, columns: Columns) -> Table:
 
     Raises `UserError` for a file in UTF-16.
     """
-    begin = partial(_records_by_line, path)
+    read_records: Callable[[], Records] = partial(_records_by_line, path)
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes it
             raise UserError(f"input: {str(path)!r} is JSON in UTF-16; save it as UTF-8")
-        if path.suffix.lower() == ".json" and start[:1] == b"[":
-            begin = partial(_records_of_list, path)
-        elif (
-            path.suffix.lower() == ".json" and start[:1] == b"{" and not _has_object_per_line(file)
-        ):
-            begin = partial(_records_in_object, path, columns)
+        may_be_one_text = path.suffix.lower() == ".json"  # `.jsonl` is one object a line
+        if may_be_one_text and start[:1] == b"[":
+            read_records = partial(_records_of_list, path)
+        elif may_be_one_text and start[:1] == b"{" and not _has_object_per_line(file):
+            read_records = partial(_records_in_object, path, columns)
     # A key is a column where one of the first records has it; the dict keeps their order.
     column_names: dict[str, None] = {}
-    for _, record in islice(begin(), HEAD_RECORDS):
+    for _, record in islice(read_records(), HEAD_RECORDS):
         if isinstance(record, dict):
             column_names |= dict.fromkeys(record)
-    return Table(list(column_names), format_note="", read_records=begin)
+    return Table(list(column_names), format_note="", read_records=read_records)
 
 
 def _records_by_line(path: Path) -> Records:

@@ -152,7 +152,7 @@ class Deduplicator:
     def __init__(self, quarantine: Quarantine, seen_rows: SeenRows, *, keep_leaks: bool) -> None:
         """Begin before the first row of the first split.
 
-        `quarantine` takes the rows that are dropped. `seen_rows` is the data base of the ids and
+        `quarantine` takes the rows that are dropped. `seen_rows` is the database of the ids and
         questions of all rows so far. With `keep_leaks` a training row stays although a held-out
         split has it too.
         """
@@ -341,18 +341,13 @@ def prepare(
         quarantine = Quarantine(folder)
         deduplicator = Deduplicator(quarantine, seen_rows, keep_leaks=options.keep_leaks)
         with ordered_map(workers) as map_rows:
-            row_counts = {}
-            # Held-out splits come first, since `False` sorts before `True`. Sorting is stable, so
-            # that otherwise the order is that of the source.
-            for split in sorted(splits, key=lambda split: split not in HELD_OUT):
-                row_counts[split] = _write_split(
-                    folder,
-                    split=split,
-                    total=splits[split].row_count,
-                    results=map_rows(clean, splits[split].begin_reading()),
-                    deduplicator=deduplicator,
-                    features=features,
-                )
+            row_counts = _write_splits(
+                folder,
+                splits=splits,
+                clean_rows=partial(map_rows, clean),
+                deduplicator=deduplicator,
+                features=features,
+            )
         # An empty source is no data set, and no share of its rows can be checked.
         if not deduplicator.rows_read:
             raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
@@ -378,6 +373,34 @@ def prepare(
         )
     remove_report(report)
     return manifest
+
+
+def _write_splits(
+    folder: Path,
+    *,
+    splits: Mapping[str, SplitRows],
+    clean_rows: Callable[[RowReaders], Iterator[CleanedRow | RowError]],
+    deduplicator: Deduplicator,
+    features: Features | None,
+) -> dict[str, int]:
+    """Write the usable rows of all splits into `folder`; return their numbers by split.
+
+    `clean_rows` reads and cleans the rows of a split, in order.
+    """
+    held_out_splits = [split for split in splits if split in HELD_OUT]
+    training_splits = [split for split in splits if split not in HELD_OUT]
+    row_counts = {}
+    # A training row is compared with all held-out rows, so these come first.
+    for split in (*held_out_splits, *training_splits):
+        row_counts[split] = _write_split(
+            folder,
+            split=split,
+            total=splits[split].row_count,
+            results=clean_rows(splits[split].begin_reading()),
+            deduplicator=deduplicator,
+            features=features,
+        )
+    return row_counts
 
 
 def _note_shared_pictures(deduplicator: Deduplicator) -> None:

@@ -8,6 +8,7 @@ becomes part of a path.
 
 import hashlib
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -81,7 +82,7 @@ class Quarantine:
             return
         share = self.broken_count / rows
         # The share is rounded up, so that the option that is proposed suffices.
-        percent = -(-share * 100 // 1)
+        percent = math.ceil(share * 100)
         remedy = "no row is left to use"
         if stored:
             remedy = f"mend them, or accept them with --allow-quarantined {percent / 100:.2f}"

@@ -105,15 +105,11 @@ def read_record(
             originals=(record.original,) if record.original else (),
         )
     columns = context.columns
-    refuse_with_id = partial(_refusal, record, columns, origin)
-    # A fault of the id itself is reported under the number of the record.
-    row_id = _row_id(
-        record,
-        context=context,
-        numbered_id=numbered_id,
-        refuse=partial(refuse_with_id, numbered_id),
-    )
-    refuse: Refuse = partial(refuse_with_id, row_id)  # makes the error that refuses this record
+    # `refuse(kind, wrong, remedy)` makes the error that refuses this record. A fault of the id itself
+    # is reported under the number of the record.
+    refuse_id: Refuse = partial(_refusal, record, columns, origin, numbered_id)
+    row_id = _row_id(record, context=context, numbered_id=numbered_id, refuse=refuse_id)
+    refuse: Refuse = partial(_refusal, record, columns, origin, row_id)
     parts = _read_parts(record, context, refuse)
     question = parts.question
     images = parts.pictures.images
@@ -297,16 +293,16 @@ def _with_options_in_text(
 
     Returns None where the text has no options, or where the answer is none of them.
     """
-    found_options = options_in_text(problem)
-    if found_options is None:
+    problem_and_options = options_in_text(problem)
+    if problem_and_options is None:
         return None
-    choices = found_options.options
+    choices = problem_and_options.options
     try:
         letter = option_letter(answer, choices, columns.answer_is or "value", refuse)
     except RowError:
         return None
     return _Question(
-        problem=found_options.problem,
+        problem=problem_and_options.problem,
         answer=gold_of_option(letter, choices),
         choices=choices,
         had_options_in_text=True,

@@ -77,8 +77,9 @@ def isosceles_base_angle(
     `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The problem
     has a right working and one with a typical slip, which forgets to halve.
     """
+    # The smallest apex in degrees, the end of its range, and the step.
     start, stop, step = ((20, 165, 10), (12, 170, 2), (11, 170, 1))[level - 1]
-    apex = rng.randrange(start, stop, step)  # degrees
+    apex = rng.randrange(start, stop, step)
     # Places are shares of the picture, with y downwards. They vary a little by chance.
     canvas = Canvas(size, style)
     x = rng.uniform(0.48, 0.52)

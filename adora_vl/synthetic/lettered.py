@@ -232,21 +232,23 @@ def parallel_segment(
     B lies on A C and E on A D, and B E is parallel to C D. The lengths stand in the question or at
     the figure.
     """
-    ab, ae = rng.randrange(4, 13), rng.randrange(4, 13)
-    factor = (
-        Fraction(rng.randrange(1, 4))
-        if level == 1
-        else Fraction(rng.randrange(1, 8), rng.randrange(2, 5))
-    )
-    ed = ae * factor.denominator * factor
+    ab = rng.randrange(4, 13)
+    ae = rng.randrange(4, 13)
+    # B C is `factor` times A B, and so is E D times A E, since the segment is parallel to C D.
+    numerator = rng.randrange(1, 4 if level == 1 else 8)
+    denominator = 1 if level == 1 else rng.randrange(2, 5)
+    factor = Fraction(numerator, denominator)
+    # A multiple of the denominator makes the other length whole. At level 2 B C need not be whole.
     ae = ae * factor.denominator
-    ab = ab * (factor.denominator if level != 2 else 1)
+    ed = ae * factor
+    if level != 2:
+        ab = ab * factor.denominator
     bc = ab * factor
-    # clear of the corners, not to scale beyond that
+    # B and E divide their sides alike. They stay clear of the corners, even if not to scale.
     share = min(0.65, max(0.4, float(1 / (1 + factor))))
-    slope = rng.uniform(0.7, 1.2)
-    places = {"A": (0.0, 0.0), "C": (0.6, slope), "D": (1.3, 0.0)}
-    places |= {"B": (0.6 * share, slope * share), "E": (1.3 * share, 0.0)}
+    height = rng.uniform(0.7, 1.2)
+    places = {"A": (0.0, 0.0), "C": (0.6, height), "D": (1.3, 0.0)}
+    places |= {"B": (0.6 * share, height * share), "E": (1.3 * share, 0.0)}
     outline = ("triangle ACD", "B on AC", "E on AD", "BE parallel CD")
     form = DrawnForm(rng, size, style, places, *outline)
     answer = write_ratio(bc.numerator, bc.denominator)
@@ -273,9 +275,12 @@ def parallel_segment(
         )
     x = rng.randrange(2, 12)
     is_whole = bc.denominator == 1
-    form.say(f"ED = {ed}", f"BC = {_write_linear_expression(1, int(bc) - x) if is_whole else 'x'}")
+    bc_in_picture = "x"
+    if is_whole:
+        bc_in_picture = _write_linear_expression(1, int(bc) - x)  # such as `x + 3`
+        answer = str(x)
+    form.say(f"ED = {ed}", f"BC = {bc_in_picture}")
     form.note("find x")
-    answer = str(x) if is_whole else answer
     return _length_problem(
         form,
         question=f"If {parallel}, find x.",
