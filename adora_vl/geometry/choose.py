@@ -100,7 +100,9 @@ def _choose_by_likeness(
         return _choose_without_picture(problem, candidates, budget)
     best = min(candidates, key=_unlikeness)
     if is_goal_free(best):
-        return _choose_where_goal_seems_free(problem, best=best, alike=candidates, budget=budget)
+        return _choose_where_goal_seems_free(
+            problem, best=best, candidates=candidates, budget=budget
+        )
     share = _ROUNDED_ANSWER_TOLERANCE if rounded else _ANSWER_TOLERANCE
     rivals = [solution for solution in candidates if _is_rival(solution, best, share)]
     rival_values = tuple(sorted({round(solution.value, 6) for solution in rivals}))
@@ -121,9 +123,8 @@ def _unlikeness(solution: Solution) -> tuple[float, int]:
 
     Among equally unlike figures the earlier start comes first.
     """
-    return round(
-        solution.picture_distance + _DISTANCE_PER_FAULT * solution.faults, 6
-    ), solution.start
+    unlikeness = solution.picture_distance + _DISTANCE_PER_FAULT * solution.faults
+    return round(unlikeness, 6), solution.start
 
 
 def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
@@ -141,33 +142,35 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
     return unlikeness < _CLEARLY_NEARER_RATIO * least_unlikeness + _NEGLIGIBLE_DISTANCE
 
 
-def _rival_values(alike: Sequence[Solution], best: Solution, share: float) -> list[float]:
+def _rival_values(candidates: Sequence[Solution], best: Solution, share: float) -> list[float]:
     """Return the answers that differ from the best one by more than a share, rounded, each once."""
     return sorted(
         {
             round(solution.value, 6)
-            for solution in alike
+            for solution in candidates
             if not answers_agree(solution.value, best.value, share)
         }
     )
 
 
 def _choose_without_picture(
-    problem: FigureProblem, alike: Sequence[Solution], budget: Budget
+    problem: FigureProblem, candidates: Sequence[Solution], budget: Budget
 ) -> Outcome:
     """Return the outcome where no picture chooses, so that all figures have to agree.
 
-    `alike` are the figures to choose from. At least two have to be there, since a single one may be
+    `candidates` are the figures to choose from. At least two have to be there, since a single one may be
     one of several.
     """
-    best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
-    rival_values = _rival_values(alike, best, 1e-4)
-    fixed = [solution for solution in alike if not is_goal_free(solution)]
-    if not rival_values and len(fixed) == len(alike):
+    best = min(
+        candidates, key=lambda solution: (solution.faults, solution.residual, solution.start)
+    )
+    rival_values = _rival_values(candidates, best, 1e-4)
+    fixed = [solution for solution in candidates if not is_goal_free(solution)]
+    if not rival_values and len(fixed) == len(candidates):
         neighbours = problem.neighbours(best, budget)
         rivals = [solution for solution in neighbours if solution.faults <= best.faults]
         rival_values = _rival_values(rivals, best, 1e-4)
-    if len(fixed) < len(alike):
+    if len(fixed) < len(candidates):
         if not rival_values and problem.goal_stays_when_pushed(best, budget):
             return Outcome(status="answered", value=best.value, solution=best, at_double_root=True)
         return Outcome(
@@ -180,28 +183,28 @@ def _choose_without_picture(
             solution=best,
             rival_values=tuple(rival_values[:3]),
         )
-    if len(alike) < 2:
+    if len(candidates) < 2:
         return Outcome(status="ambiguous", value=best.value, solution=best)
     return Outcome(status="answered", value=best.value, solution=best)
 
 
 def _choose_where_goal_seems_free(
-    problem: FigureProblem, best: Solution, alike: Sequence[Solution], budget: Budget
+    problem: FigureProblem, best: Solution, candidates: Sequence[Solution], budget: Budget
 ) -> Outcome:
     """Return the outcome where the goal seems free in the best figure.
 
     It is open, unless pushing the figure does not move the goal. Then the equations have a double
-    root there, and all figures of `alike` have about the same answer.
+    root there, and all figures of `candidates` have about the same answer.
     """
     same = [
         solution
-        for solution in alike
+        for solution in candidates
         if answers_agree(solution.value, best.value, _DOUBLE_ROOT_TOLERANCE)
     ]
-    if len(same) == len(alike) and problem.goal_stays_when_pushed(best, budget):
+    if len(same) == len(candidates) and problem.goal_stays_when_pushed(best, budget):
         value = float(np.median([solution.value for solution in same]))
         return Outcome(status="answered", value=value, solution=best, at_double_root=True)
-    rival_values = _rival_values(alike, best, _DOUBLE_ROOT_TOLERANCE)
+    rival_values = _rival_values(candidates, best, _DOUBLE_ROOT_TOLERANCE)
     return Outcome(
         status="open", value=best.value, solution=best, rival_values=tuple(rival_values[:3])
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adora_vl.geometry.claimed_relations import RelationReader
-from adora_vl.geometry.forms import LogicForm, Term
+from adora_vl.geometry.forms import LogicForm
 from adora_vl.geometry.names import NoSideError
 from adora_vl.geometry.quantities import (
     Angle,
@@ -170,7 +170,6 @@ class _ClaimReader:
         self.is_asserted = mark_asserted_tokens(self.tokens)
         self.sides = SideReader(self.tokens, reading)
         self.relations = RelationReader(self.sides, reading)
-        self.subject: tuple[Term, int] | None = None
 
     def claims(self) -> list[Claim]:
         """Return all claims of the text in their order, those that cannot be read among them.
@@ -179,36 +178,38 @@ class _ClaimReader:
         """
         claims: list[Claim] = []
         hypothetical: list[Claim] = []  # read, and not stood by
-        number = 0
-        while number < len(self.tokens) and len(claims) < MAX_CLAIMS:
-            self._note_definition(number)
-            claims_here, behind = self._claims_from(number)
-            if behind == number:
-                number += 1
+        position = 0
+        while position < len(self.tokens) and len(claims) < MAX_CLAIMS:
+            self._note_definition(position)
+            claims_here, behind = self._claims_from(position)
+            if behind == position:
+                position += 1
                 continue
-            if self.is_asserted[number] and not self._is_alternative(number, behind, claims_here):
+            if self.is_asserted[position] and not self._is_alternative(
+                position, behind, claims_here
+            ):
                 claims += claims_here
             else:
                 hypothetical += claims_here
-            number = behind
+            position = behind
         claims += self._find_unread([*claims, *hypothetical])
         return sorted(claims, key=lambda claim: (claim.start, claim.end))[:MAX_CLAIMS]
 
-    def _claims_from(self, number: int) -> tuple[list[Claim], int]:
+    def _claims_from(self, position: int) -> tuple[list[Claim], int]:
         """Return the claims that begin at a position, and the position behind them.
 
         Without a claim it is the same position.
         """
-        row = self._read_table_row(number)
+        row = self._read_table_row(position)
         if row is not None:
             return row
-        if self._continues_unread(number):
-            return [], number
-        relation = self.relations.read(number)
+        if self._continues_unread(position):
+            return [], position
+        relation = self.relations.read(position)
         if relation is not None:
             alternatives, behind = relation
-            return [self._claim(number, behind, "relation", alternatives=alternatives)], behind
-        return self._read_chain(number)
+            return [self._claim(position, behind, "relation", alternatives=alternatives)], behind
+        return self._read_chain(position)
 
     def _claim(
         self,
@@ -233,22 +234,22 @@ class _ClaimReader:
             why=why,
         )
 
-    def _continues_unread(self, number: int) -> bool:
+    def _continues_unread(self, position: int) -> bool:
         """Tell whether what begins here belongs to something before it that was not read.
 
         The `5` of `k + 5` would be read as a side of its own otherwise.
         """
-        before = self.sides.token_at(number - 1)
-        if number == 0 or before.kind == "line":
+        before = self.sides.token_at(position - 1)
+        if position == 0 or before.kind == "line":
             return False
         if before.text in _SIGNS_THAT_CONTINUE or before.text.lower() in _WORDS_IN_FORMULAS:
             return True
-        token = self.tokens[number]
+        token = self.tokens[position]
         if before.text == ":":
-            return self.sides.is_ratio(number - 1)
+            return self.sides.is_ratio(position - 1)
         if before.text == "," and before.end == token.start and token.kind == "number":
-            return self.sides.token_at(number - 2).kind == "number"
-        if self._is_position(number) or self._is_spelt_out(number):
+            return self.sides.token_at(position - 2).kind == "number"
+        if self._is_position(position) or self._is_spelt_out(position):
             return True
         is_near = not token.is_apart
         if is_near and before.kind in ("number", "points"):
@@ -259,15 +260,15 @@ class _ClaimReader:
             return token.kind in ("number", "points", "word")
         return False
 
-    def _is_spelt_out(self, number: int) -> bool:
+    def _is_spelt_out(self, position: int) -> bool:
         """Tell whether a letter goes on with points that are spelt with spaces between: `Q L M`."""
-        before = self.tokens[number - 1]
-        token = self.tokens[number]
+        before = self.tokens[position - 1]
+        token = self.tokens[position]
         return before.kind == token.kind == "points" and len(before.text) == len(token.text) == 1
 
-    def _is_position(self, number: int) -> bool:
+    def _is_position(self, position: int) -> bool:
         """Tell whether what stands here only says where a part lies: "opposite angle A"."""
-        before = [self.sides.word_at(number - step) for step in range(1, 8)]
+        before = [self.sides.word_at(position - step) for step in range(1, 8)]
         if before[0] == "to" and "distance" in before:
             return True  # "the distance from O to AB"
         for word in before[:3]:
@@ -277,22 +278,23 @@ class _ClaimReader:
                 return False
         return False
 
-    def _is_alternative(self, number: int, behind: int, claims: Sequence[Claim]) -> bool:
+    def _is_alternative(self, position: int, behind: int, claims: Sequence[Claim]) -> bool:
         """Tell whether "or" stands before a claim or behind it: one of several values is no claim.
 
         Behind a comma "or" may put an equation in other words: "AB/BC = DE/EF, or 5/x = 3/4".
         """
-        is_name_with_number = any(claim.kind != "relation" for claim in claims)
-        for joint in (number - 1, behind):
-            if self.sides.word_at(joint) == "or":
-                has_comma = self.sides.token_at(joint - 1).text == ","
-                return is_name_with_number or not has_comma
-        is_followed = (
+        # Such as "AB = 5". Any other equation is of the kind "relation".
+        gives_value = any(claim.kind != "relation" for claim in claims)
+        for or_position in (position - 1, behind):
+            if self.sides.word_at(or_position) == "or":
+                has_comma = self.sides.token_at(or_position - 1).text == ","
+                return gives_value or not has_comma
+        is_followed_by_or = (
             self.sides.token_at(behind).text == "," and self.sides.word_at(behind + 1) == "or"
         )
-        return is_followed and is_name_with_number
+        return is_followed_by_or and gives_value
 
-    def _read_table_row(self, number: int) -> tuple[list[Claim], int] | None:
+    def _read_table_row(self, position: int) -> tuple[list[Claim], int] | None:
         """Return the claim of a table's row that begins here, and the place behind it.
 
         Such a row is `| AB | 13 |`.
@@ -300,11 +302,11 @@ class _ClaimReader:
         The first cell is a name and the second its value; cells behind these have words alone.
         None where the row says something else.
         """
-        before = self.sides.token_at(number - 1)
-        if self.sides.token_at(number).text != "|" or (number > 0 and before.kind != "line"):
+        before = self.sides.token_at(position - 1)
+        if self.sides.token_at(position).text != "|" or (position > 0 and before.kind != "line"):
             return None
         try:
-            name, bar = self.sides.side(number + 1, closing="|")
+            name, bar = self.sides.side(position + 1, closing="|")
             value, end = self.sides.side(bar + 1, closing="|")
         except NoSideError:
             return None
@@ -317,13 +319,13 @@ class _ClaimReader:
             if self.sides.token_at(cursor).kind in ("number", "points"):
                 return None
             cursor += 1
-        first = _ChainLink(side=name, first=number + 1, behind=bar)
+        first = _ChainLink(side=name, first=position + 1, behind=bar)
         second = _ChainLink(side=value, first=bar + 1, behind=end)
         return [self._claim_of_equation(first, second)], cursor
 
     # Chains
 
-    def _read_chain(self, number: int) -> tuple[list[Claim], int]:
+    def _read_chain(self, position: int) -> tuple[list[Claim], int]:
         """Return the claims of a chain of sides: `AB = 5x - 2 = 13`, `angle B measures 40 degrees`.
 
         Each side is compared with the one before it. Arithmetic on numbers alone says what the
@@ -333,8 +335,8 @@ class _ClaimReader:
         claims: list[Claim] = []
         head: _ChainLink | None = None  # the first side with a name: what the whole chain is about
         before: _ChainLink | None = None  # the side that the next one is compared with
-        end = number
-        for link in self._read_links(number):
+        end = position
+        for link in self._read_links(position):
             if link is None:
                 before = head
                 continue
@@ -350,15 +352,15 @@ class _ClaimReader:
             before = link
         return claims, end
 
-    def _read_links(self, number: int) -> Iterator[_ChainLink | None]:
+    def _read_links(self, position: int) -> Iterator[_ChainLink | None]:
         """Yield the sides of the chain that begins at a place; None for one that was not read."""
         try:
-            side, behind = self.sides.side(number)
+            side, behind = self.sides.side(position)
         except NoSideError:
             return
-        yield _ChainLink(side=side, first=number, behind=behind)
+        yield _ChainLink(side=side, first=position, behind=behind)
         while True:
-            start = self._past_equal(behind)
+            start = self._skip_equality(behind)
             if start is None:
                 return
             try:
@@ -376,13 +378,13 @@ class _ClaimReader:
             behind = end
             yield _ChainLink(side=side, first=start, behind=behind)
 
-    def _read_side_behind(self, number: int, relation: int) -> tuple[EquationSide, int]:
+    def _read_side_behind(self, position: int, relation: int) -> tuple[EquationSide, int]:
         """Return the side behind `=` or "is", with the position behind it.
 
         `relation` is the position of that sign or word. Raises `NoSideError` where the side is only
         a part of something, as "5" is of "5 sides".
         """
-        side, behind = self.sides.side(number)
+        side, behind = self.sides.side(position)
         word = self.sides.word_at(behind)
         if (
             word in _FACTOR_BY_COMPARATIVE
@@ -402,14 +404,14 @@ class _ClaimReader:
         return side, behind
 
     def _read_difference(
-        self, amount: EquationSide, number: int, *, factor: float
+        self, amount: EquationSide, position: int, *, factor: float
     ) -> tuple[EquationSide, int]:
         """Return what is so much more or less than the side that begins here: "5 more than AB".
 
         `amount` is how much, and `factor` is 1 for more and -1 for less. Returns the side with the
         position behind it.
         """
-        start = self.sides.skip_words(number, {"the", "length", "measure", "of"})
+        start = self.sides.skip_words(position, {"the", "length", "measure", "of"})
         side, behind = self.sides.side(start)
         change = times(Constant(factor), amount.quantity)
         decimals = [part.decimals for part in (amount, side) if part.decimals is not None]
@@ -420,14 +422,14 @@ class _ClaimReader:
         """Tell whether a number before this word counts things: "the ratio is 3 to 4"."""
         return word in ("to", "out", "of", "by")
 
-    def _past_equal(self, number: int) -> int | None:
+    def _skip_equality(self, position: int) -> int | None:
         """Return the position behind `=`, "is" or "measures"; None where none of them stands here."""
-        cursor = number
+        cursor = position
         while self.sides.token_at(cursor).kind == "line":
             cursor += 1
         if self.sides.token_at(cursor).text in _EQUALS_SIGNS:
             return cursor + 1
-        if cursor > number:
+        if cursor > position:
             return None
         if self.sides.token_at(cursor).text == "," and self.sides.word_at(cursor + 1) == "which":
             cursor += 1
@@ -447,7 +449,7 @@ class _ClaimReader:
             cursor += 1
         return cursor
 
-    def _find_next_equal(self, number: int) -> int | None:
+    def _find_next_equal(self, position: int) -> int | None:
         """Return the place of the next `=` of the same clause, behind a side that was not read.
 
         None where the clause ends, or turns from a formula into words, before one stands. Words in
@@ -456,7 +458,7 @@ class _ClaimReader:
         depth = 0
         # A side is shorter than 60 signs; without a bound long texts would be gone through anew
         # for each of their sides.
-        for cursor in range(number, min(number + 60, len(self.tokens))):
+        for cursor in range(position, min(position + 60, len(self.tokens))):
             token = self.tokens[cursor]
             depth += _DEPTH_CHANGE_BY_BRACKET.get(token.text, 0)
             if token.text in ("=", "≈"):
@@ -482,11 +484,11 @@ class _ClaimReader:
 
     # Letters that mean something else, and what was not read
 
-    def _note_definition(self, number: int) -> None:
+    def _note_definition(self, position: int) -> None:
         """Note a letter that a text uses for another thing than the problem: "let x be BC"."""
-        if self.sides.word_at(number) not in ("let", "letting", "denote", "call"):
+        if self.sides.word_at(position) not in ("let", "letting", "denote", "call"):
             return
-        cursor = number + 1
+        cursor = position + 1
         token = self.sides.token_at(cursor)
         if token.kind != "word" or not re.fullmatch("[a-z]", token.text):
             return
@@ -502,11 +504,15 @@ class _ClaimReader:
             return
         is_of_the_problem = token.text in self.sides.unknowns
         is_number = isinstance(quantity, Constant)
-        if is_of_the_problem and not is_number and not self._is_named_so(quantity, token.text):
+        if (
+            is_of_the_problem
+            and not is_number
+            and not self._fact_gives_letter(quantity, token.text)
+        ):
             self.sides.hidden.add(token.text)
 
-    def _is_named_so(self, quantity: Quantity, letter: str) -> bool:
-        """Tell whether a fact says that the quantity is this letter."""
+    def _fact_gives_letter(self, quantity: Quantity, letter: str) -> bool:
+        """Tell whether a fact of the problem says that this quantity is this letter: `BC = x`."""
         name = signature(quantity)
         for relation in self.reading.relations:
             if isinstance(relation, Equal):
@@ -519,12 +525,12 @@ class _ClaimReader:
         """Yield what stands around a relation's sign that no claim has read, as unread claims."""
         spans = [(claim.start, claim.end) for claim in claims]
         clause: list[int] = []
-        for number, token in enumerate(self.tokens):
+        for position, token in enumerate(self.tokens):
             if token.kind == "line" or token.text in (".", ",", ";", "?", ":"):
                 yield from self._unread_clause(clause, spans)
                 clause = []
             else:
-                clause.append(number)
+                clause.append(position)
         yield from self._unread_clause(clause, spans)
 
     def _unread_clause(self, clause: list[int], spans: list[tuple[int, int]]) -> Iterator[Claim]:
@@ -534,8 +540,8 @@ class _ClaimReader:
         cover. A clause that names nothing of a figure, such as "3 = 3", is no claim.
         """
         has_relation = any(
-            self.tokens[number].text in ("=", "≈", "≅", "∥", "⊥") and self.is_asserted[number]
-            for number in clause
+            self.tokens[position].text in ("=", "≈", "≅", "∥", "⊥") and self.is_asserted[position]
+            for position in clause
         )
         if not has_relation:
             return
@@ -544,10 +550,10 @@ class _ClaimReader:
         # Another claim overlaps the clause, so that something of it was read.
         if any(claim_start < end and start < claim_end for claim_start, claim_end in spans):
             return
-        if not any(self._is_name(self.tokens[number]) for number in clause):
+        if not any(self._is_name(self.tokens[position]) for position in clause):
             return
         # The words that lead up to a formula, such as "so we have", are no part of the claim.
-        first = next(number for number in clause if self._is_of_formula(self.tokens[number]))
+        first = next(position for position in clause if self._is_of_formula(self.tokens[position]))
         yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
 
     def _is_name(self, token: ResponseToken) -> bool:

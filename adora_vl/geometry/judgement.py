@@ -83,12 +83,6 @@ class Judgement:
         """Compile the claims together with the facts, and measure both in the figure once."""
         self.figure = figure
         self.claims = claims
-        relations = [
-            relation
-            for claim in claims
-            for alternative in claim.alternatives
-            for relation in alternative
-        ]
         # Facts that lines are parallel or perpendicular are no values: the theorem of Pythagoras
         # needs one, and is a step all the same. So they count only for claims of their own kind.
         self.directions = [
@@ -96,17 +90,7 @@ class Judgement:
             for relation in figure.reading.relations
             if isinstance(relation, Parallel | Perpendicular)
         ]
-        relations += [*figure.given_relations, *figure.plain_equations, *self.directions]
-        base = figure.system
-        # The goal only makes the system know all letters, in the order of the figure's own one.
-        names = [Unknown(name) for name in base.unknowns]
-        self.system = System(
-            points=base.points,
-            relations=list(dict.fromkeys(relations)),
-            goal=plus(*names) if names else None,
-            size=base.size,
-        )
-        assert self.system.count == base.count, "claims have no unknowns of their own"
+        self.system = self._compile_system()
         self.residuals_by_relation = self._residuals_and_gradients(figure.state)
         self.atom_values, _ = self.system.atoms.evaluate(figure.state, slopes=False)
         self.direction_rows = [row for fact in self.directions for row in self.rows(fact)]
@@ -114,9 +98,7 @@ class Judgement:
         lines = [fact for fact in self.directions if is_collinear(fact)]
         names_of_angles = [fact for fact in figure.given_relations if names_angle(fact)]
         self.line_rows = [row for fact in [*lines, *names_of_angles] for row in self.rows(fact)]
-        self.new_direction_rows: list[
-            Vector
-        ] = []  # of new claims that lines are parallel or perpendicular
+        self.new_direction_rows: list[Vector] = []
         # That points lie on a circle is no value either, but for distances (`_is_about_lengths`).
         radial = [fact for fact in figure.given_relations if is_radial(fact)]
         self.radial_rows = [row for fact in radial for row in self.rows(fact)]
@@ -138,6 +120,31 @@ class Judgement:
         return [self._judge(claim) for claim in self.claims]
 
     # Measures
+
+    def _compile_system(self) -> System:
+        """Return the equations of the claims and of the facts as one system."""
+        relations = [
+            relation
+            for claim in self.claims
+            for alternative in claim.alternatives
+            for relation in alternative
+        ]
+        relations += [
+            *self.figure.given_relations,
+            *self.figure.plain_equations,
+            *self.directions,
+        ]
+        base = self.figure.system
+        # The goal only makes the system know all letters, in the order of the figure's own one.
+        names = [Unknown(name) for name in base.unknowns]
+        system = System(
+            points=base.points,
+            relations=list(dict.fromkeys(relations)),
+            goal=plus(*names) if names else None,
+            size=base.size,
+        )
+        assert system.count == base.count, "claims have no unknowns of their own"
+        return system
 
     def _residuals_and_gradients(self, state: Vector) -> dict[Relation, list[tuple[float, Vector]]]:
         """Map each relation to its residuals at `state`, each with its gradient.
@@ -241,10 +248,8 @@ class Judgement:
         what stands in the facts is `given` also where it was said before, and what was said before
         is `again` also where it has become arithmetic.
         """
-        names = _signature_of_alternative(alternative)
-        if all(
-            relation_signature(relation) in self.figure.fact_signatures for relation in alternative
-        ):
+        relation_signatures = {relation_signature(relation) for relation in alternative}
+        if self.figure.fact_signatures.issuperset(relation_signatures):
             return "given"
         rows = [row for relation in alternative for row in self.rows(relation)]
         says_direction = all(is_direction(relation) for relation in alternative)
@@ -252,7 +257,7 @@ class Judgement:
             return "given"  # the same lines by other names, or a right angle that is marked
         if are_in_span(rows, self.line_rows):
             return "nothing"  # angles at a straight line, which nobody has to find out
-        if names in self.stated_signatures:
+        if _signature_of_alternative(alternative) in self.stated_signatures:
             return "again"
         if says_direction and are_in_span(rows, [*self.direction_rows, *self.new_direction_rows]):
             return "again"
@@ -265,13 +270,16 @@ class Judgement:
         if are_in_span(rows, span):
             return "nothing"
         novelty = max(length_outside(row, span) for row in rows)
-        if (
-            max(self._distance_to_truth(relation) for relation in alternative)
-            > _MAX_DISTANCE_PER_NOVELTY * novelty
-        ):
+        distance = max(self._distance_to_truth(relation) for relation in alternative)
+        if distance > _MAX_DISTANCE_PER_NOVELTY * novelty:
             return "nothing"  # what is new in it is smaller than its rounding
-        self.stated_signatures.add(names)
-        if says_direction:
+        self._add_new_truth(alternative, rows)
+        return "new"
+
+    def _add_new_truth(self, alternative: Sequence[Relation], rows: Sequence[Vector]) -> None:
+        """Add the relations of a new true claim, and their rows, to what is known."""
+        self.stated_signatures.add(_signature_of_alternative(alternative))
+        if all(is_direction(relation) for relation in alternative):
             self.new_direction_rows += rows
         self.true_rows += [row for row in rows if row.any()]
         self.true_relations += alternative
@@ -280,8 +288,7 @@ class Judgement:
             for relation in alternative
             if isinstance(relation, Equal)
         ]
-        self.error_figures = None
-        return "new"
+        self.error_figures = None  # they may contradict what is known now
 
     def _is_about_lengths(self, alternative: Sequence[Relation]) -> bool:
         """Tell whether a claim is about lengths alone, apart from what is known.

@@ -52,17 +52,19 @@ def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
         centre = draft.free_name()
         for corner in corners:
             draft.put_on_circle(corner, centre)
-    vague = frozenset(words) & {"isosceles", "right"} if head == "Triangle" else frozenset()
-    if vague:
-        special = SpecialTriangle(
+    unsettled_words: frozenset[str] = frozenset()
+    if head == "Triangle":
+        unsettled_words = frozenset(words) & {"isosceles", "right"}
+    if unsettled_words:
+        triangle = SpecialTriangle(
             corners=tuple(corners),
-            adjectives=vague,
+            adjectives=unsettled_words,
             line=draft.line_number,
             sentence=draft.sentence,
         )
-        draft.special_triangles.append(special)
+        draft.special_triangles.append(triangle)
     for word in words:
-        if word not in vague:
+        if word not in unsettled_words:
             draft.facts.append(make_term(word.capitalize(), polygon))
     if not words:
         draft.facts.append(polygon)

@@ -53,6 +53,8 @@ _INVERSE_BY_WORD = {
     "tan": math.atan,
 }
 _VALUE_KINDS = ("number", "points")  # kinds of signs that can stand on either side of a ratio
+# Behind one of these signs a side goes on.
+_SIGNS_INSIDE_SIDES = {"^", "*", "/", "%", "±", "_", "|", "\\", "+", "-"}
 _CLOSING_BY_OPENING = {"(": ")", "{": "}", "[": "]"}
 _FUNCTION_WORDS = {"sqrt", "frac", "pi", "sin", "cos", "tan"}
 _WORDS_BEFORE_FACTOR = {"the", "of", "length", "measure", "side", "a"}  # "half of the length AB"
@@ -128,9 +130,7 @@ class SideReader(NameReader):
         token = self.token_at(position)
         if token.kind in ("word", "points", "number") and not token.is_apart:
             raise NoSideError(f"{token.text} stands behind it")
-        if token.text in ("^", "*", "/", "%", "±", "_", "|", "\\") or token.text == "?!":
-            raise NoSideError(f"{token.text} stands behind it")
-        if token.text in ("+", "-"):
+        if token.text in _SIGNS_INSIDE_SIDES:
             raise NoSideError(f"{token.text} stands behind it")
         if token.text == ":" and self.is_ratio(position):
             raise NoSideError("a ratio")
@@ -189,7 +189,9 @@ class SideReader(NameReader):
             elif token.text == "/":
                 factor, cursor = self.power(cursor + 1)
                 quantity = over(quantity, factor)
-            elif self._begins_factor(cursor, is_number=self.token_at(cursor - 1).kind == "number"):
+            elif self._begins_factor(
+                cursor, follows_number=self.token_at(cursor - 1).kind == "number"
+            ):
                 try:
                     factor, end = self.power(cursor)
                 except (NoSideError, UnreadError):
@@ -223,15 +225,16 @@ class SideReader(NameReader):
         """Tell whether a sign that joins two sides stands here."""
         return self.token_at(position).text in ("=", "≈", "≅")
 
-    def _begins_factor(self, position: int, *, is_number: bool) -> bool:
+    def _begins_factor(self, position: int, *, follows_number: bool) -> bool:
         """Tell whether a factor without a sign before it begins here, as the x of `2x`.
 
-        `is_number`: whether a number stands before it. Then a name may follow with a space between.
+        `follows_number`: whether a number stands before it. Then a name may follow with a space
+        between.
         """
         token = self.token_at(position)
         is_near = not token.is_apart or token.is_math
         if token.kind == "points":
-            return is_near or is_number
+            return is_near or follows_number
         if token.text in ("(", "["):
             # `(1)` at the end of a line is the number of an equation.
             is_label = (
@@ -246,7 +249,7 @@ class SideReader(NameReader):
         if token.kind != "word":
             return False
         if token.text in ("angle", "arc") or token.text in _FUNCTION_WORDS:
-            return is_near or is_number
+            return is_near or follows_number
         if self.is_product_of_letters(position):
             return True
         is_letter = re.fullmatch("[a-z]", token.text) is not None
@@ -414,8 +417,10 @@ class SideReader(NameReader):
         """
         word = self.word_at(start)
         cursor = start + 1
-        if word.startswith("arc") or self._inverts(cursor):
-            cursor = cursor if word.startswith("arc") else self._behind_inverse(cursor)
+        is_inverse_word = word.startswith("arc")  # `arcsin`; the inverse is also spelt `sin^{-1}`
+        if is_inverse_word or self._inverts(cursor):
+            if not is_inverse_word:
+                cursor = self._behind_inverse(cursor)
             quantity, cursor = self.group(cursor)
             value = number_of_quantity(quantity)
             if value is None:

@@ -234,21 +234,21 @@ class FigureProblem:
         solutions: list[Solution] = []
         # In the order of the starts: the ones nearest to the picture are the likeliest.
         for number in range(max_starts):
-            flawless = sum(1 for solution in solutions if solution.faults == 0)
-            has_enough = number >= starts and flawless >= _ENOUGH_FLAWLESS
+            flawless_count = sum(1 for solution in solutions if solution.faults == 0)
+            has_enough = number >= starts and flawless_count >= _ENOUGH_FLAWLESS
             if budget.remaining <= 0 or has_enough:
                 break
             solution = self.solution_from_start(number, budget, max_residual)
             if solution is None:
                 continue
             solutions.append(solution)
-            tight = [
+            exact = [
                 candidate
                 for candidate in solutions
                 if candidate.residual < MAX_RESIDUAL and candidate.faults == 0
             ]
-            agree = len(tight) >= 2 and answers_agree(tight[0].value, tight[-1].value)
-            if agree and self.places:
+            two_agree = len(exact) >= 2 and answers_agree(exact[0].value, exact[-1].value)
+            if two_agree and self.places:
                 break
         return solutions
 
@@ -274,7 +274,8 @@ class FigureProblem:
             state, residual = descend(self.system, state=pushed, budget=budget, steps=_MAX_STEPS)
             if residual <= MAX_RESIDUAL:
                 neighbour = self._solution_at(state, residual=residual, start=solution.start)
-                neighbours += [neighbour] if neighbour is not None else []
+                if neighbour is not None:
+                    neighbours.append(neighbour)
         return neighbours
 
     def goal_stays_when_pushed(self, solution: Solution, budget: Budget) -> bool:

@@ -114,12 +114,10 @@ def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bo
         return by_angles
     if result.status == "answered":
         return _verdict_by_looks(form, problem, result)
+    if result.status == "open" and looks:
+        return _try_looks(form, problem=problem, result=result, budget=budget)
     if result.status == "open":
-        return (
-            _try_looks(form, problem=problem, result=result, budget=budget)
-            if looks
-            else _verdict_of_open_goal(form, problem, result)
-        )
+        return _verdict_of_open_goal(form, problem, result)
     if result.status == "ambiguous":
         return _verdict_of_rivals(form, problem, result)
     if result.disordered_lines:
@@ -133,11 +131,9 @@ def describe_excess(form: LogicForm) -> str:
     """Return why a form is too large to be tried; empty where it is not."""
     if len(form.points) > MAX_POINTS:
         return f"it has {len(form.points)} points, over {MAX_POINTS}"
-    if (
-        len(form.facts) + len(form.question) > MAX_FACTS
-        and len({*form.facts, *form.question}) > MAX_FACTS
-    ):
-        return f"it has {len({*form.facts, *form.question})} facts, over {MAX_FACTS}"
+    different_facts = {*form.facts, *form.question}
+    if len(different_facts) > MAX_FACTS:
+        return f"it has {len(different_facts)} facts, over {MAX_FACTS}"
     if len(form.lines) > MAX_SEGMENTS:
         return f"it has {len(form.lines)} segments, over {MAX_SEGMENTS}"
     for fact in (*form.facts, *form.question):
@@ -258,11 +254,9 @@ def _verdict_of_rivals(form: LogicForm, problem: FigureProblem, result: Outcome)
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
-        doubt = (
-            "it differs from the picture"
-            if problem.places
-            else "there may be others; places of points would say which one is meant"
-        )
+        doubt = "there may be others; places of points would say which one is meant"
+        if problem.places:
+            doubt = "it differs from the picture"
         return Verdict(
             status="ambiguous",
             why=f"only one figure was found, with {_describe_goal(problem.reading)} = {examples}, and "
@@ -384,17 +378,14 @@ def _describe_conflict(result: Outcome, clash: Conflict | None, reading: Reading
     names = [term_in_words(terms[number]) for number in clash.facts]
     if len(names) == 1:
         return f"{kind}: {names[0]} contradicts the other facts"
+    answer_by_left_out: dict[tuple[int, ...], float | None] = {}
+    for repair in clash.repairs:
+        if repair.outcome.status == "answered":
+            answer_by_left_out.setdefault(repair.left_out, repair.outcome.value)
     values = []
     for number in clash.facts:
-        value = next(
-            (
-                repair.outcome.value
-                for repair in clash.repairs
-                if repair.left_out == (number,) and repair.outcome.status == "answered"
-            ),
-            None,
-        )
-        values.append("-" if value is None else f"{value:.6g}")
+        answer = answer_by_left_out.get((number,))
+        values.append("-" if answer is None else f"{answer:.6g}")
     return (
         f"{kind}: {_join_words(names)} exclude each other (leaving out one of them gives: "
         f"{', '.join(values)})"
