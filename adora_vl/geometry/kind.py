@@ -133,41 +133,45 @@ class KindOfFigure:
         """
         if not self.used_points:
             return 0
-        at = {name: self.system.location(state, name) for name in self.used_points}
-        return FAULTS_OF_COLLAPSE * self._collapses(state, at) + self._differences(state, at)
+        location_by_name = {name: self.system.location(state, name) for name in self.used_points}
+        return FAULTS_OF_COLLAPSE * self._collapses(state, location_by_name) + self._differences(
+            state, location_by_name
+        )
 
-    def _collapses(self, state: Vector, at: Mapping[str, complex]) -> int:
+    def _collapses(self, state: Vector, location_by_name: Mapping[str, complex]) -> int:
         """Count the reasons for which the figure is none: points or radii that fall together.
 
-        `at` has the places of the used points at `state`, the values of all unknowns.
+        `location_by_name` has the places of the used points at `state`, the values of all unknowns.
         """
-        width, height = extent_of(at.values())
+        width, height = extent_of(location_by_name.values())
         shortest = _MIN_SEGMENT_SHARE * max(width, height)
         collapsed_segments = [
-            line for line in self.segments if abs(at[line[0]] - at[line[1]]) < shortest
+            line
+            for line in self.segments
+            if abs(location_by_name[line[0]] - location_by_name[line[1]]) < shortest
         ]
         count = len(collapsed_segments)
-        if len(self.used_points) > 2 and self._is_flat(list(at.values())):
+        if len(self.used_points) > 2 and self._is_flat(list(location_by_name.values())):
             count += 1
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             if name.startswith("radius ") and state[i] <= 0:
                 count += 1
         return count
 
-    def _differences(self, state: Vector, at: Mapping[str, complex]) -> int:
+    def _differences(self, state: Vector, location_by_name: Mapping[str, complex]) -> int:
         """Count what is drawn otherwise in the figure at `state` than in the picture or in words."""
-        width, height = extent_of(at.values())
+        width, height = extent_of(location_by_name.values())
         # Compared with a product of two areas, which grows with the fourth power of lengths.
         tolerance = 1e-9 * max(width, height) ** 4
         count = len(self.disordered_lines(state)) + self.system.atoms.mirrored_corners(state)
         for turn in self.drawn_turns:
-            to_first = at[turn.first] - at[turn.corner]
-            to_last = at[turn.last] - at[turn.corner]
+            to_first = location_by_name[turn.first] - location_by_name[turn.corner]
+            to_last = location_by_name[turn.last] - location_by_name[turn.corner]
             # Opposite signs: the corner bends to the other side than in the picture.
             if turn.bend * sine(to_first, to_last) < 0:
                 count += 1
         for ends in self.uncrossed_pairs:
-            if cross_each_other([at[name] for name in ends], tolerance=tolerance):
+            if cross_each_other([location_by_name[name] for name in ends], tolerance=tolerance):
                 count += 1
         count += sum(1 for names in self.convex_polygons if not self._is_convex(state, names))
         count += sum(

@@ -165,29 +165,37 @@ def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]
     part. Then its perpendicular bisectors meet in the point of a fact `IntersectAt`, which is as
     far from all corners. Raises `UnreadError` where no fact names that point.
     """
-    drawing = measures.drawing
     names = term.arguments[1].names
     if term.arguments[1].head == "Triangle" and len(names) == 3:
-        meeting = [
-            meeting_fact.arguments[-1].names[0]
-            for meeting_fact in drawing.terms
-            if meeting_fact.head == "IntersectAt" and meeting_fact.arguments[-1].names
-        ]
-        if not meeting:
-            raise UnreadError("the form does not say where the perpendicular bisectors meet")
-        for i in range(3):
-            yield same_length(measures, (meeting[0], names[i]), (meeting[0], names[i - 1]))
-            yield from _midpoint_of_drawn_foot(
-                drawing, start=names[i], end=names[i - 1], names=names
-            )
+        yield from _bisectors_meet(measures, corners=names)
         return
-    start, end = drawing.ends_of_line(term.arguments[0])
+    start, end = measures.drawing.ends_of_line(term.arguments[0])
     if len(names) != 2:
         raise UnreadError(
             "the form does not say of which segment the line is the perpendicular bisector"
         )
     yield Perpendicular(a=start, b=end, c=names[0], d=names[1])
     yield same_length(measures, (start, names[0]), (start, names[1]))
+
+
+def _bisectors_meet(measures: Measures, corners: Sequence[str]) -> Iterator[Relation]:
+    """Say that the perpendicular bisectors of a triangle meet where a fact `IntersectAt` says.
+
+    That point is as far from each corner. Raises `UnreadError` where no fact names it.
+    """
+    meeting_points = [
+        fact.arguments[-1].names[0]
+        for fact in measures.drawing.terms
+        if fact.head == "IntersectAt" and fact.arguments[-1].names
+    ]
+    if not meeting_points:
+        raise UnreadError("the form does not say where the perpendicular bisectors meet")
+    centre = meeting_points[0]
+    for i in range(3):
+        yield same_length(measures, (centre, corners[i]), (centre, corners[i - 1]))
+        yield from _midpoint_of_drawn_foot(
+            measures.drawing, start=corners[i], end=corners[i - 1], names=corners
+        )
 
 
 def _midpoint_of_drawn_foot(
@@ -199,12 +207,17 @@ def _midpoint_of_drawn_foot(
     side from `start` to `end`; `names` are the corners of the triangle, which are no feet.
     """
     places = drawing.places
-    candidates = []
+    # How much the two parts of the side differ at each point on it, as a share.
+    differences: list[tuple[float, str]] = []
     for row in drawing.drawn_lines:
         if start in row and end in row:
             for point in row:
                 if point not in names:
-                    halves = (abs(places[point] - places[start]), abs(places[point] - places[end]))
-                    candidates.append((abs(halves[0] / max(halves[1], 1e-9) - 1), point))
-    if candidates and min(candidates)[0] < _MAX_DIFFERENCE_OF_HALVES:
-        yield Mean(point=min(candidates)[1], points=(start, end))
+                    first_half = abs(places[point] - places[start])
+                    second_half = max(abs(places[point] - places[end]), 1e-9)
+                    differences.append((abs(first_half / second_half - 1), point))
+    if not differences:
+        return
+    least_difference, foot = min(differences)
+    if least_difference < _MAX_DIFFERENCE_OF_HALVES:
+        yield Mean(point=foot, points=(start, end))

@@ -135,14 +135,7 @@ class Regions(DrawnLines):
         # Nothing lies below the lowest point, so the walk begins as if it came from there.
         back_direction = -math.pi / 2
         for _ in range(2 * _MAX_CORNERS_OF_FACE):
-
-            def turn_to(
-                name: str, current: str = current, back_direction: float = back_direction
-            ) -> float:
-                """Return the turn from the way back to a neighbour; the way back is a full turn."""
-                return (self._direction(current, name) - back_direction) % math.tau or math.tau
-
-            next_point = min(sorted(borders[current]), key=turn_to)
+            next_point = self._least_turn(current, borders[current], back_direction)
             if next_point == lowest:
                 break
             boundary.append(next_point)
@@ -150,6 +143,15 @@ class Regions(DrawnLines):
             current = next_point
         meets_itself = len(set(boundary)) != len(boundary)
         return [] if meets_itself else self.without_straight_points(boundary)
+
+    def _least_turn(self, current: str, neighbours: set[str], back_direction: float) -> str:
+        """Return the neighbour of a point to which the turn from the way back is smallest."""
+
+        def turn_to(name: str) -> float:
+            """Return the turn from the way back to a neighbour; the way back is a full turn."""
+            return (self._direction(current, name) - back_direction) % math.tau or math.tau
+
+        return min(sorted(neighbours), key=turn_to)
 
 
 def _join_faces(first: Sequence[str], second: Sequence[str]) -> list[str]:

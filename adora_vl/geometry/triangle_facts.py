@@ -134,9 +134,9 @@ def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
         for row in drawing.all_lines:
             if corner not in row or point not in row:
                 continue
-            for foot_relations in row:
-                if foot_relations not in names and drawing.are_on_one_line((foot_relations, *ends)):
-                    yield Mean(point=foot_relations, points=tuple(ends))
+            for foot in row:
+                if foot not in names and drawing.are_on_one_line((foot, *ends)):
+                    yield Mean(point=foot, points=tuple(ends))
 
 
 def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
