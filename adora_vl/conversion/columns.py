@@ -71,7 +71,7 @@ class Columns:
     # which prompts and reward functions can use.
     extras: tuple[tuple[str, str], ...] = ()
     optional: tuple[str, ...] = ()  # columns that a table may lack
-    pictured: bool = False  # a row without an image is broken
+    requires_image: bool = False  # a row without an image is broken
     decimal_comma: bool = False  # `52,5` in an answer or option is a number
     answer_is: str = ""  # what a whole number beside choices is, a value of `ANSWER_IS`
     image_dir: str = ""  # where the paths of images begin, in place of the table's folder
@@ -132,7 +132,7 @@ _GEOMETRY3K = Columns(
     choices=("choices",),
     id="id",
     optional=("choices", "id"),
-    pictured=True,
+    requires_image=True,
     answer_is="value",
 )
 _CHAT = "messages|conversations"  # the answer is in it too

@@ -38,8 +38,8 @@ _MANY_ROWS_PER_PICTURE = 8  # rows that share one picture; versions of one probl
 _TABLES = """
 PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;
 CREATE TABLE ids (id BLOB PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE asked (split TEXT, asked BLOB, number INTEGER, id TEXT, gold TEXT, origin TEXT,
-                    PRIMARY KEY (split, asked, number)) WITHOUT ROWID;
+CREATE TABLE answered_rows (split TEXT, question BLOB, number INTEGER, id TEXT, gold TEXT,
+                            origin TEXT, PRIMARY KEY (split, question, number)) WITHOUT ROWID;
 CREATE TABLE pictures (picture BLOB PRIMARY KEY, count INTEGER, id TEXT) WITHOUT ROWID;
 """
 
@@ -95,10 +95,10 @@ class SeenRows:
         """
         self._row_count += 1
         earlier_golds = self._database.execute(
-            "SELECT gold FROM asked WHERE split = ? AND asked = ?", (split, question)
+            "SELECT gold FROM answered_rows WHERE split = ? AND question = ?", (split, question)
         ).fetchall()
         self._database.execute(
-            "INSERT INTO asked VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO answered_rows VALUES (?, ?, ?, ?, ?, ?)",
             (split, question, self._row_count, row.row_id, row.gold, row.origin),
         )
         for picture in set(pictures):
@@ -115,14 +115,16 @@ class SeenRows:
         """
         # Only questions whose answers are not all spelt the same need to be compared.
         questions = self._database.execute(
-            "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND "
+            "SELECT question FROM answered_rows WHERE split = ? GROUP BY question "
+            "HAVING COUNT(*) > 1 AND "
             "MIN(gold) < MAX(gold)",
             (split,),
         )
         contradictions = {}
         for (question,) in questions:
             records = self._database.execute(
-                "SELECT id, gold, origin FROM asked WHERE split = ? AND asked = ? ORDER BY number",
+                "SELECT id, gold, origin FROM answered_rows WHERE split = ? AND question = ? "
+                "ORDER BY number",
                 (split, question),
             )
             rows = [

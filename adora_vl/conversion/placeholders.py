@@ -24,9 +24,9 @@ class Placed:
 
     text: str
     order: tuple[int, ...]  # the numbers of the images, from 0, in the order of their places
-    # The text numbers more images than the row has, as parts of one picture. The marks without an
-    # image of their own stand in it as the words "image 2".
-    parts: bool = False
+    # Whether the text numbers more images than the row has, as parts of one picture. The marks
+    # without an image of their own stand in it as the words "image 2".
+    numbers_parts: bool = False
 
 
 def place_images(text: str, images: int) -> Placed | str:
@@ -119,7 +119,7 @@ def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
     return Placed(
         text=_before_the_text(placed_text),
         order=(*order, *images_without_mark),
-        parts=are_parts,
+        numbers_parts=are_parts,
     )
 
 

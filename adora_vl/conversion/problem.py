@@ -62,10 +62,10 @@ def several_faults() -> Iterator[Callable[..., Any]]:
     """
     faults: list[RowError] = []
 
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Return what a function returns; None where it raises `RowError`, which is remembered."""
         try:
-            return function(*arguments)
+            return function(*arguments, **keywords)
         except RowError as error:
             faults.append(error)
             return None

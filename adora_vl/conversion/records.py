@@ -179,22 +179,22 @@ def _read_parts(record: Record, context: Context, refuse: Refuse) -> _Parts:
     with several_faults() as read_part:
         problem: ProblemAndInstruction | None = read_part(_read_problem, record, context, refuse)
         answer: TableAnswer | None = read_part(
-            read_answer, record, columns, refuse, context.has_truth_values
+            read_answer, record, columns, refuse, has_truth_values=context.has_truth_values
         )
         options: TableOptions | None = read_part(
-            read_choices, record, columns, context.texts_only, refuse
+            read_choices, record, columns, texts_only=context.texts_only, refuse=refuse
         )
         pictures: _Pictures | None = read_part(_read_pictures, record, context, refuse)
         question: _Question | None = None
         if answer is not None:
             question = read_part(
                 _question_with_gold,
-                problem.problem if problem is not None else "",
-                answer.text,
-                options.texts if options is not None else None,
-                columns,
-                problem is not None and pictures is not None,  # the rest of the row has no fault
-                refuse,
+                problem=problem.problem if problem is not None else "",
+                answer=answer.text,
+                choices=options.texts if options is not None else None,
+                columns=columns,
+                rest_is_faultless=problem is not None and pictures is not None,
+                refuse=refuse,
             )
     # Where a part could not be read, the block above has raised.
     assert problem is not None
@@ -230,7 +230,7 @@ def _notes_on(parts: _Parts, row_id: str, context: Context, placed: Placed) -> d
         notes["spelling"] = f"{row_id} ({parts.pictures.respelled})"
     if context.format_note:
         notes["format"] = context.format_note
-    if placed.parts:
+    if placed.numbers_parts:
         notes["parts"] = row_id
     # A table without a column for images is of texts alone, which needs no note.
     if context.columns.images and not parts.pictures.images:
@@ -451,7 +451,7 @@ def _read_pictures(record: Record, context: Context, refuse: Refuse) -> _Picture
             respelled_file = other_spelling(picture, context.files)
             if respelled_file:
                 respelled = f"{shown(picture)} is {shown(respelled_file)}"
-    if not images and context.columns.pictured:
+    if not images and context.columns.requires_image:
         raise refuse("no_image", "images [] is empty", "add the diagram in")
     return _Pictures(images=tuple(images), respelled=respelled)
 

@@ -83,13 +83,12 @@ class NameReader:
         while self.token_at(cursor).kind == "points":
             token = self.token_at(cursor)
             letters = re.findall("[A-Z]'?", token.text)
-            is_first = cursor == start
-            if not is_first and (
-                len(letters) > 1 or token.start - self.token_at(cursor - 1).end > 2
-            ):
-                break
-            if not is_first and len(re.findall("[A-Z]'?", self.token_at(start).text)) > 1:
-                break
+            if names:
+                # Only single letters with a space between them are one name: `Q L M`.
+                is_single_letter = len(letters) == 1 and len(names) == cursor - start
+                is_near = token.start - self.token_at(cursor - 1).end <= 2
+                if not is_single_letter or not is_near:
+                    break
             names += letters
             cursor += 1
         if not names or not set(names) <= self.points:

@@ -180,24 +180,23 @@ def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
         if part is term or part.head in _HEADS_READ_AS_WHOLE:
             continue
         if part.head in _SHAPES_IN_QUESTION or part.head in _ADJECTIVES_IN_QUESTION:
-            unread = len(reading.unread)
+            unread_before = len(reading.unread)
             reading.add(part, number)
-            del reading.unread[unread:]  # the goal itself says what is wrong with it
+            # A shape that cannot be read is no fault of its own: reading the goal names it.
+            del reading.unread[unread_before:]
 
 
 def _read_goal(reading: Reading) -> None:
     """Read what the question asks for, or say in `goal_fault` why it cannot be computed."""
-    goal = next(
-        (
-            term.arguments[0]
-            for term in reading.drawing.question_terms
-            if term.head == "Find" and term.arguments
-        ),
-        None,
-    )
-    if goal is None:
+    goals = [
+        term.arguments[0]
+        for term in reading.drawing.question_terms
+        if term.head == "Find" and term.arguments
+    ]
+    if not goals:
         reading.goal_fault = "the question asks for nothing that can be computed"
         return
+    goal = goals[0]
     reading.goal_term = goal
     reading.unit = unit_of_term(goal)
     try:
@@ -205,8 +204,8 @@ def _read_goal(reading: Reading) -> None:
         reading.drawing.check_points(points_in_quantity(quantity))
         reading.goal = quantity
     except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
-        reading.goal_fault = (
-            str(error) if isinstance(error, UnreadError) else f"{goal} is no measure that is known"
-        )
+        reading.goal_fault = f"{goal} is no measure that is known"
+        if isinstance(error, UnreadError):
+            reading.goal_fault = str(error)
         return
     reading.assumed += reading.measures.assumed
