@@ -171,11 +171,6 @@ def forecast_attenuation(groups: Groups) -> Forecast:
     # In a tie that holds too, but there the short answers do not win.
     is_short_only_P = is_tds_P & no_right_is_longer_P & ~is_tie_P
     shares = _right_shares_by_length(groups, has_signal_P)
-    differences = [share.longest - share.shortest for share in shares]
-    longest_minus_shortest = MeanDifference(math.nan, low=math.nan, high=math.nan)
-    if len(differences) > 1:  # one difference has no spread
-        low, high = paired_t_interval(differences)
-        longest_minus_shortest = MeanDifference(fmean(differences), low=low, high=high)
     tds_count = int(is_tds_P.sum())
     return Forecast(
         groups=len(has_signal_P),
@@ -189,7 +184,7 @@ def forecast_attenuation(groups: Groups) -> Forecast:
         shortest=ShareOfGroups(
             count=round(sum(share.shortest for share in shares)), total=len(shares)
         ),
-        longest_minus_shortest=longest_minus_shortest,
+        longest_minus_shortest=_longest_minus_shortest(shares),
     )
 
 
@@ -220,6 +215,15 @@ def _right_shares_by_length(groups: Groups, has_signal_P: torch.Tensor) -> list[
                 )
             )
     return shares
+
+
+def _longest_minus_shortest(shares: Sequence[_RightShares]) -> MeanDifference:
+    """Return how much more often the longest answers of a group are right than the shortest."""
+    differences = [share.longest - share.shortest for share in shares]
+    if len(differences) < 2:  # one difference has no spread
+        return MeanDifference(math.nan, low=math.nan, high=math.nan)
+    low, high = paired_t_interval(differences)
+    return MeanDifference(fmean(differences), low=low, high=high)
 
 
 def recorded_groups(run: Path) -> Groups:
@@ -328,11 +332,18 @@ def _groups_of_columns(
 def forecast_of_path(path: Path, *, rounding: bool = False) -> Forecast:
     """Make the forecast of a run's folder, a folder of stored answers, or a file of them.
 
-    With `rounding` a rounded decimal is right in stored answers. The record of a run has rewards,
-    which nothing grades anew.
+    With `rounding` a rounded decimal is right too. Raises `UserError` where a folder is none of
+    these, and for `rounding` with a run.
     """
     file = path / PREDICTIONS_FILE if path.is_dir() else path
     if not file.is_file():
-        return forecast_attenuation(recorded_groups(path))
-    groups, problems_left_out = sampled_groups(file, rounding=rounding)
-    return replace(forecast_attenuation(groups), problems_left_out=problems_left_out)
+        groups = recorded_groups(path)
+        if rounding:
+            raise UserError(
+                f"rounding: {str(path)!r} has the rewards of a run, which are not graded anew; "
+                "leave --rounding out"
+            )
+        return forecast_attenuation(groups)
+    sampled = sampled_groups(file, rounding=rounding)
+    forecast = forecast_attenuation(sampled.groups)
+    return replace(forecast, problems_left_out=sampled.problems_left_out)

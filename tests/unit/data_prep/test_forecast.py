@@ -163,6 +163,8 @@ def test_a_merged_file_that_was_not_deleted_counts_once(tmp_path, capsys):
     write_part(folder, table, 1, 2)  # as if the first one had been merged into it
     assert main(["filter", "--attenuation", str(tmp_path)]) == 0
     assert "1 of 1" in capsys.readouterr().out
+    assert main(["filter", "--attenuation", str(tmp_path), "--rounding"]) == 2
+    assert "has the rewards of a run, which are not graded anew" in capsys.readouterr().err
 
 
 def test_answers_of_equal_length_are_ties_and_no_wins_of_short_ones():
