@@ -543,7 +543,7 @@ class _DiagramDrawing:
 
 def latex_as_plain_text(value: str, *, words: bool = False) -> str:
     r"""Write a value as a picture has it: `2√3` for `2\sqrt{3}`. Spaces stay if `words`."""
-    replacements = _PLAIN_TEXT_BY_LATEX
+    replacements: Sequence[tuple[str, str]] = _PLAIN_TEXT_BY_LATEX
     if words:
         replacements = replacements[:-1]  # the last one removes spaces
     for pattern, replacement in replacements:

@@ -315,7 +315,7 @@ def class_names(columns: Columns, features: Mapping[str, Any]) -> dict[str, Sequ
     return names
 
 
-def _feature_of_items(feature: Any) -> Any:
+def _feature_of_items(feature: object) -> Any:
     """Return the feature of a list's items; any other feature of `datasets` as it is."""
     return getattr(feature, "feature", feature)
 

@@ -62,7 +62,7 @@ def several_faults() -> Iterator[Callable[..., Any]]:
     """
     faults: list[RowError] = []
 
-    def call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    def call(function: Callable[..., Any], *arguments: object, **keywords: object) -> Any:
         """Return what a function returns; None where it raises `RowError`, which is remembered."""
         try:
             return function(*arguments, **keywords)
