@@ -233,7 +233,7 @@ def trial_lines(
     }
     lines = []
     for entry, function in zip(chosen.entries, chosen.functions, strict=True):
-        unscored: dict[int, str] = {}
+        unscored: dict[int, str] = {}  # filled with why the response has no score
         scores = call_once(
             entry,
             function=function,

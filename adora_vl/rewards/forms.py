@@ -210,12 +210,7 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
         part = _parse_form(piece, depth + 1)
         # `1 \pm 2` in a list is two of its values.
         parts += part.parts if part.is_plus_minus else [part]
-    # `x < 1 or x = 5` is one condition: every piece is an inequality or a value with a name.
-    is_inequality = [part.kind == "inequality" for part in parts]
-    is_condition = [
-        part.kind == "inequality" or bool(part.label and part.is_value) for part in parts
-    ]
-    if any(is_inequality) and all(is_condition):
+    if _are_conditions(parts):
         is_or = ["or" in separator for separator in separators]
         if any(is_or) and not all(is_or):
             raise NotReadError("relation")  # `and` and `or` side by side
@@ -226,6 +221,20 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
     if len(parts) > MAX_PARTS:
         raise NotReadError("too_large")
     return Answer(kind="unordered", text=text, label=label, parts=tuple(parts))
+
+
+def _are_conditions(parts: Sequence[Answer]) -> bool:
+    """Return whether the parts of a list are one condition, as in `x < 1 or x = 5`.
+
+    Each part is then an inequality or a value with a name, and at least one is an inequality.
+    """
+    has_inequality = False
+    for part in parts:
+        if part.kind == "inequality":
+            has_inequality = True
+        elif not part.label or not part.is_value:
+            return False
+    return has_inequality
 
 
 def _common_name(parts: Sequence[Answer]) -> str:

@@ -484,16 +484,7 @@ def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
     elif kind == "pi":
         ball = pi()
     elif kind == "root":
-        degree = tree[1]
-        radicand = _evaluate(tree[2], point)
-        is_constant_radicand = point is None or not unknowns(tree[2])
-        is_negative = radicand.is_real and radicand.value < 0
-        if degree % 2 == 1 and is_constant_radicand and is_negative:
-            # The cube root of the constant -8 is -2. In a function of unknowns it is the principal
-            # one, which is complex.
-            ball = -principal_root(-radicand, degree)
-        else:
-            ball = principal_root(radicand, degree)
+        ball = _evaluate_root(tree, point)
     elif kind == "log":
         ball = logarithm(_evaluate(tree[2], point)) / logarithm(_evaluate(tree[1], point))
     else:  # ("call", name, argument)
@@ -503,3 +494,18 @@ def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
     if point is None and not ball.is_real:
         raise NotReadError("undefined")
     return ball
+
+
+def _evaluate_root(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
+    """Compute the value of a root, as `_evaluate` does for any tree.
+
+    The cube root of the constant -8 is -2. In a function of unknowns it is the principal one, which
+    is complex.
+    """
+    _, degree, radicand_tree = tree
+    radicand = _evaluate(radicand_tree, point)
+    is_constant_radicand = point is None or not unknowns(radicand_tree)
+    is_negative = radicand.is_real and radicand.value < 0
+    if degree % 2 == 1 and is_constant_radicand and is_negative:
+        return -principal_root(-radicand, degree)
+    return principal_root(radicand, degree)
