@@ -263,8 +263,8 @@ _GEOMETRY_SKILL = "geometry reasoning"
 ID_OOD_DEFINITION = (
     "ID pools the items of task `geometry problem solving` and the items with skill `geometry "
     "reasoning`, an item in both counted twice; OOD is everything correct minus ID's, over all "
-    "items minus ID's. The split of ADORA's table, inferred from its figures; because of the "
-    "double count the intervals are a little too narrow."
+    "items minus ID's. The split of ADORA's table, inferred from its figures. ID's "
+    "interval is over the problems; OOD's is that of as many items as are left."
 )
 # The columns that each row has, and what their values have to be.
 REQUIRED_COLUMNS = {

@@ -12,6 +12,7 @@ import pytest
 from adora_vl.evals.inference.predictions import read_predictions
 from adora_vl.evals.scoring.judge import extract_by_rules
 from adora_vl.evals.scoring.score import score as score_of
+from adora_vl.evals.scoring.statistics import wilson_interval
 from eval.command import main
 from eval.mathvista import (
     BENCHMARK,
@@ -306,6 +307,17 @@ def test_more_answers_to_the_same_problems_do_not_narrow_an_interval() -> None:
     ]
     for cell, cell_of_three in cells:
         assert cell_of_three["wilson_95"] == pytest.approx(cell["wilson_95"])
+
+
+def test_a_problem_that_counts_twice_in_id_is_one_problem_for_its_interval() -> None:
+    metadata = {"task": "geometry problem solving", "skills": ["geometry reasoning"]}
+    rows = []
+    for index in range(6):
+        extraction = "5" if index % 2 else "6"
+        rows.append(prediction(pid=str(index), extraction=extraction, metadata=metadata))
+    id_cell = score_rows(rows, score_options())["id_ood"]["ID"]
+    assert (id_cell["correct"], id_cell["total"]) == (6, 12)
+    assert id_cell["wilson_95"] == pytest.approx(wilson_interval(3, 6))
 
 
 def test_empty_extractions_can_be_told_to_be_ignored() -> None:
