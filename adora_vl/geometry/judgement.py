@@ -288,7 +288,7 @@ class Judgement:
             for relation in alternative
             if isinstance(relation, Equal)
         ]
-        self.error_figures = None  # they may contradict what is known now
+        self.error_figures = None  # the next ones have to fulfil this truth too
 
     def _is_about_lengths(self, alternative: Sequence[Relation]) -> bool:
         """Tell whether a claim is about lengths alone, apart from what is known.
