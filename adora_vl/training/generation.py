@@ -24,12 +24,12 @@ class Generation:
     number: int = 0
     """Its index among the generations of a training; 0 where all rollouts are sampled at once."""
 
-    def in_round(self, number: int) -> Generation:
+    def in_round(self, round_number: int) -> Generation:
         """Return this generation in a later round, in which further problems are sampled.
 
         The number of the round is part of the seeds of its rollouts.
         """
-        return replace(self, key=replace(self.key, attempt=number))
+        return replace(self, key=replace(self.key, attempt=round_number))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

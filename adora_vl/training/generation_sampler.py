@@ -318,7 +318,7 @@ class GenerationSampler:
         no_limit_by_group: TokenLimits = dict.fromkeys(numbers)
         return self.group_sampler.sample(generation, groups, no_limit_by_group)
 
-    def take_further_batches(self) -> int:
+    def pop_further_batch_count(self) -> int:
         """Return how many batches of further problems were sampled since the last call.
 
         They are those of one generation, as this is called at its end.
@@ -411,7 +411,7 @@ class GenerationSampler:
         begun_groups = self.pool.begin_groups(
             generation,
             requested.groups,
-            waiting_count=waiting_count + self.pool.groups_requested_ahead,
+            waiting_count=waiting_count + self.pool.requested_ahead_count,
             min_new_groups=self.pool.min_new_groups_beside(continued_groups),
         )
         spare_groups = self._draw_spare_groups(generation, requested.generation)

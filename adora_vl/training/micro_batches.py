@@ -237,7 +237,7 @@ class MicroBatcher:
             units,
             optimizer_steps=layout.optimizer_steps_per_pass,
             micro_batches_per_step=layout.micro_batches_per_update,
-            cut=self._cut(host_rows, units),
+            cut=self._choose_cut(host_rows, units),
         )
         with_units = [units_of_micro_batch for units_of_micro_batch in plan if units_of_micro_batch]
         self.log("adora/micro_batches", len(with_units) / layout.optimizer_steps_per_pass)
@@ -293,7 +293,7 @@ class MicroBatcher:
             seed=f"micro-batches/{self.config.seed}/{key}",
         )
 
-    def _cut(self, host_rows: HostRows, units: Sequence[int]) -> Cut:
+    def _choose_cut(self, host_rows: HostRows, units: Sequence[int]) -> Cut:
         """Return the function that divides the units of an optimizer step into micro-batches.
 
         It divides by planned memory where there is a `MicroBatchRoom`, else by the number of rows.

@@ -231,7 +231,7 @@ class Pool:
         This generation needs some, and all of them have to be learned from before the training ends.
         """
         return schedule.groups_to_complete(
-            group_count + self.groups_requested_ahead,
+            group_count + self.requested_ahead_count,
             slots=self.max_groups,
             remaining_generations=self.generation_numbers.count_remaining(generation),
             min_groups=self.min_groups,
@@ -287,8 +287,8 @@ class Pool:
         self.state = replace(self.state, pending=self.state.pending[1:])
 
     @property
-    def groups_requested_ahead(self) -> int:
-        """Groups of the pending generations after the present one."""
+    def requested_ahead_count(self) -> int:
+        """How many groups the pending generations after the present one have."""
         return sum(len(pending.groups) for pending in self.state.pending[1:])
 
     # ------------------------------------------------------------------------------- waiting groups
@@ -328,7 +328,7 @@ class Pool:
         )
         return [groups[number] for number in selected_numbers]
 
-    def most_missing(self, assessment: GroupAssessment) -> int:
+    def count_missing_groups(self, assessment: GroupAssessment) -> int:
         """Return how many groups with signal are missing on the rank that lacks most.
 
         A group has signal if its rollouts' rewards differ. A slot, the room for one group, that is

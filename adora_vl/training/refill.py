@@ -51,7 +51,7 @@ class Refill:
         signal_share = pool.note_signal_share(scored_groups.assessment)
         replaced_count = 0
         for round_number in range(1, max_rounds + 1):
-            missing_groups = pool.most_missing(scored_groups.assessment)
+            missing_groups = pool.count_missing_groups(scored_groups.assessment)
             if not missing_groups:
                 break
             round_of_generation = generation.in_round(round_number)
@@ -72,7 +72,7 @@ class Refill:
             )
         groups_of_all_ranks = len(scored_groups.groups) * self.context.accelerator.num_processes
         self.context.log("adora/refilled_groups", replaced_count / groups_of_all_ranks)
-        self.context.log("adora/further_batches", self.generation_sampler.take_further_batches())
+        self.context.log("adora/further_batches", self.generation_sampler.pop_further_batch_count())
         pool.note_learned(scored_groups.batch, completion_lengths)
         return scored_groups
 
@@ -84,7 +84,9 @@ class Refill:
         *,
         chosen_by_rank: Sequence[Sequence[int]],
     ) -> ScoredGroups:
-        """Return the chosen groups of the generation and of a round, assessed together.
+        """Return the groups that are chosen from the generation and a round, assessed anew.
+
+        Advantages may depend on all groups of a batch, so the old assessments do not hold any more.
 
         Args:
             generation: the present one.

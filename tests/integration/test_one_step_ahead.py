@@ -205,19 +205,21 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
         if len(steps_of_passes) == 4:
             raise RolloutError(str(guard.save_now()))
 
-    for generations, changed in (
+    for generations, changed_keys in (
         ("one", {}),
         ("two", {"steps_per_generation": 1}),
     ):
-        keys = {
+        keys: dict[str, Any] = {
             "adora_rollouts.ahead": 0,
             "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 8,
             "max_steps": 3,
             "save_steps": 3,
             "adora_stock_step": "[fill_micro_batches]",  # else all groups share one micro-batch
+            **changed_keys,
         }
-        keys |= {"per_device_train_batch_size": 8, **changed}
-        assert main(server_arguments(tmp_path / generations, server, **keys)) == 0
+        uninterrupted = tmp_path / generations
+        assert main(server_arguments(uninterrupted, server, **keys)) == 0
         steps_of_passes.clear()
         stopped = tmp_path / f"{generations}-stopped"
         with monkeypatch.context() as patched:
@@ -225,13 +227,10 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
             assert main(server_arguments(stopped, server, **keys)) == 1
             assert steps_of_passes == [0, 0, 1, 1]
         assert main(server_arguments(stopped, server, **keys)) == 0
-        uninterrupted = tmp_path / generations
-        assert (uninterrupted / "model.safetensors").read_bytes() == (
-            stopped / "model.safetensors"
-        ).read_bytes()
-        assert _tokens_seen(uninterrupted / "checkpoint-3") == _tokens_seen(
-            stopped / "checkpoint-3"
-        )
+        weights = (uninterrupted / "model.safetensors").read_bytes()
+        assert (stopped / "model.safetensors").read_bytes() == weights
+        tokens_seen = _tokens_seen(uninterrupted / "checkpoint-3")
+        assert _tokens_seen(stopped / "checkpoint-3") == tokens_seen
 
 
 def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(

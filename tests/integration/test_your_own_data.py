@@ -82,27 +82,29 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
     assert pd.read_parquet("runs/mine/rollouts")["reward/short"].between(0, 1).all()
 
 
-def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path):
-    """Trained for two steps on a table named in the config, with the engine, and evaluated on its
-    held-out rows.
+def write_rows_with_two_images(folder: Path) -> None:
+    """Write a table of training rows and one of test rows, each with two drawn pictures.
+
+    The question says where each picture stands, but for the first row, whose pictures come first.
     """
-    folder = tmp_path / "in"
     (folder / "pics").mkdir(parents=True)
     for split, count in (("train", 8), ("test", 4)):
         lines = []
         for number, row in enumerate(generate(count, split=split, seed=5, size=56, families=())):
             row["images"][0].save(folder / "pics" / f"{split}{number}.png")
             names = [f"pics/{split}{number}.png", f"pics/{split}{(number + 1) % count}.png"]
-            lines.append(
-                {
-                    "q": f"First <image>, then <image>. {row['problem']}",
-                    "a": row["answer"],
-                    "i": names,
-                    "t": "x",
-                }
-            )
-        lines[0]["q"] = lines[0]["q"].replace("<image>", "that")  # here they stand before the text
+            question = f"First <image>, then <image>. {row['problem']}"
+            lines.append({"q": question, "a": row["answer"], "i": names, "t": "x"})
+        lines[0]["q"] = lines[0]["q"].replace("<image>", "that")
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path):
+    """Trained for two steps on a table named in the config, with the engine, and evaluated on its
+    held-out rows.
+    """
+    folder = tmp_path / "in"
+    write_rows_with_two_images(folder)
     out = tmp_path / "out"
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i", "t": "t"})
     changed = {
