@@ -81,12 +81,15 @@ class CheckpointState:
         unfinished = self.unfinished_generation.load(checkpoint)
         if unfinished is not None:
             trackers.restore_table(unfinished.table, self.table, self.function_names)
-        for name, values in facts.get("metrics", {}).items():
-            self.metrics[self._present_metric(name)] = list(values)
+        for saved_name, values in facts.get("metrics", {}).items():
+            self.metrics[self._present_metric(saved_name)] = list(values)
         return unfinished
 
     def _present_metric(self, name: str) -> str:
-        """Return the present name of a metric: `rewards/NAME/mean` has that of a reward function."""
+        """Return what a saved metric is called now: a reward function may have got another name.
+
+        Its name is part of `rewards/NAME/mean`; other metrics are called as before.
+        """
         parts = name.split("/")
         if parts[0] != "rewards" or len(parts) != 3:
             return name

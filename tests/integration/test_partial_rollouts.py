@@ -80,7 +80,7 @@ def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path
     """Tokens of earlier weights differ much from the policy, and the drift leaves them out."""
     out = train(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=1e-3)
     assert max(read_figure(out, "sampling/sampling_logp_difference/max")) > 1e-2, (
-        "to which the ratio corrects"
+        "the importance ratio to the engine corrects for these"
     )
     assert max(read_figure(out, "adora/drift")) < 1e-4
     assert pd.read_parquet(out / "rollouts")["drift"].max() < 1e-4

@@ -113,7 +113,12 @@ def folder_with_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     teach(model, processor, rows, steps=200, answer=lambda row: row["meta"]["solution"])
     model.save_pretrained(folder / "able")
     processor.save_pretrained(folder / "able")
-    teach(model, processor, rows, steps=40, answer=lambda row: rf"\boxed{{{row['facts'][5:-1]}}}")
+
+    def say_angle(row: Row) -> str:
+        angle = row["facts"].removeprefix("apex ").removesuffix(".")
+        return rf"\boxed{{{angle}}}"
+
+    teach(model, processor, rows, steps=40, answer=say_angle)
     model.save_pretrained(folder / "reads")
     processor.save_pretrained(folder / "reads")
     return folder
