@@ -195,6 +195,7 @@ def self_check_error(examination: Examination) -> str:
 
 
 def main() -> int:
+    """Build a trainer, let the doctor examine it with each sabotage, and write what it says."""
     output = Path(sys.argv[1])
     results: dict[str, Any] = {}
     trainers: list[Any] = []

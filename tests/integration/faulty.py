@@ -197,6 +197,7 @@ def start_in_turn(arguments: list[str], starts: list[str]) -> int:
 
 
 def main() -> int:
+    """Run the training command with the faults of the environment variable `FAULTS`."""
     from adora_vl.train import main as train
 
     if "STARTS" in os.environ:

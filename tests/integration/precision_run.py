@@ -74,6 +74,7 @@ class SaveTensorsAtStart(TrainerCallback):
         self.folder = folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save constants, and log-probabilities as built, with exact and with rounded frequencies."""
         reference = self.trainer.accelerator.unwrap_model(self.trainer.ref_model)
         models = {"policy": self.trainer.model, "reference": reference}
         refusals = {"built": self.refusal()}
@@ -118,6 +119,7 @@ class SaveTensorsAtStart(TrainerCallback):
 
 
 def main() -> int:
+    """Build a trainer by the words of a command, save what its models compute with, and end."""
     from trl import GRPOTrainer
 
     from adora_vl.prepare import prepare

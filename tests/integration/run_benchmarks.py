@@ -32,6 +32,7 @@ def build_engine_once(settings: AnswerEngineSettings) -> AnswerEngine:
 
 
 def main(model: str, folder: Path) -> int:
+    """Run each benchmark by its command, all with one engine that is built once."""
     mock.patch.object(asking, "build_engine", build_engine_once).start()
     for benchmark, name, options in (
         (GEOMETRY3K, "geometry3k", []),
