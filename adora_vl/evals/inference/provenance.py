@@ -63,48 +63,57 @@ FINGERPRINT_FILE = "fingerprint.json"
 FingerprintFields = dict[str, Any]
 
 
-def write_or_check_fingerprint(
-    output: Path,
-    fields: FingerprintFields,
-    *,
-    has_predictions: bool,
-    answer_counts: FingerprintFields,
-) -> None:
-    """Write the fingerprint of a new folder, or check that of a folder with predictions.
+def check_fingerprint(output: Path, fields: FingerprintFields) -> None:
+    """Check that the predictions of a folder were made with the same fields as those of this run.
+
+    Only `samples` may be larger now: the answers that are there stay, and further ones are added.
 
     Args:
-        output: The folder.
-        fields: What the answers depend on. The predictions have to be made with the same fields,
-            except that `samples` may be larger now.
-        has_predictions: Whether the folder has some.
-        answer_counts: The numbers of answers that the run asks for, which may differ from one run
-            to the next.
+        output: The folder, which has predictions.
+        fields: What the answers of this run depend on.
 
     Raises `UserError` with the first field that differs, or if the predictions have no fingerprint.
     """
     path = output / FINGERPRINT_FILE
-    if not has_predictions:
-        write_json(
-            path, {"fields": fields, "versions": software_versions(), "asked": answer_counts}
-        )
-        return
     if not path.is_file():
         raise UserError(
             f"output: {str(output)!r} has predictions but no {FINGERPRINT_FILE}; use another --output"
         )
-    fingerprint = read_fingerprint(path)
-    stored_fields = fingerprint["fields"]
+    stored_fields = read_fingerprint(path)["fields"]
     # The names of either side, those of this run first.
     for name in {**fields, **stored_fields}:
-        # With more samples the answers that are there stay, and further ones are added.
         has_more_samples = name == "samples" and stored_fields.get(name, 1) <= fields.get(name, 1)
         if stored_fields.get(name) != fields.get(name) and not has_more_samples:
             raise UserError(
                 f"{name}: the predictions in {str(output)!r} were made with {stored_fields.get(name)!r}, "
                 f"this run has {fields.get(name)!r}; set it back or use another --output"
             )
-    if stored_fields != fields or fingerprint.get("asked") != answer_counts:
-        write_json(path, {**fingerprint, "fields": fields, "asked": answer_counts})
+
+
+def write_fingerprint(
+    output: Path,
+    fields: FingerprintFields,
+    *,
+    has_predictions: bool,
+    answer_counts: FingerprintFields,
+) -> None:
+    """Write the fingerprint of a new folder, or bring that of a folder with predictions up to date.
+
+    Args:
+        output: The folder.
+        fields: What the answers depend on.
+        has_predictions: Whether the folder has some, of which `check_fingerprint` has approved. The
+            versions of the software then stay those of the first answers.
+        answer_counts: The numbers of answers that the run asks for, which may differ from one run
+            to the next.
+    """
+    path = output / FINGERPRINT_FILE
+    fingerprint: dict[str, Any] = {"versions": software_versions()}
+    if has_predictions:
+        fingerprint = read_fingerprint(path)
+    new_fingerprint = {**fingerprint, "fields": fields, "asked": answer_counts}
+    if new_fingerprint != fingerprint:
+        write_json(path, new_fingerprint)
 
 
 # A server is the same one at another address, such as after a restart on another port.

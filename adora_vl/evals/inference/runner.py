@@ -31,10 +31,11 @@ from adora_vl.evals.inference.predictions import (
 from adora_vl.evals.inference.provenance import (
     FINGERPRINT_FILE,
     FingerprintFields,
+    check_fingerprint,
     read_fingerprint,
     refuse_other_resolved_settings,
+    write_fingerprint,
     write_json,
-    write_or_check_fingerprint,
 )
 from adora_vl.evals.inference.ranks import SINGLE_PROCESS, Ranks
 from adora_vl.evals.inference.requests import (
@@ -244,13 +245,8 @@ def _answer_as_rank_0(
         # A run that was killed may have left files of its ranks that rank 0 did not merge.
         has_merged_parts = merge_rank_files(output, log)
         earlier_keys = set(log.done)
-        with naming_write_errors("output", output):
-            write_or_check_fingerprint(
-                output,
-                fingerprint,
-                has_predictions=bool(earlier_keys),
-                answer_counts={"answers": n_answers, "in_data": answers_to_all_data},
-            )
+        if earlier_keys:
+            check_fingerprint(output, fingerprint)
         pending_count = sum(sample.key not in earlier_keys for sample in answer_samples)
         resumed_count = n_answers - pending_count
         _refuse_predictions_of_more(
@@ -259,6 +255,14 @@ def _answer_as_rank_0(
             n_answers=n_answers,
             n_resumed=resumed_count,
         )
+        # A run that was refused leaves the counts of the one before, which a score goes by.
+        with naming_write_errors("output", output):
+            write_fingerprint(
+                output,
+                fingerprint,
+                has_predictions=bool(earlier_keys),
+                answer_counts={"answers": n_answers, "in_data": answers_to_all_data},
+            )
         _print_counts(n_answers // samples, samples, resumed=resumed_count, pending=pending_count)
         # The other ranks read the file of predictions behind this barrier.
         ranks.barrier("start")

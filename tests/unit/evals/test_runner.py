@@ -244,9 +244,12 @@ def test_what_would_mix_or_lose_answers_is_refused(tmp_path):
     """Fewer problems, a second process at once, and a missing fingerprint are refused."""
     predictions = tmp_path / "predictions.jsonl"
     infer_with(tmp_path, RecordingEngine())
+    fingerprint = (tmp_path / "fingerprint.json").read_bytes()
     message = r"limit: .* already has 5 predictions and this run asks for 2"
     with pytest.raises(UserError, match=message):
         infer_with(tmp_path, RecordingEngine(), FIVE_PROBLEMS[:2])
+    # A score would else take the five answers for those to two problems of a part.
+    assert (tmp_path / "fingerprint.json").read_bytes() == fingerprint
     message = f"process {os.getpid()} .* is writing|another process is writing"
     with PredictionLog(predictions), pytest.raises(UserError, match=message):
         infer_with(tmp_path, RecordingEngine())
