@@ -475,6 +475,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         with parts.policy_pass.watch(observe, micro), self._draws_of_micro_batch():
             loss: Tensor = super()._compute_loss(model, micro)
+        if "share_of_tokens" in micro:
+            sums_2 = parts.entropy_bonus.policy_loss_sums(
+                micro,
+                loss,
+                entropies_BC=observed_entropies[0],
+                coefficient=entropy_coefficient,
+                micro_batches_per_step=self.current_gradient_accumulation_steps,
+            )
+            total, token_count = self.accelerator.reduce(sums_2, reduction="sum").tolist()
+            self._metrics["train"]["policy_loss"][-1] = total / max(token_count, 1.0)
         logps_BC = observed_logps[0] if observed_logps else None
         loss = parts.ratio_guard.loss_or_nan(loss, logps_BC, micro)
         loss = loss * parts.micro_batcher.loss_weight(micro)

@@ -1,5 +1,6 @@
 """The entropy bonus, in which a token weighs the same whichever rows share its micro-batch."""
 
+import torch
 from torch import Tensor
 
 from adora_vl.config import AdoraGRPOConfig
@@ -68,3 +69,29 @@ class EntropyBonus:
             -coefficient / micro_batches_per_step * missing_weight * mean_entropy
         )
         return missing_bonus
+
+    def policy_loss_sums(
+        self,
+        micro: Batch,
+        loss: Tensor,
+        entropies_BC: Tensor,
+        coefficient: float,
+        micro_batches_per_step: int,
+    ) -> Tensor:
+        """Return TRL's policy loss of a micro-batch times its tokens, and its tokens, (2,).
+
+        TRL logs the mean of the ranks' policy losses. Where each is a mean over the tokens of its
+        rank, ranks with few tokens would weigh as much as the others.
+
+        Args:
+            micro: the micro-batch.
+            loss: TRL's, with its bonus and without a weight.
+            entropies_BC: the entropy of each token.
+            coefficient: TRL's coefficient of the bonus in this step.
+            micro_batches_per_step: micro-batches of the optimizer step, by which TRL divides.
+        """
+        mask_BC = loss_mask(micro)
+        token_count = mask_BC.sum()
+        mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
+        policy_loss = loss + coefficient / micro_batches_per_step * mean_entropy
+        return torch.stack([policy_loss * token_count, token_count.to(loss.dtype)]).detach()

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from adora_vl.training.entropy_bonus import EntropyBonus
 from adora_vl.types import Batch
+from tests.support.stand_ins import config_of
 from tests.support.table_policy import TABLE_VOCABULARY, LogitsTable, table_trainer
 
 ROWS = 8
@@ -174,3 +176,21 @@ def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
     is_chosen_BC = bonus.abs().sum(dim=2) > 0
     assert 0.15 < is_chosen_BC.sum() / tokens < 0.35
     assert (bonus - policy.logits.grad)[is_chosen_BC].abs().max() < 1e-12
+
+
+def test_the_policy_loss_is_what_the_loss_would_be_without_the_bonus():
+    """TRL's loss less its bonus, the mean entropy of 4 tokens over 2 micro-batches, by tokens."""
+    config = config_of(entropy_coef=COEFFICIENT, loss_type="dapo")
+    micro: Batch = {"completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
+    entropies_BC = torch.tensor([[1.0, 2.0, 3.0], [6.0, 9.0, 9.0]])
+    policy_loss = 0.7
+    loss = torch.tensor(policy_loss - COEFFICIENT * 3.0 / 2, requires_grad=True)
+    sums_2 = EntropyBonus(config, batcher=None).policy_loss_sums(
+        micro,
+        loss,
+        entropies_BC=entropies_BC,
+        coefficient=COEFFICIENT,
+        micro_batches_per_step=2,
+    )
+    assert sums_2.tolist() == [pytest.approx(4 * policy_loss), 4.0]
+    assert not sums_2.requires_grad
