@@ -118,7 +118,7 @@ def _summary(
 def _describe_data(rows: Sequence[Prediction]) -> dict[str, Any]:
     """Describe the data of a score: its sources, its splits, and the number of its problems.
 
-    Published figures are quoted only beside a score of a whole split.
+    The score needs it, as published figures are quoted only beside a score of a whole split.
     """
     metadata_of_rows = [row.get("metadata") or {} for row in rows]
     return {

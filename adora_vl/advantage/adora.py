@@ -155,8 +155,8 @@ class Adora(Method):
 
         - `random` shuffles the weights among the groups with signal, so that as many groups are
           attenuated as by the criteria.
-        - `reversed` gives the factor to the wrong groups: to advantageous ones (TAS) under
-          attenuation, to disadvantageous ones (TDS) under amplification.
+        - `reversed` gives the factor to the other side: attenuation hits the advantageous groups
+          (TAS), and amplification the disadvantageous ones (TDS).
         - `rate` gives every group the weight 1, and multiplies the learning rate by the mean of the
           weights that the criteria give to groups with signal.
 
@@ -372,7 +372,8 @@ def _compare_correct_with_wrong(groups: Groups, options: Adora, measure_PG: Tens
     )
     largest_correct_P = groups.largest_correct_P(measure_PG)
     holds_P = largest_correct_P > mean_wrong_P
-    # -inf without a correct rollout is no tie with -inf without a wrong one.
+    # A group without correct rollouts and without finished wrong ones has -inf on both sides, with
+    # `empty_wrong: keep`. It compares nothing, so it is no tie.
     is_tie_P = has_finished_wrong_P & (largest_correct_P == mean_wrong_P)
     if options.ties == "keep":
         holds_P = holds_P | is_tie_P

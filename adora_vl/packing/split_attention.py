@@ -185,8 +185,10 @@ def _flash_attention_of_spans(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention over a packed sequence in one call of Transformers' flash attention.
 
-    It takes the bounds of spans in place of a mask. The output is that of
-    `_packed_or_stock_attention`.
+    The sequence has the prompt of each group once, before its rollouts. The kernel sees spans of
+    queries, a prompt or a rollout each, and the keys of each span, for which the prompt's keys are
+    repeated before those of every rollout. It takes the bounds of both in place of a mask. Returns
+    what the flash attention does: the output, (1, S, H, D), and no weights.
 
     Args:
         attend: the flash attention, bound to an attention module and its options.

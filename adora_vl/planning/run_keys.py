@@ -52,20 +52,21 @@ def changed_keys(plan: Plan) -> dict[str, Any]:
 def resolve_keys(plan: Plan) -> dict[str, Any]:
     """Return all keys of a run for `--write-config`, so that `--config` reads the same run again.
 
-    The keys that the user changed come first, then those with their defaults. Keys that
-    Transformers or TRL derive from others are left out, since they would not accept them.
+    The keys that differ from their defaults by the user's doing come first, then those with their
+    defaults. Keys that Transformers or TRL derive from others are left out, since they would not
+    accept them.
     """
-    set_keys = plan.command.set_keys
     value_by_key = changed_keys(plan)
     for key in _key_values(plan):
-        name = key.field.name
-        # A key that the user has not set and that is not at its default was derived.
-        if key.field.init and name not in value_by_key and key.is_default:
-            value_by_key[name] = key.value
+        # A field that `__init__` does not take was derived, and so was a key that has another value
+        # than its default though the user has not changed it.
+        is_derived = not (key.field.init and key.is_default)
+        if not is_derived:
+            value_by_key.setdefault(key.field.name, key.value)
     values_to_write: dict[str, Any] = {}
     for name, value in value_by_key.items():
         # A key that is null has no line, unless the user set it to null.
-        has_line = value is not None or name in set_keys
+        has_line = value is not None or name in plan.command.set_keys
         if has_line and _is_plain_yaml(value):
             values_to_write[name] = value
     return values_to_write

@@ -126,6 +126,7 @@ def rewards_text(reward_funcs: object) -> str:
             entries.append(without_secrets(plain_value(reward)))
         else:
             entries.append(function_name(reward))
+    # `comparable_entries` leaves out the address of a judge.
     return json.dumps(comparable_entries(entries), default=str)
 
 

@@ -93,7 +93,7 @@ class TieNotice:
 
     def count(self, weighting: AdoraWeighting) -> None:
         """Count the groups of a generation that the loss uses, and print the notice if many tie."""
-        if self._is_silent:
+        if self._is_silent:  # the notice was printed, or is not this rank's to print
             return
         self._groups_that_may_tie += int(_may_tie_P(weighting).sum())
         self._tied_groups += int(weighting.tds_by_tie_P.sum())

@@ -57,12 +57,15 @@ def last_boxed(response: str) -> str | None:
     point 1.
     """
     response = final_part(response)[-MAX_CHARS:]
+    # Cut off behind `\boxed{`. The brace is looked for first, as the pattern searches all the text.
     if response.rstrip().endswith("{") and _UNFINISHED_BOX_PATTERN.search(response):
         return None
     boxes = _complete_boxes(response)
     if not boxes:
         return None
-    # The last box that closes is the outermost one. A box directly inside closes just before it.
+    # Boxes are in the order of their closing braces, so the last one is the outermost, and a box
+    # directly inside stands before it. Offsets: `start` of `\boxed`, `content_start` behind its
+    # brace, `end` of its closing brace.
     box = boxes.pop()
     for inner_box in reversed(boxes):
         if inner_box.start < box.content_start:

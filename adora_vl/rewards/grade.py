@@ -206,9 +206,9 @@ def _decide_verdict(
         value = _value_of_letter(reference_choice.letter, choices)
         if value is None:
             return ComparisonResult("wrong", "gold_letter_without_choice")
-        if not _fits_value_beside(reference_choice, value):
+        if not _agrees_with_text_beside(reference_choice, value):
             return ComparisonResult("wrong", "gold_letter_with_another_value")
-        # The policy asks for exactly that choice's value.
+        # From here on the reference is the value of that choice, and no other one is near enough.
         reference = value
         rounding = False
     letter_result = None
@@ -216,7 +216,8 @@ def _decide_verdict(
         letter_result = _grade_by_letter(
             answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
         )
-        # `c` may also be a value, as may `(c)5`; a capital letter that is a choice may not.
+        # A wrong letter is final if it is the capital letter of a choice. `c` or `(c)5` may also be
+        # meant as a value, which is tried next.
         is_capital_letter = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text) is not None
         is_choice = _value_of_letter(answer_choice.letter, choices) is not None
         if letter_result.verdict == "correct" or (is_capital_letter and is_choice):
@@ -302,7 +303,7 @@ def _grade_by_letter(
     if value is None:
         reason = "different_letter" if reference_choice else "letter_without_choice"
         return ComparisonResult("wrong", reason)
-    if not _fits_value_beside(answer_choice, value):
+    if not _agrees_with_text_beside(answer_choice, value):
         return ComparisonResult("wrong", "letter_with_another_value")
     if reference_choice:
         is_same = answer_choice.letter == reference_choice.letter
@@ -401,10 +402,10 @@ def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice |
     return _NamedChoice(answer.text, letter=letter.upper(), text_beside=text_beside)
 
 
-def _fits_value_beside(choice: _NamedChoice, value: Answer) -> bool:
-    """Return whether what stands beside the letter of a choice fits the value of that choice.
+def _agrees_with_text_beside(choice: _NamedChoice, value: Answer) -> bool:
+    """Return whether the text beside the letter of a choice agrees with the value of that choice.
 
-    It also does where the letter stands alone.
+    In `(C) 5` that text is `5`. A letter that stands alone agrees with any value.
     """
     # The value of a choice may itself look like a letter with a value.
     if not choice.text_beside or choice.text == value.text:

@@ -99,6 +99,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
             vllm_generation.empty_cache()  # as TRL does: the engine needs the memory
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
+            # The sync sends parameters alone, and what sleep has left in buffers would be read.
             zero_discarded_buffers(self.llm)
         if self.adapter_settings is not None:
             self.tensors_sent = push_adapter(self.llm, self._tensors_to_send())

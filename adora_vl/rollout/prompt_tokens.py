@@ -29,8 +29,9 @@ class PromptMismatchError(RolloutError):
 def refuse_prefill(dataset: object) -> None:
     """Raise `UserError` for the first row whose prompt ends with a turn of the assistant.
 
-    TRL closes that turn in the engine's prompt and begins another one. In the policy's prompt of a
-    row with images it continues the turn instead, so the two prompts differ in length.
+    TRL makes two prompts of such a row. In the engine's it closes the turn and begins another one.
+    In the policy's, if the row has images, it leaves the turn open to be continued. The policy would
+    then learn from answers to another prompt.
     """
     if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
         return

@@ -50,8 +50,8 @@ class PassBytes(NamedTuple):
     def fit_into(self, planned: "PassBytes") -> bool:
         """Return whether a pass needs no more memory than is planned.
 
-        If it needs no more with both settings, it needs no more with any number of recomputed layers
-        between them, by the same formulas.
+        The number of recomputed layers is chosen later. Memory is linear in it, so a pass that needs
+        no more with all layers recomputed and with none needs no more with any number between.
         """
         return (
             self.all_recomputed <= planned.all_recomputed

@@ -251,7 +251,8 @@ class OldLogps:
         """Store the log-probabilities of the first pass over a micro-batch as its old ones.
 
         With `num_iterations` above 1 the same micro-batch is learned from again, after the weights
-        have changed. Otherwise nothing is stored.
+        have changed. Nothing is stored with one iteration, nor in a later pass, nor where the old
+        log-probabilities are the engine's.
 
         Args:
             stored_micro: the micro-batch of the generation, which the next iteration reads.
@@ -261,7 +262,8 @@ class OldLogps:
         """
         if self.layout.num_iterations == 1 or not self.come_from_learning_pass(micro_step):
             return
-        # Where the policy has dropout, an earlier pass without it has stored them already.
+        # `setdefault`: where the policy has dropout, the pass over the whole generation, which has
+        # none, has stored its log-probabilities before. They are the ones for later iterations.
         stored_micro.setdefault("old_per_token_logps", logps_BC)
         ratio = loss_micro.get("importance_sampling_ratio")
         if ratio is not None:

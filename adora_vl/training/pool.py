@@ -436,8 +436,9 @@ class Pool:
     def _count_unfinished_rollouts(self) -> int:
         """Return how many rollouts of this rank have begun, and go on in a later generation."""
         groups = [*self.state.waiting]
-        for pending in self.state.pending:
-            groups += pending.groups
+        # Groups of the generations that servers sample ahead may go on too.
+        for generation in self.state.pending:
+            groups += generation.groups
         count = 0
         for group in groups:
             # Without any segment the group was requested, and nothing has been sampled yet.

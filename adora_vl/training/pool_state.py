@@ -211,13 +211,15 @@ def _has_begun_rollouts(content: Mapping[str, Any]) -> bool:
 
 
 def _pack_group(group: RolloutGroup) -> dict[str, Any]:
-    """Return a group as a checkpoint has it, without its row.
+    """Return a group as a checkpoint has it.
 
-    Tokens and log-probabilities are tensors, of 4 bytes each as engines give them. Pictures are
-    named by their digests.
+    Its row of the data set is left out: it is read again by its number. Tokens and
+    log-probabilities are tensors, of 4 bytes each as engines give them. Pictures are named by their
+    digests.
     """
     rollouts = [
         {
+            # The step is that of the policy that sampled the segment.
             _SEGMENTS_KEY: [
                 (*_pack_segment(segment), segment.step) for segment in rollout.segments
             ],

@@ -208,9 +208,11 @@ class RolloutFacts:
 
     @property
     def leaving_reasons(self) -> list[str | None]:
-        """Why each rollout has left its group; None where it has not.
+        """Why each rollout has left its group, so that nothing is learned from it; None if it has not.
 
-        A rollout with a reward leaves where no other rollout of its group has one.
+        It leaves without a complete reward. A rollout with a reward leaves too where no other one
+        of its group has any, since there is nothing to compare it with. Rollouts that have left
+        have NaN in all of `counted_rewards_NF`.
         """
         has_left_N = torch.isnan(self.counted_rewards_NF).all(dim=1).tolist()
         return [

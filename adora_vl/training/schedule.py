@@ -56,13 +56,13 @@ def groups_to_complete(
     """Return how many groups have to be complete now, so that the training can learn from all.
 
     Args:
-        group_count: groups that have begun and were not learned from. No more can be complete.
-        slots: the most groups that one generation learns from.
+        group_count: groups that have begun and were not learned from. It bounds the result.
+        slots: the most groups that one generation learns from, since its batch has places for them.
         remaining_generations: generations until the end of the training, including this one.
         min_groups: the fewest groups that this generation may learn from.
     """
-    groups_learned_later = (remaining_generations - 1) * slots
-    groups_left_for_now = group_count - groups_learned_later
+    most_learned_later = (remaining_generations - 1) * slots
+    groups_left_for_now = group_count - most_learned_later
     return min(group_count, slots, max(min_groups, groups_left_for_now))
 
 

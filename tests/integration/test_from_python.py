@@ -75,7 +75,7 @@ def test_the_documented_lines_train_and_record(tmp_path):
     assert metrics[-1]["kind"] == "end"
     assert metrics[-1]["step"] == 2
     rollouts = pq.read_table(tmp_path / "out" / "rollouts").to_pylist()
-    assert len(rollouts) == 16
+    assert len(rollouts) == 2 * 8, "two steps of a micro-batch of eight"
     assert {row["problem"] for row in rollouts} == {"Which one is darker?"}
     assert all(len(row["images"]) == 2 and row["answer"] is None for row in rollouts)
     assert all(row["reward"] == row["reward/brief"] for row in rollouts)

@@ -128,6 +128,10 @@ def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
 def test_training_and_evaluations_ask_in_the_same_words(
     data: Path, subtests: pytest.Subtests
 ) -> None:
+    """A problem is asked alike in training, in its evaluations on the way, and by `eval.problems`.
+
+    The data's test split, which is evaluated, has the training's questions with "Again." behind.
+    """
     alone = [row["q"] for row in ROWS]
     cases: list[tuple[str | None, list[str], list[str], list[str]]] = [
         (DEFAULT_PROMPT, [], [], ASKED),
