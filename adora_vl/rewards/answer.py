@@ -205,8 +205,10 @@ def _read_canonical(text: str, raw: str) -> Answer:
             kind="number", text=text, raw=raw, number=evaluate_closed_form(tree), tree=tree
         )
     except NotReadError as error:
+        # The text is in the grammar but has letters in it, so that it has no number as its value.
         if error.reason == "has_unknown":
             return Answer(kind="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
+        # It is not in the grammar, yet plain words, as in `right triangle`.
         if error.reason == "not_read" and _is_readable_text(text):
             return Answer(kind="text", text=text, reason="not_a_number", raw=raw)
         return Answer(kind="unreadable", text=text, reason=error.reason, raw=raw)
@@ -263,9 +265,11 @@ def _ratio_terms(text: str) -> tuple[Ball, ...]:
         numbers = tuple(evaluate_closed_form(read_tree(term)) for term in terms)
     except NotReadError:
         return ()
+    # `3:45` has the common factor 3, so that it is read as a time; `3:47` is a ratio.
     if _CLOCK_TIME_PATTERN.fullmatch(text) and math.gcd(*map(int, terms)) > 1:
         return ()
     for number in numbers:
+        # `least_magnitude` is 0 where the term can be 0 within its error.
         if number.least_magnitude <= 0 or number.has_undone_arithmetic:
             return ()
     return numbers
@@ -293,6 +297,7 @@ def convert_angle(answer: Answer, dimension: str) -> Answer:
     """
     if answer.tree is None:
         return answer
+    # The factors are pieces of a product tree, each with its sign: `* 180 / pi` gives degrees.
     factors = (("*", ("num", "180")), ("/", ("pi",)))
     if dimension == RADIANS:
         factors = (("/", ("num", "180")), ("*", ("pi",)))
@@ -305,7 +310,9 @@ def convert_angle(answer: Answer, dimension: str) -> Answer:
 def convert_to_unit(answer: Answer, unit: Unit) -> Answer:
     """Return the same quantity in another unit of its dimension: 3 for `300 cm` in metres.
 
-    An answer without a tree, and one in a unit of no definite size, is returned as it is.
+    An answer that is no expression, and so has no tree, is returned as it is. So is one in a unit
+    of no definite size, whose `factor` is None. Any other `factor` is the size of the unit, in the
+    base unit of its dimension.
     """
     if not answer.tree or not answer.unit or not answer.unit.factor or not unit.factor:
         return answer

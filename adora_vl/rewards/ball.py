@@ -89,6 +89,7 @@ class Ball:
         """Return the product; its error follows from `(a + da)(b + db) - ab`."""
         if self.is_exact and factor.is_exact:
             return _exact_result(self.value * factor.value)
+        # An exact 0 makes the product 0, however large the error of the other factor is.
         if (self.is_exact and self.value == 0) or (factor.is_exact and factor.value == 0):
             return Ball(Fraction(0))
         first = self.as_mpmath()
@@ -159,8 +160,10 @@ def _rounded_result(value: Value, error: float = 0.0) -> Ball:
     `NotReadError("too_large")` for a magnitude that is not between 2^-`MAX_BITS` and 2^`MAX_BITS`.
     """
     magnitude = Ball(value).magnitude
+    # mpmath may err in the last bits of a result. The least error keeps the bound above 0, even
+    # where the float of so small a number would be 0.
     error += magnitude * 2.0 ** (_SPARE_BITS - PRECISION_BITS) + _LEAST_ERROR
-    is_small_enough = magnitude + error < 2.0**MAX_BITS  # false for a NaN too
+    is_small_enough = magnitude + error < 2.0**MAX_BITS  # false for a NaN too, which is refused
     is_too_near_zero = value != 0 and magnitude < 2.0**-MAX_BITS
     if not is_small_enough or is_too_near_zero:
         raise NotReadError("too_large")
@@ -209,6 +212,7 @@ def power_of(base: Ball, exponent: Ball) -> Ball:
         return _exponential(logarithm(base) * exponent)
     power: Fraction = exponent.value
     if base.is_exact and power.denominator == 1:
+        # An exact power is a fraction, kept only if its numerator and denominator stay short.
         result_bits = _size_in_bits(base.value) * abs(power)
         if result_bits <= MAX_BITS:
             return Ball(Fraction(base.value ** int(power)))
@@ -222,6 +226,7 @@ def _rounded_power(base: Ball, power: Fraction) -> Ball:
     leaves little of it.
     """
     absolute_power = abs(float(power))
+    # The relative error of a power is that of its base, as many times as the power says.
     relative_error = absolute_power * base.error / base.least_magnitude
     # 2^-50 bounds the rounding error of the logarithm.
     result_bits = absolute_power * (abs(math.log2(base.magnitude)) + 2.0**-50)
@@ -307,11 +312,13 @@ def function_value(name: str, argument: Ball, *, is_in_radians: bool) -> Ball:
     if name.startswith("arc"):
         return _inverse_function_in_radians(name, argument.as_mpmath()) * half_turn / pi()
     if not is_in_radians:
+        # A whole turn more changes nothing, and a small angle keeps the error of pi small.
         degrees = Ball(argument.value % 360) if argument.is_exact else argument
         argument = degrees / half_turn * pi()
     angle = argument.as_mpmath()
     # An argument may be complex, since a function can be compared at a point where a root is.
     imaginary_size = abs(float(angle.value.imag))
+    # The exponential below would overflow, or the error of the angle leaves nothing of the value.
     if imaginary_size > MAX_BITS / 2 or angle.error > 1:
         raise NotReadError("too_large")
     # Within 1 of the angle neither sine nor cosine is steeper than this exponential.

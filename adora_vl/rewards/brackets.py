@@ -24,6 +24,7 @@ def bracket_depths(text: str) -> tuple[int, ...]:
         depths.append(depth)
         if char in "([{":
             depth += 1
+    # Brackets stay open, or one closes before any has opened.
     if depth != 0 or min(depths, default=0) < 0:
         raise NotReadError("not_read")
     return tuple(depths)

@@ -235,6 +235,7 @@ def canonical_value_and_unit(text: str) -> tuple[str, str]:
     """
     text = _unify_spelling(_take_out_formula(text))
     text = _without_leading_name(_without_words_around_value(text))
+    # Degrees of temperature are told from those of an angle first, by the letter behind them.
     temperature = TEMPERATURE_PATTERN.fullmatch(text) if "circ" in text else None
     if temperature:
         return _without_decoration_and_spaces(temperature[1]), f"°{temperature[2]}"
@@ -264,6 +265,7 @@ def _without_leading_name(text: str) -> str:
 
     `AB = CD` stays, since it says that two segments are equal: neither is a name for the other.
     """
+    # The match includes the sign, as in `AB =`.
     name = _LEADING_NAME_PATTERN.match(text)
     if name is None:
         return text
@@ -318,6 +320,7 @@ def _take_out_formula(text: str) -> str:
     """
     if not text.isascii():
         text = spell_in_ascii(text)
+    # Careless JSON turns `\frac` into a form feed and `rac`.
     if "\x0c" in text:
         text = _FORM_FEED_OF_FRAC_PATTERN.sub(r"\\frac", text)
     text = _DOUBLE_BACKSLASH_PATTERN.sub(r"\\", text)

@@ -91,7 +91,7 @@ REWARD_NAMES = tuple(_OPTIONS_CLASS_BY_NAME)
 def bind_options(
     entry: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Bind the options of an entry to its function as keyword arguments.
+    """Return the function of an entry with its options bound as keyword arguments.
 
     Args:
         entry: the function's entry in `adora_reward`, for messages.
@@ -147,7 +147,7 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     position, and must accept the columns that it does not name in `**kwargs`. Its bound options
     must not have the name of a column.
     """
-    # A partial is what `bind_options` makes of a function with options.
+    # `bind_options` makes a partial of a function with options, whose keywords are the options.
     options = set(function.keywords) if isinstance(function, partial) else set()
     clashes = sorted(options & set(columns))
     if clashes:
@@ -159,7 +159,8 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin may not say what it takes
         return
-    # TRL passes `prompts` and `completions` in place of these two columns.
+    # TRL passes each column to the function, and some arguments of its own. It passes `prompts` and
+    # `completions` in place of these two columns.
     available = {*TRAINER_ARGUMENTS, *columns} - {"prompt", "completion"}
     for parameter in signature.parameters.values():
         takes_several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
@@ -283,6 +284,7 @@ def choose_rewards(
     _refuse_repeated_names(names, [name_in_users_file(name) for name in names])
     exact_grader = Grader(rounding=False, answer_tags=answer_tags)
     rounding_grader = Grader(rounding=True, answer_tags=answer_tags)
+    # None without a preset; then nothing logs the grades.
     first_preset = next((name for name in names if name in PRESETS), None)
     functions: list[Callable[..., Any]] = []
     function_names: list[str] = []
@@ -348,6 +350,7 @@ def try_rewards(
 
     Raises `UserError` for a function that fails or returns nonsense.
     """
+    # The judge is a model behind an endpoint, which may be out of reach.
     for function in chosen.functions:
         if calls_judge and isinstance(function, JudgeReward):
             function.try_once()
@@ -356,6 +359,7 @@ def try_rewards(
     completions: list[Any] = []
     for row in rows:
         text = rf"The answer is \boxed{{{row.get('answer', '')}}}."
+        # TRL gives completions as text where prompts are text, else as messages.
         is_text = isinstance(row["prompt"], str)
         completions.append(text if is_text else [{"role": "assistant", "content": text}])
     columns = {}
@@ -405,6 +409,8 @@ def call_once(
     rewards: list[float | None] = (
         asyncio.run(call(**arguments)) if is_async(function) else call(**arguments)
     )
+    # A mistake of the user's is explained in words of its own; other failures are errors in the
+    # function, told with the row at which they came.
     if failures and failures[0].is_users_mistake:
         raise UserError(failures[0].reason)
     if failures:
@@ -446,6 +452,7 @@ def reward_range(entries: Sequence[str], weights: Sequence[float]) -> tuple[floa
     for entry, weight in zip(entries, weights, strict=True):
         if not weight:
             continue
+        # Only rewards of this package have known bounds: their lowest and highest value.
         bounds = _REWARD_RANGE_BY_NAME.get(entry)
         if not bounds:
             return None

@@ -51,8 +51,11 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
         return _compare_structured(
             read_structured(answer), read_structured(reference), rounding=rounding
         )
+    # Nothing equals such a reference answer. One that is merely not in the grammar (`not_read`) may
+    # still have the same text as the answer.
     if reference.kind == "unreadable" and reference.reason != "not_read":
         return ComparisonResult("wrong", f"gold_{reference.refusal or reference.reason}")
+    # The answer may show its working: `3 + 4 = 7`, where each number of the chain is compared.
     if reference.kind == "number" and answer.reason in {"equation", "relation"}:
         chain = chain_of_numbers(answer.text_with_names)
         # `x \approx 5` is no chain but a value with a name, which `_read_named_value` reads.
@@ -98,6 +101,8 @@ def _compare_chain(chain: Sequence[ChainedNumber], reference: Answer) -> Compari
                 and answer.number
                 and is_rounding_of(reference.text, answer.number.value)
             )
+        # Another number is the fault of the chain. A unit that differs, or a number that cannot be
+        # compared, is told by its own reason.
         if result.reason == "different_number" and not agrees_to_digits:
             return ComparisonResult("wrong", "chain_differs")
         if result.reason == "different_unit" or not agrees_to_digits:
@@ -133,6 +138,7 @@ def _read_named_value(answer: Answer, reference: Answer) -> Answer:
     label = answer.text_with_names.partition("=")[0] if "=" in answer.raw else ""
     answer = _read_unit_letter(answer, opposite=reference)
     value = answer
+    # The canonical text has a sign such as `=` in it: what stands behind the name is read alone.
     if answer.reason in NO_VALUE_REASONS and answer.kind != "percentage":
         is_reference_in_digits = _NUMBER_IN_DIGITS_PATTERN.fullmatch(reference.text)
         is_reference_rounded = _ROUNDED_DECIMAL_PATTERN.fullmatch(reference.text)
@@ -174,6 +180,7 @@ def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) ->
     lists, points and tuples.
     """
     if answer.kind == "unreadable":
+        # For some reasons nothing can be said of an answer; with any other one it is wrong.
         verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
         return ComparisonResult(verdict, answer.refusal or answer.reason)
     if "(" in answer.label or "(" in reference.label:  # W(n) = 1
@@ -198,6 +205,7 @@ def _compare_forms(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     """Return the verdict on an answer that has been read in the form of the reference answer."""
     # Two pairs of numbers may be points rather than intervals, so they are compared as pairs.
     are_ordered = answer.kind == reference.kind == "ordered"
+    # A solution is the set of numbers that an inequality or interval allows.
     if answer.solution and reference.solution and not are_ordered:
         if same_solutions(answer.solution, reference.solution):
             return ComparisonResult("correct", "same_solutions")
@@ -375,6 +383,7 @@ def _names_contradict_order(answer: Answer, reference: Answer) -> bool:
     answer_names = [undecorated_name(part.label) for part in answer.parts]
     reference_names = [undecorated_name(part.label) for part in reference.parts]
     order = reference_names if any(reference_names) else ["x", "y", "z"]
+    # Where each name of the answer stands in that order; parts without a name fit anywhere.
     positions = [order.index(name) for name in answer_names if name and name in order]
     if positions != sorted(positions):
         return True

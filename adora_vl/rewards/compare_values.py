@@ -79,6 +79,7 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     )
     if is_compared_by_text and _is_same_text(answer.text, reference.text):
         return ComparisonResult("correct", "same_text")
+    # `ratio` has the terms of a text such as `3:4`, and is empty for any other answer.
     if reference.number is None and reference.ratio:
         return _compare_ratios(answer, reference)
     answer = amount_of_money(answer)
@@ -86,6 +87,7 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if not answer.is_value:
         verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
         return ComparisonResult(verdict, answer.reason)
+    # `50%` is no answer to 0.5, nor the other way round.
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
         reason = "percentage" if answer.kind == "percentage" else "different_text"
         return ComparisonResult("wrong", reason)
@@ -133,7 +135,7 @@ def _compare_numbers(
     may_be_rounded = rounding and "." in answer_text
     if may_be_rounded and is_rounding_of(answer_text, reference.value):
         return ComparisonResult("correct", "rounded")
-    if is_same is None:
+    if is_same is None:  # nor is it the reference answer rounded
         return ComparisonResult("unparseable", "undecided")
     return ComparisonResult("wrong", "different_number")
 
@@ -188,7 +190,7 @@ def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
         for term, expected_term in zip(terms[1:], expected_terms[1:], strict=True):
             if not same_number(terms[0] / term, expected_terms[0] / expected_term):
                 return different_number
-    except NotReadError:
+    except NotReadError:  # a quotient too large to compute
         return different_number
     return same_ratio
 

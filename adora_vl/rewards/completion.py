@@ -57,7 +57,8 @@ def last_boxed(response: str) -> str | None:
     point 1.
     """
     response = final_part(response)[-MAX_CHARS:]
-    # Cut off behind `\boxed{`. The brace is looked for first, as the pattern searches all the text.
+    # The pattern matches a box that begins and has nothing in it at the end of the text: the response
+    # was cut off there. The brace is looked for first, as the pattern searches all the text.
     if response.rstrip().endswith("{") and _UNFINISHED_BOX_PATTERN.search(response):
         return None
     boxes = _complete_boxes(response)
@@ -92,7 +93,8 @@ def _complete_boxes(response: str) -> list[_Box]:
     r"""Return all complete `\boxed{}` of a response in the order in which they close."""
     complete_boxes: list[_Box] = []
     open_boxes: list[_OpenBox] = []
-    depth = 0  # of braces, counted from the first box on; only equality matters
+    # Of braces, counted from the first box on. A box ends at the brace that closes its own depth.
+    depth = 0
     first = _BOX_OPENING_PATTERN.search(response)
     if first is None:
         return complete_boxes
@@ -141,6 +143,7 @@ def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -
         response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
     boxes = _last_joint_boxes(response)
     contents = [response[box.content_start : box.end].strip(_SPACE_CHARACTERS) for box in boxes]
+    # A box that holds `AB = 4` has its name inside, so no other is looked for.
     has_equation = any("=" in content for content in contents)
     if not with_names or has_equation:
         return contents
@@ -163,11 +166,12 @@ def _last_joint_boxes(response: str) -> list[_Box]:
         if boxes:
             next_box = boxes[-1]
             if box.end > next_box.start:
-                continue  # it stands inside of that box
+                continue  # it stands inside of that box, whose content has it
             between = response[box.end + 1 : next_box.start]
             is_joint = len(between) <= MAX_CHARS_BETWEEN_BOXES and (
                 _TEXT_BETWEEN_BOXES_PATTERN.fullmatch(between)
             )
+            # The row ends here. One box over the limit shows that there are too many.
             if not is_joint or len(boxes) > MAX_BOXES_IN_ROW:
                 break
         boxes.append(box)
@@ -196,7 +200,7 @@ def answer_block(response: str) -> str | None:
     """
     response = final_part(response)[-MAX_CHARS:]
     opening, closing = ANSWER_TAGS
-    last_closing = max(0, response.rfind(closing))
+    last_closing = max(0, response.rfind(closing))  # 0 without a closing tag: no block before it
     last_opening = response.rfind(opening, 0, last_closing)
     if last_opening < 0:
         return None
@@ -295,6 +299,7 @@ def think_format_reward(
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
+        # None where the response does not begin with one complete block of thinking.
         answer = _text_behind_block(text.strip(), THINK_TAGS)
         is_right = answer is not None and not is_blank(answer) and not _has_tag(answer)
         rewards.append(float(is_right))
@@ -314,6 +319,7 @@ def think_answer_format_reward(
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
+        # None without the block; nothing ("") must be left behind the block of the answer.
         behind_thinking = _text_behind_block(text.strip(), THINK_TAGS)
         is_right = (
             behind_thinking is not None and _text_behind_block(behind_thinking, ANSWER_TAGS) == ""
