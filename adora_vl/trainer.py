@@ -419,7 +419,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if not is_cut_here or micro:
             trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
             with self._means.joining(micro) if micro else nullcontext():
-                loss = self.parts.recomputed_layers.run_with_retry(trl_step, metrics)
+                loss = self.parts.recomputed_layers.run_with_retry(trl_step, self._means.snapshot)
         else:
             loss = torch.zeros((), device=self.args.device)
             self._step += 1  # TRL counts the others
@@ -475,7 +475,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         with parts.policy_pass.watch(observe, micro), self._draws_of_micro_batch():
             loss: Tensor = super()._compute_loss(model, micro)
-        if "share_of_tokens" in micro:
+        # With an auxiliary loss of experts TRL's own figure stays: the loss has that in it too.
+        if "share_of_tokens" in micro and not self.aux_loss_enabled:
             sums_2 = parts.entropy_bonus.policy_loss_sums(
                 micro,
                 loss,

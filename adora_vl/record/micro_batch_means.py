@@ -1,6 +1,6 @@
 """Joins the figures of micro-batches, as if all of their rollouts had shared one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -76,6 +76,18 @@ class MicroBatchMeans:
             values.pop()
         parts.append(_Part(value=value, weight=weight))
         values.append(_joined(name, parts))
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that undoes what is logged from here on, joined figures too."""
+        values_by_name = {name: [*values] for name, values in self._metrics.items()}
+        parts_by_name = {name: [*parts] for name, parts in self._parts_by_name.items()}
+
+        def restore() -> None:
+            for name, values in self._metrics.items():
+                values[:] = values_by_name.get(name, [])
+            self._parts_by_name = parts_by_name
+
+        return restore
 
     @contextmanager
     def joining(self, micro: Batch) -> Iterator[None]:

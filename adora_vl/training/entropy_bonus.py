@@ -81,7 +81,8 @@ class EntropyBonus:
         """Return TRL's policy loss of a micro-batch times its tokens, and its tokens, (2,).
 
         TRL logs the mean of the ranks' policy losses. Where each is a mean over the tokens of its
-        rank, ranks with few tokens would weigh as much as the others.
+        rank, ranks with few tokens would weigh as much as the others. TRL has also divided it by
+        the micro-batches of the step, over which the log takes the mean once more.
 
         Args:
             micro: the micro-batch.
@@ -93,5 +94,5 @@ class EntropyBonus:
         mask_BC = loss_mask(micro)
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
-        policy_loss = loss + coefficient / micro_batches_per_step * mean_entropy
+        policy_loss = loss * micro_batches_per_step + coefficient * mean_entropy
         return torch.stack([policy_loss * token_count, token_count.to(loss.dtype)]).detach()

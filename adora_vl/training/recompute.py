@@ -7,7 +7,7 @@ allow, by the formulas of the dry run. A layer has the same values either way.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -211,7 +211,9 @@ class RecomputedLayers:
         )
 
     def run_with_retry(
-        self, train_micro_batch: Callable[[], Tensor], metrics: Mapping[str, list[float]]
+        self,
+        train_micro_batch: Callable[[], Tensor],
+        snapshot_log: Callable[[], Callable[[], None]],
     ) -> Tensor:
         """Train on a micro-batch, and once more with all layers recomputed if memory runs out.
 
@@ -222,7 +224,7 @@ class RecomputedLayers:
 
         Args:
             train_micro_batch: runs the micro-batch forward and backward, and returns its loss, ().
-            metrics: the values for the log by name, to which `train_micro_batch` appends.
+            snapshot_log: returns a function that undoes what is logged from then on.
         """
         if self._activation_memory is None or not self._can_retry:
             return train_micro_batch()
@@ -231,7 +233,7 @@ class RecomputedLayers:
             self._trained_parameters,
             max_copied_bytes=int(_MAX_COPIED_SHARE * self._read_card().total),
         )
-        value_count_by_name = {name: len(values) for name, values in metrics.items()}
+        restore_log = snapshot_log()
         try:
             return train_micro_batch()
         except torch.OutOfMemoryError:
@@ -239,8 +241,7 @@ class RecomputedLayers:
                 raise
         # Behind the `except` block, so that the error, whose traceback holds what the failed pass
         # has allocated, is gone.
-        for name, values in metrics.items():
-            del values[value_count_by_name.get(name, 0) :]
+        restore_log()
         self._recompute_all()
         return train_micro_batch()
 

@@ -55,6 +55,22 @@ def test_the_entropy_is_the_mean_over_the_tokens_of_a_step(tmp_path, monkeypatch
     assert step["entropy"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_policy_loss_is_the_loss_where_the_entropy_bonus_is_next_to_nothing(tmp_path, loss_type):
+    """Whatever the loss divides by, and in however many micro-batches."""
+    run = train(
+        tmp_path / "out",
+        max_steps=2,
+        save_strategy="no",
+        gradient_accumulation_steps=4,
+        per_device_train_batch_size=4,
+        loss_type=loss_type,
+        entropy_coef=1e-9,
+    )
+    for step in read_steps(run):
+        assert step["policy_loss"] == pytest.approx(step["loss"], rel=1e-3, abs=1e-6)
+
+
 def test_the_seconds_of_a_shorter_step_are_its_own(tmp_path):
     """An epoch of five generations ends with a step of two, at which TRL's count is out of step."""
     run = train(

@@ -76,6 +76,25 @@ def test_the_next_step_has_a_value_of_its_own_also_after_a_line_of_the_log():
     assert metrics[f"{name}/mean"] == [2.0]
 
 
+def test_what_a_micro_batch_without_memory_has_logged_is_undone():
+    """It is made once more, and counts once; the figures of steps before it stay."""
+    metrics: Metrics = defaultdict(list, {"drift": [9.0], "reward": [0.5]})
+    means = MicroBatchMeans(config_of(), metrics)
+
+    def log_micro_batch(value: float) -> None:
+        undo = means.snapshot()
+        for is_last_try in (False, True):
+            means.add("drift", value, weight=1)
+            metrics["loss"].append(value)
+            if not is_last_try:
+                undo()
+
+    log_micro_batch(1.0)
+    assert metrics == {"drift": [9.0, 1.0], "reward": [0.5], "loss": [1.0]}
+    log_micro_batch(4.0)
+    assert metrics == {"drift": [9.0, 2.5], "reward": [0.5], "loss": [1.0, 4.0]}
+
+
 def test_micro_batches_without_a_token_of_the_loss_do_not_hide_the_others():
     metrics = logged(
         {},

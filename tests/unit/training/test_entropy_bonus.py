@@ -179,12 +179,15 @@ def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
 
 
 def test_the_policy_loss_is_what_the_loss_would_be_without_the_bonus():
-    """TRL's loss less its bonus, the mean entropy of 4 tokens over 2 micro-batches, by tokens."""
+    """TRL divides its loss, and the bonus in it, by the step's 2 micro-batches.
+
+    The bonus is the mean entropy of 4 tokens.
+    """
     config = config_of(entropy_coef=COEFFICIENT, loss_type="dapo")
     micro: Batch = {"completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
     entropies_BC = torch.tensor([[1.0, 2.0, 3.0], [6.0, 9.0, 9.0]])
     policy_loss = 0.7
-    loss = torch.tensor(policy_loss - COEFFICIENT * 3.0 / 2, requires_grad=True)
+    loss = torch.tensor((policy_loss - COEFFICIENT * 3.0) / 2, requires_grad=True)
     sums_2 = EntropyBonus(config, batcher=None).policy_loss_sums(
         micro,
         loss,

@@ -14,6 +14,7 @@ from adora_vl.config.sharding import Sharding
 from adora_vl.models.activations import DtypeBytes, PassSize
 from adora_vl.models.peak_memory import RESERVED_CARD_SHARE, ActivationMemory
 from adora_vl.models.shape import ModelShape, config_for_planning, model_shape
+from adora_vl.record.micro_batch_means import MicroBatchMeans
 from adora_vl.training.recompute import (
     RECOMPUTED_LAYERS_FIGURE,
     CardBytes,
@@ -22,7 +23,7 @@ from adora_vl.training.recompute import (
     recomputable_layers,
 )
 from tests.support.small_models import TEXT_CONFIG, small_model
-from tests.support.stand_ins import Processes
+from tests.support.stand_ins import Processes, config_of
 from tests.support.step_context import step_context
 
 LAYERS = 4
@@ -235,6 +236,7 @@ class OutOfMemory(nn.Module):
         self.model = model
         self.switch = switch
         self.figures = figures
+        self.means = MicroBatchMeans(config_of(), figures)
         self.passes = 0
         layer = recomputable_layers(model)[1]
         # The backward pass has added to the gradients of later layers before it gets here.
@@ -281,7 +283,7 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
         for parameter, gradient in zip(policy.model.parameters(), gradients, strict=True):
             parameter.grad = 2 * gradient
     policy.figures["loss"].append(7.0)
-    policy.switch.run_with_retry(policy.train_micro_batch, policy.figures)
+    policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
     assert policy.passes == 2
     assert len(policy.figures["loss"]) == 2
     assert "out of the card's memory with 0 of 4 layers" in capsys.readouterr().out
@@ -289,7 +291,7 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
         expected = 2 * gradient + gradient if micro_batches == 3 else gradient
         assert torch.equal(parameter.grad, expected)
     policy.model.zero_grad()
-    policy.switch.run_with_retry(policy.train_micro_batch, policy.figures)
+    policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
     assert policy.passes == 3, "from here on all layers are recomputed"
 
 
@@ -303,7 +305,7 @@ def test_a_process_among_several_does_not_go_back_alone(subtests):
         with subtests.test(name):
             policy = policy_out_of_memory(**keys)
             with pytest.raises(torch.OutOfMemoryError):
-                policy.switch.run_with_retry(policy.train_micro_batch, policy.figures)
+                policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
             assert policy.passes == 1
 
 
@@ -311,7 +313,7 @@ def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
     policy = policy_out_of_memory(total=2**20)
     gradients_of(policy.model, "all")
     with pytest.raises(torch.OutOfMemoryError):
-        policy.switch.run_with_retry(policy.train_micro_batch, policy.figures)
+        policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
     assert policy.passes == 1
 
 
