@@ -103,6 +103,10 @@ class Adora(Method):
     )
 
     def __post_init__(self) -> None:
+        """Raise `ValueError` for options that contradict each other, or lie outside of their bounds.
+
+        `factor` and `tau` may be schedules, whose values are all checked.
+        """
         super().__post_init__()
         if not self.criteria:
             raise ValueError(
@@ -221,7 +225,7 @@ class Adora(Method):
 def _shuffle(weights: Tensor, *, seed: int, step: int) -> Tensor:
     """Return a vector of weights in a random order that the seed and the step alone decide.
 
-    All ranks so shuffle alike, and the global random state is not touched.
+    So all ranks shuffle alike, and the global random state is not touched.
     """
     digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
     step_seed = int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as torch wants it
@@ -327,6 +331,7 @@ def _judge_by_criterion(groups: Groups, options: Adora, criterion: str, step: in
             # Eq. 6 holds for a pass rate of 0 too. With this option a group has to be hard, but
             # solvable: it needs a correct rollout.
             can_hold_P = groups.correct_PG.any(dim=1)
+        # This criterion applies to every group, and knows no ties.
         return _Verdict(
             holds_P=can_hold_P & is_hard_P,
             applies_P=torch.ones_like(is_hard_P),

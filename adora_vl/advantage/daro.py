@@ -238,6 +238,7 @@ class Daro(Method):
         ranks have to agree to the bit.
         """
         group_size = advantages_PG.shape[1]
+        # A bin for each number of right rollouts from 1 to G - 1.
         bin_count = max(1, group_size - 1)
         unweighted_PG = advantages_PG.cpu()
         tokens_PG = groups.loss_tokens_PG.cpu()

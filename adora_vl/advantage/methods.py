@@ -109,6 +109,7 @@ class AdvantagePipeline:
         self.figures = {}
         if self.adora_options.assign == "rate":
             self.figures["rate_scale"] = self.learning_rate_factor
+        # Where no method changes advantages, as with plain GRPO, they stay TRL's to the bit.
         if self.keeps_trl_advantages:
             return trl_advantages_PG
         # In a group of equal rewards the rounding of TRL's float32 mean leaves advantages of up to

@@ -176,6 +176,8 @@ class ImageCache:
         self.processed += 1
         frames_RF = one_frame(output["pixel_values"], settings)
         processed = ProcessedImage(key, frames_RF, grid_3=output["image_grid_thw"][0])
+        # An extension marks an image that it draws for one pass alone. In the cache that one would
+        # only push others out.
         is_used_once = isinstance(image, Image.Image) and image.info.get(PASSING)
         if is_used_once:
             return processed

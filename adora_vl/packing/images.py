@@ -111,6 +111,7 @@ class DistinctImages:
         """
         self.image_processor: Any = getattr(processor, "image_processor", None)
         self.banks = ImageBanks()
+        # The bytes of patches can be stored and normalised later only for Qwen's image processors.
         if can_cache(self.image_processor):
             settings = effective_settings(self.image_processor, overrides={})
             self.banks = ImageBanks(PatchNormalizer(self.image_processor, settings))
@@ -118,7 +119,8 @@ class DistinctImages:
         self._processor = processor
         self._device = device
         self._config = config
-        # `install` changes a model, so each of them is installed, even if an earlier one refuses.
+        # `install` returns False for a model without a vision tower of a known kind. It changes a
+        # model, so it is called for each of them, even if an earlier one refuses.
         is_installed_by_model = [self.vision.install(model) for model in models]
         accepts_references = all(is_installed_by_model)
         # whether a batch may have images, of a row or of a tool
@@ -164,6 +166,8 @@ class DistinctImages:
             An object that does nothing where images are not cached, or where rows must not be read
             early.
         """
+        # A CPU has no time to spare. Without a cache the results could not be kept, and without
+        # images there is nothing to process.
         if not processes_images_ahead(self._device) or self.cache is None or not self.may_be_shown:
             return NoPrefetch()
         # A worker of the loader reads ahead already.
@@ -199,6 +203,8 @@ class DistinctImages:
         self.vision.share = self._config.uses("share_vision") and self.cache is not None
         self.vision.batch_windows(self._config.uses("batch_windows"))
         bank = self.banks.bank_to_extend() if refill else None
+        # A batch that takes the place of the one before, or is the first of all, begins with an
+        # empty bank.
         if bank is None:
             bank = self.banks.new(mode)
         have_images = any(row.get("images") for row in rows)
@@ -222,6 +228,8 @@ class DistinctImages:
                 those of the batch.
             mode: `train` or `eval`.
         """
+        # This call comes before the return below, since it marks features as due, which all ranks
+        # have to do alike.
         bank = self.banks.bank_to_extend(mode)
         cache = self.cache
         if not any(pictures):

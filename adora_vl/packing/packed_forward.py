@@ -60,7 +60,8 @@ def no_checkpointing_context(size: PassSize) -> AbstractContextManager[None]:
 def can_share_prompts(config: PreTrainedConfig) -> bool:
     """Return whether a packed pass can compute this model's attention.
 
-    Every layer needs full attention, by one of the implementations that we support.
+    The model has to be of a known family with full attention in every layer (`shares_prompts`), and
+    has to compute it by one of the implementations that we support.
     """
     attention = configured_attention(config)
     is_flash = is_flash_attention_requested(requested_attention_implementation=attention)
@@ -155,6 +156,7 @@ class PackedForward:
                 compute_padded=compute_padded,
                 packs_rows=packs_rows,
             )
+        # `_check` may just have found that packed and padded rows differ, and set `refusal`.
         if check_only or not packs_rows or self.refusal:
             return None
         self.passes += 1
@@ -255,6 +257,8 @@ class PackedForward:
         if torch.is_grad_enabled():  # other passes keep no activations
             size = packed_size(packed, model_inputs.get("pixel_values"))
             checkpointing = self._checkpointing_context(size)
+        # With TRL's `fused_lm_head` the model returns the labels' log-probabilities, and entropies,
+        # in place of logits.
         with checkpointing, self._accelerator.autocast():
             outputs = inputs.model(**model_inputs, shift_labels=packed.labels, fused_lm_head=True)
         logps_BC = packed.spread_over_rows(outputs.log_probs)
@@ -368,9 +372,9 @@ def _columns_of_first_rows(
 
 
 def _sampled_tokens(rows: int, inputs: PassInputs, host_rows: HostRows) -> Tensor:
-    """Return a mask of the first `rows` completions, (rows, C), not 0 at tokens of the policy.
+    """Return which tokens of the first `rows` completions the policy has sampled, (rows, C).
 
-    It is 0 at padding and at tokens that a tool wrote.
+    The mask is 1 at these tokens, and 0 at padding and at tokens that a tool wrote.
     """
     mask_BC = inputs.attention_mask[:rows, -inputs.completion_width :]
     if host_rows.policy_mask is not None:

@@ -187,6 +187,8 @@ class PolicyPass:
         A pass without gradients scores tokens for a comparison, with an engine, an older policy or
         a reference. None of these has dropout, so the pass has none either; TRL's pass has.
         """
+        # TRL's loss does not hand the mask to the pass. Then it is that of the micro-batch, which
+        # `watch` has set.
         sampled_mask_BC = columns.get("tool_mask", self._micro_batch.get("tool_mask"))
         if sampled_mask_BC is not None:
             columns["tool_mask"] = sampled_mask_BC

@@ -186,6 +186,7 @@ def with_pictures_of_tools(
     fields.setdefault("mm_token_type_ids", [[0] * len(ids) for ids in prompts.ids])
     pictures_by_row = []
     for row_prompt_pictures, row_pictures in zip(prompt_pictures, pictures, strict=True):
+        # A row without any image has None in place of an empty list.
         pictures_by_row.append([*(row_prompt_pictures or ()), *row_pictures] or None)
     return PromptBatch(
         messages=prompts.messages, ids=prompts.ids, images=pictures_by_row, fields=fields
@@ -216,6 +217,7 @@ def returning_references(
         grids = torch.stack([processed.grid_3 for processed in processed_images])
         return BatchFeature({"pixel_values": torch.cat(references), "image_grid_thw": grids})
 
+    # A context in which `preprocess` above stands in for the processor's own method.
     return compat.IMAGE_PROCESSING.replaced_by(preprocess, on=image_processor)
 
 

@@ -150,6 +150,7 @@ def _packed_or_stock_attention(
     stock_attention = _implementation_function(implementation, module)
     is_flash = is_flash_attention_requested(requested_attention_implementation=implementation)
     if is_flash:
+        # Flash attention reads its own name in the module's config, which has ours.
         module = _module_copy_with(module, implementation)
     options: dict[str, Any] = {"scaling": scaling, "dropout": dropout}
     if packed_layout is None:
@@ -161,6 +162,8 @@ def _packed_or_stock_attention(
     # in float32. The kernel would cast them, but the kernel is chosen here, by their dtype.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
+    # One kernel call for all rollouts where torch's kernel for rows of different lengths can compute
+    # this attention, and else a call for each rollout.
     if implementation == "sdpa" and VARLEN_ATTENTION.supports(query, key, dropout):
         return attend_spans(query, key, value, packed_layout, scaling), None
     if implementation == "sdpa":
@@ -200,6 +203,7 @@ def _flash_attention_of_spans(
     spans = layout.span_bounds
     output: tuple[Tensor, Tensor | None] = attend(
         query,
+        # The keys and values that each span sees: a prompt's come once for every rollout.
         keys_of_spans(key, layout),
         keys_of_spans(value, layout),
         None,  # no mask

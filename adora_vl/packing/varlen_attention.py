@@ -100,6 +100,7 @@ def attend_spans(
     spans = layout.span_bounds
     output: Any = varlen.varlen_attn(
         query=query[0].transpose(0, 1),  # (S, H, D)
+        # (K, Hk, D), the keys and values that each span sees: a prompt's come once for every rollout
         key=_select_rows(key, layout.key_positions_K),
         value=_select_rows(value, layout.key_positions_K),
         cu_seq_q=spans.query_bounds,

@@ -100,6 +100,7 @@ class SharedVision:
 
             References are integers. Each gets the features of its image, which are computed once.
             """
+            # Without grids nothing says which patches make up an image.
             if image_grid_thw is None:
                 return model_method(pixel_values, image_grid_thw, **kwargs)
             run_on_device = partial(run_tower, vl_model.visual, model_method, kwargs)
@@ -336,6 +337,7 @@ def _split_by_image(
     assert family.vision is not None
     embeddings = output[EMBEDDINGS_FIELD]  # a tensor per image; they enter at the first layer alone
     images: list[ImageFeatures] = [{EMBEDDINGS_FIELD: [embedding]} for embedding in embeddings]
+    # Only Qwen3-VL has features for further layers of the language model.
     if DEEPSTACK_FIELD not in family.vision.features:
         return images
     token_counts = [len(embedding) for embedding in embeddings]

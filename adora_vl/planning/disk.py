@@ -34,6 +34,8 @@ def checkpoint_bytes(
     """
     saved_parameters = shape.trained_parameters if shape.has_adapters else shape.total_parameters
     reference_bytes = shape.total_parameters * shape.weight_bytes if saves_reference else 0
+    # Without DeepSpeed a checkpoint has the weights and Adam's moments, both in the dtype that is
+    # trained in: float32 for an adapter.
     if sharding.stage is None:
         bytes_per_parameter = FLOAT32_BYTES if shape.has_adapters else shape.weight_bytes
         model_bytes = saved_parameters * bytes_per_parameter

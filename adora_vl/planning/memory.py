@@ -85,6 +85,8 @@ class Setup:
         units = batch.sequences // rows_per_unit
         completion_lengths = [[batch.completion_tokens] * rows_per_unit] * units
         prompt_lengths = [batch.prompt_tokens] * units
+        # The config has to allow it, several rollouts have to have the prompt, and it has to save
+        # enough tokens to be faster, which the trainer decides in the same way.
         shares_prompt = (
             self.sharing.prompts
             and rows_per_unit > 1
@@ -355,6 +357,7 @@ def _learning_memory(setup: Setup, gradient_bytes: int, recomputed: int) -> dict
         recomputed: Layers of the language model that gradient checkpointing recomputes.
     """
     activation_memory = setup.activation_memory
+    # The moments of the pass at which it may hold most, such as in the LM head.
     candidates = activation_memory.peak_candidates(setup.pass_size, recomputed)
     # An optimizer step with a single micro-batch begins without gradients. DeepSpeed has allocated
     # them before, and with several micro-batches they exist from the second on.
@@ -378,9 +381,9 @@ def _moments_with_first_gradients(
 ) -> list[_PeakMoment]:
     """Return the moments at which a pass without gradients at its start may hold most.
 
-    In the backward pass gradients come, layer by layer, while activations are freed. So the peak
-    may be in the head, in the backward pass of the first layer to go back, of one in between or of
-    the last, or at the end.
+    The backward pass makes the gradients layer by layer, and frees activations on its way. So the
+    peak may be in the head, in the first layer whose gradients are computed, in a later one, in the
+    last, or at the end.
 
     Args:
         setup: A run without DeepSpeed that computes one micro-batch per optimizer step.
@@ -397,6 +400,7 @@ def _moments_with_first_gradients(
     # The second candidate, a layer going back, is replaced by the first and last layer and the end.
     in_between: list[_PeakMoment] = []
     for candidate in candidates[2:]:
+        # `backward_share` is the share of the layers whose gradients exist at that moment.
         layer_gradients = int(gradients.of_layers * candidate.backward_share)
         in_between.append(_PeakMoment(candidate, gradients.after_head + layer_gradients))
     layers = setup.shape.text.layers
@@ -442,7 +446,7 @@ def _gradients_during_backward(setup: Setup, gradient_bytes: int) -> _BackwardGr
 def _first_and_last_layer_back(
     setup: Setup, recomputed: int
 ) -> tuple[PeakCandidate, PeakCandidate]:
-    """Return the moments at which the first and the last layer of the language model go back.
+    """Return the moments at which the backward pass is in its first, and in its last layer.
 
     `recomputed`: how many of the layers gradient checkpointing recomputes.
     """

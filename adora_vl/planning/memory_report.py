@@ -197,6 +197,7 @@ def utilization_lines(plan: Plan, concurrent_rollouts: int) -> list[str]:
     of full length are sampled at once with the present value.
     """
     engine = plan.setup.engine
+    # None where no value leaves enough of the GPU's memory free
     utilization = proposed_utilization(plan.setup, plan.card_bytes)
     if engine is None or utilization is None:
         return []

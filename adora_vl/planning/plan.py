@@ -106,6 +106,7 @@ class Plan:
 
         Below 1 there is no room for any image.
         """
+        # Neither a key nor the model limits the tokens of a prompt with its answer.
         if self.limit is None:
             return MAX_IMAGE_TOKENS
         return self.limit.tokens - self.limit.tokens_for(self.lengths.longest_text)
@@ -184,6 +185,7 @@ def _zoom_notes(run: ResolvedRun) -> list[str]:
     image_sizes = []
     for sizes_of_row in sizes_in(run.data.train.data.table):
         image_sizes += [size for size in sizes_of_row if size is not None]
+    # Larger images are shrunk to this number of pixels.
     max_pixels = run.prompts.overlong.pixels.high
     larger_sizes = [(width, height) for width, height in image_sizes if width * height > max_pixels]
     consequence = ""
