@@ -76,12 +76,14 @@ def _read_reference_cached(raw: str) -> Answer:
         may_be_structured = value.reason in NO_VALUE_REASONS
     if not may_be_structured:
         return value
+    # A form: several values, a relation, an interval, or one value with its name.
     answer = read_structured(value)
     if answer.is_value and not answer.label:
         # One value in braces is a set of one.
         answer = Answer("unordered", value.text, parts=(answer,))
     reason = value.reason
     if answer.kind == "unreadable" and value.kind == "expression":
+        # As an expression it was readable, so that it has no reason yet.
         reason = "equation"
     return replace(answer, text=value.text, reason=reason, raw=raw)
 
@@ -95,6 +97,7 @@ def canonical_gold(text: str) -> str:
     answer = read_reference(text)
     if answer.reason in {"too_long", "hidden_characters"}:
         return text
+    # Such a text is a relation, a list or the like, whose names and brackets are part of it.
     is_no_single_value = answer.kind == "unreadable" and answer.reason in NO_VALUE_REASONS
     if answer.is_structured or is_no_single_value:
         return answer.text_with_names
@@ -173,6 +176,7 @@ def _parse_form(text: str, depth: int) -> Answer:
             raise NotReadError("relation")
         name, set_text = sides
         values = _parse_form(set_text, depth + 1)
+        # What stands behind the sign has to be an interval, which has a solution, or a set.
         if not values.solution and values.kind != "unordered":
             raise NotReadError("relation")
         return replace(values, label=name, text=text)
@@ -328,6 +332,7 @@ def _read_braces(text: str, text_inside: str, *, has_backslash: bool, depth: int
     Plain braces around one value are no set: `{5}` is 5. Raises `NotReadError` for a set of sets.
     """
     inner_answer = _parse_form(text_inside, depth + 1)
+    # A form inside has the kind `unordered` if it is a list: then even plain braces make a set.
     is_set_inside = inner_answer.text.startswith(r"\{")
     if not has_backslash and (is_set_inside or inner_answer.kind != "unordered"):
         return inner_answer
@@ -406,9 +411,10 @@ def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) ->
     equation. `sides` are the texts between the `signs`, each of which is `=`, `~` (approximately),
     `<`, `<=`, `>`, `>=` or `!=`. Raises `NotReadError`.
     """
+    # A side is missing, or more follows behind an approximation, which has to be the last one.
     if not all(sides) or "~" in signs[:-1]:
         raise NotReadError("relation")
-    if set(signs) - {"=", "~"}:
+    if set(signs) - {"=", "~"}:  # one of `<`, `<=`, `>`, `>=` and `!=`
         return read_inequality(text, sides, signs)
     if len(sides) > 2:
         return read_chain(sides)
@@ -433,6 +439,7 @@ def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) ->
         return replace(equation, parts=(value,), label=name)
     if value.is_value:
         return replace(value, label=name)
+    # Only a point, a list or a set can have a name besides a single value.
     if value.kind not in {"ordered", "unordered"}:
         raise NotReadError("equation")
     return replace(value, text=text, label=name)

@@ -211,7 +211,7 @@ def _decide_verdict(
         # From here on the reference is the value of that choice, and no other one is near enough.
         reference = value
         rounding = False
-    letter_result = None
+    letter_result = None  # stays None where the answer names no choice
     if answer_choice is not None:
         letter_result = _grade_by_letter(
             answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
@@ -273,6 +273,7 @@ def _grade_by_value(
     result = compare(answer, reference, rounding)
     answer_text = join_letters(answer.text_with_names.replace(", ", ","))
     reference_text = join_letters(reference.text_with_names.replace(", ", ","))
+    # Spaces between letters and behind commas do not count. An unreadable answer may have no text.
     has_same_text = answer.text != "" and answer_text == reference_text
     if result.verdict != "correct":
         if has_same_text and reference_choice:

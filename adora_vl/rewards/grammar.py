@@ -181,6 +181,7 @@ def read_formula(text: str) -> Tree | None:
 
     None for a single name or word, and for a text with a word of four letters or more.
     """
+    # Words of prose are no formula, so that at least one digit, operator or command has to occur.
     has_sign_of_formula = re.search(r"[0-9+*/^-]|\\", text)
     if text.isalpha() or not has_sign_of_formula or _LONG_WORD_PATTERN.search(text):
         return None
@@ -269,7 +270,7 @@ class _Parser:
             raise NotReadError  # `\sin30^2` can be meant in two ways
         exponent = self._exponent()
         if self.peek() == "^":
-            raise NotReadError
+            raise NotReadError  # `2^3^4` has no meaning in TeX
         return ("power", base, exponent)
 
     def _factorial(self, base: Tree) -> Tree:
@@ -385,10 +386,11 @@ class _Parser:
                 base = self._group() if self.peek() == "{" else self._literal()
             return ("log", base, self._argument())
         exponent = self._exponent() if self.peek() == "^" else None
-        if exponent == _MINUS_ONE:
+        if exponent == _MINUS_ONE:  # the inverse function, not one divided by the function
             if name not in _INVERSE_BY_COMMAND:
                 raise NotReadError
             return ("call", _INVERSE_BY_COMMAND[name], self._argument())
+        # Squares and cubes alone are read: `\sin^nx` is not.
         if exponent not in (None, ("num", "2"), ("num", "3")):
             raise NotReadError
         call = ("call", name[1:], self._argument())

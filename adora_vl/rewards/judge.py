@@ -78,6 +78,7 @@ class JudgeReward:
             workers=options.concurrency,
             body={"temperature": 0, "max_tokens": options.max_tokens},
         )
+        # The most calls that may be made; None for any number, which the option says as -1.
         self._budget = None if options.budget == -1 else options.budget
         self._cache = folder / Path(options.cache).expanduser()
         self._instruction = options.instruction
@@ -118,12 +119,14 @@ class JudgeReward:
         questions = []
         cached_count = 0
         for problem, reference, reply in zip(problems, references, replies, strict=True):
+            # None for a reply that is nothing but thinking, which `_score` gives 0.
             messages = self._question(str(problem), reference, reply)
             questions.append(messages)
             if messages is not None and self._cached_score(messages) is not None:
                 cached_count += 1
         # All questions are asked at once, in the threads of the client.
         scores = self.client.map_in_threads(self._score, questions)
+        # Raises if an error has shown that the endpoint would refuse every later call as well.
         self.client.check_server("adora_reward: judge")
         errors = [score for score in scores if isinstance(score, EndpointError)]
         if errors and not self._has_warned:

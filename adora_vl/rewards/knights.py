@@ -96,7 +96,8 @@ def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
     A box does not count, and `read_logic_rl_roles` reads the last `<answer>` block.
     """
     expected_roles = _read_reference_roles(reference)
-    # `answer_block` includes the rest of the response where a box stands in it.
+    # `answer_block` includes the rest of the response where a box stands in it. The reference
+    # implementation knows no boxes: only what stands before the closing tag is the answer.
     block, _, _ = (answer_block(response) or "").partition(ANSWER_TAGS[1])
     answer = block.strip()
     return _verdict_on_roles(answer, read_logic_rl_roles(answer, expected_roles), expected_roles)

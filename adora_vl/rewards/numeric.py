@@ -64,7 +64,7 @@ def evaluate_closed_form(tree: Tree) -> Ball:
     Raises `NotReadError` with the reason `too_large`, `undefined` (no value, as `1/0`), or `has_unknown`
     for a tree that has unknowns.
     """
-    ball = _evaluate(tree, None)
+    ball = _evaluate(tree, None)  # without a point, so that an unknown raises
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
         return ball  # neither applies to a short number, and most answers are one
     all_nodes = list(nodes(tree))
@@ -160,6 +160,7 @@ def _raise_last_digit(tree: Tree) -> Tree | None:
     if len(long_decimals) != 1:
         return None
     (long_decimal,) = long_decimals
+    # The decimal is raised as an integer without its point, which is then set back.
     text = long_decimal[1]
     places = len(text.partition(".")[2])
     raised_integer = int(Fraction(text) * 10**places) + 1
@@ -223,6 +224,7 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
         return bool(gap < abs(last_digit_growth) and is_near)
     answer_value = answer.as_mpmath()
     reference_value = reference.as_mpmath()
+    # The tolerance is relative to the reference value, unless that can be 0.
     tolerance = float(ABSOLUTE_TOLERANCE)
     if reference_value.least_magnitude > 0:
         tolerance = float(RELATIVE_TOLERANCE) * reference_value.magnitude
@@ -253,6 +255,7 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
         _comparison_points(names), _reference_values(reference, names), strict=True
     ):
         answer_value = _value_with_last_digit(answer, point)
+        # Each is a `Ball`, or the reason why the tree has no value here.
         is_over_cap = "too_large" in (answer_value, reference_value)
         if isinstance(answer_value, Ball) and isinstance(reference_value, Ball):
             is_same = same_number(answer_value, reference_value)
@@ -395,6 +398,7 @@ def _are_equal_products(
         return False
     if difference.is_exact:
         return bool(difference.value == 0)
+    # The difference is within its error, and the error within 2^-60 of the larger product.
     return (
         difference.magnitude
         <= difference.error
@@ -491,6 +495,7 @@ def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
         ball = function_value(
             tree[1], _evaluate(tree[2], point), is_in_radians=is_angle_in_radians(tree[2])
         )
+    # A closed form has to be real. A function may be compared at a point where it is complex.
     if point is None and not ball.is_real:
         raise NotReadError("undefined")
     return ball
@@ -504,6 +509,7 @@ def _evaluate_root(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
     """
     _, degree, radicand_tree = tree
     radicand = _evaluate(radicand_tree, point)
+    # Without a point the tree has no unknowns at all; with one the radicand may still have none.
     is_constant_radicand = point is None or not unknowns(radicand_tree)
     is_negative = radicand.is_real and radicand.value < 0
     if degree % 2 == 1 and is_constant_radicand and is_negative:

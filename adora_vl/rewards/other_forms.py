@@ -132,6 +132,7 @@ def _reward_inputs(
     count = len(completions)
     data_sources = columns.get("data_source", [""] * count)
     extra_infos = [_as_mapping(value) for value in columns.get("extra_info", [{}] * count)]
+    # Columns that the data set lacks, and token ids that the caller leaves out, have neutral values.
     lengths = [len(ids) for ids in completion_ids] or [0] * count
     return [
         {

@@ -189,6 +189,7 @@ def _read_references(
             answer=str(row_answer), choices=None if row_choices is None else tuple(row_choices)
         )
         if reference not in usable_references:
+            # Why it cannot be graded against; None where it can.
             reason: str | None = "not_a_string"
             if isinstance(row_answer, str):
                 reason = verify_gold(reference.answer, reference.choices)

@@ -81,16 +81,19 @@ def chain_of_numbers(text: str) -> list[ChainedNumber]:
     except NotReadError:
         return []
     signs = [RELATION_SIGN_BY_SPELLING[sign] for sign in spelled_signs]
+    # No sign at all, an empty side, or an inequality, which is no chain of equal numbers.
     if len(sides) < 2 or not all(sides) or set(signs) - {"=", "~"}:
         return []
     values = [read_value(side) for side in sides]
     for side, value in zip(sides, values, strict=True):
         has_words = value.kind == "unreadable" or _WORD_PATTERN.search(value.text)
+        # A side in words says more than the chain can be checked for, unless it is a name.
         if has_words and not _is_name_of_one_value(side):
             return []
     if values[0].kind != "number" and not _is_name_of_one_value(sides[0]):
         return []
     result = values[-1].lone_number
+    # The chain has to end in a number that is worked out: `AB = 3 + 4` leaves it to the reader.
     if result is None or result.has_undone_arithmetic:
         return []
     numbers = [
@@ -264,8 +267,10 @@ def _solve_absolute_inequality(
         if bound is None or bound.sign == "!=":
             raise NotReadError("relation")
         is_upper_bound = bound.sign in {"<", "<="}
+        # No number has an absolute value below 0, and 0 alone one of at most 0.
         if is_upper_bound and float(bound.number.value) <= 0:
             raise NotReadError("relation")
+        # The absolute value is what stands inside its bars, or the negative of that.
         branches = []
         for inside_or_negative in (inside, ("sum", (-1, inside))):
             branch_tree = replace_node(tree, ("unknown", absolute), inside_or_negative)
@@ -298,6 +303,7 @@ def join_conditions(text: str, word: Literal["and", "or"], parts: Sequence[Answe
     `word` says whether all of them hold (`and`) or at least one (`or`). Raises `NotReadError`, also
     where the result holds everywhere or nowhere.
     """
+    # All parts are about one unknown, and at least one is an inequality or interval.
     labels = {part.label for part in parts}
     if len(labels) > 1 or not any(part.solution for part in parts):
         raise NotReadError("relation")

@@ -227,7 +227,7 @@ class _SafeFunction:
             raise
         # asyncio's cancellation and a panic of compiled code are no `Exception`.
         except BaseException as error:
-            row = None
+            row = None  # the number of a completion that fails alone, where it is known
             # These kinds of error say themselves where they come from. For any other, each
             # completion is tried alone to find the first that fails.
             if not isinstance(error, OverdueError | RewardValueError | UserError):
@@ -342,6 +342,7 @@ def check_returned_rewards(returned: object, count: int) -> list[float | BaseExc
         )
     if len(values) != count:
         raise RewardValueError(f"it returned {len(values)} rewards for {count} completions")
+    # A function may leave a completion without a score, by None or by an exception that says why.
     unscored = (BaseException, type(None))
     return [
         value if isinstance(value, unscored) else _finite_number(value, row)
@@ -446,7 +447,7 @@ def _single_completions(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]
     logging hooks do nothing, since the completion has been logged already.
     """
     count = len(arguments["completions"])
-    columns = {}
+    columns = {}  # the arguments with one value per completion
     for name, value in arguments.items():
         if isinstance(value, list | tuple) and len(value) == count:
             columns[name] = value

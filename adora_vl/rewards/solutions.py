@@ -70,6 +70,7 @@ def interval_solution(low: Ball | str, high: Ball | str, brackets: str) -> Solut
             return None
         conditions.append(SingleCondition("<=" if closing in "[]" else "<", high))
     solution = JoinedConditions("and", tuple(conditions))
+    # Without a condition it is all numbers; with two that contradict, as in `(3, 1)`, it is none.
     if not conditions or not excludes_some_but_not_all(solution):
         return None
     return solution

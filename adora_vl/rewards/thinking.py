@@ -37,7 +37,7 @@ def final_part(response: str, thinking_opened: bool = False) -> str:
         return "" if thinking_opened else response
     last_tag = tags[-1]
     if not _is_closing(last_tag):
-        return ""
+        return ""  # the last block is still open, so that all behind its tag is thinking
     return response[last_tag.end() :].lstrip()
 
 
