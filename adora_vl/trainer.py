@@ -221,6 +221,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
+        # Where the config does not allow our way of cutting, TRL cuts the generation.
         if cuts_generations(self.args):
             micro_batch = self._next_micro_batch(generation_batch)
         else:
@@ -231,15 +232,17 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return micro_batch
 
     def _next_micro_batch(self, rows: list[Row]) -> Batch:
-        """Return the micro-batch that is learned from next, of a generation that is cut by us.
+        """Return the micro-batch that is learned from next, where this class cuts generations.
 
-        If the present generation is used up, the next one is sampled from these rows.
+        If the present generation is used up, the next one is sampled from these rows. TRL counts
+        micro-batches through the whole run, in `_step`.
         """
         if self._step not in self._steps_of_generation:
             self._buffered_inputs = self._sample_generation(rows)
             self._steps_of_generation = self.layout.micro_steps_of_generation(self._step)
         assert self._buffered_inputs is not None
         micro_batch = self._buffered_inputs[self._step % self.layout.steps_per_generation]
+        # An empty one has no work: its groups have no signal.
         if micro_batch:
             # `_sample_generation` has made this check, unless a checkpoint had the generation.
             self.parts.generation_logps.check_shared_prompts(micro_batch)
@@ -248,11 +251,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _sample_generation(self, rows: list[Row]) -> list[Batch]:
         """Sample a generation of rollouts from these rows, and return its micro-batches.
 
-        An empty one has no work. With several iterations each of them is learned from again.
+        Those that are left without groups, because groups without signal are left out, are empty.
+        With several iterations each micro-batch is learned from again.
         """
         key = self._step_key
-        self._means.begin()
+        self._means.begin()  # averages over the micro-batches that follow
         generation_logps = self.parts.generation_logps
+        # With refill a sleeping engine stays awake between the batches, unless the policy's own
+        # passes after each batch need its memory.
         with self.parts.generation_sampler.keeping_engine_awake(generation_logps.makes_passes):
             # TRL's method, which a subclass may override.
             batch = self._generate_and_score_completions(rows)
@@ -280,6 +286,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.prefetch.finish()
         trackers.empty_table(self._logs)
         if self._step == self._first_micro_step:
+            # A checkpoint that is written within this optimizer step begins the step again.
             unfinished = parts.checkpoint_state.unfinished_generation
             unfinished.note_step_begin(self._step, self._facts())
         generation = pool.generation_numbers.generation_at(
@@ -322,10 +329,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         )
 
     def _score(self, generation: Generation, groups: Sequence[RolloutGroup]) -> ScoredGroups:
-        """Stages 5 and 6: make groups into a batch, call the reward functions, compute advantages.
+        """Make groups into a batch, grade their rollouts, and compute TRL's advantages.
 
-        The advantages are TRL's; `_weigh` computes the final ones. Collective: every rank has
-        equally many groups.
+        These are stages 5 and 6 of a generation. `_weigh`, stage 8, computes the final advantages.
+        Collective: every rank has equally many groups.
 
         Args:
             generation: where in the run the groups are sampled.
@@ -359,9 +366,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return scored_groups
 
     def _weigh(self, generation: Generation, scored_groups: ScoredGroups) -> Batch:
-        """Stage 8: return the batch with its final advantages. Collective.
+        """Return the batch with its final advantages, which is stage 8. Collective.
 
-        They may weigh a group by all others, so this comes when no group is replaced any more.
+        The weight of a group may depend on all others, so this is called once no group is replaced
+        any more.
         """
         parts = self.parts
         advantages = parts.advantage_computer.compute(scored_groups.assessment)
@@ -412,19 +420,22 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         start_time = time.perf_counter()
         model.train()
+        # Only a generation that this class cuts, and not TRL, has empty micro-batches.
         is_cut_here = cuts_generations(self.args)
         micro = self._prepare_inputs(inputs) if is_cut_here else None
         metrics = self._metrics["train"]
         step_times_before = len(metrics["step_time"])
         if not is_cut_here or micro:
+            # TRL's step calls `_prepare_inputs` again, which returns the same micro-batch.
             trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
             with self._means.joining(micro) if micro else nullcontext():
                 loss = self.parts.recomputed_layers.run_with_retry(trl_step, self._means.snapshot)
         else:
             loss = torch.zeros((), device=self.args.device)
-            self._step += 1  # TRL counts the others
-        # TRL takes its count of micro-batches for a step's end, which it is not in an epoch whose
-        # last step is shorter.
+            self._step += 1  # TRL's step, which counts its micro-batch, was not run
+        # TRL logs the time of a step whenever its count of micro-batches is a multiple of those of
+        # a step. In an epoch whose last step is shorter that is not where a step ends, so TRL's
+        # entry is removed, and ours is made where the weights change.
         del metrics["step_time"][step_times_before:]
         self._seconds_of_step += time.perf_counter() - start_time
         if self.accelerator.sync_gradients:
@@ -468,6 +479,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             if entropies_BC is not None:
                 observed_entropies.append(entropies_BC)
             ratio_is_due = parts.generation_logps.importance_ratio.is_due(micro)
+            # After a weight update the policy differs from the engine because it has learned.
             if ratio_is_due and old_logps.compares_engine(micro_step):
                 parts.generation_logps.compare_with_engine(micro, logps_BC)
             old_logps.fill_missing(micro, logps_BC)
@@ -475,7 +487,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         with parts.policy_pass.watch(observe, micro), self._draws_of_micro_batch():
             loss: Tensor = super()._compute_loss(model, micro)
-        # With an auxiliary loss of experts TRL's own figure stays: the loss has that in it too.
+        # A micro-batch with this column is weighed by its tokens, so the loss that TRL has logged
+        # for it is replaced by the average over the tokens of all ranks. With an auxiliary loss of
+        # experts TRL's own figure stays: the loss has that in it too.
         if "share_of_tokens" in micro and not self.aux_loss_enabled:
             sums_2 = parts.entropy_bonus.policy_loss_sums(
                 micro,
@@ -487,6 +501,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             total, token_count = self.accelerator.reduce(sums_2, reduction="sum").tolist()
             self._metrics["train"]["policy_loss"][-1] = total / max(token_count, 1.0)
         logps_BC = observed_logps[0] if observed_logps else None
+        # NaN makes every rank skip the optimizer step.
         loss = parts.ratio_guard.loss_or_nan(loss, logps_BC, micro)
         loss = loss * parts.micro_batcher.loss_weight(micro)
         if parts.entropy_bonus.is_on:
@@ -580,8 +595,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     ) -> TrainOutput:
         """Train in the folder that the run has claimed, and note in its manifest if that fails.
 
-        An older run in the folder that this one replaces is set aside before. The arguments are
-        those of `train`.
+        If this run replaces an older one in the folder, the older one's files are set aside first.
+        The arguments are those of `train`.
         """
         run = self.run
         output_dir = Path(self.args.output_dir)
@@ -599,7 +614,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         steps_of_checkpoint = _read_state(Path(checkpoint)).global_step if checkpoint else 0
 
         def steps_done() -> int:
-            # TRL's count begins at 0, also where what follows restores a checkpoint.
+            # TRL's count is 0 until `super().train` has read the checkpoint's.
             return max(int(self.state.global_step), steps_of_checkpoint)
 
         with noting_failure(
@@ -611,6 +626,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                     expect_universal_checkpoint(self)
             with errors_with_step(steps_done, self.parts.checkpoint_writer.where_to_go_on):
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
+            # None, unless too many steps in a row had unusable gradients: then the training has
+            # ended early without an error of its own.
             reason_to_stop = self.parts.skip_bad_steps.reason
             if reason_to_stop:
                 raise RunError(f"step {steps_done()}: {reason_to_stop}")
@@ -645,6 +662,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         needs_numbers = self.parts.pool.allows_stale_rollouts
         has_length = hasattr(dataset, "__len__")  # a streamed data set has none
         is_training = kwargs.get("is_training", False)
+        # Only a training shares rows or reads them again, and a streamed row has no number.
         if not is_training or not has_length or not (shares_rows or needs_numbers):
             return super()._get_dataloader(*args, **kwargs)
         rows = DistinctRows(dataset, numbered=needs_numbers, share=shares_rows)
@@ -657,8 +675,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         """Return the sampler that orders the rows.
 
-        Stock TRL's draws one epoch's order after the other, from `seed` alone. Ours draws each from
-        the epoch's number, and from `data_seed` where it is set.
+        Stock TRL's sampler draws the orders of all epochs one after the other from one generator,
+        seeded by `seed` alone. Ours seeds each order by the epoch's number, and by `data_seed`
+        where it is set, so that a resumed run draws the same.
         """
         trl_sampler = super()._get_train_sampler(dataset)
         self._row_order = EpochRepeatSampler.like(trl_sampler, seed=self.args.seed_of_rows)
@@ -678,8 +697,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def log_figure(self, name: str, value: float) -> None:
         """Add a value of this step to the next log, which averages the values of its steps.
 
-        Of a figure in `LARGEST_VALUE_KEYS` the log has the largest value. The value has to be the
-        same on every rank.
+        Figures in `LARGEST_VALUE_KEYS` are not averaged: the log has their largest value. The value
+        has to be the same on every rank.
         """
         values = self._metrics["train"][name]
         if name in LARGEST_VALUE_KEYS:
@@ -765,11 +784,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the
         file. Qwen2.5-VL's modules have other names, so a resumed run would only print a warning and
-        start from the untrained weights. Of several adapters it reads those in folders alone, and
-        not the one that is trained.
+        start from the untrained weights. Of several adapters it reads only those in folders of
+        their own, and not the one that is trained.
         """
         model = self.model if model is None else model
         folder = Path(resume_from_checkpoint)
+        # The weights of a whole model, or of the adapter that is trained, lie in the folder itself.
         has_whole_weights = any(folder.glob("*.safetensors"))
         if has_whole_weights:
             restore_weights(model, folder)
@@ -779,6 +799,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def restore(self, checkpoint: str) -> None:
         """Restore what a checkpoint has beside TRL's own state, which `train` restores."""
         self.parts.checkpoint_writer.resumed_from = checkpoint
+        # A generation that the run was still learning from; None: the checkpoint has none.
         unfinished = self.parts.checkpoint_state.restore(Path(checkpoint))
         if unfinished is not None:
             self._step = unfinished.micro_step

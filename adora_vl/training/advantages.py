@@ -109,9 +109,10 @@ class AdvantageComputer:
         self.masks_truncated = config.mask_truncated_completions
 
     def assess(self, facts: RolloutFacts, group_size: int, step: int) -> GroupAssessment:
-        """Return what the methods say of each group, so that groups can be selected by it.
+        """Return advantages by TRL, weights by the methods, and signal of each group.
 
-        This changes no state of the methods.
+        Groups are selected by it before their final advantages are computed, so this changes no
+        state of the methods.
 
         Args:
             facts: rewards and lengths of all ranks' rollouts.
@@ -140,7 +141,8 @@ class AdvantageComputer:
         Call it once in a generation: DARO learns its weights from every call.
         """
         pipeline = self.pipeline
-        # Besides, the call sets the weights that it has applied, and figures for the log.
+        # The call also sets `weighting` and `figures` of the pipeline, which are read below: the
+        # weights that it has applied, and figures for the log.
         final_PG = pipeline.compute_advantages(assessment.groups, assessment.trl_advantages_PG)
         assert pipeline.weighting is not None, "the call above has set it"
         return Advantages(
@@ -159,8 +161,9 @@ class AdvantageComputer:
         """
         rewards_PG = groups.rewards_PG
         if not self.pipeline.sums_rewards:
-            # TRL has divided these advantages by their standard deviation s plus 1e-4, and looks at
-            # s. Where s is almost 0, the deviation of the quotients is about 1e4 times as large.
+            # TRL normalises each function's rewards first, and has divided the sum of them by its
+            # standard deviation s plus 1e-4. It compares s with 0, but s is not at hand here. Where
+            # s is almost 0, the deviation of the quotients is about 1e4 times s.
             deviation_of_quotients = nan_standard_deviation(
                 trl_advantages_PG.flatten(), trl_advantages_PG.mean()
             )
@@ -209,8 +212,8 @@ class AdvantageComputer:
     def _rewards_vary(self, rewards_NF: Tensor, group_size: int) -> Tensor | None:
         """Return which groups get unequal rewards from at least one function, bool, (P,).
 
-        None where TRL sums the rewards of the functions first: then the sums are compared. Functions
-        of weight 0 do not count.
+        Functions of weight 0 do not count. The result is None where TRL sums the rewards of the
+        functions before it normalises them: then a group's signal follows from the sums alone.
         """
         if self.pipeline.sums_rewards:
             return None

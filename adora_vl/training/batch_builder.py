@@ -120,6 +120,7 @@ class BatchBuilder:
             last_turn_ids = rollout.last_turn_tokens
             earlier_ids = rollout.tokens[: len(rollout.tokens) - len(last_turn_ids)]
             is_inside = opens_thinking([*prompt_ids, *earlier_ids], decode)
+            # The tokens of the turn still have what the tokenizer may have removed from its text.
             if is_inside and closes_block(decode(last_turn_ids)) and not closes_block(text):
                 is_inside = False  # the turn closes the block, and its text has lost the block
             begins_inside.append(is_inside)
@@ -181,7 +182,8 @@ class BatchBuilder:
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         values_by_column: dict[str, list[int]] = {}
-        # Tokens that were sampled by looking at other images count as stale too.
+        # An extension may show the engine other images than the policy learns from. Tokens that
+        # were sampled with those count as stale too.
         if self.allows_stale_rollouts or self.shows_other_images:
             values_by_column["stale_tokens"] = [
                 rollout.stale_tokens(generation.key.step) for rollout in rollouts
@@ -258,9 +260,9 @@ class BatchBuilder:
     ) -> dict[str, Any]:
         """Return the processor's fields of the images, such as `pixel_values`.
 
-        Fields with a token type for each token of the prompts are continued over the completions,
-        (B, P + C). In `mm_token_type_ids` the type is 1 at image tokens, which have the id
-        `image_id`, and 0 elsewhere.
+        Some of them (`_TOKEN_TYPE_FIELDS`) have a type for each token of the prompts. These are
+        continued over the completions, (B, P + C). In `mm_token_type_ids` the type is 1 at image
+        tokens, which have the id `image_id`, and 0 elsewhere; other types are 0 in completions.
         """
         fields = dict[str, Any](prompts.fields)
         for name in _TOKEN_TYPE_FIELDS:

@@ -44,8 +44,8 @@ class RowReader:
         An image that several rows share is included once.
 
         Args:
-            rows: numbers of the rows.
-            image_banks: have the images.
+            rows: numbers of the rows in the batch.
+            image_banks: store the images, to which the rows refer by number.
         """
         return _pack_rows(_take_rows(self._split, rows), image_banks)
 
@@ -101,7 +101,8 @@ def unpack_rows(packed: PackedRows, image_banks: ImageBanks, device: torch.devic
     rows: _SplitBatch = send_to_device(columns, device)
     bank = image_banks.bank_to_extend()
     if "images" in packed and bank is not None:
-        # By the number that the image's first patch had in the bank that it comes from.
+        # The new numbers of all patches of an image, by the number that its first patch had in the
+        # bank that it comes from, which identifies the image.
         patch_numbers_by_image = {
             first_patch: bank.store(key, patches.to(device), grid).to(device)
             for first_patch, (key, patches, grid) in packed["images"].items()
@@ -124,7 +125,8 @@ def to_cpu(values: Nested) -> Nested:
 def _take_rows(split: _SplitBatch, rows: Sequence[int]) -> _SplitBatch:
     """Select the rows with these numbers from every column. Scalars are kept."""
     columns_of_rows: _SplitBatch = {}
-    # Copied to each device once, without waiting for it, as indexing with a list would.
+    # Indexing with a list would wait for the device in every column. The row numbers are copied to
+    # each device once, without waiting.
     indices_by_device: dict[torch.device, Tensor] = {}
     for name, value in split.items():
         if isinstance(value, list):
@@ -162,8 +164,10 @@ def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
 def without_padding(batch: dict[str, Any], columns_in_use: UsedColumns) -> dict[str, Any]:
     """Cut off token columns that are padding in every row.
 
-    They are on the left of prompts and on the right of completions. `columns_in_use`: the
-    `used_columns` of these rows.
+    They are on the left of prompts and on the right of completions. A batch without such columns is
+    returned itself.
+
+    `columns_in_use`: which token columns at least one of the rows uses, from `used_columns`.
     """
     prompt_width = batch["prompt_mask"].size(1)
     completion_width = batch["completion_mask"].size(1)
@@ -188,9 +192,9 @@ def without_padding(batch: dict[str, Any], columns_in_use: UsedColumns) -> dict[
 def _token_axis(name: str, value: object, prompt_width: int, completion_width: int) -> str:
     """Return which tokens the second dimension of a column stands for.
 
-    That is `prompt`, `completion`, `both` (the prompt and behind it the completion), or `none`. A
-    column of another name than the prompt's two is told by its width, so that later columns, such
-    as log-probabilities, need no list of names.
+    The result is `prompt`, `completion`, `both` (the prompt and behind it the completion), or
+    `none`. Only `prompt_ids` and `prompt_mask` are told by their names. The width tells the others,
+    so that columns that are added later, such as log-probabilities, need no list of names.
 
     Args:
         name: the column's name in the batch.
@@ -217,6 +221,8 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
     batches = (batch, appended)
     new_prompt_width = max(part["prompt_ids"].size(1) for part in batches)
     new_completion_width = max(part["completion_ids"].size(1) for part in batches)
+    # TRL's importance ratio to the engine is (B, 1) or (B, C). Where completions of one batch are
+    # one token wide, only the other batch tells which.
     ratio_is_per_rollout = all(map(_has_one_ratio_per_rollout, batches))
     wide_batches = [
         _widen(
@@ -228,8 +234,8 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
         )
         for part in batches
     ]
-    # Patches have no rows. So `pixel_values` becomes a list with an entry for each row, until the
-    # rows are joined.
+    # `pixel_values` has a row for each patch, and not for each rollout. It becomes a list with an
+    # entry for each rollout until the two batches are joined.
     first_columns, appended_columns = map(_split_images, wide_batches)
     joined_columns: _SplitBatch = {}
     for name, value in first_columns.items():
@@ -246,8 +252,8 @@ def chosen_groups(
 ) -> Batch:
     """Return a batch of the chosen groups of two batches, padded to the wider of the two.
 
-    `num_items_in_batch` stays that of the first batch: it is a sum over all ranks, which the caller
-    makes anew.
+    `num_items_in_batch` is kept from the first batch and is wrong for the result: it is a sum over
+    all ranks, which the caller has to compute again.
 
     Args:
         batch: its n groups have the numbers from 0 to n - 1.

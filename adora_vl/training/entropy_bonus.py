@@ -57,12 +57,14 @@ class EntropyBonus:
             micro_batches_per_step: micro-batches of the optimizer step, by which TRL divides.
         """
         mask_BC = loss_mask(micro)
+        # TRL's bonus may act on the tokens of the highest entropy alone.
         if self.chosen_BC is not None:
             mask_BC = mask_BC * self.chosen_BC
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
-        # Over the tokens that a micro-batch has on average. Where TRL chooses the tokens of the
-        # highest entropy, only that share of them is meant.
+        # The tokens of this micro-batch over those that a micro-batch has on average. The average
+        # counts all tokens. Where TRL chooses those of the highest entropy, their share of all
+        # divides, so that chosen tokens are compared with chosen tokens.
         weight_by_tokens = self._batcher.share_of_tokens(micro, token_count) / self._chosen_share
         missing_weight = weight_by_tokens - self._batcher.loss_weight(micro)
         missing_bonus: Tensor = (
@@ -86,7 +88,7 @@ class EntropyBonus:
 
         Args:
             micro: the micro-batch.
-            loss: TRL's, with its bonus and without a weight.
+            loss: TRL's loss, which has its bonus and is not weighed among the micro-batches yet.
             entropies_BC: the entropy of each token.
             coefficient: TRL's coefficient of the bonus in this step.
             micro_batches_per_step: micro-batches of the optimizer step, by which TRL divides.
@@ -94,5 +96,7 @@ class EntropyBonus:
         mask_BC = loss_mask(micro)
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
+        # TRL has subtracted its bonus, and divided the loss by the micro-batches of the step. Both
+        # are undone, which leaves the loss of the policy.
         policy_loss = loss * micro_batches_per_step + coefficient * mean_entropy
         return torch.stack([policy_loss * token_count, token_count.to(loss.dtype)]).detach()

@@ -52,6 +52,7 @@ def warning_lines(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
     """
     verdicts = facts.extra_columns.get("verdict")
     extracted_answers = facts.extra_columns.get("extracted")
+    # Without these columns nothing is known, and with one right rollout there is nothing to warn of.
     if not verdicts or extracted_answers is None or "correct" in verdicts:
         return []
     reasons = facts.extra_columns.get("reason", [""] * len(verdicts))

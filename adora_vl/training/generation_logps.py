@@ -75,6 +75,7 @@ class GenerationLogps:
             if self._needs_old_pass(is_training=is_training):
                 old_logps_BC = compute_logps(self.policy)
                 batch["old_per_token_logps"] = old_logps_BC
+                # The loss is corrected by the ratio of the policy's probabilities to the engine's.
                 if self.old_logps.corrects_engine:
                     figures = self.importance_ratio.add_to_batch(batch, old_logps_BC)
                     for name, value in figures.items():
@@ -88,8 +89,8 @@ class GenerationLogps:
         """Return whether a pass over the whole generation computes its old log-probabilities.
 
         As in stock TRL the loss needs them where it is corrected by the ratio to the engine, and
-        where the weights change while a generation is learned from. In a training our own passes
-        over micro-batches may compute them later.
+        where the weights change while a generation is learned from. In a training the passes over
+        micro-batches may compute them later instead. An evaluation has no such passes.
         """
         changes_weights = not self.context.layout.generation_has_one_step
         loss_needs_them = self.old_logps.corrects_engine or changes_weights
@@ -122,7 +123,7 @@ class GenerationLogps:
 
         If they disagree, prompts are not shared from then on. The check comes before a generation
         is cut into micro-batches, since more rows fit into one if they share their prompts. It
-        takes no more rows than fit into memory without shared prompts.
+        compares only as many rows as fit into memory without shared prompts.
         """
         if not self.policy_pass.check_is_due:
             return

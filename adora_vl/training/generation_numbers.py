@@ -70,8 +70,9 @@ class GenerationNumbers:
     def generation_at(self, key: StepKey, group_size: int, rows: Sequence[Row]) -> Generation:
         """Return the generation that is sampled at a step.
 
-        Generations are numbered only where rollouts may be older than the generation that learns
-        from them. Then a problem may wait, and its row is read again by the number of the row.
+        It is numbered where rollouts may be older than the generation that learns from them, so
+        that their ages can be counted. Then a problem may also wait, and its row is read again by
+        the number of the row. Otherwise, and in an evaluation, every generation has the number 0.
 
         Args:
             key: the step, and the micro-batch in it.
@@ -84,7 +85,7 @@ class GenerationNumbers:
         if key.mode != "train" or not self._is_numbered:
             return Generation(key=key, group_size=group_size)
         row_numbers = [dict[str, Any](row).get(ROW_NUMBER_COLUMN, -1) for row in rows]
-        # A row that does not come from the data set has a negative number, or none.
+        # A negative number marks a row that does not come from the data set, or has no number.
         if min(row_numbers) < 0:
             raise UserError(
                 "adora_rollouts: these rows do not say their numbers, by which problems that "

@@ -209,9 +209,10 @@ class GenerationSampler:
         return self.sampler.awake()
 
     def draw(self, generation: Generation, rows: list[Row]) -> list[RolloutGroup]:
-        """Stage 1: make the rows of the data loader groups that are about to begin.
+        """Turn the rows that the data loader has drawn into groups that are about to begin.
 
-        In a run with environments each rollout gets one, and its prompt what the environment says.
+        This is stage 1 of a generation. In a run with environments each rollout gets one of its
+        own, and its prompt gets what the environment says at first.
 
         Raises:
             RunError: an image cannot be read on some rank.
@@ -229,12 +230,12 @@ class GenerationSampler:
         return self._enter_environments(groups, generation.key.step, begins_generation=True)
 
     def schedule(self, generation: Generation, drawn_groups: list[RolloutGroup]) -> None:
-        """Stage 2: decide which groups begin or go on, and request their rollouts.
+        """Decide which groups begin or go on, and request their rollouts, which is stage 2.
 
         Afterwards the present generation is pending: its rollouts are requested. Where servers
-        sample generations ahead, they get the present weights, and the requests of later
-        generations. If rollouts are sampled in several parts, those requests wait until `sample`
-        has sampled the later parts of the present generation, which come first.
+        sample generations ahead, they also get the present weights and the requests of later
+        generations. If rollouts are sampled in several parts, the requests of later generations
+        are made by `sample`, after it has sampled the remaining parts of the present one.
 
         Args:
             generation: the present one.
@@ -251,10 +252,13 @@ class GenerationSampler:
                 waiting_count=len(waiting_groups),
             )
             return
-        # Collective: where a run begins, or resumes with other rows, all ranks request anew.
+        # What was requested ahead must be for the rows that are drawn now. It is not where a run
+        # begins, or resumes with other rows. Collective: all ranks request anew if one has to.
         if not all(gather_object([self.pool.next_pending_is_for(drawn_groups)])):
             self.pool.drop_all_pending()
         self._queue_weights(generation, drawn_groups)
+        # The present generation and those ahead. If it has parts left, the others are requested by
+        # `sample` instead.
         max_pending = 1 if self.pool.samples_in_parts else self.generations_ahead + 1
         self._request_ahead(generation, drawn_groups, earlier_groups=[], max_pending=max_pending)
 
@@ -271,7 +275,9 @@ class GenerationSampler:
     def sample(
         self, generation: Generation, drawn_groups: list[RolloutGroup]
     ) -> list[RolloutGroup]:
-        """Stage 3: sample the groups of the present generation, and return them, the oldest first.
+        """Sample the groups of the present generation, and return them, the oldest first.
+
+        This is stage 3. Groups that have waited since an earlier generation are returned too.
 
         With a token budget (`adora_rollouts.budget`) some rollouts stay unfinished. Enough groups
         are complete afterwards to be learned from.
@@ -280,6 +286,7 @@ class GenerationSampler:
             generation: the present one, which `schedule` has made pending.
             drawn_groups: groups of the problems that the data loader has drawn for it.
         """
+        # The generation that was requested first is the present one.
         sampled_groups = self.group_sampler.finish(generation, self.pool.state.pending[0])
         groups = sorted([*self.pool.take_waiting(), *sampled_groups], key=lambda group: group.began)
         if self.pool.allows_partial_rollouts:
@@ -315,6 +322,7 @@ class GenerationSampler:
         # Collective: where one rank has such groups, all take part.
         if not any(gather_object([bool(numbers)])):
             return groups
+        # None for a group: its rollouts are sampled to their ends, without a limit of tokens.
         no_limit_by_group: TokenLimits = dict.fromkeys(numbers)
         return self.group_sampler.sample(generation, groups, no_limit_by_group)
 
@@ -360,7 +368,7 @@ class GenerationSampler:
     ) -> list[RolloutGroup]:
         """Request generations until `max_pending` of them are pending, in a run with `ahead`.
 
-        The present generation counts as pending too. Fewer are at the end of the training.
+        The present generation counts as pending too. At the end of the training fewer are left.
 
         Args:
             generation: the present one.
@@ -370,7 +378,8 @@ class GenerationSampler:
             max_pending: how many generations are pending afterwards.
 
         Returns:
-            Those of `earlier_groups` that go on in none of the requested generations.
+            The groups of `earlier_groups` that still wait: all of them if nothing was requested,
+            otherwise those that are complete.
         """
         waiting_groups = earlier_groups
         continued_groups = [group for group in earlier_groups if not group.complete]
@@ -399,7 +408,7 @@ class GenerationSampler:
         continued_groups: list[RolloutGroup],
         waiting_count: int,
     ) -> None:
-        """Request the rollouts of a generation, which is pending then.
+        """Request the rollouts of a generation, and add it to the pending ones.
 
         Args:
             generation: the present one, in which new groups begin.
@@ -416,6 +425,7 @@ class GenerationSampler:
         )
         spare_groups = self._draw_spare_groups(generation, requested.generation)
         groups = [*continued_groups, *begun_groups, *spare_groups]
+        # How many tokens the rollouts of each group may get; some groups may get none yet.
         limits = self.pool.token_limits(requested.generation, groups)
         pending = PendingGeneration(
             row_numbers=list_row_numbers(requested.groups),
