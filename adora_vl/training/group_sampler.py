@@ -58,6 +58,7 @@ class PromptReader:
         problems = [group.problem for group in group_of_rollout]
         if self._last_prompts is None or problems != self._last_problems:
             rows = [group.row for group in group_of_rollout]
+            # Prompts of a refill must not empty the image bank: the batch still needs its images.
             is_refill = generation.key.attempt > 0
             self._last_prompts = self.images.prompts(rows, generation.key.mode, refill=is_refill)
             self._last_problems = problems
@@ -233,6 +234,7 @@ class GroupSampler:
 
     def _sample_turns(self, turns: GroupTurns) -> list[RolloutGroup]:
         """Sample all turns, and return all groups with the longer rollouts in their places."""
+        # `turns` samples one turn of the unfinished rollouts after the other, and runs their tools.
         sampled_by_key = run_turns(turns.unfinished, turns)
         groups = []
         for number, group in enumerate(turns.groups):
@@ -276,9 +278,11 @@ def _request_parts(
             member=key.member,
             prompt_ids=prompt_ids,
             images=list(replacement or images or ()),
-            # The prompt of an engine that sees another image is not the trainer's.
+            # An engine that sees other images reads another prompt than the trainer, so its
+            # prompt and log-probabilities cannot be compared with the trainer's.
             saw_trainer_images=replacement is None,
             token_budget=limits[key.group],
+            # The budget is of this generation; tokens from earlier ones do not count.
             tokens_before=len(unfinished[key].policy_tokens),
         )
     return parts_by_rollout
@@ -403,8 +407,9 @@ class GroupTurns:
     def _max_tokens(self, parts: RequestParts, rollout: Rollout) -> int:
         """Return how many tokens the rollout may sample in its next turn.
 
-        A completion, a generation (`adora_rollouts.budget`), a turn (`turn_tokens`) and a server's
-        context have limits. Tokens of tools count in the first and the last one alone.
+        It is the least that any of four limits leaves: that of a completion, of a generation
+        (`adora_rollouts.budget`), of a turn (`turn_tokens`), and of a server's context. Tokens that
+        tools have answered count towards the completion and the context only.
         """
         max_completion_length: int = self.group_sampler.config.max_completion_length
         limits = [max_completion_length - len(rollout.tokens)]

@@ -76,6 +76,7 @@ class GenerationGuard:
             return
         checkpoint = self.save_now()
         first_id, reason = ids_and_reasons[0]
+        # A row may be there once for each rollout of its group.
         other_rows = len({row_id for row_id, _ in ids_and_reasons}) - 1
         others_text = f" (and {other_rows} more rows)" if other_rows else ""
         raise RunError(
@@ -175,6 +176,8 @@ class RewardGuard:
                 function,
                 name=name,
                 timeout=None if _limits_its_own_time(function) else self.timeout,
+                # Both are filled by the wrapper: where the whole call fails, and where it fails for
+                # single completions.
                 failures=self.failures,
                 unscored=reason_by_completion,
             )
@@ -195,6 +198,7 @@ class RewardGuard:
         self.failures.clear()
         if not failures:
             return
+        # A mistake of the user is reported first: repairing the function would not help.
         for failure in failures:
             if failure.is_users_mistake:
                 raise SharedUserError(
@@ -211,7 +215,7 @@ class RewardGuard:
         )
 
     def take_failed_calls(self, rows_per_rank: int) -> dict[tuple[int, int], str]:
-        """Return which functions failed for which single completions and why, and forget it.
+        """Return why functions failed for single completions of any rank, and forget the reasons.
 
         A function fails for a completion if it returns an exception in place of its reward.
         Collective.
@@ -278,7 +282,8 @@ class DriftGuard:
         """Compare policy and engine on the tokens of a batch, as `check` does. Collective.
 
         It is called when the policy has scored these rollouts for the first time. Nothing is
-        compared where the log-probabilities of one of the two are missing.
+        compared where the log-probabilities of one of the two are missing: not every engine
+        returns them, and not every batch needs the old ones.
 
         Args:
             batch: has the engine's log-probabilities.
@@ -293,10 +298,10 @@ class DriftGuard:
     def check(
         self, policy_logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor, step: int
     ) -> None:
-        """Log how far the engine's log-probabilities are from the policy's. Collective.
+        """Log the drift, and raise `RolloutError` where it is above `adora_max_drift`. Collective.
 
-        That is the drift, the mean difference in nats per token. Raises `RolloutError` on all ranks
-        together where it is above `adora_max_drift`.
+        The drift is how far the engine's log-probabilities are from the policy's: the mean
+        difference in nats per token, over all ranks. All ranks raise together.
 
         Args:
             policy_logps_BC: the policy's log-probabilities of the sampled tokens.
@@ -320,7 +325,7 @@ class DriftGuard:
 def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
     """Return the largest importance ratio of a batch, (), float32; NaN if any is NaN.
 
-    It is at least 1: tokens that do not count have the ratio 1.
+    It is at least 1, since tokens that do not count are given the ratio 1.
 
     Args:
         log_ratios_BC: log-probabilities by the new policy less those by the old one.
@@ -368,7 +373,8 @@ class ReferenceGuard:
 
         Args:
             batch: a generation, with the log-probabilities of the reference.
-            policy_logps: computes those of the policy, for some rows, where the batch has none.
+            policy_logps: computes those of the policy where the batch has none. It is called for
+                the rows of one pass only, which is enough to see a difference.
         """
         self._is_done = True
         policy_logps_BC = batch.get("old_per_token_logps")
@@ -378,7 +384,7 @@ class ReferenceGuard:
             policy_logps_BC = policy_logps(batch)
         sums_3 = drift_sums(policy_logps_BC, batch["ref_per_token_logps"], loss_mask(batch))
         distance = merge_drift_sums(self.accelerator.gather(sums_3[None]))
-        # Not `>`: a distance that is NaN is too large.
+        # Without tokens there is nothing to compare. Not `>`: a distance that is NaN is too large.
         if distance.tokens and not distance.mean <= self.max_distance:
             raise SharedUserError(
                 f"beta: {self.beta:g}: the policy starts {distance.mean:.3g} nats per token from "
@@ -415,11 +421,12 @@ class RatioGuard:
         if old_logps_BC is None or logps_BC is None:
             return loss
         largest_on_rank = largest_ratio(logps_BC - old_logps_BC, loss_mask(micro), self.level)
-        # `max` returns NaN if that of any rank is NaN.
+        # `max` returns NaN if the ratio of any rank is NaN, and then the comparison below is false.
         largest_of_ranks = self.accelerator.gather(largest_on_rank[None]).max().item()
         self.log("adora/ratio_max", largest_of_ranks)
         if self.max_ratio is None or largest_of_ranks <= self.max_ratio:
             return loss
+        # Read by the callback that counts skipped steps, to tell why this one was skipped.
         self.exceeding_ratio = largest_of_ranks
         return loss * torch.nan
 
@@ -449,10 +456,12 @@ def errors_with_step(
             run_error = RunError(stopped_in(step(), str(error), where_to_go_on()))
             run_error.__cause__ = error.__cause__ or error
             return run_error
+        # These name step and remedy already.
         if isinstance(error, RolloutError | RunError | UserError):
             return None
         if disk_is_full(error):
             return _full_disk_error(error, step(), where_to_go_on())
+        # The first message is empty, unless a rank has lost contact with another one.
         reason = lost_contact_message(error) or in_one_line(error)
         run_error = RunError(stopped_in(step(), reason, where_to_go_on()))
         run_error.__cause__ = error

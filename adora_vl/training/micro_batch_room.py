@@ -50,8 +50,8 @@ class PassBytes(NamedTuple):
     def fit_into(self, planned: "PassBytes") -> bool:
         """Return whether a pass needs no more memory than is planned.
 
-        The number of recomputed layers is chosen later. Memory is linear in it, so a pass that needs
-        no more with all layers recomputed and with none needs no more with any number between.
+        How many layers gradient checkpointing recomputes is chosen later. Memory is linear in this
+        number, so it is enough to compare both ends: all layers recomputed, and none.
         """
         return (
             self.all_recomputed <= planned.all_recomputed
@@ -113,7 +113,8 @@ def size_of_pass(
     packed_length = sum(unit.prompt_tokens + unit.predicting_tokens for unit in units)
     tokens_of_padded_pass = rows * padded_length
     if shares_prompts and packed_length <= MAX_TOKEN_RATIO * tokens_of_padded_pass:
-        # The prompt is computed once, but attention has a copy of its keys for each rollout.
+        # The pass computes a prompt once, but attention copies its keys for each rollout of the
+        # unit, so that each attends to the prompt and its own tokens alone.
         repeated_keys = sum(
             unit.rows * unit.prompt_tokens + unit.predicting_tokens for unit in units
         )
@@ -187,9 +188,9 @@ class MicroBatchRoom:
     ) -> list[range]:
         """Divide consecutive units into micro-batches, at the same positions on all ranks.
 
-        Memory is planned for `max_units` units of the greatest length. A micro-batch has so many
-        units, or more as long as those of every rank need no more memory than that. The last
-        micro-batch may have fewer.
+        Memory is planned for `max_units` units of the greatest length. A micro-batch has at least
+        `max_units` units. It takes further ones while, on every rank, they all fit into the planned
+        memory. The last micro-batch may have fewer.
 
         Args:
             sizes_by_rank: for each rank the sizes of its units in the order of learning, equally
@@ -206,6 +207,7 @@ class MicroBatchRoom:
         micro_batches: list[range] = []
         first = positions[0]  # of the micro-batch that is being filled
         for position in positions:
+            # Up to `max_units` always fit: the plan is for as many of the longest ones.
             if position + 1 - first <= max_units:
                 continue
             fits_on_ranks = (

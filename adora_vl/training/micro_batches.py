@@ -54,8 +54,8 @@ def choose_units(
 ) -> list[int]:
     """Choose the units to learn from, and return their numbers in ascending order.
 
-    They are all units with signal, filled up to `min_units` with the shortest of the others, so that
-    all ranks have equally many. Units are groups of rollouts or parts of them.
+    All units with signal are chosen. If they are fewer than `min_units`, the shortest of the others
+    are added, so that all ranks have equally many. Units are groups of rollouts or parts of them.
 
     Args:
         has_signal: for each unit, whether it has an advantage other than 0.
@@ -143,10 +143,10 @@ def order_of_learning(
 ) -> list[int]:
     """Return the units in the order of learning: the longest of each optimizer step come first.
 
-    So units of similar length meet: in a micro-batch, where they need little padding, and on
-    different ranks at the same time, where none waits for another. A run that does not fit into
-    memory fails at once. Which units go into which step is drawn, so that each step sees units of
-    all lengths.
+    With this order a micro-batch has units of similar length, which need little padding, and so
+    have the ranks at the same time, so that none waits for another. A run that does not fit into
+    memory fails at once. Which units go into which step is drawn at random, so that each step sees
+    units of all lengths.
 
     Args:
         units: numbers of the units, which are groups or parts of them.
@@ -159,6 +159,7 @@ def order_of_learning(
         return longest_first
     shuffled_positions = torch.randperm(len(units), generator=generator_at(seed)).tolist()
     ordered_units = []
+    # Positions in `longest_first`: sorting those of a step puts its longest units first again.
     for positions_of_step in split_evenly(shuffled_positions, optimizer_steps):
         ordered_units += [longest_first[position] for position in sorted(positions_of_step)]
     return ordered_units
@@ -218,11 +219,13 @@ class MicroBatcher:
         layout = self.layout
         row_count = len(batch["advantages"])
         unit_count = row_count // layout.rows_per_unit
-        # Below 1 where unfinished rollouts are left to later generations.
+        # Rows that there are, over those that a whole generation has. Below 1 where unfinished
+        # rollouts are left to later generations.
         filled_share = row_count / (layout.micro_batch_rows * layout.steps_per_generation)
         has_signal = [True] * unit_count
         if self.config.uses("skip_zero_signal") and not self._every_row_counts:
             has_signal = signal_of_units(batch["advantages"], layout.rows_per_unit).tolist()
+        # Ranks exchange units, so that each has about as many with signal as the others.
         if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:
             batch, has_signal = self._rebalance(batch, has_signal)
         host_rows = HostRows.of(
@@ -348,7 +351,7 @@ class MicroBatcher:
         )
         micro = cast("Batch", without_padding(dict(reader.take(rows)), used))
         micro["host_rows"] = host_rows.select(rows, used.first_of_prompts)
-        # Its rows over those that the generation's micro-batches have on average.
+        # Rows of this micro-batch over those that the generation's micro-batches have on average.
         micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
         if self._weighs_by_tokens:
             tokens = loss_mask(micro).sum()
