@@ -152,6 +152,7 @@ def sharding_from_environment(environment: Mapping[str, str] = os.environ) -> Sh
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise UserError(f"accelerate launch: its config asks for FSDP, which {FSDP_IS_UNSUPPORTED}")
     processes = int(environment.get("WORLD_SIZE", "1"))
+    # Without the second variable all processes are on this machine.
     local_processes = int(environment.get("LOCAL_WORLD_SIZE") or processes)
     machines = max(1, processes // local_processes)
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":

@@ -148,6 +148,7 @@ def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
     factory = arguments.get("default_factory")
     if isinstance(factory, ast.Lambda):
         default = _literal_value(factory.body)
+    # What another function would return cannot be told from its name (MISSING).
     elif isinstance(factory, ast.Name):
         default = {"list": [], "dict": {}}.get(factory.id, MISSING)
     help_text = _help_in(arguments.get("metadata"))

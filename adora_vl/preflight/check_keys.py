@@ -41,6 +41,7 @@ def check_keys(request: RunRequest) -> None:
 def _check_unsupported(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of TRL that a run would ignore, or fail on late."""
     liger = dict(config.liger_kernel_config or {})
+    # The correction for vLLM then has one importance ratio for a whole answer.
     if config.loss_type == "vespo" and config.corrects_by_sequence:
         mode = config.vllm_importance_sampling_mode
         raise UserError(
@@ -102,7 +103,8 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
 
 def _check_rollouts(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of sampling that contradict each other."""
-    # The drift guard compares the log-probabilities of the policy with those that vLLM returns.
+    # The drift guard compares the log-probabilities of the policy with those that vLLM returns. A run
+    # whose loss does not depend on the latter (`learns_by_engine`) does not have them.
     lacks_engine_logps = config.use_vllm and not config.learns_by_engine
     if lacks_engine_logps and config.adora_max_drift is not None:
         raise UserError(
@@ -178,6 +180,7 @@ def check_refill(config: AdoraGRPOConfig) -> None:
             f"time and num_generations is {config.num_generations}; make "
             "per_device_train_batch_size a multiple of it"
         )
+    # the setting by which the loss depends on the rows of a micro-batch; empty if there is none
     obstacle = regroup_obstacle(config)
     if obstacle:
         raise conflict_error(key, f"{obstacle}, which depends on the rows of a micro-batch")
@@ -214,14 +217,18 @@ def check_budget(config: AdoraGRPOConfig) -> None:
     key = f"adora_rollouts.budget: {budget}"
     if not config.use_vllm:
         raise conflict_error(key, "use_vllm: false", ENGINE_REMEDY)
+    # The loss corrects for older weights by the log-probabilities that vLLM returns.
     if not config.learns_by_engine:
         raise conflict_error(key, "vllm_importance_sampling_correction: false")
+    # vLLM would match the pattern, and apply many other parameters, to the continued part alone.
     if config.vllm_structured_outputs_regex:
         raise conflict_error(key, "vllm_structured_outputs_regex")
     parameters = set(config.generation_kwargs or {})
     unfit_parameters = sorted(parameters - _PARAMETERS_FOR_CONTINUED_ANSWERS)
     if unfit_parameters:
         raise conflict_error(key, f"generation_kwargs: {', '.join(unfit_parameters)}")
+    # A group stays together only in micro-batches of whole groups. Some settings forbid these, and
+    # some keys have to ask for them.
     obstacle = regroup_obstacle(config)
     if obstacle:
         raise conflict_error(key, obstacle)

@@ -102,6 +102,7 @@ def check_schedule(config: AdoraGRPOConfig) -> None:
         )
     try:
         schedule = schedule_of(config, updates)
+        # Other schedules, such as reduce_lr_on_plateau, have no function of the step to try.
         if depends_on_step_alone(schedule):
             schedule.lr_lambdas[0](updates // 2)
     except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
@@ -123,6 +124,7 @@ def check_optimizer(config: AdoraGRPOConfig) -> None:
     name = spelled_in_config(config.optim)
     try:
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(config)
+        # Transformers may return a function in place of a class; then nothing is tried.
         if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer):
             optimizer_class([torch.nn.Parameter(torch.zeros(1))], **kwargs)
     except ImportError as error:
@@ -130,6 +132,7 @@ def check_optimizer(config: AdoraGRPOConfig) -> None:
             f"optim: {name} is not installed ({in_one_line(error)}); use adamw_torch"
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        # An optimizer that needs a model fails here without one, which says nothing against it.
         if not name.startswith(_OPTIMIZERS_THAT_NEED_A_MODEL):
             raise UserError(
                 f"optim: {name} cannot be used here ({in_one_line(error)}); use adamw_torch"

@@ -62,6 +62,7 @@ def check_model(
         runs_here=context.on_this_machine,
     )
     model = replace(model, four_bit=is_in_four_bit)
+    # Adapters that do not go on training are merged into the base before it.
     _refuse_merge_into_four_bit(model)
     check_extensions(extensions, model.config)
     check_tensor_parallel(config, model.config, context.sharding.processes)
@@ -279,8 +280,10 @@ def check_model_files(request: RunRequest, model: ModelFacts, context: RunContex
     The weights of the model and of its adapters have to be complete, and its generation config one
     that a checkpoint can have.
     """
+    # In a launch enough memory of the GPU has to be free for the engine. A dry run takes none.
     if context.on_this_machine and not context.dry_run:
         refuse_taken_card(request.config)
+    # A model that Python code has loaded has no files to check.
     if request.model.loaded is not None:
         return
     for folder_or_hub_id in model.sources:

@@ -74,6 +74,8 @@ def fingerprint_of(
         model_id = python_inputs.identity_of_model(loaded_model)
     settings: list[Any] = [request.config]
     data_ids: Sequence[str] = data.folders
+    # Python code passes its rows, and has no keys of data and rewards. In a dry run the data set of
+    # a command may not be here; then its keys are left out too.
     if script is None:
         data_ids = [python_inputs.identity_of_rows(data.train)]
     elif data.train is not None:

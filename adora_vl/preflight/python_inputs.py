@@ -68,7 +68,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
         rewards = [reward_funcs]
     # The entries that the key takes are loaded together, as for a command.
     rewards_of_key = [reward for reward in rewards if _is_entry_of_key(reward)]
-    loaded = RewardSet((), (), {})
+    loaded = RewardSet((), (), {})  # no rewards
     if rewards_of_key:
         loaded = choose_rewards(rewards_of_key, output_dir=output_dir)
     remaining_loaded = zip(loaded.entries, loaded.functions, strict=True)
@@ -110,6 +110,7 @@ def _entry_of_python_reward(reward: object) -> str:
             "list of them"
         )
     name = reward if isinstance(reward, str) else function_name(reward)
+    # Older names of the presets count too, so the name is compared by its current form.
     return f"{name} of Python" if current_reward_name(name) in REWARD_NAMES else name
 
 

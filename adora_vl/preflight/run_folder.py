@@ -97,6 +97,7 @@ class RunFolder:
                 lock_output_dir(self.path).release()
             if not has_data:
                 return StartPoint(checkpoint=None)
+            # Values such as true or auto name no checkpoint.
             names_a_folder = str(resume_from_checkpoint).lower() not in _WORDS_FOR_NO_FOLDER
             # To compute the fingerprint takes a while. Without a checkpoint it is not compared.
             fingerprint: Fingerprint = {}
@@ -117,8 +118,8 @@ class RunFolder:
         """Lock the folder until `release`, and return where the run starts.
 
         `resume_from_checkpoint`: a checkpoint, or whether to resume from the newest one of the
-        folder. `from_python`: whether Python's `train`
-        calls this, where None and false mean a new run, as in Transformers.
+        folder. `from_python`: whether Python's `train` calls this, where None and false mean a new
+        run, as in Transformers.
 
         Raises `UserError`, also if the ranks do not share the folder or do not have the same run.
         """
@@ -134,6 +135,7 @@ class RunFolder:
             # A second lock is harmless, since this process already has it.
             if self.path.is_dir():
                 self._locks.append(lock_output_dir(self.path))
+            # A new run of Python code must not write over an earlier one, unless it says so.
             if from_python and not resume_from_checkpoint and not self.overwrite:
                 self._refuse_earlier_run()
             start = choose_start(

@@ -96,6 +96,7 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     # manifests of older versions have the prompt among the keys of the config alone
     prompt = manifest.get("prompt", config.get("adora_prompt"))
     loading_section = _how_to_load(config, prompt, sees_images)
+    # The manifest has `base` where the run was started from an adapter.
     is_adapter = config.get("use_peft") or model.get("base")
     if is_adapter:
         loading_section = _ADAPTER_NOTE + loading_section

@@ -49,6 +49,8 @@ class MicroBatchMeans:
         """
         self._metrics = metrics
         self._parts_by_name: dict[str, list[_Part]] = {}
+        # Names of figures that weigh a micro-batch by its rollouts. All others weigh it by the
+        # tokens that the loss counts. For some the config decides.
         self._counts_rollouts = set(_MEANS_OVER_ROLLOUTS)
         if config.importance_sampling_level == "sequence":
             self._counts_rollouts.update(_MEANS_OF_RATIOS)
@@ -60,9 +62,10 @@ class MicroBatchMeans:
         self._parts_by_name = {}
 
     def add(self, name: str, value: float, weight: float) -> None:
-        """Add a figure of some rollouts; the log gets one value of all that were added since `begin`.
+        """Add a figure of some rollouts, and replace its value in the log by that of all of them.
 
-        That is the mean by weight, or the smallest or largest value of a figure whose name says so.
+        All are those that were added since `begin`. Their value is the mean by weight; it is the
+        smallest or largest value where the name ends in `/min` or `/max`.
 
         Args:
             name: its name in the log.
@@ -91,7 +94,11 @@ class MicroBatchMeans:
 
     @contextmanager
     def joining(self, micro: Batch) -> Iterator[None]:
-        """Join what the block logs of a micro-batch with the figures of those before it."""
+        """Join what the block logs of a micro-batch with the figures of those before it.
+
+        Inside the block TRL appends a value to each metric. It is taken out again afterwards, and
+        added with the number of tokens or rollouts that it is a mean of.
+        """
         names = (*_MEANS_OVER_TOKENS, *_MEANS_OF_RATIOS, *_MEANS_OVER_ROLLOUTS, _POLICY_LOSS)
         count_by_name = {name: len(self._metrics.get(name, ())) for name in names}
         yield

@@ -367,6 +367,7 @@ def _graded_columns(
     columns: RecordColumns = {
         "completion": [completion_text(completion) for completion in completions],
         "reward": groups.rewards_PG.flatten().tolist(),
+        # why a rollout is left out of its group, such as a missing score; None if it is not
         "missing": facts.leaving_reasons,
         "advantage_raw": assessment.trl_advantages_PG.flatten().tolist(),
         "advantage": [0.0] * rollout_count,

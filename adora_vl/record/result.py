@@ -200,6 +200,7 @@ def _held_out_result(folder: Path) -> str | None:
     change = None
     if score_before is not None and score_before.benchmark == score_after.benchmark:
         change = difference_between([score_before], [score_after])
+    # There is no score before, it is of another benchmark, or no problem is in both.
     if change is None:
         accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])
         return f"{title} {accuracy} of {count} ({SCORE_FILE_AFTER})"
@@ -221,6 +222,7 @@ def _evaluation_result(log: LogEntries) -> str | None:
     Where the run evaluates several ways to ask the problems, the accuracy with their pictures goes
     first. None where the log has no evaluation.
     """
+    # keys such as `eval_NAME_accuracy`, without those of the interval's bounds
     keys = {key for line in log for key in line if _ACCURACY_KEY_PATTERN.fullmatch(key)}
     # False sorts before True
     preferred_first = sorted(keys, key=lambda key: (not key.endswith("_image_accuracy"), key))

@@ -138,6 +138,7 @@ def assessment_figures(
     }
     figures["adora/reflective_per_1000_tokens"] = facts.reflective_per_1000_tokens
     figures["rewards/missing"] = facts.missing_share
+    # An answer that does not come to its end is cut off, which TRL calls clipped.
     figures["completions/clipped_ratio"] = facts.has_no_end_N.float().mean().item()
     terminated_lengths = facts.length_N[~facts.has_no_end_N]
     reductions: dict[str, Callable[[Tensor], Tensor]] = {
@@ -150,6 +151,7 @@ def assessment_figures(
         # 0 where no rollout came to its end, as in TRL
         terminated_length = reduce(terminated_lengths).item() if len(terminated_lengths) else 0.0
         figures[f"completions/{name}_terminated_length"] = terminated_length
+    # Only rollouts that have not left their group count: the others are NaN here.
     for name, rewards_N in zip(function_names, facts.counted_rewards_NF.unbind(dim=1), strict=True):
         figures |= _mean_and_deviation(
             rewards_N, mean_name=f"rewards/{name}/mean", deviation_name=f"rewards/{name}/std"
