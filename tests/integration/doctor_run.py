@@ -158,7 +158,8 @@ SABOTAGE_AND_CHECKS_BY_NAME: dict[str, tuple[Any, Callable[[Examination], list[C
 def hash_trainer_state(trainer: Any) -> str:
     """Hash all that a run could notice: weights, random states, counters, what is to be logged.
 
-    That the engine has the weights of this step by then saves a sync and changes nothing.
+    The engine's weights are left out. An examination gives it those of this step, which the run
+    would have done next; so the run saves a sync, and samples the same.
     """
     digest = hashlib.sha256()
     for _, parameter in sorted(trainer.model.named_parameters()):
@@ -195,7 +196,11 @@ def self_check_error(examination: Examination) -> str:
 
 
 def main() -> int:
-    """Build a trainer, let the doctor examine it with each sabotage, and write what it says."""
+    """Build a trainer, let the doctor examine it with each sabotage, and write what it says.
+
+    The doctor's own command runs. Two of its functions are replaced: one keeps the trainer that is
+    built, and the other examines it first as the doctor does, then once with each sabotage.
+    """
     output = Path(sys.argv[1])
     results: dict[str, Any] = {}
     trainers: list[Any] = []

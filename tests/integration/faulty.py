@@ -24,7 +24,8 @@ Fault = Callable[[Any, Callable[[], bool]], None]
 def inject_faults(words: str) -> Iterator[None]:
     """Inside the block, let the faults of `words` happen to whatever trainer runs.
 
-    words: `name:step[:rank]`, with commas between several.
+    words: `name:step[:rank]`, with commas between several. Steps count from 1, and without a rank
+    the fault happens on all of them.
     """
     from pytest import MonkeyPatch
 

@@ -99,6 +99,7 @@ class SaveTensorsAtStart(TrainerCallback):
                 }
             refusals[role] = self.refusal()
             model.get_decoder().rotary_emb.inv_freq.data = exact
+        # DeepSpeed gives each parameter that ZeRO-3 shards a `ds_id`
         sharded = all(hasattr(next(model.parameters()), "ds_id") for model in models.values())
         facts = {"refusals": refusals, "sharded": sharded, "dtype": str(self.trainer.model.dtype)}
         if self.trainer.accelerator.is_main_process:

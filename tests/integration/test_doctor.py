@@ -65,7 +65,7 @@ def only_check(checks: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 
 def test_a_healthy_run_passes_every_line(doctor_results):
-    """The checks that matter have passed, and that of an engine that sleeps is skipped."""
+    """All checks pass but one, which is skipped: the engine of this run never sleeps."""
     assert [check for check in doctor_results["table"] if check["status"] == "failed"] == []
     status = {check["name"]: check["status"] for check in doctor_results["table"]}
     checks = (
@@ -86,6 +86,7 @@ def test_a_healthy_run_passes_every_line(doctor_results):
         in only_check(doctor_results["table"], SLEEP_CHECK)["detail"]
     )
     assert "moved the policy by" in only_check(doctor_results["table"], LANGUAGE_CHECK)["detail"]
+    # the far prompts leave room for their answers in a context of 2,048 tokens: 19xx
     assert (
         "answers from position 19" in only_check(doctor_results["table"], DISTANT_CHECK)["detail"]
     )
@@ -115,7 +116,11 @@ def test_nothing_of_the_run_is_changed(doctor_results):
 def test_without_a_correction_its_line_fails_with_the_remedy(
     doctor_results, sabotage, name, remedy
 ):
-    """Each sabotage takes back one of our corrections. One of them may make the engine raise."""
+    """Each sabotage takes back one of our corrections, and one check fails with a remedy for it.
+
+    Instead of a failed check, an encoder cache that is not reset may make a CPU's engine raise,
+    because it misses the features of an image.
+    """
     checks = doctor_results[sabotage]
     if "raised" in checks[0]:
         assert sabotage == "stale_encoder_cache", checks[0]

@@ -50,9 +50,10 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
 
 
 def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
-    """Losses and weights are those of a run that did not stop.
+    """A run that goes on from an earlier checkpoint draws the same dropout again.
 
-    The run loses its last checkpoint, and draws the same dropout again.
+    Its last checkpoint and its final weights are deleted; then it ends with the losses and the
+    weights of the run that was not interrupted.
     """
     server = StandIn(vocabulary=200, tokens=14, shortest=2)
     keys = {**keys_with_stand_in_server(server, tmp_path), **LORA_KEYS, "learning_rate": 1e-2}

@@ -106,7 +106,10 @@ def test_the_pixel_limit_reaches_both_engines(workspace, predictions_by_engine):
 def test_both_engines_end_answers_where_the_training_did(
     workspace: Path, predictions_by_engine: dict[str, list[Prediction]]
 ) -> None:
-    """The string is one that most answers have in their middle."""
+    """Both engines end an answer at the first place of the training's stop string.
+
+    The string is cut from the middle of one of the full answers, so that many have it.
+    """
     responses = [row["response"] for row in predictions_by_engine["vllm"]]
     string = responses[0][10:13]
     assert string
@@ -127,7 +130,7 @@ def test_both_engines_end_answers_where_the_training_did(
     for row, full_response in zip(rows_by_engine["vllm"], responses, strict=True):
         response = row["response"]
         if string not in full_response:
-            assert response == full_response
+            assert response == full_response  # nothing to stop at
             continue
         assert row["finish_reason"] == "stop"
         assert full_response.startswith(response)

@@ -34,9 +34,10 @@ def faulty_run(tmp_path_factory):
     for name in ("whole", "damaged"):
         words = ["--output", str(folder / name), "--rows", "40", "--test-rows", "4"]
         assert data_prep(["synthetic", *words]) == 0
-    # a row of the second step
+    # row 14 is read in the second step
     truncate_image(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)
     out = folder / "out"
+    # for each start the faults as `name:step` (`-` for none), then further arguments
     starts = [
         f"- --dataset_name {folder / 'damaged'}",
         f"disk:3 --resume_from_checkpoint {out / 'checkpoint-1'}",

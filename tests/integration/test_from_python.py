@@ -120,7 +120,11 @@ def reward_that_falls(completions, trainer_state, **kwargs):
 
 @pytest.mark.slow
 def test_early_stopping_ends_a_run_in_order_with_its_newest_checkpoint(tmp_path):
-    """Transformers would look for the best checkpoint where it was written, and end in an error."""
+    """The reward falls, so step 1 is the best and the run ends at step 2, without an error.
+
+    Only the newest checkpoint is kept. Transformers would look for the best one where it was
+    written, and raise because it is gone.
+    """
     keys = {
         **TWO_STEPS,
         "max_steps": 4,
@@ -207,9 +211,9 @@ def test_a_second_trainer_with_the_same_objects_goes_on_with_the_run(tmp_path, p
 
 
 def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
-    """Functions, names and an environment become tools.
+    """A function, the name of a shipped tool and an environment's methods all become tools.
 
-    The prompts of TRL's evaluations name them too.
+    Each problem's system prompt describes them, in training and in evaluation alike.
     """
 
     def area(width: int) -> int:
@@ -280,7 +284,12 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
 
 
 def test_columns_that_rewards_log_under_names_of_the_record_end_no_run(tmp_path):
-    """`steps` of one's own is likely a number. Of two columns of one name the later one is taken."""
+    """Two rewards log columns whose names the record has for itself, with other types of values.
+
+    Values that can be converted are, numbers under `extracted` to text. The rest is null: numbers
+    under `steps`, which is text, and text under `new`, which is a count. Where both rewards log a
+    column, the later one is taken.
+    """
 
     def first(completions, log_extra, **kwargs):
         log_extra("extracted", ["first"] * len(completions))

@@ -266,7 +266,7 @@ def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project, indexes):
 def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_downloaded(
     failure, project, indexes
 ):
-    """The line names the Python to take, whether the index is down or silent."""
+    """The error names a Python that has a build, whether the CPU index is down or never answers."""
     getattr(indexes, failure).add(CPU_HOST)
     done = project.install("3.12")
     assert done.returncode == 2

@@ -629,8 +629,8 @@ REFUSED_COMMANDS: list[
 def refusal_line(way: str, words: str, folder: Path, output: Path) -> str:
     """Return the line with which one way into a run refuses a command.
 
-    way: C is the command, D its dry run, K the doctor, P a start from Python. folder: HERE in the
-    words. Asserts that no file is written.
+    way: C is the command, D its dry run, K the doctor, P a start from Python. words: the arguments,
+    with HERE for the folder. Asserts that no file is written.
     """
     for placeholder, keys in KEYS_BY_PLACEHOLDER.items():
         words = words.replace(placeholder, keys)
@@ -684,7 +684,10 @@ find area ABC
 @pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("has_null", [False, True])
 def test_true_steps_are_accepted_on_every_way_where_rows_have_figures(way, has_null, tmp_path):
-    """A row whose figure is null is one that the reward does not apply to."""
+    """The reward for true steps checks an answer's claims against the figure in its row.
+
+    Null in place of a figure is accepted too: the reward does not apply to that row.
+    """
     figure = solve_form(read_form_from_text(TRIANGLE_FACTS)).figure
     assert figure is not None
     figures = [None if has_null and number % 2 else figure_as_json(figure) for number in range(20)]

@@ -41,13 +41,15 @@ def server() -> Iterator[StandIn]:
 def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_before(
     tmp_path, server
 ):
-    """Twelve rows are three generations, so the fourth is of the next epoch.
+    """One step ahead, the servers sample a generation while the policy learns from the one before.
 
-    The rows are those of a run without.
+    Twelve rows are three generations, so the fourth is of the next epoch. Rows and answers are the
+    same as in a run that does not sample ahead.
     """
     assert main(server_arguments(tmp_path / "ahead", server)) == 0
-    # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is
-    # measured, ...
+    # Groups that each version of the weights was asked for, four in a generation: weights 0 sample
+    # generations 0 and 1, weights 1 generation 2 and the answers whose drift is measured (requests
+    # for 8 tokens), ...
     rollout_groups = _groups_by_weights(server, max_tokens=32)
     drift_groups = _groups_by_weights(server, max_tokens=8)
     assert rollout_groups == [8, 4, 4, 0]
@@ -192,9 +194,10 @@ def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
 def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_step(
     tmp_path, server, monkeypatch
 ):
-    """The checkpoint is that of the step before.
+    """The drift guard stops the run in the second of a step's two micro-batches.
 
-    It makes no difference whether one generation has two micro-batches or each is a generation.
+    The checkpoint that is saved then is that of the step before, and a second start ends with the
+    weights of an uninterrupted run, whether the two micro-batches are of one generation or of two.
     """
     stock_check = DriftGuard.check
     steps_of_passes = list[int]()
@@ -225,7 +228,7 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
         with monkeypatch.context() as patched:
             patched.setattr(DriftGuard, "check", drift_in_fourth_pass)
             assert main(server_arguments(stopped, server, **keys)) == 1
-            assert steps_of_passes == [0, 0, 1, 1]
+            assert steps_of_passes == [0, 0, 1, 1]  # the second pass of step 1, counted from 0
         assert main(server_arguments(stopped, server, **keys)) == 0
         weights = (uninterrupted / "model.safetensors").read_bytes()
         assert (stopped / "model.safetensors").read_bytes() == weights

@@ -132,7 +132,10 @@ def server() -> Iterator[StandIn]:
 
 @pytest.mark.parametrize("pair", RULES_KEYS_AND_FIGURES_BY_PAIR)
 def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
-    """The figures of both ways are in the log, so both were at work before the kill."""
+    """Two features at once: a killed run ends with the weights of one that was not interrupted.
+
+    Each feature has a figure in the log that is not 0, so both were at work.
+    """
     rollout_rules, changed_keys, figures = RULES_KEYS_AND_FIGURES_BY_PAIR[pair]
     server.turns = zoom_call_ids() if "tools" in changed_keys else []
     (tmp_path / "mine.py").write_text(REWARD_BY_LENGTH)
@@ -214,7 +217,10 @@ def kill_one_of_two_runs(folder: Path, keys: dict[str, Any]) -> Path:
 
 
 def test_two_killed_processes_with_environments_go_on_to_the_bit(tmp_path):
-    """Each has other groups and environments, of which other numbers have ended or have signal."""
+    """Each process has its own groups and environments, and comes back to them after a kill.
+
+    Unequal numbers of them have ended, or have a signal (rewards that differ within the group).
+    """
     data = tmp_path / "data"
     assert (
         data_prep(["synthetic", *words_for(families="corners", size=448, rows=64, output=data)])
@@ -240,7 +246,11 @@ def test_two_killed_processes_with_environments_go_on_to_the_bit(tmp_path):
 
 
 def test_two_killed_processes_with_tools_and_servers_go_on_to_the_bit(tmp_path, server):
-    """They refill, within a token budget, and one generation ahead."""
+    """The three rules for rollouts work together, with tools and after a kill.
+
+    Groups without signal are replaced (`refill`), answers pause at a token budget, and the servers
+    sample one generation ahead.
+    """
     server.turns = zoom_call_ids()
     # more groups without signal
     (tmp_path / "mine.py").write_text(REWARD_BY_LENGTH.replace("3", "9"))

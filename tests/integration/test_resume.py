@@ -44,10 +44,11 @@ KILL_AND_RESUME_COMMAND = [sys.executable, "-m", "benchmarks.kill_and_resume", "
 
 @pytest.mark.core
 def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
-    """Under DARO, whose learned weights have to be in the checkpoint too, with half of the rollouts
-    on distorted images, which have to be distorted alike, and on a mixture of two data sets. TRL
-    moves the reference (`kl` tells) and the coefficient of the entropy. Every second step is
-    logged, and the checkpoint is of the third (`loss`).
+    """The run has all at once that a checkpoint has to bring back.
+
+    The learned weights of DARO, the distortion of images that half of the rollouts see, the mixture
+    of two data sets, and the reference (seen in `kl`) and entropy coefficient that TRL moves. Every
+    second step is logged; the checkpoint of step 3 holds the first half of a logged `loss`.
     """
     rows = [
         {"q": f"How long is side {number}?", "a": number, "image": f"pics/{number % 4}.png"}
@@ -101,10 +102,11 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
 def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(
     tmp_path, where
 ):
-    """Answers that go on in the next generation change nothing about that.
+    """A policy that starts from an adapter ends with equal losses and weights after a kill.
 
-    A server gets the adapter alone, so there it has no head. The three starts ask one and the same
-    server.
+    Without a server, a token budget pauses answers, which go on in the next generation. A server
+    gets nothing but the adapter, so that case trains no head; all three starts of it (whole,
+    killed, resumed) use one server.
     """
     processes = 2 if where == "zero3" else 1
     with vllm_server(tmp_path) if where == "server" else nullcontext() as server:

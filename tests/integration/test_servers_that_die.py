@@ -68,6 +68,7 @@ def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(
     capfd.readouterr()
     dies_after(two_servers[1], 2)
     assert main(two_server_arguments(tmp_path / "one", two_servers)) == 0
+    # the run says once that it goes on with one server
     assert capfd.readouterr().out.count(" is left out (1 of 2 servers go on): ") == 1
     assert (tmp_path / "one" / "model.safetensors").read_bytes() == expected
     two_servers[1].start_again()
@@ -80,6 +81,7 @@ def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(
     assert last.endswith(
         f"go on with --resume_from_checkpoint {tmp_path / 'none' / 'checkpoint-2'}"
     )
+    # both servers live again, and no longer count towards their death
     for server in two_servers:
         server.spoil = lambda reply: reply
         server.start_again()

@@ -81,7 +81,10 @@ def write_triangle_rows(folder: Path) -> Path:
 def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
     tmp_path: Path, server: StandIn
 ) -> None:
-    """Claims are counted, also wrong and lucky ones, and a killed run counts the same."""
+    """A killed run that goes on counts the same claims of its answers as one without a kill.
+
+    Counted are new true claims, false ones, and answers that are right by luck.
+    """
     keys = {**TRUE_STEPS_KEYS, "dataset_name": write_triangle_rows(tmp_path / "triangles")}
     uninterrupted = tmp_path / "whole"
     killed = tmp_path / "killed"
@@ -94,6 +97,7 @@ def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
     assert any(0 < step["steps/figures"] < 1 for step in metrics)
     rows = pq.read_table(uninterrupted / "rollouts").to_pandas()
     assert set(rows["new"].dropna()) >= {0, 1, 2}
+    # these rows have no figure, so nothing can be counted
     assert rows[rows["id"].isin(["triangles/3", "triangles/7"])]["new"].isna().all()
 
     assert_equal_end_after_kill(

@@ -123,7 +123,7 @@ def resumed_folder(drift_stopped_run):
 
 @pytest.mark.core
 def test_a_second_start_goes_on_where_the_first_one_ended(resumed_folder):
-    """Step 3 follows, and the reference goes on from where checkpoint-2 has it.
+    """After steps 1 and 2 comes step 3, and the reference model goes on from checkpoint-2's.
 
     After each step TRL mixes 0.6 of the policy into the reference (its default).
     """
@@ -397,7 +397,10 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads
 def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turns(
     model_with_four_heads, tmp_path
 ):
-    """Token budget and tools work with it as with a whole engine."""
+    """An engine that two processes share works with a token budget and with tools.
+
+    Answers that the budget has paused go on after a kill. Tools make answers of several turns.
+    """
     keys = [
         "--model_name_or_path",
         str(model_with_four_heads),

@@ -61,6 +61,7 @@ class RecordingTrainer(AdoraGRPOTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Put a recorder before the drift guard, which sees the log-probabilities of both."""
         self.gaps: list[float] = []
         self.means: list[float] = []
         self.turns: list[int] = []
@@ -138,7 +139,12 @@ def read_last_table(folder: str) -> dict[str, list[Any]]:
 
 
 def break_correction(name: str) -> None:
-    """Break one correction, to see that the tests notice."""
+    """Break one correction, to see that the tests notice.
+
+    name: `expanded` sends an image's whole run of tokens, which the engine expands again;
+    `no_sync` leaves the engine's weights as they are; the two `stale` ones leave one of its caches
+    from the weights before; `pixel_limits` lets it resize images otherwise. Empty breaks nothing.
+    """
 
     def patch(module: ModuleType, attribute: str, replacement: Any) -> None:
         mock.patch.object(module, attribute, replacement).start()
@@ -160,6 +166,7 @@ def break_correction(name: str) -> None:
 
 
 def main() -> None:
+    """Train on the same four problems in each step, and write the differences as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", type=Path, required=True)

@@ -220,6 +220,10 @@ def break_parts(names: str) -> None:
 
 
 def main() -> None:
+    """Train each step on the same rollouts with other time-saving parts on, and write its figures.
+
+    The learning rate is 0, so that losses and gradients of all steps have to be equal.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sabotage", default="")

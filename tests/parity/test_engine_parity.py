@@ -76,9 +76,10 @@ PAUSED_ANSWERS = (
     ],
 )
 def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
-    """Their lengths are what the policy has sampled.
+    """Engine and policy agree on answers of three turns, with a tool's picture before each later one.
 
-    Two processes may have other numbers of turns.
+    The table's lengths count the policy's own tokens, not those of the tools. Two processes may
+    have unequal numbers of turns.
     """
     config, rows, *options = words
     result = run_parity(
@@ -182,6 +183,7 @@ def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
 
 @pytest.mark.core
 def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
+    """Syncs leave out frozen tensors, and both ranks get the weights of the whole group."""
     # 6 sequences per rank in groups of 4: the second group lies on both ranks. The projector is
     # frozen.
     result = run_parity(
@@ -190,6 +192,7 @@ def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
     assert_parity(result)
     all_tensors = sum(result["tensors"].values())
     trained_tensors = all_tensors - result["tensors"]["projector"]
+    # the first sync sends all, later ones what is trained
     assert result["sent"] == [all_tensors] + [trained_tensors] * 5
     table = result["table"]  # of the last step, all ranks
     rewards_PG = torch.tensor(table["reward"]).view(-1, 4)

@@ -149,8 +149,9 @@ def test_several_steps_a_generation_are_stock_grpos(tmp_path):
 
 
 def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, stock_result):
-    """A factor below 1 shows that the comparison above can fail, and that the trainer uses the pure
-    functions.
+    """Attenuation multiplies the advantages of marked groups by 0.1, and leaves others as TRL's.
+
+    This also shows that the comparison with stock TRL above can fail.
     """
     ours = train_two_steps(
         AdoraGRPOTrainer, tmp_path, adora_method={"adora": {"criteria": ["difficulty"], "tau": 0.2}}
@@ -175,7 +176,10 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
 def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_checkpoint(
     tmp_path, stock_result, monkeypatch
 ):
-    """The advantages of stock TRL's rollouts are those of the pure functions, step after step."""
+    """The trainer's advantages are those that the method computes outside of any trainer.
+
+    Recorded rewards and lengths go in, step after step, and DARO's learned state is taken along.
+    """
     log_scored = MetricsLogger.log_scored
     facts_of_steps = list[RolloutFacts]()
 

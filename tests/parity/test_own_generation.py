@@ -234,6 +234,10 @@ def assert_equal_columns_and_figures(ours: dict[str, Any], stock: dict[str, Any]
 
 @pytest.mark.parametrize("case", SETTINGS_BY_CASE)
 def test_a_generation_is_trls(tmp_path, case):
+    """Our own code builds the batch, the figures and the table that stock TRL builds.
+
+    Both get the same made-up completions, so that nothing is sampled.
+    """
     settings = dict(SETTINGS_BY_CASE[case])
     image_counts = IMAGE_COUNTS_BY_CASE[settings.pop("images", "one")]
     training = settings.pop("training", True)

@@ -103,6 +103,7 @@ def test_turns_with_pictures_of_tools(tmp_path):
 
 
 def test_the_work_is_really_saved(result_of_all_steps):
+    """The passes that each part has to save are gone from the counts of its step."""
     # 4 problems, 8 rollouts each; the image of each went through the processor once in the whole
     # run
     assert sum(result_of_all_steps["images_processed"]) == 4
@@ -181,6 +182,10 @@ def test_a_step_with_a_fault_put_in_is_told_apart_from_a_right_one(tmp_path):
 
 
 def test_two_zero3_processes_with_groups_without_signal(tmp_path):
+    """Skipping groups without signal saves passes only after `spread` has evened out the ranks.
+
+    `spread` moves groups between processes; losses and gradients stay equal.
+    """
     only = "off,prompt,zero signal,spread,all,refill"
     result = run_speed_script(
         tmp_path, "cpu_zero3", "--float32", *HALF_GROUPS_ON_TWO_PROCESSES, "--only", only

@@ -86,12 +86,17 @@ class CompareWithStock(TrainerCallback):
     trainer: WatchedTrainer
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        """Note how far the update's gradient is from TRL's.
+
+        Also how far its old log-probabilities are from those of the policy that sampled.
+        """
         trainer = self.trainer
         micro_batches = self.trainer.update
         rows = [row for micro in micro_batches for row in micro["rollout_number"].tolist()]
         expected = trainer.stock_gradients(rows)
         largest_norm = max(float(gradient.norm()) for gradient in expected.values())
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        # the norm of the difference, of the parameter where it is largest
         largest_distance = max(
             float((gradients[name] - gradient).norm()) for name, gradient in expected.items()
         )
