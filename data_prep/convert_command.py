@@ -206,6 +206,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     data_name = arguments.name
     if preset and preset.id:  # a published data set has a name, and rows of a trainer have none
         data_name = data_name or arguments.preset
+    # The input of the user, or else where the preset's data set is published.
     location = arguments.input or (preset.id if preset else None)
     if location is None:
         raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")

@@ -79,6 +79,7 @@ def count_right_answers(
     With `rounding` a rounded decimal is right too. With `answer_tags` the answer stands between
     `<answer>` and `</answer>`.
     """
+    # The benchmark of that name grades as the training does, whatever the data.
     benchmark = find_benchmark("geometry3k")
     options = GraderOptions(rounding=rounding, answer_tags=answer_tags)
     right_counts: Counter[str] = Counter()
@@ -132,7 +133,8 @@ def sample_answers(
             settings, or the template does not fit the data.
     """
     loaded = load(DataOptions(data=str(data), split=split), prompt)
-    # It is stored beside the answers. Answers with another fingerprint are not mixed with these.
+    # The fingerprint is all that the answers depend on, and is stored beside them. Answers with
+    # another one are not mixed with these.
     fingerprint = {
         "benchmark": "filter",
         "model": settings.model,
@@ -262,6 +264,7 @@ def check_input(data: Path, split: str) -> None:
         raise UserError(
             f"input: {str(data)!r} is not a folder made by `python -m data_prep`; prepare it first"
         )
+    # The puzzles of knights and knaves, whose answers are roles and no values.
     if manifest["source"] == "knights":
         raise UserError(
             f"input: {str(data)!r} holds puzzles; filter grades mathematical answers only"

@@ -127,6 +127,7 @@ class Forecast:
                 "more problems."
             )
         difference = self.longest_minus_shortest
+        # The interval of the difference leaves out 0 where length says something.
         if difference.high < 0:
             lengths = "short answers are right more often than long ones"
         elif difference.low > 0:
@@ -165,6 +166,7 @@ def forecast_attenuation(groups: Groups) -> Forecast:
     has_signal_P = groups.rewards_differ_P & groups.has_reward_PG.any(dim=1)
     is_tds_P = weighing.tds_P & has_signal_P
     is_tie_P = weighing.tds_by_tie_P & has_signal_P
+    # Infinity stands in the place of answers that are not wrong, so that it is never the least.
     wrong_lengths_PG = torch.where(groups.wrong_PG, groups.lengths_PG.float(), torch.inf)
     shortest_wrong_P = wrong_lengths_PG.amin(dim=1)
     no_right_is_longer_P = groups.longest_correct_P <= shortest_wrong_P
@@ -244,13 +246,15 @@ def recorded_groups(run: Path) -> Groups:
         record = dataset(files)
         settings = json.loads(record.schema.metadata[b"adora_vl"])
         group_size = int(settings["num_generations"])
+        # The first groups of a long record are enough.
         columns = record.head(
             MAX_GROUPS_READ * group_size, columns=["reward", "length", "truncated"]
         ).to_pydict()
     except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
         why = f"is no file of a run's record ({in_one_line(error)})"
         raise UserError(f"attenuation: a file in {str(run / ROLLOUTS_FOLDER)!r} {why}") from error
-    # A rollout without a reward, such as a truncated one, has a null in the record.
+    # A rollout without a reward, such as a truncated one, has a null in the record and NaN in a
+    # tensor of rewards.
     rewards = [math.nan if reward is None else reward for reward in columns["reward"]]
     return _groups_of_columns(
         rewards=rewards,
@@ -280,6 +284,7 @@ def sampled_groups(predictions: Path, *, rounding: bool) -> SampledGroups:
     options = GraderOptions(rounding=rounding, answer_tags=prompts_asked_for_tags(predictions))
     answers_by_problem: dict[str, list[Prediction]] = {}
     for answer in read_predictions(predictions):
+        # A problem that could not be asked is counted, with no answers.
         answers = answers_by_problem.setdefault(answer["pid"], [])
         if answer.get("finish_reason") not in NOT_ASKED_REASONS:
             answers.append(answer)
@@ -335,6 +340,7 @@ def forecast_of_path(path: Path, *, rounding: bool = False) -> Forecast:
     With `rounding` a rounded decimal is right too. Raises `UserError` where a folder is none of
     these, and for `rounding` with a run.
     """
+    # A folder without such a file can only be that of a run.
     file = path / PREDICTIONS_FILE if path.is_dir() else path
     if not file.is_file():
         groups = recorded_groups(path)

@@ -235,6 +235,7 @@ class _DiagramDrawing:
         """
         if term.head.startswith("PointLies"):
             return True
+        # Only an equation with a measure on its left side gives a value that can stand in a picture.
         if term.head != "Equals" or len(term.arguments) != 2 or not term.arguments[0].arguments:
             return False
         # `Equals(MeasureOf(Angle(A, B, C)), 40)`: the measure is of the subject, an angle.
@@ -247,6 +248,7 @@ class _DiagramDrawing:
         numbered_angle = re.fullmatch(r"[Aa]ngle (\w+)", describe_term(value) or "")
         is_in_picture = set(subject.names) <= self.location_by_name.keys()
         is_expression = bool(value.arguments) and not numbered_angle
+        # The value has no place in the picture, or is no single number or name.
         if not is_in_picture or is_expression:
             return False
         text = numbered_angle[1] if numbered_angle else latex_as_plain_text(value.head)

@@ -115,6 +115,8 @@ def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
         raise UserError(
             f"input: {str(file)!r} has no logic forms; give an object with one for each problem"
         )
+    # One form has these keys itself: ours has `facts`, that of Geometry3K `line_instances`. Else
+    # the keys are the names of problems.
     is_single_form = "facts" in records or "line_instances" in records
     if is_single_form:
         # In Geometry3K the folder `17` has the file `logic_form.json` of problem 17.
@@ -220,6 +222,7 @@ def solve_forms(
     """
     for name, form in forms.items():
         result = solve_form(form)
+        # The basis of a result says how its value was found.
         counts_by_looks = accept_looks and result.basis == "looks"
         counts_by_repair = accept_repair and result.basis in ("without a fact", "rounded")
         if result.value is not None and (counts_by_looks or counts_by_repair):

@@ -110,6 +110,7 @@ def survey_dataset(
     sizes = {split: row_count(folder, split) for split in files}
     if not any(sizes.values()):
         raise UserError(f"dataset: {str(folder)!r} has no rows; prepare it again, or name another")
+    # The share of all rows that the page shows.
     gallery_share = min(1.0, gallery / sum(sizes.values()))
     splits = {}
     for split, size in sizes.items():
@@ -302,6 +303,7 @@ def _describe_faults(overview: Survey) -> list[str]:
     lines = []
     manifest_counts = overview.manifest.get("counts") or {}
     for split, split_survey in overview.splits.items():
+        # A split that the manifest does not count cannot lack rows.
         expected_count = manifest_counts.get(split, split_survey.row_count)
         if expected_count != split_survey.row_count:
             lines.append(

@@ -240,6 +240,8 @@ def _try_variant(
         return None
     question = question_in_words(form)
     solved = solve_variant(form)
+    # The question has no words, the new numbers have no single answer, or the question asks about a
+    # point that the diagram would not show.
     if question is None or solved is None or not draws_every_asked_point(form):
         return None
     coordinates = _turn_like_original(figure, solved.figure.coordinates)
@@ -346,6 +348,7 @@ def _draw_other_value(old: _OldValue, *, scale: float, rng: random.Random) -> st
         new_value = old_value * rng.uniform(*_LENGTH_RANGE) * unit_scale
     else:
         return old.number
+    # A whole number stays whole; any other gets one decimal place.
     if old_value == int(old_value):
         return str(max(1, round(new_value)))
     return f"{max(0.1, round(new_value, 1)):g}"
@@ -361,6 +364,7 @@ def solve_variant(form: LogicForm) -> SolvedVariant | None:
         reading = read_facts(form)
     except (UnreadError, ValueError, IndexError):
         return None
+    # There is nothing to find, or the facts need an assumption, or some were not understood.
     if reading.goal is None or reading.assumed or reading.unread:
         return None
     problem = FigureProblem(reading)

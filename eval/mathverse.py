@@ -138,6 +138,7 @@ def is_same_answer(answer: str, reference: str) -> tuple[bool, str]:
     reference_pair = _PAIR_PATTERN.fullmatch(reference_value)
     if pair and reference_pair:
         return _is_same_pair(pair, reference_pair), "pair"
+    # Two equations are compared by the left side minus the right side of each.
     if value.count("=") == 1 and reference_value.count("=") == 1:
         value = _subtract_sides(value)
         reference_value = _subtract_sides(reference_value)
@@ -184,6 +185,7 @@ def find_reference_letter(row: Prediction, choices: Sequence[str]) -> str | None
         return letter[1]
     choice_values = [strip_to_value(choice).lower() for choice in choices]
     reference_value = strip_to_value(reference).lower()
+    # No option is the reference answer, or several have the same value.
     if choice_values.count(reference_value) != 1:
         return None
     return chr(ord("A") + choice_values.index(reference_value))
@@ -248,6 +250,7 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
     )
     if judge is None:
         return extracted_rows
+    # None in the place of a row that needs no judge; its reply is None too.
     conversations = [_judge_messages(row) if _needs_judge(row) else None for row in extracted_rows]
     replies = ask_judge(conversations, judge, _read_one_or_zero)
     return [
@@ -329,6 +332,7 @@ def extract_by_rules(row: Prediction) -> Extraction:
         statement = re.split(r"\.(?:\s|$)", line)[0]
         if re.search(r"\w", statement):
             return Extraction(statement.strip(), "stated")
+    # A short line with few words, besides commands of LaTeX, is a bare answer.
     without_commands = re.sub(r"\\[a-z]+", "", response)
     words = re.findall(r"[A-Za-z]{2,}", without_commands)
     if "\n" not in response.strip() and len(words) <= _MAX_WORDS_OF_BARE_ANSWER:

@@ -72,6 +72,7 @@ def build_query(row: dict[str, Any]) -> str:
         return f"image {match[1]}".strip()
 
     question = _IMAGE_TAG_PATTERN.sub(replace_tag, row["question"])
+    # Options that are drawn in the picture have no text but their letters in the data.
     options_are_drawn = "".join(row["options"]) == _OPTION_LETTERS
     options = [] if options_are_drawn else with_letters(row["options"])
     return "\n".join([_PROMPT_INSTRUCTION, question, *options]) + "\n"
@@ -270,6 +271,7 @@ def _evaluate_parts(answer: str) -> str:
         return answer
     evaluated_parts: list[str] = []
     for part in parts:
+        # These have no value to compute.
         if "infty" in part or part in ("a", "-a"):
             evaluated_parts.append(part)
             continue

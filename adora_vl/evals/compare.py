@@ -210,6 +210,7 @@ def _published_figures(runs: Sequence[ScoreFile]) -> PublishedFigures | None:
     if benchmark not in BENCHMARK_NAMES:
         return None
     published = find_benchmark(benchmark).published
+    # `describe_scored_part` says which part of the data a score is over; None for all of it.
     if published is None or any(describe_scored_part(run.score) for run in runs):
         return None
     applies = published.applies
@@ -266,6 +267,7 @@ def _run_rows(
             first_cell = cells[0]
             cell = cells[number]
             row.append(_cell_text(cell))
+            # The first run has no gain over itself, and a run without the figure has none either.
             if number > 0 and first_cell is not None and cell is not None:
                 row.append(f"{100 * (cell['accuracy'] - first_cell['accuracy']):+6.1f}")
             elif len(runs) > 1:
@@ -324,7 +326,7 @@ def _test_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
     first_shares = [first.shares[pid] for pid in common_pids]
     second_shares = [second.shares[pid] for pid in common_pids]
     test = paired_test(first_shares, second_shares, problems)
-    if test.p is None:
+    if test.p is None:  # McNemar's test is for single answers, each right or wrong
         return [text + "; several answers a problem, so no McNemar test"]
     counts = f"{test.gained} gained, {test.lost} lost"
     return [text + f"; McNemar p = {test.p:.3g} ({counts})"]
@@ -336,6 +338,7 @@ def _note_lines(runs: Sequence[ScoreFile], quoted_figures: PublishedFigures | No
     `quoted_figures` are the published figures that are shown, which may be by other rules.
     """
     if len(runs) > 1:
+        # Then the settings of tools may differ without a warning, since they are what is compared.
         is_about_tools = all(differ_in_tools(runs[0], run) for run in runs[1:])
         notes = caution_lines(runs, subject=TOOL_FIELDS if is_about_tools else ())
     else:

@@ -76,7 +76,7 @@ class ConversationEngine:
         # The conversations by the index of their request.
         started_rollouts: dict[int, Rollout] = {}
         for index, fault in enumerate(faults):
-            if fault is None:
+            if fault is None:  # the prompt fits the context
                 started_rollouts[index] = Rollout()
         turns = ConversationTurns(engine=self, requests=requests, prompts=prompts)
         finished_rollouts = run_turns(started_rollouts, turns)
@@ -98,6 +98,7 @@ class ConversationEngine:
             prompt: The token ids of the prompt.
         """
         finish_reason = rollout.finish_reason
+        # After a call, the reason for which the conversation has ended is kept.
         ended_by_tools = bool(rollout.calls and rollout.has_ended)
         # Without a call, an answer that did not stop by itself was cut off, whatever cut it off.
         if finish_reason is not FinishReason.STOP and not ended_by_tools:

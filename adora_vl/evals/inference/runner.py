@@ -274,6 +274,7 @@ def _answer_as_rank_0(
         has_merged_parts |= merge_rank_files(output, log)
         # Answers that an earlier run missed, and further samples, are at the end of the file.
         is_server = answerer.settings.endpoint is not None
+        # A server may have failed to give some, which a later run adds behind the others.
         has_late_rows = resumed_count and pending_count and (is_server or samples > 1)
         if has_merged_parts or has_late_rows:
             sort_rows(output / PREDICTIONS_FILE, [sample.key for sample in answer_samples])

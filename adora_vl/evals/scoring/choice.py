@@ -95,6 +95,7 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
         response: The response of the model, without a block of thinking.
         choices: The texts of 1 to 26 choices, empty where only their number is known.
     """
+    # The `<answer>` block counts where there is one, and the `answer` of a JSON object.
     response = (answer_block(response) or response)[-MAX_RESPONSE_CHARS:].strip()
     response = find_answer_in_json(response) or response
     if not response:
@@ -119,6 +120,7 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
         return Extraction("", "several_letters")
     if is_refusal(text):
         return Extraction("", "refusal")
+    # The text that `nearest` compares with the choices: a number only if the choices are numbers.
     number = None
     choices_are_numbers = all(re.match(r"-?[\d.]", key) for key in matcher.choice_keys)
     if choices_are_numbers:

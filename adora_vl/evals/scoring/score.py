@@ -243,7 +243,7 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> G
     """
     grade = benchmark.grade(row, options)
     grade = grade._replace(groups={**grade.groups, **common_groups(row)})
-    failure = None
+    failure = None  # the reason of a failure, where there is one
     if grade.extraction is not None and grade.extraction.method == JUDGE_FAILED:
         failure = JUDGE_FAILED
     if row.get("finish_reason") in NOT_ASKED_REASONS:
@@ -354,6 +354,7 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
         groups["called"] = ["yes" if row["calls"] else "no"]
     if row.get("image_size"):
         width, height = row["image_size"]
+        # The groups are in ascending order of their limits, in pixels: the first that fits counts.
         fitting_groups = [name for limit, name in _IMAGE_SIZE_GROUPS if width * height <= limit]
         groups["image_size"] = [fitting_groups[0] if fitting_groups else "over 1024x1024"]
     return groups
@@ -505,6 +506,7 @@ def _sample_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     }
     shares = [sum(answers) / k for answers in complete.values()]
     figures[f"avg@{k}"] = mean_with_interval(shares, problems)
+    # All powers of two up to k, and k itself, which may be none.
     powers_of_two = {1 << power for power in range(k.bit_length())}
     for j in sorted(powers_of_two | {k}):
         chances = [pass_at(j, samples=k, correct=sum(answers)) for answers in complete.values()]

@@ -138,9 +138,11 @@ def wilson_over_problems(
         residual_by_problem[problem] += is_counted - share
         answers_by_problem[problem] += 1
     n_problems = len(answers_by_problem)
-    if n_problems == n_answers:
+    if n_problems == n_answers:  # one answer to each problem: all are independent
         return wilson_interval(count, n_answers)
+    # The least number, for answers that are equal within each problem.
     effective_answers = n_answers**2 / sum(n**2 for n in answers_by_problem.values())
+    # Without any spread of the answers, or with one problem alone, no variance can be estimated.
     if 0 < count < n_answers and n_problems > 1:
         squared_residuals = sum(residual**2 for residual in residual_by_problem.values())
         variance_of_share = squared_residuals * n_problems / (n_problems - 1) / n_answers**2
@@ -206,7 +208,7 @@ def mean_interval(
     means = [total / count for total, count in sums]
     if min(means) == max(means):
         return interval_of_equal_values(means[0], len(means), lowest=lowest, highest=highest)
-    if len(sums) == len(values):
+    if len(sums) == len(values):  # each problem has one value
         return bootstrap_interval(values)
     low, high = _bootstrap_ratio(sums)
     return low, high
@@ -311,7 +313,7 @@ def ratio_interval(
         )
     ]
     low, high = _bootstrap_ratio(sums)
-    if low == high:
+    if low == high:  # all draws have the same ratio
         _, unseen_share = wilson_interval(0, len(sums))
         margin = unseen_share * len(pairs) / sum(denominators)
         return max(0.0, low - margin), high + margin
