@@ -199,6 +199,7 @@ class Dapo(Method):
             counts_in_mean_PG = has_signal_P1 & groups.has_reward_PG
             tokens_PG = groups.loss_tokens_PG
             tokens_in_mean = torch.where(counts_in_mean_PG, tokens_PG, 0.0).sum()
+            # Without such tokens nothing is learned, and there is nothing to divide by.
             if bool(tokens_in_mean > 0):
                 advantages_PG = advantages_PG * (tokens_PG.sum() / tokens_in_mean)
         return advantages_PG

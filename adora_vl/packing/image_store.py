@@ -333,6 +333,8 @@ class ImageBank:
         images = [self._images[start] for start in starts]
         grids = torch.stack([image.grid_3 for image in images])
         stored_patches = [image.patches for image in images]
+        # Bytes are one frame of each patch, still to be normalised. All images at once, if nothing
+        # has changed any of them; else one by one, since some are stored normalised.
         if all(patches.dtype == torch.uint8 for patches in stored_patches):
             return self.normalize(torch.cat(stored_patches)), grids
         normalized_patches = []

@@ -253,7 +253,7 @@ class _SequenceBuilder:
         """
         prompt_length = prompt_positions.size(-1)
         self._add_prompt(group_rows[0], prompt_positions)
-        prompt_end = self._length - 1
+        prompt_end = self._length - 1  # the position of the prompt's last token
         rollout_lengths = []
         completion_lengths = self._host_rows.completion_lengths
         for row in rows_longest_first(group_rows, completion_lengths):

@@ -239,6 +239,7 @@ class SharedVision:
         if bank.starts:  # other rows of this rank have images
             self._compute_due_features(bank, vl_model, run)
             return empty
+        # As many passes as the rank with the most images makes, each over a black picture.
         for _ in range(_max_over_ranks(1, device)):
             output = _run_without_images(vl_model, run, device)
         bank.features_due = False

@@ -45,6 +45,7 @@ def batch_windows(tower: "PreTrainedModel", on: bool) -> bool:
     Returns:
         whether the windows are batched now.
     """
+    # Of the known towers only Qwen2.5-VL's has windows. `attend_windows` computes SDPA's attention.
     if tower.config._attn_implementation != STOCK_ATTENTION or not is_qwen2_5_vl_tower(tower):
         return False
     attention_config = tower.config
@@ -82,6 +83,7 @@ def sort_windows(lengths: tuple[int, ...], device: torch.device) -> SortedWindow
     windows = range(len(lengths))
     sorted_windows = sorted(windows, key=lambda window: sizes.index(lengths[window]))
     count_by_size = {size: lengths.count(size) for size in sizes}
+    # None for both orders: the windows are sorted already, so no patch is moved.
     if sorted_windows == list(windows):
         return SortedWindows(count_by_size, order=None, inverse_order=None)
     bounds = [0, *accumulate(lengths)]

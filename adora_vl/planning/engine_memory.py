@@ -64,6 +64,7 @@ def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineM
         workspace = CPU_ENGINE_WORKSPACE_BYTES
         cache = engine.cpu_cache
     bytes_per_token = cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
+    # A share of the GPU that is too small for the weights leaves a cache below 0.
     cached_tokens = max(cache, 0) // bytes_per_token
     cached_rollouts = cached_tokens // max(engine.max_length, 1)
     return EngineMemory(

@@ -28,6 +28,7 @@ def _key_values(plan: Plan) -> Iterator[KeyValue]:
     for arguments in (plan.script, plan.run.config, plan.run.request.model.keys):
         for field in fields(arguments):
             value = getattr(arguments, field.name)
+            # A field may have a function that makes its default, or neither.
             default = field.default
             if default is MISSING:
                 default = None if field.default_factory is MISSING else field.default_factory()

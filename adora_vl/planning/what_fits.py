@@ -101,6 +101,6 @@ def _largest_number(number_fits: Callable[[int], bool], limit: int) -> int:
     def is_too_large(number: int) -> bool:
         return not number_fits(number)
 
-    # The index of the first number that is too large is the largest one that fits, as they
-    # begin with 1.
+    # The numbers begin with 1, so the number at index i is i + 1. The index of the first one that is
+    # too large is therefore the largest number that fits.
     return bisect_left(range(1, limit + 1), True, key=is_too_large)

@@ -120,8 +120,10 @@ def notes_on_filters(config: AdoraGRPOConfig) -> list[str]:
     list is empty where this does not happen.
     """
     generation_kwargs = dict(config.generation_kwargs or {})
+    # The loss then has no ratio of policy to engine.
     if not config.use_vllm or not config.learns_by_engine:
         return []
+    # vLLM then returns its log-probabilities from before the filters.
     if engine_scores_raw(config.temperature, config.repetition_penalty, generation_kwargs):
         return []
     filters: list[str] = []

@@ -243,6 +243,7 @@ class ResolvedRun:
             policy = load_policy(base, model.adapters, init_kwargs)
         else:
             policy = load_merged(base, model.adapters, init_kwargs)
+        # Layers in 4 bits that bitsandbytes repacks on a CPU would have no gradients.
         prevent_repacking(policy)
         return policy
 

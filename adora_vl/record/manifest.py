@@ -294,6 +294,7 @@ def write_manifest(manifest: Manifest, output_dir: Path) -> None:
         RunError: the folder cannot be written.
     """
     path = output_dir / MANIFEST_FILE
+    # When the run ends the manifest is written again, and has its earlier starts already.
     has_just_resumed = (
         manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"] is not None
     )

@@ -241,6 +241,7 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
     silent_entries: list[Mapping[str, Any]] = []
     last_step_with_signal = 0
     for entry in reversed(history):
+        # TRL's share of groups in which all rewards are equal
         equal_reward_share = entry.get("frac_reward_zero_std")
         if kind_of_entry(entry) != "train" or equal_reward_share is None:
             continue
