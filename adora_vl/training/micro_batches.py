@@ -370,12 +370,15 @@ class MicroBatcher:
     def share_of_tokens(self, micro: Batch, tokens: Tensor) -> Tensor:
         """Return a micro-batch's tokens over those that the generation's have on average, ().
 
-        It is float64. `tokens`: how many tokens of the micro-batch count, ().
+        The result is float64. `_micro_batch` may have stored it in the micro-batch already.
+
+        `tokens`: how many tokens of the micro-batch count, ().
         """
         stored_share = micro.get("share_of_tokens")
         if stored_share is not None:
             return stored_share
-        # Only where `_micro_batch` stores a share, it replaces this count of all ranks' tokens.
+        # Here the column still has the tokens of the whole generation on all ranks. `_micro_batch`
+        # overwrites it with another number, but then it stores the share too.
         tokens_of_generation = micro["num_items_in_batch"].clamp(min=1)
         return tokens.double() * self._micro_batches_of_all_ranks / tokens_of_generation
 
@@ -383,7 +386,8 @@ class MicroBatcher:
         """Return the factor that scales the loss of a micro-batch.
 
         Stock TRL takes a mean over the rows of a micro-batch, or over its tokens. So the rows or
-        tokens of a small micro-batch would weigh more than others.
+        tokens of a small micro-batch would weigh more than others. The factor is 1 for losses that
+        are no such mean, and for micro-batches without a stored share, which TRL has cut.
         """
         if self._weighs_by_tokens:
             return micro.get("share_of_tokens", 1.0)
@@ -414,6 +418,7 @@ class MicroBatcher:
         columns_by_rank = [columns_of_rank for _, columns_of_rank in gathered]
         # They differ where a rank has no images, and are empty where rows are too large to be sent.
         ranks_have_same_columns = len(set(columns_by_rank)) == 1
+        # Rows that move have to fit into the columns of the rank that gets them.
         moves = []
         if ranks_have_same_columns and columns_by_rank[0]:
             moves = plan_moves(tokens_by_rank, min_units=self.layout.optimizer_steps_per_pass)

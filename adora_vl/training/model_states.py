@@ -116,7 +116,8 @@ def _optimizer_bytes(
     states = trained_parameters * bytes_per_parameter // optimizer_ranks
     if not mixed_precision:
         return _OptimizerBytes(states=states, during_step=0)
-    # Float32 copies of the gradients. ZeRO-3 makes them for one sub-group at a time.
+    # In a step DeepSpeed copies the gradients to float32. ZeRO-3, which alone divides the weights,
+    # does so for one sub-group of parameters at a time.
     copied_gradients = trained_parameters // optimizer_ranks
     if weight_ranks > 1:
         copied_gradients = min(copied_gradients, SUB_GROUP_PARAMETERS)

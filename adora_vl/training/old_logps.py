@@ -94,8 +94,10 @@ class OldLogps:
         """
         if self.uses_engine_logps:
             return False
+        # Without this optimisation everything is as in stock TRL.
         if not self.config.uses("skip_old_pass"):
             return True
+        # Micro-batches that this package cuts get their own passes, from `passes_due`.
         if self._is_cut_here:
             return False
         # With one optimizer step the pass that is learned from has them, unless it has dropout.
@@ -134,8 +136,8 @@ class OldLogps:
         """Return passes over the groups with signal, those with an advantage other than 0.
 
         A micro-batch that has such a group on any rank gets a pass on all ranks. The old
-        log-probabilities of all groups are marked as missing first; those of groups without signal
-        stay so. Collective.
+        log-probabilities of all groups are marked as missing first, and the passes replace those of
+        groups with signal. Collective.
         """
         if not micro_batches:
             return []
@@ -234,8 +236,8 @@ class OldLogps:
     def fill_missing(self, micro: Batch, logps_BC: Tensor) -> None:
         """Replace old log-probabilities that no pass has computed, NaN, by the present ones.
 
-        The rows have advantages of 0, so the ratio of new to old policy does not matter. It becomes
-        1.
+        These rows have advantages of 0, so it does not matter that their ratio of new to old policy
+        becomes 1.
 
         Args:
             micro: a copy of the micro-batch, for this one loss.

@@ -93,7 +93,8 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         """
         if self.deepspeed_engine is None:
             return
-        gradient_norm = self.deepspeed_engine().get_global_grad_norm()  # of all ranks
+        # Over all ranks; None where DeepSpeed has not computed it.
+        gradient_norm = self.deepspeed_engine().get_global_grad_norm()
         is_bad = gradient_norm is not None and not math.isfinite(gradient_norm)
         if is_bad and not self.accelerator.optimizer_step_was_skipped:
             self.reason = (
@@ -114,6 +115,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         """
         self.log("adora/skipped_steps", float(is_bad))
         self.bad_steps_in_a_row = self.bad_steps_in_a_row + 1 if is_bad else 0
+        # None unless `RatioGuard` has made the gradients not finite, for an importance ratio.
         exceeding_ratio = self.ratio_guard.take_exceeding_ratio()
         if self.bad_steps_in_a_row < self.max_bad_steps:
             return

@@ -87,10 +87,12 @@ class Pool:
         """Keep the pool's present state, if this generation is the first of its optimizer step.
 
         A run that stops before it has learned from the step's generations resumes from that state.
-        At the beginning of a run a warning names groups from which it ends too early to learn.
+        In the first step of a run this also warns of groups that wait, if the run ends too early to
+        learn from them.
         """
         is_first_of_run = self.step_of_state_before < 0
-        # Without refill every waiting group needs room in one of the remaining generations.
+        # Groups wait only where rollouts may stay unfinished. Without refill every one of them needs
+        # room in one of the remaining generations.
         if is_first_of_run and self.allows_partial_rollouts and not self.options.refill:
             self._warn_of_lost_groups(generation)
         if generation.key.step != self.step_of_state_before:
@@ -101,16 +103,16 @@ class Pool:
     def token_budget(self) -> int | None:
         """The most tokens of a rollout that the present generation samples; None for no limit.
 
-        With `budget: auto` it follows from the lengths of earlier rollouts. It is at least so large
-        that the longest rollout ends before it is `staleness` generations old.
+        With `budget: auto` it follows from the lengths of earlier rollouts. It is large enough for
+        the longest possible rollout to end before it is `staleness` generations old.
         """
         budget: int | str | None = self.options.budget
         if budget is None or isinstance(budget, int):
             return budget
         max_parts = self.options.staleness + 1
         if self.generations_ahead:
-            # `generations_ahead` generations are pending already when a rollout is to go on, so its
-            # next part is sampled so many generations later.
+            # When a rollout is to go on, `generations_ahead` generations have been requested
+            # already. So its next part is sampled that many generations later.
             max_parts = math.ceil(self.options.staleness / self.generations_ahead)
         min_budget = math.ceil(self.config.max_completion_length / max_parts)
         return schedule.automatic_budget(self.state.lengths, min_budget)
@@ -191,13 +193,14 @@ class Pool:
         budget = self.token_budget
         if budget is None:
             return limit_by_group
-        # With `ahead` it is known only later how many groups have to end.
+        # With `ahead` it is known only when the rollouts arrive how many groups have to end.
         if not self.generations_ahead:
             all_must_end = self._count_groups_needed(generation, len(groups)) == len(groups)
             if all_must_end:
                 return limit_by_group
         for number, group in enumerate(groups):
             age = generation.number - group.began
+            # An older group keeps None: it may not go on in a later generation.
             if age < self.options.staleness:
                 limit_by_group[number] = budget
         return limit_by_group
@@ -260,6 +263,7 @@ class Pool:
             self.state.signal_shares,
             max_groups=self.max_groups * (1 + self.options.refill),
         )
+        # Complete groups that wait, on the rank that has fewest, serve as spare ones.
         complete_waiting_groups = self.state.min_complete
         return max(0, needed_groups - self.max_groups - complete_waiting_groups)
 
@@ -331,8 +335,8 @@ class Pool:
     def count_missing_groups(self, assessment: GroupAssessment) -> int:
         """Return how many groups with signal are missing on the rank that lacks most.
 
-        A group has signal if its rollouts' rewards differ. A slot, the room for one group, that is
-        still free counts as a missing group too.
+        A group has signal if its rollouts' rewards differ. A slot is the room for one group in a
+        batch. A free slot counts as a missing group too.
         """
         missing_by_rank = []
         for rank in range(assessment.num_ranks):

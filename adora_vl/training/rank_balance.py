@@ -46,8 +46,8 @@ def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) 
     """Plan which units go to another rank, so that all ranks take about equally long.
 
     A unit is a group of rollouts or a part of one. Every rank learns from its units in order of
-    length, the longest first, at the same time as the others. So units are dealt in rounds, one to
-    each rank in a round, such that those of a round are about equally long.
+    length, the longest first, at the same time as the other ranks. So units are dealt like cards:
+    in each round every rank gets one, and all units of a round are about equally long.
 
     Every rank computes the same plan.
 
@@ -72,10 +72,11 @@ def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) 
 def _deal_round(undealt_by_rank: list[list[UnitOnRank]], later_rounds: int) -> list[UnitMove]:
     """Deal one unit to each rank, all about as long as the longest, and return which of them move.
 
-    A rank keeps its own longest unit if that is nearly as long as the longest of this round. If not,
-    it gets the longest unit that another rank has left: where that one is nearly as long as the
-    longest, or is much longer than its own. Otherwise it keeps its own. A rank without units gets
-    one that its owner could not process in the rounds after this one.
+    A rank keeps its own longest unit if that is nearly as long as the longest of this round. If it
+    is shorter, the rank gets the longest unit that any other has left, if this one is nearly as
+    long as the longest of the round, or at least much longer than its own. Otherwise it keeps its
+    own. A rank without units gets one from the rank that has most, if that rank has more than it
+    could process in the rounds after this one.
 
     Args:
         undealt_by_rank: for each rank its units that were not dealt yet, the longest first. Those
@@ -215,7 +216,7 @@ def carry_out_moves(
     Returns:
         The new batch of this rank, and for each of its units whether it is to be learned from.
     """
-    has_signal = list(has_signal)
+    has_signal = list(has_signal)  # a copy: the caller's list stays as it is
     reader = RowReader(batch)
     advantages = batch["advantages"].clone()
     packed_units = []

@@ -159,8 +159,10 @@ class RecomputedLayers:
 
     def _count_for(self, size: PassSize) -> int | None:
         """Return how many layers a pass of this size recomputes; None leaves all as they are."""
+        # A number that the user has chosen, or all layers after the memory ran out.
         if self._fixed_count is not None:
             return self._fixed_count
+        # Nothing predicts the memory: `all`, or a run that cannot switch layers.
         if self._activation_memory is None:
             return None
         # Flash attention reads lengths where other kernels read a mask.
@@ -171,9 +173,8 @@ class RecomputedLayers:
         )
         if self._accelerator.num_processes == 1:
             return count
-        # Collective: under ZeRO-3 a recomputed layer gathers its weights twice, so the ranks, which
-        # go through the layers in lockstep, recompute the same ones: as many as the rank needs that
-        # has most tokens, or least memory.
+        # Collective: under ZeRO-3 a recomputed layer gathers its weights twice. The ranks go through
+        # the layers in lockstep, so all recompute as many as the rank that needs most.
         count_1 = torch.tensor([count], device=self._accelerator.device)
         return int(self._accelerator.gather(count_1).max())
 
@@ -239,8 +240,8 @@ class RecomputedLayers:
         except torch.OutOfMemoryError:
             if self.count == len(self._layers) or not gradients_before.restore():
                 raise
-        # Behind the `except` block, so that the error, whose traceback holds what the failed pass
-        # has allocated, is gone.
+        # The second try stands behind the `except` block. The traceback of the error holds what the
+        # failed pass has allocated, and is freed when the block ends.
         restore_log()
         self._recompute_all()
         return train_micro_batch()
@@ -272,7 +273,10 @@ class GradientSnapshots:
     """The gradients of parameters before a backward pass that may run out of memory."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], max_copied_bytes: int) -> None:
-        """Note the gradients, and copy their values if they take few enough bytes together."""
+        """Note the gradients, and copy their values if they take few enough bytes together.
+
+        Without copies torch's version counter of a gradient still tells whether a pass changed it.
+        """
         self._parameters = parameters
         gradients = [parameter.grad for parameter in parameters]
         total_bytes = sum(gradient.nbytes for gradient in gradients if gradient is not None)

@@ -45,7 +45,7 @@ class Refill:
         pool = self.pool
         max_rounds = pool.options.refill
         completion_lengths = scored_groups.facts.length_N.int().tolist()
-        if not max_rounds:
+        if not max_rounds:  # a run without refill
             pool.note_learned(scored_groups.batch, completion_lengths)
             return scored_groups
         signal_share = pool.note_signal_share(scored_groups.assessment)
@@ -56,6 +56,7 @@ class Refill:
                 break
             round_of_generation = generation.in_round(round_number)
             sampled_groups = self._sample(round_of_generation, missing_groups, signal_share)
+            # None of this round was complete within the token budget.
             if not sampled_groups:
                 continue
             further_groups = score(round_of_generation, sampled_groups)
@@ -134,11 +135,11 @@ class Refill:
 def count_replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int) -> int:
     """Return how many groups of all ranks a refill has replaced.
 
-    Slots that were free before do not count.
+    Groups in slots that were free before do not count.
 
     Args:
-        chosen_by_rank: for each rank the number of the group in each slot: its own number where
-            the group stays.
+        chosen_by_rank: for each rank the number of the group in each slot. Where a group stays, its
+            number is that of the slot.
         groups_per_rank: groups that each rank had before.
     """
     replaced_count = 0

@@ -149,6 +149,8 @@ class RolloutFacts:
                 for function in functions
             ]
             missing_reasons[rollout] = "; ".join(reasons) or "no reward function scored it"
+        # Rollouts without a reward, and one that would be left alone. NaN in all functions marks
+        # them, so that no mean counts them.
         leaves_group_N = rollouts_that_leave(lacks_reward_N, group_size)
         return replace(
             self,
@@ -210,9 +212,9 @@ class RolloutFacts:
     def leaving_reasons(self) -> list[str | None]:
         """Why each rollout has left its group, so that nothing is learned from it; None if it has not.
 
-        It leaves without a complete reward. A rollout with a reward leaves too where no other one
-        of its group has any, since there is nothing to compare it with. Rollouts that have left
-        have NaN in all of `counted_rewards_NF`.
+        A rollout leaves if its reward is missing or incomplete. One with a reward leaves too if no
+        other one of its group has any, since there is nothing to compare it with. Rollouts that have
+        left have NaN in all of `counted_rewards_NF`.
         """
         has_left_N = torch.isnan(self.counted_rewards_NF).all(dim=1).tolist()
         return [

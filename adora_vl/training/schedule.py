@@ -32,8 +32,9 @@ def count_groups_to_begin(
 ) -> int:
     """Return how many groups begin in a generation.
 
-    As many begin as the generation has slots. Fewer begin where complete groups fill more than half
-    of the slots already, and where the training ends before all could be learned from.
+    A slot is the room for one group in the batch of a generation. As many groups begin as there are
+    slots. Fewer begin where complete groups fill more than half of the slots already, and where the
+    training ends before all could be learned from.
 
     Args:
         waiting_groups: groups of earlier generations that were not learned from.
@@ -69,9 +70,9 @@ def groups_to_complete(
 def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int | None:
     """Return how many tokens of a rollout one generation samples with `budget: auto`.
 
-    That is the length that nine of ten completions had at most, and at least `min_budget`. There is
-    no budget, None, where there are no lengths yet, and where the longest completions are not much
-    longer: a budget would then save little and delay whole groups.
+    Nine of ten earlier completions were no longer than the budget, which is at least `min_budget`.
+    The result is None, no budget, where there are no lengths yet. It is None too where the longest
+    completions are not much longer than that: a budget would save little and delay whole groups.
 
     Args:
         lengths: for each remembered generation the tokens of each completion.
@@ -115,7 +116,7 @@ def count_groups_for_signal(
     mean_share = 1.0
     if signal_shares:
         mean_share = sum(signal_shares) / len(signal_shares)
-    if not mean_share:
+    if not mean_share:  # no group had signal, so no number would be enough
         return max_groups
     return min(max_groups, math.ceil(groups_with_signal / mean_share))
 
@@ -147,6 +148,7 @@ def fill_slots(
     free_slots = max(0, slots - len(has_signal))
     signal_first = [*further_with_signal, *further_without_signal]
     in_free_slots = sorted(signal_first[:free_slots])
+    # Further groups with signal that the free slots had no room for.
     replacements = further_with_signal[free_slots:]
     slots_without_signal = [slot for slot, is_useful in enumerate(has_signal) if not is_useful]
     group_in_slot = list(range(len(has_signal)))
