@@ -194,6 +194,11 @@ CASES_THAT_NEED_A_RIGHT = [CASE_WITHOUT_RIGHT, *PUBLISHED_DIFFICULTY_CASES[1:]]
     ],
 )
 def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
+    """A group of four is difficult if at most the share `tau` of it is right.
+
+    Attenuation multiplies the other groups by 0.1, amplification the difficult ones by 2.0. With
+    `needs_correct` a group without a right rollout keeps its weight. Rewards: 1.0 right, 0.1 wrong.
+    """
     rewards = torch.full((1, 4), 0.1)
     rewards[:, : case.right] = 1.0
     lengths = torch.full((1, 4), 10)

@@ -213,6 +213,11 @@ def folder_with_methods(tmp_path, monkeypatch):
 def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signal(
     folder_with_methods, monkeypatch
 ):
+    """A user's file gives a method as a function or as a class, which may also choose groups.
+
+    `Solvable` has no signal in the first group, so its advantages become 0. The file is looked for
+    beside the config, and its text is part of the run's hashes.
+    """
     groups = Groups(
         torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0], [1.0, 1, 0, 0, 0, 0, 0, 0]]),
         torch.ones(2, 8),
@@ -304,6 +309,7 @@ class Doubled(Method):
 
 
 def test_python_passes_a_function_or_a_class_in_place_of_a_name():
+    """A function or a class works as a method from Python, and its name is what is recorded."""
     keys: dict[str, Any] = {"use_cpu": True, "bf16": False}
     rewards_PG = torch.tensor([[0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     expected_PG = group_advantages(rewards_PG)

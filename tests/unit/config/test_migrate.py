@@ -135,6 +135,10 @@ def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp
 
 
 def test_what_cannot_be_moved_is_one_line(tmp_path, capsys):
+    """A value of another trainer's config that cannot be translated is named with its key.
+
+    A training that is started with such a config says which command translates it.
+    """
     (tmp_path / "e.yaml").write_text(EASYR1.replace("device_for_update: 4", "device_for_update: 7"))
     assert main(["easyr1", str(tmp_path / "e.yaml")]) == 2
     assert (

@@ -129,6 +129,7 @@ def test_an_option_of_a_dry_run_alone_says_where_it_belongs(last_line: Any) -> N
 
 
 def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path) -> None:
+    """Tokens, keys and passwords are hidden in all that is written, and kept for the run."""
     secrets = ["hf_abcdefgh", "hf_ijklmnop", "sk-qrstuvwx", "yz12345678"]
     address = f"http://me:{secrets[3]}@10.0.0.1:8000"
     reward = {"mine.py:f": {"judges": [{"api_key": secrets[2], "eos_token": "<|im_end|>"}]}}

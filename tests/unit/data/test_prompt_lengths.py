@@ -322,6 +322,10 @@ def counting(identity: str, calls: list[int]) -> TokenCounter:
 def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Lengths of prompts are kept on disk, and counted again only where one could differ.
+
+    `calls` has an entry for each time that rows are counted: how many there were.
+    """
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
     monkeypatch.setattr(overlong_prompts, "REMEMBERED_ROWS", 10)
     rows = Dataset.from_parquet(str(next(data.glob("data/train*"))), cache_dir=str(tmp_path / "hf"))
@@ -411,6 +415,10 @@ def test_the_length_that_is_named_holds_all(
 def test_rows_are_left_out_and_recorded(
     data: Path, tmp_path: Path, capsys: Any, processor: Any
 ) -> None:
+    """`drop` leaves overlong rows out of the training and names them in note, manifest and card.
+
+    A dry run plans with the rows that are left.
+    """
     length = counted(processor, LONG)
     words = words_of(
         data,
@@ -581,6 +589,10 @@ def test_a_benchmark_knows_the_sizes_of_its_images(
 
 
 def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, processor):
+    """An evaluation's overlong prompt is refused at the start, or left out with `drop`.
+
+    If `drop` leaves nothing of the evaluation, that is refused too.
+    """
     short = write(tmp_path / "short", [SHORT] * 4)
     limit = str(counted(processor, LONG))
     words = [

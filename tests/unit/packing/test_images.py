@@ -42,6 +42,7 @@ def processor():
 
 
 def test_the_cached_output_is_the_processors(processor, subtests):
+    """A cache of processed images gives back what the processor gives, whatever its arguments."""
     cases: list[dict[str, Any]] = [
         {},
         {"min_pixels": 28 * 28, "max_pixels": 84 * 84},
@@ -229,6 +230,10 @@ def test_the_chat_template_gets_its_arguments(processor):
 
 
 def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_decoded():
+    """A batch repeats each problem's row for its rollouts; the data set is read once for each.
+
+    The rows of the last batch are kept, since the next micro-batch may ask for the same.
+    """
     reads: list[int] = []
 
     class Rows:

@@ -123,6 +123,7 @@ def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObje
 def test_a_line_may_be_scaled_turned_and_solved_for_y(
     a: int, b: int, c: int, factor: str, minus: bool
 ) -> None:
+    """An equation of a line is right in every form that describes the same line."""
     gold = f"{a}x+({b})y={c}"
     scale = f"-({factor})" if minus else f"({factor})"
     spelled = [
@@ -175,6 +176,10 @@ def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sig
 def test_an_absolute_value_below_a_bound_is_an_interval_and_above_it_a_union(
     a: int, b: int, bound: int, closed: bool
 ) -> None:
+    """|ax + b| < c is the interval between two bounds, and |ax + b| > c is what lies outside.
+
+    Each form of one is right for it and wrong for the other.
+    """
     below = r"\le" if closed else "<"
     above = r"\ge" if closed else ">"
     low, high = sorted([Fraction(-bound - b, a), Fraction(bound - b, a)])
@@ -216,6 +221,10 @@ def test_an_absolute_value_below_a_bound_is_an_interval_and_above_it_a_union(
 @SIXTY_EXAMPLES
 @given(st.integers(-9, 9), st.integers(1, 9), st.sampled_from(["()", "[]", "[)", "(]"]))
 def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, kind: str) -> None:
+    """(1, 2] and 1 < x <= 2 are each right for the other.
+
+    Other brackets, wider bounds and further parts are wrong.
+    """
     high = low + width
     signs = {"(": "<", "[": r"\le", ")": "<", "]": r"\le"}
     gold = f"{kind[0]}{low}, {high}{kind[1]}"
@@ -307,6 +316,7 @@ def test_a_reference_with_one_value_never_accepts_several(gold: str) -> None:
 
 
 def test_guesses_at_a_reference_with_several_values_earn_what_a_wrong_answer_earns() -> None:
+    """No list, range or tautology earns more than the 0.1 of a wrong answer in a box."""
     golds = ["1, 2", "(1, 2)", "[1, 2)", "x < 1", "2x + y = 3", "AB = 1, CD = 2"]
     guesses = [
         ", ".join(map(str, range(10))),
@@ -396,6 +406,10 @@ def test_a_stored_form_is_stable_and_graded_as_the_one_it_was_made_from(gold: st
 
 
 def test_the_table_of_forms_on_the_page_is_true() -> None:
+    """Each row of the documented table has references, right answers and wrong ones.
+
+    An answer in it is right if it is right for one of the row's references.
+    """
     page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
     rows = page.partition("## Forms of answers")[2].partition("- **Parts**")[0].splitlines()
     cells = [re.split(r"(?<!\\) \| ", row) for row in rows if row.startswith("| ") and "`" in row]

@@ -25,6 +25,7 @@ def frequent_answers(gold: str) -> list[str]:
 
 
 def guessing_responses(gold: str) -> dict[str, str]:
+    """Return responses that try to be counted as right without an answer, by their names."""
     all_of_them = frequent_answers(gold)
     listed = ", ".join(all_of_them)
     return {
@@ -77,6 +78,7 @@ def test_no_hack_earns_more_than_an_honest_wrong_answer(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_no_hack_of_the_choices_earns_more_either(preset: str) -> None:
+    """No response that hedges between the choices earns more than one wrong letter in a box."""
     function = reward_function(preset)
     tried = {
         "all letters": r"\boxed{A, B, C, D}",

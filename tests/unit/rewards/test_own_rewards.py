@@ -128,6 +128,7 @@ REWARD_FILE_BODY = """
 
 
 def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
+    """Each case: the entries of the config, their options, and what the error says."""
     cases = [
         (["FILE"], None, "names no function; write FILE.py:FUNCTION"),
         (["FILE:"], None, "names no function"),
@@ -261,6 +262,10 @@ def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_
 
 
 def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtests):
+    """The hash of a reward file takes in the user's files that it imports, however far.
+
+    It leaves out files that are not imported, and our own package.
+    """
     files = {
         "r.py": "import json, adora_vl.types\nfrom scale_of_r import SCALE\n"
         "def f(completions, **kwargs):\n    from package_of_r.inner import late\n"
@@ -337,6 +342,7 @@ def test_numbers_and_none_are_rewards_in_every_form(subtests):
 
 
 def test_nonsense_is_a_failure_with_row_and_reason(subtests):
+    """Each case: what the reward returns, and the rows and the reason that the error names."""
     cases = [
         (
             None,

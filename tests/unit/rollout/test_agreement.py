@@ -69,6 +69,10 @@ ROW = st.tuples(
     longest=st.integers(130, 4000),
 )
 def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shapes, tokens, longest):
+    """Far prompts are the near ones behind a filling of their own words.
+
+    They reach as far as the context and the answer's tokens allow; their images are the same.
+    """
     near = prompts(shapes)
     far = agreement.lengthened_prompts(engine_pair(engine=longest), near, tokens)
     assert far is not None
@@ -114,6 +118,12 @@ def test_prompts_without_images_keep_none():
 
 
 def test_the_bound_follows_the_coarser_dtype(subtests):
+    """Engine and trainer may differ by more where one of them rounds to bfloat16.
+
+    They may also where a filter such as `top_p` changes the engine's numbers alone.
+    Each case: the engine's dtype, changed keys of the config, and the bound in nats. A drift that the
+    config allows (`adora_max_drift`) is never exceeded.
+    """
     cases: list[Any] = [
         ("float32", {}, 0.01),
         ("bfloat16", {}, 0.3),

@@ -294,6 +294,10 @@ def engine_of(monkeypatch: Any, seen: list[Any], reasons: list[str], **changed: 
 
 
 def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
+    """Rows of one group with the same prompt and images are merged into one request.
+
+    Merged or single, each answer has the seed of its own row.
+    """
     images = [Image.new("RGB", (8, 6)) for _ in range(2)]
     copies = [
         as_kept_image(Image.new("RGB", (8, 6), (9, 9, 9))) for _ in range(2)

@@ -96,6 +96,11 @@ def test_a_card_that_is_taken_is_named_before_weights_are_loaded(monkeypatch):
 
 @pytest.mark.parametrize("sleep_mode", [True, False])
 def test_the_memory_of_a_card_is_logged_awake_and_asleep(sleep_mode, monkeypatch):
+    """A card's memory is logged for the rollout and for the policy's learning.
+
+    The stand-in adds 1 GiB as the maximum over the ranks, so each figure is 1 more than this card's.
+    With an engine that sleeps, the policy's peak is counted from then on.
+    """
     free = {"bytes": 80 * GIB}
     peak = {"bytes": 0}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 80 * GIB))

@@ -198,6 +198,10 @@ def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(
 def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
     stand_ins, tmp_path, capsys, subtests
 ):
+    """A restarted server has other weights, so its answers are sampled again by the other one.
+
+    It is back in use with the next sync. Without another server the run ends.
+    """
     asks = rows(5)
     start_again = stand_ins[1].start_again
     steady_server = stand_ins[0]
@@ -296,6 +300,10 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
 def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
     stand_ins, tmp_path, capsys
 ):
+    """Each sync sends the adapter under a new name, and requests ask for that name.
+
+    A server that was started again has lost it, and one without LoRA is left out.
+    """
     model = get_peft_model(nn_model(), LoraConfig(r=4, target_modules=r".*language_model.*q_proj"))
     asks = rows(2)
     for server in stand_ins:
@@ -362,6 +370,10 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
 def test_a_server_that_would_not_serve_the_whole_adapter_is_refused_at_the_start(
     stand_ins, tmp_path, monkeypatch, lora, targets, four_bit, said
 ):
+    """The error names the option with which the server would serve all of the adapter.
+
+    `lora` is what the server was started with (None: no LoRA); `said` is in the error.
+    """
     monkeypatch.setattr(AdoraVLLMGeneration, "four_bit", four_bit)
     model = get_peft_model(nn_model(), LoraConfig(r=4, target_modules=f".*{targets}"))
     for server in stand_ins:
@@ -438,6 +450,10 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
 def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
     stand_ins, tmp_path, monkeypatch
 ):
+    """A folder that cannot be written is one line, after all tensors have been gathered.
+
+    Weights that a killed run left are deleted; folders of others, and a user's own folder, stay.
+    """
     # A folder below a file cannot be made.
     (tmp_path / "file").write_text("")
     files = WeightFiles(tmp_path / "file" / "w", tmp_path)

@@ -80,6 +80,10 @@ def answer(llm: Any) -> list[Any]:
 @pytest.mark.core
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_path, monkeypatch):
+    """An engine that starts without weights gets them by its first sync, to the last tensor.
+
+    A first sync in which any tensor is missing is refused.
+    """
     processor = build_processor(["Find x."])
     policy = build_model(processor.tokenizer)
     if tied:

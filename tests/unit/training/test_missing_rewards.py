@@ -345,6 +345,13 @@ def user_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(user_file, tmp_path, capsys):
+    """A judge that cannot be reached leaves rollouts without a reward, and the run goes on.
+
+    Of four groups, the first has all rewards. The second is not scored by `flaky` (None) and has
+    its other reward alone. The third keeps two rollouts, and the last one, which cannot be compared
+    with any other and is left out too.
+    Advantages are those of the rollouts that are left.
+    """
     words = arguments(tmp_path / "run", save_strategy="no")
     assert (
         main([*words, "--adora_reward", "format", f"{user_file}:flaky", "--adora_method", "grpo"])
