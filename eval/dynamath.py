@@ -210,6 +210,7 @@ BENCHMARK = Benchmark(
     data_options=HubDataOptions,
     check=check_row,
     fingerprint=("data_revision",),
+    prompt_revision=2,  # the first lacked three line breaks of the official prompt
     id_column="id",
     version_of=_version_of,
     summary=_summary,

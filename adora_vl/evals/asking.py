@@ -212,6 +212,8 @@ def _collect_fingerprint(
     fields |= settings.fingerprint_fields
     if selection.left_out:
         fields["left_out"] = selection.left_out
+    if benchmark.prompt_revision > 1:
+        fields["prompt_revision"] = benchmark.prompt_revision
     if benchmark.file:
         fields["benchmark_file"] = benchmark.file
     return fields

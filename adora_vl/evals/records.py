@@ -181,6 +181,9 @@ class Benchmark:
     """Says what is wrong with a predictions row; None where nothing is."""
     fingerprint: tuple[str, ...] = ()
     """The names of those data options on which an answer depends."""
+    prompt_revision: int = 1
+    """Counts the changes of the prompt of the same problem. Answers to different ones are not mixed
+    in one run, and a comparison says that they differ."""
     id_column: str = "pid"
     """The column of the data with the id of a row, which is `pid` in a predictions row."""
     version_of: Callable[[Prediction], str] | None = None

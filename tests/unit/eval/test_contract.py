@@ -263,6 +263,21 @@ def test_the_benchmark_of_the_page_runs_from_its_file(run_of_the_page, capsys):
     assert "lengths: accuracy" in capsys.readouterr().out
 
 
+def test_answers_to_an_earlier_prompt_of_a_benchmark_are_not_gone_on_with(
+    run_of_the_page, monkeypatch, capsys
+):
+    """The prompt of DynaMath is in its second form, and any other field of the run is the same."""
+
+    def find_with_new_prompt(name: str, **_: object) -> Benchmark:
+        return replace(find_benchmark(name), prompt_revision=2)
+
+    monkeypatch.setattr(evaluate, "find_benchmark", find_with_new_prompt)
+    assert evaluate.main(["lengths.py:LENGTHS", *WORDS_OF_A_RUN]) == 2
+    message = "prompt_revision: the predictions in 'out' were made with None, this run has 2"
+    assert message in capsys.readouterr().err
+    assert find_benchmark("dynamath").prompt_revision == 2
+
+
 def test_another_file_of_a_benchmark_is_another_run(run_of_the_page, capsys):
     code = Path("lengths.py").read_text()
     Path("other.py").write_text(code.replace("exact", "rounded"))
