@@ -277,7 +277,12 @@ def describe_missing_files(names: Iterable[str]) -> str | None:
             total = int(match["total"])
             names_by_set.setdefault((name[: match.start()], total), []).append(name)
     for (stem, total), names_of_set in sorted(names_by_set.items()):
-        if len(names_of_set) != total:
+        if len(names_of_set) > total:
+            return (
+                f"has {len(names_of_set)} files {stem}-*-of-{total:05}*.parquet, which are {total} by "
+                "their names; remove those of an older download"
+            )
+        if len(names_of_set) < total:
             return (
                 f"has {len(names_of_set)} of the {total} files {stem}-*-of-{total:05}.parquet; get "
                 "the others, or rename these to use them alone"

@@ -120,9 +120,14 @@ def _differing_settings(runs: Sequence[ScoreFile], may_differ: Sequence[str]) ->
     """
     differing_fields = _differing_values(runs, "fields", ignored=may_differ)
     with_resolved = [run for run in runs if fingerprint_part(run.score, "resolved")]
-    differing_resolved = _differing_values(
-        with_resolved, "resolved", ignored=tuple(differing_fields)
-    )
+    # An earlier version of this package wrote down fewer settings. The address of a server says
+    # nothing of its answers.
+    not_compared = {"base_url", *differing_fields}
+    for run in with_resolved:
+        for other_run in with_resolved:
+            settings = fingerprint_part(run.score, "resolved")
+            not_compared |= settings.keys() - fingerprint_part(other_run.score, "resolved").keys()
+    differing_resolved = _differing_values(with_resolved, "resolved", ignored=tuple(not_compared))
     return differing_fields | differing_resolved
 
 

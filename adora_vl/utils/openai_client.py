@@ -243,15 +243,20 @@ class ChatClient:
         request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
-    def name_server_program(self) -> str:
+    def name_server_program(self) -> str | None:
         """Return the program that serves the model, such as `vllm`, by its own list of models.
 
-        The text is empty where the server has no list, does not name the model in it, or cannot be
-        asked now.
+        The text is empty where the server has no such list, or does not name the model in it. None
+        where it gave no reply: a busy server may give one later.
         """
+        timeout_s = min(self.endpoint.timeout_s, _MAX_LIST_WAIT_S)
         try:
-            timeout_s = min(self.endpoint.timeout_s, _MAX_LIST_WAIT_S)
             reply = fetch_reply(f"{self.endpoint.url}/models", timeout_s, self._key_header())
+        except _NO_LIST_ERRORS:
+            return None
+        if reply.status >= 500:  # as of a gateway, while the server behind it starts
+            return None
+        try:
             models = json.loads(reply.body)["data"]
             owners = [model["owned_by"] for model in models if model["id"] == self.endpoint.model]
         except _NO_LIST_ERRORS:

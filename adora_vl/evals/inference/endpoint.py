@@ -79,11 +79,11 @@ class EndpointEngine:
         self.batch_size = settings.batch_size or _DEFAULT_BATCH_SIZE
         self._client = ChatClient(settings.endpoint)
         program = self._client.name_server_program()
-        # What the fingerprint of a run says of its engine.
-        self.resolved: dict[str, Any] = {
-            "base_url": settings.endpoint.url,
-            "server": program or UNKNOWN_SERVER,
-        }
+        # What the fingerprint of a run says of its engine. Nothing is said, and nothing compared,
+        # of a server that was too busy to tell its program.
+        self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
+        if program is not None:
+            self.resolved["server"] = program or UNKNOWN_SERVER
         # The fields of each call beside the messages and the seed.
         self._body: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
@@ -136,15 +136,18 @@ class EndpointEngine:
             return Unanswerable(str(error)) if error.prompt_too_long else error
 
 
-def _note_on_server_defaults(endpoint: Endpoint, program: str) -> str:
+def _note_on_server_defaults(endpoint: Endpoint, program: str | None) -> str:
     """Say that a server may sample by defaults of its own, and how to rule that out.
 
     Args:
         endpoint: The server and the model on it.
-        program: What the server's list of models says of the program; empty where it says nothing.
+        program: What the server's list of models says of the program; empty where it says nothing,
+            and None where the server gave no list.
     """
     if program:
         server_text = f"names its program {program!r}, which is not known here"
+    elif program is None:
+        server_text = "did not reply when it was asked for its models"
     else:
         server_text = f"does not say in its list of models what serves {endpoint.model!r}"
     return (

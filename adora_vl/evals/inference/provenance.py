@@ -60,6 +60,8 @@ def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 FINGERPRINT_FILE = "fingerprint.json"
+# They come from the training of the model, and from the code of the benchmark.
+_FIELDS_THAT_NO_OPTION_SETS = ("stop", "stop_token_ids", "prompt_revision")
 FingerprintFields = dict[str, Any]
 
 
@@ -84,9 +86,12 @@ def check_fingerprint(output: Path, fields: FingerprintFields) -> None:
     for name in {**fields, **stored_fields}:
         has_more_samples = name == "samples" and stored_fields.get(name, 1) <= fields.get(name, 1)
         if stored_fields.get(name) != fields.get(name) and not has_more_samples:
+            remedy = "use another --output"
+            if name not in _FIELDS_THAT_NO_OPTION_SETS:
+                remedy = f"set it back or {remedy}"
             raise UserError(
                 f"{name}: the predictions in {str(output)!r} were made with {stored_fields.get(name)!r}, "
-                f"this run has {fields.get(name)!r}; set it back or use another --output"
+                f"this run has {fields.get(name)!r}; {remedy}"
             )
 
 

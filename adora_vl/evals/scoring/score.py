@@ -308,11 +308,11 @@ def describe_extracted_answer(row: Prediction, graded: GradedAnswer) -> dict[str
 def _describe_answer(benchmark: Benchmark, row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
     """Describe one answer for the score file, in the benchmark's own way if it has one.
 
-    The number of a sample is left out for the first answer to a problem, and the problem where it
-    has no other versions and so the same id.
+    The number of a sample is left out for the first answer to a problem, and the problem for a
+    benchmark that asks each in one version alone.
     """
     item: dict[str, Any] = {"pid": graded.pid}
-    if graded.problem != graded.pid:
+    if benchmark.version_of is not None or graded.problem != graded.pid:
         item["problem"] = graded.problem
     if graded.sample:
         item["sample"] = graded.sample

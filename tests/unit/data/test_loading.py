@@ -254,6 +254,11 @@ def test_a_split_of_which_files_are_missing_is_refused(tmp_path: Path) -> None:
     (data / "train-00001-of-00002.parquet").unlink()
     with pytest.raises(UserError, match=r"has 1 of the 2 files data/train-\*-of-00002.parquet"):
         load_split(tmp_path, "train")
+    # Two downloads of one folder, whose files have hashes in their names.
+    for suffix in ("1a2b", "3c4d", "5e6f"):
+        pq.write_table(table, data / f"train-00000-of-00002-{suffix}.parquet")
+    with pytest.raises(UserError, match=r"has 4 files .*, which are 2 by their names; remove"):
+        load_split(tmp_path, "train")
 
 
 @pytest.mark.parametrize("name", ["run*", "run?", "run[12]", "run [a] ü", "run{1,2}"])

@@ -286,6 +286,20 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, ca
             assert caution_lines([read_run(first), read_run(changed)]) == [warning]
 
 
+def test_a_setting_that_an_older_score_does_not_have_is_no_difference(tmp_path):
+    """Nor is the address of a server. Programs of servers that are known to differ are one."""
+    older = fingerprint_with({"base_url": "http://a:1/v1"})
+    vllm = fingerprint_with({"base_url": "http://b:2/v1", "server": "vllm"})
+    sglang = fingerprint_with({"base_url": "http://b:2/v1", "server": "sglang"})
+    runs = [
+        read_run(write_score_file(tmp_path / f"{name}.json", "0110", **fingerprint))
+        for name, fingerprint in (("older", older), ("vllm", vllm), ("sglang", sglang))
+    ]
+    assert caution_lines(runs[:2]) == []
+    (warning,) = caution_lines(runs[1:])
+    assert "differ in server" in warning
+
+
 # Which of ten problems are solved: many.
 MANY_RIGHT = "1111111000"
 

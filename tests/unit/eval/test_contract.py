@@ -273,7 +273,10 @@ def test_answers_to_an_earlier_prompt_of_a_benchmark_are_not_gone_on_with(
 
     monkeypatch.setattr(evaluate, "find_benchmark", find_with_new_prompt)
     assert evaluate.main(["lengths.py:LENGTHS", *WORDS_OF_A_RUN]) == 2
-    message = "prompt_revision: the predictions in 'out' were made with None, this run has 2"
+    # No option sets it back.
+    message = (
+        "prompt_revision: the predictions in 'out' were made with None, this run has 2; use another"
+    )
     assert message in capsys.readouterr().err
     assert find_benchmark("dynamath").prompt_revision == 2
 

@@ -108,7 +108,7 @@ def test_versions_that_are_right_together_are_worth_one_answer(name, tmp_path) -
     assert score["total"] == n_versions * N_PROBLEMS
     assert score["accuracy"] == first_score["accuracy"] == pytest.approx(1 / 3)
     assert score["wilson_95"] == pytest.approx(first_score["wilson_95"])
-    problems = {item.get("problem", item["pid"]) for item in score["items"]}
+    problems = {item["problem"] for item in score["items"]}
     assert len(problems) == N_PROBLEMS
 
 

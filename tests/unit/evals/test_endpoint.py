@@ -4,6 +4,7 @@ import pytest
 
 from adora_vl.evals.inference.endpoint import EndpointEngine
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Endpoint, Reply
 from tests.support.endpoint_server import completion_reply
 
@@ -78,3 +79,16 @@ def test_a_server_whose_defaults_are_not_known_is_told_of_once(
     (line,) = notes
     assert note in line
     assert "--generation-config vllm" in line
+
+
+def test_a_server_that_was_too_busy_to_tell_its_program_is_no_other_server(capsys) -> None:
+    """Nothing stands in the fingerprint, so that the run may go on when the server replies again."""
+    closed_port_url = "http://127.0.0.1:9/v1"
+    endpoint = Endpoint(closed_port_url, "qwen", attempts=1)
+    engine = EndpointEngine(
+        AnswerEngineSettings(model="qwen", engine="openai", max_tokens=8, endpoint=endpoint)
+    )
+    assert engine.resolved == {"base_url": closed_port_url}
+    with pytest.raises(UserError, match="base_url"):
+        engine.generate([AnswerRequest([{"role": "user", "content": "2 + 3?"}], [])])
+    assert "did not reply when it was asked for its models" in capsys.readouterr().err
