@@ -53,6 +53,7 @@ def build_query(row: dict[str, Any]) -> str:
     The hint says which form the answer should have.
     """
     kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
+    # What is left is a float or a text.
     if kind not in ("choice", "integer", "list"):
         # A number with decimal places. A text gets the hint for two places in the official code.
         kind = "one place" if row["precision"] == 1 else "two places"
@@ -244,6 +245,7 @@ def _compare_as_vlmevalkit(
             return Comparison(is_right=False, prediction=None)
         text = choices[index]
         # VLMEvalKit compares letters, so only the first of two equal choices is right.
+        # `index` of a list finds the first one.
         is_first_of_equal = choices.index(text) == index
         return Comparison(is_right=text == reference and is_first_of_equal, prediction=text)
     convert = {"integer": int, "float": float}.get(row["answer_type"])
@@ -360,7 +362,7 @@ def _summary(
         groups = item.grade.groups
         count = groups.get("task", []).count(_GEOMETRY_TASK)
         count += groups.get("skills", []).count(_GEOMETRY_SKILL)
-        id_items += count * [item]
+        id_items += count * [item]  # not at all, once or twice
     # The interval of the cell knows that an item that counts twice is one problem.
     id_cell = accuracy_cell(id_items) if id_items else None
     id_correct = sum(item.correct for item in id_items)

@@ -166,6 +166,7 @@ def _compute_leakage(
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
+    # Each is the share of right answers to each problem, None for a run that was not named.
     shares_without_image = _grade_other_run(
         options.without_image, rows=rows, options=options, option_name="without_image"
     )
@@ -219,6 +220,7 @@ def _grade_other_run(
     other_rows = read_predictions(file, check_row, BENCHMARK.id_column)
     other_row_by_key = {row_key(row): row for row in other_rows}
     missing_pids = [row["pid"] for row in rows if row_key(row) not in other_row_by_key]
+    # An item of this run is missing there, or that run has further ones.
     if missing_pids or len(other_row_by_key) != len(rows):
         fault = f"it has {len(other_row_by_key)} rows and this run {len(rows)}"
         if missing_pids:

@@ -102,6 +102,7 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
     # The key says which part of a problem is asked: `3steps_2` is the second of three steps, and
     # `3steps_multi` the whole problem.
     n_steps, _, step = row["key"].partition("steps_")
+    # Only an answer to a single step is counted by a concept.
     if step == "multi":
         groups = {"steps": [_GROUP_BY_STEP_COUNT[n_steps]]}
     else:
@@ -182,6 +183,7 @@ def _summary(
     for name in ("strict", "loose"):
         diagnoses = _diagnoses(list(complete_answers.values()), strict=name == "strict")
         cells |= _diagnosis_cells(diagnoses, name, n_answers)
+        # The score is the mean of what each problem counts, by its diagnosis.
         points_by_id = _points_of_problems(complete_answers, diagnoses)
         figure = mean_with_interval(list(points_by_id.values()), list(points_by_id))
         scores[name] = figure["value"]

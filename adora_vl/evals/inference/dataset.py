@@ -73,6 +73,7 @@ class _LoadedRows:
                 return [value]
             if not isinstance(value, str) or not value:
                 continue
+            # A text is a path or, if it has not the form of one, the image in Base64.
             if not _is_path(value):
                 return [base64.b64decode(value, validate=True)]
             file = None if self.folder is None else file_within(self.folder, value)
@@ -125,7 +126,7 @@ def load_problems(
         loaded = replace(loaded, folder=loaded.folder / image_folder)
     if our_names:
         loaded = replace(loaded, rows=[_rename_columns(row, our_names) for row in loaded.rows])
-    has_image = bool(image_columns)
+    has_image = bool(image_columns)  # the question may then be empty, as a part of the picture
 
     def fault_of(row: Row) -> str | None:
         """Return the first thing that is wrong with a row; None where nothing is."""
@@ -416,6 +417,7 @@ def _rows_from_table(
         rows = table.drop_columns(list(image_column_by_name)).to_pylist()
     except UnicodeDecodeError as error:
         raise UserError(f"data: {origin} has a text that is not UTF-8 ({error})") from None
+    # The rows have the names of these columns with None, since a check may ask for the fields.
     for row in rows:
         row.update(dict.fromkeys(image_column_by_name))
     return _LoadedRows(

@@ -72,7 +72,7 @@ def read_predictions(
     row_number_by_key: dict[RowKey, int] = {}
     faults: list[str] = []
     columns = columns or {}
-    unseen_names = set(columns.values())
+    unseen_names = set(columns.values())  # the names that no row has had so far
     for number, row_or_fault in enumerate(_read_objects(path), start=1):
         if isinstance(row_or_fault, str):  # what is wrong with an object that cannot be read
             faults.append(f"row {number} {row_or_fault}")
@@ -216,7 +216,7 @@ def _read_objects(path: Path) -> Iterator[Prediction | str]:
     has_object_per_line = isinstance(first_row, dict) and not all(
         isinstance(value, dict) for value in first_row.values()
     )
-    document: Any = None
+    document: Any = None  # stays None for a file that is no single JSON value
     if not has_object_per_line:
         with suppress(ValueError, RecursionError):
             document = read_json(content)
