@@ -122,6 +122,7 @@ def importance_ratio(
         clip_min: the lower bound; None: there is none.
         clip_max: the upper bound; None: there is none.
     """
+    # A difference of 0 gives the ratio 1, for tokens without a log-probability by the engine.
     difference = torch.nan_to_num((logps_BC - sampling_BC) * mask_BC, nan=0.0)
     if mode.startswith("sequence"):
         difference = difference.sum(dim=-1, keepdim=True)

@@ -196,6 +196,7 @@ class ServerPool:
             if not self.servers_in_use:
                 raise NoServerError(_no_server_message(last_problem))
             unanswered_numbers = [number for number in numbers if number not in rollouts_by_number]
+            # Not strict: the servers repeat without end.
             servers_in_turn = cycle(self.servers_in_use)
             server_by_number = dict(zip(unanswered_numbers, servers_in_turn, strict=False))
             futures = _send_all(group_requests, server_by_number, place_features)

@@ -93,8 +93,8 @@ def cut_behind_stop_string(
 ) -> int | None:
     """Return how many of the tokens there are up to the one that first completes a string.
 
-    For a sampler that samples a batch, and goes on with an answer that has ended. None where no
-    string is complete.
+    Transformers samples a batch of answers until all have ended, so an ended one has further tokens
+    to cut off. The result is None where no string is complete.
 
     Args:
         ids: the sampled tokens.
