@@ -1,7 +1,6 @@
 """Compares losses, rollouts and weights of a run that is killed with an uninterrupted one's.
 
-    python -m benchmarks.kill_and_resume --kills rollout:4,grading:9,backward:13,saving:18
-        --processes 1
+    python -m benchmarks.kill_and_resume --kills rollout:4,grading:9,saving:18 --processes 1
 
 Each kill is a SIGKILL to every process of the run, at a random moment inside the phase of that
 step. Then the same command is started again. Prints a table, and ends with exit code 1 where

@@ -183,7 +183,7 @@ def _knights(arguments: argparse.Namespace) -> None:
 
 
 def _synthetic(arguments: argparse.Namespace) -> None:
-    """Run `describe_synthetic`: draw the problems, and print how many there are."""
+    """Run `synthetic`: draw the problems, and print how many there are."""
     names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices")
     drawn = describe_synthetic(**options_set_by_user(arguments, *names, "figures"))
     manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)

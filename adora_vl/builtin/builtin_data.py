@@ -1,6 +1,4 @@
-"""What the tiny models, `describe_synthetic` and `knights` stand for in a config: made where they are
-missing.
-"""
+"""What the tiny models, `synthetic` and `knights` stand for in a config: made where missing."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -75,9 +73,9 @@ def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = No
     """Return the folder of the data set that a user calls `name`, made here if need be.
 
     Args:
-        name: `describe_synthetic`, `knights`, or a prepared folder, which is returned as it is. With
+        name: `synthetic`, `knights`, or a prepared folder, which is returned as it is. With
             `columns` it may also be a table, folder or hub id, which is converted.
-        rows: training rows of `describe_synthetic` or `knights`.
+        rows: training rows of `synthetic` or `knights`.
         columns: which column of a table is what (`adora_columns`); None without a table.
     """
     if name == KNIGHTS_DATA:

@@ -1,14 +1,12 @@
-"""Training steps of a GPU's recipe on a card that is not there: `python -m benchmarks.fake_card
-CONFIG`.
+"""Training steps of a GPU's recipe on a card that is not there.
+
+    python -m benchmarks.fake_card configs/train/adora_3b_1gpu_lora.yaml --layers 2
 
 The real trainer (`--way stock`: TRL's) takes steps of the recipe's model at true size, with drawn
 images and recorded answers. Printed: FLOPs, peak memory beside what the dry run predicts, launches,
 the kernels of attention, every wait of the host for the device with its line, and what raised. A
 model of 3 billion parameters takes some minutes on one core. What follows `--` goes to the
 training.
-
-    python -m benchmarks.fake_card configs/train/adora_3b_1gpu_lora.yaml --layers 2 --lengths 2048
-        1024 512 256
 """
 
 import argparse
