@@ -28,7 +28,6 @@ from transformers import (
     PreTrainedModel,
     PrinterCallback,
     ProcessorMixin,
-    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerState,
@@ -190,7 +189,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def _replace_callbacks(self) -> None:
         """Add this package's callbacks, and remove those of Transformers that print."""
-        self.remove_callback(ProgressCallback)
+        # In a notebook it is another class than in a terminal.
+        self.remove_callback(transformers_trainer.DEFAULT_PROGRESS_CALLBACK)
         self.remove_callback(PrinterCallback)
         for callback in callbacks_of_run(
             self.parts,

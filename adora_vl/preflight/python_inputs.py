@@ -244,7 +244,9 @@ def check_prompts(dataset: Dataset) -> bool:
     """
     if "prompt" not in dataset.column_names:
         raise UserError(
-            f"train_dataset: lacks the column 'prompt' (it has {', '.join(dataset.column_names)})"
+            f"train_dataset: lacks the column 'prompt' (it has {', '.join(dataset.column_names)}); "
+            "add the messages that ask each row, or load prepared data and tables with "
+            "adora_vl.load_problems"
         )
     any_images = False
     for row in prompts_of(dataset):

@@ -157,7 +157,7 @@ def refuse_objects(
         kind = "None" if train_dataset is None else f"a {type(train_dataset).__name__}"
         raise UserError(
             f"train_dataset: {kind} is no data set; make one, such as "
-            "datasets.Dataset.from_list(rows)"
+            "datasets.Dataset.from_list(rows), or adora_vl.load_problems(FOLDER)"
         )
     if not reward_funcs and environment_factory is None:
         raise UserError(

@@ -14,18 +14,27 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+import transformers.trainer
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
-from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
+from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer, load_problems
 from adora_vl.checkpoint.store import checkpoints
+from adora_vl.config.command import read
 from adora_vl.config.run_context import RunContext
 from adora_vl.preflight.python_inputs import Datasets
-from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
+from adora_vl.preflight.request import (
+    ModelSource,
+    RunRequest,
+    model_keys,
+    request_from_command,
+)
 from adora_vl.preflight.run_checks import run_checks
+from adora_vl.record.progress import ProgressLine
 from adora_vl.utils.errors import UserError
+from data_prep.__main__ import main as data_prep
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +50,7 @@ def test_the_package_shows_its_classes_and_stays_light_until_they_are_asked_for(
     code = (
         "import sys, adora_vl\n"
         "assert 'torch' not in sys.modules and 'trl' not in sys.modules\n"
-        "assert {'AdoraGRPOTrainer', 'AdoraGRPOConfig'} <= set(dir(adora_vl))\n"
+        "assert {'AdoraGRPOTrainer', 'AdoraGRPOConfig', 'load_problems'} <= set(dir(adora_vl))\n"
         "try:\n    adora_vl.AdoraTrainer\nexcept AttributeError as error:\n    print(error)"
     )
     done = subprocess.run(
@@ -111,6 +120,82 @@ def build_trainer(folder, rows=EIGHT_ROWS, **keys):
     """Build a trainer of the tiny model from Python, with these keys of the config."""
     args = AdoraGRPOConfig(str(folder), **{**TWO_STEPS, **keys})
     return AdoraGRPOTrainer("tiny", reward_every_second, args, Dataset.from_list(rows))
+
+
+def test_the_lines_of_the_steps_are_the_only_progress_that_a_notebook_shows(tmp_path, monkeypatch):
+    """Transformers would show a bar and a table of losses below them in a notebook."""
+
+    class NotebookProgress(TrainerCallback):
+        """A stand-in for Transformers' class, which needs IPython."""
+
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", NotebookProgress)
+    trainer = build_trainer(tmp_path / "run")
+    callbacks = {type(callback) for callback in trainer.callback_handler.callbacks}
+    assert NotebookProgress not in callbacks
+    assert ProgressLine in callbacks
+
+
+@pytest.fixture(scope="module")
+def prepared_folder(tmp_path_factory):
+    """A prepared folder of drawn problems with choices, which the prompt lists."""
+    folder = tmp_path_factory.mktemp("data") / "drawn"
+    words = ["synthetic", "--output", str(folder), "--rows", "12", "--test-rows", "3"]
+    assert data_prep([*words, "--choices", "4"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"adora_system_prompt": "think_answer", "adora_prompt": "Solve: {problem}"},
+        {"adora_system_prompt": None, "adora_prompt": None},
+    ],
+    ids=["defaults", "own words", "problem alone"],
+)
+def test_problems_loaded_in_python_are_those_of_the_command(prepared_folder, tmp_path, keys):
+    """Each row has the same conversation, pictures and answer as in a command with these keys."""
+    rows = load_problems(str(prepared_folder), **keys)
+    words = ["--model_name_or_path", "tiny", "--dataset_name", str(prepared_folder)]
+    words += ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
+    for key, value in keys.items():
+        words += [f"--{key}", "null" if value is None else value]
+    request = request_from_command(read(words))
+    command_rows = run_checks(request, RunContext.of_launch("leave")).data.train
+    assert len(rows) == len(command_rows) == 12
+    for row, command_row in zip(rows, command_rows, strict=True):
+        assert row == command_row
+    questions = [row["prompt"][-1]["content"] for row in rows]
+    has_choices = any("\n(A) " in question for question in questions)
+    assert has_choices is (keys == {}), "the default prompt lists the choices"
+
+
+def test_a_table_and_another_split_are_loaded_in_python(prepared_folder, tmp_path):
+    assert len(load_problems(prepared_folder, "test")) == 3
+    table = tmp_path / "mine.csv"
+    table.write_text("question,label\nWhat is 2 + 2?,4\nWhat is 3 + 3?,6\n")
+    columns = {"problem": "question", "answer": "label"}
+    rows = load_problems(str(table), adora_columns=columns)
+    assert rows["answer"] == ["4", "6"]
+    with pytest.raises(UserError, match="is a file; say which of its columns is what"):
+        load_problems(str(table))
+    with pytest.raises(UserError, match="has no split 'validation'"):
+        load_problems(prepared_folder, "validation")
+
+
+@pytest.mark.slow
+def test_loaded_problems_train_and_go_on(prepared_folder, tmp_path):
+    """A second trainer with the problems loaded again takes the run for its own."""
+    args = AdoraGRPOConfig(str(tmp_path / "run"), **TWO_STEPS)
+    problems = load_problems(prepared_folder)
+    AdoraGRPOTrainer("tiny", "boxed_accuracy", args, problems).train()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    problems_again = load_problems(prepared_folder)
+    resumed = AdoraGRPOTrainer("tiny", "boxed_accuracy", args, problems_again)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 2
+    rollouts = pq.read_table(tmp_path / "run" / "rollouts").to_pylist()
+    assert {row["step"] for row in rollouts} == {1, 2}
+    assert all(row["id"].startswith("synthetic/") and row["answer"] for row in rollouts)
 
 
 def reward_that_falls(completions, trainer_state, **kwargs):

@@ -78,6 +78,7 @@ def test_the_notebooks_open_what_the_demo_leaves():
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         named = {text for text in texts if text.startswith("../runs/")}
+        named.discard("../runs/first_training")  # made by the notebook of this name itself
         assert named <= run_folders, (
             f"{notebook.name}: {named - run_folders} is not what setup/demo.sh writes"
         )
