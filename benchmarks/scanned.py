@@ -38,7 +38,7 @@ import yaml
 from PIL import Image
 
 from adora_vl.builtin import SHIPPED_SIZE, ModelSize
-from adora_vl.evals.scoring.statistics import student_half_width
+from adora_vl.evals.scoring.statistics import paired_t_interval
 from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas, Point
 from adora_vl.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
 from adora_vl.utils.cli import Parser, exit_code_of, number
@@ -151,9 +151,12 @@ def mean_and_interval(differences: Sequence[float]) -> str:
     if len(differences) < 2:
         return "-"
     mean = statistics.fmean(differences)
-    half = student_half_width(differences)
-    text = f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
-    return f"**{text}**" if abs(mean) > half else text
+    interval = paired_t_interval(differences)
+    if interval is None:  # equal differences
+        return f"{mean:+.1f}"
+    low, high = interval
+    text = f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
+    return f"**{text}**" if low > 0 or high < 0 else text
 
 
 def scanned_digits(split: str, pixels: int) -> Digits:

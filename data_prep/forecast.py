@@ -28,7 +28,11 @@ from adora_vl.evals.inference.predictions import (
 from adora_vl.evals.prepared import GraderOptions
 from adora_vl.evals.records import Prediction
 from adora_vl.evals.scoring.score import grade_rows
-from adora_vl.evals.scoring.statistics import paired_t_interval, wilson_interval
+from adora_vl.evals.scoring.statistics import (
+    interval_of_equal_values,
+    paired_t_interval,
+    wilson_interval,
+)
 from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_parts
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, in_one_line
@@ -224,8 +228,12 @@ def _longest_minus_shortest(shares: Sequence[_RightShares]) -> MeanDifference:
     differences = [share.longest - share.shortest for share in shares]
     if len(differences) < 2:  # one difference has no spread
         return MeanDifference(math.nan, low=math.nan, high=math.nan)
-    low, high = paired_t_interval(differences)
-    return MeanDifference(fmean(differences), low=low, high=high)
+    mean = fmean(differences)
+    interval = paired_t_interval(differences)
+    if interval is None:
+        interval = interval_of_equal_values(mean, len(differences), lowest=-1.0, highest=1.0)
+    low, high = interval
+    return MeanDifference(mean, low=low, high=high)
 
 
 def recorded_groups(run: Path) -> Groups:

@@ -67,8 +67,8 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
         key: `adora/pass_rate` or `reward`.
 
     Returns:
-        the change, without an interval where a fifth has a single value; None for a log of fewer
-        than two steps.
+        the change, without an interval where a fifth has a single value, or where both have equal
+        ones; None for a log of fewer than two steps.
     """
     lines = [line for line in log if kind_of_entry(line) != "eval" and _is_number(line.get(key))]
     if len(lines) < 2:
@@ -112,13 +112,16 @@ def _change_with_interval(
 
     The means are those of the log. The means of the samples may differ from them a little, as the
     record also has groups that were replaced, so only the width of their interval is taken. There
-    is none where one side has fewer than two samples.
+    is none where one side has fewer than two samples, or where the samples of each are equal.
     """
     first_count = len(samples.first)
     last_count = len(samples.last)
-    if min(first_count, last_count) < 2:
+    interval = None
+    if min(first_count, last_count) >= 2:
+        interval = welch_interval(samples.first, samples.last)
+    if interval is None:
         return Difference(first=first_mean, second=last_mean, over="no interval")
-    low, high = welch_interval(samples.first, samples.last)
+    low, high = interval
     half_width = (high - low) / 2
     change = last_mean - first_mean
     return Difference(

@@ -5,7 +5,6 @@ table.
 """
 
 from collections.abc import Mapping, Sequence
-from math import isclose
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -72,15 +71,14 @@ def between_seeds(a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]
     if count_of_a == 1 or count_of_b == 1:
         return Difference(first=mean_of_a, second=mean_of_b, over="one seed on a side: no interval")
     if a_by_seed.keys() == b_by_seed.keys():
-        low, high = paired_t_interval([b_by_seed[seed] - a_by_seed[seed] for seed in a_by_seed])
+        interval = paired_t_interval([b_by_seed[seed] - a_by_seed[seed] for seed in a_by_seed])
         over = f"{count_of_a} pairs of seeds"
     else:
-        low, high = welch_interval(list(a_by_seed.values()), list(b_by_seed.values()))
+        interval = welch_interval(list(a_by_seed.values()), list(b_by_seed.values()))
         over = f"{count_of_a} and {count_of_b} seeds"
-    # Without any spread there is nothing to compute an interval from. It would be a point, as if
-    # no other seed could give anything else.
-    if isclose(low, high, abs_tol=1e-9):
+    if interval is None:
         return Difference(first=mean_of_a, second=mean_of_b, over=f"{over} that agree: no interval")
+    low, high = interval
     return Difference(first=mean_of_a, second=mean_of_b, low=low, high=high, over=over)
 
 

@@ -248,10 +248,18 @@ def _length_change(first_lengths: Sequence[float], last_lengths: Sequence[float]
     """Say whether lengths became longer or shorter, with their means in tokens.
 
     They did, if the 95 % interval of the difference (by Welch's t) lies on one side of 0. Otherwise
-    the change may be chance. Each argument has a mean length for each group.
+    the change may be chance. There is no interval where the lengths of each fifth are equal. Each
+    argument has a mean length for each group.
     """
-    low, high = welch_interval(first_lengths, last_lengths)
-    means = f"{fmean(first_lengths):.0f} → {fmean(last_lengths):.0f} tokens"
+    first_mean = fmean(first_lengths)
+    last_mean = fmean(last_lengths)
+    means = f"{first_mean:.0f} → {last_mean:.0f} tokens"
+    interval = welch_interval(first_lengths, last_lengths)
+    if interval is None:
+        if first_mean == last_mean:
+            return f"kept their length ({means})"
+        return f"changed ({means}, without an interval, as the groups of a fifth are all alike)"
+    low, high = interval
     if low > 0:
         return f"became longer ({means})"
     if high < 0:

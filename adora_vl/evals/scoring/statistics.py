@@ -11,6 +11,8 @@ _NORMAL_QUANTILE_95 = 1.959963984540054  # the normal distribution's 97.5 % quan
 # The resamples of a bootstrap. The ends of an interval vary by about a tenth of its width.
 BOOTSTRAP_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0  # of every bootstrap
+# Values that differ by less are equal: sums of shares are rounded.
+_ROUNDING = 1e-9
 
 
 # The 97.5 % quantiles of Student's t distribution, for 1, 2, ... degrees of freedom.
@@ -67,25 +69,31 @@ def student_half_width(values: Sequence[float]) -> float:
     return student_quantile(len(values) - 1) * stdev(values) / sqrt(len(values))
 
 
-def paired_t_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of at least two paired differences, by Student's t."""
+def paired_t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean of at least two paired differences, by Student's t.
+
+    None where the differences are equal, since t needs a spread to say how far the mean may be off.
+    """
     mean = fmean(differences)
     half = student_half_width(differences)
+    if half < _ROUNDING:
+        return None
     return mean - half, mean + half
 
 
-def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % interval of mean(second) - mean(first), by Welch's t.
 
-    Each has at least two values, and their variances may differ.
+    Each has at least two values, and their variances may differ. None where the values of both are
+    equal among themselves, since t needs a spread to say how far the means may be off.
     """
     difference = fmean(second) - fmean(first)
     # The squared standard error of each mean.
     first_error = variance(first) / len(first)
     second_error = variance(second) / len(second)
     total_error = first_error + second_error
-    if not total_error:  # equal values, of which no interval can be computed
-        return difference, difference
+    if sqrt(total_error) < _ROUNDING:
+        return None
     # The Welch-Satterthwaite equation.
     denominator = first_error**2 / (len(first) - 1) + second_error**2 / (len(second) - 1)
     degrees_of_freedom = total_error**2 / denominator

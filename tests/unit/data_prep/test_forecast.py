@@ -34,6 +34,13 @@ GROUP_WITH_LOST_REWARD = (
 )  # a rollout without a reward counts nowhere
 
 
+def test_groups_that_agree_leave_the_difference_uncertain():
+    """Groups that were not drawn could differ otherwise."""
+    difference = forecast_attenuation(groups(TIED_GROUP)).longest_minus_shortest
+    assert difference.mean == 0
+    assert difference.low < 0 < difference.high
+
+
 def test_the_shares_of_groups_by_hand():
     shares = forecast_attenuation(
         groups(

@@ -111,7 +111,9 @@ def test_a_change_in_training_has_an_interval_over_groups(
     change = training_change(run, log, PASS_RATE_KEY)
     first_fifth = rates[0] + rates[1]
     last_fifth = rates[-2] + rates[-1]
-    low, high = welch_interval(first_fifth, last_fifth)
+    interval = welch_interval(first_fifth, last_fifth)
+    assert interval is not None
+    low, high = interval
     assert change is not None
     assert change.over == "8 and 8 groups"
     assert change.low == pytest.approx(low)
@@ -146,6 +148,19 @@ def test_a_run_without_a_record_has_an_interval_over_its_steps(tmp_path: Path) -
     assert short.low is None
     assert describe_result(tmp_path, log[:1]) == "pass rate in training 0 % (one logged step)"
     assert describe_result(tmp_path, []) is None
+
+
+def test_equal_values_before_and_after_have_no_interval(tmp_path: Path) -> None:
+    """An interval of width 0 would say that no other group could give anything else."""
+    run = write_run(tmp_path / "run", [[0.0, 0.0]] * 5 + [[1.0, 1.0]] * 5)
+    log = read_metrics(run / "metrics.jsonl")
+    change = training_change(run, log, PASS_RATE_KEY)
+    assert change is not None
+    assert change.value == 1.0
+    assert change.low is None
+    assert describe_result(run, log) == (
+        "pass rate in training 0 % → 100 % (first and last fifth of the steps)"
+    )
 
 
 def test_the_last_fifth_begins_with_the_first_step_of_its_first_line(tmp_path):

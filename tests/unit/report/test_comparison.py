@@ -88,7 +88,9 @@ def test_intervals_of_differences_are_those_computed_by_hand():
     assert paired_t_interval([1, 2, 3]) == pytest.approx((2 - 2.4843, 2 + 2.4843), abs=1e-3)
     # equal variances of 1 with 3 values each: df = 4, so 3 +- 2.776 * sqrt(2 / 3)
     assert welch_interval([1, 2, 3], [4, 5, 6]) == pytest.approx((3 - 2.2666, 3 + 2.2666), abs=1e-3)
-    assert welch_interval([1, 1], [2, 2]) == (1, 1)
+    # without a spread there is no interval; one of width 0 would say that nothing is uncertain
+    assert welch_interval([1, 1], [2, 2]) is None
+    assert paired_t_interval([0.3 - 0.1, 0.2]) is None
     assert [student_quantile(df) for df in (1, 2.9, 30, 1000)] == [12.706, 4.303, 2.042, 2.042]
 
 

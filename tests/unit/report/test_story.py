@@ -140,6 +140,17 @@ def test_a_length_changes_only_where_the_groups_agree(tmp_path: Path) -> None:
     )
 
 
+def test_lengths_that_are_equal_in_all_groups_have_no_interval(tmp_path: Path) -> None:
+    early = [rollout_pair(rewards=(1.0, 0.0), lengths=(10, 64))] * 2
+    late = [rollout_pair(rewards=(1.0, 0.0), lengths=(12, 64))] * 2
+    *_, lengths = story_from(tmp_path, [early, late])
+    assert lengths == (
+        "Length: from the first to the last fifth of the steps, right answers changed "
+        "(10 → 12 tokens, without an interval, as the groups of a fifth are all alike) and wrong "
+        "ones kept their length (64 → 64 tokens)."
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
