@@ -133,7 +133,7 @@ def recording_saved_files(output_dir: Path, saves_model: bool) -> Iterator[None]
 
     With it a later run can tell the files of the model from the user's own. If the process is
     killed inside of the block, every file that was not there before counts as the run's, so that
-    the run can be resumed.
+    the run can be resumed. If a second process is killed too, the files of both are the run's.
 
     `saves_model`: whether this process does; if not, nothing happens. Raises `OSError`.
     """
@@ -141,18 +141,21 @@ def recording_saved_files(output_dir: Path, saves_model: bool) -> Iterator[None]
         yield
         return
     versions_before = _model_file_versions(output_dir)
-    recorded_files = _read_notes(output_dir).get("files", {})
-    unknown_names = [name for name in versions_before if name not in recorded_files]
+    notes = _read_notes(output_dir)
+    recorded_files = notes.get("files", {})
+    unknown_names = _names_of_others(notes, versions_before)
     _write_notes(output_dir, others=unknown_names)
     try:
         yield
     finally:
         versions_after = _model_file_versions(output_dir)
-        saved_files = [
-            output_dir / name
-            for name, version in versions_after.items()
-            if versions_before.get(name) != version
-        ]
+        # A killed process may have left files that this one has not saved again. They are recorded
+        # with those that it has saved.
+        known_names = {*unknown_names, *recorded_files}
+        saved_files: list[Path] = []
+        for name, version in versions_after.items():
+            if name not in known_names or versions_before.get(name) != version:
+                saved_files.append(output_dir / name)
         # Files of an earlier save, which this one has left as they were.
         older_files = {
             name: entry for name, entry in recorded_files.items() if name in versions_after
@@ -160,6 +163,21 @@ def recording_saved_files(output_dir: Path, saves_model: bool) -> Iterator[None]
         _write_notes(
             output_dir, files={**older_files, **hash_and_size_by_name(output_dir, saved_files)}
         )
+
+
+def _names_of_others(notes: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return the names of files in a run's folder that no run is known to have written.
+
+    Args:
+        notes: The content of `written.json` before a save; empty if a run did not write it.
+        names: Those of the files of a model that are there.
+    """
+    if "others" in notes:
+        # The process before this one was killed while it saved. What it has left is the run's, and
+        # only what it has found was not.
+        return list(notes["others"])
+    recorded_files = notes.get("files", {})
+    return [name for name in names if name not in recorded_files]
 
 
 def _write_notes(output_dir: Path, **notes: Any) -> None:
