@@ -105,7 +105,7 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
     # All is written into `staged`, which becomes `output` when the block ends.
     with recording_saved_files(run, saves_model=belongs_to_run), replacing_folder(output) as staged:
         if (source / ADAPTER_CONFIG_FILE).is_file() and not adapter:
-            _merge_adapter(source, staged)
+            _merge_adapter(source, staged, dtype="auto")
         elif has_whole_weights:
             copy_model(source, staged)
         else:
@@ -153,14 +153,28 @@ def save_merged(
     return True
 
 
-def copy_model(checkpoint: Path, output: Path) -> None:
+def merge_checkpoint(checkpoint: Path, folder: Path, dtype: str) -> None:
+    """Write into `folder` what `save_merged` writes, from the adapter of a run's last checkpoint.
+
+    `dtype`: in which the run has loaded its base, as the key says it. The folder is written whole
+    or not at all. One process calls this. Raises `UserError` where the base cannot be loaded.
+    """
+    with replacing_folder(folder) as staged:
+        _merge_adapter(checkpoint, staged, dtype=dtype)
+        _copy_files(checkpoint, staged, _PROCESSOR_FILE_PATTERNS)
+        write_training_prompts(checkpoint, staged)
+
+
+def copy_model(checkpoint: Path, output: Path, *, with_arguments: bool = False) -> None:
     """Copy the weights (or the adapter) and the processor of a checkpoint into `output`.
 
     The state of the optimizer, and what else only a resumed run needs, is left out.
+    `with_arguments`: whether `training_args.bin` is copied too, as a final model has it.
     """
-    _copy_files(
-        checkpoint, output, ("adapter_*.json", *_MODEL_FILE_PATTERNS, *_PROCESSOR_FILE_PATTERNS)
-    )
+    patterns = ["adapter_*.json", *_MODEL_FILE_PATTERNS, *_PROCESSOR_FILE_PATTERNS]
+    if with_arguments:
+        patterns.append("training_args.bin")
+    _copy_files(checkpoint, output, patterns)
 
 
 def find_weights(run: Path) -> Path:
@@ -197,16 +211,17 @@ def _copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
             shutil.copyfileobj(original, copy, _COPY_CHUNK_BYTES)
 
 
-def _merge_adapter(source: Path, target: Path) -> None:
-    """Merge the adapter of a checkpoint into its base model, in the base model's dtype.
+def _merge_adapter(source: Path, target: Path, dtype: str) -> None:
+    """Merge the adapter of a checkpoint into its base model.
 
-    The base of an adapter may be an adapter itself. All of them are merged.
+    The base of an adapter may be an adapter itself. All of them are merged. `dtype`: in which the
+    base is loaded; `auto` is its own.
     """
     adapters = read_adapters("RUN", str(source))  # the last one lies on the base model
     base = resolve_model_name(adapters[-1].base)
     init_kwargs = {
         "revision": adapters[-1].revision,
-        "dtype": "auto",
+        "dtype": dtype,
         "device_map": None,
         "trust_remote_code": False,
     }

@@ -158,19 +158,43 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     return merged_folder
 
 
-def copy_finished(checkpoint: Path, output_dir: Path) -> None:
-    """Copy the model of a finished run's last checkpoint into `output_dir`, in place of training.
+def finish_from_checkpoint(run: ResolvedRun, checkpoint: Path) -> None:
+    """Give `output_dir` the end of a run that has made its last step, in place of training.
 
-    Raises `UserError` where it cannot be written.
+    The run may have been killed or stopped after its last checkpoint. So what `finish_run` writes
+    is written from there: model and state, the merged model of an adapter, and how the run has
+    ended. One process calls this. Raises `UserError` where it cannot be written.
+
+    `checkpoint`: that of the last step.
     """
-    from adora_vl.checkpoint.run_files import recording_saved_files
-    from adora_vl.export import copy_model
+    from transformers import TrainerState
+    from transformers.trainer import TRAINER_STATE_NAME
 
+    from adora_vl.checkpoint.run_files import recording_saved_files
+    from adora_vl.checkpoint.store import manifest_of
+    from adora_vl.export import copy_model, merge_checkpoint
+    from adora_vl.models.load import MERGED_FOLDER
+    from adora_vl.record.card import write_card
+    from adora_vl.record.manifest import note_finished
+    from adora_vl.record.metrics import end_run_from_checkpoint
+
+    output_dir = Path(run.config.output_dir)
+    manifest = run.manifest()
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     with (
         naming_write_errors("output_dir", output_dir),
         recording_saved_files(output_dir, saves_model=True),
     ):
-        copy_model(checkpoint, output_dir)
+        copy_model(checkpoint, output_dir, with_arguments=True)
+        end_run_from_checkpoint(output_dir, manifest_of(checkpoint), state)
+        state.save_to_json(str(output_dir / TRAINER_STATE_NAME))
+        note_finished(manifest, output_dir, steps=state.global_step)
+        write_card(manifest, output_dir, state)
+        if run.merges_at_end:
+            merged_folder = output_dir / MERGED_FOLDER
+            dtype = run.request.model.keys.dtype or "auto"
+            merge_checkpoint(checkpoint, merged_folder, dtype=dtype)
+            write_card(manifest, merged_folder, state)
     print(f"{checkpoint} is the last step: nothing left to train; its model is in {output_dir}")
 
 
@@ -191,8 +215,8 @@ def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
 def train(cli_args: CliArgs) -> int:
     """Train, save the model into `output_dir`, print a summary, and return the exit code.
 
-    A run that has made its last step already is not trained; its model is copied. A run that a
-    signal stops saves a checkpoint and no model.
+    A run that has made its last step already is not trained; its end is written from the last
+    checkpoint. A run that a signal stops saves a checkpoint and no model.
     """
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
 
@@ -200,7 +224,7 @@ def train(cli_args: CliArgs) -> int:
     output_dir = Path(run.config.output_dir)
     if run.finished_checkpoint:
         if run.request.is_main_process:
-            copy_finished(run.finished_checkpoint, output_dir)
+            finish_from_checkpoint(run, run.finished_checkpoint)
         return 0
     trainer = load_trainer(run, output_dir / STARTUP_LOG)
     stop = StopOnSignal()

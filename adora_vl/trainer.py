@@ -38,6 +38,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
 from adora_vl.checkpoint.run_files import recording_saved_files
+from adora_vl.checkpoint.store import manifest_of
 from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
 from adora_vl.checkpoint.writer import set_run_aside
 from adora_vl.config import AdoraGRPOConfig
@@ -64,7 +65,13 @@ from adora_vl.record import trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.clocks import StepClocks, start_clocks
 from adora_vl.record.figures import LARGEST_VALUE_KEYS, keep_largest
-from adora_vl.record.manifest import end_manifest, noting_failure, write_manifest
+from adora_vl.record.manifest import (
+    end_manifest,
+    note_finished,
+    noting_failure,
+    write_manifest,
+)
+from adora_vl.record.metrics import end_run_from_checkpoint
 from adora_vl.record.micro_batch_means import MicroBatchMeans
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey
 from adora_vl.rollout.samplers import AsyncServerSampler
@@ -577,7 +584,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             if is_main:
                 print("\n".join(run.first_lines()), flush=True)
             if run.finished_checkpoint is not None:
-                return self._load_finished_run(run.finished_checkpoint)
+                output = self._load_finished_run(run.finished_checkpoint)
+                self.manifest = run.manifest()
+                if is_main:
+                    output_dir = Path(self.args.output_dir)
+                    facts = manifest_of(run.finished_checkpoint)
+                    end_run_from_checkpoint(output_dir, facts, self.state)
+                    note_finished(self.manifest, output_dir, steps=self.state.global_step)
+                return output
             output = self._train_in_folder(trial, ignore_keys_for_eval)
             if is_main:
                 end_manifest(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 REFERENCE_FOLDER = "reference"  # the folder in a checkpoint
 _MAX_FILE_BYTES = 2 * 2**30  # how much of a reference model is held in host memory at a time
-_LOSSES_KEY = "losses"  # the key in the manifest
+LOSSES_KEY = "losses"  # the key in the manifest
 
 
 def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -148,7 +148,7 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             # have to wait for the device.
             "rest": trainer._tr_loss.detach().clone(),
         }
-        return {_LOSSES_KEY: sums}
+        return {LOSSES_KEY: sums}
 
     @staticmethod
     def with_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
@@ -156,12 +156,12 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
         Collective. `facts`: what the manifest says of the run, with the sums of this rank.
         """
-        sums = facts.get(_LOSSES_KEY)
+        sums = facts.get(LOSSES_KEY)
         if sums is None:
             return facts
         sum_of_rank = float(sums["rest"])
         sums_of_ranks = gather_object([sum_of_rank])
-        return {**facts, _LOSSES_KEY: {**sums, "rest": sums_of_ranks}}
+        return {**facts, LOSSES_KEY: {**sums, "rest": sums_of_ranks}}
 
     def load(self, checkpoint: Path) -> None:
         """Read the sums from a checkpoint, for `on_train_begin`.
@@ -169,7 +169,7 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         A checkpoint that only TRL has written has none.
         """
         if (checkpoint / MANIFEST_FILE).is_file():
-            self._loaded = manifest_of(checkpoint).get(_LOSSES_KEY)
+            self._loaded = manifest_of(checkpoint).get(LOSSES_KEY)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

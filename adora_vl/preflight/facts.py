@@ -283,6 +283,15 @@ class ResolvedRun:
         return manifest
 
     @property
+    def merges_at_end(self) -> bool:
+        """Tell whether the run leaves a merged model beside its adapter when it ends.
+
+        Under ZeRO-3, and with a base in 4 bits, merging is left to the user.
+        """
+        has_adapter = self.model.peft_config is not None or self.model.continued is not None
+        return has_adapter and self.context.sharding.stage != 3 and not self.model.four_bit
+
+    @property
     def finished_checkpoint(self) -> Path | None:
         """The checkpoint to resume from if it is that of the run's last step; else None.
 

@@ -324,6 +324,27 @@ def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) 
     write_manifest(manifest, output_dir)
 
 
+def note_finished(manifest: Manifest, output_dir: Path, steps: int) -> None:
+    """Say in a run's manifest that it has finished, where an earlier start made its last step.
+
+    That start may have been killed or stopped after its last checkpoint, or have failed there.
+
+    Args:
+        manifest: the manifest of the run if it began now. It gets the content of the folder's own
+            manifest where there is one.
+        output_dir: the folder of the run.
+        steps: optimizer steps that were made.
+    """
+    earlier_manifest = read_run_manifest(output_dir)
+    if earlier_manifest:
+        manifest.clear()
+        manifest.update(earlier_manifest)
+    if manifest["status"] == "finished" and manifest["steps"] == steps:
+        return
+    manifest.pop("error", None)
+    end_manifest(manifest, output_dir=output_dir, status="finished", steps=steps)
+
+
 @contextmanager
 def noting_failure(
     manifest: Manifest, output_dir: Path, count_steps: Callable[[], int], is_main: bool

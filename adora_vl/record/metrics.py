@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback
 
+from adora_vl.checkpoint.trl_state import LOSSES_KEY
 from adora_vl.utils.files import replace_file
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ def kind_of_entry(logs: Mapping[str, Any]) -> str:
 
     Steps in which nothing was sampled, and which have no reward, are `train` as well.
     """
-    # Transformers logs the run time once, when the training ends
-    if "train_runtime" in logs:
+    # Transformers logs both once, when the training ends. Where the run has died just before that,
+    # how long it took is not known.
+    if "train_runtime" in logs or "train_loss" in logs:
         return "end"
     is_evaluation = any(key.startswith("eval_") for key in logs)
     return "eval" if is_evaluation else "train"
@@ -99,6 +101,48 @@ def lines_of_resumed_run(
             line_by_key.setdefault(_line_key(line), line)
     # an evaluation of a step is logged before the step's own line
     return sorted(line_by_key.values(), key=lambda line: (line["step"], line["kind"] != "eval"))
+
+
+def end_run_from_checkpoint(
+    output_dir: Path, facts: Mapping[str, Any], state: TrainerState
+) -> None:
+    """Write the end of `metrics.jsonl`, where a run has died after the checkpoint of its last step.
+
+    The last line has the figures of the steps since the line before. How long the training took is
+    not known. A file that has its end keeps it. The entry is appended to the history in `state`.
+
+    Args:
+        output_dir: the folder of the run.
+        facts: what the checkpoint's manifest says.
+        state: the state of the training in the checkpoint.
+    """
+    path = output_dir / METRICS_FILE
+    lines_of_file = read_metrics(path)
+    ends = [line for line in lines_of_file if line["kind"] == "end"]
+    lines = lines_of_resumed_run(lines_of_file, state.log_history, state.global_step)
+    if ends and ends[-1]["step"] == state.global_step:
+        end = ends[-1]
+    else:
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        end = make_line(_end_entry(facts, state), step=state.global_step, time=time)
+    replace_file(path, _to_jsonl([*lines, end]))
+    entry = {key: value for key, value in end.items() if key not in ("kind", "time")}
+    state.log_history.append(entry)
+
+
+def _end_entry(facts: Mapping[str, Any], state: TrainerState) -> dict[str, Any]:
+    """Return the entry that Transformers and TRL log when a training ends, without its times."""
+    entry: dict[str, Any] = {"total_flos": state.total_flos, "epoch": state.epoch}
+    losses = facts.get(LOSSES_KEY)
+    loss_sum = math.nan
+    if losses is not None:
+        # Transformers divides what the first rank has summed up.
+        loss_sum = losses["logged"] + losses["rest"][0]
+    entry["train_loss"] = loss_sum / max(state.global_step, 1)
+    for name, values in facts.get("metrics", {}).items():
+        valid_values = [value for value in values if not math.isnan(value)]
+        entry[name] = sum(valid_values) / len(valid_values) if valid_values else None
+    return entry
 
 
 class _LineKey(NamedTuple):

@@ -271,8 +271,11 @@ def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
     ):
         with pytest.raises(UserError, match=line):
             build_trainer(folder, **changed_keys).train(resume_from_checkpoint=True)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}))  # killed
     resumed = build_trainer(folder)
     assert resumed.train(resume_from_checkpoint=True).global_step == 2, "nothing is left to train"
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "finished"
+    assert resumed.manifest["data"] == manifest["data"], "for the card of a model that is saved now"
     new_run = build_trainer(folder, overwrite_output_dir=True, max_steps=1)
     assert new_run.train().global_step == 1
     assert not (folder / "checkpoint-2").exists(), "the run of before has gone"

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -34,10 +35,12 @@ from adora_vl.checkpoint.store import (
 )
 from adora_vl.checkpoint.writer import delete_run_set_aside, set_run_aside
 from adora_vl.export import main as export
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.record.record_files import write_part
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.launch import STARTUP_LOG
 from tests.support.checkpoints import FINGERPRINT, write_checkpoint
 from tests.support.disk import folder_contents
 from tests.support.stand_ins import Processes, config_of
@@ -482,6 +485,25 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     assert notes["files"].keys() >= {"README.md", "config.json"}
 
 
+def test_files_of_a_save_that_is_killed_twice_stay_the_runs(tmp_path):
+    """The second process finds what the first has left, and is killed before it has saved again."""
+
+    def save_until_killed(name: str) -> None:
+        with pytest.raises(RuntimeError), recording_saved_files(tmp_path, saves_model=True):
+            write_users_file(tmp_path / name, "half of one")
+            notes_of_killed_process = (tmp_path / WRITTEN_FILES_NOTE).read_bytes()
+            raise RuntimeError
+        (tmp_path / WRITTEN_FILES_NOTE).write_bytes(notes_of_killed_process)
+
+    write_users_file(tmp_path / "config.json")
+    save_until_killed("model.safetensors")
+    save_until_killed("tokenizer.json")
+    assert list_users_files(tmp_path) == ["config.json"]
+    with recording_saved_files(tmp_path, saves_model=True):
+        write_users_file(tmp_path / "model.safetensors", "a whole one")
+    assert list_users_files(tmp_path) == ["config.json"], "'tokenizer.json' was not saved again"
+
+
 def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_path):
     for output in (run / "merged", tmp_path / "merged"):
         assert export([str(run), str(output)]) == 0
@@ -503,6 +525,45 @@ def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_
     )
     assert not (run / "stopped.json").exists()
     assert before.items() <= folder_contents(run).items()
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path):
+    """The second start of a LoRA run leaves what the first would have left.
+
+    That is the adapter, the merged model, the figures of the steps since the last line of the log,
+    and a manifest that says `finished`.
+    """
+    keys: dict[str, Any] = {"use_peft": "true", "lora_r": 2, "logging_steps": 3}
+    uninterrupted = train(tmp_path / "whole", **keys)
+    died = shutil.copytree(uninterrupted, tmp_path / "died")
+    for path in died.iterdir():
+        if path.is_file() and path.name not in ("manifest.json", METRICS_FILE):
+            path.unlink()
+    shutil.rmtree(died / "merged")
+    lines = (uninterrupted / METRICS_FILE).read_text().splitlines(keepends=True)
+    (died / METRICS_FILE).write_text("".join(lines[:-1]))
+    manifest = json.loads((uninterrupted / "manifest.json").read_text())
+    (died / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}))
+
+    assert main(arguments(died, **keys)) == 0
+    assert names_of_files(uninterrupted) - names_of_files(died) == {STARTUP_LOG}
+    for name in ("adapter_model.safetensors", "merged/model.safetensors"):
+        assert (died / name).read_bytes() == (uninterrupted / name).read_bytes(), name
+    last_line = read_metrics(died / METRICS_FILE)[-1]
+    expected_line = read_metrics(uninterrupted / METRICS_FILE)[-1]
+    assert (last_line["step"], last_line["kind"]) == (TINY_RUN_STEPS, "end")
+    for name in ("train_loss", "reward", "adora/pass_rate", "entropy", "epoch"):
+        assert last_line[name] == expected_line[name], name
+    history = json.loads((died / "trainer_state.json").read_text())["log_history"]
+    assert history[-1]["reward"] == expected_line["reward"]
+    ended_manifest = json.loads((died / "manifest.json").read_text())
+    assert ended_manifest["status"] == "finished"
+    assert ended_manifest["steps"] == TINY_RUN_STEPS
+    assert len(ended_manifest["starts"]) == 1
+    contents = folder_contents(died)
+    assert main(arguments(died, **keys)) == 0
+    assert folder_contents(died) == contents, "a start of a finished run changes nothing"
 
 
 def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys):
