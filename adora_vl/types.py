@@ -145,6 +145,13 @@ class HostRows:
             completion_token_types=completion_types,
         )
 
+    def loss_tokens(self, row: int) -> int:
+        """Return how many tokens of a row's completion the loss counts."""
+        length = self.completion_lengths[row]
+        if self.policy_mask is None:
+            return length
+        return int(self.policy_mask[row, :length].sum())
+
     def prompt_image_count(self, row: int) -> int:
         """Return how many images the prompt of a row has.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,12 +137,21 @@ def importance_ratio(
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
+class RatioMetric(NamedTuple):
+    """A metric of the importance ratio over the rollouts of all ranks."""
+
+    name: str  # TRL's
+    value: float
+    weight: float  # how many tokens or rollouts it is of
+
+
+_MEAN_RATIO = "sampling/importance_sampling_ratio/mean"
 # TRL's metrics of the ratio, and the function that combines the values of all ranks
 _COMBINE_BY_RATIO_METRIC: dict[str, Callable[[Sequence[float]], float]] = {
     "sampling/sampling_logp_difference/mean": fmean,
     "sampling/sampling_logp_difference/max": max,
     "sampling/importance_sampling_ratio/min": min,
-    "sampling/importance_sampling_ratio/mean": fmean,
+    _MEAN_RATIO: fmean,
     "sampling/importance_sampling_ratio/max": max,
 }
 
@@ -197,7 +207,7 @@ class ImportanceRatio:
         """Return whether the batch has the engine's log-probabilities but no ratio yet."""
         return "importance_sampling_ratio" not in batch and "sampling_per_token_logps" in batch
 
-    def add_to_batch(self, batch: Batch, logps_BC: Tensor) -> dict[str, float]:
+    def add_to_batch(self, batch: Batch, logps_BC: Tensor) -> list[RatioMetric]:
         """Put the importance sampling ratio into a batch, and return its metrics over all ranks.
 
         Collective.
@@ -205,8 +215,6 @@ class ImportanceRatio:
         Args:
             batch: the micro-batch, which gets the column `importance_sampling_ratio`.
             logps_BC: the policy's log-probabilities, detached.
-
-        Returns the metrics by TRL's names.
         """
         mask_BC = loss_mask(batch)
         sampling_BC = batch["sampling_per_token_logps"]
@@ -223,18 +231,17 @@ class ImportanceRatio:
         metrics_5 = ratio_metrics_of_rank(
             ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC
         )
-        metrics_R5 = self.accelerator.gather(metrics_5[None]).tolist()  # R ranks
-        metrics = {}
-        for column, (name, combine) in enumerate(_COMBINE_BY_RATIO_METRIC.items()):
-            metrics[name] = combine([metrics_of_rank[column] for metrics_of_rank in metrics_R5])
+        # One gather for the metrics and for the number of tokens behind them, of R ranks.
+        gathered_R6 = self.accelerator.gather(torch.cat([metrics_5, mask_BC.sum()[None]])[None])
+        values_of_ranks = gathered_R6.T.tolist()
+        token_count = sum(values_of_ranks.pop())
+        rollout_count = len(ratio) * len(gathered_R6)
+        has_one_ratio_per_rollout = config.vllm_importance_sampling_mode.startswith("sequence")
+        metrics = []
+        for (name, combine), values in zip(
+            _COMBINE_BY_RATIO_METRIC.items(), values_of_ranks, strict=True
+        ):
+            is_over_rollouts = has_one_ratio_per_rollout and name == _MEAN_RATIO
+            weight = rollout_count if is_over_rollouts else token_count
+            metrics.append(RatioMetric(name=name, value=combine(values), weight=weight))
         return metrics
-
-    def weight_of(self, name: str, batch: Batch) -> int:
-        """Return how many tokens or rollouts a metric of a micro-batch is the mean of.
-
-        `name`: one of TRL's. `batch`: the micro-batch, with its number of tokens.
-        """
-        is_of_sequences = self.config.vllm_importance_sampling_mode.startswith("sequence")
-        if is_of_sequences and name == "sampling/importance_sampling_ratio/mean":
-            return len(batch["completion_mask"])
-        return batch.get("loss_tokens", len(batch["completion_mask"]))

@@ -77,9 +77,8 @@ class GenerationLogps:
                 batch["old_per_token_logps"] = old_logps_BC
                 # The loss is corrected by the ratio of the policy's probabilities to the engine's.
                 if self.old_logps.corrects_engine:
-                    figures = self.importance_ratio.add_to_batch(batch, old_logps_BC)
-                    for name, value in figures.items():
-                        self.metrics_by_mode[mode][name].append(value)
+                    for metric in self.importance_ratio.add_to_batch(batch, old_logps_BC):
+                        self.metrics_by_mode[mode][metric.name].append(metric.value)
             if config.beta != 0.0:
                 batch["ref_per_token_logps"] = self._compute_reference_logps(compute_logps)
             if is_training and self.reference_guard.is_due(self.context.state().global_step):
@@ -167,6 +166,5 @@ class GenerationLogps:
         self.drift_guard.check_batch(micro, self.context.state().global_step, logps_BC)
         self.record_drift(micro, logps_BC)
         if self.old_logps.corrects_engine:
-            for name, value in self.importance_ratio.add_to_batch(micro, logps_BC).items():
-                weight = self.importance_ratio.weight_of(name, micro)
-                self.context.log_part(name, value, weight=weight)
+            for metric in self.importance_ratio.add_to_batch(micro, logps_BC):
+                self.context.log_part(metric.name, metric.value, weight=metric.weight)

@@ -20,7 +20,7 @@ from adora_vl.types import HostRows
 
 @dataclass(frozen=True)
 class UnitSize:
-    """The numbers of a unit that the memory of its pass depends on.
+    """The numbers of a unit that memory and weight of its micro-batch depend on.
 
     A unit is a group of rollouts with one prompt, or an equal part of a group. A row is a rollout.
     """
@@ -34,6 +34,8 @@ class UnitSize:
     """Tokens of all completions together."""
     patches: int = 0
     """Patches of its images that pass the vision tower."""
+    loss_tokens: int = 0
+    """Completion tokens that the loss counts: those that the policy has sampled."""
 
     @property
     def predicting_tokens(self) -> int:
@@ -60,7 +62,7 @@ class PassBytes(NamedTuple):
 
 
 def unit_sizes(host_rows: HostRows, rows_per_unit: int, *, shares_vision: bool) -> list[UnitSize]:
-    """Return the sizes of all units of a batch, from which the memory of a pass is predicted.
+    """Return the sizes of all units of a batch.
 
     Args:
         host_rows: the copy of the batch on the CPU.
@@ -81,6 +83,7 @@ def unit_sizes(host_rows: HostRows, rows_per_unit: int, *, shares_vision: bool) 
                 longest_completion=max(completion_lengths),
                 completion_tokens=sum(completion_lengths),
                 patches=max(patches_by_row) if shares_vision else sum(patches_by_row),
+                loss_tokens=sum(host_rows.loss_tokens(row) for row in rows),
             )
         )
     return sizes

@@ -19,7 +19,7 @@ from torch import Tensor
 from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import RowReader, used_columns, without_padding
-from adora_vl.training.micro_batch_room import MicroBatchRoom, unit_sizes
+from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize, unit_sizes
 from adora_vl.training.rank_balance import (
     UnitExchange,
     carry_out_moves,
@@ -79,27 +79,26 @@ def split_evenly(items: Sequence[int], part_count: int) -> list[list[int]]:
 
 
 def plan_micro_batches(
-    units: Sequence[int], optimizer_steps: int, micro_batches_per_step: int, cut: Cut
-) -> list[list[int]]:
-    """Return the units of every micro-batch of a generation.
+    unit_count: int, optimizer_steps: int, micro_batches_per_step: int, cut: Cut
+) -> list[Sequence[int]]:
+    """Return the units of every micro-batch, as their positions in the order of learning.
 
     Each optimizer step uses as few of its micro-batches as possible. The others are empty and come
     first: the last one triggers the reduction of gradients, so it must not be empty.
 
     Args:
-        units: numbers of the units (groups, or parts of them) in the order of learning.
+        unit_count: units (groups, or parts of them) to learn from.
         optimizer_steps: steps that the generation is divided among.
         micro_batches_per_step: how many micro-batches of the generation belong to each step.
-        cut: divides the units of a step, given by their positions in `units`, into micro-batches.
+        cut: divides the positions of a step into micro-batches.
     """
-    plan: list[list[int]] = []
-    for positions_of_step in split_evenly(range(len(units)), optimizer_steps):
+    plan: list[Sequence[int]] = []
+    for positions_of_step in split_evenly(range(unit_count), optimizer_steps):
         positions_by_micro_batch = cut(positions_of_step)
         empty_count = micro_batches_per_step - len(positions_by_micro_batch)
         assert empty_count >= 0, "a step has more micro-batches than it may have"
-        plan += [[] for _ in range(empty_count)]
-        for positions in positions_by_micro_batch:
-            plan.append([units[position] for position in positions])
+        plan += [()] * empty_count
+        plan += positions_by_micro_batch
     return plan
 
 
@@ -236,39 +235,35 @@ class MicroBatcher:
         )
         units = self._units_to_learn_from(host_rows, has_signal, key)
         self.log("adora/skipped_groups", 1 - len(units) / unit_count)
+        size_by_unit = unit_sizes(
+            host_rows, layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
+        )
+        # Of each rank, in its order of learning. All ranks cut at the same positions of this order.
+        sizes_by_rank = gather_object([[size_by_unit[unit] for unit in units]])
         plan = plan_micro_batches(
-            units,
+            len(units),
             optimizer_steps=layout.optimizer_steps_per_pass,
             micro_batches_per_step=layout.micro_batches_per_update,
-            cut=self._choose_cut(host_rows, units),
+            cut=self._choose_cut(sizes_by_rank),
         )
-        with_units = [units_of_micro_batch for units_of_micro_batch in plan if units_of_micro_batch]
-        self.log("adora/micro_batches", len(with_units) / layout.optimizer_steps_per_pass)
+        used_count = sum(bool(positions) for positions in plan)
+        self.log("adora/micro_batches", used_count / layout.optimizer_steps_per_pass)
         reader = RowReader(batch)
         micro_batches: list[Batch] = []
-        for units_of_micro_batch, loss_tokens in zip(
-            plan, self._loss_tokens(batch, plan), strict=True
-        ):
-            micro = self._micro_batch(
-                reader, host_rows=host_rows, units=units_of_micro_batch, filled_share=filled_share
-            )
-            if micro:
-                micro["loss_tokens"] = loss_tokens
+        for positions in plan:
+            micro = Batch()
+            if positions:
+                micro = self._micro_batch(
+                    reader,
+                    host_rows=host_rows,
+                    units=[units[position] for position in positions],
+                    filled_share=filled_share,
+                )
+                micro["loss_tokens"] = sum(
+                    sizes[position].loss_tokens for sizes in sizes_by_rank for position in positions
+                )
             micro_batches.append(micro)
         return micro_batches
-
-    def _loss_tokens(self, batch: Batch, plan: Sequence[Sequence[int]]) -> list[int]:
-        """Return how many tokens the loss counts in each micro-batch over all ranks. Collective.
-
-        Args:
-            batch: this rank's rows of the generation.
-            plan: the units of each micro-batch.
-        """
-        tokens_UR = loss_mask(batch).sum(dim=1).view(-1, self.layout.rows_per_unit)
-        tokens_by_unit = tokens_UR.sum(dim=1).tolist()
-        tokens_of_rank = [sum(tokens_by_unit[unit] for unit in units) for units in plan]
-        tokens_by_rank = gather_object([tokens_of_rank])
-        return [sum(tokens) for tokens in zip(*tokens_by_rank, strict=True)]
 
     def _units_to_learn_from(
         self, host_rows: HostRows, has_signal: Sequence[bool], key: str
@@ -296,30 +291,20 @@ class MicroBatcher:
             seed=f"micro-batches/{self.config.seed}/{key}",
         )
 
-    def _choose_cut(self, host_rows: HostRows, units: Sequence[int]) -> Cut:
+    def _choose_cut(self, sizes_by_rank: Sequence[Sequence[UnitSize]]) -> Cut:
         """Return the function that divides the units of an optimizer step into micro-batches.
 
         It divides by planned memory where there is a `MicroBatchRoom`, else by the number of rows.
-        Collective: with `MicroBatchRoom` the ranks exchange the sizes of their units, and all
-        divide at the same positions.
 
-        Args:
-            host_rows: the rows of this rank's generation.
-            units: numbers of the units in the order of learning.
+        `sizes_by_rank`: for each rank the sizes of its units in the order of learning.
         """
         layout = self.layout
         max_units = layout.micro_batch_rows // layout.rows_per_unit
-        if self.micro_batch_room is None or not self.config.uses("fill_micro_batches"):
-            return partial(
-                cut_by_count,
-                max_micro_batches=layout.micro_batches_per_update,
-                max_units=max_units,
-            )
-        size_by_unit = unit_sizes(
-            host_rows, layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
+        if self.micro_batch_room is not None and self.config.uses("fill_micro_batches"):
+            return partial(self.micro_batch_room.cut, sizes_by_rank, max_units=max_units)
+        return partial(
+            cut_by_count, max_micro_batches=layout.micro_batches_per_update, max_units=max_units
         )
-        sizes_by_rank = gather_object([[size_by_unit[unit] for unit in units]])
-        return partial(self.micro_batch_room.cut, sizes_by_rank, max_units=max_units)
 
     def _tokens_of_units(self, prompt_lengths_B: Tensor, completion_lengths_B: Tensor) -> list[int]:
         """Return the tokens of each unit in the policy's pass, from the lengths of B rows."""
@@ -333,17 +318,15 @@ class MicroBatcher:
     def _micro_batch(
         self, reader: RowReader, host_rows: HostRows, units: list[int], filled_share: float
     ) -> Batch:
-        """Return the micro-batch of some units without padding; {} without units.
+        """Return the micro-batch of some units without padding.
 
         Args:
             reader: takes rows out of the generation.
             host_rows: the copy on the CPU of the same rows.
-            units: numbers of units, of `rows_per_unit` neighbouring rows each.
+            units: numbers of at least one unit, of `rows_per_unit` neighbouring rows each.
             filled_share: the share of the generation's places that have rollouts. It is below 1
                 where unfinished rollouts are left to later generations.
         """
-        if not units:
-            return {}
         rows_per_unit = self.layout.rows_per_unit
         rows = [rows_per_unit * unit + row for unit in units for row in range(rows_per_unit)]
         used = used_columns(

@@ -152,10 +152,11 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     ratio_BC = micro["importance_sampling_ratio"]
     assert torch.allclose(ratio_BC[0, :3], torch.tensor([0.0, 0.5, 0.0]))
     assert (ratio_BC[1] == 1).all()
-    value_by_metric = {name.removeprefix("sampling/"): value for name, value in metrics.items()}
+    value_by_metric = {metric.name.removeprefix("sampling/"): metric.value for metric in metrics}
     assert value_by_metric["importance_sampling_ratio/max"] == pytest.approx(0.5)
     assert len(value_by_metric) == 5
     assert value_by_metric["sampling_logp_difference/max"] == pytest.approx(math.log(8))
+    assert {metric.weight for metric in metrics} == {7}, "the tokens of the loss"
     for stale_counts in (
         [0, 0],
         [3, 4],

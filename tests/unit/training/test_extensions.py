@@ -192,7 +192,8 @@ def measure_drift(saw_other_images: list[bool]) -> MeasuredRun:
     DriftGuard(context).check(
         policy_logps_BC, engine_logps_BC, engine_comparison_mask(micro), step=0
     )
-    figures = ImportanceRatio(context).add_to_batch(micro, policy_logps_BC)
+    metrics = ImportanceRatio(context).add_to_batch(micro, policy_logps_BC)
+    figures = {metric.name: metric.value for metric in metrics}
     return MeasuredRun(ratio_BC=micro["importance_sampling_ratio"], figures={**logged, **figures})
 
 

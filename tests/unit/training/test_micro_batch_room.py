@@ -37,6 +37,7 @@ def unit_of_lengths(prompt: int, completions: Sequence[int], patches: int = 0) -
         longest_completion=max(completions),
         completion_tokens=sum(completions),
         patches=patches,
+        loss_tokens=sum(completions),
     )
 
 

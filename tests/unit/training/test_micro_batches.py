@@ -130,12 +130,11 @@ def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
 ):
     micro_batch_count = optimizer_steps * micro_batches
     unit_count = min(optimizer_steps + extra_units, micro_batch_count * max_units)
-    units = list(range(unit_count))
     cut = partial(cut_by_count, max_micro_batches=micro_batches, max_units=max_units)
-    plan = plan_micro_batches(units, optimizer_steps, micro_batches, cut)
+    plan = plan_micro_batches(unit_count, optimizer_steps, micro_batches, cut)
     assert len(plan) == micro_batch_count
     planned_units = [unit for units_of_micro_batch in plan for unit in units_of_micro_batch]
-    assert sorted(planned_units) == units
+    assert planned_units == list(range(unit_count))
     last_of_each_step = plan[micro_batches - 1 :: micro_batches]
     assert all(last_of_each_step)
     assert max(map(len, plan)) <= max_units

@@ -4,7 +4,8 @@ What is learned is what it was with a pass over the whole generation: TRL's loss
 logits in float64, through all updates of a generation.
 """
 
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -254,6 +255,27 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
     for micro in micro_batches[2:]:
         assert micro["old_per_token_logps"].isnan().all()
         assert not trainer.parts.generation_logps.importance_ratio.is_due(micro)
+
+
+def test_the_figures_of_a_pass_over_some_rows_weigh_by_the_tokens_of_these_rows():
+    """With all tokens of the micro-batch, rows that nobody has compared would weigh too."""
+    trainer = table_trainer(
+        logits_table(), loss_type="grpo", **TWO_UPDATE_KEYS, **REFERENCE_KEYS, **ENGINE_KEYS
+    )
+    weights_by_figure = defaultdict[str, list[float]](list)
+
+    def keep_weight(name: str, value: float, weight: float) -> None:
+        weights_by_figure[name].append(weight)
+
+    generation_logps = trainer.parts.generation_logps
+    context = replace(generation_logps.context, log_part=keep_weight)
+    micro_batches = trainer.parts.micro_batcher.split(make_generation(), "0/0")
+    replace(generation_logps, context=context).add_to_later_updates(micro_batches)
+    compared_rows = trainer.parts.recorder.measured_rows
+    assert len(compared_rows) < ROWS // 2, "some rows of the second update have no signal"
+    for name in ("importance_sampling_ratio/mean", "sampling_logp_difference/mean"):
+        weights = weights_by_figure[f"sampling/{name}"]
+        assert sum(weights) == COMPLETION_LENGTHS[compared_rows].sum()
 
 
 def test_a_rank_without_signal_makes_the_pass_of_the_others():
