@@ -53,8 +53,6 @@ def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
         model=keys.model_name_or_path,
         reward_funcs=list(run.rewards.functions),
         args=config,
-        train_dataset=run.data.train,
-        peft_config=run.request.model.peft_config,
         run=run,
     )
 

@@ -14,7 +14,6 @@ that is not enough.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -53,13 +52,7 @@ from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import StepParts, build_parts, callbacks_of_run
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.preflight.python_inputs import Datasets
-from adora_vl.preflight.request import (
-    ModelSource,
-    RunRequest,
-    config_of,
-    model_keys,
-    refuse_objects,
-)
+from adora_vl.preflight.request import RunRequest, config_of, model_source, refuse_objects
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import trackers
 from adora_vl.record.card import write_card
@@ -125,8 +118,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         configs that Python code passes stay as they are, so that a second trainer with them is of
         the same run.
 
-        `run`: a run that the command has checked already; its data and rewards are taken. Raises
-        `UserError`, in one line, for what cannot work.
+        `run`: a run that the command has checked already; its data, rewards and adapter are taken.
+        Raises `UserError`, in one line, for what cannot work.
         """
         if run is None:
             refuse_objects(
@@ -136,21 +129,17 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 environment_factory=environment_factory,
             )
             config = config_of(args, model)
-            # PEFT writes into it what it was trained on.
-            peft_config = deepcopy(peft_config)
-            keys = model_keys(model, config, peft_config, quantization_config)
-            loaded_model = None if isinstance(model, str) else model
             request = RunRequest(
                 config=config,
-                model=ModelSource(keys, peft_config, loaded_model, processing_class),
+                model=model_source(
+                    model, config, processing_class, peft_config, quantization_config
+                ),
                 rows=Datasets(train_dataset, eval_dataset),
                 rewards=reward_funcs,
                 tools=tools or (),
                 environment_factory=environment_factory,
             )
             run = run_checks(request, RunContext.of_launch("leave"))
-            train_dataset = run.data.train
-            eval_dataset = run.data.evaluated
         self.run = run
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
@@ -163,13 +152,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 model=policy,
                 reward_funcs=list(run.rewards.functions),
                 args=run.config,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
+                train_dataset=run.data.train,
+                eval_dataset=run.data.evaluated,
                 processing_class=run.prompts.processor,
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
                 optimizers=optimizers,
-                peft_config=peft_config,
+                peft_config=run.request.model.peft_config,
             )
         self._means = MicroBatchMeans(run.config, self._metrics["train"])
         self.prefetch = NoPrefetch()  # until the data loader is made
@@ -465,60 +454,43 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         micro = cast("Batch", {**inputs})  # columns are added for this loss alone
         parts = self.parts
         if not model.training:
-            with parts.policy_pass.watch(observer=None, micro_batch=micro):
+            with parts.policy_pass.watch(micro):
                 evaluation_loss: Tensor = super()._compute_loss(model, micro)
             return evaluation_loss
-        old_logps = parts.generation_logps.old_logps
         # How many micro-batches of the generation were learned from before this one.
         micro_step = self._step % self.layout.micro_batches_per_generation
-        old_logps.prepare_loss(micro, micro_step)
+        parts.generation_logps.old_logps.prepare_loss(micro, micro_step)
         # Read before TRL's loss, which changes an adaptive one at the end of a step.
-        entropy_coefficient = parts.entropy_bonus.coefficient(
-            self.entropy_coef, last_entropy=self._last_world_entropy
+        trl_bonus = parts.entropy_bonus.of_trl(
+            self.entropy_coef,
+            last_entropy=self._last_world_entropy,
+            micro_batches_per_step=self.current_gradient_accumulation_steps,
         )
-        # What the policy's pass inside TRL's loss computes, (B, C); filled by `observe`.
-        observed_logps: list[Tensor] = []
-        observed_entropies: list[Tensor] = []
-
-        def observe(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
-            """Keep what the policy's pass computed, and give the loss what follows from it."""
-            observed_logps.append(logps_BC)
-            if entropies_BC is not None:
-                observed_entropies.append(entropies_BC)
-            ratio_is_due = parts.generation_logps.importance_ratio.is_due(micro)
-            # After a weight update the policy differs from the engine because it has learned.
-            if ratio_is_due and old_logps.compares_engine(micro_step):
-                parts.generation_logps.compare_with_engine(micro, logps_BC)
-            old_logps.fill_missing(micro, logps_BC)
-            old_logps.keep_for_next_iteration(inputs, micro, logps_BC, micro_step)
-
-        with parts.policy_pass.watch(observe, micro), self._draws_of_micro_batch():
+        # Called between the policy's pass and the rest of TRL's loss.
+        add_to_loss = partial(parts.generation_logps.add_to_loss, inputs, micro, micro_step)
+        with parts.policy_pass.watch(micro, add_to_loss) as watched, self._draws_of_micro_batch():
             loss: Tensor = super()._compute_loss(model, micro)
-        # A micro-batch with this column is weighed by its tokens, so the loss that TRL has logged
-        # for it is replaced by the average over the tokens of all ranks. With an auxiliary loss of
-        # experts TRL's own figure stays: the loss has that in it too.
+        entropies_BC = cast("Tensor", watched.entropies_BC)  # TRL's loss asks for them
+        # A micro-batch with this column is weighed by its tokens. With an auxiliary loss of experts
+        # TRL's own figure stays: the loss has that in it too.
         if "share_of_tokens" in micro and not self.aux_loss_enabled:
-            sums_2 = parts.entropy_bonus.policy_loss_sums(
-                micro,
-                loss,
-                entropies_BC=observed_entropies[0],
-                coefficient=entropy_coefficient,
-                micro_batches_per_step=self.current_gradient_accumulation_steps,
+            self._replace_policy_loss_figure(
+                parts.entropy_bonus.policy_loss_sums(micro, loss, entropies_BC, trl_bonus)
             )
-            total, token_count = self.accelerator.reduce(sums_2, reduction="sum").tolist()
-            self._metrics["train"]["policy_loss"][-1] = total / max(token_count, 1.0)
-        logps_BC = observed_logps[0] if observed_logps else None
         # NaN makes every rank skip the optimizer step.
-        loss = parts.ratio_guard.loss_or_nan(loss, logps_BC, micro)
+        loss = parts.ratio_guard.loss_or_nan(loss, watched.logps_BC, micro)
         loss = loss * parts.micro_batcher.loss_weight(micro)
         if parts.entropy_bonus.is_on:
-            loss = loss + parts.entropy_bonus.missing_bonus(
-                micro,
-                entropies_BC=observed_entropies[0],
-                coefficient=entropy_coefficient,
-                micro_batches_per_step=self.current_gradient_accumulation_steps,
-            )
+            loss = loss + parts.entropy_bonus.missing_bonus(micro, entropies_BC, trl_bonus)
         return loss
+
+    def _replace_policy_loss_figure(self, sums_2: Tensor) -> None:
+        """Replace the loss that TRL has logged by the average over the tokens of all ranks.
+
+        `sums_2`: of this rank, its policy loss times its tokens, and its tokens. Collective.
+        """
+        total, token_count = self.accelerator.reduce(sums_2, reduction="sum").tolist()
+        self._metrics["train"]["policy_loss"][-1] = total / max(token_count, 1.0)
 
     def _draws_of_micro_batch(self) -> AbstractContextManager[None]:
         """Return a context in which random numbers follow from the micro-batch's position."""

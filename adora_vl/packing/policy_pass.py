@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,6 @@ from adora_vl.types import Batch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# takes the detached log-probabilities (B, C) and the entropies of a pass
-PassObserver = Callable[[Tensor, Tensor | None], None]
 # TRL's `_get_per_token_logps_and_entropies`, bound to a model
 ModelPass = Callable[..., PassResult]
 # The columns that TRL's `_compute_loss` hands to a pass besides the tokens. `tool_mask` is not one
@@ -91,6 +90,28 @@ def generation_logps(
     return logps_BC
 
 
+@dataclass
+class WatchedPass:
+    """A micro-batch, and what the first pass over it has computed."""
+
+    micro_batch: Batch
+    on_logps: Callable[[Tensor], None] | None = None
+    """Called with the log-probabilities, before the caller of the pass gets them."""
+    logps_BC: Tensor | None = None
+    """The log-probabilities of the first pass, detached; None before it."""
+    entropies_BC: Tensor | None = None
+    """Its entropies, with gradients; None before it, and where it has not computed any."""
+
+    def take_result(self, logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
+        """Keep what a pass has computed, unless it is a later one."""
+        if self.logps_BC is not None:
+            return
+        self.logps_BC = logps_BC.detach()
+        self.entropies_BC = entropies_BC
+        if self.on_logps is not None:
+            self.on_logps(self.logps_BC)
+
+
 class PolicyPass:
     """TRL's `_get_per_token_logps_and_entropies`, with shared prompts where they save work.
 
@@ -119,8 +140,7 @@ class PolicyPass:
         self._may_have_images = may_have_images
         self._checkpointing_context = checkpointing_context
         self.packed_forward = PackedForward(accelerator, checkpointing_context)
-        self._observer: PassObserver | None = None  # set inside of `watch`
-        self._micro_batch = Batch()  # set inside of `watch`
+        self._watched: WatchedPass | None = None  # set inside of `watch`
         self._check_only = False  # True inside of `check`
 
     @property
@@ -149,22 +169,28 @@ class PolicyPass:
             self._check_only = False
 
     @contextmanager
-    def watch(self, observer: PassObserver | None, micro_batch: Batch) -> Iterator[None]:
-        """Tell the passes inside the block their micro-batch, and show an observer the first result.
+    def watch(
+        self, micro_batch: Batch, on_logps: Callable[[Tensor], None] | None = None
+    ) -> Iterator[WatchedPass]:
+        """Tell the passes inside the block their micro-batch, and return what the first one computes.
 
         TRL's loss calls the pass inside, and hands neither through.
 
         Args:
-            observer: called once, with the results of the first pass; None for no observer.
             micro_batch: the micro-batch whose rows all passes inside the block read.
+            on_logps: called once, with the detached log-probabilities of the first pass, (B, C),
+                before TRL's loss gets them.
         """
-        self._observer = observer
-        self._micro_batch = micro_batch
+        self._watched = WatchedPass(micro_batch, on_logps)
         try:
-            yield
+            yield self._watched
         finally:
-            self._observer = None
-            self._micro_batch = Batch()
+            self._watched = None
+
+    @property
+    def _micro_batch(self) -> Batch:
+        """The micro-batch of the present pass; empty where it is not known."""
+        return Batch() if self._watched is None else self._watched.micro_batch
 
     def __call__(
         self,
@@ -209,10 +235,8 @@ class PolicyPass:
         logps_BC, entropies_BC, auxiliary_loss = result
         if sampled_mask_BC is not None:
             logps_BC = torch.where(sampled_mask_BC.bool(), logps_BC, 0.0)
-        if self._observer is not None:
-            observer = self._observer
-            self._observer = None  # it sees the first pass alone
-            observer(logps_BC.detach(), entropies_BC)
+        if self._watched is not None:
+            self._watched.take_result(logps_BC, entropies_BC)
         return logps_BC, entropies_BC, auxiliary_loss
 
     def _compute(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +171,24 @@ def _name_of_model(model: str | PreTrainedModel) -> str:
     if isinstance(model, str):
         return model
     return str(get_config_model_id(model.config) or "")
+
+
+def model_source(
+    model: str | PreTrainedModel,
+    config: AdoraGRPOConfig,
+    processor: ProcessorMixin | None,
+    peft_config: PeftConfig | None,
+    quantization_config: object,
+) -> ModelSource:
+    """Return where the policy of a run from Python comes from; the arguments are the trainer's."""
+    # A copy: PEFT writes into it what it was trained on.
+    peft_config = deepcopy(peft_config)
+    return ModelSource(
+        keys=model_keys(model, config, peft_config, quantization_config),
+        peft_config=peft_config,
+        loaded=None if isinstance(model, str) else model,
+        processor=processor,
+    )
 
 
 def model_keys(

@@ -1,5 +1,7 @@
 """The entropy bonus, in which a token weighs the same whichever rows share its micro-batch."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,13 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.types import Batch, loss_mask
+
+
+class TRLBonus(NamedTuple):
+    """The entropy bonus that TRL adds to the loss of a micro-batch: a mean over its tokens."""
+
+    coefficient: float
+    micro_batches_per_step: int  # by which TRL divides the bonus and the loss
 
 
 class EntropyBonus:
@@ -27,23 +36,24 @@ class EntropyBonus:
         self._entropy_target = config.entropy_target
         self._chosen_share = config.top_entropy_quantile  # the share of tokens that TRL chooses
 
-    def coefficient(self, trl_coefficient: float, last_entropy: float) -> float:
-        """Return the coefficient of TRL's entropy bonus in this step.
+    def of_trl(
+        self, coefficient: float, last_entropy: float, micro_batches_per_step: int
+    ) -> TRLBonus:
+        """Return the bonus that TRL adds to each loss of the present optimizer step.
 
         An adaptive one is 0 while the entropy is above its target.
 
         Args:
-            trl_coefficient: TRL's `entropy_coef`, which it changes at the end of a step.
+            coefficient: TRL's `entropy_coef`, which it changes at the end of a step.
             last_entropy: the entropy of the last step, over all ranks.
+            micro_batches_per_step: micro-batches of the optimizer step, by which TRL divides.
         """
         is_above_target = last_entropy > self._entropy_target
         if self._is_adaptive and is_above_target:
-            return 0.0
-        return float(trl_coefficient)
+            coefficient = 0.0
+        return TRLBonus(float(coefficient), micro_batches_per_step)
 
-    def missing_bonus(
-        self, micro: Batch, entropies_BC: Tensor, coefficient: float, micro_batches_per_step: int
-    ) -> Tensor:
+    def missing_bonus(self, micro: Batch, entropies_BC: Tensor, bonus: TRLBonus) -> Tensor:
         """Return what the loss of a micro-batch lacks of the entropy bonus, (), with gradients.
 
         TRL has added its bonus, the mean entropy over the tokens of the micro-batch, and it was
@@ -53,8 +63,7 @@ class EntropyBonus:
         Args:
             micro: the micro-batch.
             entropies_BC: the entropy of each token.
-            coefficient: TRL's coefficient of the bonus in this step.
-            micro_batches_per_step: micro-batches of the optimizer step, by which TRL divides.
+            bonus: TRL's, in this step.
         """
         mask_BC = loss_mask(micro)
         # TRL's bonus may act on the tokens of the highest entropy alone.
@@ -68,17 +77,12 @@ class EntropyBonus:
         weight_by_tokens = self._batcher.share_of_tokens(micro, token_count) / self._chosen_share
         missing_weight = weight_by_tokens - self._batcher.loss_weight(micro)
         missing_bonus: Tensor = (
-            -coefficient / micro_batches_per_step * missing_weight * mean_entropy
+            -bonus.coefficient / bonus.micro_batches_per_step * missing_weight * mean_entropy
         )
         return missing_bonus
 
     def policy_loss_sums(
-        self,
-        micro: Batch,
-        loss: Tensor,
-        entropies_BC: Tensor,
-        coefficient: float,
-        micro_batches_per_step: int,
+        self, micro: Batch, loss: Tensor, entropies_BC: Tensor, bonus: TRLBonus
     ) -> Tensor:
         """Return TRL's policy loss of a micro-batch times its tokens, and its tokens, (2,).
 
@@ -90,13 +94,12 @@ class EntropyBonus:
             micro: the micro-batch.
             loss: TRL's loss, which has its bonus and is not weighed among the micro-batches yet.
             entropies_BC: the entropy of each token.
-            coefficient: TRL's coefficient of the bonus in this step.
-            micro_batches_per_step: micro-batches of the optimizer step, by which TRL divides.
+            bonus: TRL's, in this step.
         """
         mask_BC = loss_mask(micro)
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
         # TRL has subtracted its bonus, and divided the loss by the micro-batches of the step. Both
         # are undone, which leaves the loss of the policy.
-        policy_loss = loss * micro_batches_per_step + coefficient * mean_entropy
+        policy_loss = loss * bonus.micro_batches_per_step + bonus.coefficient * mean_entropy
         return torch.stack([policy_loss * token_count, token_count.to(loss.dtype)]).detach()

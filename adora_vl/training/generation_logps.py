@@ -72,7 +72,11 @@ class GenerationLogps:
             return generation_logps(batch, model_pass=model_pass, rows_per_pass=rows_per_pass)
 
         with disable_gradient_checkpointing(self.policy, config.gradient_checkpointing_kwargs):
-            if self._needs_old_pass(is_training=is_training):
+            # An evaluation has no later passes.
+            needs_old_pass = self.old_logps.loss_needs_any
+            if is_training:
+                needs_old_pass = self.old_logps.needs_pass_over_generation
+            if needs_old_pass:
                 old_logps_BC = compute_logps(self.policy)
                 batch["old_per_token_logps"] = old_logps_BC
                 # The loss is corrected by the ratio of the policy's probabilities to the engine's.
@@ -83,19 +87,6 @@ class GenerationLogps:
                 batch["ref_per_token_logps"] = self._compute_reference_logps(compute_logps)
             if is_training and self.reference_guard.is_due(self.context.state().global_step):
                 self.reference_guard.check(batch, self.context.policy_logps)
-
-    def _needs_old_pass(self, *, is_training: bool) -> bool:
-        """Return whether a pass over the whole generation computes its old log-probabilities.
-
-        As in stock TRL the loss needs them where it is corrected by the ratio to the engine, and
-        where the weights change while a generation is learned from. In a training the passes over
-        micro-batches may compute them later instead. An evaluation has no such passes.
-        """
-        changes_weights = not self.context.layout.generation_has_one_step
-        loss_needs_them = self.old_logps.corrects_engine or changes_weights
-        if not is_training:
-            return loss_needs_them
-        return loss_needs_them and self.old_logps.needs_pass_over_generation
 
     def _compute_reference_logps(
         self, compute_logps: Callable[[PreTrainedModel], Tensor]
@@ -142,9 +133,8 @@ class GenerationLogps:
         with disable_gradient_checkpointing(self.policy, checkpointing_kwargs):
             for old_pass in self.old_logps.passes_due(micro_batches):
                 rows = old_pass.rows_as_batch()
-                # The pass reads columns of the rows that TRL's arguments do not have. There is no
-                # observer, since the result is returned here.
-                with self.policy_pass.watch(observer=None, micro_batch=rows):
+                # The pass reads columns of the rows that TRL's arguments do not have.
+                with self.policy_pass.watch(rows):
                     logps_BC = generation_logps(
                         rows,
                         model_pass=partial(self.model_pass, self.policy),
@@ -154,6 +144,26 @@ class GenerationLogps:
                 if self.old_logps.corrects_engine:
                     self.compare_with_engine(rows, logps_BC)
                 old_pass.store(rows)
+
+    def add_to_loss(
+        self, stored_micro: Batch, micro: Batch, micro_step: int, logps_BC: Tensor
+    ) -> None:
+        """Give TRL's loss of a micro-batch what follows from the pass that is learned from.
+
+        These are the ratio to the engine, and old log-probabilities that no earlier pass has
+        computed. Raises `RolloutError` where policy and engine are too far apart.
+
+        Args:
+            stored_micro: the micro-batch of the generation, which the next iteration reads.
+            micro: its copy for this loss.
+            micro_step: how many micro-batches of the generation were learned from before this one.
+            logps_BC: the policy's log-probabilities in the pass of this loss, detached.
+        """
+        old_logps = self.old_logps
+        if self.importance_ratio.is_due(micro) and old_logps.compares_engine(micro_step):
+            self.compare_with_engine(micro, logps_BC)
+        old_logps.fill_missing(micro, logps_BC)
+        old_logps.keep_for_next_iteration(stored_micro, micro, logps_BC, micro_step)
 
     def compare_with_engine(self, micro: Batch, logps_BC: Tensor) -> None:
         """Compare policy and engine on the tokens of a micro-batch, and add their ratio.

@@ -6,6 +6,7 @@ new policy to them, and the engine's log-probabilities are compared with them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import cast
 
 import torch
@@ -51,6 +52,14 @@ class OldPass:
                 self.micro[name] = column
 
 
+class OldLogpsSource(Enum):
+    """What a training makes the old log-probabilities of a generation of."""
+
+    ENGINE = "the log-probabilities that the engine has returned with the rollouts"
+    GENERATION = "one pass over the whole generation, before it is graded, as in stock TRL"
+    MICRO_BATCHES = "the pass that is learned from, and before it passes over later micro-batches"
+
+
 class OldLogps:
     """Decides where the old log-probabilities of each micro-batch come from.
 
@@ -82,26 +91,38 @@ class OldLogps:
         # so is its gradient. Only TRL's corrected KL term multiplies by that ratio too.
         corrects_kl = config.beta != 0.0 and config.use_bias_correction_kl
         self._skips_groups_without_signal = config.uses("skip_zero_signal") and not corrects_kl
-        # Whether this package cuts a generation into micro-batches, and not TRL.
-        self._is_cut_here = cuts_generations(config)
+
+    @property
+    def loss_needs_any(self) -> bool:
+        """Whether the loss needs old log-probabilities from another pass than its own, as in TRL.
+
+        It does where it is corrected by the ratio to the engine, and where the weights change while
+        a generation is learned from.
+        """
+        return self.corrects_engine or not self.layout.generation_has_one_step
+
+    @property
+    def source(self) -> OldLogpsSource:
+        """Where a training gets the old log-probabilities of its generations from."""
+        if self.uses_engine_logps:
+            return OldLogpsSource.ENGINE
+        if not self.loss_needs_any:
+            return OldLogpsSource.MICRO_BATCHES
+        # Without this optimisation everything is as in stock TRL.
+        if not self.config.uses("skip_old_pass"):
+            return OldLogpsSource.GENERATION
+        # Passes over some micro-batches need micro-batches that this package has cut.
+        if cuts_generations(self.config):
+            return OldLogpsSource.MICRO_BATCHES
+        # With one optimizer step the pass that is learned from has them, unless it has dropout.
+        if self.layout.generation_has_one_step and not self.has_dropout:
+            return OldLogpsSource.MICRO_BATCHES
+        return OldLogpsSource.GENERATION
 
     @property
     def needs_pass_over_generation(self) -> bool:
-        """Whether a pass over the whole generation computes its old log-probabilities.
-
-        It is made before rollouts are graded, as stock TRL does. Where TRL cuts the generation into
-        micro-batches, a later pass over some of them cannot be made.
-        """
-        if self.uses_engine_logps:
-            return False
-        # Without this optimisation everything is as in stock TRL.
-        if not self.config.uses("skip_old_pass"):
-            return True
-        # Micro-batches that this package cuts get their own passes, from `passes_due`.
-        if self._is_cut_here:
-            return False
-        # With one optimizer step the pass that is learned from has them, unless it has dropout.
-        return self.has_dropout or not self.layout.generation_has_one_step
+        """Whether a pass over the whole generation is made, before its rollouts are graded."""
+        return self.source is OldLogpsSource.GENERATION
 
     def passes_due(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
         """Return the passes that compute old log-probabilities before the policy learns. Collective.
@@ -113,10 +134,8 @@ class OldLogps:
             micro_batches: those of the generation in the order of learning. Some are empty, on all
                 ranks alike.
         """
-        if self.uses_engine_logps:
-            return []  # nothing has to be computed
-        if self.needs_pass_over_generation:
-            return []  # `GenerationLogps.add_to_generation` has made that pass
+        if self.source is not OldLogpsSource.MICRO_BATCHES:
+            return []
         first_due = self.layout.micro_batches_before_update
         # With dropout the pass that is learned from is noisy. So passes without dropout are made
         # where its log-probabilities would be compared with others: with the engine's, or with those

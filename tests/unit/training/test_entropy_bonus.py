@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adora_vl.training.entropy_bonus import EntropyBonus
+from adora_vl.training.entropy_bonus import EntropyBonus, TRLBonus
 from adora_vl.types import Batch
 from tests.support.stand_ins import config_of
 from tests.support.table_policy import TABLE_VOCABULARY, LogitsTable, table_trainer
@@ -192,8 +192,7 @@ def test_the_policy_loss_is_what_the_loss_would_be_without_the_bonus():
         micro,
         loss,
         entropies_BC=entropies_BC,
-        coefficient=COEFFICIENT,
-        micro_batches_per_step=2,
+        bonus=TRLBonus(COEFFICIENT, micro_batches_per_step=2),
     )
     assert sums_2.tolist() == [pytest.approx(4 * policy_loss), 4.0]
     assert not sums_2.requires_grad
