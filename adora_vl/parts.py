@@ -50,7 +50,7 @@ from adora_vl.training.entropy_bonus import EntropyBonus
 from adora_vl.training.extensions import Extension
 from adora_vl.training.first_answers import FirstAnswers
 from adora_vl.training.generation_logps import GenerationLogps
-from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck, UpcomingRows
+from adora_vl.training.generation_sampler import GenerationSampler, UpcomingRows
 from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.guards import (
     DriftGuard,
@@ -59,6 +59,7 @@ from adora_vl.training.guards import (
     ReferenceGuard,
     RewardGuard,
 )
+from adora_vl.training.late_drift import LateDriftCheck
 from adora_vl.training.micro_batch_room import MicroBatchRoom
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps

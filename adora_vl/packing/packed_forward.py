@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,14 +83,18 @@ class PassInputs:
     batch_size: int | None  # rows of one forward pass; None for all B at once
     compute_entropy: bool
     columns: dict[str, Any]  # of images and tools, by their name in the batch
+    known_host_rows: HostRows | None = None  # copies of the rows that are on the CPU already
 
     @property
     def rows_per_chunk(self) -> int:
         """The rows of one forward pass; the last pass may have fewer."""
         return self.batch_size or len(self.input_ids)
 
-    def copy_to_host(self) -> HostRows:
-        """Copy the rows to the CPU."""
+    @cached_property
+    def host_rows(self) -> HostRows:
+        """Copies of the rows on the CPU."""
+        if self.known_host_rows is not None:
+            return self.known_host_rows
         return HostRows.of(
             prompt_ids=self.input_ids[:, : -self.completion_width],
             prompt_mask=self.attention_mask[:, : -self.completion_width],
@@ -120,7 +125,6 @@ class PackedForward:
         self,
         inputs: PassInputs,
         compute_padded: Callable[[int, dict[str, Any]], PassResult],
-        host_rows: HostRows | None = None,
         check_only: bool = False,
     ) -> PassResult | None:
         """Compute a pass from packed sequences, if they are less work than padded rows.
@@ -131,7 +135,6 @@ class PackedForward:
             inputs: what TRL's `_get_per_token_logps_and_entropies` gets.
             compute_padded: computes the same pass as TRL does, for the first rows. Its arguments
                 are the number of these rows, and their columns.
-            host_rows: copies of the rows that are on the CPU already; None copies them here.
             check_only: make the comparison alone. The rows are then packed even if that is more
                 work, and None is returned.
 
@@ -142,17 +145,14 @@ class PackedForward:
         if not can_share_prompts(config):
             self.refusal = f"attention {configured_attention(config)} of {config.model_type}"
             return None
-        if host_rows is None:
-            host_rows = inputs.copy_to_host()
-        groups_by_chunk = _groups_by_chunk(inputs, host_rows)
+        groups_by_chunk = _groups_by_chunk(inputs)
         packs_rows = check_only or all(
-            _packing_pays(groups, host_rows) for groups in groups_by_chunk
+            _packing_pays(groups, inputs.host_rows) for groups in groups_by_chunk
         )
         if not self.is_checked:
             self._check(
                 inputs,
                 groups=groups_by_chunk[0],
-                host_rows=host_rows,
                 compute_padded=compute_padded,
                 packs_rows=packs_rows,
             )
@@ -160,13 +160,12 @@ class PackedForward:
         if check_only or not packs_rows or self.refusal:
             return None
         self.passes += 1
-        return self._compute_chunks(inputs, groups_by_chunk, host_rows)
+        return self._compute_chunks(inputs, groups_by_chunk)
 
     def _check(
         self,
         inputs: PassInputs,
         groups: RowGroups,
-        host_rows: HostRows,
         compute_padded: Callable[[int, dict[str, Any]], PassResult],
         packs_rows: bool,
     ) -> None:
@@ -178,7 +177,6 @@ class PackedForward:
         Args:
             inputs: what the pass gets.
             groups: the rows of the first chunk, grouped by prompt.
-            host_rows: copies of all rows on the CPU.
             compute_padded: as in `__call__`.
             packs_rows: whether this rank packs its rows, since that is less work.
         """
@@ -189,15 +187,15 @@ class PackedForward:
             return
         self.is_checked = True
         rows = inputs.rows_per_chunk
-        columns = _columns_of_first_rows(rows, inputs.columns, host_rows)
+        columns = _columns_of_first_rows(rows, inputs)
         # Without evaluation mode each pass would draw dropout anew, and no two would agree.
         with torch.no_grad(), evaluation_mode(inputs.model):
             if packs_rows:
-                packed_logps_BC, _, _ = self._compute_chunks(inputs, [groups], host_rows)
+                packed_logps_BC, _ = self._compute_chunk(inputs, groups)
             else:  # this rank only keeps up with the others
                 packed_logps_BC, _, _ = compute_padded(rows, columns)
             padded_logps_BC, _, _ = compute_padded(rows, columns)
-            mask_BC = _sampled_tokens(rows, inputs, host_rows)
+            mask_BC = _sampled_tokens(rows, inputs)
             gap_BC = (packed_logps_BC - padded_logps_BC).abs() * mask_BC
         mean_gap = gap_BC.sum() / mask_BC.sum().clamp(min=1)
         worst_gap = float(gather(mean_gap.reshape(1)).max())  # of all ranks
@@ -211,20 +209,17 @@ class PackedForward:
                 f"share_prompt: no shared prompts from here on: {self.refusal}", stacklevel=2
             )
 
-    def _compute_chunks(
-        self, inputs: PassInputs, groups_by_chunk: list[RowGroups], host_rows: HostRows
-    ) -> PassResult:
+    def _compute_chunks(self, inputs: PassInputs, groups_by_chunk: list[RowGroups]) -> PassResult:
         """Compute one packed pass for each chunk of neighbouring rows, and join their results.
 
         Args:
             inputs: what the pass over all rows gets.
             groups_by_chunk: for each chunk its rows, grouped by prompt.
-            host_rows: copies of all rows on the CPU.
         """
         logps = []
         entropies = []
         for groups in groups_by_chunk:
-            chunk_logps_BC, chunk_entropies_BC = self._compute_chunk(inputs, groups, host_rows)
+            chunk_logps_BC, chunk_entropies_BC = self._compute_chunk(inputs, groups)
             logps.append(chunk_logps_BC)
             if chunk_entropies_BC is not None:
                 entropies.append(chunk_entropies_BC)
@@ -232,24 +227,22 @@ class PackedForward:
         auxiliary_loss = None  # a packed pass computes none
         return torch.cat(logps), entropies_BC, auxiliary_loss
 
-    def _compute_chunk(
-        self, inputs: PassInputs, groups: RowGroups, host_rows: HostRows
-    ) -> tuple[Tensor, Tensor | None]:
+    def _compute_chunk(self, inputs: PassInputs, groups: RowGroups) -> tuple[Tensor, Tensor | None]:
         """Run one packed pass over the rows of `groups`, which are neighbours.
 
         Returns log-probabilities and entropies, both (rows, C); None instead of the entropies where
-        they are not asked for. The arguments are those of `_compute_chunks`.
+        they are not asked for.
         """
         plain_model = self._accelerator.unwrap_model(inputs.model)
         install_split_attention(plain_model)
-        packed = _pack_chunk(plain_model, inputs, groups, host_rows)
+        packed = _pack_chunk(plain_model, inputs, groups)
         model_inputs: dict[str, Any] = {
             "input_ids": packed.ids_NS,
             "attention_mask": empty_mask(inputs.input_ids.device),
             "position_ids": packed.position_ids,
             LAYOUT_ARGUMENT: packed.layout,
         }
-        images = _images_in_order(host_rows, groups)
+        images = _images_in_order(inputs.host_rows, groups)
         if images:
             model_inputs["pixel_values"] = torch.cat([row_images.pixels for row_images in images])
             model_inputs["image_grid_thw"] = torch.cat([row_images.grids for row_images in images])
@@ -284,7 +277,7 @@ def packed_size(packed: PackedSequence, pixels: Tensor | None) -> PassSize:
 
 
 def _pack_chunk(
-    plain_model: "PreTrainedModel", inputs: PassInputs, groups: RowGroups, host_rows: HostRows
+    plain_model: "PreTrainedModel", inputs: PassInputs, groups: RowGroups
 ) -> PackedSequence:
     """Lay out the rows of `groups`, which are neighbours, as one packed sequence.
 
@@ -292,8 +285,8 @@ def _pack_chunk(
         plain_model: the model without a wrapper; it counts the positions of image tokens.
         inputs: what the pass over all rows gets.
         groups: the rows of the chunk, grouped by prompt.
-        host_rows: copies of all rows on the CPU.
     """
+    host_rows = inputs.host_rows
     rows = [row for group_rows in groups for row in group_rows]
     first_row = rows[0]
     chunk = slice(first_row, rows[-1] + 1)
@@ -349,21 +342,19 @@ def _images_in_order(host_rows: HostRows, groups: RowGroups) -> list[RowImages]:
     return [row_images for row_images in images if row_images is not None]
 
 
-def _columns_of_first_rows(
-    rows: int, columns: dict[str, Any], host_rows: HostRows
-) -> dict[str, Any]:
+def _columns_of_first_rows(rows: int, inputs: PassInputs) -> dict[str, Any]:
     """Cut the columns of images and tools to the first `rows` rows, and return them by name.
 
     `pixel_values` has an entry per patch, and `image_grid_thw` one per image. All others have one
     per row.
     """
-    images = [row_images for row_images in host_rows.images[:rows] if row_images is not None]
+    images = [images for images in inputs.host_rows.images[:rows] if images is not None]
     entry_counts = {
         "pixel_values": sum(len(row_images.pixels) for row_images in images),
         "image_grid_thw": sum(len(row_images.grids) for row_images in images),
     }
     first_columns: dict[str, Any] = {}
-    for name, values in columns.items():
+    for name, values in inputs.columns.items():
         first_columns[name] = None
         if values is not None:
             entries = entry_counts.get(name, rows)
@@ -371,19 +362,20 @@ def _columns_of_first_rows(
     return first_columns
 
 
-def _sampled_tokens(rows: int, inputs: PassInputs, host_rows: HostRows) -> Tensor:
+def _sampled_tokens(rows: int, inputs: PassInputs) -> Tensor:
     """Return which tokens of the first `rows` completions the policy has sampled, (rows, C).
 
     The mask is 1 at these tokens, and 0 at padding and at tokens that a tool wrote.
     """
     mask_BC = inputs.attention_mask[:rows, -inputs.completion_width :]
-    if host_rows.policy_mask is not None:
-        policy_mask_BC = host_rows.policy_mask[:rows, : inputs.completion_width]
+    policy_mask = inputs.host_rows.policy_mask
+    if policy_mask is not None:
+        policy_mask_BC = policy_mask[:rows, : inputs.completion_width]
         mask_BC = mask_BC * policy_mask_BC.to(mask_BC.device)
     return mask_BC
 
 
-def _groups_by_chunk(inputs: PassInputs, host_rows: HostRows) -> list[RowGroups]:
+def _groups_by_chunk(inputs: PassInputs) -> list[RowGroups]:
     """Divide the rows into one chunk for each forward pass, and group those of a chunk by prompt.
 
     Where the batch has pixels, every row is a group of its own, since they do not tell which images
@@ -396,7 +388,7 @@ def _groups_by_chunk(inputs: PassInputs, host_rows: HostRows) -> list[RowGroups]
     pixels = inputs.columns.get("pixel_values")
     if pixels is not None and pixels.is_floating_point():
         return [[[row] for row in chunk] for chunk in chunks]
-    return [_groups_of_chunk(chunk, host_rows) for chunk in chunks]
+    return [_groups_of_chunk(chunk, inputs.host_rows) for chunk in chunks]
 
 
 def _groups_of_chunk(chunk: range, host_rows: HostRows) -> RowGroups:

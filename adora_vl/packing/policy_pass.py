@@ -228,6 +228,7 @@ class PolicyPass:
             batch_size=batch_size,
             compute_entropy=compute_entropy,
             columns=columns,
+            known_host_rows=self._micro_batch.get("host_rows"),
         )
         has_gradients = torch.is_grad_enabled()
         with nullcontext() if has_gradients else evaluation_mode(model):
@@ -260,12 +261,7 @@ class PolicyPass:
 
         may_pack = self._config.uses("share_prompt") and not self.packed_forward.refusal
         if may_pack and not compute_aux_loss:  # a packed pass computes no auxiliary loss
-            result = self.packed_forward(
-                inputs,
-                compute_padded,
-                host_rows=self._micro_batch.get("host_rows"),
-                check_only=self._check_only,
-            )
+            result = self.packed_forward(inputs, compute_padded, check_only=self._check_only)
             if result is not None:
                 return result
         row_count = len(inputs.input_ids)

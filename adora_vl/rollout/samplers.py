@@ -163,7 +163,6 @@ class AsyncServerSampler(VLLMSampler):
             engine: the connection to the servers.
         """
         super().__init__(context, images, engine)
-        self.ahead = context.config.adora_rollouts.ahead  # generations that are requested early
         self._queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
         # The folders of weights that no server has read yet. Closing its stack removes a folder.
         self._stack_by_weight_folder: dict[Path, ExitStack] = {}

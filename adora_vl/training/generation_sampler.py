@@ -8,12 +8,8 @@ while the policy learns, with weights that are then up to k generations old:
         | the prompts of n + k follow, and are requested | the rollouts of n, by weights n - k, are
         joined | score and learn | the drift is measured, as the last thing before weights change
 
-The drift is how far the engine's log-probabilities of sampled tokens are from the policy's. The
-importance ratio to the engine corrects for the older weights; the old log-probabilities are the
-policy's own. Since all of these rollouts are stale, the check of the drift needs samples of its own:
-it requests a few short rollouts with the current weights. They are queued behind generation
-n + k - 1, so for k > 1 the policy would have to wait for that generation where it could learn from
-n; the result is therefore joined at the end of the step.
+The importance ratio to the engine corrects for the older weights; the old log-probabilities are
+the policy's own. The drift of the present weights is measured by `late_drift.py`.
 
 With tools only the first turns are sampled ahead. The later turns of n follow by weights n, before
 n + k is requested.
@@ -28,14 +24,13 @@ from accelerate.utils import gather_object
 
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, shown_rows
 from adora_vl.data.loading import unreadable_rows
-from adora_vl.rollout.agreement import CHECK_ROWS, CHECK_TOKENS
-from adora_vl.rollout.engine_pair import EnginePair, Prompts
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, new_groups_of_rows
-from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sampler
+from adora_vl.rollout.samplers import AsyncServerSampler, Sampler
 from adora_vl.tools.environments import Environments
 from adora_vl.training.generation import Generation
 from adora_vl.training.group_sampler import GroupSampler, limits_to_the_ends
-from adora_vl.training.guards import DriftGuard, GenerationGuard
+from adora_vl.training.guards import GenerationGuard
+from adora_vl.training.late_drift import LateDriftCheck
 from adora_vl.training.pool import Pool, list_row_numbers
 from adora_vl.training.pool_state import PendingGeneration, TokenLimits
 from adora_vl.types import Row, StepContext
@@ -57,73 +52,6 @@ class UpcomingRows:
         assert self.order is not None
         rows: list[Row] = self.rows.rows_after(list(row_numbers), self.order, distance)
         return rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RequestedSamples:
-    """Short rollouts that were requested from servers, to compare their log-probabilities."""
-
-    step: int  # the optimizer steps of the weights that sample them
-    prompts: Prompts
-    pending: PendingSamples
-
-
-class LateDriftCheck:
-    """Checks that servers and policy agree, in a run whose rollouts are all by older weights.
-
-    The drift is how far the engine's log-probabilities of sampled tokens are from the policy's. No
-    generation has samples of the present weights, so a few short ones are requested, once in an
-    optimizer step, and compared at its end.
-    """
-
-    def __init__(self, pair: EnginePair, drift_guard: DriftGuard) -> None:
-        """Build the check.
-
-        Args:
-            pair: the servers that sample, and the policy that scores the same tokens.
-            drift_guard: ends the run where the two are too far apart.
-        """
-        self._pair = pair
-        self._drift_guard = drift_guard
-        # Filled by `request`, emptied by `finish`.
-        self._requested: _RequestedSamples | None = None
-
-    def request(self, rows: list[Row], step: int) -> None:
-        """Request short rollouts of the first of these rows, once in an optimizer step. Collective.
-
-        The servers must have the weights of this step already.
-        """
-        if self._requested is not None:
-            return
-        prompts = self._pair.read_prompts(rows[:CHECK_ROWS])
-        pending = self._pair.begin_sampling(
-            prompts, max_tokens=CHECK_TOKENS, check_name=f"drift/{step}"
-        )
-        self._requested = _RequestedSamples(step=step, prompts=prompts, pending=pending)
-
-    @property
-    def is_requested(self) -> bool:
-        """Whether samples were requested that are not compared yet."""
-        return self._requested is not None
-
-    def finish(self) -> None:
-        """Wait for the requested rollouts, and compare policy and servers on them. Collective.
-
-        This does nothing where none were requested.
-        """
-        requested = self._requested
-        # Forgotten before the rollouts arrive: a second call in this step has nothing to do.
-        self._requested = None
-        if requested is None:
-            return
-        rollouts = self._pair.join_sampling(requested.prompts, requested.pending)
-        # Each pass computes the features of its own images: with sharded weights the ranks have to
-        # make the same passes, and one rank may have an image where another has none.
-        with self._pair.images.vision.unshared():
-            policy_logps_BC = self._pair.policy_logps(rollouts)
-            self._drift_guard.check(
-                policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC, requested.step
-            )
 
 
 class DrawnGeneration(NamedTuple):
@@ -175,8 +103,6 @@ class GenerationSampler:
         self.drift_check = drift_check
         # How many generations servers sample before the policy learns from the present one.
         self.generations_ahead = pool.generations_ahead
-        # How many batches of further problems the present generation has sampled.
-        self._further_batches = 0
 
     @property
     def sampler(self) -> Sampler:
@@ -326,15 +252,6 @@ class GenerationSampler:
         no_limit_by_group: TokenLimits = dict.fromkeys(numbers)
         return self.group_sampler.sample(generation, groups, no_limit_by_group)
 
-    def pop_further_batch_count(self) -> int:
-        """Return how many batches of further problems were sampled since the last call.
-
-        They are those of one generation, as this is called at its end.
-        """
-        count = self._further_batches
-        self._further_batches = 0
-        return count
-
     def sample_further(self, generation: Generation, count: int) -> list[RolloutGroup]:
         """Sample groups of `count` further problems, to replace groups without signal.
 
@@ -344,7 +261,6 @@ class GenerationSampler:
         if self.generations_ahead or count <= 0:
             return []
         groups = self._draw_further_groups(generation, count)
-        self._further_batches += 1
         limits: TokenLimits = dict.fromkeys(range(len(groups)), self.pool.token_budget)
         with self.sampling():
             return self.group_sampler.sample(generation, groups, limits)

@@ -98,25 +98,34 @@ def _deal_round(undealt_by_rank: list[list[UnitOnRank]], later_rounds: int) -> l
     # The rank that lacks most tokens chooses first.
     ranks_with_short_units.sort(key=lambda rank: undealt_by_rank[rank][0].length_order)
     for rank in ranks_with_short_units:
-        own_units = undealt_by_rank[rank]
-        if not own_units:
+        if undealt_by_rank[rank]:
+            source = _source_of_longer_unit(undealt_by_rank, rank, min_tokens)
+            unit = undealt_by_rank[source].pop(0)
+            if source != rank:
+                moves.append(UnitMove(source=source, unit=unit.number, target=rank))
+        else:
             # It has given all of its units to ranks with shorter ones.
             ranks_without_units.append(rank)
-            continue
-        source = _rank_with_longest_unit(undealt_by_rank)
-        longest_left = undealt_by_rank[source][0].tokens
-        is_much_longer = own_units[0].tokens < MIN_LENGTH_RATIO * longest_left
-        if longest_left >= min_tokens or is_much_longer:
-            unit = undealt_by_rank[source].pop(0)
-            moves.append(UnitMove(source=source, unit=unit.number, target=rank))
-        else:
-            own_units.pop(0)
     for rank in ranks_without_units:
         source = _rank_with_most_units(undealt_by_rank)
         if len(undealt_by_rank[source]) > later_rounds:
             unit = undealt_by_rank[source].pop(0)
             moves.append(UnitMove(source=source, unit=unit.number, target=rank))
     return moves
+
+
+def _source_of_longer_unit(
+    undealt_by_rank: Sequence[Sequence[UnitOnRank]], rank: int, min_tokens: float
+) -> int:
+    """Return the rank that gives its longest unit to a rank with a short one.
+
+    It is `rank` itself, which then keeps its own, where no other has a unit of at least
+    `min_tokens`, nor one that is at least much longer.
+    """
+    source = _rank_with_longest_unit(undealt_by_rank)
+    longest_left = undealt_by_rank[source][0].tokens
+    is_much_longer = undealt_by_rank[rank][0].tokens < MIN_LENGTH_RATIO * longest_left
+    return source if longest_left >= min_tokens or is_much_longer else rank
 
 
 def _rank_with_longest_unit(units_by_rank: Sequence[Sequence[UnitOnRank]]) -> int:

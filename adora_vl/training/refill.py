@@ -50,16 +50,29 @@ class Refill:
             return scored_groups
         signal_share = pool.note_signal_share(scored_groups.assessment)
         replaced_count = 0
+        sampled_batches = 0
         for round_number in range(1, max_rounds + 1):
             missing_groups = pool.count_missing_groups(scored_groups.assessment)
             if not missing_groups:
                 break
             round_of_generation = generation.in_round(round_number)
-            sampled_groups = self._sample(round_of_generation, missing_groups, signal_share)
-            # None of this round was complete within the token budget.
-            if not sampled_groups:
+            max_groups = count_groups_for_signal(
+                OVERSAMPLING_FACTOR * missing_groups, [signal_share], pool.max_groups
+            )
+            # Groups that wait are taken first. Every rank has this many complete ones.
+            waiting_count = pool.state.min_complete
+            sampled_groups = self.generation_sampler.sample_further(
+                round_of_generation, count=max_groups - waiting_count
+            )
+            if sampled_groups:
+                sampled_batches += 1
+            complete_groups = pool.select_complete(
+                [*pool.state.waiting, *sampled_groups], max_groups
+            )
+            # On all ranks: none of this round was complete within the token budget.
+            if not complete_groups:
                 continue
-            further_groups = score(round_of_generation, sampled_groups)
+            further_groups = score(round_of_generation, complete_groups)
             completion_lengths += further_groups.facts.length_N.int().tolist()
             # Where one of the two batches has no images on some rank, their columns differ, and
             # rows cannot be joined. Collective: then no rank joins any.
@@ -73,7 +86,7 @@ class Refill:
             )
         groups_of_all_ranks = len(scored_groups.groups) * self.context.accelerator.num_processes
         self.context.log("adora/refilled_groups", replaced_count / groups_of_all_ranks)
-        self.context.log("adora/further_batches", self.generation_sampler.pop_further_batch_count())
+        self.context.log("adora/further_batches", sampled_batches)
         pool.note_learned(scored_groups.batch, completion_lengths)
         return scored_groups
 
@@ -106,30 +119,6 @@ class Refill:
             chosen_groups.facts, generation.group_size, generation.key.step
         )
         return replace(chosen_groups, assessment=assessment)
-
-    def _sample(
-        self, generation: Generation, missing_groups: int, signal_share: float
-    ) -> list[RolloutGroup]:
-        """Return complete groups of further problems, equally many on every rank.
-
-        Groups that wait from earlier generations are taken first. The result is empty on all ranks
-        where none is complete within the token budget.
-
-        Args:
-            generation: the present one, in the round of this refill.
-            missing_groups: how many groups with signal are missing on the rank that lacks most.
-            signal_share: the share of groups with signal in this generation.
-        """
-        pool = self.pool
-        max_groups = count_groups_for_signal(
-            OVERSAMPLING_FACTOR * missing_groups, [signal_share], pool.max_groups
-        )
-        # Every rank has this many complete groups that wait.
-        waiting_count = pool.state.min_complete
-        further_groups = self.generation_sampler.sample_further(
-            generation, count=max_groups - waiting_count
-        )
-        return pool.select_complete([*pool.state.waiting, *further_groups], max_groups)
 
 
 def count_replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int) -> int:

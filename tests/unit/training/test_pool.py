@@ -43,8 +43,9 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import GroupAssessment
 from adora_vl.training.generation import Generation, ScoredGroups
 from adora_vl.training.generation_numbers import GenerationNumbers
-from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck
+from adora_vl.training.generation_sampler import GenerationSampler
 from adora_vl.training.group_sampler import GroupSampler, PromptReader
+from adora_vl.training.late_drift import LateDriftCheck
 from adora_vl.training.pool import Pool
 from adora_vl.training.pool_state import PoolState
 from adora_vl.training.refill import Refill

@@ -1,0 +1,66 @@
+"""Checks that servers and policy agree, in a run whose rollouts are all by older weights."""
+
+from adora_vl.rollout.agreement import CHECK_ROWS, CHECK_TOKENS
+from adora_vl.rollout.engine_pair import EnginePair, Prompts
+from adora_vl.rollout.samplers import PendingSamples
+from adora_vl.training.guards import DriftGuard
+from adora_vl.types import Row
+
+
+class LateDriftCheck:
+    """Compares the servers' log-probabilities with the policy's, once in an optimizer step.
+
+    With `ahead` no generation has samples of the present weights, so a few short rollouts are
+    requested for the comparison. With `ahead: k` they are queued behind generation n + k - 1. For
+    k > 1 the policy would have to wait for that generation where it could learn from n, so the
+    result is joined at the end of the step.
+    """
+
+    def __init__(self, pair: EnginePair, drift_guard: DriftGuard) -> None:
+        """Build the check.
+
+        Args:
+            pair: the servers that sample, and the policy that scores the same tokens.
+            drift_guard: ends the run where the two are too far apart.
+        """
+        self._pair = pair
+        self._drift_guard = drift_guard
+        # Filled by `request`, emptied by `finish`.
+        self._requested: tuple[Prompts, PendingSamples] | None = None
+
+    def request(self, rows: list[Row], step: int) -> None:
+        """Request short rollouts of the first of these rows, once in an optimizer step. Collective.
+
+        The servers must have the weights of this step already.
+        """
+        if self._requested is not None:
+            return
+        prompts = self._pair.read_prompts(rows[:CHECK_ROWS])
+        samples = self._pair.begin_sampling(
+            prompts, max_tokens=CHECK_TOKENS, check_name=f"drift/{step}"
+        )
+        self._requested = (prompts, samples)
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether samples were requested that are not compared yet."""
+        return self._requested is not None
+
+    def finish(self) -> None:
+        """Wait for the requested rollouts, and compare policy and servers on them. Collective.
+
+        This does nothing where none were requested.
+        """
+        if self._requested is None:
+            return
+        prompts, samples = self._requested
+        # Forgotten before the rollouts arrive: a second call in this step has nothing to do.
+        self._requested = None
+        rollouts = self._pair.join_sampling(prompts, samples)
+        # Each pass computes the features of its own images: with sharded weights the ranks have to
+        # make the same passes, and one rank may have an image where another has none.
+        with self._pair.images.vision.unshared():
+            policy_logps_BC = self._pair.policy_logps(rollouts)
+            self._drift_guard.check(
+                policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC, samples.step
+            )
