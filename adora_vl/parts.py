@@ -1,6 +1,6 @@
-"""Makes the objects that a training step consists of, before and after TRL's own constructor."""
+"""Makes the objects that a training step consists of, once TRL has loaded the models."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -75,7 +75,7 @@ from adora_vl.types import StepContext
 class StepParts:
     """The objects that a training step consists of, about in the order in which it uses them.
 
-    Each is made once, from TRL's trainer and from others of them. `build_parts` makes all.
+    Each is made once, from TRL's trainer and from others of them.
     """
 
     def __init__(
@@ -87,12 +87,24 @@ class StepParts:
         clocks: StepClocks,
         models: list[PreTrainedModel],
     ) -> None:
-        """Keep what the objects are made from; the arguments are those of `build_parts`."""
+        """Make all objects, once TRL has loaded the models.
+
+        Args:
+            trainer: TRL's part of the trainer, of which each object gets what it needs.
+            run: the checked run.
+            context: accelerator, config, log and state, which every part of a training step gets.
+            clocks: what measures the phases of a step.
+            models: the policy, and the reference model where there is one.
+        """
         self._trainer = trainer
         self._run = run
         self._models = models
         self.context = context
         self.clocks = clocks
+        # All are made now, and not when they are used first: an extension may refuse the run.
+        for name, attribute in vars(StepParts).items():
+            if isinstance(attribute, cached_property):
+                getattr(self, name)
 
     # ------------------------------------------------------------------------------ the generation
 
@@ -382,6 +394,46 @@ class StepParts:
             collate=self.batch_builder.collated,
         )
 
+    # ------------------------------------------------------------------------------- the callbacks
+
+    def callbacks(
+        self, models_by_role: Mapping[str, Any], log_evaluation: Callable[[dict[str, float]], None]
+    ) -> list[TrainerCallback]:
+        """Return this package's callbacks, in the order in which Transformers calls them at a step.
+
+        Args:
+            models_by_role: the policy and its reference.
+            log_evaluation: logs the figures of an evaluation by their names.
+        """
+        callbacks: list[TrainerCallback] = [
+            self.checkpoint_state.loss_sums,
+            ScaledRate(lambda: self.advantage_computer.pipeline.learning_rate_factor),
+            self.clocks.seconds,
+            self.recorder,
+            progress.ProgressLine(),
+            metrics.MetricsFile(),
+            self.skip_bad_steps,
+            RefuseWrongBuffers(models_by_role),
+        ]
+        if self.clocks.memory is not None:
+            callbacks.append(self.clocks.memory)
+        if self.context.config.adora_self_check:
+            callbacks.append(SelfCheck(self.engine_pair))
+        if self._run.evaluations is not None:
+            callbacks.append(
+                EvaluateOnTheWay(
+                    pair=self.engine_pair,
+                    generation_sampler=self.generation_sampler,
+                    plan=self._run.evaluations,
+                    end_tokens=self._trainer.eos_token_ids,
+                    log_evaluation=log_evaluation,
+                    timed_evaluation=self.clocks.seconds.evaluation,
+                    system_prompt=self._run.system_prompt,
+                    revision=self._run.model.revision,
+                )
+            )
+        return callbacks
+
     # ------------------------------------------------------------- what only the objects above need
 
     @property
@@ -492,75 +544,3 @@ def _to_device(trainer: GRPOTrainer) -> Callable[[Any], Any]:
     """Return Transformers' own method that moves a batch to the device: TRL overrides it."""
     to_device: Callable[[Any], Any] = super(GRPOTrainer, trainer)._prepare_inputs
     return to_device
-
-
-def build_parts(
-    trainer: GRPOTrainer,
-    run: ResolvedRun,
-    context: StepContext,
-    *,
-    clocks: StepClocks,
-    models: list[PreTrainedModel],
-) -> StepParts:
-    """Make the objects that a training step consists of, once TRL has loaded the models.
-
-    Args:
-        trainer: TRL's part of the trainer, of which each object gets what it needs.
-        run: the checked run.
-        context: accelerator, config, log and state, which every part of a training step gets.
-        clocks: what measures the phases of a step.
-        models: the policy, and the reference model where there is one.
-    """
-    parts = StepParts(trainer, run, context, clocks=clocks, models=models)
-    # All are made now, and not when they are used first: an extension may refuse the run.
-    for name, attribute in vars(StepParts).items():
-        if isinstance(attribute, cached_property):
-            getattr(parts, name)
-    return parts
-
-
-def callbacks_of_run(
-    parts: StepParts,
-    run: ResolvedRun,
-    *,
-    models_by_role: Mapping[str, Any],
-    end_tokens: Iterable[int],
-    log_evaluation: Callable[[dict[str, float]], None],
-) -> list[TrainerCallback]:
-    """Return this package's callbacks, in the order in which Transformers calls them at a step.
-
-    Args:
-        parts: the objects of the training step, some of which are callbacks.
-        run: the checked run.
-        models_by_role: the policy and its reference.
-        end_tokens: the tokens that end an answer.
-        log_evaluation: logs the figures of an evaluation by their names.
-    """
-    callbacks: list[TrainerCallback] = [
-        parts.checkpoint_state.loss_sums,
-        ScaledRate(lambda: parts.advantage_computer.pipeline.learning_rate_factor),
-        parts.clocks.seconds,
-        parts.recorder,
-        progress.ProgressLine(),
-        metrics.MetricsFile(),
-        parts.skip_bad_steps,
-        RefuseWrongBuffers(models_by_role),
-    ]
-    if parts.clocks.memory is not None:
-        callbacks.append(parts.clocks.memory)
-    if run.config.adora_self_check:
-        callbacks.append(SelfCheck(parts.engine_pair))
-    if run.evaluations is not None:
-        callbacks.append(
-            EvaluateOnTheWay(
-                pair=parts.engine_pair,
-                generation_sampler=parts.generation_sampler,
-                plan=run.evaluations,
-                end_tokens=end_tokens,
-                log_evaluation=log_evaluation,
-                timed_evaluation=parts.clocks.seconds.evaluation,
-                system_prompt=run.system_prompt,
-                revision=run.model.revision,
-            )
-        )
-    return callbacks

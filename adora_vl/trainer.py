@@ -5,10 +5,9 @@ can be trusted.
                       and compute the old log-probabilities of those of later updates
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
 
-The objects that work in a step are `self.parts`, which `build_parts` in `parts.py` makes; this file
-has the order in which they work. Behind the step stand the whole run, its data and log, and
-checkpoints. Where a method of stock TRL is overridden, the docstring says what TRL does there and why
-that is not enough.
+The objects that work in a step are `self.parts`, a `StepParts` of `parts.py`; this file has the order
+in which they work. Behind the step stand the whole run, its data and log, and checkpoints. Where a
+method of stock TRL is overridden, the docstring says what TRL does there and why that is not enough.
 """
 
 import time
@@ -49,7 +48,7 @@ from adora_vl.models.adapter import without_reference_adapter
 from adora_vl.models.load import restore_weights
 from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.split_attention import disable_cudnn_attention
-from adora_vl.parts import StepParts, build_parts, callbacks_of_run
+from adora_vl.parts import StepParts
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import RunRequest, config_of, model_source, refuse_objects
@@ -181,20 +180,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             log_part=self._means.add,
         )
         models = prepare_models(self.model, self.ref_model, self.run, self._dist.gather_params)
-        return build_parts(self, self.run, context, clocks=clocks, models=models)
+        return StepParts(self, self.run, context, clocks=clocks, models=models)
 
     def _replace_callbacks(self) -> None:
         """Add this package's callbacks, and remove those of Transformers that print."""
         # In a notebook it is another class than in a terminal.
         self.remove_callback(transformers_trainer.DEFAULT_PROGRESS_CALLBACK)
         self.remove_callback(PrinterCallback)
-        for callback in callbacks_of_run(
-            self.parts,
-            self.run,
-            models_by_role=self.models_by_role(),
-            end_tokens=self.eos_token_ids,
-            log_evaluation=self.log_evaluation,
-        ):
+        for callback in self.parts.callbacks(self.models_by_role(), self.log_evaluation):
             self.add_callback(callback)
 
     @property

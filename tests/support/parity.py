@@ -167,16 +167,16 @@ class DrawnPictureTools:
 
     def in_trainers(self) -> AbstractContextManager[object]:
         """Return the patch with which trainers have these tools, whatever their config says."""
-        from adora_vl.parts import build_parts
+        from adora_vl.parts import StepParts
 
         def build_with_tools(
             trainer: AdoraGRPOTrainer, run: ResolvedRun, context: StepContext, **arguments: object
         ) -> object:
             tools = cast("Toolbox", self)
             run = replace(run, prompts=replace(run.prompts, toolbox=tools))
-            return build_parts(trainer, run, context, **arguments)  # type: ignore[arg-type]
+            return StepParts(trainer, run, context, **arguments)  # type: ignore[arg-type]
 
-        return mock.patch("adora_vl.trainer.build_parts", build_with_tools)
+        return mock.patch("adora_vl.trainer.StepParts", build_with_tools)
 
     def answer(
         self,
