@@ -7,15 +7,22 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainerState
 
+from adora_vl.rollout.rollouts import StepKey
 from adora_vl.types import Batch, LogFigure, PolicyLogps, SaveNow, StepContext
 from tests.support.stand_ins import config_of
 
+# "0/0": the optimizer step, and the micro-batch within it, at which a run's first generation begins.
+# A generation's position seeds which of its groups go into which optimizer step.
+FIRST_GENERATION = StepKey(mode="train", step=0, micro=0).position
+
 
 def no_checkpoint() -> Path:
+    """Fail: the part that is tested is not to save a checkpoint."""
     raise AssertionError("nothing is to be saved")
 
 
 def no_pass(batch: Batch, pixels: Tensor | None = None) -> Tensor:
+    """Fail: the part that is tested is not to run the policy."""
     raise AssertionError("the policy makes no pass")
 
 
@@ -28,26 +35,34 @@ def step_context(
     policy_logps: PolicyLogps = no_pass,
     **keys: Any,
 ) -> StepContext:
-    """`keys`: those of the config that are not to be the defaults.
+    """Build the context of a training step; what is not an argument is as in a run on one CPU.
 
-    `log`: gets the figures; the last one of a name.
+    Args:
+        log: where logged figures go, if a test looks at them. A dictionary keeps the last value of
+            each name. A function is called with each name and value.
+        accelerator: the Accelerator, or a stand-in for that of one process among several.
+        save_now: saves a checkpoint; by default a test in which it is called fails.
+        state: the trainer's state, by default that of a run that has not begun.
+        policy_logps: makes a pass of the policy; by default a test in which it is called fails.
+        keys: the keys of the config that differ from their defaults.
     """
     config = config_of(**keys)
     trainer_state = state or TrainerState()
     accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
     figures = {} if log is None else log
-    keep = figures.__setitem__ if isinstance(figures, dict) else figures
+    log_figure = figures.__setitem__ if isinstance(figures, dict) else figures
 
-    def keep_part(name: str, value: float, weight: float) -> None:
-        keep(name, value)
+    def log_part(name: str, value: float, weight: float) -> None:
+        """Log the figure of a micro-batch as it is, without a mean by weights."""
+        log_figure(name, value)
 
     return StepContext(
         accelerator=accelerator,
         config=config,
-        log=keep,
+        log=log_figure,
         pad_id=99,
         state=lambda: trainer_state,
         policy_logps=policy_logps,
         save_now=save_now,
-        log_part=keep_part,
+        log_part=log_part,
     )

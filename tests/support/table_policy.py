@@ -24,24 +24,34 @@ TABLE_VOCABULARY = 7
 
 
 class LogitsTable(nn.Module):
-    """A policy whose logits are its parameters: one distribution for each token of each row.
-
-    `rows` rows of at most `tokens` tokens. Of every other row's logits a row has the part
-    `shared`, so that learning from one changes the others.
-    """
+    """A policy whose logits are its parameters: one distribution for each token of each row."""
 
     is_gradient_checkpointing = False
 
     def __init__(self, rows: int, tokens: int, shared: float = 0.0) -> None:
+        """Draw the logits, always the same ones.
+
+        Args:
+            rows: the number of rollouts, numbered from 0.
+            tokens: the most tokens of a rollout.
+            shared: multiplies the sum of all rows' logits, which is added to the logits of each row.
+                Above 0 learning from one row changes all others.
+        """
         super().__init__()
         self.shared = shared
+        self.rows_without_gradient = 0  # in passes that only compute log-probabilities
         draw = torch.Generator().manual_seed(3)
         shape = (rows, tokens, TABLE_VOCABULARY)
         logits = torch.randn(shape, generator=draw, dtype=torch.float64)
         self.logits = nn.Parameter(3 * logits)
 
     def scores(self, row_B: Tensor, ids_BC: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the tokens, (B, C)."""
+        """Return log-probabilities and entropies of the tokens `ids_BC`, both (B, C).
+
+        `row_B`: the numbers of the rows.
+        """
+        if not torch.is_grad_enabled():
+            self.rows_without_gradient += len(row_B)
         logits_RCV = self.logits + self.shared * self.logits.sum(dim=0)
         logp_BCV = logits_RCV[row_B, : ids_BC.size(1)].log_softmax(dim=-1)
         entropy_BC = -(logp_BCV.exp() * logp_BCV).sum(dim=-1)
@@ -49,22 +59,28 @@ class LogitsTable(nn.Module):
 
 
 class TableTrainer(AdoraGRPOTrainer):
-    """The loss of our trainer alone; a prompt is the number of its row."""
+    """Our trainer with its loss alone. A prompt is one token, the number of its row in the table."""
 
     def _get_per_token_logps_and_entropies(
         self, model: LogitsTable, ids_BS: Tensor, *rest: Any, **_: object
     ) -> Any:
-        def scored(
+        """Make a pass as our trainer does, with the table in place of TRL's model."""
+
+        def look_up(
             model: LogitsTable,
             ids_BS: Tensor,
             mask_BS: Tensor,
-            answer: int,
+            completion_length: int,
             *_: object,
             **__: object,
         ) -> tuple[Tensor, Tensor, None]:
-            return *model.scores(ids_BS[:, 0], ids_BS[:, -answer:]), None
+            """Stand in for TRL's method, which returns a loss of experts as well."""
+            numbers_B = ids_BS[:, 0]
+            completion_ids_BC = ids_BS[:, -completion_length:]
+            logps_BC, entropies_BC = model.scores(numbers_B, completion_ids_BC)
+            return logps_BC, entropies_BC, None
 
-        return self.parts.policy_pass(scored, model, ids_BS, *rest)
+        return self.parts.policy_pass(look_up, model, ids_BS, *rest)
 
 
 class OneProcess:
@@ -88,21 +104,25 @@ class OneProcess:
 
 
 class NoRecord:
-    """A record that keeps the rollouts whose drift is known, by their numbers."""
+    """A stand-in for the record of rollouts, which keeps the numbers of those that it gets."""
 
     def __init__(self) -> None:
-        self.measured_rows: list[int] = []
+        self.measured_rows: list[int] = []  # the rollouts that were compared with the engine
 
     def add_measured_drift(self, micro: Batch, logps_BC: Tensor) -> None:
         self.measured_rows += micro["rollout_number"].tolist()
 
 
 def table_trainer(policy: LogitsTable, **keys: object) -> Any:
-    """A trainer with what `_compute_loss` needs, whose config has these keys.
+    """Return a trainer of this policy that has what `_compute_loss` needs, and nothing else.
 
-    With a KL term the reference is the policy as it is now.
+    With a KL term the reference is the policy as it is now. The trainer's `figures` has all values
+    that were logged under each name.
+
+    `keys`: the keys of the config that differ from their defaults.
     """
     figures = defaultdict[str, list[float]](list)
+    # A table has no attention over a prompt that its rows could share, and large ratios are meant.
     settings: dict[str, Any] = {"adora_max_ratio": None, "adora_stock_step": ["share_prompt"]}
     settings |= keys
     context = step_context(
@@ -111,6 +131,7 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
     args = context.config
     trainer: Any = object.__new__(TableTrainer)
     adaptive = args.use_adaptive_entropy
+    # The attributes that TRL's constructor would set, and that its loss reads.
     trainer.__dict__.update(
         args=args,
         accelerator=context.accelerator,
@@ -141,7 +162,8 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
         _step=0,
     )
     reference_guard = ReferenceGuard(context, rounding=0.0)
-    reference_guard.is_due = lambda step: False  # type: ignore[method-assign]  # scores rows
+    # It would make a pass of the reference, which tests that count passes do not expect.
+    reference_guard.is_due = lambda step: False  # type: ignore[method-assign]
     policy_pass = PolicyPass(context.accelerator, args)
     recorder = NoRecord()
     micro_batcher = MicroBatcher(

@@ -57,6 +57,7 @@ PAD_TOKEN = 0
 
 
 def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
+    """Scoring tells what is known of each of four rollouts, of 3, 2, 0 and 2 tokens."""
     gathered_tensors = []
 
     def gather(tensor):
@@ -88,7 +89,7 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
         thinking_opened=[False] * 4,
         batch={"completion_mask": torch.ones(4, 3)},
     )
-    scorer = Scorer(context, RewardGuard(context), torch.ones(1), ["accuracy"])
+    scorer = Scorer(context, RewardGuard(context), weights_F=torch.ones(1), names=["accuracy"])
     scores = FunctionScores(
         rewards_BF=torch.zeros(4, 1),
         extra_columns={"note": [*"abcd"]},
@@ -99,7 +100,7 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     assert facts.has_no_end_N.tolist() == [False, True, False, True]
     assert facts.reflective_words_N.tolist() == [2, 0, 0, 1]
     assert facts.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
-    assert facts.tokens == 4 * 9 + 7
+    assert facts.tokens == 4 * 9 + 7, "four prompts of nine tokens, and the completions"
     assert facts.extra_columns == {"note": [*"abcd"]}
     assert facts.logged_metrics == {"own": 1.0}, "the mean"
     assert len(gathered_tensors) == 1, (
@@ -108,13 +109,13 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
 
 
 def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(subtests):
-    """The tokens here are characters.
+    """The tokens here are characters, and their ids the codes of these.
 
     A stop string before the last token has not ended the answer: vLLM ignores it there where
     `min_tokens` is set.
     """
     stop_criteria = StopCriteria.from_config(
-        {0}, {"stop": "</a>", "stop_token_ids": [33]}, lambda ids: "".join(map(chr, ids))
+        {0}, {"stop": "</a>", "stop_token_ids": [ord("!")]}, lambda ids: "".join(map(chr, ids))
     )
     cases = {
         "so </a>": True,
@@ -137,16 +138,16 @@ def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_the
 ):
     """A stop string, for example, ends an answer without the end-of-turn token.
 
-    Here answers whose last token is even have ended.
+    Here answers whose last token has an even id have ended, whatever the token is.
     """
     monkeypatch.setattr(StopCriteria, "has_stopped", lambda self, ids, text: ids[-1] % 2 == 0)
     learned_batches = record_batches(monkeypatch)
     keys: Any = {"mask_truncated_completions": True, "adora_truncated": "eos"}
     log = run_from_python(tmp_path, **keys).state.log_history[0]
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
-    counts_B = learned_batches[0]["completion_mask"].any(dim=1)
-    assert 0 < counts_B.sum() < 32
-    assert (~counts_B).tolist() == record["truncated"].tolist()
+    is_learned_B = learned_batches[0]["completion_mask"].any(dim=1)
+    assert 0 < is_learned_B.sum() < 32, "some of the 32 answers are cut off, and some are not"
+    assert (~is_learned_B).tolist() == record["truncated"].tolist()
     assert log["completions/clipped_ratio"] == pytest.approx(record["truncated"].mean())
     lengths_of_ended = record["length"][~record["truncated"]]
     assert log["completions/mean_terminated_length"] == pytest.approx(lengths_of_ended.mean())
@@ -178,9 +179,9 @@ def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monke
 
 
 def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
-    """The mean surprisal is gathered, as rewards are, since groups are those of all ranks.
+    """The mean surprisal of each rollout is gathered as rewards are, since groups are of all ranks.
 
-    The second of two ranks has this rank's numbers, less 1: its tokens are a nat likelier.
+    The second of two ranks is played: all of its numbers are one less than those of this rank.
     """
     two_ranks: Any = SimpleNamespace(
         num_processes=2, device="cpu", gather=lambda rows: torch.cat([rows, rows - 1])
@@ -194,22 +195,26 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
     }
     measured = rollout_facts(torch.tensor([[1.0], [0.0]]), surprisal_N=surprisal(batch))
     facts = RolloutFacts.gathered(measured, two_ranks)
-    assert facts.length_N.tolist() == [0, 0, -1, -1]
+    assert facts.length_N.tolist() == [0, 0, -1, -1], "this rank's zeros, and one less"
     assert facts.has_no_end_N.dtype == torch.bool
-    groups = computer.assess(facts, 2, 0).groups
+    groups = computer.assess(facts, group_size=2, step=0).groups
     assert groups.surprisal_PG is not None
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
 
 
 def test_work_that_the_reward_steps_counts_reaches_the_groups():
-    """Work is a rollout's new claims less its errors, at least 0; NaN for a row without a figure."""
+    """A rollout's work is the number of its new claims less its errors, and at least 0.
+
+    The second problem has no figure, so nothing is counted there and its work is NaN.
+    """
     one_rank = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
     methods = AdvantagePipeline({"adora": Adora(criteria=("working",))})
     computer = AdvantageComputer(step_context(accelerator=one_rank), methods, torch.ones(1))
+    # The columns that the reward logs: 3 - 1 = 2 claims of work, and 1 - 2, which counts as 0.
     claim_counts = {"new": [3, 1, None, None], "false": [1, 2, None, None]}
     rewards_NF = torch.tensor([[1.0], [0.0], [1.0], [0.0]])
     facts = rollout_facts(rewards_NF).with_logged(extra_columns=claim_counts, logged_metrics={})
-    assessment = computer.assess(facts, 2, 0)
+    assessment = computer.assess(facts, group_size=2, step=0)
     groups = assessment.groups
     assert groups.work_PG is not None
     assert groups.work_PG[0].tolist() == [2.0, 0.0]
@@ -229,7 +234,7 @@ def test_a_run_without_the_reward_steps_has_no_work():
         step_context(accelerator=one_rank), AdvantagePipeline({}), torch.ones(1)
     )
     facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]]))
-    groups = computer.assess(facts, 2, 0).groups
+    groups = computer.assess(facts, group_size=2, step=0).groups
     assert groups.work_PG is None
     assert "work_right" not in criteria_columns(groups)
 
@@ -243,8 +248,10 @@ METHOD_CASES += [("canon", load_example("canon.py:Canon")()), ("adora", Adora(as
 def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_one(
     scale, aggregation, subtests
 ):
-    """One of eight groups of the first batch has signal, and seven of the second: in the end each
-    weighs the same, and DARO has learned once.
+    """A refilled generation is compared with one whose eight groups all had signal at once.
+
+    One group of the first batch has signal, and seven of the second have. Advantages, figures and
+    what a method such as DARO has learned are to be equal.
     """
     with_signal = [0.5, 0.0, 0.0, 0.0]  # the rewards of a group
     without_signal = [0.5] * 4
@@ -262,10 +269,10 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
         ids = torch.arange(32)[:, None]
         batch: Any = {"prompt_ids": ids, "completion_ids": ids, "prompt_mask": ids * 0 + 1}
         batch |= {"completion_mask": ids * 0 + 1}
-        members: Any = [SimpleNamespace(rollouts=(None,) * 4)] * 8
-        assessment = computer.assess(facts, 4, 0)
+        groups_of_four: Any = [SimpleNamespace(rollouts=(None,) * 4)] * 8
+        assessment = computer.assess(facts, group_size=4, step=0)
         return ScoredGroups(
-            groups=members,
+            groups=groups_of_four,
             batch=batch,
             facts=facts,
             assessment=assessment,
@@ -277,20 +284,23 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
             context = step_context(
                 scale_rewards=scale, num_generations=4, adora_rollouts=RolloutOptions(refill=2)
             )
-            refilled_pipeline, whole_pipeline = (
-                AdvantagePipeline({name: options}, scale=scale, sums_rewards=sums_rewards)
-                for _ in range(2)
-            )
+            # A method may keep a state, so each computer has a pipeline of its own.
+            settings: Any = {"scale": scale, "sums_rewards": sums_rewards}
+            refilled_pipeline = AdvantagePipeline({name: options}, **settings)
+            whole_pipeline = AdvantagePipeline({name: options}, **settings)
             refilled = AdvantageComputer(context, refilled_pipeline, torch.ones(2))
             whole = AdvantageComputer(context, whole_pipeline, torch.ones(2))
             batch = scored(refilled, first_batch)
             refill = scored(refilled, second_batch)
-            chosen = fill_slots(batch.assessment.signal_of(0), refill.assessment.signal_of(0), 8)
+            # The groups of the refill have the numbers 8 to 15, and rows 0 to 31 as the batch's.
+            chosen = fill_slots(
+                batch.assessment.signal_of(0), refill.assessment.signal_of(0), slots=8
+            )
             joined = batch.exchange_groups(refill, [chosen], pad_id=0, rank=0)
             first_rows = torch.tensor([group % 8 for group in chosen]).repeat_interleave(4) * 4
             rows = first_rows + torch.arange(4).repeat(8)
             assert torch.equal(joined.batch["prompt_ids"][:, 0], rows)
-            learned = refilled.compute(refilled.assess(joined.facts, 4, 0))
+            learned = refilled.compute(refilled.assess(joined.facts, group_size=4, step=0))
             expected = whole.compute(scored(whole, [with_signal] * 8).assessment)
             assert torch.equal(learned.final_PG, expected.final_PG)
             assert expected.final_PG.any()
@@ -333,9 +343,9 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
 def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(
     tmp_path, monkeypatch
 ):
-    """Every fourth problem has signal: 1 to 3 of 8 groups, until further batches bring more.
+    """Every fourth problem has signal, so 1 to 3 of 8 groups have it until further batches bring more.
 
-    DAPO weighs them alike.
+    DAPO gives all groups with signal the same weight.
     """
     learned_batches = record_batches(monkeypatch)
     method: Any = {"adora_method": {"dapo": {"keep_settings": ["mask_truncated_completions"]}}}
@@ -345,7 +355,7 @@ def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_
     (batch,) = learned_batches
     largest_P = batch["advantages"].view(8, 4).amax(dim=1)
     assert largest_P.max() == largest_P[largest_P > 0].min(), "all weigh alike"
-    assert (largest_P > 0).sum() > 3
+    assert (largest_P > 0).sum() > 3, "more groups have signal than before the refill"
     assert batch["num_items_in_batch"] == batch["completion_mask"].sum()
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
     assert len(record) == 32 * (1 + 2), "what was replaced is recorded too"
@@ -381,8 +391,9 @@ def run_from_python(
 
     Args:
         folder: the `output_dir`.
-        signal_every: in every so manieth problem the first reward function calls one of four
-            rollouts right, so that the group has signal.
+        signal_every: 4: in every fourth problem the first reward function calls one of four rollouts
+            right, so that the group has signal. With 1 that is so in every problem, and the second
+            function gives rewards too.
         model: the folder of the model.
         keys: further training arguments.
     """
@@ -399,7 +410,10 @@ def run_from_python(
         return [float(useful and row % 4 == 0) for row, useful in enumerate(has_signal)]
 
     def by_row(completions: Any, **columns: Any) -> list[Any]:
-        """Reward rollouts by their row, except those of the third group, or none at all."""
+        """Reward rollouts by their row, except those of the third group.
+
+        Where only some groups are to have signal, it rewards none.
+        """
         rewards: list[Any] = []
         for row in range(len(completions)):
             is_scored = signal_every == 1 and row // 4 != 2
@@ -463,10 +477,10 @@ def advantages_of_two_groups() -> Advantages:
 
 
 def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_the_loss():
-    """The table keeps the newest rows, as TRL's does.
+    """The table keeps the newest rows, as TRL's does, here three of four.
 
-    These rollouts have left their groups. The table shows all the same what the reward functions
-    said of them.
+    These rollouts count in no group (`counted_rewards_NF` is NaN). The table shows all the same what
+    the reward functions said of them.
     """
     facts = rollout_facts(
         torch.tensor([[1.0], [0.0], [0.25], [0.0]]),

@@ -1,5 +1,7 @@
-"""The gradient of the entropy bonus is that of the mean entropy over the tokens of a generation,
-however its rows are divided, beside TRL's own loss on a table of logits in float64.
+"""The entropy bonus is the mean entropy of a generation's tokens, however its rows are divided.
+
+Its gradient is what the gradient of TRL's loss with the bonus has more than without. The policy is a
+table of logits in float64.
 """
 
 from typing import Any
@@ -11,6 +13,7 @@ from torch import Tensor
 from adora_vl.training.entropy_bonus import EntropyBonus, TRLBonus
 from adora_vl.types import Batch
 from tests.support.stand_ins import config_of
+from tests.support.step_context import FIRST_GENERATION
 from tests.support.table_policy import TABLE_VOCABULARY, LogitsTable, table_trainer
 
 ROWS = 8
@@ -74,7 +77,7 @@ def gradient_of_step(
     if trl_divides:
         micro_batches = divide_like_trl(batch, keys["per_device_train_batch_size"])
     else:
-        micro_batches = trainer.parts.micro_batcher.split(batch, "0/0")
+        micro_batches = trainer.parts.micro_batcher.split(batch, FIRST_GENERATION)
     for number, micro in enumerate(micro_batches, 1):
         trainer.accelerator.sync_gradients = number == len(micro_batches)
         if micro:
@@ -94,7 +97,7 @@ def gradient_of_mean_entropy(rows: int) -> Tensor:
     return policy.logits.grad
 
 
-# Rollouts of the generation, and the sizes by which they are divided.
+# (rollouts of the generation, the keys by which they are divided into micro-batches)
 ROWS_AND_KEYS_BY_DIVISION = {
     "one micro-batch": (ROWS, {"per_device_train_batch_size": 8}),
     "four of two rows": (
@@ -117,6 +120,7 @@ ROWS_AND_KEYS_BY_DIVISION = {
 def test_a_token_gets_the_same_bonus_whichever_rows_share_its_micro_batch(loss, adaptive, subtests):
     for name, (rows, sizes) in ROWS_AND_KEYS_BY_DIVISION.items():
         keys = {"loss_type": loss, "num_generations": 2, "use_adaptive_entropy": adaptive, **sizes}
+        # An adaptive bonus is there only below the target. No entropy of 7 tokens is above ln 7.
         keys["entropy_target"] = 9.0
         with subtests.test(name):
             without_bonus = gradient_of_step(0.0, rows, **{**keys, "use_adaptive_entropy": False})
@@ -153,9 +157,10 @@ def test_the_loss_beside_the_bonus_is_divided_as_without_one(loss):
 
 
 def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
-    """`top_entropy_quantile` chooses tokens in each micro-batch.
+    """`top_entropy_quantile` chooses the tokens with the largest entropy in each micro-batch.
 
-    All others get no bonus, and the chosen ones weigh alike.
+    All others get no bonus. Each chosen token gets the one that it would have in a mean over a
+    quarter of all tokens.
     """
     quantile = 0.25
     keys: dict[str, Any] = {
@@ -181,7 +186,7 @@ def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
 def test_the_policy_loss_is_what_the_loss_would_be_without_the_bonus():
     """TRL divides its loss, and the bonus in it, by the step's 2 micro-batches.
 
-    The bonus is the mean entropy of 4 tokens.
+    The bonus is the mean entropy of 4 tokens: (1 + 2 + 3 + 6) / 4 = 3. The 9 stands at padding.
     """
     config = config_of(entropy_coef=COEFFICIENT, loss_type="dapo")
     micro: Batch = {"completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}

@@ -1,5 +1,6 @@
-"""Extensions from a file: what is refused, and that nothing compares engine and trainer where they
-saw different images.
+"""Extensions from a file: which are refused, and that an extension may change an image.
+
+If it changes one for the engine alone, nothing compares the engine with the trainer there.
 """
 
 import math
@@ -32,6 +33,7 @@ from tests.support.step_context import step_context
 
 CPU_WORDS = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
 VLLM_WORDS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
+# A user's file with two extensions, and a function that is none.
 EXTENSION_SOURCE = """
 from dataclasses import dataclass
 from typing import ClassVar
@@ -59,12 +61,14 @@ def function(): pass
 
 @pytest.fixture
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working folder, with the user's file `mine.py` in it."""
     (tmp_path / "mine.py").write_text(EXTENSION_SOURCE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def config(extensions: str, *words: str) -> Any:
+    """Return the config of a run with these extensions, written as YAML, and further words."""
     return parse([*CPU_WORDS, "--adora_extensions", extensions, *words])[1]
 
 
@@ -86,7 +90,10 @@ def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(user
 
 
 def test_the_extension_of_the_page_is_one(user_folder):
-    """The extension on the page leaves the longest answers out of what is learned from."""
+    """The extension on the page sets the advantages of the longest answers to 0.
+
+    The longest 0.3 of four answers is one, that of nine tokens.
+    """
     page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
     _, code = page.split("```python\n# my_extensions.py\n")
     (user_folder / "my_extensions.py").write_text(code.partition("```")[0])
@@ -103,6 +110,7 @@ def test_the_extension_of_the_page_is_one(user_folder):
     assert log == {"longest/left_out": 0.25}
 
 
+# (extensions, further words of the command, a pattern of the line that refuses them)
 WRONG_EXTENSIONS: list[tuple[str, list[str], str]] = [
     ("{noisy: {share: 1}}", [], "'noisy' names no extension; write FILE.py:EXTENSION"),
     ("{mine.py:Plian: {}}", [], "no extension 'Plian' there; it has Plain, Elsewhere"),
@@ -143,7 +151,7 @@ def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
         max_length=9,
     )
     result = SamplingResult(tokens=[5, 6], logps=[-0.1, -0.2])
-    for compared, logps, stale_tokens in (
+    for saw_trainer_images, logps, stale_tokens in (
         (True, [-0.1, -0.2], 0),
         (False, [None, None], 2),
     ):
@@ -154,7 +162,7 @@ def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
             step=4,
             max_turn=None,
             stop=None,
-            saw_trainer_images=compared,
+            saw_trainer_images=saw_trainer_images,
         )
         assert rollout.logps == logps
         assert rollout.stale_tokens(step=4) == stale_tokens
@@ -169,9 +177,12 @@ class MeasuredRun(NamedTuple):
 
 
 def measure_drift(saw_other_images: list[bool]) -> MeasuredRun:
-    """Measure two rollouts; the engine's log-probabilities of the second are 3 nats off.
+    """Measure the drift of two rollouts of two tokens.
 
-    `saw_other_images`: whether each was sampled on other images, so that they are unknown.
+    The engine's log-probabilities are 0.1 nats off in the first rollout, and 3 in the second.
+
+    `saw_other_images`: for each rollout whether the engine saw other images. Its log-probabilities
+    are then unknown.
     """
     logged: dict[str, float] = {}
     context = step_context(
@@ -206,12 +217,14 @@ def test_neither_drift_nor_ratio_looks_at_rollouts_that_saw_other_images():
         name = f"sampling/importance_sampling_ratio/{figure}"
         assert measured.figures[name] == pytest.approx(math.exp(0.1))
     both_compared = measure_drift([False, False])
+    # (0.1 + 3) / 2 nats
     assert both_compared.figures["adora/drift"] == pytest.approx(1.55), "the second one counts"
     # Without a mask an engine that scored nothing counts as infinitely far away, and stops the run.
     assert "adora/drift" not in measure_drift([True, True]).figures
 
 
 def test_the_cache_of_images_does_not_keep_what_is_seen_once():
+    """An extension marks an image that it has changed with `PASSING`; no other rollout sees it."""
     processor = Qwen2VLImageProcessor(min_pixels=784, max_pixels=3136)
     cache = ImageCache(2**20)
     settings = effective_settings(processor, {})

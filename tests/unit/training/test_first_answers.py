@@ -14,7 +14,10 @@ ALL_WRONG_VERDICTS = ["wrong"] * 4
 
 
 def facts_of_verdicts(verdicts: list[str]) -> RolloutFacts:
-    """Return facts of four rollouts with these verdicts, or none, and what was read of them."""
+    """Return facts of four rollouts with these verdicts of the grader, and why it gave them.
+
+    `verdicts`: one for each rollout; empty as for a reward that gives none.
+    """
     extra = {
         "verdict": verdicts,
         "extracted": ["B", "A", None, "49"],
@@ -28,6 +31,7 @@ def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
 ) -> None:
     FirstAnswers().warn_if_none_is_right(ROWS, facts_of_verdicts(ALL_WRONG_VERDICTS))
     printed = capsys.readouterr().err.splitlines()
+    # A headline, then one line for each of the two problems.
     assert "none of the first 4 rollouts is right" in printed[0]
     assert "so B is right.Answer:B" in printed[1]
     assert "letter_without_choice" in printed[1]
@@ -39,13 +43,10 @@ def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
 def test_nothing_is_said_of_a_right_rollout_of_later_generations_or_without_a_verdict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    FirstAnswers().warn_if_none_is_right(
-        ROWS, facts_of_verdicts([*ALL_WRONG_VERDICTS[1:], "correct"])
-    )
+    one_is_right = facts_of_verdicts(["wrong", "wrong", "wrong", "correct"])
+    FirstAnswers().warn_if_none_is_right(ROWS, one_is_right)
     second_generation_wrong = FirstAnswers()
-    second_generation_wrong.warn_if_none_is_right(
-        ROWS, facts_of_verdicts([*ALL_WRONG_VERDICTS[1:], "correct"])
-    )
+    second_generation_wrong.warn_if_none_is_right(ROWS, one_is_right)
     second_generation_wrong.warn_if_none_is_right(ROWS, facts_of_verdicts(ALL_WRONG_VERDICTS))
     FirstAnswers().warn_if_none_is_right(ROWS, facts_of_verdicts([]))
     assert capsys.readouterr().err == ""

@@ -39,71 +39,70 @@ from tests.support.disk import limit_file_size
 from tests.support.step_context import step_context
 
 
-@pytest.fixture
-def steps_in_training():
-    """Return a model of two weights with Adam and the callback; `step` makes an optimizer step."""
-    weights = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    optimizer = torch.optim.AdamW([weights], lr=0.1)
-    logged: list[float] = []
+class GuardedTraining:
+    """A training of two weights by Adam, which is stopped after two bad steps in a row."""
 
-    def log(name: str, value: float) -> None:
-        logged.append(value)
-
-    context = step_context(log, adora_max_ratio=1000.0)
-    ratio_guard = RatioGuard(context)
-    guard = SkipBadSteps(context, ratio_guard, deepspeed_engine=None)
-    control = TrainerControl()
-    guard.max_bad_steps = 2
-
-    def step(*gradient: float, ratio: float | None = None) -> list[float]:
-        """Step with this gradient, and return the weights; `ratio`: one that `RatioGuard` refused."""
-        ratio_guard.exceeding_ratio = ratio
-        weights.grad = torch.tensor(gradient)
-        guard.on_pre_optimizer_step(None, None, control, optimizer=optimizer)
-        optimizer.step()
-        return weights.tolist()
-
-    return SimpleNamespace(
-        step=step, guard=guard, control=control, logged=logged, optimizer=optimizer, weights=weights
-    )
-
-
-@pytest.mark.parametrize("bad_gradient", [float("nan"), float("inf")])
-def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(
-    steps_in_training, bad_gradient
-):
-    weights_before = steps_in_training.step(1.0, 1.0)
-    moments = steps_in_training.optimizer.state[steps_in_training.weights]
-    moments_before = {name: moment.clone() for name, moment in moments.items()}
-    assert steps_in_training.step(bad_gradient, 1.0) == weights_before
-    for name, moment in moments_before.items():
-        assert torch.equal(
-            steps_in_training.optimizer.state[steps_in_training.weights][name], moment
+    def __init__(self) -> None:
+        self.weights = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.optimizer = torch.optim.AdamW([self.weights], lr=0.1)
+        self.logged: list[float] = []  # for each step 1 if it was skipped, else 0
+        context = step_context(
+            lambda name, value: self.logged.append(value), adora_max_ratio=1000.0
         )
-    assert steps_in_training.step(1.0, 1.0) != weights_before
-    assert steps_in_training.logged == [0.0, 1.0, 0.0]
-    assert steps_in_training.guard.reason is None
+        self.ratio_guard = RatioGuard(context)
+        self.guard = SkipBadSteps(context, self.ratio_guard, deepspeed_engine=None)
+        self.guard.max_bad_steps = 2
+        self.control = TrainerControl()  # what the callback tells Transformers to do
+
+    def step(self, *gradient: float, ratio: float | None = None) -> list[float]:
+        """Make an optimizer step with this gradient, and return the weights after it.
+
+        `ratio`: the largest importance ratio of the step, if `RatioGuard` has refused it.
+        """
+        self.ratio_guard.exceeding_ratio = ratio
+        self.weights.grad = torch.tensor(gradient)
+        nothing: Any = None
+        self.guard.on_pre_optimizer_step(nothing, nothing, self.control, optimizer=self.optimizer)
+        self.optimizer.step()
+        weights: list[float] = self.weights.tolist()
+        return weights
 
 
-def test_bad_steps_in_a_row_save_and_stop(steps_in_training):
+@pytest.mark.parametrize("bad_gradient", [math.nan, math.inf])
+def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(bad_gradient):
+    training = GuardedTraining()
+    weights_before = training.step(1.0, 1.0)
+    moments = training.optimizer.state[training.weights]
+    moments_before = {name: moment.clone() for name, moment in moments.items()}
+    assert training.step(bad_gradient, 1.0) == weights_before
+    for name, moment in moments_before.items():
+        assert torch.equal(training.optimizer.state[training.weights][name], moment)
+    assert training.step(1.0, 1.0) != weights_before
+    assert training.logged == [0.0, 1.0, 0.0]
+    assert training.guard.reason is None
+
+
+def test_bad_steps_in_a_row_save_and_stop():
+    training = GuardedTraining()
     # A good step between two bad ones begins the count anew.
-    for gradient in (1.0, float("nan"), 1.0, float("nan")):
-        steps_in_training.step(gradient, 1.0)
-        assert not steps_in_training.control.should_training_stop
-    steps_in_training.step(float("nan"), 1.0)
-    assert "2 steps in a row" in steps_in_training.guard.reason
-    assert steps_in_training.control.should_save
-    assert steps_in_training.control.should_training_stop
+    for gradient in (1.0, math.nan, 1.0, math.nan):
+        training.step(gradient, 1.0)
+        assert not training.control.should_training_stop
+    training.step(math.nan, 1.0)
+    assert "2 steps in a row" in str(training.guard.reason)
+    assert training.control.should_save
+    assert training.control.should_training_stop
 
 
-def test_the_reason_of_a_stop_names_a_ratio_that_exploded(steps_in_training):
-    steps_in_training.step(float("nan"), 1.0, ratio=5e4)
-    steps_in_training.step(float("nan"), 1.0, ratio=7e4)
+def test_the_reason_of_a_stop_names_a_ratio_that_exploded():
+    training = GuardedTraining()
+    training.step(math.nan, 1.0, ratio=5e4)
+    training.step(math.nan, 1.0, ratio=7e4)
+    reason = str(training.guard.reason)
     assert (
-        "2 steps in a row were skipped: the largest importance ratio of the last is 7e+04"
-        in steps_in_training.guard.reason
+        "2 steps in a row were skipped: the largest importance ratio of the last is 7e+04" in reason
     )
-    assert "adora_max_ratio: 1000.0" in steps_in_training.guard.reason
+    assert "adora_max_ratio: 1000.0" in reason
 
 
 class AfterTwoSteps(NamedTuple):
@@ -116,9 +115,14 @@ class AfterTwoSteps(NamedTuple):
 def two_deepspeed_steps(
     norm: float, *, skipped: bool, max_bad_steps: int = 2, fp16: bool = False
 ) -> AfterTwoSteps:
-    """Make two steps under DeepSpeed whose gradients have this norm.
+    """Make two steps under DeepSpeed.
 
-    `skipped`: whether DeepSpeed has skipped them. With float16 `max_bad_steps` stays as it is.
+    Args:
+        norm: the norm of their gradients.
+        skipped: whether DeepSpeed has skipped them.
+        max_bad_steps: the number of bad steps in a row that stops the run.
+        fp16: whether the run computes in float16. Then DeepSpeed skips steps while it looks for a
+            loss scale, and the default bound on their number applies, not `max_bad_steps`.
     """
     engine = SimpleNamespace(get_global_grad_norm=lambda: norm)
     context = step_context(
@@ -156,7 +160,8 @@ def test_what_deepspeed_has_applied_is_not_saved():
 
 
 def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
-    # Log-ratios of a row of two tokens and one padding; the level; the largest ratio.
+    # (log-ratios of a row of two tokens and one of padding, the level, the largest ratio). The ratio
+    # of a sequence is the exponential of the mean log-ratio of its tokens.
     cases = [
         ([0.0, 2.0, 9.0], "token", math.exp(2)),
         ([0.0, 2.0, 9.0], "sequence", math.exp(1)),
@@ -173,7 +178,7 @@ def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
 
 
 def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
-    """The largest ratio is 4: the 9 stands at padding."""
+    """The old log-probabilities are 0, so the largest ratio is exp(log 4). The 9 stands at padding."""
     mask_BC = torch.tensor([[1, 1], [1, 0]])
     logps_BC = torch.tensor([[0.0, math.log(4)], [-1.0, 9.0]])
     micro: Batch = {"old_per_token_logps": torch.zeros(2, 2), "completion_mask": mask_BC}
@@ -191,6 +196,7 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
                 assert loss == 2.0
                 assert exceeding_ratio is None
             assert guard.take_exceeding_ratio() is None
+    # The first pass over a generation has no old log-probabilities: its ratio is 1.
     guard = RatioGuard(step_context(adora_max_ratio=1.0))
     without_old_logps: Batch = {"completion_mask": mask_BC}
     assert guard.loss_or_nan(torch.tensor(2.0), logps_BC, without_old_logps) == 2
@@ -207,27 +213,30 @@ def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
 
 
 def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp_path):
+    """The engine's log-probabilities are 0.5 nats off at each token. The 50 stands at padding."""
     batch: Batch = {
         "completion_mask": torch.tensor([[1, 1], [1, 0]]),
         "old_per_token_logps": torch.tensor([[-1.0, -2.0], [-3.0, 50.0]]),
         "sampling_per_token_logps": torch.tensor([[-1.5, -2.5], [-3.5, 0.0]]),
     }
     log: dict[str, float] = {}
-    DriftGuard(step_context(log, adora_max_drift=0.6)).check_batch(batch, 4)
+    DriftGuard(step_context(log, adora_max_drift=0.6)).check_batch(batch, step=4)
     assert log == {"adora/drift": pytest.approx(0.5)}, "in nats per token, without the padding"
     strict = DriftGuard(step_context(adora_max_drift=0.4, save_now=lambda: tmp_path))
     with pytest.raises(RolloutError, match=rf"step 5\b.*{tmp_path}"):
-        strict.check_batch(batch, 4)
+        strict.check_batch(batch, step=4)
+    # Without the column there is nothing to compare, unless a pass hands its results over.
     policy_logps_BC = batch.pop("old_per_token_logps") - 9.0
-    strict.check_batch(batch, 4)  # the policy has scored nothing yet
+    strict.check_batch(batch, step=4)
     with pytest.raises(RolloutError):
-        strict.check_batch(batch, 4, policy_logps_BC)
+        strict.check_batch(batch, step=4, logps_BC=policy_logps_BC)
 
 
 def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
     """Earlier weights, which are far from the policy, sampled four of the six tokens.
 
-    Those are the first token of the first row, and all tokens of the second.
+    These four are the first token of the first row, and all tokens of the second. So drift is 9 nats
+    at them, and 0.1 at the other two.
     """
     batch: Batch = {
         "completion_mask": torch.ones(2, 3),
@@ -237,14 +246,15 @@ def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
     }
     log: dict[str, float] = {}
     guard = DriftGuard(step_context(log, adora_max_drift=0.2))
-    guard.check_batch(batch, 4)
+    guard.check_batch(batch, step=4)
     assert log == {"adora/drift": pytest.approx(0.1)}
     batch["stale_tokens"] = torch.tensor([3, 3])
-    guard.check_batch(batch, 4)  # nothing can be compared
+    guard.check_batch(batch, step=4)  # nothing can be compared
+    # If the present weights had sampled the whole first row, its drift would stop the run.
     batch["stale_tokens"] = torch.tensor([0, 3])
     saving_guard = DriftGuard(step_context(adora_max_drift=0.2, save_now=lambda: tmp_path))
     with pytest.raises(RolloutError):
-        saving_guard.check_batch(batch, 4)
+        saving_guard.check_batch(batch, step=4)
 
 
 def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path):
@@ -297,21 +307,23 @@ def test_what_we_raise_ourselves_is_not_wrapped_again(subtests):
 
 
 def test_an_iterator_that_has_run_out_is_an_error_like_every_other_one(subtests):
-    """Python takes a RuntimeError with a StopIteration as its cause for its own where a generator
-    makes the context.
+    """`@contextmanager` would hand a StopIteration on as it was raised, in place of our error.
+
+    It takes a RuntimeError whose cause is a StopIteration for the one that Python makes where a
+    generator lets a StopIteration out.
     """
-    for kind in (StopIteration, StopAsyncIteration, GeneratorExit):
+    for kind in (StopIteration, StopAsyncIteration):
         with subtests.test(kind.__name__):
-            if not issubclass(kind, Exception):
-                with pytest.raises(kind), errors_with_step(lambda: 6, str), engine_call("generate"):
-                    raise kind
-                continue
             with pytest.raises(EngineError, match=kind.__name__) as engine, engine_call("generate"):
                 raise kind("no more images")
             assert isinstance(engine.value.__cause__, kind)
-            assert f"step 7: {kind.__name__}: no more images" in str(
-                raised_in_step_7(kind("no more images"))
-            )
+            error = raised_in_step_7(kind("no more images"))
+            assert f"step 7: {kind.__name__}: no more images" in str(error)
+
+
+def test_an_exception_that_is_no_error_passes_as_it_is():
+    with pytest.raises(GeneratorExit), errors_with_step(lambda: 6, str), engine_call("generate"):
+        raise GeneratorExit
 
 
 def with_cause(error: Exception) -> Exception:
@@ -321,7 +333,8 @@ def with_cause(error: Exception) -> Exception:
 
 
 def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, capsys, subtests):
-    # The error, the rank that raises it, and what the rank prints.
+    # (the error, the rank that raises it, the lines that this rank prints). All ranks meet an error
+    # without a cause, so the first one alone prints it. One with a cause is of one rank.
     cases: list[tuple[Exception, str, list[str]]] = [
         (RunError("step 3: stop"), "0", ["error: step 3: stop"]),
         (RunError("step 3: stop"), "1", []),
@@ -397,7 +410,7 @@ def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp
 
 
 def save_on_a_full_disk(folder: Path) -> None:
-    """Let torch write a file that is larger than the disk."""
+    """Let torch write a file of 40,000 bytes where the disk has room for 5000."""
     with limit_file_size(5000):
         torch.save({"weights": torch.zeros(10_000)}, folder / "model.pt")
 
@@ -440,6 +453,7 @@ def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_samp
     user = {"role": "user", "content": "Which?"}
     text: Any = "<|im_end|> of a text"
     guard.refuse_unusable([{"id": "a", "prompt": [user]}, {"id": "b", "prompt": text}], 6)
+    # (the prompt, what is wrong with it): each kind of content that a prompt may have
     cases: list[tuple[Any, str]] = [
         (
             [user, {"role": "assistant", "content": "A<|im_end|>"}],

@@ -25,7 +25,7 @@ from tests.support.micro_batch_room import (
     room_of_3b,
 )
 
-# Of a group of 8 rollouts as the speed page has it: 468 tokens an answer on average
+# The answers of a group of 8 rollouts, as on the speed page: 468 tokens on average.
 ANSWER_LENGTHS = (1024, 760, 520, 430, 380, 300, 210, 117)
 
 
@@ -43,29 +43,32 @@ def unit_of_lengths(prompt: int, completions: Sequence[int], patches: int = 0) -
 
 UNIT_SIZES = st.builds(
     unit_of_lengths,
-    st.integers(1, 2000),
-    st.lists(st.integers(0, LONGEST_ANSWER), min_size=4, max_size=4),
-    st.integers(0, 4000),
+    prompt=st.integers(1, 2000),
+    completions=st.lists(st.integers(0, LONGEST_ANSWER), min_size=4, max_size=4),
+    patches=st.integers(0, 4000),
 )
+
+
+def sizes_on_ranks(count: int) -> st.SearchStrategy[list[list[UnitSize]]]:
+    """Draw the sizes of `count` units on each of one to three ranks."""
+    units_of_rank = st.lists(UNIT_SIZES, min_size=count, max_size=count)
+    return st.lists(units_of_rank, min_size=1, max_size=3)
 
 
 @settings(max_examples=60)
 @given(
-    st.integers(1, 12).flatmap(
-        lambda count: st.lists(
-            st.lists(UNIT_SIZES, min_size=count, max_size=count), min_size=1, max_size=3
-        )
-    ),
-    st.integers(1, 2),
-    st.sampled_from(sorted(ACTIVATION_MEMORY_BY_CASE)),
-    st.booleans(),
+    ranks=st.integers(1, 12).flatmap(sizes_on_ranks),
+    max_units=st.integers(1, 2),
+    activation_memory=st.sampled_from(sorted(ACTIVATION_MEMORY_BY_CASE)),
+    shares_prompts=st.booleans(),
 )
 def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
     ranks, max_units, activation_memory, shares_prompts
 ):
     """That holds on every rank, whatever the lengths, and however many layers are recomputed.
 
-    A micro-batch always has the planned number of units, whatever memory they need.
+    A micro-batch has `max_units` units without filling, whatever memory they need. Memory is planned
+    for so many units with the longest prompt, and with answers as long as they may be.
     """
     count = len(ranks[0])
     micro_batches = room_of_3b(activation_memory, shares_prompts=shares_prompts).cut(
@@ -86,7 +89,10 @@ def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
 
 
 def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
-    """Full answers of one group take the memory of three groups of real lengths."""
+    """Memory is planned for one group whose answers are as long as they may be.
+
+    Three groups of real lengths take no more than that.
+    """
     groups = [unit_of_lengths(1079, ANSWER_LENGTHS)] * 12
     assert [len(part) for part in room_of_3b().cut([groups], range(12), 1)] == [3, 3, 3, 3]
     full = [unit_of_lengths(1079, [LONGEST_ANSWER] * 8)] * 12
@@ -103,7 +109,12 @@ def test_ranks_cut_at_the_same_places():
 
 
 def test_ranks_in_lockstep_gather_weights_a_third_as_often_and_wait_little():
-    """Real lengths have the limits of the 3B and of the 7B recipe, whose weights are sharded."""
+    """Groups with measured lengths of answers fill micro-batches on ranks with sharded weights.
+
+    The figures are relative: to the number of micro-batches without filling, and to the time of
+    ranks that never wait.
+    """
+    # By `max_completion_length`, of the 3B and of the 7B recipe: the share of micro-batches.
     bounds = {2048: 0.4, 4096: 0.2}
     for case in MEASURED_CASES:
         generation = simulate_filled(case, trials=5)
@@ -112,7 +123,11 @@ def test_ranks_in_lockstep_gather_weights_a_third_as_often_and_wait_little():
 
 
 def test_rows_that_share_nothing_are_as_long_as_the_longest():
-    """Without shared prompts padding counts: a short group beside a long one takes as much."""
+    """Without shared prompts each row is padded to the longest of its micro-batch.
+
+    So a short group beside the long one takes as much memory as a long one. In packed rows it does
+    not.
+    """
     units = [unit_of_lengths(1000, [2000] * 8), *[unit_of_lengths(1000, [100] * 8)] * 5]
     padded = room_of_3b(shares_prompts=False).cut([units], range(6), max_units=1)
     assert [len(positions) for positions in padded] == [1, 2, 2, 1]
@@ -121,7 +136,10 @@ def test_rows_that_share_nothing_are_as_long_as_the_longest():
 
 
 def test_the_planned_pass_is_that_of_the_dry_run():
-    """The numbers by which memory is predicted are the same where prompts are the longest."""
+    """Filling plans with the longest prompt, the most patches and full answers, as the dry run does.
+
+    Both predict memory by the same numbers.
+    """
     planned = PlannedMicroBatch(
         sequences=8,
         prompt_tokens=1079,
@@ -141,6 +159,10 @@ def test_the_planned_pass_is_that_of_the_dry_run():
 
 
 def test_sizes_of_units_by_hand():
+    """The first unit has a prompt of two tokens and an image, the second one of three and none.
+
+    Where vision is not shared, the image of eight patches counts once for each of its two rows.
+    """
     host = HostRows(
         prompt_ids=torch.zeros(4, 3, dtype=torch.long),
         prompt_mask=torch.tensor([[0, 1, 1]] * 2 + [[1, 1, 1]] * 2),

@@ -38,7 +38,7 @@ from benchmarks.lockstep import (
     simulate,
 )
 from tests.support.micro_batch_room import room_of_3b
-from tests.support.step_context import step_context
+from tests.support.step_context import FIRST_GENERATION, step_context
 
 CPU = torch.device("cpu")
 GROUP_LETTERS = "abcdefgh"  # of the images of eight groups
@@ -50,7 +50,8 @@ def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_o
     With four micro-batches a generation and six a step, the second generation is learned from in two
     steps. So it needs the old log-probabilities.
     """
-    # By steps_per_generation, num_iterations and gradient_accumulation_steps.
+    # (steps_per_generation, num_iterations, gradient_accumulation_steps): (micro-batches among which
+    # rows may move, whether a generation has one optimizer step)
     cases = {
         (4, 1, 4): (4, True),
         (8, 1, 4): (4, False),
@@ -75,7 +76,7 @@ def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_o
 
 
 def processed_image(key: str) -> ProcessedImage:
-    """Return an image of four patches, whose bytes are its letter `key`."""
+    """Return an image of four patches. All their bytes are the code of the letter `key`."""
     patches = torch.full((4, 3), ord(key), dtype=torch.uint8)
     grid = torch.tensor([1, 2, 2])
     return ProcessedImage(key, patches, grid)
@@ -84,10 +85,13 @@ def processed_image(key: str) -> ProcessedImage:
 def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> Batch:
     """Return a batch with a rollout for each image. All values of a rollout are its number.
 
+    With images "ab", completions of 3 tokens and `first` 10, for example, the prompts are
+    [10, 10] and [11, 11], the completions [10, 10, 10] and [11, 11, 11], and the advantages 10 and 11.
+
     Args:
-        banks: get the images.
+        banks: a bank of theirs gets the images, and the batch has references to it.
         images: a letter for each image.
-        completion: tokens of each completion. A prompt has two.
+        completion: tokens of each completion.
         first: the number of the first rollout.
     """
     rows = len(images)
@@ -109,7 +113,7 @@ def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> B
     }
 
 
-# rows of a micro-batch, rollouts of a group, rows of a unit
+# (rows of a micro-batch, rollouts of a group, rows of a unit)
 UNIT_SIZES = [
     (128, 8, 8),
     (8, 8, 8),
@@ -128,7 +132,9 @@ def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
 def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
     optimizer_steps, micro_batches, max_units, extra_units
 ):
+    """Empty micro-batches come first, so that the last one of each step has units."""
     micro_batch_count = optimizer_steps * micro_batches
+    # At least one unit a step, and no more than fit.
     unit_count = min(optimizer_steps + extra_units, micro_batch_count * max_units)
     cut = partial(cut_by_count, max_micro_batches=micro_batches, max_units=max_units)
     plan = plan_micro_batches(unit_count, optimizer_steps, micro_batches, cut)
@@ -141,7 +147,10 @@ def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
 
 
 def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
-    """Prompts of two and three tokens; four rollouts of 1, 4, 2 and 2 tokens."""
+    """Two groups of two rollouts have prompts of two and of three tokens.
+
+    The policy's pass computes a shared prompt once for a group, and else once for each rollout.
+    """
     prompts = torch.tensor([2, 2, 3, 3])
     answers = torch.tensor([1, 4, 2, 2])
     assert tokens_of_units(prompts, answers, 2, shares_prompt=True) == [2 + 5, 3 + 4]
@@ -152,7 +161,11 @@ def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
 def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(
     steps, units_per_step, rng
 ):
-    """The seed, the same on all ranks, draws a unit's step by its place in the order of length."""
+    """A rank's longest unit comes at the same time as the longest of every other rank, and so on.
+
+    All ranks draw with the same seed. It is not the number of a unit that decides when it comes, but
+    its place when the units are ordered by length.
+    """
     count = steps * units_per_step
     places_by_rank = []
     for _ in range(3):  # ranks, whose units have other lengths
@@ -168,18 +181,25 @@ def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(
 
 
 def test_the_steps_on_a_generation_see_units_of_all_lengths():
-    """Unit 7 of eight is the longest."""
+    """Unit 0 of eight has 0 tokens, and unit 7 has 7.
+
+    If the first of the four steps got the longest units, it would always begin with unit 7.
+    """
+    tokens_by_unit = range(8)
     orders = set()
     for step in range(20):
-        order = order_of_learning(range(8), range(8), optimizer_steps=4, seed=f"0/{step}")
+        order = order_of_learning(range(8), tokens_by_unit, optimizer_steps=4, seed=f"0/{step}")
         orders.add(tuple(order))
     assert len(orders) > 10
     first_units = {order[0] for order in orders}
-    assert first_units > {6, 7}
+    assert first_units > {6, 7}, "the first step begins with other units too"
 
 
 def three_rollouts() -> Any:
-    """Return a batch of three rollouts with an image each, of one, two and one tokens of padding."""
+    """Return a batch of three rollouts, whose prompts are padded on the left.
+
+    Their images have two, four and two patches, which are numbered from 0 to 7.
+    """
     prompt = torch.tensor([[0, 0, 7, 8], [0, 5, 6, 7], [0, 0, 0, 9]])
     completion = torch.tensor([[1, 2, 0, 0], [1, 0, 0, 0], [1, 2, 3, 4]])
     return {
@@ -204,6 +224,11 @@ def cut_padding(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
+    """The longest prompt of the rows 1 and 0 has three of four tokens, the longest completion two.
+
+    `mm_token_type_ids` has a column for each of the four prompt and four completion tokens. So its
+    first column and its last two are cut.
+    """
     rows: Any = batch_rows.RowReader(three_rollouts()).take([1, 0])
     cut = cut_padding({**rows, "pixel_values": three_rollouts()["pixel_values"]})
     assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
@@ -224,8 +249,9 @@ def test_a_batch_of_empty_completions_keeps_a_column():
     assert cut_padding(batch)["completion_ids"].shape == (3, 1)
 
 
-# Whether groups of the batch and further ones have signal, slots, and the group in each slot;
-# further groups are counted on.
+# (for each group of the batch whether it has signal, the same for each further group, slots, the
+# number of the group in each slot). Further groups are numbered after those of the batch: with three
+# in the batch, for example, the second further group is number 4.
 SLOT_CASES = [
     ([True, False, False], [False, True, False], 3, [0, 4, 2]),
     ([True, False], [False, True, True, False], 4, [0, 1, 3, 4]),  # free slots come first
@@ -242,6 +268,7 @@ def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
 
 
 def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
+    """Groups of one rollout: 0 and 1 are the batch's, and 4 is the second of the further ones."""
     batch = three_rollouts()
     further = three_rollouts()
     grids = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 2]])
@@ -266,7 +293,8 @@ def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
     assert chosen["advantages"].tolist() == [1, -1, -1]
 
 
-# The ratios of two batches, and of both together.
+# (ratios of the first batch, of the second one, of both together): one for each token, then one for
+# each rollout
 JOINED_RATIO_CASES = [
     ([[2.0, 3]], [[4.0]], [[2, 3], [4, 1]]),
     ([[2.0]], [[4.0]], [[2], [4]]),
@@ -275,7 +303,10 @@ JOINED_RATIO_CASES = [
 
 @pytest.mark.parametrize(("first_ratio", "second_ratio", "expected"), JOINED_RATIO_CASES)
 def test_a_ratio_is_padded_with_what_changes_nothing(first_ratio, second_ratio, expected):
-    """TRL's VESPO takes its logarithm without a mask. A ratio of whole rollouts has one column."""
+    """Padding is 1, since TRL's VESPO takes the logarithm without a mask.
+
+    The ratio of a whole rollout has one column, which needs no padding.
+    """
 
     def first_row(ratio, length):
         """Return the first rollout with `length` tokens and this ratio."""
@@ -302,10 +333,16 @@ def make_batcher(
     room: MicroBatchRoom | None = None,
     **keys: Any,
 ):
-    """Return the batcher of a run of one process with groups of two.
+    """Return the batcher of a run of one process with groups of two rollouts.
 
-    A micro-batch has four rollouts, and a step four micro-batches. With `room` a micro-batch has as
-    many rollouts as fit into memory.
+    A micro-batch has four rollouts, and an optimizer step four micro-batches.
+
+    Args:
+        banks: have the images of the batches.
+        log: gets the logged figures.
+        every_row_counts: whether the loss has a term for which groups without signal count too.
+        room: if there is one, a micro-batch has as many rollouts as fit into memory.
+        keys: the keys of the config that differ.
     """
     sizes = {
         "num_generations": 2,
@@ -318,12 +355,13 @@ def make_batcher(
 
 
 def eight_groups(banks: ImageBanks, live: str) -> Batch:
-    """Return eight groups of two rollouts; those of the letters in `live` have signal.
+    """Return eight groups of two rollouts, of which those of the letters in `live` have signal.
 
-    A group has the letter of its image. Each rollout is one token longer than the one before.
+    Group "a" has the rollouts 0 and 1 and the image "a", and so on. Rollout n has n + 1 tokens. In a
+    group with signal its advantage is n + 1 too, with a minus sign for the second rollout.
     """
     images = "".join(2 * letter for letter in GROUP_LETTERS)
-    rows = rank_batch(banks, images, 16, 0)
+    rows = rank_batch(banks, images, completion=16, first=0)
     numbers = torch.arange(16)
     rows["completion_mask"] = (numbers <= numbers[:, None]).long()
     signs_PG = torch.zeros(8, 2)
@@ -335,20 +373,21 @@ def eight_groups(banks: ImageBanks, live: str) -> Batch:
 
 
 def rollout_numbers(micro_batches: list[Batch]) -> list[list[int]]:
-    """Return the numbers of each micro-batch's rollouts."""
+    """Return the numbers of each micro-batch's rollouts; an empty list for one without work."""
     return [micro["rollout_number"].tolist() if micro else [] for micro in micro_batches]
 
 
 def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all_that_is_theirs():
     banks = ImageBanks()
     log = dict[str, float]()
-    generation = eight_groups(banks, "bdeg")
-    micro_batches = make_batcher(banks=banks, log=log).split(generation, "0/0")
+    generation = eight_groups(banks, live="bdeg")
+    micro_batches = make_batcher(banks=banks, log=log).split(generation, FIRST_GENERATION)
+    # The groups g and e, then d and b.
     assert rollout_numbers(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
     assert log == {"adora/skipped_groups": 0.5, "adora/micro_batches": 2.0}
     for micro in micro_batches[2:]:
         numbers = micro["rollout_number"]
-        signs = 1 - 2 * (numbers % 2)
+        signs = 1 - 2 * (numbers % 2)  # minus for the second rollout of a group
         assert micro["advantages"].tolist() == (signs * (numbers + 1)).tolist()
         assert micro["completion_mask"].sum(dim=1).tolist() == (numbers + 1).tolist()
         width = micro["completion_ids"].size(1)
@@ -367,13 +406,17 @@ def letter_of(banks: ImageBanks, start: int) -> str:
 
 
 def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_signal(monkeypatch):
-    """Otherwise a rank would wait for ever in a pass that gathers weights.
+    """A rank with fewer micro-batches would leave the other waiting in a pass that gathers weights.
 
-    It takes the shortest of its groups without signal too.
+    Here one group has signal, and five have on the other rank. So the four shortest groups without
+    signal are learned from too.
     """
 
     def gather_with_five(on_this_rank: list[object]) -> list[object]:
-        """The other rank has five groups with signal, and as many tokens in each micro-batch."""
+        """Stand in for both gathers, of the number of groups and of tokens in each micro-batch.
+
+        The other rank has five groups with signal, and the same tokens as this one.
+        """
         (value,) = on_this_rank
         return [value, value if isinstance(value, list) else 5]
 
@@ -381,7 +424,7 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     two_ranks = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
     banks = ImageBanks()
     ours = make_batcher(banks=banks, accelerator=two_ranks, adora_stock_step=["spread_signal"])
-    micro_batches = ours.split(eight_groups(banks, "h"), "0/0")
+    micro_batches = ours.split(eight_groups(banks, "h"), FIRST_GENERATION)
     rows = rollout_numbers(micro_batches)
     learned = [row for rows_of_micro_batch in rows for row in rows_of_micro_batch]
     assert sorted(learned) == [*range(8), 14, 15]
@@ -397,13 +440,15 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
 def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows, sizes, losses):
     """TRL takes a mean over the rows of a micro-batch, so the loss is multiplied by their share.
 
-    Places without rollouts, which unfinished rollouts leave, do not count.
+    A micro-batch of two rows in place of four, for example, counts half. Places that unfinished
+    rollouts leave free do not count: with 12 rollouts of 16 there are three micro-batches, and the
+    step's loss is still divided by four, so each of them counts 4/3 as much.
     """
     banks = ImageBanks()
     loss = torch.tensor(3.0)
     generation = batch_rows.RowReader(eight_groups(banks, live)).take(range(rows))
     grpo = make_batcher(banks=banks, loss_type="grpo")
-    with_work = [micro for micro in grpo.split(generation, "0/0") if micro]
+    with_work = [micro for micro in grpo.split(generation, FIRST_GENERATION) if micro]
     assert [len(numbers) for numbers in rollout_numbers(with_work)] == sizes
     scaled = [float(loss * grpo.loss_weight(micro)) for micro in with_work]
     assert scaled == pytest.approx(losses)
@@ -414,10 +459,10 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows
 def test_which_groups_are_learned_from_and_where(subtests):
     """All groups are learned from where the loss has another term, or a key asks for it.
 
-    Where no group has signal, each step learns from the shortest.
+    Where no group has signal, each step learns from the shortest, which is the first one here.
     """
-    # Groups with signal, keys, rows of each micro-batch, and how many of the first rows are learned
-    # from.
+    # (letters of the groups with signal, keys, rows of each micro-batch, how many rollouts, counted
+    # from the first one, are learned from)
     cases: list[tuple[str, dict[str, Any], list[int], int]] = [
         ("a", {"every_row_counts": True}, [4, 4, 4, 4], 16),
         ("a", {"adora_stock_step": ["skip_zero_signal"]}, [4, 4, 4, 4], 16),
@@ -428,7 +473,7 @@ def test_which_groups_are_learned_from_and_where(subtests):
         with subtests.test(f"{live} {keys}"):
             banks = ImageBanks()
             micro_batches = make_batcher(banks=banks, **keys).split(
-                eight_groups(banks, live), "0/0"
+                eight_groups(banks, live), FIRST_GENERATION
             )
             rows = rollout_numbers(micro_batches)
             assert [len(rows_of_micro_batch) for rows_of_micro_batch in rows] == sizes
@@ -438,21 +483,19 @@ def test_which_groups_are_learned_from_and_where(subtests):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
-    """A row's weight in the step's loss does not depend on which rows share its micro-batch.
-
-    TRL takes a mean over the rows of a micro-batch, or divides by the tokens of the generation.
-    """
+    """A row's weight in the step's loss does not depend on which rows share its micro-batch."""
 
     def weights_of_rows(room: MicroBatchRoom | None, expected_count: int) -> dict[int, float]:
         """Return the weight of each rollout in the step's loss, by its number."""
         banks = ImageBanks()
         cutting_batcher = make_batcher(banks=banks, room=room, loss_type=loss_type)
-        micro_batches = cutting_batcher.split(eight_groups(banks, GROUP_LETTERS), "0/0")
+        micro_batches = cutting_batcher.split(eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION)
         with_work = [micro for micro in micro_batches if micro]
         assert len(with_work) == expected_count
         weights: dict[int, float] = {}
         for micro in with_work:
             rows = len(micro["advantages"])
+            # DAPO divides by the tokens of the generation, the others by the rows of the micro-batch.
             weight_in_mean = 1.0 if loss_type == "dapo" else 1 / rows
             for number in micro["rollout_number"].tolist():
                 weights[number] = weight_in_mean * float(cutting_batcher.loss_weight(micro))
@@ -471,7 +514,7 @@ def test_empty_micro_batches_come_first_in_each_step():
     log = dict[str, float]()
     two_a_step: dict[str, Any] = {"gradient_accumulation_steps": 2}
     filling_batcher = make_batcher(banks=banks, room=room_of_3b(longest=64), log=log, **two_a_step)
-    micro_batches = filling_batcher.split(eight_groups(banks, GROUP_LETTERS), "0/0")
+    micro_batches = filling_batcher.split(eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION)
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [0, 8, 0, 8]
     assert log["adora/micro_batches"] == 1
 
@@ -481,21 +524,25 @@ def test_the_key_cuts_by_the_number_of_rows():
     stock = make_batcher(
         banks=banks, room=room_of_3b(longest=64), adora_stock_step=["fill_micro_batches"]
     )
-    micro_batches = stock.split(eight_groups(banks, GROUP_LETTERS), "0/0")
+    micro_batches = stock.split(eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION)
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [4, 4, 4, 4]
 
 
-def units_of_equal_length(*counts):
-    """Return the units of each rank, `counts` many, all equally long."""
+def units_of_equal_length(*counts: int) -> list[dict[int, int]]:
+    """Return the tokens of each unit by its number, for each rank.
+
+    `counts`: how many units each rank has. For example, 0 and 2 give {} and {0: 10, 1: 10}.
+    """
     return [dict.fromkeys(range(count), 10) for count in counts]
 
 
-def sources_and_targets(moves):
-    """Return the ranks that give and get each unit."""
+def sources_and_targets(moves: list[UnitMove]) -> list[tuple[int, int]]:
+    """Return for each unit that moves the rank that gives it and the one that gets it."""
     return [(move.source, move.target) for move in moves]
 
 
 def test_moves_by_hand():
+    """Rank 1 with four units gives two of them to rank 0 with none, and so on."""
     assert sources_and_targets(plan_moves(units_of_equal_length(0, 4))) == [(1, 0), (1, 0)]
     assert plan_moves(units_of_equal_length(1, 2, 2)) == [], "no rank takes longer for it"
     assert sorted(sources_and_targets(plan_moves(units_of_equal_length(3, 0, 0)))) == [
@@ -511,7 +558,8 @@ def test_moves_by_hand():
 
 
 def test_a_long_unit_moves_to_where_it_meets_another_long_one():
-    """The tokens of each rank's units, by their numbers."""
+    """Ranks learn from their units at the same time, and a short one waits for a long one."""
+    # For each rank the tokens of its units, by their numbers.
     long_ones_on_one_rank = [{0: 90, 1: 100}, {0: 10, 1: 11}]
     assert plan_moves(long_ones_on_one_rank) == [
         UnitMove(source=0, unit=0, target=1),
@@ -524,7 +572,11 @@ def test_a_long_unit_moves_to_where_it_meets_another_long_one():
 
 
 def test_beside_the_longest_unit_goes_the_longest_that_is_left_on_any_rank():
-    """None is as long as 100, but with 60 beside it the long units are learned from in two rounds."""
+    """No other unit is as long as 100 tokens, but the 60 of the same rank come next to it.
+
+    Then the ranks learn from 100 and 60 tokens in the first round, from 60 and 30 in the second, and
+    from 30 and 30 in the third. Without a move the rounds would take 100, 60 and 60 tokens.
+    """
     one_rank_has_the_long_ones = [{0: 100, 1: 60, 2: 60}, {0: 30, 1: 30, 2: 30}]
     assert plan_moves(one_rank_has_the_long_ones) == [
         UnitMove(source=0, unit=1, target=1),
@@ -534,14 +586,18 @@ def test_beside_the_longest_unit_goes_the_longest_that_is_left_on_any_rank():
 
 @pytest.mark.parametrize("case", DRAWN_CASES)
 def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
-    """8 ranks, 16 groups of 8 on each, and where groups cannot move."""
+    """A rank's time is compared with that of a rank that never waits, which has the ratio 1.
+
+    There are 8 ranks with 16 groups of 8 rollouts. Groups move between ranks; each rank orders its
+    groups by length; each rank shuffles them.
+    """
     assert simulate(case, move_groups, trials=20) <= 1.16
     assert simulate(case, order_by_length, trials=20) <= 1.36
     assert simulate(case, shuffle_each_rank, trials=20) >= 1.45
     assert lockstep_ratio([[4, 2], [3, 3]]) == pytest.approx(7 / 6), "by hand"
 
 
-# for each rank the tokens of its units
+# For each rank the tokens of its units.
 TOKENS_OF_RANKS = st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=6)
 
 
@@ -567,15 +623,15 @@ def test_no_rank_learns_from_more_units_than_it_must_and_none_is_lost(ranks, min
         assert len(set(counts_after)) == 1
 
 
-def receive_nothing(plan, sending, rank):
-    """Stand in for an exchange in which nothing arrives."""
+def receive_nothing(plan: object, packed_units: object, rank: int) -> list[Any]:
+    """Stand in for an exchange between ranks in which nothing arrives at this one."""
     return []
 
 
 def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
     """The passes of a frozen vision tower gather weights, so all ranks make them together."""
     banks = ImageBanks()
-    batch = rank_batch(banks, "abab", 2, 0)
+    batch = rank_batch(banks, images="abab", completion=2, first=0)
     banks.of_training().features_due = False
     moves_between_others = [UnitMove(source=1, unit=0, target=2)]
     carry_out_moves(
@@ -591,13 +647,16 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
     assert banks.of_training().features_due
 
 
-# for each rank whether its six units have signal
+# For each rank whether its six units have signal.
 SIGNAL_OF_RANKS = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5)
 
 
 @given(SIGNAL_OF_RANKS, st.sampled_from([1, 2, 3, 6]))
 def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_units):
-    """The plan, the exchange and the choice of units work together, whatever has signal."""
+    """The plan, the exchange and the choice of units work together, whatever has signal.
+
+    A unit is one rollout here. Rank 0 has the rollouts 100 to 105, rank 1 has 200 to 205, and so on.
+    """
     tokens_by_rank = []
     for has_signal in ranks:
         with_signal = [number for number, signal in enumerate(has_signal) if signal]
@@ -606,7 +665,8 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_unit
     banks = [ImageBanks() for _ in ranks]
     batches = []
     for rank, has_signal in enumerate(ranks):
-        batch = rank_batch(banks[rank], "abcdef", 1, 100 * (rank + 1))
+        first = 100 * (rank + 1)
+        batch = rank_batch(banks[rank], images="abcdef", completion=1, first=first)
         batch["advantages"] = batch["advantages"] * torch.tensor(has_signal)
         batches.append(batch)
     sent: list[tuple[int, Any]] = []  # the target and the packed unit of every move
@@ -633,12 +693,13 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_unit
             exchange=exchange,
         )
 
-    # First all ranks send, since a rank may both give and get units.
+    # First all ranks send, since a rank may both give and get units. They do so with copies of their
+    # banks, which are then as before.
     for rank in range(len(ranks)):
         rebalance_rank(rank, copy.deepcopy(banks[rank]), record_sent)
     results = [rebalance_rank(rank, banks[rank], deliver) for rank in range(len(ranks))]
     units_per_rank = max(min_units, *(has_signal.count(True) for _, has_signal in results))
-    # Advantages other than 0 are all different, so they name the units with signal.
+    # An advantage other than 0 is the number of its rollout, so it names the unit.
     learned_advantages = []
     for batch, has_signal in results:
         chosen = choose_units(has_signal, units_per_rank, [1] * len(has_signal))
@@ -649,9 +710,16 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_unit
 
 
 def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
-    """Rank 0 has no unit with signal, rank 1 two units of two rollouts."""
+    """Rank 0 has the rollouts 0 to 3, and no unit with signal. Rank 1 has 10 to 13, in two units.
+
+    The second unit of rank 1, the rollouts 12 and 13 with the images "a" and "d", goes to rank 0,
+    which has "a" already. Its completions of three tokens make those of rank 0 wider by one.
+    """
     banks = [ImageBanks(), ImageBanks()]
-    batches = [rank_batch(banks[0], "abab", 2, 0), rank_batch(banks[1], "ccad", 3, 10)]
+    batches = [
+        rank_batch(banks[0], images="abab", completion=2, first=0),
+        rank_batch(banks[1], images="ccad", completion=3, first=10),
+    ]
     sent: list[Any] = []
 
     def send_to_rank_0(plan, packed_units, rank):

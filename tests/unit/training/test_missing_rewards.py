@@ -4,7 +4,6 @@ import asyncio
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,10 @@ def facts_of_rewards(
     """Return the facts of rollouts that two functions have rewarded.
 
     Args:
-        accuracy: the rewards of the first function; NaN for none.
-        judge: those of the second one.
+        accuracy: the rewards by the first function; NaN where it gave none.
+        judge: the rewards by the second function, likewise.
         weights: the weights of the two functions.
-        failed: the rollouts for which the judge's call failed.
+        failed: the numbers of the rollouts for which the judge's call failed.
         group_size: rollouts of a group.
     """
     reason_by_call = {(rollout, 1): "HTTP 503" for rollout in failed}
@@ -65,9 +64,9 @@ def summed_rewards(
 
 
 def test_a_failed_call_is_no_zero_and_a_rollout_that_is_left_alone_leaves_too():
-    """Only the judge's call for the first rollout has not failed.
+    """The judge has scored the first rollout of a group, and failed for the other three.
 
-    If the other three counted as 0, the first one would get an advantage for it.
+    If the other three counted as 0, the first one would get an advantage that it has not earned.
     """
     facts = facts_of_rewards([0.0] * 4, [0.5, NAN, NAN, NAN], failed=[1, 2, 3])
     assert summed_rewards(facts) == [None] * 4
@@ -84,7 +83,10 @@ def test_those_who_are_left_are_compared_with_each_other_alone():
 
 
 def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_does_not_apply():
-    """In TRL a function returns None for all rollouts of problems of another task."""
+    """The judge is silent on the whole first group, so its problem is of another task, as in TRL.
+
+    In the second group it scores three rollouts, so the fourth lacks its reward.
+    """
     facts = facts_of_rewards([1.0, 0.0, 1.0, 0.0] * 2, [NAN] * 4 + [1.0, 1.0, 0.0, NAN])
     assert summed_rewards(facts) == [1.0, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0, None]
     assert facts.missing_reasons[7] == "judge: None"
@@ -101,6 +103,7 @@ def test_a_call_that_failed_is_missing_even_where_it_failed_for_the_whole_group(
 
 
 def test_only_functions_with_a_weight_count():
+    """A reward that a function of weight 0 gives, or fails to give, changes nothing."""
     judge_without_weight = (1.0, 0.0)
     facts = facts_of_rewards(
         [1.0, 0.0, 1.0, 0.0], [NAN, 1.0, 0.0, 1.0], judge_without_weight, failed=[0]
@@ -113,7 +116,7 @@ def test_only_functions_with_a_weight_count():
 
 
 def test_a_group_of_one_is_whole():
-    """An evaluation may have one rollout a problem."""
+    """An evaluation may have one rollout a problem, so no other one has to be left beside it."""
     assert summed_rewards(facts_of_rewards([1.0, 0.0], [NAN, NAN], group_size=1)) == [1.0, 0.0]
 
 
@@ -122,8 +125,8 @@ def test_where_nothing_is_missing_trl_gets_what_it_gathered():
     assert torch.equal(counted_facts(both_BF, 8).counted_rewards_NF, both_BF)
 
 
-# The tokens of those who have left still stand in the number by which TRL divides. These methods
-# undo that division.
+# TRL divides the loss by the tokens of all rollouts, also of those that have left. These methods
+# multiply by that number, so their advantages are larger where rollouts have left.
 METHODS_THAT_WEIGH_BY_TOKENS = {"dapo", "daro"}
 METHOD_CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
 METHOD_CASES += [("adora", Adora(assign=assign)) for assign in ("random", "reversed", "rate")]
@@ -141,9 +144,10 @@ def test_a_group_that_some_have_left_is_the_group_of_the_others(subtests):
 
 
 def check_left_groups(name: str, options: Any, scale: str) -> None:
-    """Compare groups of eight that two rollouts have left with groups of the other six.
+    """Compare 30 groups of eight, which two rollouts have left, with 30 groups of the other six.
 
-    Of one more group all rollouts have left. Their advantages are 0.
+    The advantages of the six have to be equal, and those of the two have to be 0. There is one more
+    group, which all rollouts have left, so its advantages are 0 too.
     """
     generator = torch.Generator().manual_seed(1)
     values = torch.tensor([0.0, 0.1, 1.0], dtype=torch.float64)
@@ -167,7 +171,7 @@ def check_left_groups(name: str, options: Any, scale: str) -> None:
 
     rewards_PG = torch.full((31, 8), NAN, dtype=torch.float64)
     rewards_PG[:30].scatter_(1, remaining_PG, rewards_of_six_PG)
-    # Moved, so that the group that all have left is not the last one.
+    # The groups are moved by seven, so that the one that all have left is not the last one.
     moved_advantages_PG = advantages(
         rewards_PG.roll(7, dims=0), lengths_PG.roll(7, dims=0), surprisal_PG.roll(7, dims=0)
     )
@@ -189,6 +193,7 @@ def check_left_groups(name: str, options: Any, scale: str) -> None:
 
 
 def test_daro_learns_from_the_tokens_of_those_who_are_left():
+    """If the 1000 tokens of the two that have left counted, the loss would be much smaller."""
     rewards_PG = torch.tensor([[1.0, 0.0, NAN, NAN]])
     groups = Groups(
         rewards_PG, torch.tensor([[10, 30, 500, 500]]), torch.zeros(1, 4, dtype=torch.bool)
@@ -199,10 +204,12 @@ def test_daro_learns_from_the_tokens_of_those_who_are_left():
     assert pipeline.figures["daro/loss_2_of_4"] == size_of_both_advantages
 
 
-def test_figures_and_tokens_by_the_image_leave_them_out():
+def test_figures_and_signal_leave_them_out():
+    """Two rollouts have left the first group, and all have left the second."""
     lengths_PG = torch.tensor([[5.0, 7.0, 90.0, 90.0], [90.0] * 4])
-    groups = Groups(torch.tensor([[1.0, 0.0, NAN, NAN], [NAN] * 4]), lengths_PG, lengths_PG < 0)
-    weighting = weigh_groups(replace(groups, truncated_PG=torch.zeros_like(groups.truncated_PG)))
+    rewards_PG = torch.tensor([[1.0, 0.0, NAN, NAN], [NAN] * 4])
+    groups = Groups(rewards_PG, lengths_PG, truncated_PG=torch.zeros_like(lengths_PG).bool())
+    weighting = weigh_groups(groups)
     figures = adora_metrics(weighting)
     assert figures["pass_rate"] == 0.5
     assert figures["no_correct_share"] == 0.0
@@ -227,13 +234,14 @@ def test_figures_and_tokens_by_the_image_leave_them_out():
 
 
 def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
-    """Of four groups one has no reward and one has equal rewards.
+    """One of four groups has no rewards, and one has equal rewards.
 
-    TRL counts both, a half. Ours is one of the three groups with rewards.
+    TRL would count both and log 1/2. Ours is one of the three groups with rewards, 1/3.
     """
     rewards_BF = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, NAN, NAN]]).T
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1))
-    assessment = computer.assess(rollout_facts(rewards_BF, length_N=torch.ones(8)), 2, 0)
+    facts = rollout_facts(rewards_BF, length_N=torch.ones(8))
+    assessment = computer.assess(facts, group_size=2, step=0)
     assert assessment.equal_reward_share == pytest.approx(1 / 3)
 
 
@@ -248,16 +256,16 @@ async def flaky_async(completions: list[Any], **columns: Any) -> list[Any]:
 
 
 def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completion():
-    """Such exceptions come from `asyncio.gather(..., return_exceptions=True)`.
+    """A judge that uses `asyncio.gather(..., return_exceptions=True)` returns such exceptions.
 
-    The run goes on, and the reason is known.
+    The run goes on without these rewards, and records the reason.
     """
     guard = RewardGuard(step_context())
     function, async_function = guard.wrap_functions([flaky, flaky_async], ["flaky", "flaky_async"])
     assert function(completions=["fine", "lost", "?"]) == [1.0, None, None]
     assert asyncio.run(async_function(completions=["lost"])) == [None]
-    guard.check(0)
-    # By the numbers of the rollout and of the function.
+    guard.check(step=0)
+    # (number of the rollout, number of the function): the reason
     assert guard.take_failed_calls(3) == {
         (1, 0): "TimeoutError: after 60 s",
         (0, 1): "TimeoutError: after 60 s",
@@ -266,7 +274,10 @@ def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completi
 
 
 def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
-    """Rank 1 of 3, of four rollouts each, is looked at. A call on rank 0 failed too."""
+    """Rollouts are numbered over all ranks, of which each has four.
+
+    This is rank 1 of 3, so its second rollout has the number 5. A call on rank 0 failed too.
+    """
     guard = RewardGuard(step_context())
     (function,) = guard.wrap_functions([flaky], ["flaky"])
     function(completions=["fine", "lost", "fine", "fine"])
@@ -278,9 +289,9 @@ def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
 
 
 def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
-    """One machine may lack the key of a judge, say.
+    """One machine may lack the key of a judge, for example, so that its rank alone fails.
 
-    The other ranks must not wait for its rank in a collective call.
+    If that rank ended alone, the others would wait for it in a collective call.
     """
 
     def refuse(**arguments: Any) -> list[float]:
@@ -314,12 +325,13 @@ def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
     )
 
 
-# The file of a user with two reward functions.
+# A user's file with two reward functions for four groups of four rollouts. `flaky` lacks rewards in
+# different ways. `gone` has none in the second generation, until a file "back" lies beside it.
 USER_FILE = """
 from pathlib import Path
 
 def flaky(completions, prompts, trainer_state, **kwargs):
-    # By number of the group: nothing is missing, does not apply, two calls fail, three fail, one is None
+    # group 0: no reward is missing; 1: the function does not apply (None); 2 and 3: calls fail
     scores = []
     for row in range(len(completions)):
         group, rollout = divmod(row, 4)
@@ -347,10 +359,9 @@ def user_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(user_file, tmp_path, capsys):
     """A judge that cannot be reached leaves rollouts without a reward, and the run goes on.
 
-    Of four groups, the first has all rewards. The second is not scored by `flaky` (None) and has
-    its other reward alone. The third keeps two rollouts, and the last one, which cannot be compared
-    with any other and is left out too.
-    Advantages are those of the rollouts that are left.
+    The first of four groups has all rewards. In the second `flaky` scores none, so only the other
+    function counts. The third keeps two rollouts. The last keeps one, which cannot be compared with
+    any other and is left out too. Advantages are those of the rollouts that are left.
     """
     words = arguments(tmp_path / "run", save_strategy="no")
     assert (

@@ -65,6 +65,7 @@ from tests.support.step_context import step_context
 MAX_GROUPS = 6  # groups of a rank and generation
 GROUP_SIZE = 4  # rollouts of a group
 MAX_TOKENS = 400  # of a rollout
+RUN_SEED = 7
 IMAGE_TOKEN = 4
 LARGEST_TOKEN = 2**31 - 1  # that a checkpoint takes
 
@@ -88,6 +89,13 @@ class OneOfSeveral(OneProcess):
     """The accelerator of one of several processes, which are threads here."""
 
     def __init__(self, rank: int, parts: list[Any], meeting: Barrier) -> None:
+        """Build the accelerator of a rank.
+
+        Args:
+            rank: the number of the process.
+            parts: a place for the tensor of each process. All processes share the list.
+            meeting: lets no process pass before all have come to it.
+        """
         self.process_index = rank
         self.num_processes = len(parts)
         self._parts = parts
@@ -95,9 +103,9 @@ class OneOfSeveral(OneProcess):
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self._parts[self.process_index] = tensor
-        self._meeting.wait()
+        self._meeting.wait()  # until all tensors are there
         gathered = torch.cat(self._parts)
-        self._meeting.wait()
+        self._meeting.wait()  # until all have read them, since the next call replaces them
         return gathered
 
 
@@ -141,10 +149,11 @@ class CountingEngine:
         for request in requests:
             assert request.seed is not None
             assert request.max_tokens is not None
-            earlier_tokens = request.prompt_ids[1:]  # behind a prompt of one token
+            # A problem's prompt is one token. Behind it come those that the answer has already.
+            earlier_tokens = request.prompt_ids[1:]
             first_token = earlier_tokens[0] if earlier_tokens else request.seed & LARGEST_TOKEN
             length = self.length(first_token)
-            left = 10 * MAX_TOKENS  # where it never ends by itself
+            left = 10 * MAX_TOKENS  # more than may be sampled: it never ends by itself
             if length < MAX_TOKENS:
                 left = length - len(earlier_tokens)
             count = min(request.max_tokens, left)
@@ -161,7 +170,10 @@ class CountingEngine:
 
 
 class TurnsEngine(CountingEngine):
-    """An engine for tools: a turn, or a part of one, has the length that its own seed draws."""
+    """An engine for rollouts with tools: the seed of a request draws the length of its answer.
+
+    A request is for a whole turn, or for what a token budget has cut off from one.
+    """
 
     def sample(self, requests: list[SamplingRequest], prompts: Any) -> list[SamplingResult]:
         """Return a turn for each request; all its tokens are the seed."""
@@ -171,6 +183,7 @@ class TurnsEngine(CountingEngine):
             assert request.seed is not None
             assert request.max_tokens is not None
             assert request.max_tokens > 0
+            # The engine has to get each picture of a tool, which has one image token here.
             assert request.prompt_ids.count(IMAGE_TOKEN) == len(request.images)
             drawn_length = draw_length(request.seed)
             length = min(request.max_tokens, drawn_length)
@@ -207,7 +220,10 @@ class EngineAhead(CountingEngine, AsyncServerSampler):
 
 
 def rows_after(numbers: Sequence[int], distance: int) -> list[Row]:
-    """Return the rows of the generation `distance` after the one with these row numbers."""
+    """Return the rows of the generation `distance` after the one with these row numbers.
+
+    With six groups a generation, for example, the rows 12 to 17 come one generation after 6 to 11.
+    """
     later = [number + distance * MAX_GROUPS for number in numbers]
     rows: list[Any] = [{"id": f"0/{number}", ROW_NUMBER_COLUMN: number} for number in later]
     return rows
@@ -231,6 +247,7 @@ class PictureTools:
             return replace(rollout, finish_reason=FinishReason.CONTEXT)
         image = as_kept_image(Image.new("RGB", (28, 28 + rng.randrange(9))))
         picture = Picture(digest=image.digest, image=image, span=len(rollout.segments))
+        # A tool's tokens have no log-probabilities. 5 and 6 stand for words around the picture.
         answer = Segment(tokens=(5, IMAGE_TOKEN, 6), logps=None, step=step)
         return replace(
             rollout,
@@ -263,7 +280,8 @@ class StandInScorer:
     def score(self, generation: Generation, groups: Any) -> ScoredGroups:
         """Return the groups with their batch.
 
-        The facts have the number of the problem as the reward, and the rank as the prompt's length.
+        In the facts the reward of a rollout is the row number of its problem, and the length of its
+        prompt is the rank. Facts are gathered, so `assess` reads there which group is whose.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         row_numbers = [group.problem.row_number for group in groups for _ in group.rollouts]
@@ -286,7 +304,10 @@ class StandInScorer:
         return ScoredGroups(groups=groups, batch=batch, facts=facts, assessment=assessment)
 
     def assess(self, facts: RolloutFacts, group_size: int, step: int) -> GroupAssessment:
-        """Return which groups of all ranks have signal, by the numbers of their problems."""
+        """Return which groups of all ranks have signal, by row number and rank of their problems.
+
+        `facts` are what `score` has made, so rewards are row numbers and prompt lengths are ranks.
+        """
         numbers = facts.rewards_NF[::group_size, 0].int().tolist()
         ranks = facts.prompt_length_N[::group_size].int().tolist()
         nothing: Any = None
@@ -310,7 +331,14 @@ class LearnedGeneration:
 
     @property
     def rows(self) -> list[Row]:
+        """The row of each rollout's problem."""
         return [group.row for group in self.groups for _ in group.rollouts]
+
+    @property
+    def row_numbers(self) -> list[int]:
+        """The row number of each group's problem, which stands in place of its prompt."""
+        numbers: list[int] = self.batch["prompt_ids"][::GROUP_SIZE, 0].tolist()
+        return numbers
 
 
 def rollouts_of(learned: LearnedGeneration) -> list[list[int]]:
@@ -324,7 +352,11 @@ def learned_groups(run: SimulatedRun) -> list[list[RolloutGroup]]:
 
 
 def staged_trainer(run: Any, context: StepContext, scorer: StandInScorer) -> Any:
-    """Return a trainer without a policy that goes through the stages of a generation."""
+    """Return a trainer without a policy that goes through the stages of a generation.
+
+    Sampling, the pool and the refill are the real ones. The stages after them are stand-ins: a
+    scorer, and no weighing.
+    """
     trainer: Any = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)
     trainer.model = SimpleNamespace(training=True)
     trainer.state = run.state
@@ -365,10 +397,7 @@ class LearnedRollout(NamedTuple):
 
 
 class SimulatedRun:
-    """A training without a policy, of `steps` optimizer steps.
-
-    `updates`: how many of them learn from one generation.
-    """
+    """A training without a policy: generations are sampled, scored and forgotten."""
 
     def __init__(
         self,
@@ -379,7 +408,18 @@ class SimulatedRun:
         has_signal: Callable[[int, int], bool] = lambda number, rank: True,
         **rollouts: Any,
     ) -> None:
-        self.state, self.log = TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
+        """Build a run that has not begun.
+
+        Args:
+            steps: its optimizer steps.
+            accelerator: that of its process, by default the only one.
+            updates: how many optimizer steps learn from one generation.
+            tools: whether rollouts call tools, which answer with pictures.
+            has_signal: whether the group of a problem has signal, by row number and rank.
+            rollouts: the options of `adora_rollouts`. The token budget is 60 unless they say more.
+        """
+        self.state = TrainerState(max_steps=steps)
+        self.log: dict[str, float] = {}
         self.updates = updates
         options = RolloutOptions(**{"budget": 60, **rollouts})
         self.engine = EngineAhead(options.ahead) if options.ahead else CountingEngine()
@@ -393,17 +433,20 @@ class SimulatedRun:
             gradient_accumulation_steps=1,
             max_completion_length=MAX_TOKENS,
             use_vllm=True,
-            seed=7,
+            seed=RUN_SEED,
             vllm_importance_sampling_mode="token_truncate",
             adora_rollouts=options,
         )
         self.rank = context.accelerator.process_index
+        # A generation more than the run needs, so that what is sampled ahead has rows too.
         rows = [{"id": f"{self.rank}/{number}"} for number in range((steps + updates) * MAX_GROUPS)]
+        # Every prompt is the one token 1.
         images: Any = SimpleNamespace(
             prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
         )
         guard: Any = SimpleNamespace(refuse_unusable=lambda *_: None, guarding_servers=nullcontext)
         scorer = StandInScorer(context.accelerator, has_signal)
+        # An answer that is shorter than its limit has ended by itself.
         stop: Any = SimpleNamespace(has_stopped=lambda *_: True)
         if tools:
             self.engine = TurnsEngine()
@@ -417,6 +460,7 @@ class SimulatedRun:
             extensions=[],
             tool_loop=tool_loop,
         )
+        # No drift is measured: without a policy there are no log-probabilities to compare.
         pair: Any = SimpleNamespace(
             read_prompts=list,
             begin_sampling=lambda *_, **__: None,
@@ -440,8 +484,9 @@ class SimulatedRun:
         self.figures: list[dict[str, float]] = []
 
     def sample_next(self) -> LearnedGeneration:
-        """Return the next generation, sampled and scored."""
-        step = self.engine.step = self.state.global_step
+        """Return the next generation, sampled and scored. The step does not go on."""
+        step = self.state.global_step
+        self.engine.step = step
         rows: list[Any] = [
             {"id": f"{self.rank}/{number}", ROW_NUMBER_COLUMN: number}
             for number in range(step * MAX_GROUPS, (step + self.updates) * MAX_GROUPS)
@@ -475,20 +520,31 @@ class SimulatedRun:
 def unlimited_lengths(problem: str, updates: int = 1) -> list[int]:
     """Return the lengths of a problem's rollouts, as a run without a token budget samples them.
 
-    `problem`: rank and row number, such as `0/12`. `updates`: those of the run.
+    Args:
+        problem: rank and row number. With six groups a generation, for example, `0/8` is the
+            problem in slot 2 of generation 1 on rank 0.
+        updates: optimizer steps on a generation, which has so many times six groups.
     """
     rank, number = map(int, problem.split("/"))
     generation, slot_on_rank = divmod(number, MAX_GROUPS * updates)
     position = f"train/{generation * updates}/0"
-    slot = slot_on_rank + rank * MAX_GROUPS * updates
-    return [draw_length(rollout_seed(7, position, slot, member)) for member in range(GROUP_SIZE)]
+    slot = slot_on_rank + rank * MAX_GROUPS * updates  # counted over all ranks
+    lengths = []
+    for member in range(GROUP_SIZE):
+        first_seed = rollout_seed(RUN_SEED, position, slot, member)
+        lengths.append(draw_length(first_seed))
+    return lengths
 
 
 def check_learned_once(run: SimulatedRun, ended: bool = True) -> int:
     """Check that a run has learned from every group once, and from whole rollouts.
 
-    Groups may wait, unless the run has `ended`. Returns how many generations of problems have not
-    begun.
+    Groups may wait, unless the run has `ended`.
+
+    Returns:
+        How many generations' worth of problems did not begin, because unfinished groups took their
+        slots. For example, 40 generations of six groups in which 222 groups began: 222 fill 37
+        generations, so the result is 3.
     """
     problems = [rollout.problem for rollout in run.learned_rollouts[::GROUP_SIZE]]
     lengths = [len(rollout.tokens) for rollout in run.learned_rollouts]
@@ -506,7 +562,7 @@ def check_learned_once(run: SimulatedRun, ended: bool = True) -> int:
 
 @pytest.mark.parametrize("budget", [20, 60, 150, "auto"])
 def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
-    """Whatever the budget, lengths that are learned from are distributed as those of rollouts are."""
+    """Long rollouts are learned from as often as they are sampled, whatever the budget."""
     run = SimulatedRun(40, budget=budget).go_on()
     assert check_learned_once(run) <= 4
     assert max(run.sizes) == MAX_GROUPS
@@ -517,7 +573,8 @@ def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
 def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_once(tmp_path):
     """The result is equal to the bit, however often a run is killed.
 
-    Half of the runs die after they have sampled a generation, which is then sampled again.
+    After a few steps a run is saved, and another one goes on from there. In half of the cases the
+    first one has sampled the next generation before it is killed, and the second samples it again.
     """
     rng = random.Random(0)
     for case in range(12):
@@ -532,7 +589,7 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
             step = run.state.global_step
             check_learned_once(run, ended=step == steps)
             if step < steps and rng.random() < 0.5:
-                run.sample_next()
+                run.sample_next()  # and is killed before it learns from the generation
             folder = tmp_path / f"{case}-{step}"
             run.pool.save(folder)
             resumed_run = resume(run, folder, step, **keys)
@@ -570,6 +627,7 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
         for group in learned.groups
         if group.began < learned.generation.number
     ]
+    # Only with a budget do rollouts go on in a later generation.
     assert bool(groups_of_earlier_generations) is (budget is not None)
 
 
@@ -595,15 +653,20 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
         run.go_on()
         return [len(requests) for requests in run.engine.requests_of_calls]
 
-    of_several_turns, of_one_turn = run_on_two_ranks(request_counts)
-    assert len(of_several_turns) == len(of_one_turn) > 4
-    assert of_one_turn.count(0) == len(of_one_turn) - 4, "it takes part without any request"
-    assert of_several_turns.count(0) == 0
+    several_turns_counts, one_turn_counts = run_on_two_ranks(request_counts)
+    generations = 4  # one for each step
+    assert len(several_turns_counts) == len(one_turn_counts) > generations
+    further_turns = len(one_turn_counts) - generations
+    assert one_turn_counts.count(0) == further_turns, "it takes part without any request"
+    assert several_turns_counts.count(0) == 0
 
 
 @pytest.mark.parametrize(("tools", "budget"), [(True, None), (True, 40), (False, 40)])
 def test_the_engine_stays_awake_through_a_generation(tools, budget):
-    """However many turns and parts it samples: an engine that has slept needs all weights again."""
+    """An engine that has slept needs all weights again, so it sleeps once a generation.
+
+    A generation may have several calls: one for each turn, and for each part that a budget cuts off.
+    """
     run = SimulatedRun(4, tools=tools, budget=budget)
     events = list[str]()
     stock_sample = run.engine.sample
@@ -631,15 +694,19 @@ def test_the_engine_stays_awake_through_a_generation(tools, budget):
 
 
 def test_when_answers_get_short_again_no_group_waits_for_long():
-    """Where complete groups have no slot, fewer begin, and problems that were drawn come later.
+    """From step 30 on all new answers have 10 tokens, so more groups end than a generation takes.
 
-    From step 30 on all new answers have 10 tokens.
+    Then fewer groups begin, and the problems that were drawn for the others come later.
     """
     run = SimulatedRun(70, budget=60)
     length_by_seed = dict[int, int]()
-    run.engine.length = lambda seed: length_by_seed.setdefault(
-        seed, draw_length(seed) if run.engine.step < 30 else 10
-    )
+
+    def length_by_step(seed: int) -> int:
+        """Return the length of an answer, which does not change while it is sampled in parts."""
+        length = draw_length(seed) if run.engine.step < 30 else 10
+        return length_by_seed.setdefault(seed, length)
+
+    run.engine.length = length_by_step
     run.go_on()
     staleness = [figures["adora/staleness"] for figures in run.figures]
     assert sum(staleness[15:30]) / 15 > 1.5
@@ -666,7 +733,7 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
     for learned, requests in zip(run.learned, run.engine.requests_of_calls, strict=True):
         position = learned.generation.key.name
         seeds = [
-            rollout_seed(7, position, slot, member)
+            rollout_seed(RUN_SEED, position, slot, member)
             for slot in range(MAX_GROUPS)
             for member in range(GROUP_SIZE)
         ]
@@ -676,9 +743,9 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
 
 
 def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
-    """The engine's tokens are the step of its weights, and minus the step is their log-probability.
+    """A token is the step of the weights that sampled it, and minus the step its log-probability.
 
-    The first token of a part is a seed, which is larger.
+    Only the first token of each part that is sampled at once is a seed, which is larger.
     """
     run = SimulatedRun(20).go_on()
     rollouts_of_several_weights = 0
@@ -701,7 +768,11 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
 
 
 def test_segments_have_random_numbers_of_their_own_and_those_that_go_on_come_first_and_share_no_request():
-    """A rollout that goes on has a prompt of more than the one token of its problem."""
+    """No two requests have the same seed, also where they continue the same rollout.
+
+    In each call rollouts that go on come first, and none of them shares its request with others. A
+    rollout that goes on is known by its prompt, which is longer than the one token of a problem.
+    """
     engine = SimulatedRun(20).go_on().engine
     seeds = [request.seed for request in engine.all_requests]
     assert len(set(seeds)) == len(seeds)
@@ -715,6 +786,11 @@ def test_segments_have_random_numbers_of_their_own_and_those_that_go_on_come_fir
 
 
 def test_no_answer_is_older_than_it_may_be():
+    """An answer has one segment of its first generation, and one of each of `staleness` later ones.
+
+    A generation adds two segments where it has too few complete groups: it samples some unfinished
+    ones up to the budget, and then to their ends.
+    """
     for staleness in (1, 2):
         run = SimulatedRun(40, budget=20, staleness=staleness).go_on()
         groups = [group for learned in run.learned for group in learned.groups]
@@ -726,7 +802,7 @@ def test_no_answer_is_older_than_it_may_be():
 def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
     """Groups that are complete when a generation is requested may be used up before its turn.
 
-    Without any group there would be nothing to learn from, and the run would end.
+    A generation without new groups would then have nothing to learn from, and the run would end.
     """
     for budget in (20, 60, 150):
         for steps in (9, 24):
@@ -764,8 +840,13 @@ def test_the_figures_of_a_generation():
 
 
 def test_how_many_begin_and_have_to_be_complete():
-    """A generation has 8 slots here."""
-    # waiting groups, how many of them are complete, and remaining generations; then how many begin
+    """A generation has 8 slots here.
+
+    With 9 waiting groups of which 6 are complete, for example, two complete groups are more than half
+    of the slots, so only 6 groups begin. With 2 generations left there is room for 16 groups; 12
+    wait, so at most 4 begin.
+    """
+    # (waiting groups, complete ones of these, remaining generations): groups that begin
     begin_cases = {
         (0, 0, 9): 8,
         (3, 3, 9): 8,
@@ -786,14 +867,14 @@ def test_how_many_begin_and_have_to_be_complete():
         }
         assert count_groups_to_begin(**arguments) == begun
         assert count_groups_to_begin(**arguments, min_new_groups=4) == max(4, begun)
-    # groups, and remaining generations; then how many have to be complete now
+    # (groups that have begun, remaining generations): groups that have to be complete now
     complete_cases = {(8, 9): 2, (8, 1): 8, (11, 2): 3, (16, 2): 8, (1, 9): 1}
     for (groups, remaining), to_complete in complete_cases.items():
         assert groups_to_complete(groups, 8, remaining, min_groups=2) == to_complete
 
 
 def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer():
-    """A step has two generations here, and an epoch three.
+    """A step has two generations here, and an epoch three, so every other step has only one.
 
     With a wrong count groups would wait for a generation that does not come, and rollouts that are
     requested ahead would count as older than they are.
@@ -808,6 +889,7 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     )
     three_generations = range(3 * MAX_GROUPS)  # the rows of an epoch
     generations = GenerationNumbers(context, three_generations, is_numbered=True)
+    # (optimizer step, generation in it): in each epoch the first step has two, the second has one
     positions = (
         (0, 0),
         (0, 1),
@@ -817,22 +899,22 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
         (3, 0),
     )
     keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in positions]
-    ahead = [Generation(key=key, group_size=GROUP_SIZE) for key in keys]
-    assert [generations.count_remaining(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
-    for first, generation in enumerate(ahead):
-        later = [
-            generations.generation_after(generation, distance) for distance in range(7 - first)
-        ]
-        assert later.pop() is None
-        for number, following in enumerate(later, start=first):
+    all_generations = [Generation(key=key, group_size=GROUP_SIZE) for key in keys]
+    remaining = [generations.count_remaining(generation) for generation in all_generations]
+    assert remaining == [6, 5, 4, 3, 2, 1], "each counts itself"
+    for first, generation in enumerate(all_generations):
+        for number in range(first, len(keys)):
+            following = generations.generation_after(generation, distance=number - first)
             assert following is not None
             assert following.key == keys[number]
             assert following.number == number
+        after_the_last = generations.generation_after(generation, distance=len(keys) - first)
+        assert after_the_last is None
 
 
 def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     assert automatic_budget([], min_budget=7) is None
-    # The lengths of two generations. Nine of ten are at most 90.
+    # Two generations of 50 lengths: 1 to 98 and twice 180. Nine of ten are at most 90.
     long_tailed = [[*range(1, 50), 180], [*range(50, 99), 180]]
     assert automatic_budget(long_tailed, min_budget=7) == 90
     assert automatic_budget(long_tailed, min_budget=90) == 90
@@ -841,7 +923,8 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     lengths = [[len(tokens) for tokens in rollouts_of(generation)] for generation in run.learned]
     expected_budgets = []
     for step in range(20):
-        remembered_lengths = lengths[max(0, step - 4) : step]
+        remembered_lengths = lengths[max(0, step - 4) : step]  # of the last four generations
+        # An answer may take five generations: the first, and four by the default of `staleness`.
         budget = automatic_budget(remembered_lengths, min_budget=MAX_TOKENS // 5)
         expected_budgets.append(budget or MAX_TOKENS)
     assert budgets == expected_budgets
@@ -850,13 +933,15 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
 
 
 def test_the_automatic_budget_leaves_answers_whole_where_few_tokens_would_be_saved():
-    """A group that ends in a later generation is learned from later.
+    """A budget delays groups, so there is none where the longest answers are hardly longer than it.
 
-    The demo's workings have 35 to 50 tokens, and its limit is 60.
+    In the demo, for example, answers have 35 to 50 tokens, and the limit is 60.
     """
+    # Two generations of ten answers each. Nine of ten are at most 45, and the longest have 60.
     demo_lengths = [[9] * 9 + [60], [45] * 9 + [60]]
     assert automatic_budget(demo_lengths, min_budget=12) is None
-    long_tailed = [[9] * 9 + [75], [40] * 9 + [45]]  # the longest are 60 tokens on average
+    # Nine of ten are at most 40, and the longest of a generation have 60 tokens on average.
+    long_tailed = [[9] * 9 + [75], [40] * 9 + [45]]
     assert automatic_budget(long_tailed, min_budget=12) == 40
     assert automatic_budget(long_tailed, min_budget=40) == 40
     assert automatic_budget(long_tailed, min_budget=41) is None
@@ -906,7 +991,10 @@ def resume(
 
 
 def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_path, capsys):
-    """With the number of steps that the line names a run learns from all groups, and says nothing."""
+    """A run is saved at step 5 and resumed with 7 steps, which have room for two generations.
+
+    The line names a number of steps with which a run learns from all groups, and prints nothing.
+    """
     run = SimulatedRun(12, budget=20).go_on(until=5)
     run.pool.save(tmp_path)
     waiting = len(run.pool.state.waiting)
@@ -965,7 +1053,8 @@ def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path)
 def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_path):
     """A tool's answer is a segment without log-probabilities, also after a checkpoint.
 
-    It does not count in the seed of the next segment. A picture of two rollouts is written once.
+    The seed of the next segment counts only the policy's segments before it. A picture of two
+    rollouts is written once.
     """
     segments = (
         Segment(tokens=(5, 6), logps=(-0.5, None), step=3),
@@ -1012,61 +1101,80 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     assert loaded.seed(7, 1, part) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("budget", "refill", "signal_share"),
-    [(None, 4, 0.3), (None, 2, 0.0), (60, 4, 0.3), (None, 0, 0.3), (None, 2, 0.75)],
-)
-def test_groups_without_signal_are_replaced_by_those_of_further_problems(
-    budget, refill, signal_share
-):
-    """Further rounds are sampled until all groups have signal, or `refill` rounds are over.
+def signal_with_chance(chance: float) -> Callable[[int, int], bool]:
+    """Return a function that says whether a problem's group has signal.
 
-    With a budget groups that have not ended go on later. A round has half as many groups again as
-    are likely to be enough.
+    About a share `chance` of the problems has it, and a problem has it always or never.
     """
 
-    def has_signal(number: int, rank: int = 0) -> bool:
-        return random.Random(number).random() < signal_share
+    def has_signal(row_number: int, rank: int) -> bool:
+        return random.Random(row_number).random() < chance
 
-    run = SimulatedRun(3, budget=budget, refill=refill, has_signal=has_signal)
-    learned = run.sample_next()
-    row_numbers = learned.batch["prompt_ids"][::GROUP_SIZE, 0].tolist()
-    rounds = len(run.engine.requests_of_calls) - 1
-    positions_of_new_groups = set[str]()
+    return has_signal
+
+
+def rounds_with_new_groups(run: SimulatedRun) -> set[int]:
+    """Return the rounds of the first generation in which groups have begun.
+
+    Round 0 samples the generation itself, and the later ones further problems.
+    """
+    rounds = set()
     for request in run.engine.all_requests:
-        is_new = len(request.prompt_ids) == 1
+        is_new = len(request.prompt_ids) == 1  # one that goes on has tokens behind its prompt
         if is_new:
             problem: Any = request.group
-            positions_of_new_groups.add(problem.key.name)
-    if refill:
-        # With a budget the later rounds may only continue groups.
-        last_round = rounds if budget is None else 1
-        positions_of_rounds = {f"train/0/0/{attempt}" for attempt in range(1, last_round + 1)}
-        assert positions_of_rounds <= positions_of_new_groups
-    if budget:
-        assert run.pool.state.waiting
-        assert rounds >= 1
-        further_numbers = {*row_numbers} - {*range(MAX_GROUPS)}
-        assert further_numbers, "some further problems have ended already"
-    elif signal_share and refill:
-        assert all(map(has_signal, row_numbers))
-        assert len(row_numbers) == MAX_GROUPS
-        assert run.log["adora/refilled_groups"] > 0
-        assert rounds < refill + 1
-        with_signal = [has_signal(number) for number in range(MAX_GROUPS)].count(True)
-        missing = MAX_GROUPS - with_signal
-        groups_of_first_round = min(MAX_GROUPS, math.ceil(1.5 * missing * MAX_GROUPS / with_signal))
-        assert len(run.engine.requests_of_calls[1]) == groups_of_first_round * GROUP_SIZE
-        assert signal_share < 0.5 or groups_of_first_round < MAX_GROUPS
-        seed = "7/0/0/1/0"  # of the run, step, micro-batch, round and rank
-        drawn_rows = draw_further_rows(len(run.pool.rows), groups_of_first_round, seed)
-        assert {*row_numbers} & {*drawn_rows}
-        row_ids = [row["id"] for row in learned.rows[::GROUP_SIZE]]
-        assert row_ids == [f"0/{number}" for number in row_numbers]
-    else:
-        assert row_numbers == list(range(MAX_GROUPS))
-        assert rounds == refill
-        assert run.log.get("adora/refilled_groups", 0) == 0
+            rounds.add(problem.key.attempt)
+    return rounds
+
+
+@pytest.mark.parametrize(("refill", "signal_share"), [(4, 0.3), (2, 0.75)])
+def test_groups_without_signal_are_replaced_by_those_of_further_problems(refill, signal_share):
+    """Further rounds are sampled until all groups have signal, or `refill` rounds are over.
+
+    A round has half as many groups again as are enough on average, and at most a generation's. With
+    four of six groups with signal, for example, three further groups are enough for the missing
+    two, so 4.5 groups begin, rounded up.
+    """
+    has_signal = signal_with_chance(signal_share)
+    run = SimulatedRun(3, budget=None, refill=refill, has_signal=has_signal)
+    learned = run.sample_next()
+    row_numbers = learned.row_numbers
+    assert len(row_numbers) == MAX_GROUPS
+    assert all(has_signal(number, 0) for number in row_numbers)
+    assert [row["id"] for row in learned.rows[::GROUP_SIZE]] == [f"0/{row}" for row in row_numbers]
+    assert run.log["adora/refilled_groups"] > 0
+    further_rounds = len(run.engine.requests_of_calls) - 1
+    assert further_rounds <= refill
+    assert rounds_with_new_groups(run) == set(range(further_rounds + 1))
+    with_signal = [has_signal(number, 0) for number in range(MAX_GROUPS)].count(True)
+    missing = MAX_GROUPS - with_signal
+    groups_of_first_round = min(MAX_GROUPS, math.ceil(1.5 * missing * MAX_GROUPS / with_signal))
+    assert len(run.engine.requests_of_calls[1]) == groups_of_first_round * GROUP_SIZE
+    if signal_share > 0.5:
+        assert groups_of_first_round < MAX_GROUPS, "few are missing"
+    # The seed names the run's seed, step, micro-batch, round and rank.
+    seed = f"{RUN_SEED}/0/0/1/0"
+    drawn_rows = draw_further_rows(len(run.pool.rows), groups_of_first_round, seed)
+    assert {*row_numbers} & {*drawn_rows}
+
+
+@pytest.mark.parametrize(("refill", "signal_share"), [(2, 0.0), (0, 0.3)])
+def test_no_group_is_replaced_where_nothing_has_signal_or_no_round_is_allowed(refill, signal_share):
+    has_signal = signal_with_chance(signal_share)
+    run = SimulatedRun(3, budget=None, refill=refill, has_signal=has_signal)
+    assert run.sample_next().row_numbers == list(range(MAX_GROUPS))
+    assert len(run.engine.requests_of_calls) == 1 + refill
+    assert rounds_with_new_groups(run) == set(range(refill + 1))
+    assert run.log.get("adora/refilled_groups", 0) == 0
+
+
+def test_with_a_budget_groups_that_a_round_has_not_ended_go_on_later():
+    run = SimulatedRun(3, budget=60, refill=4, has_signal=signal_with_chance(0.3))
+    row_numbers = run.sample_next().row_numbers
+    assert {0, 1} <= rounds_with_new_groups(run), "later rounds may only continue groups"
+    assert run.pool.state.waiting
+    further_numbers = {*row_numbers} - {*range(MAX_GROUPS)}
+    assert further_numbers, "some further problems have ended already"
 
 
 def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_further_ones():

@@ -27,6 +27,8 @@ from tests.support.stand_ins import Processes, config_of
 from tests.support.step_context import step_context
 
 LAYERS = 4
+# About a group of 8 rollouts of 468 tokens, with a prompt of 1079, in one packed row. Attention reads
+# a copy of the prompt's keys for each rollout: 8 * (1079 + 468) keys are 12,376.
 PASS_SIZE = PassSize(
     rows=1,
     row_length=4800,
@@ -52,22 +54,35 @@ def three_billion() -> ModelShape:
     return model_shape(config_for_planning(THREE_B_MODEL)[0], peft_config=adapters)
 
 
-def recomputed_layers(model: PreTrainedModel, **keys: Any) -> RecomputedLayers:
-    """Return what decides how many layers a model recomputes.
+def recomputed_layers(
+    model: PreTrainedModel,
+    *,
+    card: Callable[[], CardBytes] | None = None,
+    shape: Callable[[], ModelShape] = three_billion,
+    sharding: Sharding | None = None,
+    accelerator: Processes | None = None,
+    log: dict[str, float] | None = None,
+    **keys: Any,
+) -> RecomputedLayers:
+    """Return the switch that decides how many layers a model recomputes.
 
-    `card`: returns the memory of its GPU; without it the model is on a CPU.
+    Args:
+        model: the policy.
+        card: returns the memory of its GPU; without it the model is on a CPU.
+        shape: returns the shape by which memory is predicted.
+        sharding: how the weights are divided among GPUs; by default they are not.
+        accelerator: that of the process, by default the only one.
+        log: gets the logged figures.
+        keys: the keys of the config, `adora_recompute` above all.
     """
-    card = keys.pop("card", None)
-    shape = keys.pop("shape", three_billion)
-    sharding = keys.pop("sharding", Sharding())
-    log = keys.pop("log", None)
-    accelerator = keys.pop("accelerator", Processes())
-    context = step_context(log, accelerator=accelerator, gradient_checkpointing=True, **keys)
+    context = step_context(
+        log, accelerator=accelerator or Processes(), gradient_checkpointing=True, **keys
+    )
     return RecomputedLayers(
         context,
         model=model,
         shape=shape,
-        sharding=sharding,
+        sharding=sharding or Sharding(),
         read_card=card,
     )
 
@@ -90,7 +105,7 @@ def gradients_of(model: Any, number: int | str) -> list[Tensor]:
 
 
 def test_gradients_are_equal_to_the_bit_however_many_layers_are_recomputed(subtests):
-    """Dropout of attention and of adapters too: a checkpoint draws again what its layer has drawn."""
+    """A layer with dropout draws the same again when it is recomputed, in attention and adapters."""
     adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.3)
     for dtype in (torch.float32, torch.float64):
         for name, model in {
@@ -120,6 +135,7 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
 
 
 def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
+    """All layers stay recomputed, and no figure is logged."""
     unchanged: dict[str, dict[str, Any]] = {
         "a CPU": {"adora_recompute": "auto"},
         "all": {"adora_recompute": "all", "card": lambda: CardBytes(80 * GIB, 80 * GIB)},
@@ -146,7 +162,7 @@ def test_a_run_without_gradient_checkpointing_gets_none():
         assert not any(layer.gradient_checkpointing for layer in recomputable_layers(model))
 
 
-def test_as_few_layers_as_leave_a_tenth_of_the_card_free():
+def test_as_few_layers_as_fit_into_the_free_memory():
     activation_memory = ActivationMemory(three_billion(), DtypeBytes(compute=2, residual=2))
     layers = activation_memory.shape.text.layers
     counts = []
@@ -176,7 +192,10 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     card_bytes = activation_memory.peak_bytes(PASS_SIZE, 0) * 4
 
     def bytes_for(count: int) -> int:
-        """Return the free memory with which a pass of `PASS_SIZE` recomputes so many layers."""
+        """Return the least free memory with which a pass of `PASS_SIZE` recomputes `count` layers.
+
+        A share of the card stays free, and the gradients of the pass need room beside it.
+        """
         peak_bytes = activation_memory.peak_bytes(PASS_SIZE, count)
         return peak_bytes + int(RESERVED_CARD_SHARE * card_bytes) + gradient_bytes
 
@@ -214,13 +233,14 @@ def test_all_ranks_recompute_what_the_fullest_needs():
         return torch.cat([count, torch.tensor([3])])
 
     ranks = Processes(num_processes=2, gather=gather)
+    ample_bytes = 10**15  # with which this rank alone would recompute no layer
     for sharding in (Sharding(processes=2), Sharding(processes=2, stage=3)):
         switch = recomputed_layers(
             model,
             shape=shape_of(model),
             sharding=sharding,
             accelerator=ranks,
-            card=lambda: CardBytes(10**15, 10**15),
+            card=lambda: CardBytes(ample_bytes, ample_bytes),
             adora_recompute="auto",
         )
         with switch.switched(PASS_SIZE):
@@ -229,7 +249,7 @@ def test_all_ranks_recompute_what_the_fullest_needs():
 
 
 class OutOfMemory(nn.Module):
-    """A policy that runs out of memory on its way back where a layer is not recomputed."""
+    """A policy whose backward pass runs out of memory, unless all layers are recomputed."""
 
     def __init__(self, model: Any, switch: RecomputedLayers, figures: dict[str, list[float]]):
         super().__init__()
@@ -260,7 +280,8 @@ class OutOfMemory(nn.Module):
 def policy_out_of_memory(total: int = 10**15, **keys: Any) -> OutOfMemory:
     """Return a policy whose first pass runs out of memory.
 
-    `total`: bytes of its GPU, of which gradients up to a share are copied before a pass.
+    `total`: the bytes of its GPU. Gradients that take at most a share of it are copied before a pass,
+    so that they can be restored.
     """
     model = language_model()
     switch = recomputed_layers(
@@ -282,10 +303,10 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
         # Two micro-batches of the step were learned from before.
         for parameter, gradient in zip(policy.model.parameters(), gradients, strict=True):
             parameter.grad = 2 * gradient
-    policy.figures["loss"].append(7.0)
+    policy.figures["loss"].append(7.0)  # of a micro-batch before this one
     policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
     assert policy.passes == 2
-    assert len(policy.figures["loss"]) == 2
+    assert len(policy.figures["loss"]) == 2, "the loss of the pass that failed is taken back"
     assert "out of the card's memory with 0 of 4 layers" in capsys.readouterr().out
     for parameter, gradient in zip(policy.model.parameters(), gradients, strict=True):
         expected = 2 * gradient + gradient if micro_batches == 3 else gradient
@@ -296,6 +317,7 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
 
 
 def test_a_process_among_several_does_not_go_back_alone(subtests):
+    """The others would wait for ever for its part of the pass that it has left."""
     two_ranks = Processes(num_processes=2)
     cases: dict[str, dict[str, Any]] = {
         "ranks": {"accelerator": two_ranks, "sharding": Sharding(processes=2)},
@@ -318,13 +340,14 @@ def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
 
 
 def test_gradients_that_no_pass_has_added_to_need_no_copy():
+    """Without room for a copy a snapshot only notices that a gradient has changed."""
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     before = GradientSnapshots([weight], max_copied_bytes=0)
     assert before.restore()
     weight.grad += 1
     assert not before.restore()
-    later = GradientSnapshots([weight], max_copied_bytes=12)
+    later = GradientSnapshots([weight], max_copied_bytes=weight.grad.nbytes)
     weight.grad += 1
     assert later.restore()
     assert weight.grad.tolist() == [2, 2, 2]

@@ -14,7 +14,11 @@ from tests.support.step_context import step_context
 
 
 def test_images_and_micro_batches_are_read_back_into_a_new_bank(tmp_path):
-    """A checkpoint holds plain values alone, so that torch reads it without running code."""
+    """A checkpoint holds plain values alone, so that torch reads it without running code.
+
+    The generation has two micro-batches with the same image of four patches. The first was learned
+    from before the checkpoint, so only the second is restored.
+    """
     context = step_context(
         per_device_train_batch_size=4,
         num_generations=4,
@@ -29,6 +33,7 @@ def test_images_and_micro_batches_are_read_back_into_a_new_bank(tmp_path):
     entry = saved.save(tmp_path, micro_step=1, micro_batches=[micro_batch, micro_batch], table="")
     (tmp_path / MANIFEST_FILE).write_text(json.dumps(entry))
     new_banks = ImageBanks()
+    # One patch of an evaluation is there already, so the restored ones are numbered from 1.
     new_banks.new("eval").store("another", patches[:1], torch.tensor([1, 1, 1]))
     restored = UnfinishedGeneration(context, new_banks).load(tmp_path)
     assert restored is not None
@@ -43,7 +48,10 @@ def test_images_and_micro_batches_are_read_back_into_a_new_bank(tmp_path):
 
 
 def test_a_resumed_run_forgets_the_restored_micro_batches_at_its_next_generation():
-    """They would lie on the card until the end of the run."""
+    """If they were kept, they would take memory of the GPU until the end of the run.
+
+    The run resumes at the second of two micro-batches, and the generation after it is sampled.
+    """
     context = step_context(
         per_device_train_batch_size=8, steps_per_generation=2, gradient_accumulation_steps=1
     )
@@ -62,6 +70,6 @@ def test_a_resumed_run_forgets_the_restored_micro_batches_at_its_next_generation
     trainer._sample_generation = lambda rows: [{"completion_ids": "new"}, {}]
     trainer.restore("checkpoint-1")
     assert trainer._prepare_inputs([]) == {"completion_ids": "restored"}
-    trainer._step = 2
+    trainer._step = 2  # the number of the next generation's first micro-batch
     assert trainer._prepare_inputs([]) == {"completion_ids": "new"}
     assert trainer._buffered_inputs == [{"completion_ids": "new"}, {}]
