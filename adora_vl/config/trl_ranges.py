@@ -72,6 +72,7 @@ TYPE_BY_TRL_KEY: dict[str, Any] = {
     ),
     "vllm_importance_sampling_clip_max": _Positive | None,
     "vllm_importance_sampling_clip_min": _NotNegative | None,
+    "pad_to_multiple_of": _Count | Literal["auto"] | None,
     "num_generations": Annotated[int, Field(ge=2)],
     "num_completions_to_print": Annotated[int, Field(ge=0)] | None,
     "max_steps": _Count | Literal[-1],

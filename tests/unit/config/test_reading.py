@@ -182,6 +182,7 @@ BAD_WORDS = {
     "--adora_mode off": "unknown key 'adora_mode'; did you mean 'adora_method.adora.mode'?",
     "--adora_rollouts.refil 2": "adora_rollouts: unknown option 'refil', it has refill, budget",
     "--adora_rollouts.refill -2": "adora_rollouts.refill: -2 is not a whole number of at least 0",
+    "--pad_to_multiple_of false": "pad_to_multiple_of: 'false' is not a whole number of at least 1 or auto or null",
     "--beta.x 1": "beta: {'x': 1} is not a number",
     "--zzzz 1": "command line: unknown key 'zzzz'",
     "--no_adora_self_chek": "command line: unknown key 'no_adora_self_chek'; did you mean 'adora_self_check'?",
