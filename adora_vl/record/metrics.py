@@ -99,8 +99,9 @@ def lines_of_resumed_run(
     for line in [*lines_of_file, *history_lines]:
         if line["step"] <= step and line["kind"] != "end":
             line_by_key.setdefault(_line_key(line), line)
-    # an evaluation of a step is logged before the step's own line
-    return sorted(line_by_key.values(), key=lambda line: (line["step"], line["kind"] != "eval"))
+    # Sorting leaves the lines of a step in their order. Our evaluations of a step are logged before
+    # its own line, and those of Transformers after it.
+    return sorted(line_by_key.values(), key=lambda line: line["step"])
 
 
 def end_run_from_checkpoint(

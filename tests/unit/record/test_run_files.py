@@ -281,16 +281,23 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     assert path.read_text() == ""
 
     history = [
+        {"step": 1, "eval_a": 0.5},
+        {"step": 1, "reward": 0.1},
         {"step": 2, "reward": 0.2},
-        {"step": 2, "eval_a": 1.0},
+        {"step": 2, "eval_reward": 1.0},
         {"step": 4, "reward": 0.4},
     ]
     # The line with which a run ends is dropped, since the resumed run goes on.
     end_line = make_line({"train_runtime": 9.0}, 3, "then")
     lines = lines_of_resumed_run([make_line({"reward": 0.25}, 2, "then"), end_line], history, 3)
-    assert [(line["step"], line["kind"]) for line in lines] == [(2, "eval"), (2, "train")]
-    assert lines[1]["reward"] == 0.25
-    assert lines[1]["time"] == "then"  # the file's own line comes first
+    assert [(line["step"], line["kind"]) for line in lines] == [
+        (1, "eval"),
+        (1, "train"),
+        (2, "train"),
+        (2, "eval"),
+    ], "in the order of the log"
+    assert lines[2]["reward"] == 0.25
+    assert lines[2]["time"] == "then"  # the file's own line comes first
 
 
 def test_figures_that_are_not_finite_are_null():
