@@ -4,10 +4,8 @@ Drift is the difference of their log-probabilities; the importance ratio correct
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -141,32 +139,20 @@ class RatioMetric(NamedTuple):
     """A metric of the importance ratio over the rollouts of all ranks."""
 
     name: str  # TRL's
-    value: float
+    value: float  # NaN, which the log leaves out, where nothing counts
     weight: float  # how many tokens or rollouts it is of
 
 
-_MEAN_RATIO = "sampling/importance_sampling_ratio/mean"
-# TRL's metrics of the ratio, and the function that combines the values of all ranks
-_COMBINE_BY_RATIO_METRIC: dict[str, Callable[[Sequence[float]], float]] = {
-    "sampling/sampling_logp_difference/mean": fmean,
-    "sampling/sampling_logp_difference/max": max,
-    "sampling/importance_sampling_ratio/min": min,
-    _MEAN_RATIO: fmean,
-    "sampling/importance_sampling_ratio/max": max,
-}
+def ratio_sums(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> Tensor:
+    """Return what the metrics of one rank's ratios are made of, (7,) float64.
 
-
-def ratio_metrics_of_rank(
-    ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor
-) -> Tensor:
-    """Return this rank's values of the five metrics in `_COMBINE_BY_RATIO_METRIC`, (5,).
-
-    They are the mean and the largest difference of log-probabilities, and the smallest, mean and
-    largest ratio. A metric of nothing is 0.
+    They are sum, count and largest value of the differences of log-probabilities, then sum, count,
+    smallest and largest value of the ratios. Ranks have different numbers of tokens, so their
+    means could not be merged, but these can (`merge_ratio_sums`).
 
     A rollout counts, with all of its tokens, if the engine gave a log-probability for at least one
-    of them. As in TRL a token without one has the ratio 1. Values that do not count become NaN, or
-    the neutral value of the reduction, since indexing with a mask would wait for the GPU.
+    of them. As in TRL a token without one has the ratio 1. What does not count is replaced, since
+    indexing with a mask would wait for the GPU.
 
     Args:
         ratio: (B, C), or (B, 1) for a ratio of sequences.
@@ -180,16 +166,41 @@ def ratio_metrics_of_rank(
     # engine has seen other images than the policy has no log-probabilities, and does not count.
     row_counts_B1 = has_engine_logp_B1 | ~in_loss_BC.any(dim=1, keepdim=True)
     token_counts_BC = in_loss_BC & row_counts_B1
-    gaps_BC = torch.where(token_counts_BC, (logps_BC - sampling_BC).abs(), torch.nan)
+    gaps_BC = (logps_BC - sampling_BC).abs().double()
+    gap_counts_BC = token_counts_BC & ~gaps_BC.isnan()
+    counted_gaps_BC = torch.where(gap_counts_BC, gaps_BC, 0.0)
     is_per_token = ratio.size(1) > 1
     ratio_counts = token_counts_BC if is_per_token else row_counts_B1
-    ratios = torch.where(ratio_counts, ratio, torch.nan)
-    largest_gap = gaps_BC.nan_to_num(nan=0.0, posinf=torch.inf).amax()
-    smallest_ratio = ratios.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
-    smallest_ratio = torch.where(ratios.isnan().all(), torch.nan, smallest_ratio)
-    largest_ratio = ratios.nan_to_num(nan=0.0, posinf=torch.inf).amax()
-    metrics = [gaps_BC.nanmean(), largest_gap, smallest_ratio, ratios.nanmean(), largest_ratio]
-    return torch.stack(metrics).nan_to_num(nan=0.0, posinf=torch.inf)
+    ratio = ratio.double()
+    counted_ratios = torch.where(ratio_counts, ratio, 0.0)
+    sums = [
+        counted_gaps_BC.sum(),
+        gap_counts_BC.sum().double(),
+        counted_gaps_BC.amax(),
+        counted_ratios.sum(),
+        ratio_counts.sum().double(),
+        torch.where(ratio_counts, ratio, torch.inf).amin(),
+        counted_ratios.amax(),
+    ]
+    return torch.stack(sums)
+
+
+def merge_ratio_sums(sums_R7: Tensor) -> list[RatioMetric]:
+    """Return TRL's metrics of the ratio from the sums of each rank, (ranks, 7)."""
+    columns = [list(column) for column in zip(*sums_R7.tolist(), strict=True)]
+    gap_sums, gap_counts, largest_gaps, totals, ratio_counts, smallest, largest = columns
+    gap_count = sum(gap_counts)
+    ratio_count = sum(ratio_counts)
+    mean_gap = sum(gap_sums) / max(gap_count, 1)
+    mean_ratio = sum(totals) / max(ratio_count, 1)
+    metrics = [
+        RatioMetric("sampling/sampling_logp_difference/mean", mean_gap, gap_count),
+        RatioMetric("sampling/sampling_logp_difference/max", max(largest_gaps), gap_count),
+        RatioMetric("sampling/importance_sampling_ratio/min", min(smallest), ratio_count),
+        RatioMetric("sampling/importance_sampling_ratio/mean", mean_ratio, ratio_count),
+        RatioMetric("sampling/importance_sampling_ratio/max", max(largest), ratio_count),
+    ]
+    return [metric if metric.weight else metric._replace(value=math.nan) for metric in metrics]
 
 
 class ImportanceRatio:
@@ -228,20 +239,5 @@ class ImportanceRatio:
             clip_max=config.vllm_importance_sampling_clip_max,
         )
         batch["importance_sampling_ratio"] = ratio
-        metrics_5 = ratio_metrics_of_rank(
-            ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC
-        )
-        # One gather for the metrics and for the number of tokens behind them, of R ranks.
-        gathered_R6 = self.accelerator.gather(torch.cat([metrics_5, mask_BC.sum()[None]])[None])
-        values_of_ranks = gathered_R6.T.tolist()
-        token_count = sum(values_of_ranks.pop())
-        rollout_count = len(ratio) * len(gathered_R6)
-        has_one_ratio_per_rollout = config.vllm_importance_sampling_mode.startswith("sequence")
-        metrics = []
-        for (name, combine), values in zip(
-            _COMBINE_BY_RATIO_METRIC.items(), values_of_ranks, strict=True
-        ):
-            is_over_rollouts = has_one_ratio_per_rollout and name == _MEAN_RATIO
-            weight = rollout_count if is_over_rollouts else token_count
-            metrics.append(RatioMetric(name=name, value=combine(values), weight=weight))
-        return metrics
+        sums_7 = ratio_sums(ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC)
+        return merge_ratio_sums(self.accelerator.gather(sums_7[None]))

@@ -156,7 +156,7 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     assert value_by_metric["importance_sampling_ratio/max"] == pytest.approx(0.5)
     assert len(value_by_metric) == 5
     assert value_by_metric["sampling_logp_difference/max"] == pytest.approx(math.log(8))
-    assert {metric.weight for metric in metrics} == {7}, "the tokens of the loss"
+    assert {metric.weight for metric in metrics} == {3}, "the tokens that were compared"
     for stale_counts in (
         [0, 0],
         [3, 4],
@@ -164,3 +164,43 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
         batch_with_stale_tokens: Any = {**micro, "stale_tokens": torch.tensor(stale_counts)}
         ratio.add_to_batch(batch_with_stale_tokens, logps)
         assert torch.equal(batch_with_stale_tokens["importance_sampling_ratio"], ratio_BC)
+
+
+def ratio_sums_of_rank(engine_logps: list[list[float]], mask: list[list[int]]) -> torch.Tensor:
+    """The sums of a rank's ratios for each token, with a policy that is sure of all of them."""
+    engine_BC = torch.tensor(engine_logps)
+    mask_BC = torch.tensor(mask)
+    logps_BC = torch.zeros_like(engine_BC)
+    ratio_BC = importance.importance_ratio(
+        logps_BC, engine_BC, mask_BC, mode="token_truncate", clip_min=None, clip_max=None
+    )
+    return importance.ratio_sums(ratio_BC, logps_BC, engine_BC, mask_BC)
+
+
+def test_metrics_of_the_ratio_are_over_tokens_and_not_over_ranks():
+    """The second rank has one token, whose difference and ratio are larger."""
+    log_2 = math.log(2)
+    of_rank_0 = ratio_sums_of_rank([[0.0, 0.0, -log_2]], mask=[[1, 1, 1]])
+    of_rank_1 = ratio_sums_of_rank([[-3 * log_2, -9.0, -9.0]], mask=[[1, 0, 0]])
+    metrics = importance.merge_ratio_sums(torch.stack([of_rank_0, of_rank_1]))
+    assert {metric.weight for metric in metrics} == {4}
+    value_by_name = {metric.name.removeprefix("sampling/"): metric.value for metric in metrics}
+    assert value_by_name == {
+        "sampling_logp_difference/mean": pytest.approx(log_2),
+        "sampling_logp_difference/max": pytest.approx(3 * log_2),
+        "importance_sampling_ratio/min": 1,
+        "importance_sampling_ratio/mean": pytest.approx((1 + 1 + 2 + 8) / 4),
+        "importance_sampling_ratio/max": pytest.approx(8),
+    }
+
+
+def test_a_rank_that_can_compare_nothing_does_not_lower_the_metrics_of_the_others():
+    """Its rollouts have seen other images, so that the engine's scores are missing."""
+    of_rank_0 = ratio_sums_of_rank([[math.nan, math.nan]], mask=[[1, 1]])
+    of_rank_1 = ratio_sums_of_rank([[-1.0, -1.0]], mask=[[1, 1]])
+    for metric in importance.merge_ratio_sums(torch.stack([of_rank_0, of_rank_1])):
+        assert metric.value >= 1
+        assert metric.weight == 2
+    for metric in importance.merge_ratio_sums(of_rank_0[None]):
+        assert math.isnan(metric.value)
+        assert metric.weight == 0
