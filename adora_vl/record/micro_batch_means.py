@@ -1,5 +1,6 @@
 """Joins the figures of micro-batches, as if all of their rollouts had shared one."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -19,6 +20,8 @@ _MEANS_OF_RATIOS = (
     "cispo_clip_ratio",
 )
 _MEANS_OVER_ROLLOUTS = ("vespo/phi_seq_mean",)
+# The smallest and the largest share of a rollout's tokens that are clipped.
+_EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")
 # A mean over rollouts or tokens, as the loss is.
 _POLICY_LOSS = "policy_loss"
 
@@ -65,7 +68,7 @@ class MicroBatchMeans:
         """Add a figure of some rollouts, and replace its value in the log by that of all of them.
 
         All are those that were added since `begin`. Their value is the mean by weight; it is the
-        smallest or largest value where the name ends in `/min` or `/max`.
+        smallest or largest value where the name ends in `min` or `max`.
 
         Args:
             name: its name in the log.
@@ -99,7 +102,13 @@ class MicroBatchMeans:
         Inside the block TRL appends a value to each metric. It is taken out again afterwards, and
         added with the number of tokens or rollouts that it is a mean of.
         """
-        names = (*_MEANS_OVER_TOKENS, *_MEANS_OF_RATIOS, *_MEANS_OVER_ROLLOUTS, _POLICY_LOSS)
+        names = (
+            *_MEANS_OVER_TOKENS,
+            *_MEANS_OF_RATIOS,
+            *_MEANS_OVER_ROLLOUTS,
+            *_EXTREMES,
+            _POLICY_LOSS,
+        )
         count_by_name = {name: len(self._metrics.get(name, ())) for name in names}
         yield
         row_count = len(micro["completion_mask"])
@@ -113,14 +122,19 @@ class MicroBatchMeans:
 
 
 def _joined(name: str, parts: list[_Part]) -> float:
-    """Return the figure of all rollouts from those of their parts."""
-    values = [part.value for part in parts]
-    if name.endswith("/min"):
-        return min(values)
-    if name.endswith("/max"):
-        return max(values)
-    total_weight = sum(part.weight for part in parts)
-    if not total_weight:
-        return sum(values) / len(values)
+    """Return the figure of all rollouts from those of their parts.
+
+    It is NaN, which the log leaves out, where no part has anything that counts: TRL's 0 of such a
+    part would lower the mean over the generations of a step.
+    """
     # A part without weight may have NaN, as a mean over nothing.
-    return sum(part.value * part.weight for part in parts if part.weight) / total_weight
+    counted_parts = [part for part in parts if part.weight]
+    if not counted_parts:
+        return math.nan
+    values = [part.value for part in counted_parts]
+    if name.endswith(("/min", "_min")):
+        return min(values)
+    if name.endswith(("/max", "_max")):
+        return max(values)
+    total_weight = sum(part.weight for part in counted_parts)
+    return sum(part.value * part.weight for part in counted_parts) / total_weight

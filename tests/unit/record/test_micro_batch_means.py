@@ -102,3 +102,28 @@ def test_micro_batches_without_a_token_of_the_loss_do_not_hide_the_others():
         (micro_batch(rows=2, tokens=5), {"entropy": 2.0}),
     )
     assert metrics["entropy"] == [2.0]
+
+
+def test_the_most_clipped_rollout_of_a_step_is_that_of_all_its_micro_batches():
+    """A mean over micro-batches would depend on how the rows are divided."""
+    low = "clip_ratio/low_min"
+    high = "clip_ratio/high_max"
+    metrics = logged(
+        {},
+        (micro_batch(rows=2, tokens=30), {low: 0.2, high: 0.1}),
+        (micro_batch(rows=2, tokens=10), {low: 0.1, high: 0.5}),
+        (micro_batch(rows=2, tokens=0), {low: math.nan, high: math.nan}),
+    )
+    assert metrics == {low: [0.1], high: [0.5]}
+
+
+def test_a_generation_of_masked_answers_is_left_out_of_the_mean_of_a_step():
+    """TRL's loss logs 0 of a micro-batch without a token, as where all answers are truncated."""
+    metrics: Metrics = defaultdict(list)
+    means = MicroBatchMeans(config_of(), metrics)
+    for tokens, entropy in ((0, 0.0), (5, 2.0)):
+        means.begin()
+        with means.joining(micro_batch(rows=2, tokens=tokens)):
+            metrics["entropy"].append(entropy)
+    assert math.isnan(metrics["entropy"][0])
+    assert metrics["entropy"][1] == 2.0
