@@ -162,10 +162,10 @@ class StepParts:
     def generation_sampler(self) -> GenerationSampler:
         """Stages 1 to 3: draws, schedules and samples the groups of a generation."""
         return GenerationSampler(
-            self.context,
+            context=self.context,
             pool=self.pool,
             group_sampler=GroupSampler(
-                self.context,
+                context=self.context,
                 prompt_reader=self.prompt_reader,
                 sampler=self.sampler,
                 stop_criteria=self._stop_criteria,

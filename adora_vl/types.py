@@ -171,24 +171,21 @@ class HostRows:
         Their prompts lose the columns before `first_column`, which are padding in all of these rows.
         """
         rows = list(rows)
-        prompt_token_types = None
-        policy_mask = None
-        completion_token_types = None
-        if self.prompt_token_types is not None:
-            prompt_token_types = self.prompt_token_types[rows, first_column:]
-        if self.policy_mask is not None:
-            policy_mask = self.policy_mask[rows]
-        if self.completion_token_types is not None:
-            completion_token_types = self.completion_token_types[rows]
+        types = self.prompt_token_types
         return HostRows(
             prompt_ids=self.prompt_ids[rows, first_column:],
             prompt_mask=self.prompt_mask[rows, first_column:],
-            prompt_token_types=prompt_token_types,
+            prompt_token_types=None if types is None else types[rows, first_column:],
             completion_lengths=[self.completion_lengths[row] for row in rows],
             images=[self.images[row] for row in rows],
-            policy_mask=policy_mask,
-            completion_token_types=completion_token_types,
+            policy_mask=_rows_of(self.policy_mask, rows),
+            completion_token_types=_rows_of(self.completion_token_types, rows),
         )
+
+
+def _rows_of(column: Tensor | None, rows: list[int]) -> Tensor | None:
+    """Return these rows of a column; None of a column that there is not."""
+    return None if column is None else column[rows]
 
 
 def _split_token_types(

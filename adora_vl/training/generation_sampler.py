@@ -61,48 +61,34 @@ class DrawnGeneration(NamedTuple):
     groups: list[RolloutGroup]
 
 
+@dataclass(kw_only=True)
 class GenerationSampler:
     """Draws, schedules and samples the groups of generations.
 
     The methods are collective: every rank calls each of them, in the same order.
     """
 
-    def __init__(
-        self,
-        context: StepContext,
-        pool: Pool,
-        group_sampler: GroupSampler,
-        guard: GenerationGuard,
-        phase: Callable[[str], AbstractContextManager[None]],
-        environments: Environments | None,
-        upcoming_rows: Callable[[Sequence[int], int], list[Row]],
-        drift_check: LateDriftCheck,
-    ) -> None:
-        """Build a sampler of generations.
+    context: StepContext
+    pool: Pool
+    """Remembers the groups that were not learned from yet, and decides which begin."""
+    group_sampler: GroupSampler
+    """Samples the rollouts of groups."""
+    guard: GenerationGuard
+    """Ends the run, with a checkpoint, where a row cannot be read or no server is left."""
+    phase: Callable[[str], AbstractContextManager[None]]
+    """Returns a context in which the seconds count as those of the named phase."""
+    environments: Environments | None
+    """Gives each rollout an environment; None in a run without environments."""
+    upcoming_rows: Callable[[Sequence[int], int], list[Row]]
+    """Returns the rows of a later generation, as `UpcomingRows.rows_after` does."""
+    drift_check: LateDriftCheck
+    """Compares the servers' log-probabilities with the policy's. It is used where servers sample
+    generations ahead, so that no rollout is by the present weights."""
 
-        Args:
-            context: accelerator, config, log and state, which every part of a training step gets.
-            pool: remembers the groups that were not learned from yet, and decides which begin.
-            group_sampler: samples the rollouts of groups.
-            guard: ends the run, with a checkpoint, where a row cannot be read or no server is left.
-            phase: returns a context in which the seconds count as those of the named phase.
-            environments: gives each rollout an environment; None in a run without environments.
-            upcoming_rows: returns the rows of a later generation, as `UpcomingRows.rows_after` does.
-            drift_check: compares the servers' log-probabilities with the policy's. It is used where
-                servers sample generations ahead, so that no rollout is by the present weights.
-        """
-        self.accelerator = context.accelerator
-        self.config = context.config
-        self.log = context.log
-        self.pool = pool
-        self.group_sampler = group_sampler
-        self.guard = guard
-        self.phase = phase
-        self.environments = environments
-        self.upcoming_rows = upcoming_rows
-        self.drift_check = drift_check
-        # How many generations servers sample before the policy learns from the present one.
-        self.generations_ahead = pool.generations_ahead
+    @property
+    def generations_ahead(self) -> int:
+        """How many generations servers sample before the policy learns from the present one."""
+        return self.pool.generations_ahead
 
     @property
     def sampler(self) -> Sampler:
@@ -130,7 +116,7 @@ class GenerationSampler:
             policy_makes_passes: whether the policy makes a pass after each batch. It needs the
                 engine's memory then, so the engine sleeps between batches.
         """
-        if policy_makes_passes or not self.config.adora_rollouts.refill:
+        if policy_makes_passes or not self.context.config.adora_rollouts.refill:
             return nullcontext()
         return self.sampler.awake()
 
@@ -150,7 +136,7 @@ class GenerationSampler:
             rows,
             generation.key,
             began_in=generation.number,
-            first_row_number=self.accelerator.process_index * len(rows),
+            first_row_number=self.context.accelerator.process_index * len(rows),
             group_size=generation.group_size,
         )
         return self._enter_environments(groups, generation.key.step, begins_generation=True)
@@ -225,7 +211,7 @@ class GenerationSampler:
         self.pool.drop_first_pending()
         if isinstance(self.sampler, AsyncServerSampler):
             for name, seconds in self.sampler.pop_seconds_waited().items():
-                self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
+                self.context.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
         return groups
 
     def sample_all(self, generation: Generation, groups: list[RolloutGroup]) -> list[RolloutGroup]:
@@ -381,7 +367,7 @@ class GenerationSampler:
             rows,
             later.key,
             began_in=generation.number,
-            first_row_number=self.accelerator.process_index * len(rows),
+            first_row_number=self.context.accelerator.process_index * len(rows),
             group_size=later.group_size,
         )
         return DrawnGeneration(generation=later, groups=groups)
@@ -416,7 +402,7 @@ class GenerationSampler:
         self.guard.refuse_unusable(rows, generation.key.step)
         empty_rollouts = (Rollout(),) * generation.group_size
         # Slots are numbered over all ranks. Each rank has `pool.max_groups` numbers of its own.
-        first_slot = self.accelerator.process_index * self.pool.max_groups
+        first_slot = self.context.accelerator.process_index * self.pool.max_groups
         groups = [
             RolloutGroup(
                 problem=DrawnProblem(row_number=row_number, key=generation.key, slot=slot),
@@ -441,6 +427,6 @@ class GenerationSampler:
         if self.environments is not None:
             with self.guard.guarding_user_code(step):
                 groups = self.environments.reset_for_groups(
-                    groups, self.config.seed, begins_generation=begins_generation
+                    groups, self.context.config.seed, begins_generation=begins_generation
                 )
         return groups

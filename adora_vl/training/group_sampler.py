@@ -94,43 +94,26 @@ class RequestParts:
     """Tokens that the policy had sampled before this generation."""
 
 
+@dataclass(kw_only=True)
 class GroupSampler:
     """Samples the unfinished rollouts of groups, with all their turns.
 
     The methods are collective: every rank calls each of them, also without any group.
     """
 
-    def __init__(
-        self,
-        context: StepContext,
-        prompt_reader: PromptReader,
-        sampler: Sampler,
-        stop_criteria: StopCriteria,
-        extensions: Sequence[Extension],
-        tool_loop: ToolLoop | None,
-        server_context: int | None = None,
-    ) -> None:
-        """Build a sampler of groups.
-
-        Args:
-            context: accelerator, config, log and state, which every part of a training step gets.
-            prompt_reader: tokenizes prompts and processes their images.
-            sampler: samples the rollouts with an engine, with servers or with Transformers.
-            stop_criteria: say whether a turn has ended by itself.
-            extensions: of the run, in their order; they may show the engine other images.
-            tool_loop: runs the tools that a turn calls, and appends their answers; None without
-                tools.
-            server_context: how many tokens of a prompt with its completion the servers take. None
-                without servers: an engine of this process ends a rollout there by itself.
-        """
-        self.accelerator = context.accelerator
-        self.config = context.config
-        self.prompt_reader = prompt_reader
-        self.sampler = sampler
-        self.stop_criteria = stop_criteria
-        self.extensions = extensions
-        self.tool_loop = tool_loop
-        self.server_context = server_context
+    context: StepContext
+    prompt_reader: PromptReader
+    sampler: Sampler
+    """Samples the rollouts with an engine, with servers or with Transformers."""
+    stop_criteria: StopCriteria
+    """Say whether a turn has ended by itself."""
+    extensions: Sequence[Extension]
+    """Those of the run, in their order; they may show the engine other images."""
+    tool_loop: ToolLoop | None
+    """Runs the tools that a turn calls, and appends their answers; None without tools."""
+    server_context: int | None = None
+    """How many tokens of a prompt with its completion the servers take. None without servers: an
+    engine of this process ends a rollout there by itself."""
 
     def begin(
         self, generation: Generation, groups: Sequence[RolloutGroup], limits: TokenLimits
@@ -192,8 +175,9 @@ class GroupSampler:
         """
         if self.tool_loop is None:
             return False
-        continues_1 = torch.tensor([continues], device=self.accelerator.device)
-        return bool(self.accelerator.gather(continues_1).any())
+        accelerator = self.context.accelerator
+        continues_1 = torch.tensor([continues], device=accelerator.device)
+        return bool(accelerator.gather(continues_1).any())
 
     def _turns_of_unfinished(
         self,
@@ -343,7 +327,7 @@ class GroupTurns:
         if not self.group_sampler.stop_criteria.has_stopped(rollout.last_turn_tokens):
             return rollout
         parts = self.parts_by_rollout[key]
-        config = self.group_sampler.config
+        config = self.group_sampler.context.config
         return tool_loop(
             rollout,
             images_of(parts.group.row),
@@ -385,7 +369,7 @@ class GroupTurns:
 
         `parts` is what the requests of all of its turns have in common.
         """
-        config = self.group_sampler.config
+        config = self.group_sampler.context.config
         tokens = rollout.tokens
         seed = None
         if config.uses("seeded_rollouts"):
@@ -411,7 +395,7 @@ class GroupTurns:
         (`adora_rollouts.budget`), of a turn (`turn_tokens`), and of a server's context. Tokens that
         tools have answered count towards the completion and the context only.
         """
-        max_completion_length: int = self.group_sampler.config.max_completion_length
+        max_completion_length: int = self.group_sampler.context.config.max_completion_length
         limits = [max_completion_length - len(rollout.tokens)]
         if parts.token_budget is not None:
             sampled_in_generation = len(rollout.policy_tokens) - parts.tokens_before

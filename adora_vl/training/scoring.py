@@ -194,31 +194,20 @@ def _function_arguments(built_groups: BuiltGroups) -> dict[str, Any]:
     return arguments
 
 
+@dataclass(frozen=True)
 class Scorer:
     """Gathers the rewards and other facts of all ranks' rollouts, after this rank's are scored.
 
     A call is collective.
     """
 
-    def __init__(
-        self,
-        context: StepContext,
-        guard: RewardGuard,
-        weights_F: Tensor,
-        names: Sequence[str],
-    ) -> None:
-        """Build a scorer.
-
-        Args:
-            context: accelerator, config, log and state, which every part of a training step gets.
-            guard: knows which calls of reward functions failed, and ends the run for them.
-            weights_F: weights of the reward functions.
-            names: names of the reward functions.
-        """
-        self.accelerator = context.accelerator
-        self.guard = guard
-        self.weights_F = weights_F
-        self.names = names
+    context: StepContext
+    guard: RewardGuard
+    """Knows which calls of reward functions failed, and ends the run for them."""
+    weights_F: Tensor
+    """The weights of the reward functions."""
+    names: Sequence[str]
+    """The names of the reward functions."""
 
     def score(
         self, built_groups: BuiltGroups, scores: FunctionScores, group_size: int, step: int
@@ -238,7 +227,7 @@ class Scorer:
         # A function may also have failed for single completions. Those have no reward.
         failed_calls = self.guard.take_failed_calls(rows_per_rank=len(built_groups.rollouts))
         measured = measured_facts(built_groups, scores.rewards_BF)
-        facts = RolloutFacts.gathered(measured, self.accelerator).without_unrewarded(
+        facts = RolloutFacts.gathered(measured, self.context.accelerator).without_unrewarded(
             failed_calls, weights_F=self.weights_F, names=self.names, group_size=group_size
         )
         self.guard.check_scored(facts.missing_reasons, step)

@@ -112,7 +112,7 @@ def sampling_generation(engine: Any, **changed: Any) -> AbstractContextManager[N
     logps: Any = object.__new__(GenerationLogps)
     logps.__dict__.update(context=context, old_logps=OldLogps(context, has_dropout=False))
     generation_sampler: Any = object.__new__(GenerationSampler)
-    generation_sampler.config = context.config
+    generation_sampler.context = context
     sampler = SimpleNamespace(awake=engine.staying_awake)
     generation_sampler.group_sampler = SimpleNamespace(sampler=sampler)
     awake: AbstractContextManager[None] = generation_sampler.keeping_engine_awake(
