@@ -8,6 +8,7 @@ NAME] [--look NAME] [key=value ...]
 import argparse
 import json
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -21,6 +22,7 @@ prepare_engine_environment()
 import pandas as pd  # noqa: E402
 import torch  # noqa: E402
 import yaml  # noqa: E402
+from datasets import Dataset  # noqa: E402
 
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.data.prompts import SYSTEM_PROMPT  # noqa: E402
@@ -37,6 +39,7 @@ from tests.support.parity import (  # noqa: E402
     KEYS_FOR_DRAWN_TOOLS,
     KEYS_WITH_ENGINE,
     DrawnPictureTools,
+    Inspection,
     training_data_set,
 )
 
@@ -165,8 +168,8 @@ def break_correction(name: str) -> None:
         raise SystemExit(f"unknown sabotage {name}")
 
 
-def main() -> None:
-    """Train on the same four problems in each step, and write the differences as JSON."""
+def read_options() -> argparse.Namespace:
+    """Parse the command line; `settings` are the keys of the config that it changes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--output", type=Path, required=True)
@@ -190,82 +193,122 @@ def main() -> None:
     )
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
-    break_correction(options.sabotage)
-    settings = {
-        key: yaml.safe_load(value)
-        for key, value in (word.split("=", 1) for word in options.settings)
-    }
+    pairs = (word.split("=", 1) for word in options.settings)
+    options.settings = {key: yaml.safe_load(value) for key, value in pairs}
+    return options
+
+
+def problems_of_run(options: argparse.Namespace) -> Dataset:
+    """Return four problems, which come again at every step.
+
+    With `--prompt-repeats` their prompts are longer than a block of the prefix cache (128 tokens on
+    a CPU), so that a cache which is not reset would be hit.
+    """
+    rows = list(generate(4, seed=5))
+    if options.mixed:
+        image_counts = (1, 0, 2, 0)
+        rows = [
+            {**row, "images": row["images"] * count}
+            for row, count in zip(rows, image_counts, strict=True)
+        ]
+    return training_data_set(rows, " ".join([SYSTEM_PROMPT] * options.prompt_repeats))
+
+
+def build_trainer(options: argparse.Namespace, dataset: Dataset) -> RecordingTrainer:
+    """Return the trainer of the run, with the parity tests' keys and those of the command line."""
+    settings = options.settings
     if options.tools:
         DrawnPictureTools.of_process()
         settings = {**KEYS_FOR_DRAWN_TOOLS, **settings}
     args = AdoraGRPOConfig(
         output_dir=str(options.output.parent / "run"), **{**PARITY_KEYS, **settings}
     )
-    # Four problems that come again at every step. In prompts longer than a block of the prefix
-    # cache (128 tokens on a CPU) they hit a cache which is not reset.
-    rows = list(generate(4, seed=5))
-    if options.mixed:
-        rows = [
-            {**row, "images": row["images"] * count}
-            for row, count in zip(rows, (1, 0, 2, 0), strict=True)
-        ]
-    dataset = training_data_set(rows, " ".join([SYSTEM_PROMPT] * options.prompt_repeats))
-    trainer = RecordingTrainer(
+    return RecordingTrainer(
         model=options.model,
         reward_funcs=reward_function("boxed_accuracy"),
         args=args,
         train_dataset=dataset,
     )
-    vision_at_start = {
+
+
+def vision_weights(trainer: RecordingTrainer) -> dict[str, torch.Tensor]:
+    """Return a copy of the vision tower's weights by their names."""
+    return {
         name: parameter.detach().clone()
         for name, parameter in trainer.model.named_parameters()
         if component_of(name) == "vision_tower"
     }
-    findings = {
-        name: inspect(trainer, list(dataset))
-        for name, inspect in INSPECTIONS_BEFORE_TRAINING.items()
-        if name in options.look
-    }
-    trainer.train()
-    vision_moved = max(
-        (parameter.detach() - vision_at_start[name]).abs().max().item()
-        if parameter.numel()  # a sharded one has no numbers here
-        else 0.0
-        for name, parameter in trainer.model.named_parameters()
-        if name in vision_at_start and parameter.shape == vision_at_start[name].shape
-    )
+
+
+def largest_change(trainer: RecordingTrainer, weights_before: dict[str, torch.Tensor]) -> float:
+    """Return the largest change of any weight since `weights_before`."""
+    changes = [0.0]
+    for name, parameter in trainer.model.named_parameters():
+        before = weights_before.get(name)
+        # A sharded parameter has no numbers here.
+        if before is None or before.shape != parameter.shape or not parameter.numel():
+            continue
+        changes.append((parameter.detach() - before).abs().max().item())
+    return max(changes)
+
+
+def chosen(inspections: Mapping[str, Inspection], names: Sequence[str]) -> dict[str, Inspection]:
+    """Return those inspections that `--look` names."""
+    return {name: inspections[name] for name in inspections if name in names}
+
+
+def findings_of(
+    inspections: Mapping[str, Inspection], trainer: RecordingTrainer, rows: list[Any]
+) -> dict[str, Any]:
+    """Return what each inspection finds, by its name. Collective."""
+    return {name: inspect(trainer, rows) for name, inspect in inspections.items()}
+
+
+def result_of(trainer: RecordingTrainer) -> dict[str, Any]:
+    """Return how far engine and policy were apart, over all ranks. Collective."""
+    gather = trainer.accelerator.gather
     moved_BC = (trainer.logps_now(trainer.first) - trainer.logps_first).abs()
     in_loss_BC = loss_mask(cast("Batch", trainer.first)).bool()
     largest_move = moved_BC[in_loss_BC].max()
-    gaps = torch.tensor(trainer.gaps)
-    gaps = trainer.accelerator.gather(gaps[None]).amax(dim=0)
-    largest_move = trainer.accelerator.gather(largest_move[None]).amax()
-    advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
-    own_lengths = trainer.accelerator.gather(trainer.own_lengths).tolist()
-    # before an adapter adds some
+    gaps_of_ranks = gather(torch.tensor([trainer.gaps]))
+    packed_forward = trainer.parts.policy_pass.packed_forward
+    return {
+        "gaps": gaps_of_ranks.amax(dim=0).tolist(),
+        "means": trainer.means,
+        "turns": trainer.turns,
+        "packed": packed_forward.passes,
+        "refused": packed_forward.refusal,
+        "moved": gather(largest_move[None]).amax().item(),
+        "advantages": gather(trainer.last_advantages).tolist(),
+        "own_lengths": gather(trainer.own_lengths).tolist(),
+        "sent": trainer.sent,
+        "log": trainer.state.log_history,
+    }
+
+
+def main() -> None:
+    """Train on the same four problems in each step, and write the differences as JSON."""
+    options = read_options()
+    break_correction(options.sabotage)
+    problems = problems_of_run(options)
+    trainer = build_trainer(options, problems)
+    vision_at_start = vision_weights(trainer)
+    first_inspections = chosen(INSPECTIONS_BEFORE_TRAINING, options.look)
+    findings = findings_of(first_inspections, trainer, list(problems))
+    trainer.train()
+    vision_moved = largest_change(trainer, vision_at_start)
+    result = result_of(trainer)
+    # Counted here, because an inspection may add an adapter.
     tensors_by_component = Counter(
         component_of(name) for name, _ in trainer.model.named_parameters()
     )
-    findings |= {
-        name: inspect(trainer, list(dataset))
-        for name, inspect in INSPECTIONS_AFTER_TRAINING.items()
-        if name in options.look
-    }
+    last_inspections = chosen(INSPECTIONS_AFTER_TRAINING, options.look)
+    findings |= findings_of(last_inspections, trainer, list(problems))
     if trainer.accelerator.is_main_process:
-        result = {
-            "gaps": gaps.tolist(),
-            "means": trainer.means,
-            "turns": trainer.turns,
-            "packed": trainer.parts.policy_pass.packed_forward.passes,
-            "refused": trainer.parts.policy_pass.packed_forward.refusal,
-            "moved": largest_move.item(),
+        result |= {
             "vision_moved": vision_moved,
-            "advantages": advantages,
-            "own_lengths": own_lengths,
-            "table": read_last_table(args.output_dir),
-            "sent": trainer.sent,
+            "table": read_last_table(trainer.args.output_dir),
             "tensors": tensors_by_component,
-            "log": trainer.state.log_history,
             "looks": findings,
         }
         options.output.write_text(json.dumps(result))

@@ -219,11 +219,8 @@ def break_parts(names: str) -> None:
         mock.patch.object(batcher_module, "LOSSES_WITH_ROW_MEAN", frozenset()).start()
 
 
-def main() -> None:
-    """Train each step on the same rollouts with other time-saving parts on, and write its figures.
-
-    The learning rate is 0, so that losses and gradients of all steps have to be equal.
-    """
+def read_options() -> argparse.Namespace:
+    """Parse the command line; `settings` are the keys of the config that it changes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sabotage", default="")
@@ -234,13 +231,17 @@ def main() -> None:
     parser.add_argument("settings", nargs="*")
     parser.add_argument("--tools", action="store_true", help="that draw pictures between the turns")
     options = parser.parse_intermixed_args()
-    steps = options.only.split(",")
-    if options.tools:
-        DrawnPictureTools.of_process()
-    changed = {
-        key: yaml.safe_load(value)
-        for key, value in (word.split("=", 1) for word in options.settings)
-    }
+    pairs = (word.split("=", 1) for word in options.settings)
+    options.settings = {key: yaml.safe_load(value) for key, value in pairs}
+    options.only = options.only.split(",")
+    return options
+
+
+def config_of_run(options: argparse.Namespace) -> AdoraGRPOConfig:
+    """Return the config of the run.
+
+    The learning rate is 0, so that losses and gradients of all steps have to be equal.
+    """
     settings: dict[str, Any] = {
         **KEYS_WITH_ENGINE,
         "adora_vllm_dtype": "float32",
@@ -249,19 +250,32 @@ def main() -> None:
         "gradient_accumulation_steps": 2,
         "num_generations": 8,
         "loss_type": "grpo",
-        "max_steps": len(steps),
+        "max_steps": len(options.only),
         "learning_rate": 0.0,
         "weight_decay": 0.0,
         "shuffle_dataset": False,
         "adora_self_check": False,  # its images would be in the cache before the first step
-        **(KEYS_FOR_DRAWN_TOOLS if options.tools else {}),
-        **changed,
     }
-    args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
+    if options.tools:
+        DrawnPictureTools.of_process()
+        settings |= KEYS_FOR_DRAWN_TOOLS
+    settings |= options.settings
+    return AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
+
+
+def build_trainer(
+    options: argparse.Namespace, gradients: Gradients, switches: SwitchPartsByStep
+) -> TrainerThatSamplesAgain:
+    """Return the trainer of the run. In half of its groups no rollout has a signal.
+
+    Args:
+        options: the command line; without `float32` the policy computes in float64.
+        gradients: keeps the gradients of each step.
+        switches: switches the parts of each step on.
+    """
+    args = config_of_run(options)
     groups = args.generation_batch_size // args.num_generations
     rows = list(generate(groups, seed=5))
-    gradients = Gradients()
-    switches = SwitchPartsByStep(steps)
     model: Any = str(PRETRAINED_FOLDER)
     if not options.float32:
         model = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER, dtype=torch.float64)
@@ -278,6 +292,7 @@ def main() -> None:
     trainer.forward_passes_at_start = []
     trainer.packed_passes_at_start = []
     trainer.losses = []
+    switches.trainer = trainer
     if not options.float32:
         pass_of_trl = compute_in_float64(trainer._get_per_token_logps_and_entropies)
         trainer._get_per_token_logps_and_entropies = pass_of_trl  # type: ignore[method-assign]
@@ -285,43 +300,50 @@ def main() -> None:
         ChunkedLogProbFunction.backward = staticmethod(
             compute_in_float64(ChunkedLogProbFunction.backward)
         )
-    switches.trainer = trainer
+    return trainer
+
+
+def figures_of_steps(trainer: TrainerThatSamplesAgain, gradients: Gradients) -> dict[str, Any]:
+    """Return what each step logged and counted, and how far its gradients are from the first's."""
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    packed_forward = trainer.parts.policy_pass.packed_forward
+    image_passes = [*trainer.image_passes_at_start, trainer.parts.images.vision.image_passes]
+    packed_passes = [*trainer.packed_passes_at_start, packed_forward.passes]
+    forward_passes = [*trainer.forward_passes_at_start, trainer.forward_passes]
+    # Gradients of a sharded model are not there to be copied.
+    has_gradients = bool(gradients.steps and gradients.steps[0])
+    first_ids = trainer.completion_ids[0]
+    return {
+        "norms": [entry["grad_norm"] for entry in log],
+        "moved": [entry.get("adora/moved_groups") for entry in log],
+        "skipped": [entry.get("adora/skipped_groups") for entry in log],
+        "kl": [entry["kl"] for entry in log] if trainer.args.beta else None,
+        "drift": [entry.get("adora/drift", 0.0) for entry in log],
+        "images_processed": trainer.images_processed,
+        "image_passes": differences(image_passes),
+        "samples_equal_first": [ids == first_ids for ids in trainer.completion_ids],
+        "refilled": log[-1].get("adora/refilled_groups"),
+        "distances": gradient_distances(gradients.steps) if has_gradients else None,
+        "packed_passes": differences(packed_passes),
+        "micro_batches": differences(forward_passes),
+        "refused": packed_forward.refusal,
+    }
+
+
+def main() -> None:
+    """Train each step on the same rollouts with other time-saving parts on, and write figures."""
+    options = read_options()
+    gradients = Gradients()
+    trainer = build_trainer(options, gradients, SwitchPartsByStep(options.only))
     break_parts(options.sabotage)
     trainer.train()
-    losses = trainer.accelerator.gather(torch.tensor([trainer.losses], dtype=torch.float64)).mean(
-        dim=0
-    )
+    losses = torch.tensor([trainer.losses], dtype=torch.float64)
+    mean_losses = trainer.accelerator.gather(losses).mean(dim=0)
     if trainer.accelerator.is_main_process:
-        log = [entry for entry in trainer.state.log_history if "loss" in entry]
         result = {
-            "steps": steps,
-            "losses": losses.tolist(),
-            "norms": [entry["grad_norm"] for entry in log],
-            "moved": [entry.get("adora/moved_groups") for entry in log],
-            "skipped": [entry.get("adora/skipped_groups") for entry in log],
-            "kl": [entry["kl"] for entry in log] if args.beta else None,
-            "drift": [entry.get("adora/drift", 0.0) for entry in log],
-            "images_processed": trainer.images_processed,
-            "image_passes": differences(
-                [*trainer.image_passes_at_start, trainer.parts.images.vision.image_passes]
-            ),
-            "samples_equal_first": [
-                ids == trainer.completion_ids[0] for ids in trainer.completion_ids
-            ],
-            "refilled": log[-1].get("adora/refilled_groups"),
-            "distances": gradient_distances(gradients.steps)
-            if gradients.steps and gradients.steps[0]
-            else None,
-            "packed_passes": differences(
-                [
-                    *trainer.packed_passes_at_start,
-                    trainer.parts.policy_pass.packed_forward.passes,
-                ]
-            ),
-            "micro_batches": differences(
-                [*trainer.forward_passes_at_start, trainer.forward_passes]
-            ),
-            "refused": trainer.parts.policy_pass.packed_forward.refusal,
+            "steps": options.only,
+            "losses": mean_losses.tolist(),
+            **figures_of_steps(trainer, gradients),
         }
         options.output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()
