@@ -386,7 +386,7 @@ def load_split(folder: str | Path, split: str) -> Dataset:
         # `datasets` identifies a file by its path and time only; the name is part of its cache key,
         # so changed contents are read again.
         config_name = f"content-{content_hash(files)}"
-        return load_dataset(
+        dataset = load_dataset(
             "parquet", config_name, data_files={split: [*map(_literal_path, files)]}, split=split
         )
     except (OSError, DatasetGenerationError) as error:
@@ -400,6 +400,8 @@ def load_split(folder: str | Path, split: str) -> Dataset:
             ) from error
         room = f"({reason}); make room there, or name another place with HF_DATASETS_CACHE"
         raise UserError(f"dataset: {str(folder)!r} cannot be put into {cache} {room}") from error
+    _require_pictures(dataset, folder, split)
+    return dataset
 
 
 def _literal_path(path: Path) -> str:
@@ -426,6 +428,26 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     if split not in files:
         raise UserError(f"dataset: {str(folder)!r} has no split {split!r} {expected}")
     return files[split]
+
+
+def _require_pictures(dataset: Dataset, folder: Path, split: str) -> None:
+    """Raise `UserError` where the lists in the column `images` hold anything but pictures.
+
+    A Parquet file of another program may have paths, or bytes that are not marked as pictures;
+    these would not be decoded. Lists that are all empty may have any type.
+    """
+    from datasets import Image
+
+    if isinstance(dataset.features["images"].feature, Image):
+        return
+    images = dataset.data.column("images")
+    image_counts = pc.list_value_length(images)
+    if pc.max(image_counts).as_py():
+        raise UserError(
+            f"dataset: the column 'images' of {str(folder)!r} split {split!r} is "
+            f"{str(images.type)!r:.80}, not a list of images; prepare it with "
+            "`python -m data_prep`"
+        )
 
 
 def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:

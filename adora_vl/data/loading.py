@@ -140,6 +140,11 @@ def load_rows(
     for folder in folders:
         dataset = load_split(folder, split)
         where = f"dataset: {folder!r} split {split!r}"
+        if "prompt" in dataset.column_names:
+            raise UserError(
+                f"{where} has a column 'prompt', which is the name of what a training makes of a "
+                "row; rename it, or prepare the data with `python -m data_prep`"
+            )
         refuse_for_evaluation(dataset, where=where, folder=Path(folder))
         require_sound_rows(rows_without_pixels(dataset.data.table), where)
         prompts += problem_texts(dataset, prompt_template, where)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -259,6 +260,34 @@ def test_a_split_of_which_files_are_missing_is_refused(tmp_path: Path) -> None:
         pq.write_table(table, data / f"train-00000-of-00002-{suffix}.parquet")
     with pytest.raises(UserError, match=r"has 4 files .*, which are 2 by their names; remove"):
         load_split(tmp_path, "train")
+
+
+PICTURE_BYTES = {"bytes": b"\x89PNG", "path": "a.png"}
+
+
+@pytest.mark.parametrize(
+    ("column", "line"),
+    [
+        ({"images": [["a.png"], []]}, "the column 'images' of .* is 'list<item: string>', not a"),
+        ({"images": [[PICTURE_BYTES], []]}, "is 'list<item: struct<bytes: binary, path: string>>'"),
+        ({"images": [[], []], "prompt": ["a", "b"]}, "has a column 'prompt', which is the name of"),
+        ({"images": [[], []]}, ""),
+    ],
+    ids=["paths", "bytes", "prompt", "no pictures"],
+)
+def test_a_file_of_another_program_that_a_step_could_not_read_is_refused(
+    tmp_path: Path, column: dict[str, Any], line: str
+) -> None:
+    """Bytes that are not marked as pictures would not be decoded, and a step would fail on them."""
+    table = pa.table({"id": ["a", "b"], "problem": ["x", "y"], "answer": ["1", "2"], **column})
+    (tmp_path / "data").mkdir()
+    pq.write_table(table, tmp_path / "data" / "train-00000-of-00001.parquet")
+    script = script_of("--dataset_name", tmp_path)
+    if not line:
+        assert load_rows(script, script.dataset_name, seed=0)["id"] == ["a", "b"]
+        return
+    with pytest.raises(UserError, match=line):
+        load_rows(script, script.dataset_name, seed=0)
 
 
 @pytest.mark.parametrize("name", ["run*", "run?", "run[12]", "run [a] ü", "run{1,2}"])
