@@ -340,9 +340,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         with parts.clocks.seconds.phase("grading"):
             scores = parts.reward_functions.score(built_groups, self.state)
         facts = parts.scorer.score(built_groups, scores, generation.group_size, step)
-        if is_training and self.accelerator.is_main_process:
-            parts.first_answers.warn_if_none_is_right(built_groups.rows, facts)
         if is_training:
+            if self.accelerator.is_main_process:
+                parts.first_answers.warn_if_none_is_right(built_groups.rows, facts)
             parts.generation_logps.drift_guard.check_batch(built_groups.batch, step)
         scored_groups = ScoredGroups(
             groups=groups,
@@ -409,19 +409,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         start_time = time.perf_counter()
         model.train()
-        # Only a generation that this class cuts, and not TRL, has empty micro-batches.
-        is_cut_here = cuts_generations(self.args)
-        micro = self._prepare_inputs(inputs) if is_cut_here else None
         metrics = self._metrics["train"]
         step_times_before = len(metrics["step_time"])
-        if not is_cut_here or micro:
-            # TRL's step calls `_prepare_inputs` again, which returns the same micro-batch.
-            trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
-            with self._means.joining(micro) if micro else nullcontext():
-                loss = self.parts.recomputed_layers.run_with_retry(trl_step, self._means.snapshot)
-        else:
-            loss = torch.zeros((), device=self.args.device)
-            self._step += 1  # TRL's step, which counts its micro-batch, was not run
+        trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
+        loss = self._run_unless_empty(trl_step, inputs)
         # TRL logs the time of a step whenever its count of micro-batches is a multiple of those of
         # a step. In an epoch whose last step is shorter that is not where a step ends, so TRL's
         # entry is removed, and ours is made where the weights change.
@@ -433,6 +424,22 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             metrics["step_time"].append(self._seconds_of_step)
             self._seconds_of_step = 0.0
         return loss
+
+    def _run_unless_empty(self, trl_step: Callable[[], Tensor], inputs: object) -> Tensor:
+        """Run TRL's training step on the next micro-batch, and return its loss; 0 for an empty one.
+
+        Only a generation that this class cuts, and not TRL, has empty micro-batches.
+        """
+        run_with_retry = self.parts.recomputed_layers.run_with_retry
+        if not cuts_generations(self.args):
+            return run_with_retry(trl_step, self._means.snapshot)
+        micro = self._prepare_inputs(inputs)
+        if not micro:
+            self._step += 1  # TRL's step, which counts its micro-batch, is not run
+            return torch.zeros((), device=self.args.device)
+        # TRL's step calls `_prepare_inputs` again, which returns the same micro-batch.
+        with self._means.joining(micro):
+            return run_with_retry(trl_step, self._means.snapshot)
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
         """Return the loss of a micro-batch, (), with its weight among those of the step.

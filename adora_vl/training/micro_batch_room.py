@@ -154,37 +154,26 @@ def full_unit(units: Sequence[UnitSize], longest_completion: int) -> UnitSize:
     )
 
 
+@dataclass(frozen=True)
 class MicroBatchRoom:
     """The memory that is planned for a micro-batch, and how many units fit into it.
 
     A unit is a group of rollouts, or an equal part of one.
     """
 
-    def __init__(
-        self,
-        activation_memory: Callable[[], ActivationMemory],
-        longest_completion: int,
-        shares_prompts: Callable[[], bool],
-        *,
-        masks_padding: bool,
-    ) -> None:
-        """Build the object.
-
-        Args:
-            activation_memory: returns what predicts the memory of a pass.
-            longest_completion: tokens of the longest completion that can be sampled.
-            shares_prompts: returns whether passes compute a prompt once per group where that is
-                less work. It may change when packed passes are checked, in the first step.
-            masks_padding: whether attention takes a padding mask where rows have padding.
-        """
-        self._make_activation_memory = activation_memory
-        self._longest_completion = longest_completion
-        self._shares_prompts = shares_prompts
-        self._masks_padding = masks_padding
+    activation_memory: Callable[[], ActivationMemory]
+    """Returns what predicts the memory of a pass."""
+    longest_completion: int
+    """Tokens of the longest completion that can be sampled."""
+    shares_prompts: Callable[[], bool]
+    """Returns whether passes compute a prompt once per group where that is less work. It may change
+    when packed passes are checked, in the first step."""
+    masks_padding: bool
+    """Whether attention takes a padding mask where rows have padding."""
 
     @cached_property
     def _activation_memory(self) -> ActivationMemory:
-        return self._make_activation_memory()
+        return self.activation_memory()
 
     def cut(
         self, sizes_by_rank: Sequence[Sequence[UnitSize]], positions: Sequence[int], max_units: int
@@ -205,7 +194,7 @@ class MicroBatchRoom:
             The positions of the units of each micro-batch.
         """
         all_sizes = [size for sizes in sizes_by_rank for size in sizes]
-        longest_unit = full_unit(all_sizes, self._longest_completion)
+        longest_unit = full_unit(all_sizes, self.longest_completion)
         planned = self._pass_bytes([longest_unit] * max_units)
         micro_batches: list[range] = []
         first = positions[0]  # of the micro-batch that is being filled
@@ -231,7 +220,7 @@ class MicroBatchRoom:
         """
         memory = self._activation_memory
         pass_size = size_of_pass(
-            units, shares_prompts=self._shares_prompts(), masks_padding=self._masks_padding
+            units, shares_prompts=self.shares_prompts(), masks_padding=self.masks_padding
         )
         most_recomputed_layers = memory.shape.text.layers if memory.checkpointing else 0
         return PassBytes(
