@@ -38,14 +38,14 @@ def prepare_on_paper(cli_args: CliArgs, options: DryRunOptions) -> ResolvedRun:
     check refuses.
     """
     prepare_engine_environment()
+    from adora_vl.config.dry_run_options import planned_sharding
     from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.request import request_from_command
     from adora_vl.preflight.run_checks import run_checks
 
-    # Whether this machine can run the config is known once it is built. That needs the number of
-    # processes, which is the same on this machine and on another one.
-    processes = RunContext.of_dry_run(options, on_this_machine=False).sharding.processes
     request = request_from_command(
-        cli_args, any_machine=True, max_rows=options.rows, processes=processes
+        cli_args,
+        max_rows=options.rows,
+        planned_processes=planned_sharding(options).processes,
     )
     return run_checks(request, RunContext.of_dry_run(options, on_this_machine=request.runs_here))

@@ -25,33 +25,30 @@ from adora_vl.utils.secrets import HIDDEN_MARK, without_secrets
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
 
 
-class UndividedError(UserError):
-    """The rollouts of a generation do not divide into groups of `num_generations`.
-
-    With more processes a generation has more rollouts, and may divide.
-    """
-
-
 @dataclass
 class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with our keys; every value is checked when it is constructed."""
 
     # The keys whose values a command has converted already; Python code leaves it empty.
     converted: InitVar[frozenset[str]] = field(default=frozenset(), kw_only=True)
+    # The processes of the run that a dry run plans, maybe for another machine; None for a real run.
+    planned_processes: InitVar[int | None] = field(default=None, kw_only=True)
 
-    def __post_init__(self, converted: frozenset[str]) -> None:
+    def __post_init__(self, converted: frozenset[str], planned_processes: int | None) -> None:
         """Convert and check the keys, build the methods, and let TRL fill in its own keys.
 
-        `converted`: the keys whose values a command has converted already. Raises `UserError` for
-        the checks of this project, `ValueError` for those of TRL.
+        `converted`, `planned_processes`: as declared above. Raises `UserError` for the checks of
+        this project, `ValueError` for those of TRL.
         """
         self.adora_method, functions = name_functions(self.adora_method)
         convert_fields(self, converted=converted, library_class=GRPOConfig)
-        check_device(self)
+        is_for_other_machine = planned_processes is not None and missing_gpu(self) is not None
+        if not is_for_other_machine:
+            check_device(self)
         self._refuse_best_checkpoint()
         # Before TRL's own checks, because a method may set keys of TRL.
         self.methods = settle_methods(self, functions)
-        self._init_trl_keys()
+        self._init_trl_keys(planned_processes)
         # For its side effect: `without_secrets` remembers the secrets among the values, so that no
         # later output shows them.
         without_secrets(vars(self))
@@ -72,20 +69,30 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         if spelled_in_config(self.save_strategy) == "best":
             raise UserError(f"save_strategy: best is not supported; {instead}")
 
-    def _init_trl_keys(self) -> None:
+    def _init_trl_keys(self, planned_processes: int | None) -> None:
         """Let TRL check its keys and fill in those that follow from others.
 
-        Raises `UserError` for rollouts that do not divide into groups, `ValueError` for the other
-        checks of TRL.
+        Some of its checks are about this machine, or about things that are not known yet. So TRL
+        sees a few other values, which are set back afterwards.
+
+        `planned_processes`: of the run that a dry run plans, else None. Raises `UserError` for
+        rollouts that do not divide into groups, `ValueError` for the other checks of TRL.
         """
         # TRL computes each of these two from the other. The error names the one that was set.
         user_batch_size = vars(self).get("generation_batch_size")
         user_steps = vars(self).get("steps_per_generation")
         num_generations_eval: Any = vars(self).get("num_generations_eval")
+        # A dry run plans also for a GPU that this machine lacks, which Transformers refuses.
+        gpu_key = missing_gpu(self) if planned_processes is not None else None
         try:
             # TRL refuses evaluation batches of partial groups, but whether it evaluates at all is
             # only known once there are data. A group size of 1 passes its check.
             self.num_generations_eval: Any = 1
+            self._processes_for_trl = planned_processes  # which `world_size` returns
+            if gpu_key is not None:
+                self.use_cpu = True
+                self.bf16 = False
+                self.fp16 = False
             super().__post_init__()
         except ValueError:
             self._check_groups(
@@ -94,6 +101,15 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             raise
         finally:
             self.num_generations_eval = num_generations_eval
+            del self._processes_for_trl
+            if gpu_key is not None:
+                self.use_cpu = False
+                setattr(self, gpu_key, True)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes; while TRL fills in its keys, that of the run that is planned."""
+        return vars(self).get("_processes_for_trl") or int(super().world_size)
 
     def _refuse_masked_secrets(self) -> None:
         """Raise `UserError` for a command with a mask in the place of a secret.
@@ -114,7 +130,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     def _check_groups(
         self, *, generation_batch_size: int | None, steps_per_generation: int | None
     ) -> None:
-        """Raise `UndividedError` if the rollouts of a generation do not divide into groups.
+        """Raise `UserError` if the rollouts of a generation do not divide into groups.
 
         It replaces TRL's error for this, which names `generation_batch_size`. That is a product,
         and the user has rather set its factors, which this error names.
@@ -139,7 +155,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             micro_batches = f"steps_per_generation: {steps_per_generation}"
         else:
             micro_batches = f"gradient_accumulation_steps: {self.gradient_accumulation_steps}"
-        raise UndividedError(
+        raise UserError(
             f"per_device_train_batch_size: {rows} x {micro_batches} x {processes} {noun} = "
             f"{rollouts} rollouts, which do not divide into groups of num_generations: "
             f"{group_size}; make the product a multiple of it"
@@ -241,19 +257,19 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         return bool(self.vllm_importance_sampling_correction) or takes_engine_logps
 
 
-def missing_gpu(*, use_cpu: bool, bf16: bool | None, fp16: bool) -> str | None:
+def missing_gpu(config: AdoraGRPOConfig) -> str | None:
     """Return the key, `bf16` or `fp16`, that needs a GPU which this machine does not have.
 
     None if no key does.
     """
-    if use_cpu:
+    if config.use_cpu:
         return None
     has_accelerator = (
         is_torch_bf16_gpu_available() or is_torch_xla_available() or is_torch_cuda_available()
     )
-    if computes_in_bf16(bf16, fp16) and not has_accelerator:
+    if computes_in_bf16(config.bf16, config.fp16) and not has_accelerator:
         return "bf16"
-    if fp16 and not is_torch_cuda_available():
+    if config.fp16 and not is_torch_cuda_available():
         return "fp16"
     return None
 
@@ -268,7 +284,7 @@ def check_device(config: AdoraGRPOConfig) -> None:
 
     Transformers refuses such a config too, but names neither the key nor a remedy.
     """
-    key = missing_gpu(use_cpu=config.use_cpu, bf16=config.bf16, fp16=config.fp16)
+    key = missing_gpu(config)
     if key is not None:
         raise UserError(f"{key}: true needs a GPU, and there is none here; {_CPU_RECIPE}")
     if config.use_cpu or not computes_in_bf16(config.bf16, config.fp16):
@@ -295,14 +311,13 @@ class Configs(NamedTuple):
     runs_here: bool = True
 
 
-def build_configs(cli_args: CliArgs, *, any_machine: bool = False, processes: int = 1) -> Configs:
+def build_configs(cli_args: CliArgs, *, planned_processes: int | None = None) -> Configs:
     """Build the three dataclasses of a training command from the values that the user has set.
 
     Args:
         cli_args: The command as it was read. Values of keys that only TRL knows are converted here.
-        any_machine: Whether to build a config also where this machine has no GPU for it, as a dry
-            run does for another machine.
-        processes: Number of processes of the run that a dry run plans.
+        planned_processes: Number of processes of the run that a dry run plans, also for a GPU that
+            this machine lacks; None for a run on this machine.
 
     Raises `UserError`, also for an error of TRL or Transformers, whose text becomes one line.
     """
@@ -311,21 +326,20 @@ def build_configs(cli_args: CliArgs, *, any_machine: bool = False, processes: in
         script_kwargs = _kwargs_for(AdoraScriptArguments, cli_args, converted_values)
         script = AdoraScriptArguments(**script_kwargs, converted=frozenset(script_kwargs))
         training_kwargs = _kwargs_for(AdoraGRPOConfig, cli_args, converted_values)
-        gpu_key = None
-        if any_machine:
-            gpu_key = missing_gpu(
-                use_cpu=training_kwargs.get("use_cpu", False),
-                bf16=training_kwargs.get("bf16"),
-                fp16=training_kwargs.get("fp16", False),
-            )
-        training = _build_training_config(training_kwargs, gpu_key, processes)
+        training = AdoraGRPOConfig(
+            **training_kwargs,
+            converted=frozenset(training_kwargs),
+            planned_processes=planned_processes,
+        )
         model = ModelConfig(**_kwargs_for(ModelConfig, cli_args, converted_values))
     except UserError:
         raise
     except (ValueError, TypeError) as error:
         one_line = " ".join(str(error).split())
         raise UserError(one_line) from error
-    return Configs(script=script, training=training, model=model, runs_here=gpu_key is None)
+    return Configs(
+        script=script, training=training, model=model, runs_here=missing_gpu(training) is None
+    )
 
 
 def _kwargs_for(
@@ -343,54 +357,6 @@ def _kwargs_for(
         if key in converted_values:
             kwargs[key] = converted_values[key]
     return kwargs
-
-
-def _build_training_config(
-    kwargs: dict[str, Any], gpu_key: str | None, processes: int
-) -> AdoraGRPOConfig:
-    """Build the training config of a run with `processes` processes, of which only this one exists.
-
-    TRL checks that a generation divides into groups, but it counts only this process. If that check
-    fails, the config is built with `steps_per_generation` multiplied by the number of processes,
-    and the user's value is restored. `gpu_key`: see `_build_without_gpu`; None: this machine can
-    run the config.
-
-    Raises `UndividedError` if the generation of all processes does not divide into groups either.
-    """
-
-    def build(**changed_kwargs: int) -> AdoraGRPOConfig:
-        """Build the config with some of the arguments replaced."""
-        all_kwargs = {**kwargs, **changed_kwargs}
-        if gpu_key is None:
-            return AdoraGRPOConfig(**all_kwargs, converted=frozenset(all_kwargs))
-        return _build_without_gpu(all_kwargs, gpu_key)
-
-    try:
-        return build()
-    except UndividedError:
-        if processes == 1:
-            raise
-    # TRL's own default for `steps_per_generation`
-    steps = kwargs.get("steps_per_generation") or kwargs.get("gradient_accumulation_steps", 1)
-    config = build(steps_per_generation=steps * processes)
-    config.steps_per_generation = steps
-    config.generation_batch_size = config.per_device_train_batch_size * steps
-    return config
-
-
-def _build_without_gpu(kwargs: dict[str, Any], gpu_key: str) -> AdoraGRPOConfig:
-    """Build a training config that needs a GPU on a machine without one.
-
-    Transformers refuses such a config. So it is built for the CPU, without `bf16` and `fp16`, and
-    these keys are set afterwards. No method for the advantages reads them while it is built.
-
-    `gpu_key`: the key that is on, `bf16` or `fp16`.
-    """
-    cpu_kwargs = {**kwargs, "use_cpu": True, "bf16": False, "fp16": False}
-    config = AdoraGRPOConfig(**cpu_kwargs, converted=frozenset(cpu_kwargs))
-    config.use_cpu = False
-    setattr(config, gpu_key, True)
-    return config
 
 
 def parse(arguments: Sequence[str]) -> tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]:

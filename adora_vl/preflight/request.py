@@ -91,21 +91,20 @@ class RunRequest:
 def request_from_command(
     cli_args: CliArgs,
     *,
-    any_machine: bool = False,
     max_rows: int | None = None,
-    processes: int = 1,
+    planned_processes: int | None = None,
 ) -> RunRequest:
     """Return what a command asks for, with its config dataclasses built.
 
     Args:
         cli_args: The command as it was read.
-        any_machine: Whether to take also a config for GPUs that this machine does not have.
         max_rows: The number of prompts whose length is measured; None: all.
-        processes: The number of processes of the run that a dry run plans.
+        planned_processes: The number of processes of the run that a dry run plans, also for a GPU
+            that this machine lacks; None for a run on this machine.
 
     Raises `UserError`.
     """
-    configs = build_configs(cli_args, any_machine=any_machine, processes=processes)
+    configs = build_configs(cli_args, planned_processes=planned_processes)
     return RunRequest(
         config=configs.training,
         model=ModelSource(keys=configs.model, peft_config=make_lora_config(configs.model)),
