@@ -28,15 +28,6 @@ class Messages:
     unknown: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
 
-    @classmethod
-    def for_context(cls, context: RunContext) -> Messages:
-        """Return the messages before the first check.
-
-        There are none, except for a dry run that plans for another machine: a line says what could
-        not be checked.
-        """
-        return cls(unknown=[] if context.on_this_machine else [_OTHER_MACHINE_NOTE])
-
 
 @dataclass(frozen=True)
 class RunContext:
@@ -46,13 +37,15 @@ class RunContext:
     folders are not checked. `sharding`: how the run is spread over processes. `output_dir_mode`:
     whether `output_dir` is locked for the run (`take`), only looked at (`look`) or left alone
     (`leave`). `dry_run`: whether nothing will run. Then what this machine lacks is reported as
-    unknown, and not refused.
+    unknown, and not refused. `messages`: what the checks say to the user; each check adds its
+    lines.
     """
 
     on_this_machine: bool
     sharding: Sharding
     output_dir_mode: OutputDirMode
     dry_run: bool = False
+    messages: Messages = field(default_factory=Messages)
 
     @classmethod
     def of_launch(cls, output_dir_mode: OutputDirMode) -> RunContext:
@@ -80,4 +73,5 @@ class RunContext:
             sharding=planned_sharding(options),
             output_dir_mode="look" if on_this_machine else "leave",
             dry_run=True,
+            messages=Messages(unknown=[] if on_this_machine else [_OTHER_MACHINE_NOTE]),
         )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
+from adora_vl.utils.convert import default_of
 from adora_vl.utils.errors import UserError
 
 OUR_LIBRARY = "adora_vl"
@@ -100,19 +101,12 @@ def _our_keys(dataclass: Any) -> list[Key]:
     return [
         Key(
             name=field.name,
-            default=_default_of(field),
+            default=default_of(field),
             help=field.metadata["help"],
             library=OUR_LIBRARY,
         )
         for field in fields(dataclass)
     ]
-
-
-def _default_of(field: Field[Any]) -> Any:
-    """Return the default of a dataclass field, from its factory where it has one."""
-    if field.default_factory is MISSING:
-        return field.default
-    return field.default_factory()
 
 
 def _keys_of_class(class_name: str, classes: Mapping[str, _LibraryClass]) -> dict[str, Key]:

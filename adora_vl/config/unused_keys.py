@@ -8,12 +8,13 @@ the same lines.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.config.batch_plan import cuts_generations
 from adora_vl.config.losses import CLIPPED_LOSSES
 from adora_vl.utils.cli import spelled_in_config
+from adora_vl.utils.convert import default_of
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -300,11 +301,8 @@ def _keys_not_at_default(config: Any) -> list[str]:
     """
     names: list[str] = []
     for field in fields(config):
-        default = field.default
-        if field.default_factory is not MISSING:
-            default = field.default_factory()
         value = getattr(config, field.name)
-        if value != default and value not in (None, [], {}):
+        if value != default_of(field) and value not in (None, [], {}):
             names.append(field.name)
     return names
 

@@ -5,7 +5,7 @@ libraries take is in `trl_ranges.py`.
 """
 
 from collections.abc import Collection
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from adora_vl.utils.convert import (
     annotation_by_field,
     check_finite,
     convert,
+    default_of,
     means_null,
     value_in_words,
 )
@@ -107,9 +108,7 @@ def _is_default(key: Field[Any], value: object) -> bool:
     """
     if is_dataclass(value):
         return False
-    default = key.default
-    if key.default_factory is not MISSING:
-        default = key.default_factory()
+    default = default_of(key)
     return type(value) is type(default) and value == default
 
 

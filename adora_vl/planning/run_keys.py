@@ -1,13 +1,14 @@
 """The keys of a planned run: those that the user changed, and all of them for `--write-config`."""
 
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from typing import Any, NamedTuple
 
 import yaml
 
 from adora_vl.planning.plan import Plan
 from adora_vl.utils.cli import plain_value
+from adora_vl.utils.convert import default_of
 from adora_vl.utils.secrets import without_secrets
 
 
@@ -28,13 +29,9 @@ def _key_values(plan: Plan) -> Iterator[KeyValue]:
     for arguments in (plan.script, plan.run.config, plan.run.request.model.keys):
         for field in fields(arguments):
             value = getattr(arguments, field.name)
-            # A field may have a function that makes its default, or neither.
-            default = field.default
-            if default is MISSING:
-                default = None if field.default_factory is MISSING else field.default_factory()
             # A member of an enumeration is written by its value.
             yaml_value = plain_value(getattr(value, "value", value))
-            yield KeyValue(field=field, value=yaml_value, is_default=value == default)
+            yield KeyValue(field=field, value=yaml_value, is_default=value == default_of(field))
 
 
 def changed_keys(plan: Plan) -> dict[str, Any]:

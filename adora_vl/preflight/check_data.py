@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +34,7 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
     from adora_vl.config.batch_plan import BatchLayout
-    from adora_vl.config.run_context import Messages, RunContext
+    from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.request import RunRequest
 
 
@@ -45,14 +44,13 @@ def check_rows(
     model: ModelFacts,
     prompts: PromptFacts,
     context: RunContext,
-    messages: Messages,
 ) -> DataFacts:
     """Load the rows to train on, without those whose prompts leave no room for an answer.
 
     A dry run whose data set is not on this machine assumes the lengths of the prompts instead.
 
-    `layout`: the sizes of the batches. Lines for the user are added to `messages`. Raises
-    `UserError` for rows that cannot be trained on, and for too few.
+    `layout`: the sizes of the batches. Raises `UserError` for rows that cannot be trained on, and
+    for too few.
     """
     script = request.script
     if script is None:
@@ -63,9 +61,9 @@ def check_rows(
             folders = tuple(data_folders(script))
         missing = [folder for folder in folders if not Path(folder).is_dir()]
         if context.dry_run and missing:
-            return _assumed_rows(folders, missing[0], model, prompts, messages)
-        data = _command_rows(request, script, folders, model, prompts, messages)
-        messages.notes.extend(_notes_on_tiny_model(request, folders))
+            return _assumed_rows(folders, missing[0], model, prompts, context)
+        data = _command_rows(request, script, folders, model, prompts, context)
+        context.messages.notes.extend(_notes_on_tiny_model(request, folders))
     if data.rows is None:
         # a stream
         return data
@@ -75,7 +73,7 @@ def check_rows(
         # A dry run shows the memory all the same, and ends with this line.
         if not context.dry_run:
             raise
-        messages.refusals.append(str(error))
+        context.messages.refusals.append(str(error))
     return data
 
 
@@ -140,7 +138,7 @@ def _assumed_rows(
     missing: str,
     model: ModelFacts,
     prompts: PromptFacts,
-    messages: Messages,
+    context: RunContext,
 ) -> DataFacts:
     """Assume the lengths of prompts for a dry run whose data set is not on this machine.
 
@@ -149,7 +147,7 @@ def _assumed_rows(
     assumed_lengths, explanation = assume_lengths(
         prompts.overlong.pixels, sees_images=sees_images(model.config)
     )
-    messages.unknown.append(
+    context.messages.unknown.append(
         f"the dataset {missing!r} is not here, so rows and prompts are not known; {explanation}"
     )
     return DataFacts(folders=folders, train=None, measured=assumed_lengths)
@@ -161,12 +159,35 @@ def _command_rows(
     folders: tuple[str, ...],
     model: ModelFacts,
     prompts: PromptFacts,
-    messages: Messages,
+    context: RunContext,
 ) -> DataFacts:
     """Load the rows that a command names, without those whose prompts are too long.
 
-    `script`: the command's keys of data and rewards. Raises `UserError`.
+    `script`: the command's keys of data and rewards. Raises `UserError`, also for images that the
+    model cannot read, and for overlong prompts where the config refuses them.
     """
+
+    def rows_with_room(dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:
+        """Return the numbers of the rows whose prompts leave room for an answer.
+
+        `texts`: the text of each row's problem.
+        """
+        # This comes first, because for a model without vision the tokens of images would count as
+        # none.
+        any_images = has_images(dataset.data.table)
+        model_checks.check_reads_images(request.model.keys, model.config, has_images=any_images)
+        if request.max_rows is not None and request.max_rows < len(dataset):
+            context.messages.unknown.append(
+                f"measured on the first {request.max_rows} of {len(dataset)} rows (--rows)"
+            )
+        # Counting the tokens of few rows is fast, so their counts are not kept on the disk.
+        if len(dataset) < REMEMBERED_ROWS:
+            return prompts.overlong.rows_to_train_on(dataset, texts)
+        sources = [data_hash(Path(folder), script.dataset_train_split) for folder in folders]
+        # Collective: the first rank of each machine counts, and the others read its counts.
+        with request.config.main_process_first(desc="counting the tokens of the prompts"):
+            return prompts.overlong.rows_to_train_on(dataset, texts, sources)
+
     # The system prompt describes the tools too.
     script_with_tools = copy(script)
     script_with_tools.adora_system_prompt = prompts.system_prompt
@@ -174,7 +195,7 @@ def _command_rows(
         script_with_tools,
         folders=folders,
         seed=request.config.seed_of_rows,
-        choose_rows=partial(_rows_with_room, request, folders, model, prompts, messages),
+        choose_rows=rows_with_room,
     )
     tokens = control_tokens(prompts.processor)
     python_inputs.refuse_unusable_prompts("dataset", train, tokens)
@@ -184,38 +205,6 @@ def _command_rows(
         measured=prompts.overlong.lengths,
         left_out=tuple(prompts.overlong.left_out),
     )
-
-
-def _rows_with_room(
-    request: RunRequest,
-    folders: tuple[str, ...],
-    model: ModelFacts,
-    prompts: PromptFacts,
-    messages: Messages,
-    dataset: Dataset,
-    texts: Sequence[str],
-) -> Sequence[int]:
-    """Choose the rows whose prompts leave room for an answer, and return their numbers.
-
-    `dataset`: the rows. `texts`: the text of each row's problem. Raises `UserError` for images that
-    the model cannot read, and for overlong prompts where the config refuses them.
-    """
-    # This comes first, because for a model without vision the tokens of images would count as none.
-    any_images = has_images(dataset.data.table)
-    model_checks.check_reads_images(request.model.keys, model.config, has_images=any_images)
-    if request.max_rows is not None and request.max_rows < len(dataset):
-        messages.unknown.append(
-            f"measured on the first {request.max_rows} of {len(dataset)} rows (--rows)"
-        )
-    # Counting the tokens of few rows is fast, so their counts are not kept on the disk.
-    if len(dataset) < REMEMBERED_ROWS:
-        return prompts.overlong.rows_to_train_on(dataset, texts)
-    assert request.script is not None, "only a command names folders"
-    split = request.script.dataset_train_split
-    sources = [data_hash(Path(folder), split) for folder in folders]
-    # Collective: the first rank of each machine counts, and the others read its counts.
-    with request.config.main_process_first(desc="counting the tokens of the prompts"):
-        return prompts.overlong.rows_to_train_on(dataset, texts, sources)
 
 
 def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -> None:
@@ -252,12 +241,11 @@ def check_evaluations(
     prompts: PromptFacts,
     data: DataFacts,
     context: RunContext,
-    messages: Messages,
 ) -> EvaluationPlan | None:
     """Load the problems that are evaluated during training; None if there are none.
 
-    If TRL evaluates a data set of Python code, only the size of its batches is checked. Lines for
-    the user are added to `messages`. Raises `UserError`.
+    If TRL evaluates a data set of Python code, only the size of its batches is checked. Raises
+    `UserError`.
     """
     config = request.config
     if request.trl_evaluates:
@@ -271,7 +259,7 @@ def check_evaluations(
     except DataMissingError as error:
         if not context.dry_run:
             raise
-        messages.unknown.append(f"the problems of the evaluations are not known: {error}")
+        context.messages.unknown.append(f"the problems of the evaluations are not known: {error}")
         return None
     return leave_out_overlong(plan, prompts.overlong) if plan is not None else None
 

@@ -215,6 +215,22 @@ def check_budget(config: AdoraGRPOConfig) -> None:
     if budget is None:
         return
     key = f"adora_rollouts.budget: {budget}"
+    _check_continued_answers(config, key)
+    _check_groups_that_wait(config, key)
+    if config.corrects_by_sequence:
+        mode = config.vllm_importance_sampling_mode
+        raise UserError(
+            f"{key} learns less from an answer the longer it is where the ratio to the earlier "
+            f"weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's "
+            "default is sequence_mask); set vllm_importance_sampling_mode: token_truncate"
+        )
+
+
+def _check_continued_answers(config: AdoraGRPOConfig, key: str) -> None:
+    """Raise `UserError` if answers cannot be sampled in several parts.
+
+    `key`: the key that asks for it, with its value.
+    """
     if not config.use_vllm:
         raise conflict_error(key, "use_vllm: false", ENGINE_REMEDY)
     # The loss corrects for older weights by the log-probabilities that vLLM returns.
@@ -227,8 +243,14 @@ def check_budget(config: AdoraGRPOConfig) -> None:
     unfit_parameters = sorted(parameters - _PARAMETERS_FOR_CONTINUED_ANSWERS)
     if unfit_parameters:
         raise conflict_error(key, f"generation_kwargs: {', '.join(unfit_parameters)}")
-    # A group stays together only in micro-batches of whole groups. Some settings forbid these, and
-    # some keys have to ask for them.
+
+
+def _check_groups_that_wait(config: AdoraGRPOConfig, key: str) -> None:
+    """Raise `UserError` if a group cannot wait as a whole until its last answer is finished.
+
+    It stays together only in micro-batches of whole groups. Some settings forbid these, and some
+    keys have to ask for them. `key`: the key that lets groups wait, with its value.
+    """
     obstacle = regroup_obstacle(config)
     if obstacle:
         raise conflict_error(key, obstacle)
@@ -240,13 +262,6 @@ def check_budget(config: AdoraGRPOConfig) -> None:
     if rows < 2 * config.num_generations:
         raise conflict_error(key, "one group per process, which has to end in every generation")
     _refuse_steps_across_generations(config, key)
-    if config.corrects_by_sequence:
-        mode = config.vllm_importance_sampling_mode
-        raise UserError(
-            f"{key} learns less from an answer the longer it is where the ratio to the earlier "
-            f"weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's "
-            "default is sequence_mask); set vllm_importance_sampling_mode: token_truncate"
-        )
 
 
 def _refuse_steps_across_generations(config: AdoraGRPOConfig, key: str) -> None:

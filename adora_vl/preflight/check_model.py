@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.config.batch_plan import BatchLayout
-    from adora_vl.config.run_context import Messages, RunContext
+    from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.request import RunRequest
 
 
@@ -36,7 +36,6 @@ def check_model(
     request: RunRequest,
     extensions: Mapping[str, Extension],
     context: RunContext,
-    messages: Messages,
 ) -> ModelFacts:
     """Find the model, and check its family, its precision and what the engine can do with it.
 
@@ -44,15 +43,16 @@ def check_model(
         request: What the user asks for.
         extensions: The user's own extensions of the training step, by name.
         context: Where the run takes place.
-        messages: Lines for the user are added to these.
 
     Raises `UserError` for a model that cannot be trained with these keys.
     """
     keys = request.model.keys
     config = request.config
-    model = _find_model(request, context, messages)
-    messages.notes.extend(model_checks.check_family(keys, config, model.config))
-    messages.notes.extend(model_checks.choose_layers(request.model.peft_config, keys, model.config))
+    model = _find_model(request, context)
+    context.messages.notes.extend(model_checks.check_family(keys, config, model.config))
+    context.messages.notes.extend(
+        model_checks.choose_layers(request.model.peft_config, keys, model.config)
+    )
     is_in_four_bit = check_four_bit(
         keys,
         config,
@@ -74,15 +74,14 @@ def check_model(
     if model.continued is None and model_checks.loses_updates(
         keys, model.config, deepspeed=uses_deepspeed
     ):
-        messages.notes.append(model_checks.LOST_UPDATES_WARNING)
+        context.messages.notes.append(model_checks.LOST_UPDATES_WARNING)
     return model
 
 
-def _find_model(request: RunRequest, context: RunContext, messages: Messages) -> ModelFacts:
+def _find_model(request: RunRequest, context: RunContext) -> ModelFacts:
     """Find the model of a run and read its config; the weights are not loaded.
 
-    Python code may have passed a model that is loaded already. Lines for the user are added to
-    `messages`. Raises `UserError`.
+    Python code may have passed a model that is loaded already. Raises `UserError`.
     """
     keys = request.model.keys
     name = str(keys.model_name_or_path or "")
@@ -95,7 +94,7 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
             config=request.model.loaded.config,
             peft_config=peft_config,
         )
-    adapters = _named_adapters(request, messages)
+    adapters = _named_adapters(request, context)
     if adapters:
         # An adapter may be trained on top of others. The last one has the base model.
         name = adapters[-1].base
@@ -103,7 +102,7 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
     # Collective: every rank waits here while the first one of each machine builds the model.
     with request.config.main_process_first(desc="building the tiny model where it is missing"):
         name = resolve_model(name)
-    model_config = _read_config(name, revision, context, messages)
+    model_config = _read_config(name, revision, context)
     # The trainer reads the key, so it gets the folder of a built-in model. In a dry run it keeps
     # the user's name for the model, which goes into the report and the config that it writes.
     if not context.dry_run and not adapters:
@@ -123,22 +122,20 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
     )
 
 
-def _read_config(
-    name: str, revision: str | None, context: RunContext, messages: Messages
-) -> PretrainedConfig:
+def _read_config(name: str, revision: str | None, context: RunContext) -> PretrainedConfig:
     """Read the config of a model, from a folder or the hub.
 
-    A dry run that cannot reach the hub may use a config that this package ships, with a line in
-    `messages`. Raises `UserError` for a config that cannot be read.
+    A dry run that cannot reach the hub may use a config that this package ships, and says so.
+    Raises `UserError` for a config that cannot be read.
     """
     if context.dry_run:
         model_config, note_on_shipped_config = config_for_planning(name, revision)
         if note_on_shipped_config:
-            messages.unknown.append(note_on_shipped_config)
+            context.messages.unknown.append(note_on_shipped_config)
             return model_config
     else:
         model_config = load_config(name, revision)
-    messages.notes.extend(notes_on_local_copy(name))
+    context.messages.notes.extend(notes_on_local_copy(name))
     return model_config
 
 
@@ -160,11 +157,11 @@ def _continues_adapter(request: RunRequest) -> bool:
     return request.model.peft_config is None
 
 
-def _named_adapters(request: RunRequest, messages: Messages) -> tuple[Adapter, ...]:
+def _named_adapters(request: RunRequest, context: RunContext) -> tuple[Adapter, ...]:
     """Return the adapter that the user named in place of a model, and those that it is on top of.
 
-    The named one comes first. Empty for any other model. A line in `messages` says what becomes of
-    the adapter. Raises `UserError`.
+    The named one comes first. Empty for any other model. The user is told what becomes of the
+    adapter. Raises `UserError`.
     """
     keys = request.model.keys
     name = str(keys.model_name_or_path or "")
@@ -175,14 +172,14 @@ def _named_adapters(request: RunRequest, messages: Messages) -> tuple[Adapter, .
         return adapters
     base = adapters[0].base
     if not _continues_adapter(request):
-        messages.notes.append(
+        context.messages.notes.append(
             f"the adapter {name} is merged into its base {base}, and a new one is trained"
         )
         return adapters
     # Keys that the user has set must not contradict the adapter's own config.
     set_keys = request.cli_args.set_keys if request.cli_args else ()
     check_lora_keys(adapters[0], keys, set_keys)
-    messages.notes.append(f"the adapter {name} of {base} goes on training")
+    context.messages.notes.append(f"the adapter {name} of {base} goes on training")
     return adapters
 
 
@@ -191,15 +188,13 @@ def check_parts(
     layout: BatchLayout,
     model: ModelFacts,
     context: RunContext,
-    messages: Messages,
 ) -> None:
     """Check how the model is loaded, which of its parts are trained, and the keys about both.
 
     How it is loaded: the attention kernel and the arguments of `from_pretrained`. What is trained:
     frozen parts, layers with an adapter, the reference model of a KL term.
 
-    Notes for the user are added to `messages`, also about keys that do nothing with this model.
-    Raises `UserError`.
+    The user is told of keys that do nothing with this model. Raises `UserError`.
     """
     config = request.config
     keys = request.model.keys
@@ -225,16 +220,16 @@ def check_parts(
         trains_adapter=trains_adapter,
         trl_evaluates=request.trl_evaluates,
     )
-    messages.notes.extend(unused_keys(settings))
+    context.messages.notes.extend(unused_keys(settings))
     if context.on_this_machine and trains_adapter and config.gradient_checkpointing:
-        messages.notes.extend(untested_peft_notes())
+        context.messages.notes.extend(untested_peft_notes())
     checkpoint = config.resume_from_checkpoint
     if request.script is None and checkpoint is not None:
-        messages.notes.append(
+        context.messages.notes.append(
             f"resume_from_checkpoint: {checkpoint} in the config is not read by train(), as in "
             "Transformers; write train(resume_from_checkpoint=...)"
         )
-    messages.notes.extend(
+    context.messages.notes.extend(
         model_checks.dropout_notes(
             model.peft_config, config, one_step=layout.generation_has_one_step
         )

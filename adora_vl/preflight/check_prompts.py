@@ -29,7 +29,7 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
-    from adora_vl.config.run_context import Messages, RunContext
+    from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.request import RunRequest
 
 
@@ -38,7 +38,6 @@ def check_prompts(
     model: ModelFacts,
     tools: ToolSet,
     context: RunContext,
-    messages: Messages,
 ) -> PromptFacts:
     """Load the processor, build the tools and the system prompt, and limit the prompts' lengths.
 
@@ -47,14 +46,13 @@ def check_prompts(
         model: The model, of which only the config is loaded.
         tools: The tools and environments of the run.
         context: Where the run takes place.
-        messages: Lines for the user are added to these.
 
     Raises `UserError` for a processor that cannot be loaded, and for control tokens in texts.
     """
     config = request.config
     processor = request.model.processor
     if processor is None:
-        processor = _load_processor(model, context, messages)
+        processor = _load_processor(model, context)
     if processor is not None:
         limit_pixels(processor, config.min_pixels, config.max_pixels)
     # The smallest and largest image that the processor resizes to.
@@ -129,12 +127,10 @@ def _overlong_prompts(
     )
 
 
-def _load_processor(
-    model: ModelFacts, context: RunContext, messages: Messages
-) -> ProcessorMixin | None:
+def _load_processor(model: ModelFacts, context: RunContext) -> ProcessorMixin | None:
     """Load the model's processor, or that of the adapter if it has one of its own.
 
-    None, with a line in `messages`, if a dry run cannot reach the hub. Raises `UserError`.
+    None, with a line for the user, if a dry run cannot reach the hub. Raises `UserError`.
     """
     name = find_processor_folder(model.adapters, model.name, reads_images=sees_images(model.config))
     try:
@@ -144,7 +140,7 @@ def _load_processor(
         is_on_hub = not Path(name).is_dir()
         if not context.dry_run or not is_on_hub:
             raise
-        messages.unknown.append(
+        context.messages.unknown.append(
             f"the processor of {name} cannot be reached: text is estimated at "
             f"{CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
         )

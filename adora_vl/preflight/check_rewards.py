@@ -29,7 +29,7 @@ from adora_vl.utils.own_files import function_name
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
-    from adora_vl.config.run_context import Messages, RunContext
+    from adora_vl.config.run_context import RunContext
     from adora_vl.preflight.facts import DataFacts, PromptFacts
     from adora_vl.preflight.request import RunRequest
 
@@ -119,12 +119,11 @@ def check_user_code(
     prompts: PromptFacts,
     data: DataFacts,
     context: RunContext,
-    messages: Messages,
 ) -> None:
     """Call the user's environments, tools and reward functions once, on two rows of the data.
 
     A judge is asked too. What fails here would otherwise fail after the weights are loaded and
-    answers are sampled. Notes about tools are added to `messages`. Raises `UserError`.
+    answers are sampled. The user is told of unsteady tools. Raises `UserError`.
     """
     config = request.config
     rows = _first_rows(rewards, tools, prompts, data)
@@ -151,7 +150,7 @@ def check_user_code(
         calls_judge=context.on_this_machine,
     )
     if prompts.toolbox is not None:
-        messages.notes.extend(_notes_on_tools(prompts.toolbox, groups))
+        context.messages.notes.extend(_notes_on_tools(prompts.toolbox, groups))
 
 
 def _first_rows(

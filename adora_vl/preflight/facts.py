@@ -145,7 +145,6 @@ class ResolvedRun:
     `request`: what the user asks for. `context`: where the run takes place. `extensions`: the
     user's extensions of the training step, by their entries in `adora_extensions`. `layout`: the
     sizes of the batches. `evaluations`: what is evaluated during training; None for nothing.
-    `messages`: what the user is told before the run.
     """
 
     request: RunRequest
@@ -159,7 +158,11 @@ class ResolvedRun:
     data: DataFacts
     evaluations: EvaluationPlan | None
     output: OutputFacts
-    messages: Messages
+
+    @property
+    def messages(self) -> Messages:
+        """What the user is told before the run."""
+        return self.context.messages
 
     @property
     def config(self) -> AdoraGRPOConfig:

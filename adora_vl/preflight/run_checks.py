@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.methods import check_methods
-from adora_vl.config.run_context import Messages, RunContext
+from adora_vl.config.run_context import RunContext
 from adora_vl.evaluation import EvaluationPlan
 from adora_vl.preflight.check_data import check_evaluations, check_room, check_rows
 from adora_vl.preflight.check_keys import check_keys
@@ -49,7 +49,6 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
     first thing that cannot work.
     """
     config = request.config
-    messages = Messages.for_context(context)
     check_versions(config.use_vllm and context.on_this_machine)
     check_keys(request)
     check_sampling(config)
@@ -63,15 +62,13 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
     rewards = with_environment_reward(rewards, tools, config)
     check_reward_sums(rewards.entries, config.reward_weights, config.adora_correct_above)
     check_criteria(config, rewards)
-    model: ModelFacts = check_model(request, extensions, context, messages)
-    check_parts(request, layout, model, context, messages)
-    prompts: PromptFacts = check_prompts(request, model, tools, context, messages)
-    data: DataFacts = check_rows(request, layout, model, prompts, context, messages)
+    model: ModelFacts = check_model(request, extensions, context)
+    check_parts(request, layout, model, context)
+    prompts: PromptFacts = check_prompts(request, model, tools, context)
+    data: DataFacts = check_rows(request, layout, model, prompts, context)
     check_room(config, prompts, data)
-    check_user_code(request, rewards, tools, prompts, data, context, messages)
-    evaluations: EvaluationPlan | None = check_evaluations(
-        request, layout, prompts, data, context, messages
-    )
+    check_user_code(request, rewards, tools, prompts, data, context)
+    evaluations: EvaluationPlan | None = check_evaluations(request, layout, prompts, data, context)
     check_model_files(request, model, context)
     code_hashes = hashes_of_user_code(config, rewards, tools)
     output: OutputFacts = check_output_dir(request, model, data, code_hashes, context)
@@ -87,5 +84,4 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
         data=data,
         evaluations=evaluations,
         output=output,
-        messages=messages,
     )

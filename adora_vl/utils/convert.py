@@ -8,13 +8,14 @@ of a dataclass, whose annotations have their ranges. NaN and infinity are refuse
 import json
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+import pydantic
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from adora_vl.utils.cli import (
     GivenTwiceError,
@@ -28,7 +29,7 @@ from adora_vl.utils.cli import (
 )
 from adora_vl.utils.errors import UserError, did_you_mean
 
-Name = Annotated[str, Field(pattern=r"\S", description="a name")]
+Name = Annotated[str, pydantic.Field(pattern=r"\S", description="a name")]
 
 _literal: Any = Literal  # mypy takes a Literal only of names that are written out
 _WORDS_FOR_OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
@@ -126,7 +127,11 @@ def _convert_options(key: str, value: object, options_class: Any) -> Any:
     hints = annotation_by_field(options_class)
     options = _option_values(key, value, options_class)
     refuse_unknown_options(key, options, hints)
-    missing = [name for name in _options_without_default(options_class) if name not in options]
+    missing: list[str] = []
+    for option_field in fields(options_class):
+        has_value = option_field.name in options or default_of(option_field) is not MISSING
+        if not has_value:
+            missing.append(option_field.name)
     if missing:
         raise UserError(f"{key}: {value_in_words(options)} lacks {', '.join(missing)}")
     # The value of one option, the class's shorthand, may stand for the whole mapping. An error in
@@ -194,13 +199,11 @@ def _option_values(key: str, value: object, options_class: Any) -> Mapping[str, 
     return options
 
 
-def _options_without_default(options_class: Any) -> list[str]:
-    """Return the names of the fields of a dataclass that have no default."""
-    names: list[str] = []
-    for option in fields(options_class):
-        if option.default is MISSING and option.default_factory is MISSING:
-            names.append(option.name)
-    return names
+def default_of(field: Field[Any]) -> Any:
+    """Return the default of a dataclass field; `dataclasses.MISSING` if it has none."""
+    if field.default_factory is MISSING:
+        return field.default
+    return field.default_factory()
 
 
 def _convert_tuple(key: str, value: object, hint: object) -> Any:
