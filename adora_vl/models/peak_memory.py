@@ -45,6 +45,20 @@ LAYER_BACKWARD_NAME = "one layer going back"
 
 
 @dataclass(frozen=True)
+class PassPeaks:
+    """The moments of a pass at which its memory may be largest, in their order."""
+
+    in_head: PeakCandidate
+    in_first_layer: PeakCandidate  # the first layer that goes back, which is the last of the model
+    later: tuple[PeakCandidate, ...]
+
+    @property
+    def all(self) -> tuple[PeakCandidate, ...]:
+        """All of these moments."""
+        return (self.in_head, self.in_first_layer, *self.later)
+
+
+@dataclass(frozen=True)
 class ActivationMemory:
     """Predicts the activation memory of a model's training pass from the pass's size."""
 
@@ -72,7 +86,7 @@ class ActivationMemory:
         """
         return self.head_gradient if self.shape.ties_embeddings else 0
 
-    def peak_candidates(self, size: PassSize, recomputed_count: int) -> list[PeakCandidate]:
+    def peaks(self, size: PassSize, recomputed_count: int) -> PassPeaks:
         """Return the moments of a pass at which its memory may be largest.
 
         Gradients of weights are not counted, except those of a weight that head and embedding
@@ -92,8 +106,8 @@ class ActivationMemory:
             recomputed = saved.largest_recomputed + gradients
             # 3: both parts of a tied gradient and their sum
             in_layer = PeakCandidate(LAYER_BACKWARD_NAME, max(recomputed, 3 * tied_head), all_kept)
-            return [in_head, in_layer]
-        candidates = [in_head, PeakCandidate(LAYER_BACKWARD_NAME, gradients, all_kept)]
+            return PassPeaks(in_head, in_layer, later=())
+        later: list[PeakCandidate] = []
         if recomputed_count:
             # The layers that are not recomputed have gone back, and have released their values.
             first_recomputed = PeakCandidate(
@@ -102,16 +116,17 @@ class ActivationMemory:
                 kept_bytes=saved.layer_inputs,
                 backward_share=(layer_count - recomputed_count) / layer_count,
             )
-            candidates.append(first_recomputed)
+            later.append(first_recomputed)
         # Behind all layers come the vision tower's blocks and the embedding.
         vision_block = saved.recomputed_block + gradients
         for transient_bytes in (vision_block, 3 * tied_head):
-            candidates.append(
+            later.append(
                 PeakCandidate(
                     LAYER_BACKWARD_NAME, transient_bytes, kept_bytes=0, backward_share=1.0
                 )
             )
-        return candidates
+        in_layer = PeakCandidate(LAYER_BACKWARD_NAME, gradients, all_kept)
+        return PassPeaks(in_head, in_layer, tuple(later))
 
     def mask_and_vision(self, size: PassSize, recomputed_count: int) -> tuple[int, int]:
         """Return the bytes of the attention mask and of the vision tower, held during the pass."""
@@ -125,7 +140,7 @@ class ActivationMemory:
         `recomputed_count`: how many layers gradient checkpointing recomputes.
         """
         mask, vision = self.mask_and_vision(size, recomputed_count)
-        candidates = self.peak_candidates(size, recomputed_count)
+        candidates = self.peaks(size, recomputed_count).all
         peak = max(candidate.transient_bytes + candidate.kept_bytes for candidate in candidates)
         return peak + mask + vision
 

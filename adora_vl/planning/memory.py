@@ -16,6 +16,7 @@ from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.peak_memory import (
     LAYER_BACKWARD_NAME,
     ActivationMemory,
+    PassPeaks,
     PeakCandidate,
     usable_bytes,
 )
@@ -357,14 +358,13 @@ def _learning_memory(setup: Setup, gradient_bytes: int, recomputed: int) -> dict
         recomputed: Layers of the language model that gradient checkpointing recomputes.
     """
     activation_memory = setup.activation_memory
-    # The moments of the pass at which it may hold most, such as in the LM head.
-    candidates = activation_memory.peak_candidates(setup.pass_size, recomputed)
+    peaks = activation_memory.peaks(setup.pass_size, recomputed)
     # An optimizer step with a single micro-batch begins without gradients. DeepSpeed has allocated
     # them before, and with several micro-batches they exist from the second on.
     if setup.sharding.stage is None and setup.micro_batches == 1:
-        moments = _moments_with_first_gradients(setup, candidates, gradient_bytes, recomputed)
+        moments = _moments_with_first_gradients(setup, peaks, gradient_bytes, recomputed)
     else:
-        moments = [_PeakMoment(candidate, gradient_bytes) for candidate in candidates]
+        moments = [_PeakMoment(candidate, gradient_bytes) for candidate in peaks.all]
     peak = max(moments, key=lambda moment: moment.total_bytes)
     mask, vision = activation_memory.mask_and_vision(setup.pass_size, recomputed)
     return {
@@ -377,7 +377,7 @@ def _learning_memory(setup: Setup, gradient_bytes: int, recomputed: int) -> dict
 
 
 def _moments_with_first_gradients(
-    setup: Setup, candidates: list[PeakCandidate], gradient_bytes: int, recomputed: int
+    setup: Setup, peaks: PassPeaks, gradient_bytes: int, recomputed: int
 ) -> list[_PeakMoment]:
     """Return the moments at which a pass without gradients at its start may hold most.
 
@@ -387,7 +387,7 @@ def _moments_with_first_gradients(
 
     Args:
         setup: A run without DeepSpeed that computes one micro-batch per optimizer step.
-        candidates: The moments of the pass, without gradients, that of the head first.
+        peaks: The moments of the pass, without gradients.
         gradient_bytes: Bytes of all gradients, at the end of the pass.
         recomputed: Layers of the language model that gradient checkpointing recomputes.
     """
@@ -397,16 +397,16 @@ def _moments_with_first_gradients(
     # parts are added up at the end: both are there, and their sum.
     tied_head = setup.activation_memory.tied_head_gradient
     end = PeakCandidate(LAYER_BACKWARD_NAME, transient_bytes=3 * tied_head, kept_bytes=0)
-    # The second candidate, a layer going back, is replaced by the first and last layer and the end.
     in_between: list[_PeakMoment] = []
-    for candidate in candidates[2:]:
+    for candidate in peaks.later:
         # `backward_share` is the share of the layers whose gradients exist at that moment.
         layer_gradients = int(gradients.of_layers * candidate.backward_share)
         in_between.append(_PeakMoment(candidate, gradients.after_head + layer_gradients))
     layers = setup.shape.text.layers
     before_last_layer = gradients.after_head + gradients.of_layers * (layers - 1) // layers
+    # The first layer is not that of `peaks`: the head has released what it kept.
     return [
-        _PeakMoment(candidates[0], gradients.at_start),
+        _PeakMoment(peaks.in_head, gradients.at_start),
         _PeakMoment(first_layer, gradients.after_head),
         *in_between,
         _PeakMoment(last_layer, before_last_layer),
