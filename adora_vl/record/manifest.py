@@ -247,11 +247,7 @@ def run_manifest(
         overlong_rows: how many rows are left out, since their prompts are too long
             (`adora_overlong_prompts`).
     """
-    config: dict[str, Any] = {}
-    for dataclass_of_settings in settings:
-        for field in dataclasses.fields(dataclass_of_settings):
-            config[field.name] = getattr(dataclass_of_settings, field.name)
-    public_config = {key: value for key, value in sorted(config.items()) if not is_secret(key)}
+    config = _recorded_config(settings)
     data_entry: dict[str, Any] = {
         "folder": ", ".join(data_folders),
         "rows": row_count,
@@ -263,8 +259,7 @@ def run_manifest(
     return {
         **MADE_BY,
         "command": launch_command(arguments),
-        # values may hold secrets too, such as a token in a URL
-        "config": without_secrets(plain_value(public_config)),
+        "config": config,
         "data": data_entry,
         "model": {
             "name": config.get("model_name_or_path"),
@@ -282,6 +277,20 @@ def run_manifest(
         "finished": None,
         "steps": None,
     }
+
+
+def _recorded_config(settings: Sequence[DataclassInstance]) -> dict[str, Any]:
+    """Return the values of a run's settings by key, in alphabetical order and without secrets.
+
+    A key such as `hub_token` is left out, and a secret in another value is masked, such as a
+    password in an address.
+    """
+    config: dict[str, Any] = {}
+    for dataclass_of_settings in settings:
+        for field in dataclasses.fields(dataclass_of_settings):
+            if not is_secret(field.name):
+                config[field.name] = getattr(dataclass_of_settings, field.name)
+    return dict(without_secrets(plain_value(dict(sorted(config.items())))))
 
 
 def write_manifest(manifest: Manifest, output_dir: Path) -> None:
