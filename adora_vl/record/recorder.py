@@ -70,13 +70,11 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self._is_enabled = config.adora_record_gb > 0
         # how many rollouts this rank has graded in the present step so far
         self._graded_in_step = 0
-        # how many of them were graded last, in one call of `add`
-        self._graded_in_last_call = 0
+        # the numbers of the rollouts of all ranks that `add` has got last
+        self._newest_numbers: list[int] = []
         # what `add_measured_drift` has measured on this rank, by the number of the rollout, which
         # may be any rank's
         self._drift_by_number: dict[int, float] = {}
-        # for each generation of the present step, where its rollouts stand among those of the step
-        self._generation_slices: list[slice] = []
         adora_keys = [field.name for field in fields(config) if field.name.startswith("adora_")]
         recorded_keys = (*adora_keys, *_RECORDED_SETTINGS)
         settings = without_secrets(
@@ -98,13 +96,13 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         A number is unique in the step over all ranks, so that a value that is computed later, on
         any rank, finds its rollout again: number = position on its rank * ranks + rank.
         """
-        accelerator = self.accelerator
-        first_position = self._graded_in_step
-        positions_B = torch.arange(
-            first_position, first_position + count, device=accelerator.device
-        )
-        numbers_B: Tensor = positions_B * accelerator.num_processes + accelerator.process_index
-        return numbers_B
+        rank = self.accelerator.process_index
+        return torch.tensor(self._numbers_of_rank(rank, count), device=self.accelerator.device)
+
+    def _numbers_of_rank(self, rank: int, count: int) -> list[int]:
+        """Return the numbers of the next `count` rollouts of a rank; all grade equally many."""
+        positions = range(self._graded_in_step, self._graded_in_step + count)
+        return [position * self.accelerator.num_processes + rank for position in positions]
 
     def add(
         self,
@@ -126,12 +124,15 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             function_names: the names of the reward functions.
         """
         rollout_count = len(built_groups.rows)
-        first_position = self._graded_in_step
-        self._graded_in_last_call = rollout_count
+        # The rows of all ranks are gathered rank by rank.
+        self._newest_numbers = [
+            number
+            for rank in range(self.accelerator.num_processes)
+            for number in self._numbers_of_rank(rank, rollout_count)
+        ]
         self._graded_in_step += rollout_count
         if not self._is_enabled:
             return
-        self._generation_slices.append(slice(first_position, self._graded_in_step))
         batch_columns = self._gather_batch_columns(scored_groups.batch)
         dataset_columns = self._gather_dataset_columns(built_groups)
         # Recording has ended if the first rank's disk has refused an earlier step.
@@ -144,7 +145,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             columns |= batch_columns
             columns |= dataset_columns
             group_size = scored_groups.assessment.groups.rewards_PG.shape[1]
-            self.record.add(columns, group_size)
+            self.record.add(columns, group_size, self._newest_numbers)
 
     def _gather_batch_columns(self, batch: Batch) -> RecordColumns:
         """Return the record's columns that are tensors of the batch, from all ranks. Collective.
@@ -196,7 +197,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             table: TRL's `_logs`, the table of completions. It has only the rollouts that were
                 graded last, so the others' values go into the record alone.
         """
-        numbers_N = self.accelerator.gather(batch["rollout_number"]).cpu()
+        numbers = self.accelerator.gather(batch["rollout_number"]).tolist()
         trl_advantages_PG = advantages.assessment.trl_advantages_PG
         group_size = trl_advantages_PG.shape[1]
         values_by_column = {
@@ -204,49 +205,11 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             "advantage": advantages.final_PG.flatten(),
             "weight": advantages.weighting.weights_P.repeat_interleave(group_size),
         }
-        first_in_table = self._graded_in_step - self._graded_in_last_call
         for name, values_N in values_by_column.items():
-            # R ranks that have graded B rollouts each in this step.
-            values_RB = self._arrange_by_rank_and_position(numbers_N, values_N)
-            self._fill_in_record(name, values_RB)
-            table_values = values_RB[:, first_in_table:].flatten().tolist()
-            set_final_values(table, name, table_values)
-
-    def _arrange_by_rank_and_position(self, numbers_N: Tensor, values_N: Tensor) -> Tensor:
-        """Arrange values of any of the step's rollouts in the order in which ranks graded them.
-
-        Args:
-            numbers_N: the numbers of the rollouts that have a value, from `number_next_rollouts`, (N,).
-            values_N: their values, (N,).
-
-        Returns:
-            (R, B), for R ranks that have graded B rollouts each in this step, float32; NaN where a
-            rollout has no value.
-        """
-        num_ranks = self.accelerator.num_processes
-        values_RB = torch.full((num_ranks, self._graded_in_step), torch.nan)
-        # A number is position * ranks + rank.
-        rank_N = numbers_N % num_ranks
-        position_N = numbers_N // num_ranks
-        values_RB[rank_N, position_N] = values_N.float()
-        return values_RB
-
-    def _fill_in_record(self, name: str, values_RB: Tensor) -> None:
-        """Write a column whose values are known only now into the rows that wait for the step's end.
-
-        Args:
-            name: the column.
-            values_RB: its values for the B rollouts of each of R ranks, as
-                `_arrange_by_rank_and_position` returns them; where one is NaN, the row keeps what
-                it has.
-        """
-        if not self.accelerator.is_main_process:
-            return
-        # The rows of one generation stand in the record rank by rank.
-        values_by_generation = [
-            values_RB[:, positions].flatten().tolist() for positions in self._generation_slices
-        ]
-        self.record.fill_in(name, values_by_generation)
+            value_by_number = dict(zip(numbers, values_N.float().tolist(), strict=True))
+            self.record.fill_in(name, value_by_number)
+            newest_values = [value_by_number.get(number) for number in self._newest_numbers]
+            set_final_values(table, name, newest_values)
 
     def add_measured_drift(self, micro_batch: Batch, logps_BC: Tensor) -> None:
         """Measure the drift of rollouts from log-probabilities that the loss's forward pass gave.
@@ -297,18 +260,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         gathered and filled in: a rank may have measured it for rollouts of another rank.
         """
         # All ranks have added the same generations, so either all of them gather or none does.
-        has_rollouts = len(self._generation_slices) > 0
-        if has_rollouts:
+        if self._is_enabled and self._graded_in_step > 0:
             drift_by_number: dict[int, float] = {}
             for drift_of_rank in gather_object([self._drift_by_number]):
                 drift_by_number |= drift_of_rank
-            drift_RB = self._arrange_by_rank_and_position(
-                numbers_N=torch.tensor(list(drift_by_number), dtype=torch.long),
-                values_N=torch.tensor(list(drift_by_number.values())),
-            )
-            self._fill_in_record("drift", drift_RB)
+            self.record.fill_in("drift", drift_by_number)
         self._graded_in_step = 0
-        self._generation_slices = []
         self._drift_by_number = {}
         self.record.flush(state.global_step)
 

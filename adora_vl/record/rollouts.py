@@ -191,6 +191,8 @@ class Record:
         self._settings = settings
         # the batches of the present step, in the order in which they were added
         self._waiting_batches: list[RecordColumns] = []
+        # for each of them the numbers by which its rows are found again
+        self._numbers_of_batches: list[Sequence[int]] = []
         self.diagrams = DiagramStore(
             self.folder / IMAGES_FOLDER, limit_bytes=self._limit_bytes / ranks
         )
@@ -199,16 +201,23 @@ class Record:
 
     def start(self, step: int) -> None:
         """Start recording after `step`; rollouts that were recorded for later steps are deleted."""
-        self._waiting_batches.clear()
+        self._clear()
         delete_steps_after(self.folder, step)
 
-    def add(self, columns: RecordColumns, group_size: int) -> None:
+    def _clear(self) -> None:
+        """Drop the waiting rows."""
+        self._waiting_batches.clear()
+        self._numbers_of_batches.clear()
+
+    def add(self, columns: RecordColumns, group_size: int, numbers: Sequence[int] = ()) -> None:
         """Add a batch of rollouts, which waits until `flush` writes it.
 
         Args:
             columns: the values of the rollouts of all ranks by column, group after group. The
                 columns `group` and `rollout` are added to it.
             group_size: rollouts of a group.
+            numbers: a number of each rollout, by which `fill_in` finds it; none where nothing is
+                filled in.
         """
         # The groups of a step are numbered through all of its batches.
         waiting_rows = sum(len(batch["step"]) for batch in self._waiting_batches)
@@ -217,24 +226,23 @@ class Record:
         columns["group"] = [first_group + row // group_size for row in range(row_count)]
         columns["rollout"] = [row % group_size for row in range(row_count)]
         self._waiting_batches.append(columns)
+        self._numbers_of_batches.append(numbers)
 
-    def fill_in(self, name: str, values_by_batch: Sequence[Sequence[float]]) -> None:
+    def fill_in(self, name: str, value_by_number: Mapping[int, float]) -> None:
         """Write values that are known only now into a column of the rows that wait for `flush`.
 
         Args:
             name: the column. A batch that lacks it gets it.
-            values_by_batch: for each waiting batch, in the order in which they were added, a value
-                for each of its rows. Where it is NaN, the row keeps the value that it has.
+            value_by_number: the values by the numbers of their rollouts. A row without a value, or
+                with NaN, keeps what it has.
         """
-        # `strict=False`: once the disk has refused a file, values still come, but no batch waits.
-        for columns, new_values in zip(self._waiting_batches, values_by_batch, strict=False):
-            if not columns.get(name):
-                columns[name] = list(new_values)
-                continue
-            columns[name] = [
-                old if math.isnan(new) else new
-                for old, new in zip(columns[name], new_values, strict=True)
-            ]
+        for columns, numbers in zip(self._waiting_batches, self._numbers_of_batches, strict=True):
+            values = columns.get(name) or [None] * len(numbers)
+            for row, number in enumerate(numbers):
+                value = value_by_number.get(number, math.nan)
+                if not math.isnan(value):
+                    values[row] = value
+            columns[name] = values
 
     def flush(self, step: int) -> None:
         """Write the waiting rows as the file of `step`, and keep the record within its limit.
@@ -244,7 +252,7 @@ class Record:
         if not self._waiting_batches:
             return
         tables = [make_table(columns, self._settings) for columns in self._waiting_batches]
-        self._waiting_batches.clear()
+        self._clear()
         try:
             write_part(
                 self.folder,

@@ -140,14 +140,14 @@ def add_rows(
         table["prompt"].extend(plain_prompts)
 
 
-def set_final_values(table: Mapping[str, Any], name: str, values: Sequence[float]) -> None:
+def set_final_values(table: Mapping[str, Any], name: str, values: Sequence[float | None]) -> None:
     """Overwrite a column of the newest rows of TRL's table once its final values are known.
 
     Args:
         table: the trainer's `_logs`.
         name: the column's name in the record of rollouts. Two columns have another name in the
             table. A column that the table lacks is ignored.
-        values: for the newest rows, in their order; NaN for a row that keeps what it has.
+        values: for the newest rows, in their order; None or NaN for a row that keeps what it has.
     """
     columns_by_record_name = {
         **table["extra"],
@@ -158,8 +158,9 @@ def set_final_values(table: Mapping[str, Any], name: str, values: Sequence[float
     # Rows are counted from the end, since a deque of limited length drops its first rows.
     row_count = min(len(column), len(values))
     for index in range(-row_count, 0):
-        if not math.isnan(values[index]):
-            column[index] = values[index]
+        value = values[index]
+        if value is not None and not math.isnan(value):
+            column[index] = value
 
 
 def unify_message_contents(prompts: MutableSequence[Any]) -> None:
