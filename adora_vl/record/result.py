@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, TypeGuard
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_differences import Difference, difference_between
@@ -158,32 +159,28 @@ def _recorded_groups(
     # has just merged into another.
     except (UserError, OSError, pa.ArrowException):
         return None
+    first_groups = groups.filter(pc.field("step") <= end_of_first_fifth)
+    last_groups = groups.filter(pc.field("step") >= begin_of_last_fifth)
     samples = _FigureSamples(
-        first=[group.mean for group in groups if group.step <= end_of_first_fifth],
-        last=[group.mean for group in groups if group.step >= begin_of_last_fifth],
+        first=first_groups["mean"].to_pylist(),
+        last=last_groups["mean"].to_pylist(),
         unit="group",
     )
     has_both = bool(samples.first) and bool(samples.last)
     return samples if has_both else None
 
 
-class _GroupMean(NamedTuple):
-    """The mean of a column over the rollouts of one recorded group."""
+def _means_of_groups(folder: Path, column: str) -> pa.Table:
+    """Return the mean of a column of the record for each group that has a value in it.
 
-    step: int
-    mean: float
-
-
-def _means_of_groups(folder: Path, column: str) -> list[_GroupMean]:
-    """Return the mean of a column of the record for each group that has a value in it."""
-    values_by_group: dict[tuple[int, int], list[float]] = {}
-    for part in list_parts(folder / ROLLOUTS_FOLDER):
-        for row in read_part(part, ["step", "group", column]).to_pylist():
-            if _is_number(row[column]):
-                # groups are numbered within their step
-                group_key = (row["step"], row["group"])
-                values_by_group.setdefault(group_key, []).append(float(row[column]))
-    return [_GroupMean(step, fmean(values)) for (step, _), values in values_by_group.items()]
+    Groups are numbered within their step. The columns of the table are `step`, `group` and `mean`.
+    """
+    tables = [
+        read_part(part, ["step", "group", column]) for part in list_parts(folder / ROLLOUTS_FOLDER)
+    ]
+    groups = pa.concat_tables(tables).group_by(["step", "group"]).aggregate([(column, "mean")])
+    groups = groups.rename_columns(["step", "group", "mean"])
+    return groups.filter(pc.is_finite(pc.field("mean")))
 
 
 def _held_out_result(folder: Path) -> str | None:
