@@ -1,4 +1,4 @@
-"""Asks of the rows of a rank, for tests of what samples."""
+"""Requests for the rollouts of a rank, for tests of what samples."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,18 @@ def sampling_requests(
     grouped: bool = True,
     limit: int | None = None,
 ) -> list[SamplingRequest]:
-    """`ids`: of their prompts.
+    """Return a request for each row of a rank.
 
-    `first`: the number of the first row. `grouped`: those of a group may be one request.
+    Rows are numbered over all ranks, and divided into groups by their numbers: with four generations,
+    for example, row 6 is the third member of group 1.
+
+    Args:
+        ids: the token ids of each row's prompt.
+        images: the images of each row; None: no row has any.
+        generations: rollouts of a group.
+        first: the number of the first row.
+        grouped: whether the rows of a group may become one request of vLLM.
+        limit: the most tokens of each rollout.
     """
     asks = []
     for number, (prompt_ids, prompt_images) in enumerate(

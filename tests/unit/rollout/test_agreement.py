@@ -1,4 +1,6 @@
-"""Do engine and trainer agree: the bounds, prompts moved far back, and what ends a run before its
+"""Whether engine and trainer agree.
+
+How far apart they may be, how prompts are moved to late positions, and what ends a run before its
 first step.
 """
 
@@ -24,7 +26,7 @@ WORDS = [token for token in range(len(TOKENIZER)) if token not in TOKENIZER.all_
 
 
 def engine_pair(model: int = 10**6, engine: int = 10**6) -> Any:
-    """Return a pair of policy and engine that take this many positions."""
+    """Return a pair of policy and engine that take this many positions, by default any number."""
     config = SimpleNamespace(max_position_embeddings=model)
     llm = SimpleNamespace(
         llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=engine))
@@ -39,9 +41,11 @@ def engine_pair(model: int = 10**6, engine: int = 10**6) -> Any:
 
 
 def prompts(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
-    """Return prompts of these shapes: the token ids of a row's text, and the sizes of its images.
+    """Return prompts of images and then a text.
 
-    The size of an image is its number of image tokens, which have four patches each.
+    `shapes`: for each row the token ids of its text, and the sizes of its images in image tokens. An
+    image token has four patches. For example, ([5, 6], [2]) gives the prompt [IMAGE, IMAGE, 5, 6]
+    with eight patches.
     """
     ids = [[token for size in sizes for token in [IMAGE] * size] + words for words, sizes in shapes]
     grids = [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
@@ -69,20 +73,22 @@ ROW = st.tuples(
     longest=st.integers(130, 4000),
 )
 def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shapes, tokens, longest):
-    """Far prompts are the near ones behind a filling of their own words.
+    """A prompt is moved to late positions by words of its own text, which are put before it.
 
-    They reach as far as the context and the answer's tokens allow; their images are the same.
+    The longest one then ends as late as the engine's context and the tokens of the answer allow.
+    Images stay the same.
     """
     near = prompts(shapes)
     far = agreement.lengthened_prompts(engine_pair(engine=longest), near, tokens)
     assert far is not None
     assert far.images is not None
-    rows = len(shapes[: agreement.FAR_ROWS])
+    rows = len(shapes[: agreement.FAR_ROWS])  # only the first rows are moved
     # The longest prompt leaves room for the answer, and all are longer by the same number.
     assert max(map(len, far.ids)) == min(agreement.FAR_POSITION, longest - tokens)
-    assert (
-        len({len(far_ids) - len(ids) for far_ids, ids in zip(far.ids, near.ids, strict=False)}) == 1
-    )
+    added_lengths = {
+        len(far_ids) - len(near_ids) for far_ids, near_ids in zip(far.ids, near.ids, strict=False)
+    }
+    assert len(added_lengths) == 1
     for (words, _), far_ids, near_ids in zip(shapes, far.ids, near.ids, strict=False):
         assert far_ids[-len(near_ids) :] == near_ids
         assert set(far_ids[: -len(near_ids)]) <= set(words)
@@ -96,15 +102,13 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
 
 
 def test_where_model_or_engine_have_no_room_there_are_none():
+    """Of 40 positions an answer takes 8, so a prompt of 34 tokens has no room and one of 24 has."""
+    long_prompt = prompts([(WORDS[:30], [4])])
+    short_prompt = prompts([(WORDS[:20], [4])])
     for limits in ({"model": 40}, {"engine": 40}):
-        assert (
-            agreement.lengthened_prompts(engine_pair(**limits), prompts([(WORDS[:30], [4])]), 8)
-            is None
-        )
-        assert (
-            agreement.lengthened_prompts(engine_pair(**limits), prompts([(WORDS[:20], [4])]), 8)
-            is not None
-        )
+        pair = engine_pair(**limits)
+        assert agreement.lengthened_prompts(pair, long_prompt, 8) is None
+        assert agreement.lengthened_prompts(pair, short_prompt, 8) is not None
 
 
 def test_prompts_without_images_keep_none():
@@ -113,6 +117,7 @@ def test_prompts_without_images_keep_none():
     assert far is not None
     assert far.images is None
     assert far.fields == {}
+    # The context of 100 less an answer of 10. Of three prompts the first two are moved.
     assert [len(row) for row in far.ids] == [90, 89]
     assert agreement.first_prompts(text_prompts, 1).ids == [[20, 21]]
 
@@ -120,10 +125,10 @@ def test_prompts_without_images_keep_none():
 def test_the_bound_follows_the_coarser_dtype(subtests):
     """Engine and trainer may differ by more where one of them rounds to bfloat16.
 
-    They may also where a filter such as `top_p` changes the engine's numbers alone.
-    Each case: the engine's dtype, changed keys of the config, and the bound in nats. A drift that the
-    config allows (`adora_max_drift`) is never exceeded.
+    They may also differ by more where a filter such as `top_p` changes the engine's numbers, and not
+    the trainer's. The bound is never above `adora_max_drift`, with which a run would stop.
     """
+    # (the engine's dtype, changed keys of the config, the bound in nats)
     cases: list[Any] = [
         ("float32", {}, 0.01),
         ("bfloat16", {}, 0.3),
@@ -131,11 +136,7 @@ def test_the_bound_follows_the_coarser_dtype(subtests):
         ("bfloat16", {"adora_max_drift": 0.1}, 0.1),
         ("float32", {"adora_max_drift": None}, 0.01),
         ("float32", {"top_k": -1}, 0.01),  # vLLM's word for no filter
-        (
-            "float32",
-            {"top_p": 0.9},
-            0.3,
-        ),  # a filter changes the engine's numbers and not the trainer's
+        ("float32", {"top_p": 0.9}, 0.3),
     ]
     for engine, keys, bound in cases:
         with subtests.test(f"{engine} {keys!r:.80} {bound}"):
@@ -156,9 +157,9 @@ def test_the_bound_follows_the_coarser_dtype(subtests):
                 engine=SimpleNamespace(settings=settings),
             )
             assert agreement.agreement_bound(pair) == bound
-            assert agreement.distant_bound(pair) == (bound / 10 if bound == 0.01 else bound), (
-                "of float32 alone"
-            )
+            # Late positions have a stricter bound where both compute in float32.
+            distant_bound = 0.001 if bound == 0.01 else bound
+            assert agreement.distant_bound(pair) == distant_bound
 
 
 @pytest.fixture

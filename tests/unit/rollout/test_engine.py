@@ -39,7 +39,9 @@ from vllm.v1.core.sched.utils import check_sequence_repetition  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.rollout.llm import PolicyLLM, logps_of_tokens, with_image_digests  # noqa: E402
 
+# Sampling parameters with which the policy samples by its own probabilities.
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+# Ids of the image token, and of the tokens before and after an image.
 IMAGE = 90
 START = 91
 END = 92
@@ -48,7 +50,10 @@ END = 92
 @pytest.mark.parametrize("candidates", [1, 3])
 @pytest.mark.parametrize("broken", [-0.5, float("nan"), float("-inf")])
 def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(candidates, broken):
-    """vLLM's two formats give the same values. One of them may be no finite number."""
+    """vLLM's two formats give the same values, and one that is no finite number is -inf.
+
+    With more candidates than one, likelier tokens than the sampled one stand before it.
+    """
     tokens = [5, 7, 5]
     values = [-1.5, broken, -2.0]
     positions = []
@@ -63,31 +68,31 @@ def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(cand
 
 
 def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(subtests):
-    """Bans and filters only leave tokens out. What they cut off would be missing from each ratio."""
-    unchanged_cases: list[dict[str, Any]] = [
-        {},
-        {"top_k": -1, "min_p": 0.0},
-        {"top_p": 0.9},
-        {"top_k": 20},
-        {"min_p": 0.1},
+    """Bans and filters only leave tokens out, which the trainer's log-probabilities do not know.
+
+    vLLM's processed log-probabilities are larger by what was cut off, and no ratio to the trainer's
+    would be right. A temperature, a penalty and a bias change the probabilities themselves.
+    """
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "raw_logprobs"),
+        ({"top_k": -1, "min_p": 0.0}, "raw_logprobs"),
+        ({"top_p": 0.9}, "raw_logprobs"),
+        ({"top_k": 20}, "raw_logprobs"),
+        ({"min_p": 0.1}, "raw_logprobs"),
+        ({"_config_generation_kwargs": {"stop": ["x"], "bad_words": ["y"]}}, "raw_logprobs"),
+        ({"temperature": 0.7}, "processed_logprobs"),
+        ({"repetition_penalty": 1.05}, "processed_logprobs"),
+        ({"_config_generation_kwargs": {"logit_bias": {5: 1.0}}}, "processed_logprobs"),
     ]
-    unchanged_cases += [{"_config_generation_kwargs": {"stop": ["x"], "bad_words": ["y"]}}]
-    changing_cases: list[dict[str, Any]] = [
-        {"temperature": 0.7},
-        {"repetition_penalty": 1.05},
-        {"_config_generation_kwargs": {"logit_bias": {5: 1.0}}},
-    ]
-    for sampling in [*unchanged_cases, *changing_cases]:
+    for sampling, expected_mode in cases:
         with subtests.test(str(sampling)):
             engine = object.__new__(AdoraVLLMGeneration)
             engine.__dict__.update({**NEUTRAL, "_config_generation_kwargs": {}, **sampling})
-            assert engine._logprobs_mode() == (
-                "raw_logprobs" if sampling in unchanged_cases else "processed_logprobs"
-            )
+            assert engine._logprobs_mode() == expected_mode
 
 
 def test_the_log_probability_of_a_token_is_that_of_its_own_id():
-    """A likelier token may stand before it."""
+    """A likelier token may stand before it: here token 9 before the sampled token 7."""
     tokens = [[7, 8]]
     logps = [[[-0.1, -2.0], [-0.5]]]
     ids = [[[9, 7], [8]]]
@@ -95,9 +100,9 @@ def test_the_log_probability_of_a_token_is_that_of_its_own_id():
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
-    """Otherwise two runs on a machine would share it, and every run would leave some behind.
+    """With vLLM's own name two runs on a machine would share memory, and each would leave some behind.
 
-    The memory of others stays.
+    After the start no file has the name any more; files of others stay.
     """
     monkeypatch.setattr(llm_module, "_SHARED_MEMORY_FOLDER", tmp_path)
     monkeypatch.setenv("VLLM_DIST_IDENT", "a-run")
@@ -111,7 +116,10 @@ def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_pat
 
 
 def generation_with(asked: dict[str, Any] | None, mode: str = "colocate") -> AdoraVLLMGeneration:
-    """Return what samples with these `generation_kwargs`, without an engine."""
+    """Return the object that samples with these `generation_kwargs`, without an engine.
+
+    A test replaces `_init_vllm`, which would start one.
+    """
     tokenizer = SimpleNamespace(get_vocab=lambda: {})
     given = {"model": None, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
     return AdoraVLLMGeneration(
@@ -123,10 +131,11 @@ def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_st
     monkeypatch, subtests
 ):
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
+    # (mode, the run's `generation_kwargs`, what vLLM gets for `detokenize`; None: its default, True)
     cases: list[Any] = [
         ("colocate", None, False),
         ("colocate", {"top_k": 3}, False),
-        ("colocate", {"stop": ["</answer>"]}, None),  # looked for in the text
+        ("colocate", {"stop": ["</answer>"]}, None),  # vLLM looks for the string in the text
         ("colocate", {"detokenize": True}, True),
         ("server", None, None),
     ]
@@ -139,7 +148,10 @@ def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_st
 
 
 def test_an_evaluation_ends_answers_where_a_rollout_ends(monkeypatch):
-    """vLLM looks for strings in the text alone, so that it has to be decoded."""
+    """An evaluation answers greedily, and stops at the tokens and strings of the run.
+
+    vLLM looks for strings in the text alone, so with any of them it has to decode the answer.
+    """
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
     plain = generation_with({}).greedy_settings
     assert plain["detokenize"] is False
@@ -157,11 +169,8 @@ def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(mon
     parameters = SamplingParams(**engine.generation_kwargs).repetition_detection
     assert parameters is not None
     assert parameters.max_pattern_size == 2
-    repeats = [
-        check_sequence_repetition(tokens, parameters)
-        for tokens in ([7, 1, 2, 1, 2, 1, 2], [7, 1, 2, 1, 2, 1])
-    ]
-    assert repeats == [True, False]
+    assert check_sequence_repetition([7, 1, 2, 1, 2, 1, 2], parameters), "1, 2 three times"
+    assert not check_sequence_repetition([7, 1, 2, 1, 2, 1], parameters)
     assert engine._logprobs_mode() == "raw_logprobs", "each token is sampled as without it"
     for wrong, message in (
         ({"max_pattern_size": 2}, ": {'max_pattern_size': 2} is not taken by vLLM .*such as"),
@@ -175,6 +184,7 @@ def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(mon
 
 
 def test_a_bias_from_the_command_line_has_texts_as_its_tokens(monkeypatch):
+    """The keys of JSON are texts, and vLLM takes numbers."""
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
     engine = generation_with(json.loads('{"logit_bias": {"50": 2.0}}'))
     assert SamplingParams(**engine.generation_kwargs).logit_bias == {50: 2.0}
@@ -203,6 +213,7 @@ def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks:
 
 
 def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
+    # (the key `enforce_eager`, whether the engine is on a CPU, whether it does not compile)
     cases = [
         (None, True, True),
         (None, False, False),
@@ -221,8 +232,9 @@ def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
 def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_grow(
     monkeypatch, subtests
 ):
-    """vLLM's own all-reduce would end the process."""
+    """vLLM's own all-reduce would end the process there."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    # (ranks that divide the engine, torch's setting, whether vLLM's all-reduce is off; None: default)
     for ranks, setting, is_disabled in [
         (2, "expandable_segments:True", True),
         (2, "", None),
@@ -234,12 +246,46 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
             assert arguments.get("disable_custom_all_reduce") is is_disabled
 
 
+def expand_images(token_ids: list[int]) -> list[int]:
+    """Return a prompt with two image tokens for each image, as vLLM expands one."""
+    expanded = []
+    for token in token_ids:
+        expanded += [token, token] if token == IMAGE else [token]
+    return expanded
+
+
+def vllm_rollout(index: int, parameters: SamplingParams, reason: str) -> SimpleNamespace:
+    """Return a rollout as vLLM does, all of whose tokens are the seed plus its index.
+
+    The log-probability of each token is -2. Beside each stands the likelier token 3.
+
+    Args:
+        index: the number of the rollout in its request.
+        parameters: the request's.
+        reason: why the rollout ends.
+    """
+    assert parameters.seed is not None
+    assert parameters.max_tokens is not None
+    token = parameters.seed + index
+    logps_of_position = {3: SimpleNamespace(logprob=-0.1), token: SimpleNamespace(logprob=-2.0)}
+    return SimpleNamespace(
+        index=index,
+        token_ids=[token] * parameters.max_tokens,
+        finish_reason=reason,
+        logprobs=[logps_of_position] * parameters.max_tokens,
+    )
+
+
 def engine_of(monkeypatch: Any, seen: list[Any], reasons: list[str], **changed: Any) -> Any:
     """Return a colocated engine with a stand-in for vLLM.
 
-    The stand-in notes prompts and sampling parameters in `seen`, and ends its rollouts for these
-    reasons. A rollout repeats one token: its seed plus its number in the request. The rollouts of a
-    request come in reversed order, and each token has a likelier one beside it.
+    The rollouts of a request come in reversed order, since vLLM promises none.
+
+    Args:
+        monkeypatch: replaces `LLM.generate`.
+        seen: gets the prompt and the sampling parameters of each request.
+        reasons: why the rollouts end, in the order in which they are asked for.
+        changed: attributes of the engine that differ.
     """
 
     def generate(self: Any, prompts: Any, sampling_params: Any, **_: Any) -> list[Any]:
@@ -247,28 +293,12 @@ def engine_of(monkeypatch: Any, seen: list[Any], reasons: list[str], **changed: 
         remaining_reasons = iter(reasons)
         outputs = []
         for prompt, parameters in zip(prompts, sampling_params, strict=True):
-            # As vLLM does, it repeats an image token: to two of them here.
-            ids = [
-                repeated
-                for token in prompt["prompt_token_ids"]
-                for repeated in [token] * (1 + (token == IMAGE))
-            ]
             rollouts = [
-                SimpleNamespace(
-                    index=index,
-                    token_ids=[parameters.seed + index] * parameters.max_tokens,
-                    finish_reason=next(remaining_reasons),
-                    logprobs=[
-                        {
-                            3: SimpleNamespace(logprob=-0.1),
-                            parameters.seed + index: SimpleNamespace(logprob=-2.0),
-                        }
-                    ]
-                    * parameters.max_tokens,
-                )
+                vllm_rollout(index, parameters, reason=next(remaining_reasons))
                 for index in range(parameters.n)
             ]
-            outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=rollouts[::-1]))
+            prompt_ids = expand_images(prompt["prompt_token_ids"])
+            outputs.append(SimpleNamespace(prompt_token_ids=prompt_ids, outputs=rollouts[::-1]))
         return outputs
 
     monkeypatch.setattr(LLM, "generate", generate)
@@ -298,71 +328,77 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
 
     Merged or single, each answer has the seed of its own row.
     """
-    images = [Image.new("RGB", (8, 6)) for _ in range(2)]
-    copies = [
-        as_kept_image(Image.new("RGB", (8, 6), (9, 9, 9))) for _ in range(2)
-    ]  # of another process
-    images_of_rows = [*[images[:1]] * 4, images[1:], copies[:1], copies[1:]]
+    first_image = Image.new("RGB", (8, 6))
+    second_image = Image.new("RGB", (8, 6))
+    # Two objects with the same pixels, as an image has that comes from two processes.
+    kept_image = as_kept_image(Image.new("RGB", (8, 6), (9, 9, 9)))
+    its_copy = as_kept_image(Image.new("RGB", (8, 6), (9, 9, 9)))
+    images_of_rows = [
+        *[[first_image]] * 4,
+        [second_image],
+        [kept_image],
+        [its_copy],
+    ]
+    prompts = [[START, IMAGE, IMAGE, END]] * 7
     # The rows are numbers 2 to 8, so groups of four begin at the third row and at the seventh.
     numbers: dict[str, Any] = {"first": 2, "generations": 4, "limit": 2}
-    asks = sampling_requests([[START, IMAGE, IMAGE, END]] * 7, images_of_rows, **numbers)
+    asks = sampling_requests(prompts, images_of_rows, **numbers)
     assert [len(request) for request in merge_requests(asks)] == [2, 2, 1, 1, 1]
-    assert [
-        len(request) for request in merge_requests([replace(ask, group=0) for ask in asks])
-    ] == [4, 1, 2]
-    single_asks = sampling_requests(
-        [[START, IMAGE, IMAGE, END]] * 7, images_of_rows, grouped=False, **numbers
+    asks_of_one_group = [replace(ask, group=0) for ask in asks]
+    assert [len(request) for request in merge_requests(asks_of_one_group)] == [4, 1, 2], (
+        "an image and its copy are the same"
     )
-    results = [
-        engine_of(monkeypatch, [], ["stop"] * 7).sample(requests)
-        for requests in (asks, single_asks)
+    single_asks = sampling_requests(prompts, images_of_rows, grouped=False, **numbers)
+    expected_results = [
+        SamplingResult(
+            tokens=[ask.seed] * 2,
+            logps=[-2.0] * 2,
+            finish_reason=FinishReason.STOP,
+            prompt_ids_read=ask.prompt_ids,
+        )
+        for ask in asks
     ]
-    assert (
-        results[0]
-        == results[1]
-        == [
-            SamplingResult(
-                tokens=[ask.seed] * 2,
-                logps=[-2.0] * 2,
-                finish_reason=FinishReason.STOP,
-                prompt_ids_read=ask.prompt_ids,
-            )
-            for ask in asks
-        ]
-    )
+    for requests in (asks, single_asks):
+        engine = engine_of(monkeypatch, [], ["stop"] * 7)
+        assert engine.sample(requests) == expected_results
 
 
 def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
-    """The second row ends by itself, the third one where the engine has no room.
+    """The second rollout ends by itself. The third has 5 + 12 tokens of 20, so 3 more are all.
 
-    The last two are new, and one request of vLLM.
+    The last two are new rollouts of one group, and become one request of vLLM.
     """
     seen: list[Any] = []
     engine = engine_of(monkeypatch, seen, ["length", "stop", "length", "length", "length"])
-    tokens_so_far = [[5], [5, 6], [5] * 12, [], []]
     prompt = [START, IMAGE, IMAGE, END, 1]
-    numbers = zip(
-        tokens_so_far, [10, 11, 12, 1, 1], [21, 22, 23, 31, 32], [3, 3, 3, 4, 4], strict=True
-    )
+    # (tokens so far, group, seed, the most tokens to sample)
+    rollouts: list[tuple[list[int], int, int, int]] = [
+        ([5], 10, 21, 3),
+        ([5, 6], 11, 22, 3),
+        ([5] * 12, 12, 23, 3),
+        ([], 1, 31, 4),
+        ([], 1, 32, 4),
+    ]
     asks = [
         SamplingRequest(
-            prompt_ids=[*prompt, *begun], images=[], group=group, seed=seed, max_tokens=limit
+            prompt_ids=[*prompt, *tokens], images=[], group=group, seed=seed, max_tokens=limit
         )
-        for begun, group, seed, limit in numbers
+        for tokens, group, seed, limit in rollouts
     ]
     answers = engine.sample(asks, {**engine.sampling_settings, "temperature": 0.5})
+    # vLLM expands the image token itself.
     assert [vllm_prompt["prompt_token_ids"] for vllm_prompt, _ in seen] == [
-        [START, IMAGE, END, 1, *begun] for begun in tokens_so_far[:4]
+        [START, IMAGE, END, 1, *tokens] for tokens, *_ in rollouts[:4]
     ]
-    assert [(p.n, p.max_tokens, p.seed) for _, p in seen] == [
+    all_parameters = [parameters for _, parameters in seen]
+    assert [(each.n, each.max_tokens, each.seed) for each in all_parameters] == [
         (1, 3, 21),
         (1, 3, 22),
         (1, 3, 23),
         (2, 4, 31),
     ]
-    assert all(p.temperature == 0.5 and p.stop_token_ids == [7] for _, p in seen), (
-        "the run's settings and further ones"
-    )
+    assert {each.temperature for each in all_parameters} == {0.5}, "of this call"
+    assert all(each.stop_token_ids == [7] for each in all_parameters), "of the run"
     assert [answer.finish_reason for answer in answers] == [
         "length",
         "stop",
@@ -373,45 +409,51 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
 
 
 def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(monkeypatch):
-    """They may ask for different numbers of rollouts. The `all_gather` of the ranks is replaced."""
-    requests_by_rank = [sampling_requests([[5]] * 4, generations=4, limit=1), []]
-    requests_by_rank[1] = sampling_requests([[6]] * 3, first=4, generations=4, limit=1)
-    set_item = list.__setitem__
-    monkeypatch.setattr(
-        distributed,
-        "all_gather_object",
-        lambda found, _, group: set_item(found, slice(2), requests_by_rank),
-    )
+    """Two ranks, of which one asks for four rollouts and one for three, divide an engine."""
+    requests_by_rank = [
+        sampling_requests([[5]] * 4, generations=4, limit=1),
+        sampling_requests([[6]] * 3, first=4, generations=4, limit=1),
+    ]
+
+    def gather_from_both(gathered: list[Any], on_this_rank: object, group: object) -> None:
+        """Stand in for torch's collective call, which fills the list that it gets."""
+        gathered[:] = requests_by_rank
+
+    monkeypatch.setattr(distributed, "all_gather_object", gather_from_both)
     for rank, requests_of_rank in enumerate(requests_by_rank):
         seen: list[Any] = []
         monkeypatch.setattr(distributed, "get_rank", lambda group, rank=rank: rank)
-        answers = engine_of(
-            monkeypatch, seen, ["stop"] * 7, tensor_parallel_size=2, tp_group=None
-        ).sample(requests_of_rank)
-        assert [p.n for _, p in seen] == [4, 3]
+        engine = engine_of(monkeypatch, seen, ["stop"] * 7, tensor_parallel_size=2, tp_group=None)
+        answers = engine.sample(requests_of_rank)
+        assert [parameters.n for _, parameters in seen] == [4, 3]
         assert [answer.tokens for answer in answers] == [[ask.seed] for ask in requests_of_rank]
 
 
 def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypatch):
-    def parsed(prompt):
+    def parse_like_vllm(prompt: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
+        """Return the first image as vLLM reads it, and the hashes by which it caches all of them."""
         items = MultiModalDataParser().parse_mm_data(prompt["multi_modal_data"])
         uuids = parse_mm_uuids(prompt.get("multi_modal_uuids"))
-        return items["image"].get(0), ProcessorInputs([1], items, uuids).get_mm_hashes(
-            "model", "blake3"
-        )
+        hashes = ProcessorInputs([1], items, uuids).get_mm_hashes("model", "blake3")
+        return items["image"].get(0), hashes
 
     image = as_kept_image(Image.new("RGB", (8, 6), (1, 2, 3)))
-    row = {"prompt_token_ids": [1], "multi_modal_data": {"image": image}}
-    assert parsed(row)[0] is not image, "vLLM still copies: without this there is nothing to save"
-    monkeypatch.setattr(MultiModalHasher, "hash_kwargs", None)
-    vllm_image, hashes = parsed(with_image_digests(row))
+    prompt = {"prompt_token_ids": [1], "multi_modal_data": {"image": image}}
+    copied_image, _ = parse_like_vllm(prompt)
+    assert copied_image is not image, (
+        "if vLLM did not copy any more, there would be nothing to save"
+    )
+    monkeypatch.setattr(MultiModalHasher, "hash_kwargs", None)  # hashing fails from here on
+    vllm_image, hashes = parse_like_vllm(with_image_digests(prompt))
     assert vllm_image is image
     assert hashes == {"image": [image.digest]}
-    two = {"prompt_token_ids": [1], "multi_modal_data": {"image": [image, image]}}
-    assert parsed(with_image_digests(two))[1] == {"image": [image.digest] * 2}
+    two_images = {"prompt_token_ids": [1], "multi_modal_data": {"image": [image, image]}}
+    _, hashes = parse_like_vllm(with_image_digests(two_images))
+    assert hashes == {"image": [image.digest] * 2}
 
 
 def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
+    """The digest of an image that is not kept may be wrong by the time vLLM reads it."""
     changeable_image = Image.new("RGB", (8, 6))
     rows: list[dict[str, Any]] = [
         {"prompt_token_ids": [1]},
@@ -477,6 +519,7 @@ def test_the_first_row_that_differs_is_named_with_the_token_counts_or_the_tokeni
 
 
 def test_a_mismatch_names_the_row_by_its_id_or_its_number():
+    # Row 1 differs.
     for rows, name in (
         ([{}, {"id": "train/7"}], "row train/7:"),
         ([{}, {}], "row #1 of this rank's batch:"),
@@ -494,11 +537,11 @@ def test_a_mismatch_names_the_row_by_its_id_or_its_number():
 
 
 def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
+    # A vocabulary with vision tokens, then one without.
     names = ["a", "<|image_pad|>", "<|vision_start|>", "b", "<|video_pad|>", "<|vision_end|>"]
     for vocabulary, banned in ((names, [1, 2, 4, 5]), (["a", "b"], [])):
-        tokenizer: Any = SimpleNamespace(
-            get_vocab=lambda vocabulary=vocabulary: {name: at for at, name in enumerate(vocabulary)}
-        )
+        id_by_name = {name: token_id for token_id, name in enumerate(vocabulary)}
+        tokenizer: Any = SimpleNamespace(get_vocab=lambda id_by_name=id_by_name: id_by_name)
         assert sorted(prompt_tokens.never_sampled_ids(tokenizer)) == banned
     settings: dict[str, Any] = {"suppress_tokens": [7, 3]}
     config = GenerationConfig()
@@ -512,7 +555,7 @@ def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
 
 
 def test_a_prompt_that_begins_the_answer_is_refused_before_any_step():
-    """TRL gives the engine a closed turn and a new one."""
+    """TRL would close the assistant's turn and open a new one, so the answer would not go on."""
     asked = [{"role": "user", "content": "How long?"}]
     begun = [*asked, {"role": "assistant", "content": "<think>"}]
     prompt_tokens.refuse_prefill(Dataset.from_dict({"prompt": [asked, [*begun, *asked]]}))

@@ -1,6 +1,4 @@
-"""The distance between engine and policy, what a person is told about it, and the ratio that
-corrects for it.
-"""
+"""The drift of the engine from the policy, the message about it, and the ratio that corrects for it."""
 
 import math
 from typing import Any
@@ -14,7 +12,10 @@ from tests.support.step_context import step_context
 
 
 def drift_sums(trainer: list[float], engine: list[float], mask: list[int]) -> torch.Tensor:
-    """The sums of one rollout's differences, by the log-probabilities of its tokens."""
+    """Return what is summed up over the tokens of a rollout to compute the drift.
+
+    `trainer` and `engine`: their log-probabilities of each token. `mask`: 1 for tokens that count.
+    """
     return importance.drift_sums(
         torch.tensor([trainer]),
         torch.tensor([engine]),
@@ -30,7 +31,8 @@ def test_the_mean_is_over_tokens_and_not_over_ranks():
     assert drift.largest == 5  # the masked 9 does not count
 
 
-# Log-probabilities of the trainer and of the engine, the mask, and the mean drift.
+# (log-probabilities of the trainer, of the engine, the mask, the mean drift). Infinite drift is no
+# agreement.
 DRIFTS: dict[str, tuple[list[float], list[float], list[int], float]] = {
     "a token that the engine was not asked for is left out": (
         [1.0, 2.0],
@@ -113,9 +115,10 @@ RATIOS = {
 
 @pytest.mark.parametrize("mode", RATIOS)
 def test_the_importance_ratio_by_hand(mode):
-    """The ratios of row 0 are 8, 0.5 and one that is masked, so their product is 4.
+    """Row 0 has the ratios 8 and 0.5, so their product is 4. Its third token is masked.
 
-    Those of row 1 are one without a log-probability of the engine, 0.25 and 1.
+    Row 1 has the ratios 0.25 and 1. Its first token has no log-probability of the engine, so its
+    ratio is 1. The bound is 2: above it "truncate" gives 2, and "mask" gives 0.
     """
     logps_BC = torch.log(torch.tensor([[8.0, 0.5, 9.0], [5.0, 0.25, 1.0]]))
     sampling_BC = torch.tensor([[0.0, 0, 0], [math.nan, 0, 0]])
@@ -157,10 +160,8 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     assert len(value_by_metric) == 5
     assert value_by_metric["sampling_logp_difference/max"] == pytest.approx(math.log(8))
     assert {metric.weight for metric in metrics} == {3}, "the tokens that were compared"
-    for stale_counts in (
-        [0, 0],
-        [3, 4],
-    ):  # the ratio corrects for earlier weights as well
+    # Tokens that earlier weights have sampled are corrected as well.
+    for stale_counts in ([0, 0], [3, 4]):
         batch_with_stale_tokens: Any = {**micro, "stale_tokens": torch.tensor(stale_counts)}
         ratio.add_to_batch(batch_with_stale_tokens, logps)
         assert torch.equal(batch_with_stale_tokens["importance_sampling_ratio"], ratio_BC)

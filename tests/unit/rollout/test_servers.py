@@ -1,5 +1,6 @@
-"""Several vLLM servers, played by stand-ins on loopback: who is asked what, who is left out, who
-gets which weights.
+"""Several vLLM servers, which stand-ins on this machine play.
+
+The tests read which server was asked for what, which one is left out, and which weights each has got.
 """
 
 import json
@@ -59,6 +60,7 @@ SAMPLING: dict[str, Any] = {
 
 @pytest.fixture
 def stand_ins() -> Iterator[list[StandIn]]:
+    """Start two servers whose answers depend on the request's seed alone."""
     servers = [StandIn(), StandIn()]
     yield servers
     for server in servers:
@@ -72,7 +74,15 @@ def engine_of(
     patience_s: float = 0.0,
     answer_s: float = 60.0,
 ) -> Any:
-    """The engine of a run with these servers and weights by file."""
+    """Return the engine of a run with these servers, to which weights go as files.
+
+    Args:
+        stand_ins: the servers.
+        folder: where the files of weights are written.
+        model: the policy; by default a stand-in that no test sends to the servers.
+        patience_s: seconds to wait for servers at the start.
+        answer_s: seconds in which a server has to answer.
+    """
     if model is None:
         text_config = SimpleNamespace(vocab_size=VOCABULARY)
         model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text_config))
@@ -96,20 +106,35 @@ def engine_of(
 
 
 def rows(groups: int, *, grouped: bool = True) -> list[SamplingRequest]:
-    """Groups of two rows each; every second one has an image of two tokens."""
-    prompts, images = [], []
+    """Return requests for groups of two rollouts; every second group has an image.
+
+    Prompts are [0, 7], [1, IMAGE, IMAGE, 7], [2, 7] and so on.
+
+    `grouped`: whether the two rollouts of a group may be one request of a server.
+    """
+    prompts = []
+    images: list[list[Image.Image] | None] = []
     for group in range(groups):
-        picture = [Image.new("RGB", (28, 56), (group, 0, 0))] if group % 2 else None
-        prompts += [[group, *([IMAGE] * 2 if picture else []), 7]] * 2
-        images += [picture] * 2
+        if group % 2 == 0:
+            prompts += [[group, 7]] * 2
+            images += [None, None]
+        else:
+            picture = [Image.new("RGB", (28, 56), (group, 0, 0))]
+            prompts += [[group, IMAGE, IMAGE, 7]] * 2
+            images += [picture, picture]
     return sampling_requests(prompts, images, generations=2, grouped=grouped)
 
 
 def sampled(engine: Any, asks: list[SamplingRequest]) -> Any:
+    """Return the servers' results for these requests."""
     return engine.server_group.sample(asks, engine.sampling_settings)
 
 
 def requests(server: StandIn) -> list[dict[str, Any]]:
+    """Return the sampling parameters of each request that a server has got.
+
+    A prompt with an image is sent to another path, where they stand one level deeper.
+    """
     return [
         body.get("sampling_params", body) for path, body in server.asked if path in GENERATE_PATHS
     ]
@@ -126,22 +151,25 @@ def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(stand_ins, 
     assert all(len(result.logps) == 8 for result in results)
     engine_with_one_server = engine_of(stand_ins[:1], tmp_path / "w")
     assert sampled(engine_with_one_server, asks) == results, "whoever is asked, the seeds decide"
-    # The same rollouts as single requests.
+    # The same ten rollouts as single requests, of which each server gets five.
     assert sampled(engine, rows(5, grouped=False)) == results
     assert {sent["n"] for sent in requests(stand_ins[0])[-5:]} == {1}
     stand_ins[0].asked.clear()
     assert sampled(engine_with_one_server, rows(5, grouped=False)) == results
+    # A server renders an image for us first; rollouts then refer to what it has rendered.
     image_paths = [path for path, _ in stand_ins[0].asked if path.endswith("/render")]
     assert len(image_paths) == 2, "each image once, although both rollouts that see it are requests"
 
 
 def spoilers() -> dict[str, Any]:
-    """Return functions by name that turn a server's reply into one that is no answer."""
+    """Return functions by name that turn a server's reply into one that is no answer.
 
-    def without(key: str) -> Any:
-        return lambda reply: {"choices": [{**one, key: []} for one in reply["choices"]]}
+    A reply has a choice for each rollout of its request.
+    """
 
-    def spoiled(change: Callable[[dict[str, Any]], None]) -> Any:
+    def in_each_choice(change: Callable[[dict[str, Any]], None]) -> Any:
+        """Return a function that makes this change in every choice of a reply."""
+
         def spoil(reply: dict[str, Any]) -> dict[str, Any]:
             for choice in reply["choices"]:
                 change(choice)
@@ -149,25 +177,31 @@ def spoilers() -> dict[str, Any]:
 
         return spoil
 
-    def longer(choice: dict[str, Any]) -> None:
+    def remove_tokens(choice: dict[str, Any]) -> None:
+        choice["token_ids"] = []
+
+    def double_length(choice: dict[str, Any]) -> None:
         choice["token_ids"] = choice["token_ids"] * 2
         for column in choice["logprobs"].values():
             column *= 2
 
-    def unknown(choice: dict[str, Any], token: int) -> None:
+    def replace_last_token(choice: dict[str, Any], token: int) -> None:
         choice["token_ids"][-1] = token
-        scored = choice["logprobs"]
-        if "tokens" in scored:
-            scored["tokens"][-1] = f"token_id:{token}"
+        # The reply to a prompt without an image names tokens in one list, the other in dictionaries.
+        logprobs = choice["logprobs"]
+        if "tokens" in logprobs:
+            logprobs["tokens"][-1] = f"token_id:{token}"
         else:
-            scored["content"][-1]["token"] = f"token_id:{token}"
+            logprobs["content"][-1]["token"] = f"token_id:{token}"
 
+    above_vocabulary = partial(replace_last_token, token=VOCABULARY)
+    below_zero = partial(replace_last_token, token=-1)
     return {
-        "more tokens than were asked for": spoiled(longer),
-        "a token that the policy does not have": spoiled(partial(unknown, token=VOCABULARY)),
-        "a token below zero": spoiled(partial(unknown, token=-1)),
-        "too few": lambda reply: {"choices": reply["choices"][:1]},
-        "no tokens": without("token_ids"),
+        "more tokens than were asked for": in_each_choice(double_length),
+        "a token that the policy does not have": in_each_choice(above_vocabulary),
+        "a token below zero": in_each_choice(below_zero),
+        "fewer rollouts than were asked for": lambda reply: {"choices": reply["choices"][:1]},
+        "no tokens": in_each_choice(remove_tokens),
         "no JSON of ours": lambda reply: {"detail": "what?"},
     }
 
@@ -203,11 +237,10 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
     It is back in use with the next sync. Without another server the run ends.
     """
     asks = rows(5)
-    start_again = stand_ins[1].start_again
-    steady_server = stand_ins[0]
+    steady_server, restarted_server = stand_ins
 
     def start_again_meanwhile(reply: dict[str, Any]) -> dict[str, Any]:
-        start_again()
+        restarted_server.start_again()
         return reply
 
     for when in ("before it is asked", "while it samples"):
@@ -217,24 +250,24 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
             expected = sampled(engine, asks)
             earlier_count = len(requests(steady_server))
             if when == "while it samples":
-                stand_ins[1].spoil = start_again_meanwhile
+                restarted_server.spoil = start_again_meanwhile
             else:
-                start_again()
+                restarted_server.start_again()
             assert sampled(engine, asks) == expected
             assert len(requests(steady_server)) - earlier_count == 5, (
-                "the groups of both, since the restarted one has other weights"
+                "all five groups, since the restarted one has other weights"
             )
             output = capsys.readouterr().out
             assert output.count("is left out (1 of 2 servers go on)") == 1
             assert "it was started again" in output
-            stand_ins[1].spoil = lambda reply: reply
+            restarted_server.spoil = lambda reply: reply
             engine.sync_weights()
             assert len(engine.server_group.pool.servers_in_use) == 2, (
                 "with the weights of the next sync"
             )
-    engine_with_one_server = engine_of(stand_ins[1:], tmp_path / "w", nn_model())
+    engine_with_one_server = engine_of([restarted_server], tmp_path / "w", nn_model())
     engine_with_one_server.sync_weights()
-    start_again()
+    restarted_server.start_again()
     with pytest.raises(
         NoServerError, match="no vLLM server is left; the last one: .*it was started again"
     ):
@@ -250,11 +283,14 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
             use_servers()
     # Another rank has no pool, and hears of the failure by the broadcast.
     group_of_other_rank = ServerGroup(Accelerator(cpu=True), engine._place_features)
+    # The first rank has no result, and a failure of the first kind, `NoServerError`.
     outcome = [None, SharedFailure(kind_number=0, text="no vLLM server is left")]
-    broadcast = "adora_vl.rollout.server_group.broadcast_object_list"
-    monkeypatch.setattr(
-        broadcast, lambda given, from_process: given.__setitem__(slice(None), outcome)
-    )
+
+    def broadcast_outcome(objects: list[Any], from_process: int) -> None:
+        """Stand in for accelerate's collective call, which fills the list that it gets."""
+        objects[:] = outcome
+
+    monkeypatch.setattr("adora_vl.rollout.server_group.broadcast_object_list", broadcast_outcome)
     took_part = []
     with pytest.raises(NoServerError, match="^no vLLM server is left$"):
         group_of_other_rank.on_first_rank(
@@ -264,6 +300,7 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
 
 
 def nn_model() -> Any:
+    """Return a small policy, whose vision tower is frozen and whose projector is trained."""
     model = build_model(build_processor(["Find x."]).tokenizer)
     model.resize_token_embeddings(VOCABULARY)
     freeze(model, ["vision_tower"])
@@ -273,6 +310,7 @@ def nn_model() -> Any:
 def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can_change(
     stand_ins, tmp_path, capsys
 ):
+    """A stand-in notes the names of the weights of each sync, and forgets them when it restarts."""
     model = nn_model()
     everything = sorted(name for name, _ in model.named_parameters())
     trained = [name for name in everything if "visual" not in name or "merger" in name]
@@ -281,11 +319,11 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
     engine.sync_weights()
     assert len(trained) < len(everything)
     assert not (tmp_path / "w").exists()
-    # A stand-in notes the names of the weights of each sync, and forgets them in a restart.
     assert [server.weights for server in stand_ins] == [[everything, trained]] * 2
     assert engine.bytes_sent == sum(dict(model.named_parameters())[name].nbytes for name in trained)
     stand_ins[0].start_again()  # between two syncs, so that nothing has failed
     engine.sync_weights()
+    # All servers read the same files, so the other one gets everything once more.
     assert stand_ins[0].weights == [everything]
     assert stand_ins[1].weights[2:] == [everything]
     stand_ins[1].dead = True
@@ -327,7 +365,8 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
     )
     assert stand_ins[0].weights[0] == sorted(load_file(folder / "adapter_model.safetensors"))
     assert all("lora_" in name for name in stand_ins[0].weights[0])
-    assert engine.bytes_sent == 8 * 96 * 4 * 3
+    # Three layers with two matrices of 4 x 96 numbers each, of four bytes.
+    assert engine.bytes_sent == 3 * 2 * (4 * 96) * 4
     # A server that was started again has no adapter until the next sync.
     stand_ins[1].start_again()
     assert sampled(engine, asks) == results
@@ -348,7 +387,7 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
 
 
 @pytest.mark.parametrize(
-    ("lora", "targets", "four_bit", "said"),
+    ("lora", "targets", "four_bit", "remedy"),
     [
         ({"max_lora_rank": 1}, "language_model.*q_proj", False, "start it with --max-lora-rank 8"),
         ({"max_lora_rank": 8}, "up_proj", False, "start it with --enable-tower-connector-lora"),
@@ -368,26 +407,28 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
     ],
 )
 def test_a_server_that_would_not_serve_the_whole_adapter_is_refused_at_the_start(
-    stand_ins, tmp_path, monkeypatch, lora, targets, four_bit, said
+    stand_ins, tmp_path, monkeypatch, lora, targets, four_bit, remedy
 ):
     """The error names the option with which the server would serve all of the adapter.
 
-    `lora` is what the server was started with (None: no LoRA); `said` is in the error.
+    `lora`: the server's options (None: it was started without LoRA). `targets`: the modules that the
+    adapter changes. `four_bit`: whether the policy has 4-bit weights. `remedy`: words of the error.
     """
     monkeypatch.setattr(AdoraVLLMGeneration, "four_bit", four_bit)
     model = get_peft_model(nn_model(), LoraConfig(r=4, target_modules=f".*{targets}"))
     for server in stand_ins:
         server.lora = lora
-    with pytest.raises(EngineError, match=f"vllm_server_base_url: {stand_ins[0].url}: it .*{said}"):
+    message = f"vllm_server_base_url: {stand_ins[0].url}: it .*{remedy}"
+    with pytest.raises(EngineError, match=message):
         engine_of(stand_ins, tmp_path / "w", model)
 
 
 def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     stand_ins, tmp_path, monkeypatch, capsys
 ):
-    """Weights wait as files.
+    """Syncs and requests of later steps wait in a queue while servers sample, weights as files.
 
-    A server that was started again is left out until all of them are written.
+    A server that was started again meanwhile is left out until all weights are written once more.
     """
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     state = TrainerState()
@@ -396,28 +437,30 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     context: Any = step_context(state=state, adora_rollouts=RolloutOptions(ahead=2))
     ahead = AsyncServerSampler(context, SimpleNamespace(cache=None), engine)  # type: ignore[arg-type]
     asks = rows(2)
-    sample = ServerPool.sample
+    stock_sample = ServerPool.sample
 
-    def sample_when_allowed(*given: Any) -> Any:
+    def sample_when_allowed(*arguments: Any) -> Any:
+        """Hold the servers at the first request until the test lets them go on."""
         first_request_came.set()
         assert may_sample.wait(60)
-        return sample(*given)
+        return stock_sample(*arguments)
 
     monkeypatch.setattr(ServerPool, "sample", sample_when_allowed)
     # Three steps queue their weights and requests, while the servers are held at the first request.
-    tickets = []
-    for state.global_step in range(3):
+    pending = []
+    for step in range(3):
+        state.global_step = step
         ahead.sync_weights()
-        ahead.sync_weights()
-        tickets.append(ahead.begin(asks))
-    assert first_request_came.wait(60), "they sample by the first ones"
-    assert len(ahead._stack_by_weight_folder) == 2, "they sample by the first ones"
-    assert len(stand_ins[0].weights) == 1, "they sample by the first ones"
+        ahead.sync_weights()  # the second call in a step does nothing
+        pending.append(ahead.begin(asks))
+    assert first_request_came.wait(60)
+    assert len(stand_ins[0].weights) == 1, "the servers sample by the first weights"
+    assert len(ahead._stack_by_weight_folder) == 2, "those of two steps wait"
     stand_ins[1].start_again()
     may_sample.set()
-    results = [ticket.join() for ticket in tickets]
-    assert results[0] == results[1] == results[2] == tickets[2].join()
-    assert [ticket.step for ticket in tickets] == [0, 1, 2]
+    results = [samples.join() for samples in pending]
+    assert results[0] == results[1] == results[2] == pending[2].join()
+    assert [samples.step for samples in pending] == [0, 1, 2]
     assert not ahead._stack_by_weight_folder
     assert not (tmp_path / "w").exists()
     assert set(ahead.pop_seconds_waited()) == {"trainer", "servers"}
@@ -428,7 +471,8 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     state.global_step = 3
     assert ahead.sample(asks) == results[0]
     assert stand_ins[1].weights == [everything]
-    assert "gets all weights with the next ones" in (output := capsys.readouterr().out)
+    output = capsys.readouterr().out
+    assert "gets all weights with the next ones" in output
     assert "is back." in output
     # After a failure every later job fails too.
     for server in stand_ins:
@@ -493,25 +537,33 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
 
 
 @pytest.mark.parametrize(
-    ("given", "folder", "file"),
-    [(None, 0o700, 0o600), (0o1777, 0o700, 0o600), (0o755, 0o700, 0o600), (0o2750, 0o750, 0o640)],
+    ("mode_of_shared", "mode_of_folder", "mode_of_files"),
+    [
+        (None, 0o700, 0o600),
+        (0o1777, 0o700, 0o600),  # as /dev/shm
+        (0o755, 0o700, 0o600),
+        (0o2750, 0o750, 0o640),  # set-group-id: what is made inside belongs to the group
+    ],
 )
 def test_weights_are_read_by_their_user_and_by_a_group_that_was_let_in(
-    tmp_path, given, folder, file
+    tmp_path, mode_of_shared, mode_of_folder, mode_of_files
 ):
-    """`given`: the rights of the folder that the user has made, as in /dev/shm; None: there is
-    none.
+    """Weights lie in a folder of their own, inside a shared one.
+
+    `mode_of_shared`: the rights of the shared folder if the user has made it; None: there is none.
     """
     shared = tmp_path / "w"
-    if given is not None:
+    if mode_of_shared is not None:
         shared.mkdir()
-        shared.chmod(given)
+        shared.chmod(mode_of_shared)
     umask_before = os.umask(0o022)
     try:
         with WeightFiles(shared, tmp_path).written(iter([("w", torch.ones(2))])) as weight_folder:
-            assert shared.stat().st_mode & 0o7777 == (0o700 if given is None else given)
-            assert weight_folder.stat().st_mode & 0o777 == folder
-            assert {path.stat().st_mode & 0o777 for path in weight_folder.iterdir()} == {file}
+            expected_mode = 0o700 if mode_of_shared is None else mode_of_shared
+            assert shared.stat().st_mode & 0o7777 == expected_mode
+            assert weight_folder.stat().st_mode & 0o777 == mode_of_folder
+            modes = {path.stat().st_mode & 0o777 for path in weight_folder.iterdir()}
+            assert modes == {mode_of_files}
     finally:
         os.umask(umask_before)
 
@@ -521,8 +573,8 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
     with WeightFiles(shared, tmp_path / "one").written([("a", torch.zeros(2))]) as first:
         with WeightFiles(shared, tmp_path / "other").written([("b", torch.ones(2))]) as second:
             assert {path.name for path in shared.iterdir()} == {first.name, second.name}
+            # A run in a container may have the host name and the output_dir of the first one.
             with WeightFiles(shared, tmp_path / "one").written([("a", torch.ones(2))]) as third:
-                # as in a container whose host name and output_dir are the first one's
                 assert first.is_dir()
                 assert load_file(first / "model-00001.safetensors")["a"].sum() == 0
                 assert third != first
@@ -535,6 +587,7 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
 
 
 def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_path, capsys):
+    """`told` makes a stand-in's reply to a GET request, and `answered` the reply to a POST."""
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     reply_to_get = stand_ins[1].told
     reply_to_post = stand_ins[1].answered
@@ -563,10 +616,7 @@ def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
     stand_ins[1].told = lambda path: reply_to_get(path) if may_answer.wait(20) else None
     engine.sync_weights()
     may_answer.set()
-    assert [len(server.weights) for server in stand_ins] == [
-        1,
-        0,
-    ]
+    assert [len(server.weights) for server in stand_ins] == [1, 0]
     assert "is left out (1 of 2" in capsys.readouterr().out
 
 
@@ -596,7 +646,10 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
 
 
 def test_a_run_that_ends_does_not_wait_for_its_servers():
-    """It would with the threads of an executor, which Python joins."""
+    """Requests hang in daemon threads, which Python does not join when the main thread ends.
+
+    The process would not end in time if they ran in an executor.
+    """
     script = """
 from threading import Event, Thread
 from adora_vl.utils.daemon_threads import run_on_daemon_threads
@@ -614,7 +667,7 @@ assert asked.wait(60)
 def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_its_starts(
     stand_ins, tmp_path, capsys
 ):
-    """When it gets weights: what is said while the model is loaded goes into a file."""
+    """The line comes with the sync, since output while the model is loaded goes into a file."""
     stand_ins[1].logprobs_mode = "processed_logprobs"
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     assert capsys.readouterr().out == ""
@@ -632,7 +685,7 @@ def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_i
 def test_a_server_that_hangs_while_it_reads_weights_is_left_out_at_the_deadline(
     stand_ins, tmp_path, capsys
 ):
-    """It is left out while the other ranks still wait for the first one."""
+    """The first rank leaves it out after `answer_s`, before the other ranks stop waiting."""
     engine = engine_of(stand_ins, tmp_path / "w", nn_model(), answer_s=1.0)
     reply_to_post = StandIn.answered
     may_answer = Event()
@@ -651,13 +704,17 @@ def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins):
         EngineError, match=r"vllm_server_base_url: http://127.0.0.1:9 cannot be used"
     ):
         connect([stand_ins[0].url, "http://127.0.0.1:9"], 0, 0.0)
+    # A server without /server_info was not started in the mode that allows a weight sync.
     stand_ins[0].told = lambda path: None if path == "/server_info" else {"data": [{"id": "m"}]}
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
         connect([stand_ins[0].url], 0, 0.0)
 
 
 def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_ins, monkeypatch):
-    """The server answers, is not there, or stands behind a proxy that has nothing but errors."""
+    """The password stands in the address, and no error has it.
+
+    The server answers; is not there; or stands behind a proxy, which answers with errors alone.
+    """
     address = stand_ins[0].url.replace("//", "//me:pass%40word@")
     (server,) = connect([address], 0, 0.0)
     basic = f"Basic {b64encode(b'me:pass@word').decode()}"
@@ -666,6 +723,7 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_
     config = SimpleNamespace(vllm_server_base_url=address)
     assert served_length(config) == 4096
     assert stand_ins[0].logins == {basic}
+    # The second stand-in plays a proxy.
     monkeypatch.setenv("http_proxy", stand_ins[1].url)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -682,14 +740,13 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_
         ) as error:
             connect([wrong], 0, 0.1)
         assert "pass" not in f"{error.value}{error.value.__cause__}"
-    assert stand_ins[1].logins == {basic}, (
-        "it was asked for the one that is elsewhere, and its error was no server"
-    )
+    assert stand_ins[1].logins == {basic}, "for the address that is not on this machine"
 
 
 def test_what_every_server_would_refuse_is_not_asked_of_all(stand_ins, tmp_path):
+    """A server that refuses a request has no fault of its own, so none is left out."""
     engine = engine_of(stand_ins, tmp_path / "w")
-    stand_ins[0].answered = lambda path, body: None
+    stand_ins[0].answered = lambda path, body: None  # the stand-in then replies with error 404
     with pytest.raises(RolloutError, match="refuses what it is asked: Request failed: 404"):
         sampled(engine, rows(1))
     assert len(engine.server_group.pool.servers_in_use) == 2

@@ -1,6 +1,7 @@
-"""When the engine sleeps and is sent weights.
+"""When a colocated engine sleeps, and when it is sent weights.
 
-No CPU engine can sleep, so vLLM's own calls are counted in its place.
+No engine on a CPU can sleep. So vLLM's calls are replaced by stand-ins that note their names, and
+the tests read the notes.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -41,73 +42,106 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E
 
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
 
+# The two rollouts of one group, which become one request of vLLM.
 ASKS = [SamplingRequest(prompt_ids=[1], images=[], group=0)] * 2
+# What the engine reads of a run beside its sleep. No test here looks at these.
+SAMPLING_ATTRIBUTES: dict[str, Any] = {
+    "image_token_id": None,
+    "tensor_parallel_size": 1,
+    "logprobs": 0,
+    "generation_kwargs": {},
+    "structured_outputs_regex": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "max_completion_length": 4,
+}
+
+
+class VLLMCalls:
+    """Stand-ins for the calls of vLLM, each of which notes its name in `names`."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def generate(
+        self, prompts: list[Any], sampling_params: object, use_tqdm: bool
+    ) -> list[SimpleNamespace]:
+        """Answer each request with two rollouts of one token."""
+        self.names.append("generate")
+        rollouts = [
+            SimpleNamespace(token_ids=[7], logprobs=None, index=number, finish_reason="stop")
+            for number in (0, 1)
+        ]
+        return [SimpleNamespace(prompt_token_ids=[1], outputs=rollouts) for _ in prompts]
+
+    def sleep(self, level: int) -> None:
+        """Note that the engine goes to sleep."""
+        self.names.append("sleep")
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Note which memory comes back: that of the weights, or of the caches."""
+        self.names.append(f"wake {tags[0]}")
+
+    def push_weights(self, *_: object, **__: object) -> int:
+        """Note that the engine gets weights, and return the number of tensors."""
+        self.names.append("sync")
+        return 1
+
+    def zero_discarded_buffers(self, llm: object) -> None:
+        """Note that buffers which sleep has discarded are filled with zeros."""
+        self.names.append("zero buffers")
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A colocated engine in sleep mode that sleeps; `did` notes what is asked of vLLM, in order."""
-    did: list[str] = []
-    answers = [
-        SimpleNamespace(token_ids=[7], logprobs=None, index=number, finish_reason="stop")
-        for number in (0, 1)
-    ]
-
-    def generate(self: Any, prompts: Any, sampling_params: Any, use_tqdm: bool) -> list[Any]:
-        did.append("generate")
-        return [SimpleNamespace(prompt_token_ids=[1], outputs=answers) for _ in prompts]
-
-    monkeypatch.setattr(LLM, "generate", generate)
-    monkeypatch.setattr(LLM, "sleep", lambda self, level: did.append("sleep"))
-    monkeypatch.setattr(LLM, "wake_up", lambda self, tags: did.append(f"wake {tags[0]}"))
-    monkeypatch.setattr(
-        engine_weights, "push_weights", lambda *_, **__: len(did.__iadd__(["sync"]))
-    )
-    monkeypatch.setattr(
-        engine_weights, "zero_discarded_buffers", lambda llm: did.append("zero scratch")
-    )
+    """Return a colocated engine in sleep mode, asleep; `engine.calls` has the calls of vLLM."""
+    calls = VLLMCalls()
+    monkeypatch.setattr(LLM, "generate", staticmethod(calls.generate))
+    monkeypatch.setattr(LLM, "sleep", staticmethod(calls.sleep))
+    monkeypatch.setattr(LLM, "wake_up", staticmethod(calls.wake_up))
+    monkeypatch.setattr(engine_weights, "push_weights", calls.push_weights)
+    monkeypatch.setattr(engine_weights, "zero_discarded_buffers", calls.zero_discarded_buffers)
     monkeypatch.setattr(engine_weights, "reset_caches", lambda llm: None)
     monkeypatch.setattr(vllm_generation, "empty_cache", lambda: None)
     engine: Any = object.__new__(AdoraVLLMGeneration)
+    # The constructors of both need a model and a GPU.
     engine.__dict__.update(
+        SAMPLING_ATTRIBUTES,
         mode="colocate",
         enable_sleep_mode=True,
-        _engine_has_all_parameters=False,
         _llm_weights_sleeping=True,
-        model=nn.Linear(1, 1),
+        _engine_has_all_parameters=False,
         _timed=nullcontext,
-        image_token_id=None,
-        tensor_parallel_size=1,
-        logprobs=0,
-        generation_kwargs={},
-        structured_outputs_regex=None,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=None,
-        repetition_penalty=1.0,
-        max_completion_length=4,
+        model=nn.Linear(1, 1),
         accelerator=SimpleNamespace(process_index=0),
-        did=did,
+        calls=calls,
         llm=object.__new__(PolicyLLM),
     )
     engine.llm.model_config = SimpleNamespace(max_model_len=9)
     return engine
 
 
-def sampling_generation(engine: Any, **changed: Any) -> AbstractContextManager[None]:
-    """Return the context in which a generation with dynamic sampling is sampled.
+def sampling_generation(
+    engine: Any, *, refill: int = 2, has_old_pass: bool = False, beta: float = 0.0
+) -> AbstractContextManager[None]:
+    """Return the context in which the trainer samples all batches of a generation.
 
-    `changed`: replaces some of `facts`, from which the trainer decides whether the engine may stay
-    awake between the batches of a generation.
+    By these arguments it decides whether the engine stays awake between the batches.
+
+    Args:
+        engine: the engine.
+        refill: how many further batches dynamic sampling may need.
+        has_old_pass: whether the policy makes a pass over each batch for its old log-probabilities.
+        beta: the coefficient of the KL term, for which the reference makes such a pass.
     """
-    facts: dict[str, Any] = {"tries": 2, "old_pass": False, "beta": 0.0}
-    facts |= changed
     context = step_context(
-        adora_rollouts=RolloutOptions(refill=facts["tries"]),
-        adora_stock_step=["skip_old_pass"] if facts["old_pass"] else False,
+        adora_rollouts=RolloutOptions(refill=refill),
+        adora_stock_step=["skip_old_pass"] if has_old_pass else False,
         steps_per_generation=2,
-        beta=facts["beta"],
+        beta=beta,
     )
     logps: Any = object.__new__(GenerationLogps)
     logps.__dict__.update(context=context, old_logps=OldLogps(context, has_dropout=False))
@@ -125,15 +159,16 @@ def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
     with sampling_generation(engine):
         for _ in range(3):
             engine.sample(ASKS)
-    assert engine.did.count("sync") == 1
-    assert engine.did.count("generate") == 3
-    assert engine.did[-1] == "sleep"
-    assert engine.did.count("sleep") == 1
-    engine.did.clear()
-    engine.sample(ASKS)  # of the next step, outside of the context
-    assert engine.did == [
+    calls = engine.calls.names
+    assert calls.count("sync") == 1
+    assert calls.count("generate") == 3
+    assert calls[-1] == "sleep"
+    assert calls.count("sleep") == 1
+    calls.clear()
+    engine.sample(ASKS)  # outside of the context, as in a later step
+    assert calls == [
         "wake weights",
-        "zero scratch",
+        "zero buffers",
         "sync",
         "wake kv_cache",
         "generate",
@@ -141,10 +176,23 @@ def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
     ]
 
 
-@pytest.mark.parametrize("batches", [0, 3], ids=["each step", "dynamic sampling"])
-def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, monkeypatch):
-    """Each of vLLM's calls takes one second here: the clock reads how many were made."""
-    clock = PhaseClock(print, lambda: float(len(engine.did)), wait=lambda: None, sleep_mode=True)
+# What each phase has after two batches without dynamic sampling, and after three with it. A batch
+# for which the engine wakes takes 1 s of sampling, 2 s of sync (zeros and weights), 2 s of waking
+# (weights and caches) and 1 s of going to sleep. With dynamic sampling it wakes and sleeps once, but
+# TRL asks for the memory of the caches before every batch.
+SECONDS_BY_SAMPLING = {
+    "each batch": (0, 2, {"rollout": 2, "sync": 4, "wake": 4, "sleep": 2}),
+    "dynamic sampling": (3, 3, {"rollout": 3, "sync": 2, "wake": 4, "sleep": 1}),
+}
+
+
+@pytest.mark.parametrize("sampling", SECONDS_BY_SAMPLING)
+def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, sampling, monkeypatch):
+    """Each of vLLM's calls takes one second here: the clock's time is the number of calls so far."""
+    refill, batches, seconds_by_phase = SECONDS_BY_SAMPLING[sampling]
+    clock = PhaseClock(
+        print, lambda: float(len(engine.calls.names)), wait=lambda: None, sleep_mode=True
+    )
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: None)
     monkeypatch.setattr(engine_module, "refuse_on_cpu", lambda config, sleep_mode: None)
     engine._timed = clock.phase
@@ -152,66 +200,60 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, m
     engine.settings = EngineSettings()
     engine._init_vllm()
     clock.enter_phase("policy")
-    with sampling_generation(engine, tries=batches):
-        for _ in range(batches or 2):
+    with sampling_generation(engine, refill=refill):
+        for _ in range(batches):
             with clock.phase("rollout"):
                 engine.sample(ASKS)
     clock.leave_phase()
-    syncs = 1 if batches else 2  # each writes zeros into positions too
-    seconds_by_phase = {
-        "rollout": batches or 2,
-        "sync": 2 * syncs,
-        "wake": 2 * syncs,
-        "sleep": syncs,
-    }
-    if batches:
-        seconds_by_phase["wake"] += (
-            batches - 1
-        )  # TRL asks for the memory of the caches again, which are there
-    assert clock.take_seconds() == {
-        **dict.fromkeys(("grading", "policy", "other"), 0),
-        **seconds_by_phase,
-    }
+    other_phases = {"grading": 0, "policy": 0, "other": 0}
+    assert clock.take_seconds() == {**other_phases, **seconds_by_phase}
 
 
 def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
     with pytest.raises(RuntimeError), sampling_generation(engine):
         engine.sample(ASKS)
         raise RuntimeError
-    assert engine.did[-1] == "sleep"
+    assert engine.calls.names[-1] == "sleep"
     assert engine._llm_weights_sleeping
 
 
 def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subtests):
-    """The policy's pass needs the memory of the engine, so the engine sleeps between two batches."""
-    for changed in ({"old_pass": True}, {"beta": 0.01}, {"tries": 0}):
-        with subtests.test(str(changed)):
-            engine.did.clear()
-            with sampling_generation(engine, **changed):
+    """The policy's pass needs the memory of the engine, so the engine sleeps between two batches.
+
+    Without refill a generation has one batch, so nothing keeps the engine awake after it.
+    """
+    cases: list[dict[str, Any]] = [{"has_old_pass": True}, {"beta": 0.01}, {"refill": 0}]
+    for arguments in cases:
+        with subtests.test(str(arguments)):
+            engine.calls.names.clear()
+            with sampling_generation(engine, **arguments):
                 for _ in range(2):
                     engine.sample(ASKS)
-            assert engine.did.count("sync") == 2
-            assert engine.did.count("sleep") == 2
+            assert engine.calls.names.count("sync") == 2
+            assert engine.calls.names.count("sleep") == 2
 
 
 def test_the_weights_of_a_step_are_synced_once(engine):
-    """Several parts of a step may ask for it, as sampling ahead and the measure of drift do."""
+    """Several parts of a step may ask for the sync, as sampling ahead and the drift check do."""
     state = TrainerState()
     images = cast("Any", SimpleNamespace(cache=None))
     sampler = VLLMSampler(step_context(state=state), images, engine)
-    for state.global_step in (3, 3, 4, 4):
+    for step in (3, 3, 4, 4):
+        state.global_step = step
         sampler.sync_weights()
-    assert engine.did.count("sync") == 2
+    assert engine.calls.names.count("sync") == 2
 
 
 def test_without_sleep_mode_nothing_sleeps(engine):
-    engine.enable_sleep_mode = engine._llm_weights_sleeping = False
+    engine.enable_sleep_mode = False
+    engine._llm_weights_sleeping = False
     with sampling_generation(engine):
         engine.sample(ASKS)
-    assert engine.did == ["generate"]
+    assert engine.calls.names == ["generate"]
 
 
-def around(runner: Any) -> Any:
+def llm_with_runner(runner: object) -> Any:
+    """Return vLLM's engine with this model runner, where our code looks for it."""
     executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
     return SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
 
@@ -223,30 +265,34 @@ def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
     rope = object.__new__(RopeState)
     runner.model_state = state
     state.rope_state = rope
-    rope.positions = torch.full((3, 9), 2**40)
-    zero_discarded_buffers(around(runner))
+    rope.positions = torch.full((3, 9), 2**40)  # whatever the memory has had before
+    zero_discarded_buffers(llm_with_runner(runner))
     assert not rope.positions.any()
-    state.rope_state = None  # a model that reads text only
-    zero_discarded_buffers(around(runner))
-    zero_discarded_buffers(around(object.__new__(CPUModelRunner)))
+    # There is nothing to fill in a model that reads text only, nor in the other runner.
+    state.rope_state = None
+    zero_discarded_buffers(llm_with_runner(runner))
+    zero_discarded_buffers(llm_with_runner(object.__new__(CPUModelRunner)))
 
 
 def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
-    """A step without an image adds what it finds there to every token."""
+    """Features of images are added in the first layers, from a buffer for nine tokens here.
+
+    A step without an image adds what it finds there to every token, and NaN would spoil all.
+    """
     runner = object.__new__(CPUModelRunner)
     model = object.__new__(Qwen3VL)
     nn.Module.__init__(model)
     model.deepstack_input_embeds = [torch.full((9, 4), float("nan")) for _ in range(3)]
     model.deepstack_num_level = len(model.deepstack_input_embeds)
     runner.model = model
-    zero_discarded_buffers(around(runner))
+    zero_discarded_buffers(llm_with_runner(runner))
     assert not any(added.any() for added in model._get_deepstack_input_embeds(9).tensors.values())
     assert not dict(model.named_buffers()), "else sleep keeps them, and this is superfluous"
 
 
 def test_the_model_runner_is_told_by_its_class():
-    assert runner_version(around(object.__new__(RunnerV2))) == "V2"
-    assert runner_version(around(object.__new__(CPUModelRunner))) == "V1"
+    assert runner_version(llm_with_runner(object.__new__(RunnerV2))) == "V2"
+    assert runner_version(llm_with_runner(object.__new__(CPUModelRunner))) == "V1"
     for version, hint in [
         ("V2", "V2, VLLM_USE_V2_MODEL_RUNNER=0 chooses V1"),
         ("V1", "V1"),

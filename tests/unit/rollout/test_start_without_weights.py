@@ -1,8 +1,7 @@
-"""An engine that sleeps is built without reading the checkpoint, and its first sync makes it the
-same engine.
+"""An engine with sleep mode starts with dummy weights, and its first sync brings the real ones.
 
-A CPU engine cannot sleep, and it repacks its layers. The tensors are streamed here as on a GPU,
-before that repacking.
+A CPU engine cannot sleep, and it repacks its layers after loading. So the sync happens here while
+the engine loads, before that repacking, and streams tensors as on a GPU.
 """
 
 from itertools import product
@@ -40,8 +39,8 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def around(model: Any) -> Any:
-    """Return an engine as `push_weights` reads it: the runner of a GPU around vLLM's model."""
+def llm_with_model(model: Any) -> Any:
+    """Return an engine as `push_weights` reads it, whose runner says that it is on a GPU."""
     runner = SimpleNamespace(device=torch.device("cuda"), model=model)
     executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
     return SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
@@ -97,18 +96,15 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
     policy_tensors = [(name, parameter.data) for name, parameter in policy.named_parameters()]
 
     def fill_and_sync(self: Any, model: Any, config: Any) -> None:
+        """Load dummy values, try three syncs that lack a tensor, and then make a whole one."""
         load_dummy_values(self, model, config)
         for number in (0, len(policy_tensors) // 2, len(policy_tensors) - 1):
+            incomplete = [*policy_tensors[:number], *policy_tensors[number + 1 :]]
             with pytest.raises(RolloutError, match="got no value in a sync of the whole model"):
-                push_weights(
-                    around(model),
-                    (pair for pair in policy_tensors if pair is not policy_tensors[number]),
-                    is_whole_model=True,
-                )
+                push_weights(llm_with_model(model), iter(incomplete), is_whole_model=True)
         load_dummy_values(self, model, config)
-        assert push_weights(around(model), iter(policy_tensors), is_whole_model=True) == len(
-            policy_tensors
-        )
+        sent_count = push_weights(llm_with_model(model), iter(policy_tensors), is_whole_model=True)
+        assert sent_count == len(policy_tensors)
 
     monkeypatch.setattr(FirstSyncLoader, "load_weights", fill_and_sync)
     engine_with_sync = PolicyLLM(model=str(tmp_path), load_format=LOAD_WITH_FIRST_SYNC, **OPTIONS)
@@ -142,15 +138,20 @@ def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
         model = SimpleNamespace(
             dtype=torch.float32, config=config, name_or_path=str(tmp_path / checkpoint)
         )
+        engine.__dict__.update(model=model, enable_sleep_mode=sleeps)
+        # What the engine is built with besides, at its usual values.
         engine.__dict__.update(
-            model=model, image_token_id=None, _config_generation_kwargs={}, enable_sleep_mode=sleeps
+            image_token_id=None,
+            _config_generation_kwargs={},
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=None,
+            repetition_penalty=1.0,
+            settings=EngineSettings(),
+            tensor_parallel_size=1,
         )
-        engine.__dict__.update(
-            temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0
-        )
-        engine.settings = EngineSettings()
-        engine.tensor_parallel_size = 1
+        vllm_arguments = engine._build_llm(max_model_len=64)
         starts_without_weights = sleeps and not (tied and checkpoint == "copied")
-        assert engine._build_llm(max_model_len=64).get("load_format") == (
-            LOAD_WITH_FIRST_SYNC if starts_without_weights else None
-        )
+        expected_format = LOAD_WITH_FIRST_SYNC if starts_without_weights else None
+        assert vllm_arguments.get("load_format") == expected_format

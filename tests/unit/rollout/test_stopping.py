@@ -8,6 +8,7 @@ TEXT_BY_TOKEN = {1: "so 5", 2: "</an", 3: "swer>", 4: " and", 5: "\n\n"}
 
 
 def decode(ids) -> str:
+    """Return the text of some tokens."""
     return "".join(TEXT_BY_TOKEN[token] for token in ids)
 
 
@@ -22,6 +23,7 @@ def test_the_key_of_a_config_is_read_in_all_its_forms() -> None:
     assert StopParameters.from_config({"stop": ["a", "b"]}).strings == ("a", "b")
 
 
+# The tokens of an answer, and how many of them are kept; None: no string is complete.
 @pytest.mark.parametrize(
     "ids, length",
     [
@@ -35,7 +37,7 @@ def test_the_key_of_a_config_is_read_in_all_its_forms() -> None:
     ],
 )
 def test_an_answer_of_a_batch_is_cut_where_a_string_is_first_complete(ids, length) -> None:
-    """Its last token is then the one by which every other sampler sees that it has stopped."""
+    """The token that completes the string is then the last one, by which others see why it ends."""
     strings = ("</answer>", "\n\n")
     assert cut_behind_stop_string(ids, strings, decode) == length
     if length is not None:

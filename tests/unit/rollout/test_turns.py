@@ -1,5 +1,7 @@
-"""Turns of a rollout: what stands between them, what of it is graded, when they end, and that all
-ranks make the same calls.
+"""Turns of a rollout in which the policy calls tools.
+
+What stands between the turns, what of it is graded, when a rollout ends, and that all ranks make the
+same calls.
 """
 
 import asyncio
@@ -9,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -47,9 +49,9 @@ from tests.support.step_context import step_context
 PROCESSOR: Any = load_processor(str(PRETRAINED_FOLDER))
 TOKENIZER = PROCESSOR.tokenizer
 KEY = StepKey(mode="train", step=0, micro=0)
-END = TOKENIZER.eos_token_id
+END = TOKENIZER.eos_token_id  # <|im_end|>
 IMAGE = PROCESSOR.image_token_id
-CALLED = f"{CALL_TAG} 7"
+CALLED = f"{CALL_TAG} 7"  # a turn that calls a tool: the stand-in `Says` looks at no more of it
 
 
 def ids_of(text: str) -> list[int]:
@@ -58,7 +60,10 @@ def ids_of(text: str) -> list[int]:
 
 
 def sampled(text: str, *before: Segment, end: Sequence[int] = (END,)) -> Rollout:
-    """Return a rollout whose last turn is this text, behind the segments `before`."""
+    """Return a rollout whose last turn is this text.
+
+    `before`: the segments before it. `end`: the tokens behind the text.
+    """
     ids = (*ids_of(text), *end)
     return Rollout(
         segments=(*before, Segment(tokens=ids, logps=(-0.5,) * len(ids), step=3)),
@@ -66,17 +71,26 @@ def sampled(text: str, *before: Segment, end: Sequence[int] = (END,)) -> Rollout
     )
 
 
+class ToolQuestion(NamedTuple):
+    """What tools were asked for a turn."""
+
+    text: str  # of the turn
+    image_count: int
+    seed: str
+    is_last: bool  # whether no further turn of the rollout is answered
+
+
 class Says:
-    """Tools that answer each turn with a call by these parts, and note how they were asked."""
+    """Tools that answer each turn by the same texts and pictures, and note what they were asked."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
-        self.asked = list[Any]()
+        self.asked = list[ToolQuestion]()
 
     def answer(
         self, text: str, images: Sequence[Image.Image], *, seed: str, is_last: bool, **_: Any
     ) -> Any:
-        self.asked.append((text, len(images), seed, is_last))
+        self.asked.append(ToolQuestion(text, len(images), seed, is_last))
         return SimpleNamespace(
             parts=self.parts,
             calls=(Call(name="zoom", arguments="{}", text="", seconds=0.1, failed=False),),
@@ -88,8 +102,14 @@ def answered(
 ) -> Rollout:
     """Return a rollout with the answer of these tools to its last turn.
 
-    `most`: how many turns are answered. `room`: the length of the engine's context. `longest`: the
-    largest number of tokens of a completion.
+    Its prompt has 100 tokens and an image, and a picture has one image token for 28 pixels of width.
+
+    Args:
+        tools: the tools.
+        rollout: the rollout.
+        most: how many of its turns are answered.
+        room: the length of the engine's context; None: it does not limit the rollout.
+        longest: the most tokens of a completion.
     """
     turns = ToolLoop(
         tools,
@@ -111,7 +131,14 @@ def answered(
 
 
 def reason_of_server(tokens: Sequence[int], *, context: int | None) -> FinishReason:
-    """Return why a server ended these tokens of a prompt of 10, of which 8 were asked for."""
+    """Return why a server has ended a completion.
+
+    Its prompt has 10 tokens, and at most 8 were asked for.
+
+    Args:
+        tokens: the completion.
+        context: the length of the server's context; None: it is not known.
+    """
     rollout = append_result(
         Rollout(),
         SamplingRequest(prompt_ids=[7] * 10, images=[], group=0, max_tokens=8, max_length=8),
@@ -125,7 +152,11 @@ def reason_of_server(tokens: Sequence[int], *, context: int | None) -> FinishRea
 
 
 def test_a_server_that_stops_at_its_context_has_not_ended_the_answer():
-    """A server does not say why it stops, so that the numbers of tokens have to."""
+    """A server does not say why it stops, so it is concluded from the numbers of tokens.
+
+    In the first case the prompt and three tokens fill the context of 13. In the second there is room
+    for one more, so the server has stopped for another reason.
+    """
     assert reason_of_server([5, 6, 5], context=13) is FinishReason.CONTEXT
     assert reason_of_server([5, 6, 5], context=14) is FinishReason.STOP
     assert reason_of_server([5, 6, 5], context=None) is FinishReason.STOP
@@ -134,32 +165,34 @@ def test_a_server_that_stops_at_its_context_has_not_ended_the_answer():
     assert reason_of_server([5] * 7 + [END], context=18) is FinishReason.STOP
 
 
+# Pieces of turns: calls and parts of calls, control tokens, and texts that are hard to parse.
 PIECES = [
-    *(
-        CALL_TAG,
-        "</tool_call>",
-        '{"name": "line", "arguments": {',
-        '"x1": ',
-        "}}",
-        "1" * 400,
-        "[" * 600,
-    ),
-    *('{"name": "mark", "arguments": {"x": 1, "y": 1, "label": "', '"}}', "<|im_end|>", "\\ud800"),
-    *(
-        "<|image_pad|>",
-        '{"name": "odd", "arguments": {}}',
-        "</tool_response>",
-        "é😀\x00",
-        " 7 ",
-        "NaN",
-    ),
+    CALL_TAG,
+    "</tool_call>",
+    '{"name": "line", "arguments": {',
+    '"x1": ',
+    "}}",
+    "1" * 400,
+    "[" * 600,
+    '{"name": "mark", "arguments": {"x": 1, "y": 1, "label": "',
+    '"}}',
+    "<|im_end|>",
+    "\\ud800",
+    "<|image_pad|>",
+    '{"name": "odd", "arguments": {}}',
+    "</tool_response>",
+    "é😀\x00",
+    " 7 ",
+    "NaN",
 ]
 
 
 def test_no_turn_of_a_policy_ends_a_run():
-    """Turns of random pieces are answered, by tools of ours and one whose results cannot be read."""
+    """Turns of random pieces are answered by two tools of ours, and by a user's broken one."""
 
     class Odd(dict[str, str]):
+        """A result that fails when it is read."""
+
         def get(self, *_: Any) -> Any:
             raise RuntimeError("closed")
 
@@ -168,6 +201,7 @@ def test_no_turn_of_a_policy_ends_a_run():
         return Odd()  # type: ignore[return-value]
 
     box = Toolbox(choose_tools(["line", "mark", odd]), ToolOptions(), View(784, 3136, 28))
+    # A picture has four image tokens, and any number of turns is answered.
     turns = ToolLoop(box, PROCESSOR, {}, lambda image: 4, None, TOKENIZER.decode)
     draw = random.Random(0)
     rollouts_with_calls = 0
@@ -187,8 +221,10 @@ def test_no_turn_of_a_policy_ends_a_run():
         for call in after.calls:
             assert call.failed == call.text.startswith("Error: ")
             assert "\n" not in call.text
-        if after.segments[1:]:
-            assert after.tokens.count(IMAGE) - before.tokens.count(IMAGE) == 4 * len(after.pictures)
+        was_answered = len(after.segments) > 1
+        if was_answered:
+            image_tokens = after.tokens.count(IMAGE) - before.tokens.count(IMAGE)
+            assert image_tokens == 4 * len(after.pictures)
     assert rollouts_with_calls > 50
 
 
@@ -196,7 +232,8 @@ def test_no_turn_of_a_policy_ends_a_run():
 def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     """The chat template itself would have written the same turn.
 
-    Control tokens in the text of a tool begin no turn and no image.
+    A turn that a stop string ended has no end token, so the answer begins with it. Control tokens in
+    the text of a tool are broken up by a space, so that they begin no turn and no image.
     """
     picture = Image.new("L", (84, 28), 50)
     before = sampled(CALLED, end=end)
@@ -214,12 +251,9 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     assert after.segments[1].step == 4
     (shown_picture,) = after.pictures
     (call,) = after.calls
-    assert (shown_picture.span, call.span, shown_picture.image.mode, shown_picture.image.size) == (
-        1,
-        1,
-        "RGB",
-        (84, 28),
-    )
+    assert shown_picture.span == call.span == 1, "the segment in which the answer is"
+    assert shown_picture.image.mode == "RGB"
+    assert shown_picture.image.size == (84, 28)
 
 
 def test_a_model_that_reads_text_alone_gets_the_same_turn():
@@ -240,12 +274,16 @@ def test_a_model_that_reads_text_alone_gets_the_same_turn():
 
 
 def test_tools_are_asked_with_the_turns_words_and_all_images_under_a_seed_of_its_own():
+    """A second turn is asked for alone, and its number is at the end of the seed."""
     tools = Says("", Image.new("RGB", (28, 28)))
     first = answered(tools, sampled(CALLED))
     answered(tools, sampled(CALLED + CALLED, *first.segments))
-    words = [TOKENIZER.decode([*ids_of(text), END]) for text in (CALLED, CALLED + CALLED)]
-    assert tools.asked[0] == (words[0], 1, "7/train/3/0/1/0/0", False)
-    assert tools.asked[1] == (words[1], 1, "7/train/3/0/1/0/1", True)
+    first_text = TOKENIZER.decode([*ids_of(CALLED), END])
+    second_text = TOKENIZER.decode([*ids_of(CALLED + CALLED), END])
+    assert tools.asked == [
+        ToolQuestion(first_text, image_count=1, seed="7/train/3/0/1/0/0", is_last=False),
+        ToolQuestion(second_text, image_count=1, seed="7/train/3/0/1/0/1", is_last=True),
+    ]
 
 
 def test_what_ends_a_rollout_and_whether_it_has_an_end():
@@ -265,7 +303,7 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
         assert rollout.finish_reason == reason
         assert stop_criteria.rollout_has_stopped(rollout, "") is has_end
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
-    assert computer.truncated_at is None, "by the end alone, however few tokens of its own it has"
+    assert computer.truncated_at is None, "with tools no number of tokens makes it truncated"
     assert len(rollout_with_answer.segments) == 2
     assert len(answered(tools, sampled(CALLED), longest=50).segments) == 1
 
@@ -274,9 +312,10 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
 def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     """A right answer in a tool's words earns no reward, and its tokens count for no length.
 
-    So the group has the same weight however wide the picture of the tool is: of the two rollouts
-    that ended, the right one has sampled more tokens than the wrong one. The batch has as many image
-    tokens as its images need.
+    The first rollout calls a tool and then says 3, which is wrong; the second says 7, which is right,
+    and has sampled more tokens; the third has no room for its tool's answer. So the group has the
+    same weight however wide the picture of the tool is. The batch has as many image tokens as its
+    images need.
     """
     weights = torch.ones(1)
     context = step_context(use_vllm=True, num_generations=3)
@@ -298,6 +337,7 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     functions = RewardFunctions(
         [reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop
     )
+    # The stages that follow sampling in a training step: build a batch, score it, assess groups.
     builder = BatchBuilder(
         context=context,
         images=images,
@@ -319,7 +359,8 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     prompts = images.prompts([row] * 3, "train", refill=False)
     built = builder.build(Generation(key=KEY, group_size=3), [group], prompts)
     scores = functions.score(built, TrainerState())
-    assessment = computer.assess(scorer.score(built, scores, 3, 0), 3, 0)
+    facts = scorer.score(built, scores, group_size=3, step=0)
+    assessment = computer.assess(facts, group_size=3, step=0)
     batch = built.batch
     assert assessment.groups.rewards_PG.tolist() == [[0, 1, 0]]
     # The first rollout's length leaves out the tool's tokens, and counts two tokens that end turns.
@@ -337,17 +378,24 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
 
 
 def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
-    """A rank whose own rollouts have ended takes part until those of all ranks have."""
+    """The rollouts a, b and c have one, three and two turns of the policy.
+
+    A rank whose own rollouts have ended takes part until those of all ranks have. Here another rank
+    has five turns.
+    """
     turns_by_key = {"a": 1, "b": 3, "c": 2}
     keys_of_each_call = list[list[str]]()
-    any_rank_continues = iter([True, True, True, True, False])
+    any_rank_continues = iter([True, True, True, True, False])  # after each turn
 
     class Player:
+        """A stand-in for the sampler and the tools, which answer all turns of a rollout but the last."""
+
         def sample(self, rollouts: Mapping[str, Rollout]) -> dict[str, Rollout]:
             keys_of_each_call.append([*rollouts])
             return {key: sampled("x", *rollout.segments) for key, rollout in rollouts.items()}
 
         def answer(self, key: str, rollout: Rollout) -> Rollout:
+            # Between the turns stand the answers, so n turns have 2 n - 1 segments.
             if len(rollout.segments) >= 2 * turns_by_key[key] - 1:
                 return rollout
             answer = Segment(tokens=(9,), logps=None, step=3)

@@ -1,9 +1,11 @@
-"""Weights on their way into an engine: one at a time, merged with an adapter, and kept when the
-trainer frees them.
+"""Weights on their way into an engine.
+
+They are sent one at a time, merged with an adapter, and the engine keeps them when the trainer frees
+its own.
 """
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +39,10 @@ NAMES = ["first", "second", "third"]
 
 
 class Runner:
-    """A stand-in for vLLM's model runners.
+    """A stand-in for vLLM's model runners, and for the model in them.
 
-    The runner on a CPU keeps tensors until a layer is complete; the one on a GPU copies them.
+    The runner on a GPU copies each tensor (`load_weights`). The one on a CPU keeps tensors until a
+    layer is complete (`reload_weights`), so it needs tensors that nobody changes.
     """
 
     def __init__(self, device: str, events: list[str]) -> None:
@@ -94,7 +97,16 @@ def test_an_engine_that_keeps_its_prefix_cache_is_an_error():
         reset_caches(SimpleNamespace(reset_prefix_cache=lambda: False, llm_engine=encoder))
 
 
-def policy(dtype, family=DEFAULT_FAMILY, targets=("q_proj", "up_proj", "fc1"), **options):
+def policy(
+    dtype: torch.dtype,
+    family: str = DEFAULT_FAMILY,
+    targets: Sequence[str] = ("q_proj", "up_proj", "fc1"),
+    **options: Any,
+) -> tuple[PeftModel, dict[str, Tensor]]:
+    """Return a tiny policy with a drawn LoRA adapter, and its weights without the adapter by name.
+
+    `targets`: the layers that the adapter changes. `options`: further options of the adapter.
+    """
     model = build_model(build_processor(["Find x."]).tokenizer, family=family).to(dtype)
     original = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     config = LoraConfig(r=4, target_modules=list(targets), **options)
@@ -106,22 +118,24 @@ def policy(dtype, family=DEFAULT_FAMILY, targets=("q_proj", "up_proj", "fc1"), *
     return model, original
 
 
-def sent(model, wanted=lambda name: True):
+def gather_nothing(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Stand in for the context in which sharded weights are whole; these are whole already."""
+    return nullcontext()
+
+
+def sent(
+    model: PeftModel, includes: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
     """Return the tensors that a sync of this policy sends, by name."""
     return {
-        name: tensor.clone()
-        for name, tensor in merged_parameters(model, lambda _: nullcontext(), wanted)
+        name: tensor.clone() for name, tensor in merged_parameters(model, gather_nothing, includes)
     }
 
 
 def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
     model, original = policy(torch.float32, modules_to_save=["lm_head"])
-    names = [
-        name
-        for name, _ in merged_parameters(
-            model, lambda _: nullcontext(), lambda _: True, changed_only=True
-        )
-    ]
+    changed = merged_parameters(model, gather_nothing, lambda name: True, changed_only=True)
+    names = [name for name, _ in changed]
     adapted_names = {name for name in original if "q_proj" in name or "up_proj" in name}
     assert sorted(names) == sorted(adapted_names | {"lm_head.weight"})
 
@@ -133,15 +147,17 @@ def test_only_an_adapter_that_vllm_computes_whole_goes_alone(form):
     assert (adapter_only_settings(model) is not None) == (form in {"plain", "rslora", "head"})
 
 
-# PEFT activates one such adapter at a time
+# Forms of LoRA of which PEFT activates one adapter at a time.
 ALONE = {
     "modules_to_save",
     "tokens",
     "biases of the base",
 }
+# PEFT's config class of every other kind of adapter.
 OTHERS = {
     kind.name: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.name != "LORA"
 }
+# Options of adapters that put tokens before the prompt.
 TOKENS = {
     "num_virtual_tokens": 2,
     "task_type": "CAUSAL_LM",
@@ -149,6 +165,7 @@ TOKENS = {
     "token_dim": 96,
     "num_attention_heads": 4,
 }
+# Options without which an adapter of this kind cannot be made for the small model.
 NEEDS: dict[str, dict[str, Any]] = {
     "ADALORA": {"total_step": 10},
     "IA3": {"feedforward_modules": []},
@@ -164,6 +181,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "MULTITASK_PROMPT_TUNING": TOKENS,
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
 }
+# Such an adapter adds tokens, or works with more than one product of matrices: nothing can be merged.
 CHANGES_NO_WEIGHT = {"P_TUNING", "PROMPT_TUNING", "PREFIX_TUNING", "LILY", "POLY", "XLORA"}
 # Made for other families of models, or from packages that are not installed.
 NOT_MADE = {
@@ -190,23 +208,26 @@ def assert_sent_is_merged(base, model):
     """
     assert can_merge(model)
     state_before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    pairs = [
-        (name, tensor.clone())
-        for name, tensor in merged_parameters(model, lambda _: nullcontext(), bool)
-    ]
-    assert [name for name, _ in pairs] == [name for name, _ in base.named_parameters()]
+    sent_tensors = sent(model)
+    assert list(sent_tensors) == [name for name, _ in base.named_parameters()]
     assert all(
         torch.equal(state_before[name], tensor) for name, tensor in model.state_dict().items()
     ), "the policy is changed"
     merged = dict(deepcopy(model).merge_and_unload().named_parameters())
-    assert [name for name, tensor in pairs if not torch.equal(tensor, merged[name])] == []
+    wrong = [name for name, tensor in sent_tensors.items() if not torch.equal(tensor, merged[name])]
+    assert wrong == []
     engine = deepcopy(base).eval()
+    engine.load_state_dict(sent_tensors, strict=False)
     words = torch.arange(3, 20)[None]
-    engine.load_state_dict(dict(pairs), strict=False)
-    policy_logits, engine_logits = (part(input_ids=words).logits for part in (model, engine))
-    # 1e-5: DEFT computes in float32, whatever the weights are
+    policy_logits = model(input_ids=words).logits
+    engine_logits = engine(input_ids=words).logits
+    # DEFT computes in float32, whatever the weights are.
     assert torch.allclose(policy_logits, engine_logits, rtol=0, atol=1e-5)
-    return {name for name, tensor in pairs if not torch.equal(tensor, base.get_parameter(name))}
+    return {
+        name
+        for name, tensor in sent_tensors.items()
+        if not torch.equal(tensor, base.get_parameter(name))
+    }
 
 
 @pytest.mark.parametrize(
@@ -216,7 +237,7 @@ def assert_sent_is_merged(base, model):
     + [(form, "active") for form in LORA_OPTIONS_BY_KIND if form not in ALONE],
 )
 def test_every_form_of_lora_is_sent_as_peft_merges_it(base, form, second):
-    """`second`: a further adapter, `ref` as TRL keeps it for the reference, or an `active` one."""
+    """`second`: a further adapter, which is TRL's copy for the reference ("ref"), or active too."""
     model = policy_with_adapter(
         base,
         LoraConfig(
@@ -238,32 +259,36 @@ def test_an_export_of_a_checkpoint_has_what_the_engine_was_sent(base, form, tmp_
     model.save_pretrained(tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out")
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict()
-    assert [
+    wrong = [
         name for name, tensor in sent(model).items() if not torch.equal(tensor, exported[name])
-    ] == []
+    ]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("kind", sorted(OTHERS.keys() - NOT_MADE))
 def test_every_other_adapter_is_sent_as_peft_merges_it_or_refused(base, kind):
     fields = OTHERS[kind].__dataclass_fields__
     usual = {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_r": 4}
-    options = {name: value for name, value in usual.items() if name in fields} | NEEDS.get(kind, {})
+    options: dict[str, Any] = {name: value for name, value in usual.items() if name in fields}
+    options |= NEEDS.get(kind, {})
     model = policy_with_adapter(base, OTHERS[kind](**options))
     if kind not in CHANGES_NO_WEIGHT:
         assert assert_sent_is_merged(base, model)
         return
     with pytest.raises(UserError, match=f"^peft_config: {kind}: PEFT cannot merge this adapter"):
-        refuse_unmergeable(model, lambda _: nullcontext())
+        refuse_unmergeable(model, gather_nothing)
 
 
 def test_a_bias_of_lora_is_sent_where_the_layer_has_one_and_else_refused(base):
+    """In this model `q_proj` has a bias, to which that of the adapter is added, and `o_proj` none."""
+
     def with_bias(target: str) -> PeftModel:
         config = LoraConfig(r=4, lora_bias=True, target_modules=[target])
         return policy_with_adapter(base, config)
 
     assert_sent_is_merged(base, with_bias("q_proj"))
     with pytest.raises(UserError, match="^peft_config: LORA: PEFT cannot merge this adapter"):
-        refuse_unmergeable(with_bias("o_proj"), lambda _: nullcontext())
+        refuse_unmergeable(with_bias("o_proj"), gather_nothing)
 
 
 def test_every_part_of_another_family_is_sent_merged(subtests):
@@ -284,11 +309,13 @@ def test_every_part_of_another_family_is_sent_merged(subtests):
 
 
 def test_twenty_syncs_leave_bfloat16_weights_as_they_were():
+    """Merging an adapter into the policy and out again, as TRL does, rounds its weights each time."""
     model, original = policy(torch.bfloat16)
     first = sent(model)
     for _ in range(20):
         later = sent(model)
     assert all(torch.equal(first[name], later[name]) for name in first)
+    # By the names that the weights have without PEFT's wrappers.
     base = {
         name_in_policy.replace(".base_layer", "").removeprefix("base_model.model."): parameter
         for name_in_policy, parameter in model.named_parameters()
@@ -327,18 +354,20 @@ def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change
 
 
 class Client:
-    """Stands for TRL's client of a server: keeps what a sync announces and what it then sends."""
+    """A stand-in for TRL's client of a server, which keeps what a sync announces and then sends."""
 
     def __init__(self) -> None:
+        # For each sync the tensors that it announced, then those that it sent: name, dtype, shape.
         self.syncs: list[tuple[list[str], list[str]]] = []
 
     def update_named_params(
         self, announced: list[Any], tensors: Iterator[tuple[str, Tensor]]
     ) -> None:
         announced_lines = [f"{name} {dtype} {shape}" for name, dtype, shape in announced]
-        sent_lines = [
-            f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors
-        ]
+        sent_lines = []
+        for name, tensor in tensors:
+            dtype_name = str(tensor.dtype).removeprefix("torch.")
+            sent_lines.append(f"{name} {dtype_name} {list(tensor.shape)}")
         self.syncs.append((announced_lines, sent_lines))
 
     def reset_prefix_cache(self) -> None:
@@ -365,7 +394,7 @@ def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
             engine._dist = SimpleNamespace(gather_params=lambda _: nullcontext())
             for _ in range(3):
                 engine.sync_weights()
-            (_, first_sync), *later_syncs = engine.vllm_client.syncs
+            (_, sent_at_first), *later_syncs = engine.vllm_client.syncs
             all_names = [name for name, _ in frozen.named_parameters()]
-            assert [line.split()[0] for line in first_sync] == all_names
-            assert later_syncs == [(first_sync, first_sync)] * 2
+            assert [line.split()[0] for line in sent_at_first] == all_names
+            assert later_syncs == [(sent_at_first, sent_at_first)] * 2
