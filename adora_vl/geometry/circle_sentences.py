@@ -10,10 +10,7 @@ from adora_vl.geometry.draft import (
     split_point_names,
 )
 from adora_vl.geometry.forms import Term
-from adora_vl.geometry.shape_sentences import (
-    shape,
-    special_behind,
-)
+from adora_vl.geometry.shape_sentences import special
 from adora_vl.geometry.text_sides import read_side
 
 
@@ -58,7 +55,9 @@ def circle_of_radius(draft: Draft, radius: str, centre: str) -> None:
     draft.add_equation(make_term("RadiusOf", draft.name_circle(centre)), read_side(draft, radius))
 
 
-def tangent(draft: Draft, start: str, end: str, centre: str | None, at: str | None) -> None:
+def tangent(
+    draft: Draft, start: str, end: str, centre: str | None = None, at: str | None = None
+) -> None:
     """Add that a line touches a circle: "DA tangent to circle O at A".
 
     `at` is the point where it touches. Without one it is the end of the line that lies on the
@@ -78,26 +77,21 @@ def tangent(draft: Draft, start: str, end: str, centre: str | None, at: str | No
     draft.facts.append(make_term("Tangent", draft.draw_line(start, end), circle))
 
 
-def tangent_at(draft: Draft, start: str, end: str, at: str, centre: str | None) -> None:
-    """Add that a line touches a circle, with the point named first: "DA tangent at A to circle O"."""
-    tangent(draft, start=start, end=end, centre=centre, at=at)
-
-
 def two_tangents(
     draft: Draft,
     first: str,
     second: str,
     centre: str | None,
-    at: str | None,
-    behind: str | None = None,
+    a: str | None,
+    b: str | None,
+    behind: str | None,
 ) -> None:
     """Add that two lines touch a circle: "PA and PB are tangent to circle O at A and B".
 
-    `first` and `second` are the lines, and `at` names two points in the same order. The circle is
-    named before these (`centre`), behind them (`behind`), or not at all.
+    `first` and `second` are the lines, and they touch it at `a` and `b`. The circle is named before
+    these points (`centre`), behind them (`behind`), or not at all.
     """
-    points = split_point_names(at) if at else [None, None]
-    for line, point in zip((first, second), points, strict=True):
+    for line, point in ((first, a), (second, b)):
         start, end = split_point_names(line)
         circle = centre or behind
         touching = point or free_end(draft, line, first if line == second else second, circle)
@@ -133,7 +127,7 @@ def two_secants(draft: Draft, first: str, second: str, centre: str | None) -> No
     secant(draft, second, centre)
 
 
-def diameter(draft: Draft, start: str, end: str, centre: str | None) -> None:
+def diameter(draft: Draft, start: str, end: str, centre: str | None = None) -> None:
     """Add that a segment is a diameter of a circle: "AB is a diameter of circle O"."""
     circle = draft.name_circle(centre)
     name = circle.names[0]
@@ -143,28 +137,17 @@ def diameter(draft: Draft, start: str, end: str, centre: str | None) -> None:
     draft.facts.append(make_term("IsDiameterOf", make_term("Line", start, end), circle))
 
 
-def chord(draft: Draft, start: str, end: str, centre: str | None) -> None:
+def chord(draft: Draft, start: str, end: str, centre: str | None = None) -> None:
     """Add that a segment is a chord of a circle: "AB is a chord of circle O"."""
     draft.draw_line(start, end)
     draft.put_on_circle(start, centre)
     draft.put_on_circle(end, centre)
 
 
-def chords(draft: Draft, first: str, second: str, centre: str | None) -> None:
+def chords(draft: Draft, a: str, b: str, c: str, d: str, centre: str | None) -> None:
     """Add that two segments are chords of a circle: "AB and CD are chords of circle O"."""
-    for line in (first, second):
-        start, end = split_point_names(line)
-        chord(draft, start=start, end=end, centre=centre)
-
-
-def chord_in_front(draft: Draft, start: str, end: str) -> None:
-    """Add that a segment is a chord of the only circle: "chord AB"."""
-    chord(draft, start=start, end=end, centre=None)
-
-
-def diameter_in_front(draft: Draft, start: str, end: str) -> None:
-    """Add that a segment is a diameter of the only circle: "diameter AB"."""
-    diameter(draft, start=start, end=end, centre=None)
+    chord(draft, start=a, end=b, centre=centre)
+    chord(draft, start=c, end=d, centre=centre)
 
 
 def inscribed(
@@ -179,11 +162,11 @@ def inscribed(
     The polygon may have adjectives such as "isosceles", and a kind such as "triangle".
     """
     if adjectives is not None:
-        special_behind(draft, names, adjectives, kind)
+        special(draft, adjectives=adjectives, kind=kind, names=names)
     elif (kind or polygon_kind(names)) == "polygon":
         draft.facts.append(draft.draw_polygon("Polygon", split_point_names(names)))
     else:
-        shape(draft, kind or polygon_kind(names), names)
+        draft.add_shape(kind or polygon_kind(names), names)
     on_circle(draft, names, centre)
 
 

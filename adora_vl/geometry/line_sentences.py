@@ -17,11 +17,6 @@ def two_lines(draft: Draft, a: str, b: str, relation: str, c: str, d: str) -> No
     )
 
 
-def both_lines(draft: Draft, a: str, b: str, c: str, d: str, relation: str) -> None:
-    """Add two lines that are named before their relation: "AB and CD are parallel"."""
-    two_lines(draft, a, b, relation, c, d)
-
-
 def perpendicular_at(draft: Draft, a: str, b: str, c: str, d: str, at: str) -> None:
     """Add that two lines are perpendicular and meet in a point: "AB is perpendicular to CD at E".
 
@@ -31,11 +26,6 @@ def perpendicular_at(draft: Draft, a: str, b: str, c: str, d: str, at: str) -> N
         if at not in (start, end):
             draft.put_on_line(at, start, end)
     draft.facts.append(make_term("Perpendicular", draft.draw_line(a, b), draft.draw_line(c, d)))
-
-
-def on_line(draft: Draft, point: str, start: str, end: str) -> None:
-    """Add that a point lies on a segment, which is drawn: "D on AC"."""
-    draft.put_on_line(point, start, end)
 
 
 def on_lines(draft: Draft, points: str, start: str, end: str) -> None:
@@ -61,11 +51,6 @@ def extended(draft: Draft, start: str, end: str, beyond: str | None, point: str)
     draft.put_on_line(behind, before, point)
 
 
-def on_extension(draft: Draft, point: str, start: str, end: str, beyond: str | None) -> None:
-    """Add that a point lies where a segment goes on: "D on the extension of BC beyond C"."""
-    extended(draft, start=start, end=end, beyond=beyond, point=point)
-
-
 def midpoint(draft: Draft, point: str, start: str, end: str) -> None:
     """Add that a point is the midpoint of a segment: "M is the midpoint of AB"."""
     draft.put_on_line(point, start, end)
@@ -74,9 +59,8 @@ def midpoint(draft: Draft, point: str, start: str, end: str) -> None:
     )
 
 
-def two_midpoints(draft: Draft, first: str, second: str, lines: str) -> None:
+def two_midpoints(draft: Draft, first: str, second: str, a: str, b: str, c: str, d: str) -> None:
     """Add that two points are the midpoints of two segments: "M and N are midpoints of AB and CD"."""
-    a, b, c, d = split_point_names(lines)
     midpoint(draft, point=first, start=a, end=b)
     midpoint(draft, point=second, start=c, end=d)
 
@@ -86,11 +70,6 @@ def meet(draft: Draft, a: str, b: str, c: str, d: str, point: str) -> None:
     for start, end in ((a, b), (c, d)):
         if point not in (start, end):
             draft.put_on_line(point, start, end)
-
-
-def intersection(draft: Draft, point: str, a: str, b: str, c: str, d: str) -> None:
-    """Add a point that is named before the lines through it: "E is the intersection of AC and BD"."""
-    meet(draft, a, b, c, d, point)
 
 
 def diagonals_meet(draft: Draft, point: str) -> None:
@@ -194,11 +173,6 @@ def right_corner(draft: Draft, corner: str) -> None:
 def place(draft: Draft, point: str, x: str, y: str) -> None:
     """Note the place of a point in the picture: "A at 120, 56"."""
     draft.places[point] = (float(x), float(y))
-
-
-def draw(draft: Draft, start: str, end: str) -> None:
-    """Note that a segment is drawn: "draw AB"."""
-    draft.draw_line(start, end)
 
 
 def nothing(draft: Draft) -> None:

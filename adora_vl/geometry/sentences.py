@@ -8,14 +8,12 @@ from itertools import pairwise
 
 from adora_vl.geometry.circle_sentences import (
     chord,
-    chord_in_front,
     chords,
     circle,
     circle_around,
     circle_in,
     circle_of_radius,
     diameter,
-    diameter_in_front,
     inscribed,
     inscribed_angle,
     on_arc,
@@ -23,7 +21,6 @@ from adora_vl.geometry.circle_sentences import (
     polygon_around,
     secant,
     tangent,
-    tangent_at,
     two_secants,
     two_tangents,
 )
@@ -40,17 +37,12 @@ from adora_vl.geometry.line_sentences import (
     bisect_each,
     bisects_angle,
     bisects_line,
-    both_lines,
     collinear,
     diagonals_meet,
-    draw,
     extended,
-    intersection,
     meet,
     midpoint,
     nothing,
-    on_extension,
-    on_line,
     on_lines,
     perpendicular_at,
     perpendicular_bisector,
@@ -64,7 +56,6 @@ from adora_vl.geometry.shape_sentences import (
     apex,
     base,
     bisector,
-    both_alike,
     centre_of_triangle,
     diagonal,
     from_corner,
@@ -74,10 +65,7 @@ from adora_vl.geometry.shape_sentences import (
     midsegment,
     midsegment_parallel,
     right_at,
-    shape,
-    shape_behind,
     special,
-    special_behind,
     two_roles_meet,
 )
 from adora_vl.geometry.spelling import plain_sentence
@@ -86,12 +74,7 @@ from adora_vl.geometry.text_sides import check_word, read_side
 
 COORDINATE_PATTERN = r"(-?\d+(?:\.\d+)?)"
 SEGMENT_PATTERN = rf"{POINT_PATTERN}{POINT_PATTERN}"
-_SEG = rf"({POINT_PATTERN})({POINT_PATTERN})"
-_NAMES = rf"((?:{POINT_PATTERN}){{3,}})"
-_LIST = rf"((?:{POINT_PATTERN})(?:,? ?(?:and )?{POINT_PATTERN})*)"
 _ADJECTIVES = "regular|isosceles|right|equilateral|cyclic"
-_ANY_ADJECTIVES = rf"((?:{_ADJECTIVES})(?: (?:{_ADJECTIVES}))?)"
-_IN_CIRCLE = rf"(?:,? ?(?:in )?circle(?:(?: (?:with )?center)? ?({POINT_PATTERN}))?)"
 # Words between two facts of one sentence.
 _CLAUSE_JOINT_PATTERN = re.compile(
     r",?\s+(?:with|and|where|such that|so that|has|have|having|whose)\s+"
@@ -149,12 +132,12 @@ def _is_one_clause(plain: str) -> bool:
     return "=" in plain and not _CLAUSE_JOINT_PATTERN.search(plain)
 
 
-def _find_rule(plain: str) -> tuple[Callable[..., None], re.Match[str]] | None:
-    """Return the first pattern that fits, with its match."""
+def _find_rule(plain: str) -> tuple[Callable[..., object], dict[str, str | None]] | None:
+    """Return what the first pattern that fits calls, with its arguments by their names."""
     for pattern, build in _GRAMMAR:
-        match = re.fullmatch(pattern, plain)
+        match = pattern.fullmatch(plain)
         if match:
-            return build, match
+            return build, match.groupdict()
     return None
 
 
@@ -164,8 +147,8 @@ def _read_clause(draft: Draft, plain: str) -> None:
     if rule is None:
         _add_equation(draft, plain)
         return
-    build, match = rule
-    build(draft, *match.groups())
+    build, arguments = rule
+    build(draft, **arguments)
 
 
 def _describe_fault(plain: str) -> str:
@@ -226,7 +209,7 @@ def _add_role(draft: Draft, role: str, segment: str) -> None:
     """Note that a segment is called a diameter or the like, of the only shape that has one."""
     start, end = split_point_names(segment)
     if role == "diameter":
-        diameter(draft, start=start, end=end, centre=None)
+        diameter(draft, start, end)
     elif role == "radius":
         # One end is the centre of a circle that is known; else the second end is taken for it.
         centre = start if start in draft.circles else end
@@ -234,9 +217,9 @@ def _add_role(draft: Draft, role: str, segment: str) -> None:
         point_on_circle = end if centre == start else start
         draft.put_on_circle(point_on_circle, centre)
     elif role == "chord":
-        chord(draft, start=start, end=end, centre=None)
+        chord(draft, start, end)
     elif role == "tangent":
-        tangent(draft, start=start, end=end, centre=None, at=None)
+        tangent(draft, start, end)
     elif role in ("altitude", "median", "height"):
         corners = draft.triangle_with(start)
         line_of_triangle(draft, start=start, end=end, role=role, names="".join(corners))
@@ -244,11 +227,6 @@ def _add_role(draft: Draft, role: str, segment: str) -> None:
         hypotenuse(draft, start, end)
     elif role == "base":
         base(draft, start, end)
-
-
-def _add_role_behind(draft: Draft, segment: str, role: str) -> None:
-    """Note a segment named before its role, in the only triangle that has it."""
-    _add_role(draft, role, segment)
 
 
 def _add_question(draft: Draft, measure: str) -> None:
@@ -283,154 +261,186 @@ def _add_pair_of_measures(draft: Draft, first: str, second: str, word: str) -> N
     draft.facts.append(make_term(word.capitalize(), *measures))
 
 
-def _add_pair_around_word(draft: Draft, first: str, word: str, second: str) -> None:
-    """Note two angles with their relation between them: `angle 1 supplementary to angle 2`."""
-    _add_pair_of_measures(draft, first, second, word)
-
-
-def _add_equal_corners(draft: Draft, first: str, second: str, word: str) -> None:
-    """Note that two angles are equal, which are named by their corners alone."""
-    _add_pair_of_measures(draft, f"angle {first}", f"angle {second}", word)
-
-
-_MEASURE = rf"(?:angle )?(?:\d+|{POINT_PATTERN}(?:{POINT_PATTERN}{POINT_PATTERN})?)"
-_EQUAL_PART = rf"(?:angle (?:\d+|{POINT_PATTERN}(?:{POINT_PATTERN}{POINT_PATTERN})?)|(?:arc )?{SEGMENT_PATTERN})"
-_MAYBE_SHAPE = rf"(?:({SHAPE_PATTERN}) ?)?"
-_GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
-    (r"find (.+)", _add_question),
-    (rf"({POINT_PATTERN}) at \(?{COORDINATE_PATTERN}, ?{COORDINATE_PATTERN}\)?", place),
-    (rf"draw {_SEG}", draw),
+# What may stand in the gaps of the patterns below: `<name:kind>` is a part of that kind, handed on
+# as the argument `name`; `<name>` is a point, and `<:kind>` is handed on to nobody.
+_PATTERN_BY_KIND = {
+    "point": POINT_PATTERN,
+    "segment": SEGMENT_PATTERN,
+    "corners": rf"(?:{POINT_PATTERN}){{3,}}",
+    "angle": rf"(?:{POINT_PATTERN})+",
+    "points": rf"(?:{POINT_PATTERN})(?:,? ?(?:and )?{POINT_PATTERN})*",
+    "number": COORDINATE_PATTERN,
+    "shape": SHAPE_PATTERN,
+    "adjectives": rf"(?:{_ADJECTIVES})(?: (?:{_ADJECTIVES}))?",
+    "measure": rf"(?:angle )?(?:\d+|{POINT_PATTERN}(?:{POINT_PATTERN}{POINT_PATTERN})?)",
+    "part": rf"(?:angle (?:\d+|{POINT_PATTERN}(?:{POINT_PATTERN}{POINT_PATTERN})?)"
+    rf"|(?:arc )?{SEGMENT_PATTERN})",
+    "size": "[^A-Z=]+",
+    "text": ".+",
+}
+# The words "in circle O", behind what lies in it. The name of the centre may be left out.
+_IN_CIRCLE = r"(?:,? ?(?:in )?circle(?:(?: (?:with )?center)? ?<centre>)?)"
+_SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
+    (r"find <measure:text>", _add_question),
+    (r"<point> at \(?<x:number>, ?<y:number>\)?", place),
+    (r"draw <start><end>", Draft.draw_line),
     # Shapes
-    (rf"({SHAPE_PATTERN}) {_NAMES}", shape),
-    (rf"(?:(?:{SHAPE_PATTERN}) )?{_NAMES} ({SHAPE_PATTERN})", shape_behind),
-    (rf"{_ANY_ADJECTIVES} ({SHAPE_PATTERN}|polygon) {_NAMES}", special),
+    (r"<kind:shape> <names:corners>", Draft.add_shape),
+    (r"(?:<:shape> )?<names:corners> <kind:shape>", Draft.add_shape),
+    (r"<adjectives:adjectives> (?P<kind>polygon|<:shape>) <names:corners>", special),
     (
-        rf"(?:(?:{SHAPE_PATTERN}) )?{_NAMES} {_ANY_ADJECTIVES}(?: ({SHAPE_PATTERN}|polygon))?",
-        special_behind,
+        r"(?:<:shape> )?<names:corners> <adjectives:adjectives>(?: (?P<kind>polygon|<:shape>))?",
+        special,
     ),
-    (rf"(?:triangle )?{_NAMES} right (?:triangle )?at ({POINT_PATTERN})", right_at),
-    (rf"right triangle {_NAMES} (?:(?:with )?right angle )?at ({POINT_PATTERN})", right_at),
-    (rf"{_MAYBE_SHAPE}{_NAMES} (similar|congruent) (?:(?:{SHAPE_PATTERN}) )?{_NAMES}", alike),
+    (r"(?:triangle )?<names:corners> right (?:triangle )?at <corner>", right_at),
+    (r"right triangle <names:corners> (?:(?:with )?right angle )?at <corner>", right_at),
     (
-        rf"(?:(?:{SHAPE_PATTERN}) )?{_NAMES} and (?:(?:{SHAPE_PATTERN}) )?{_NAMES} (similar|congruent)"
-        rf"(?: (?:{SHAPE_PATTERN}))?",
-        both_alike,
+        r"(?:<:shape> ?)?<first:corners> (?P<relation>similar|congruent) "
+        r"(?:<:shape> )?<second:corners>",
+        alike,
     ),
-    (rf"base {_SEG}", base),
-    (rf"{_SEG} base", base),
-    (rf"(?:vertex|apex|vertex angle)(?: at)? ({POINT_PATTERN})", apex),
-    (rf"hypotenuse {_SEG}", hypotenuse),
-    (rf"{_SEG} hypotenuse(?: (?:right )?triangle {_NAMES})?", hypotenuse),
+    (
+        r"(?:<:shape> )?<first:corners> and (?:<:shape> )?<second:corners> "
+        r"(?P<relation>similar|congruent)(?: <:shape>)?",
+        alike,
+    ),
+    (r"base <start><end>", base),
+    (r"<start><end> base", base),
+    (r"(?:vertex|apex|vertex angle)(?: at)? <corner>", apex),
+    (r"hypotenuse <start><end>", hypotenuse),
+    (r"<start><end> hypotenuse(?: (?:right )?triangle <triangle:corners>)?", hypotenuse),
     # Lines and points
-    (rf"{_SEG} (parallel|perpendicular) {_SEG}", two_lines),
-    (rf"{_SEG} perpendicular {_SEG} at ({POINT_PATTERN})", perpendicular_at),
-    (rf"{_SEG} and {_SEG} (parallel|perpendicular)(?: each other)?", both_lines),
-    (rf"{_LIST} on ?circle(?: ({POINT_PATTERN}))?", on_circle),
-    (rf"({POINT_PATTERN}) (?:on )?between ({POINT_PATTERN}) and ({POINT_PATTERN})", on_line),
-    (rf"({POINT_PATTERN}) on {_SEG}", on_line),
-    (rf"{_LIST} on {_SEG}", on_lines),
-    (rf"{_LIST} collinear", collinear),
-    (
-        rf"({POINT_PATTERN}) on extension {_SEG}(?: (?:beyond|past|through) ({POINT_PATTERN}))?",
-        on_extension,
-    ),
-    (
-        rf"{_SEG} extended(?: (?:beyond|past|through) ({POINT_PATTERN}))? ({POINT_PATTERN})",
-        extended,
-    ),
-    (rf"({POINT_PATTERN}) midpoint {_SEG}", midpoint),
-    (
-        rf"({POINT_PATTERN}) and ({POINT_PATTERN}) midpoint ({SEGMENT_PATTERN} and {SEGMENT_PATTERN})",
-        two_midpoints,
-    ),
-    (rf"{_SEG} (?:and )?{_SEG} meet at ({POINT_PATTERN})", meet),
-    (rf"{_SEG} meet {_SEG} at ({POINT_PATTERN})", meet),
-    (rf"({POINT_PATTERN}) intersection {_SEG} and {_SEG}", intersection),
-    (rf"diagonals meet at ({POINT_PATTERN})", diagonals_meet),
-    (rf"{_SEG} diagonal(?: {_MAYBE_SHAPE}{_NAMES})?", diagonal),
-    (rf"{_SEG} bisects angle ((?:{POINT_PATTERN})+)", bisects_angle),
-    (rf"{_SEG} (?:angle )?bisector (?:angle )?((?:{POINT_PATTERN})+)", bisects_angle),
-    (rf"{_SEG} (?:angle )?bisector triangle {_NAMES}", bisector),
-    (rf"{_SEG} bisects {_SEG}(?: at ({POINT_PATTERN}))?", bisects_line),
-    (rf"{_SEG} and {_SEG} bisect each other(?: at ({POINT_PATTERN}))?", bisect_each),
-    (rf"{_SEG} perpendicular bisector {_SEG}", perpendicular_bisector),
-    (rf"right angle (?:at )?((?:{POINT_PATTERN})+)", right_angle),
-    (rf"angle ((?:{POINT_PATTERN})+) right(?: angle)?", right_angle),
+    (r"<a><b> (?P<relation>parallel|perpendicular) <c><d>", two_lines),
+    (r"<a><b> perpendicular <c><d> at <at>", perpendicular_at),
+    (r"<a><b> and <c><d> (?P<relation>parallel|perpendicular)(?: each other)?", two_lines),
+    (r"<points:points> on ?circle(?: <centre>)?", on_circle),
+    (r"<point> (?:on )?between <start> and <end>", Draft.put_on_line),
+    (r"<point> on <start><end>", Draft.put_on_line),
+    (r"<points:points> on <start><end>", on_lines),
+    (r"<points:points> collinear", collinear),
+    (r"<point> on extension <start><end>(?: (?:beyond|past|through) <beyond>)?", extended),
+    (r"<start><end> extended(?: (?:beyond|past|through) <beyond>)? <point>", extended),
+    (r"<point> midpoint <start><end>", midpoint),
+    (r"<first> and <second> midpoint <a><b> and <c><d>", two_midpoints),
+    (r"<a><b> (?:and )?<c><d> meet at <point>", meet),
+    (r"<a><b> meet <c><d> at <point>", meet),
+    (r"<point> intersection <a><b> and <c><d>", meet),
+    (r"diagonals meet at <point>", diagonals_meet),
+    (r"<start><end> diagonal(?: (?:<kind:shape> ?)?<names:corners>)?", diagonal),
+    (r"<start><end> bisects angle <names:angle>", bisects_angle),
+    (r"<start><end> (?:angle )?bisector (?:angle )?<names:angle>", bisects_angle),
+    (r"<start><end> (?:angle )?bisector triangle <names:corners>", bisector),
+    (r"<a><b> bisects <c><d>(?: at <at>)?", bisects_line),
+    (r"<a><b> and <c><d> bisect each other(?: at <at>)?", bisect_each),
+    (r"<a><b> perpendicular bisector <c><d>", perpendicular_bisector),
+    (r"right angle (?:at )?<names:angle>", right_angle),
+    (r"angle <names:angle> right(?: angle)?", right_angle),
     # Lines of triangles and trapezoids
-    (rf"{_SEG} (altitude|height|median) (?:(?:{SHAPE_PATTERN}) )?{_NAMES}", line_of_triangle),
     (
-        rf"{_SEG} (altitude|height|median) (?:from {POINT_PATTERN} )?({SEGMENT_PATTERN})",
+        r"<start><end> (?P<role>altitude|height|median) (?:<:shape> )?<names:corners>",
+        line_of_triangle,
+    ),
+    (
+        r"<start><end> (?P<role>altitude|height|median) (?:from <:point> )?<side:segment>",
         line_to_side,
     ),
-    (rf"(altitude|height|median|hypotenuse) ({SEGMENT_PATTERN})", _add_role),
+    (r"(?P<role>altitude|height|median|hypotenuse) <segment:segment>", _add_role),
     (
-        r"(altitude|median|(?:angle )?bisector)(?: from)?(?: angle)? "
-        rf"({POINT_PATTERN}(?:{POINT_PATTERN}{POINT_PATTERN})?)"
-        rf" meet ({SEGMENT_PATTERN}) at ({POINT_PATTERN})",
+        r"(?P<role>altitude|median|(?:angle )?bisector)(?: from)?(?: angle)? "
+        r"(?P<corner><:point>(?:<:point><:point>)?) meet <side:segment> at <foot>",
         from_corner,
     ),
     (
-        rf"(altitudes|medians|(?:angle )?bisectors) {_SEG} and {_SEG} (?:triangle {_NAMES} )?"
-        rf"meet at ({POINT_PATTERN})",
+        r"(?P<role>altitudes|medians|(?:angle )?bisectors) <a><b> and <c><d> "
+        r"(?:triangle <triangle:corners> )?meet at <at>",
         two_roles_meet,
     ),
-    (rf"({SEGMENT_PATTERN}) (altitude|median)", _add_role_behind),
-    (rf"{_SEG} midsegment(?: (triangle|trapezoid)?)?(?: ?{_NAMES})?", midsegment),
-    (rf"{_SEG} midsegment triangle {_NAMES} parallel ({SEGMENT_PATTERN})", midsegment_parallel),
+    (r"<segment:segment> (?P<role>altitude|median)", _add_role),
     (
-        rf"({POINT_PATTERN}) (centroid|incenter|orthocenter|circumcenter) (?:triangle )?{_NAMES}",
+        r"<start><end> midsegment(?: (?P<kind>triangle|trapezoid)?)?(?: ?<names:corners>)?",
+        midsegment,
+    ),
+    (
+        r"<start><end> midsegment triangle <names:corners> parallel <base:segment>",
+        midsegment_parallel,
+    ),
+    (
+        r"<point> (?P<centre>centroid|incenter|orthocenter|circumcenter) "
+        r"(?:triangle )?<names:corners>",
         centre_of_triangle,
     ),
     # Circles
-    (rf"circle ?({POINT_PATTERN})(?: ?(?::|with|through) ?{_LIST})?", circle),
-    (rf"circle with radius ([^A-Z=]+?) (?:and|with) center ({POINT_PATTERN})", circle_of_radius),
-    (rf"circle (?:with )?center ({POINT_PATTERN})(?: ?(?::|with|through) ?{_LIST})?", circle),
-    (rf"({POINT_PATTERN}) center(?: circle)?(?: (?:through|with) {_LIST})?", circle),
-    (rf"{_SEG} tangent{_IN_CIRCLE}?(?: ?at ({POINT_PATTERN}))?", tangent),
-    (rf"{_SEG} tangent at ({POINT_PATTERN}){_IN_CIRCLE}", tangent_at),
+    (r"circle ?<centre>(?: ?(?::|with|through) ?<points:points>)?", circle),
+    (r"circle with radius (?P<radius>[^A-Z=]+?) (?:and|with) center <centre>", circle_of_radius),
+    (r"circle (?:with )?center <centre>(?: ?(?::|with|through) ?<points:points>)?", circle),
+    (r"<centre> center(?: circle)?(?: (?:through|with) <points:points>)?", circle),
+    (rf"<start><end> tangent{_IN_CIRCLE}?(?: ?at <at>)?", tangent),
+    (rf"<start><end> tangent at <at>{_IN_CIRCLE}", tangent),
     (
-        rf"({SEGMENT_PATTERN}) and ({SEGMENT_PATTERN}) tangent{_IN_CIRCLE}?"
-        rf"(?: ?at ({POINT_PATTERN} and {POINT_PATTERN}))?{_IN_CIRCLE}?",
+        rf"<first:segment> and <second:segment> tangent{_IN_CIRCLE}?(?: ?at <a> and <b>)?"
+        rf"{_IN_CIRCLE.replace('<centre>', '<behind>')}?",
         two_tangents,
     ),
-    (rf"{_NAMES} secant{_IN_CIRCLE}?", secant),
-    (rf"secants? {_NAMES} and {_NAMES}{_IN_CIRCLE}?", two_secants),
-    (rf"{_NAMES} and {_NAMES} secants?{_IN_CIRCLE}?", two_secants),
-    (rf"{_SEG} diameter{_IN_CIRCLE}?", diameter),
-    (rf"diameter {_SEG}", diameter_in_front),
-    (rf"{_SEG} chord{_IN_CIRCLE}?", chord),
-    (rf"({SEGMENT_PATTERN}) and ({SEGMENT_PATTERN}) chord{_IN_CIRCLE}?", chords),
-    (rf"chord {_SEG}", chord_in_front),
-    (rf"({POINT_PATTERN}) on (?:(major|minor) )?arc {_SEG}", on_arc),
-    (rf"angle {_NAMES} (inscribed|central)(?: angle)?{_IN_CIRCLE}?", inscribed_angle),
+    (rf"<names:corners> secant{_IN_CIRCLE}?", secant),
+    (rf"secants? <first:corners> and <second:corners>{_IN_CIRCLE}?", two_secants),
+    (rf"<first:corners> and <second:corners> secants?{_IN_CIRCLE}?", two_secants),
+    (rf"<start><end> diameter{_IN_CIRCLE}?", diameter),
+    (r"diameter <start><end>", diameter),
+    (rf"<start><end> chord{_IN_CIRCLE}?", chord),
+    (rf"<a><b> and <c><d> chord{_IN_CIRCLE}?", chords),
+    (r"chord <start><end>", chord),
+    (r"<point> on (?:(?P<size>major|minor) )?arc <start><end>", on_arc),
     (
-        rf"(?:{_ANY_ADJECTIVES} )?(?:({SHAPE_PATTERN}|polygon) )?{_NAMES} inscribed{_IN_CIRCLE}",
+        rf"angle <names:corners> (?P<kind>inscribed|central)(?: angle)?{_IN_CIRCLE}?",
+        inscribed_angle,
+    ),
+    (
+        r"(?:<adjectives:adjectives> )?(?:(?P<kind>polygon|<:shape>) )?<names:corners> "
+        rf"inscribed{_IN_CIRCLE}",
         inscribed,
     ),
-    (rf"circle ({POINT_PATTERN}) inscribed in {_MAYBE_SHAPE}{_NAMES}", circle_in),
-    (rf"circle ({POINT_PATTERN}) around {_MAYBE_SHAPE}{_NAMES}", circle_around),
-    (rf"{_MAYBE_SHAPE}{_NAMES} around{_IN_CIRCLE}", polygon_around),
+    (r"circle <centre> inscribed in (?:<kind:shape> ?)?<names:corners>", circle_in),
+    (r"circle <centre> around (?:<kind:shape> ?)?<names:corners>", circle_around),
+    (rf"(?:<kind:shape> ?)?<names:corners> around{_IN_CIRCLE}", polygon_around),
     # Sizes without an equals sign
-    (rf"({_MEASURE}) and ({_MEASURE}) (supplementary|complementary)", _add_pair_of_measures),
     (
-        rf"({_MEASURE}) (supplementary|complementary) ({_MEASURE})",
-        _add_pair_around_word,
-    ),
-    (rf"({_EQUAL_PART}) and ({_EQUAL_PART}) (equal|congruent)", _add_pair_of_measures),
-    (
-        rf"angle ({POINT_PATTERN}) and ({POINT_PATTERN}) (equal|congruent)",
-        _add_equal_corners,
+        r"<first:measure> and <second:measure> (?P<word>supplementary|complementary)",
+        _add_pair_of_measures,
     ),
     (
-        rf"angle triangle ({POINT_PATTERN})({POINT_PATTERN})({POINT_PATTERN}) in ratio (.+)",
-        _add_angle_ratio,
+        r"<first:measure> (?P<word>supplementary|complementary) <second:measure>",
+        _add_pair_of_measures,
     ),
+    (r"<first:part> and <second:part> (?P<word>equal|congruent)", _add_pair_of_measures),
     (
-        r"(radius|diameter|circumference|area|perimeter|height|side(?: length)?)s? ([^A-Z=]+)",
+        r"(?P<first>angle <:point>) and <second> (?P<word>equal|congruent)",
+        _add_pair_of_measures,
+    ),
+    (r"angle triangle <first><second><third> in ratio <ratio:text>", _add_angle_ratio),
+    (
+        r"(?P<measure>radius|diameter|circumference|area|perimeter|height|side(?: length)?)s? "
+        r"<size:size>",
         _add_size,
     ),
-    (rf"circle(?: {POINT_PATTERN})?|triangle|there", nothing),
+    (r"circle(?: <:point>)?|triangle|there", nothing),
 )
+
+
+def _compile_pattern(sentence: str) -> re.Pattern[str]:
+    """Return the pattern of a sentence with what may stand in its gaps."""
+
+    def fill(gap: re.Match[str]) -> str:
+        """Return the pattern of one gap; a group with its name, where it has one."""
+        name = gap["name"]
+        kind = gap["kind"] or "point"
+        group = f"?P<{name}>" if name else "?:"
+        return f"({group}{_PATTERN_BY_KIND[kind]})"
+
+    # A named group of the regular expression, `(?P<name>...)`, is no gap.
+    return re.compile(re.sub(r"(?<!\?P)<(?P<name>\w*):?(?P<kind>\w*)>", fill, sentence))
+
+
+_GRAMMAR = tuple((_compile_pattern(sentence), build) for sentence, build in _SENTENCES)
 _KNOWN_WORDS = (
     *SIDE_WORDS,
     *_ADJECTIVES.split("|"),

@@ -21,27 +21,19 @@ from adora_vl.geometry.line_sentences import (
 from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 
 
-def shape(draft: Draft, kind: str, names: str) -> None:
-    """Note a shape with all its corners named, such as `rectangle ABCD`."""
-    draft.add_shape(kind, names)
-
-
-def shape_behind(draft: Draft, names: str, kind: str) -> None:
-    """Note a shape named before its kind: `ABCD is a rectangle`."""
-    draft.add_shape(kind, names)
-
-
-def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
+def special(draft: Draft, adjectives: str, kind: str | None, names: str) -> None:
     """Add a shape of a special kind, such as "regular hexagon ABCDEF".
 
-    `adjectives` are one or two words such as "right isosceles". Which parts of a triangle are equal
+    `adjectives` are one or two words such as "right isosceles". Without a kind the number of
+    corners says it. Which parts of a triangle are equal
     or right may be told by another sentence, so these two are settled after the last one. A cyclic
     shape gets a circle through its corners, whose centre is a new point.
 
     Raises `SentenceError` where the kind has another number of corners.
     """
     corners = split_point_names(names)
-    head = "Polygon" if kind == "polygon" else kind.capitalize()
+    kind = kind or polygon_kind(names)
+    head = kind.capitalize()
     count = CORNER_COUNT_BY_SHAPE.get(head, len(corners))
     if len(corners) != count or len(set(corners)) != len(corners):
         raise SentenceError(f"a {kind} has {count} corners, and {names} names {len(set(corners))}")
@@ -68,11 +60,6 @@ def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
             draft.facts.append(make_term(word.capitalize(), polygon))
     if not words:
         draft.facts.append(polygon)
-
-
-def special_behind(draft: Draft, names: str, adjectives: str, kind: str | None) -> None:
-    """Note a shape named before its special kind: `ABC is an equilateral triangle`."""
-    special(draft, adjectives=adjectives, kind=kind or polygon_kind(names), names=names)
 
 
 def right_at(draft: Draft, names: str, corner: str) -> None:
@@ -139,7 +126,7 @@ def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) 
     raise SentenceError(f"it does not say of which triangle {start}{end} is the hypotenuse")
 
 
-def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str) -> None:
+def alike(draft: Draft, first: str, relation: str, second: str) -> None:
     """Add that two shapes are similar or congruent: "triangle ABC is similar to DEF".
 
     Raises `SentenceError` where they have not as many corners.
@@ -151,11 +138,6 @@ def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str
     head = polygon_kind(first).capitalize()
     shapes = (draft.draw_polygon(head, names), draft.draw_polygon(head, partners))
     draft.facts.append(make_term(relation.capitalize(), *shapes))
-
-
-def both_alike(draft: Draft, first: str, second: str, relation: str) -> None:
-    """Note two shapes named before their relation: `ABC and DEF are similar`."""
-    alike(draft, kind=None, first=first, relation=relation, second=second)
 
 
 _HEAD_BY_CENTRE = {
