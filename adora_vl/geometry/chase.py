@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from cmath import phase
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
 
+from adora_vl.geometry.linear import LinearSum, NotLinearError, linear_sum
 from adora_vl.geometry.quantities import (
     Angle,
-    Arithmetic,
     Distance,
     Equal,
     Parallel,
@@ -26,7 +25,6 @@ from adora_vl.geometry.quantities import (
     Relation,
     Sweep,
     Unknown,
-    constant_of,
 )
 from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.vectors import dot
@@ -38,30 +36,7 @@ _MAX_ERROR_OF_EQUATIONS = 1e-6
 _MIN_LENGTH = 1e-9
 
 
-@dataclass(frozen=True)
-class _DirectionSum:
-    """A constant in degrees plus directions of lines and letters, each times a factor.
-
-    `factors` has letters by their names, and directions by the name of their line behind "line ".
-    """
-
-    constant: float = 0.0
-    factors: dict[str, float] = field(default_factory=dict)
-
-    def plus(self, addend: _DirectionSum, factor: float = 1.0) -> _DirectionSum:
-        """Return this sum and a multiple of another."""
-        factors = dict(self.factors)
-        for name, share in addend.factors.items():
-            factors[name] = factors.get(name, 0.0) + factor * share
-        return _DirectionSum(constant=self.constant + factor * addend.constant, factors=factors)
-
-    def times(self, factor: float) -> _DirectionSum:
-        """Return a multiple of this sum."""
-        return _DirectionSum().plus(self, factor)
-
-
-class _NotLinearError(ValueError):
-    """A quantity is no sum of angles and letters, or has no direction in the picture."""
+_DirectionSum = LinearSum[str]
 
 
 class AngleChase:
@@ -70,7 +45,8 @@ class AngleChase:
     Relations that say nothing of directions are passed over, apart from equal lengths, which make
     triangles isosceles. `value` solves the equations for the goal.
 
-    `equations` are sums that are 0. `_line_by_points` has the name of the line through two points,
+    `equations` are sums that are 0, of letters by their names and of directions by the name of their
+    line behind "line ". `_line_by_points` has the name of the line through two points,
     and `_direction_by_line` the way along it in the picture, which is the sense of the line.
     """
 
@@ -108,7 +84,7 @@ class AngleChase:
             return None
         try:
             goal = self._as_sum(self.goal)
-        except _NotLinearError:
+        except NotLinearError:
             return None
         names = sorted({name for equation in (*self.equations, goal) for name in equation.factors})
         if not self.equations or not goal.factors:
@@ -142,10 +118,10 @@ class AngleChase:
         It is that of their line, in the sense that the picture shows.
         """
         if start not in self.places or end not in self.places:
-            raise _NotLinearError
+            raise NotLinearError
         way = self.places[end] - self.places[start]
         if abs(way) < _MIN_LENGTH:
-            raise _NotLinearError
+            raise NotLinearError
         # Two points that no drawn line joins have a line of their own.
         points = frozenset((start, end))
         line = self._line_by_points.setdefault(points, " ".join(sorted(points)))
@@ -153,7 +129,7 @@ class AngleChase:
         direction_of_line = self._direction_by_line.setdefault(line, way)
         is_along = dot(direction_of_line, way) >= 0
         constant = 0.0 if is_along else 180.0
-        return _DirectionSum(constant=constant, factors={f"line {line}": 1.0})
+        return LinearSum(constant=constant, factors={f"line {line}": 1.0})
 
     def _value_in_picture(self, directions: _DirectionSum) -> float:
         """Return how many degrees a sum of directions comes to in the picture."""
@@ -180,12 +156,12 @@ class AngleChase:
         A sum of directions is known up to full turns only.
         """
         missing = 360.0 * round((drawn_degrees - self._value_in_picture(turn)) / 360)
-        return turn.plus(_DirectionSum(constant=missing))
+        return turn.plus(LinearSum(constant=missing))
 
     def _angle_as_sum(self, angle: Angle | Sweep) -> _DirectionSum:
         """Return an angle as a sum of directions, as wide as the picture shows it.
 
-        Raises `_NotLinearError` where a point of it has no place.
+        Raises `NotLinearError` where a point of it has no place.
         """
         turn, drawn_degrees = self._turn_between(angle.first, angle.corner, angle.last)
         if isinstance(angle, Sweep):
@@ -197,32 +173,17 @@ class AngleChase:
     def _as_sum(self, quantity: Quantity) -> _DirectionSum:
         """Return a quantity as a sum of directions and letters.
 
-        Raises `_NotLinearError` for a length, and for a product of two unknowns.
+        Raises `NotLinearError` for a length, and for a product of two unknowns.
         """
-        constant = constant_of(quantity)
-        if constant is not None:
-            return _DirectionSum(constant=constant)
-        if isinstance(quantity, Unknown):
-            return _DirectionSum(factors={quantity.name: 1.0})
-        if isinstance(quantity, Angle | Sweep):
-            return self._angle_as_sum(quantity)
-        if not isinstance(quantity, Arithmetic):
-            raise _NotLinearError
-        parts = [self._as_sum(part) for part in quantity.parts]
-        if quantity.function == "+":
-            total = _DirectionSum()
-            for part in parts:
-                total = total.plus(part)
-            return total
-        if quantity.function == "-":
-            return parts[0].plus(parts[1], -1.0)
-        constants = [part.constant for part in parts if not part.factors]
-        variable = [part for part in parts if part.factors]
-        if quantity.function == "*" and len(variable) == 1:
-            return variable[0].times(math.prod(constants))
-        if quantity.function == "/" and variable == parts[:1] and constants[0] != 0:
-            return parts[0].times(1 / constants[0])
-        raise _NotLinearError
+        return linear_sum(quantity, self._atom_as_sum)
+
+    def _atom_as_sum(self, atom: Quantity) -> _DirectionSum:
+        """Return a letter or an angle as a sum. Raises `NotLinearError` for a length."""
+        if isinstance(atom, Unknown):
+            return LinearSum(factors={atom.name: 1.0})
+        if isinstance(atom, Angle | Sweep):
+            return self._angle_as_sum(atom)
+        raise NotLinearError
 
     # Equations
 
@@ -231,7 +192,7 @@ class AngleChase:
 
         Two lines are parallel or perpendicular up to half turns, which the picture counts.
         """
-        with suppress(_NotLinearError):
+        with suppress(NotLinearError):
             if isinstance(relation, Equal):
                 left_side = self._as_sum(relation.left)
                 self.equations.append(left_side.plus(self._as_sum(relation.right), -1.0))
@@ -242,7 +203,7 @@ class AngleChase:
                 drawn_degrees = self._value_in_picture(difference)
                 degrees_apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
                 degrees_apart += 180.0 * round((drawn_degrees - degrees_apart) / 180)
-                self.equations.append(difference.plus(_DirectionSum(constant=-degrees_apart)))
+                self.equations.append(difference.plus(LinearSum(constant=-degrees_apart)))
 
     def _add_isosceles(self, first: Distance, second: Distance) -> None:
         """Add that two equal sides with a common end have equal angles at their other ends.
@@ -260,7 +221,7 @@ class AngleChase:
         if any({apex, *base_corners} <= points for points in self._points_by_row):
             return
         b, c = base_corners
-        with suppress(_NotLinearError):
+        with suppress(NotLinearError):
             angle_at_b = self._angle_as_sum(Angle(first=apex, corner=b, last=c))
             angle_at_c = self._angle_as_sum(Angle(first=apex, corner=c, last=b))
             self.equations.append(angle_at_b.plus(angle_at_c, -1.0))

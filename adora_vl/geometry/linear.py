@@ -1,84 +1,68 @@
-"""Equations between quantities that are linear in the atoms, so that all are one matrix product."""
+"""Quantities that are sums of parts times factors, as most equations of a figure are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
-import numpy as np
-
-from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.quantities import Arithmetic, Quantity, constant_of
 
-
-class LinearSum(NamedTuple):
-    """A quantity as a sum of atoms times factors, and a constant.
-
-    `factors` has one number for each atom of the figure, shape (atoms,).
-    """
-
-    factors: Vector
-    constant: float
+# What a sum has a factor for: an atom such as a distance, or the name of a line's direction.
+Part = TypeVar("Part")
 
 
-def linear_sum(quantity: Quantity, row_by_atom: Mapping[Quantity, int]) -> LinearSum | None:
-    """Write a quantity as a sum over all atoms; None where it is not linear in them."""
-    factors = np.zeros(len(row_by_atom))
-    constant = _add_quantity(quantity, factor=1.0, factors=factors, row_by_atom=row_by_atom)
-    if constant is None:
-        return None
-    return LinearSum(factors=factors, constant=constant)
+@dataclass(frozen=True)
+class LinearSum(Generic[Part]):
+    """A constant plus parts, each times a factor."""
+
+    constant: float = 0.0
+    factors: Mapping[Part, float] = field(default_factory=dict)
+
+    def plus(self, addend: LinearSum[Part], factor: float = 1.0) -> LinearSum[Part]:
+        """Return this sum and a multiple of another."""
+        factors = dict(self.factors)
+        for part, share in addend.factors.items():
+            factors[part] = factors.get(part, 0.0) + factor * share
+        return LinearSum(constant=self.constant + factor * addend.constant, factors=factors)
+
+    def times(self, factor: float) -> LinearSum[Part]:
+        """Return a multiple of this sum."""
+        zero: LinearSum[Part] = LinearSum()
+        return zero.plus(self, factor)
 
 
-def _add_quantity(
-    quantity: Quantity, factor: float, factors: Vector, row_by_atom: Mapping[Quantity, int]
-) -> float | None:
-    """Add a quantity times a factor to the factors of the atoms in it.
+class NotLinearError(ValueError):
+    """A quantity is no sum of parts times factors."""
 
-    Returns the constant that is left beside the atoms; None where the quantity is not linear. The
-    factors are of no use then.
+
+def linear_sum(
+    quantity: Quantity, sum_of_atom: Callable[[Quantity], LinearSum[Part]]
+) -> LinearSum[Part]:
+    """Write a quantity as a sum, where `sum_of_atom` writes the atoms that it is arithmetic on.
+
+    Raises `NotLinearError` for other arithmetic, such as a product of two atoms.
     """
     constant = constant_of(quantity)
     if constant is not None:
-        return factor * constant
+        return LinearSum(constant=constant)
     if not isinstance(quantity, Arithmetic):
-        factors[row_by_atom[quantity]] += factor
-        return 0.0
-    if quantity.function in ("+", "-"):
-        return _add_sum(quantity, factor, factors=factors, row_by_atom=row_by_atom)
-    if quantity.function == "*":
-        constants = [constant_of(part) for part in quantity.parts]
-        numbers = [number for number in constants if number is not None]
-        variable_parts = [
-            part for part, number in zip(quantity.parts, constants, strict=True) if number is None
-        ]
-        # A product of two atoms is not linear.
-        if len(variable_parts) == 1:
-            product = factor * math.prod(numbers)
-            return _add_quantity(
-                variable_parts[0], product, factors=factors, row_by_atom=row_by_atom
-            )
-    if quantity.function == "/":
-        divisor = constant_of(quantity.parts[1])
-        if divisor:
-            quotient = factor / divisor
-            return _add_quantity(
-                quantity.parts[0], quotient, factors=factors, row_by_atom=row_by_atom
-            )
-    return None
-
-
-def _add_sum(
-    quantity: Arithmetic, factor: float, factors: Vector, row_by_atom: Mapping[Quantity, int]
-) -> float | None:
-    """Add a sum or a difference, as `_add_quantity` does."""
-    total = 0.0
-    for number, part in enumerate(quantity.parts):
-        is_subtracted = quantity.function == "-" and number == 1
-        sign = -1.0 if is_subtracted else 1.0
-        constant = _add_quantity(part, sign * factor, factors=factors, row_by_atom=row_by_atom)
-        if constant is None:
-            return None
-        total += constant
-    return total
+        return sum_of_atom(quantity)
+    if quantity.function not in ("+", "-", "*", "/"):
+        raise NotLinearError
+    parts = [linear_sum(part, sum_of_atom) for part in quantity.parts]
+    if quantity.function == "+":
+        total: LinearSum[Part] = LinearSum()
+        for part in parts:
+            total = total.plus(part)
+        return total
+    if quantity.function == "-":
+        return parts[0].plus(parts[1], -1.0)
+    constants = [part.constant for part in parts if not part.factors]
+    variable_parts = [part for part in parts if part.factors]
+    if quantity.function == "*" and len(variable_parts) == 1:
+        return variable_parts[0].times(math.prod(constants))
+    if quantity.function == "/" and variable_parts == parts[:1] and constants[0] != 0:
+        return parts[0].times(1 / constants[0])
+    raise NotLinearError

@@ -15,7 +15,7 @@ import numpy as np
 from adora_vl.geometry.atoms import TINY_SQUARE, Atoms, angle_slopes
 from adora_vl.geometry.derivatives import Differentiated, apply_function
 from adora_vl.geometry.layout import PointNumbers, UnknownsLayout, Vector, add_point_slopes
-from adora_vl.geometry.linear import LinearSum, linear_sum
+from adora_vl.geometry.linear import LinearSum, NotLinearError, linear_sum
 from adora_vl.geometry.quantities import (
     Arithmetic,
     Between,
@@ -53,7 +53,7 @@ class _LinearEquation(NamedTuple):
     `weight` scales the difference to a residual. `is_angle`: the sides are equal up to full turns.
     """
 
-    difference: LinearSum
+    difference: LinearSum[Quantity]
     weight: float
     is_angle: bool
 
@@ -169,19 +169,20 @@ class System(UnknownsLayout):
             weight = self._weight(equation.unit)
             is_angle = equation.unit == "degrees"
             tree = Arithmetic(function="-", parts=(equation.left, equation.right))
-            difference = linear_sum(tree, self.atoms.row_by_atom)
-            if difference is None:
+            try:
+                difference = linear_sum(tree, _sum_of_atom)
+            except NotLinearError:
                 self._curved.append(
                     _CurvedEquation(difference=tree, weight=weight, is_angle=is_angle)
                 )
                 curved_relations.append(equation)
-            else:
-                linear.append(
-                    _LinearEquation(difference=difference, weight=weight, is_angle=is_angle)
-                )
-                linear_relations.append(equation)
-        factors = np.array([equation.difference.factors for equation in linear])
-        self._linear_factors = factors.reshape(len(linear), len(self.atoms.row_by_atom))
+                continue
+            linear.append(_LinearEquation(difference=difference, weight=weight, is_angle=is_angle))
+            linear_relations.append(equation)
+        self._linear_factors = np.zeros((len(linear), len(self.atoms.row_by_atom)))
+        for row, linear_equation in enumerate(linear):
+            for atom, factor in linear_equation.difference.factors.items():
+                self._linear_factors[row, self.atoms.row_by_atom[atom]] = factor
         self._linear_constants = np.array([equation.difference.constant for equation in linear])
         self._linear_weights = np.array([equation.weight for equation in linear])
         self._linear_is_angle = np.array([equation.is_angle for equation in linear], dtype=bool)
@@ -344,3 +345,8 @@ class System(UnknownsLayout):
         assert self.goal is not None, "a system without a goal has no value"
         values, gradient = self.atoms.evaluate(state, slopes=True)
         return self.evaluate(self.goal, values, gradient)
+
+
+def _sum_of_atom(atom: Quantity) -> LinearSum[Quantity]:
+    """Return an atom as a sum that has it once."""
+    return LinearSum(factors={atom: 1.0})
