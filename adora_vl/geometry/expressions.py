@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
-Operator = Literal["+", "-", "*", "/", "^"]
+from adora_vl.geometry.quantities import (
+    Arithmetic,
+    Constant,
+    Function,
+    Quantity,
+    Unknown,
+    has_no_real_power,
+    minus,
+    number_of_quantity,
+    over,
+    times,
+)
 
 # Bounds on what a stranger writes: beyond these no text is a value of a diagram, and numbers overflow
 # or a reader takes long.
@@ -47,34 +55,8 @@ class ExpressionError(ValueError):
     """A text is no value that can be read."""
 
 
-@dataclass(frozen=True)
-class Number:
-    """A number as written, or pi."""
-
-    value: float
-
-
-@dataclass(frozen=True)
-class Letter:
-    """A letter of the problem, whose value the expression leaves open."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One operation on two expressions; a root is a power with a fraction as exponent."""
-
-    operator: Operator
-    left: Expression
-    right: Expression
-
-
-Expression = Number | Letter | Operation
-
-
-def parse_expression(text: str) -> Expression:
-    r"""Read a value such as `\frac{3}{4}x` as a tree of numbers, letters and operations.
+def parse_expression(text: str) -> Quantity:
+    r"""Read a value such as `\frac{3}{4}x` as arithmetic on numbers and letters.
 
     Units, dollar signs and spacing of LaTeX say nothing, and are dropped. Raises `ExpressionError`
     where the text is no value.
@@ -90,59 +72,13 @@ def parse_expression(text: str) -> Expression:
     return _ExpressionReader(plain).whole()
 
 
-def letters_in(expression: Expression) -> set[str]:
-    """Return the letters that an expression has."""
-    if isinstance(expression, Letter):
-        return {expression.name}
-    if isinstance(expression, Operation):
-        return letters_in(expression.left) | letters_in(expression.right)
-    return set()
-
-
-def evaluate_expression(
-    expression: Expression, letters: Mapping[str, float] | None = None
-) -> float:
-    """Return the value of an expression with these values of its letters.
-
-    Raises `ExpressionError` for a letter without a value, and where the value is not a finite real
-    number.
-    """
-    if isinstance(expression, Number):
-        return expression.value
-    if isinstance(expression, Letter):
-        if letters is None or expression.name not in letters:
-            raise ExpressionError(f"{expression.name} has no value")
-        return letters[expression.name]
-    x = evaluate_expression(expression.left, letters)
-    y = evaluate_expression(expression.right, letters)
-    try:
-        value = _compute(expression.operator, x, y)
-    except (ZeroDivisionError, OverflowError, ValueError) as error:
-        raise ExpressionError(f"{x:g} {expression.operator} {y:g} has no value") from error
-    if not math.isfinite(value):
-        raise ExpressionError(f"{x:g} {expression.operator} {y:g} has no finite value")
-    return value
-
-
-def _compute(operator: Operator, x: float, y: float) -> float:
-    """Return what arithmetic gives for two numbers. Raises what Python raises."""
-    if operator == "+":
-        return x + y
-    if operator == "-":
-        return x - y
-    if operator == "*":
-        return x * y
-    if operator == "/":
-        return x / y
-    return math.pow(x, y)
-
-
 def number_in_text(text: str) -> float | None:
     """Return the number that a text writes, such as `5\\sqrt{2}`; None where it writes none."""
     try:
-        return evaluate_expression(parse_expression(text))
+        value = number_of_quantity(parse_expression(text))
     except ExpressionError:
         return None
+    return value if value is not None and math.isfinite(value) else None
 
 
 class _ExpressionReader:
@@ -181,14 +117,14 @@ class _ExpressionReader:
         self.next += 1
         return sign
 
-    def whole(self) -> Expression:
+    def whole(self) -> Quantity:
         """Return the expression of the whole text. Raises `ExpressionError` where signs remain."""
         expression = self.sum()
         if self.peek() is not None:
             raise self.error()
         return expression
 
-    def sum(self) -> Expression:
+    def sum(self) -> Quantity:
         """Read products with plus and minus between them.
 
         Raises `ExpressionError` where brackets are nested over `MAX_NESTING` deep.
@@ -198,24 +134,24 @@ class _ExpressionReader:
             raise ExpressionError(f"a value has brackets over {MAX_NESTING} deep")
         expression = self.product()
         while self.peek() in ("+", "-"):
-            operator: Operator = "+" if self.take() == "+" else "-"
-            expression = Operation(operator=operator, left=expression, right=self.product())
+            function: Function = "+" if self.take() == "+" else "-"
+            expression = Arithmetic(function=function, parts=(expression, self.product()))
         self.depth -= 1
         return expression
 
-    def product(self) -> Expression:
+    def product(self) -> Quantity:
         r"""Read factors with a sign between them or none, as in `2x` and `3\sqrt{2}`."""
         expression = self.signed()
         while True:
             sign = self.peek()
             if sign in _TIMES_SIGNS:
                 self.take()
-                expression = Operation(operator="*", left=expression, right=self.signed())
+                expression = times(expression, self.signed())
             elif sign == "/":
                 self.take()
-                expression = Operation(operator="/", left=expression, right=self.signed())
+                expression = over(expression, self.signed())
             elif sign is not None and self._begins_factor(sign):
-                expression = Operation(operator="*", left=expression, right=self.power())
+                expression = times(expression, self.power())
             else:
                 return expression
 
@@ -224,7 +160,7 @@ class _ExpressionReader:
         is_letter_or_number = re.fullmatch(r"[a-z]|[\d.,]+", sign) is not None
         return sign in _FIRST_SIGNS_OF_FACTOR or is_letter_or_number
 
-    def signed(self) -> Expression:
+    def signed(self) -> Quantity:
         """Read a power with any number of plus and minus signs before it."""
         negative = False
         while self.peek() in ("-", "+"):
@@ -232,26 +168,32 @@ class _ExpressionReader:
                 negative = not negative
         power = self.power()
         if negative:
-            return Operation(operator="-", left=Number(0.0), right=power)
+            return minus(Constant(0.0), power)
         return power
 
-    def power(self) -> Expression:
+    def power(self) -> Quantity:
         """Read a base with its exponents. Raises `ExpressionError` for one over `MAX_EXPONENT`."""
         base = self.atom()
         while self.peek() == "^":
             self.take()
             exponent = self.group()
-            if isinstance(exponent, Number) and abs(exponent.value) > MAX_EXPONENT:
+            if isinstance(exponent, Constant) and abs(exponent.value) > MAX_EXPONENT:
                 raise ExpressionError(f"the exponent {exponent.value:g} is over {MAX_EXPONENT:g}")
-            base = Operation(operator="^", left=base, right=exponent)
+            base = self.raised(base, exponent)
         return base
 
-    def group(self) -> Expression:
+    def raised(self, base: Quantity, exponent: Quantity) -> Quantity:
+        """Return a power. Raises `ExpressionError` for a root of a negative number."""
+        if has_no_real_power(base, exponent):
+            raise ExpressionError(f"{self.text!r:.60} has a root of a negative number")
+        return Arithmetic(function="^", parts=(base, exponent))
+
+    def group(self) -> Quantity:
         r"""Read what stands in a pair of brackets, or one atom, as behind `\frac` and `^`."""
         if self.peek() not in ("{", "("):
             if self.peek() == "-":
                 self.take()
-                return Operation(operator="-", left=Number(0.0), right=self.atom())
+                return minus(Constant(0.0), self.atom())
             return self.atom()
         closing = {"{": "}", "(": ")"}[self.take()]
         expression = self.sum()
@@ -259,7 +201,7 @@ class _ExpressionReader:
             raise self.error()
         return expression
 
-    def atom(self) -> Expression:
+    def atom(self) -> Quantity:
         """Read a bracket, a fraction, a root, pi, a number or a letter.
 
         Raises `ExpressionError` for any other sign, and for a number over `MAX_NUMBER`.
@@ -270,27 +212,27 @@ class _ExpressionReader:
         sign = self.take()
         if sign == "\\frac":
             numerator = self.group()
-            return Operation(operator="/", left=numerator, right=self.group())
+            return over(numerator, self.group())
         if sign == "\\sqrt":
             return self.root()
         if sign in ("\\pi", "π"):
-            return Number(math.pi)
+            return Constant(math.pi)
         if re.fullmatch(r"[\d.,]+", sign):
             value = float(sign.replace(",", ""))
             if value > MAX_NUMBER:
                 raise ExpressionError(f"the number {sign:.30} is over {MAX_NUMBER:g}")
-            return Number(value)
+            return Constant(value)
         if re.fullmatch("[a-z]", sign):
-            return Letter(sign)
+            return Unknown(sign)
         raise self.error()
 
-    def root(self) -> Expression:
+    def root(self) -> Quantity:
         """Read a root as a power; its degree stands in square brackets, and is 2 without these."""
-        degree: Expression = Number(2.0)
+        degree: Quantity = Constant(2.0)
         if self.peek() == "[":
             self.take()
             degree = self.sum()
             if self.take() != "]":
                 raise self.error()
-        exponent = Operation(operator="/", left=Number(1.0), right=degree)
-        return Operation(operator="^", left=self.group(), right=exponent)
+        exponent = over(Constant(1.0), degree)
+        return self.raised(self.group(), exponent)

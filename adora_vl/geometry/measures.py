@@ -36,7 +36,6 @@ from adora_vl.geometry.quantities import (
     over,
     plus,
     power,
-    quantity_of_expression,
     times,
 )
 from adora_vl.geometry.shapes import (
@@ -135,7 +134,7 @@ class Measures:
         if text == "Radius":
             return self.radius(self.drawing.circle())
         try:
-            return quantity_of_expression(parse_expression(text))
+            return parse_expression(text)
         except ExpressionError as error:
             raise UnreadError(str(error)) from error
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from adora_vl.geometry.expressions import Expression, Letter, Number
-
 Unit = Literal["length", "area", "degrees", "plain"]
 Function = Literal["+", "-", "*", "/", "^", "sin", "cos", "tan", "log"]
 
@@ -177,16 +175,6 @@ def power(base: Quantity, exponent: float) -> Quantity:
     return Arithmetic(function="^", parts=(base, Constant(exponent)))
 
 
-def quantity_of_expression(expression: Expression) -> Quantity:
-    """Return the quantity that an expression such as `2x + 5` writes; its letters are unknowns."""
-    if isinstance(expression, Number):
-        return Constant(expression.value)
-    if isinstance(expression, Letter):
-        return Unknown(expression.name)
-    parts = (quantity_of_expression(expression.left), quantity_of_expression(expression.right))
-    return Arithmetic(function=expression.operator, parts=parts)
-
-
 def atoms_of(quantity: Quantity) -> Iterator[Quantity]:
     """Yield the quantities that arithmetic is done on: AB and CD for `2 AB + CD`."""
     if isinstance(quantity, Arithmetic):
@@ -278,6 +266,17 @@ def _compute(function: Function, numbers: Sequence[float]) -> float:
 def sign_of_power(base: float, exponent: float) -> float:
     """Return the sign of a power: -1 for a negative base with an odd whole exponent, else 1."""
     return -1.0 if base < 0 and exponent % 2 == 1 else 1.0
+
+
+def has_no_real_power(base: Quantity, exponent: Quantity) -> bool:
+    """Tell whether a power is a root of a negative number, which no figure has.
+
+    A base with names in it may be negative only on the way of a search, so this asks of numbers
+    alone.
+    """
+    number = constant_of(base)
+    degree = constant_of(exponent)
+    return number is not None and degree is not None and number < 0 and not degree.is_integer()
 
 
 def unit_of_quantity(quantity: Quantity) -> Unit:

@@ -23,6 +23,7 @@ from adora_vl.geometry.quantities import (
     Relation,
     Unknown,
     atoms_of,
+    has_no_real_power,
     minus,
     number_of_quantity,
     over,
@@ -30,7 +31,6 @@ from adora_vl.geometry.quantities import (
     times,
     unit_of_quantity,
 )
-from adora_vl.geometry.quantities import power as power_of
 from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.tokens import ResponseToken
@@ -262,7 +262,7 @@ class SideReader(NameReader):
             exponent, cursor = self.group(cursor + 1)
             if isinstance(exponent, Constant) and abs(exponent.value) > MAX_EXPONENT:
                 raise NoSideError("the exponent is too large")
-            quantity = Arithmetic(function="^", parts=(quantity, exponent))
+            quantity = _raised(quantity, exponent)
         return quantity, self.past_unit(cursor)
 
     def past_unit(self, position: int) -> int:
@@ -408,7 +408,7 @@ class SideReader(NameReader):
                 raise NoSideError("no root that is known")
             degree = quantity.value
         quantity, cursor = self.group(start)
-        return power_of(quantity, 1 / degree), cursor
+        return _raised(quantity, Constant(1 / degree)), cursor
 
     def _trigonometric(self, start: int) -> tuple[Quantity, int]:
         """Read a sine, cosine or tangent (`sin A`), or the angle that has it (`arcsin 0.5`).
@@ -466,6 +466,13 @@ class SideReader(NameReader):
         if texts == ["^", "{", "-", "1", "}"]:
             return position + 5
         return position
+
+
+def _raised(base: Quantity, exponent: Quantity) -> Quantity:
+    """Return a power. Raises `NoSideError` for a root of a negative number."""
+    if has_no_real_power(base, exponent):
+        raise NoSideError("a root of a negative number")
+    return Arithmetic(function="^", parts=(base, exponent))
 
 
 def equation(left_side: Quantity, right_side: Quantity) -> Relation:

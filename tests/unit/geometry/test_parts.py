@@ -11,12 +11,11 @@ from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.exact import round_as_in_school, short_form
 from adora_vl.geometry.expressions import (
     ExpressionError,
-    evaluate_expression,
-    letters_in,
     number_in_text,
     parse_expression,
 )
 from adora_vl.geometry.forms import MAX_DEPTH, form_as_record, parse_term, read_form_from_record
+from adora_vl.geometry.quantities import Constant, Unknown, minus, power, times
 from adora_vl.geometry.reading import read_facts
 from adora_vl.geometry.solve import FigureProblem
 from tests.support.geometry_forms import form, on_circle
@@ -43,11 +42,17 @@ def test_values_are_read_as_written(text: str, value: float) -> None:
 
 
 def test_a_value_with_letters_is_a_tree() -> None:
-    tree = parse_expression("3(2x - y)^2")
-    assert letters_in(tree) == {"x", "y"}
-    assert evaluate_expression(tree, {"x": 4.0, "y": 3.0}) == 75.0
-    with pytest.raises(ExpressionError, match="has no value"):
-        evaluate_expression(tree, {"x": 1.0})
+    difference = minus(times(Constant(2.0), Unknown("x")), Unknown("y"))
+    assert parse_expression("3(2x - y)^2") == times(Constant(3.0), power(difference, 2.0))
+    assert number_in_text("3(2*4 - 3)^2") == 75.0
+    assert number_in_text("3(2x - y)^2") is None
+
+
+@pytest.mark.parametrize("text", [r"\sqrt{-4}", "(-8)^{1/3}", "(2 - 6)^{0.5}"])
+def test_a_root_of_a_negative_number_is_no_value(text: str) -> None:
+    assert number_in_text(text) is None
+    with pytest.raises(ExpressionError, match="root of a negative number"):
+        parse_expression(text)
 
 
 @pytest.mark.parametrize(
