@@ -29,6 +29,7 @@ from adora_vl.geometry.quantities import (
     Unknown,
     atoms_of,
     constant_of,
+    number_of_quantity,
     plus,
 )
 from adora_vl.geometry.signature import relation_signature, signature
@@ -48,6 +49,9 @@ _TOLERANCE_WITH_DECIMALS = 0.006
 # people marked as true the rounded ones are up to 0.003 off. Without these bounds a large number on
 # both sides, or a small factor, would make any claim true.
 _MAX_DISTANCE = 0.01
+# A number that is the value rounded is true at any distance, if it has at least two digits: with
+# fewer, as in AB / 1000 = 0.01, it says nothing that could be wrong.
+_MIN_UNITS_OF_ROUNDED = 10
 _MAX_DISTANCE_PER_NOVELTY = 0.02
 _MAX_DIRECTION_RESIDUAL = 2e-3  # sine by which lines may be off
 _NEWTON_STEPS = 12  # of Newton's method, for a figure in which false claims hold
@@ -202,6 +206,23 @@ class Judgement:
         right_side = self.system.evaluate(relation.right, values, gradient=None)
         return are_equal_when_rounded(left_side.value, right_side.value, decimals)
 
+    def _is_rounded_value(self, relation: Relation, decimals: int | None) -> bool:
+        """Tell whether a relation gives a value correctly rounded: `sin A = 0.87` for 0.8742.
+
+        Where a value hardly changes with the figure, as a sine near 90 degrees, a rounded one holds
+        only in a figure far away.
+        """
+        if not isinstance(relation, Equal) or decimals is None:
+            return False
+        unit = 10.0**-decimals
+        sides = (relation.left, relation.right)
+        for side, partner in (sides, sides[::-1]):
+            number = number_of_quantity(partner)
+            if number is not None and abs(number) >= _MIN_UNITS_OF_ROUNDED * unit:
+                value = self.system.evaluate(side, self.atom_values, gradient=None).value
+                return abs(value - number) <= 0.5 * unit + 1e-9
+        return False
+
     def _distance_to_truth(self, relation: Relation) -> float:
         """Return how far the figure is from one in which a relation holds, along its gradient."""
         distances = [0.0]
@@ -238,7 +259,9 @@ class Judgement:
             if not self._is_determined(self.rows(relation)):
                 return "open"
             is_near = self._distance_to_truth(relation) <= _MAX_DISTANCE
-            holds = holds and is_near and self._holds(relation, decimals, self.figure.state)
+            if not is_near and not self._is_rounded_value(relation, decimals):
+                holds = False
+            holds = holds and self._holds(relation, decimals, self.figure.state)
         return "true" if holds else "false"
 
     def _kind_of_truth(self, alternative: Sequence[Relation]) -> ClaimVerdict:
@@ -271,7 +294,7 @@ class Judgement:
             return "nothing"
         novelty = max(length_outside(row, span) for row in rows)
         distance = max(self._distance_to_truth(relation) for relation in alternative)
-        if distance > _MAX_DISTANCE_PER_NOVELTY * novelty:
+        if distance > min(_MAX_DISTANCE, _MAX_DISTANCE_PER_NOVELTY * novelty):
             return "nothing"  # what is new in it is smaller than its rounding
         self._add_new_truth(alternative, rows)
         return "new"

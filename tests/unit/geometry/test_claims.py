@@ -286,6 +286,11 @@ def test_a_large_number_or_a_small_factor_makes_no_claim_true(text: str, expecte
     assert verdicts_of_text(ISOSCELES_FACTS, text) == [expected]
 
 
+def test_a_value_that_is_rounded_as_written_is_no_error() -> None:
+    """1.0833 is 1.1 with one digit, though no figure near by has just 1.1. It is nothing new."""
+    assert verdicts_of_text(ISOSCELES_FACTS, "AB/BD = 1.1. AB/BD = 1.2.") == ["nothing", "false"]
+
+
 def test_what_the_facts_leave_free_is_open() -> None:
     assert verdicts_of_text(OPEN_FACTS, "AB = 3. AC = 4. ∠ABC = 90. ∠BAC = 20.") == [
         "open",
