@@ -51,6 +51,8 @@ class CheckedFigure:
 
     Attributes:
         state: The places and values of the figure as one vector, shape (unknowns,).
+        rival_states: The same of other figures that fulfil the facts, where no picture chooses one.
+            Where a claim holds in some of them alone, the facts do not say whether it holds.
         scales: What a small change of each unknown is worth, shape (unknowns,).
         free_movements: The movements that the facts allow, shape (movements, unknowns). Where a
             claim changes along one of them, the facts do not say whether it holds.
@@ -71,6 +73,7 @@ class CheckedFigure:
         problem = FigureProblem(self.reading)
         self.system = problem.system
         self.state = state_of_figure(figure, problem)
+        self.rival_states = [state_of_figure(rival, problem) for rival in figure.rivals]
         _, jacobian = self.system.residuals(self.state)
         # An unknown that moves many facts is scaled down, so that rows of lengths, angles and letters
         # can be compared.

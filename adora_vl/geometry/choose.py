@@ -40,6 +40,8 @@ class Outcome:
         value: The answer, or the likeliest one of several; None without a figure.
         solution: The figure with this answer.
         rival_values: The answers of other figures that fulfil the facts as well.
+        alternatives: Where no picture chooses a figure, the others with this answer. What is not
+            asked for may be otherwise in them.
         at_double_root: The answer is known to about four digits alone, since the equations have a
             double root there.
         disordered_lines: Lines on which the only figures have the points in another order, which is
@@ -50,6 +52,7 @@ class Outcome:
     value: float | None = None
     solution: Solution | None = None
     rival_values: tuple[float, ...] = ()
+    alternatives: tuple[Solution, ...] = ()
     at_double_root: bool = False
     disordered_lines: tuple[str, ...] = ()
 
@@ -185,7 +188,8 @@ def _choose_without_picture(
         )
     if len(candidates) < 2:
         return Outcome(status="ambiguous", value=best.value, solution=best)
-    return Outcome(status="answered", value=best.value, solution=best)
+    alternatives = tuple(solution for solution in candidates if solution is not best)
+    return Outcome(status="answered", value=best.value, solution=best, alternatives=alternatives)
 
 
 def _choose_where_goal_seems_free(

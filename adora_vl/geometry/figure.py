@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, Literal
 
 from adora_vl.geometry.choose import Status
 from adora_vl.geometry.forms import LogicForm, Point, form_as_record, read_form_from_record
@@ -17,6 +18,8 @@ from adora_vl.geometry.solve import FigureProblem, Solution
 AnswerBasis = Literal["facts", "angles", "looks", "without a fact", "rounded", ""]
 _DIGITS_OF_PLACES = 9  # of the figure's size, that a stored place has
 _MAX_RESIDUAL = 1e-6  # largest residual of a stored figure
+_MAX_RIVALS = 3  # rivals of a figure that are stored beside one
+_SAME_SHARE = 1e-3  # share by which distances and values of one figure may differ from another's
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,15 @@ class Figure:
     """A figure that fulfils the facts of a form.
 
     `coordinates`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles
-    (`angle 1`). `assumed`: what only the picture shows, in words.
+    (`angle 1`). `assumed`: what only the picture shows, in words. `rivals`: figures that fulfil the
+    facts as well and have the same answer, where no picture chooses one of them.
     """
 
     coordinates: Mapping[str, Point]
     values: Mapping[str, float]
     form: LogicForm
     assumed: tuple[str, ...] = ()
+    rivals: tuple[Figure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,34 @@ def figure_of_solution(
     return Figure(coordinates=coordinates, values=rounded, form=form, assumed=assumed)
 
 
+def with_rivals(figure: Figure, candidates: Iterable[Figure]) -> Figure:
+    """Return a figure with those candidates beside it that are not the same as it, or mirrored."""
+    rivals: list[Figure] = []
+    for candidate in candidates:
+        is_new = not any(_are_same(candidate, known) for known in (figure, *rivals))
+        if is_new and len(rivals) < _MAX_RIVALS:
+            rivals.append(candidate)
+    return replace(figure, rivals=tuple(rivals))
+
+
+def _are_same(first: Figure, second: Figure) -> bool:
+    """Tell whether all distances of points, and all values, are the same in two figures."""
+    pairs = list(combinations(first.coordinates, 2))
+    first_distances, second_distances = [
+        [math.dist(figure.coordinates[start], figure.coordinates[end]) for start, end in pairs]
+        for figure in (first, second)
+    ]
+    tolerance = _SAME_SHARE * max(first_distances, default=0.0)
+    have_same_distances = all(
+        abs(first_distance - second_distance) <= tolerance
+        for first_distance, second_distance in zip(first_distances, second_distances, strict=True)
+    )
+    return have_same_distances and all(
+        math.isclose(value, second.values[name], rel_tol=_SAME_SHARE, abs_tol=_SAME_SHARE)
+        for name, value in first.values.items()
+    )
+
+
 def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:
     """Return the turn that lays the figure as the picture lies, as a complex number of length 1.
 
@@ -106,12 +139,21 @@ def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> c
 def figure_as_json(figure: Figure) -> str:
     """Return the figure as one line of JSON, for a table. `figure_from_json` reads it back."""
     record = {
-        "at": {name: list(location) for name, location in figure.coordinates.items()},
-        "values": dict(figure.values),
+        **_measures_as_record(figure),
         "form": form_as_record(figure.form),
         "assumed": list(figure.assumed),
     }
+    if figure.rivals:
+        record["rivals"] = [_measures_as_record(rival) for rival in figure.rivals]
     return json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+
+
+def _measures_as_record(figure: Figure) -> dict[str, object]:
+    """Return the places and values of a figure as plain lists and numbers."""
+    return {
+        "at": {name: list(location) for name, location in figure.coordinates.items()},
+        "values": dict(figure.values),
+    }
 
 
 def figure_from_json(text: str) -> Figure:
@@ -121,20 +163,30 @@ def figure_from_json(text: str) -> Figure:
     """
     try:
         record = json.loads(text)
-        figure = Figure(
-            coordinates={str(name): (float(x), float(y)) for name, (x, y) in record["at"].items()},
-            values={str(name): float(value) for name, value in record["values"].items()},
-            form=read_form_from_record(record["form"]),
-            assumed=tuple(map(str, record["assumed"])),
-        )
+        form = read_form_from_record(record["form"])
+        assumed = tuple(map(str, record["assumed"]))
+        figure = _figure_from_record(record, form, assumed)
+        rivals = [_figure_from_record(rival, form, assumed) for rival in record.get("rivals", ())]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"a figure lacks something ({type(error).__name__}: {error})") from error
-    largest = largest_residual_of(figure)
+    largest = max(map(largest_residual_of, (figure, *rivals)))
     if largest > _MAX_RESIDUAL:
         raise ValueError(
             f"a figure does not fulfil its facts: they are off by {largest:.2g} of its size"
         )
-    return figure
+    return replace(figure, rivals=tuple(rivals))
+
+
+def _figure_from_record(
+    record: Mapping[str, Any], form: LogicForm, assumed: tuple[str, ...]
+) -> Figure:
+    """Return the figure with the places and values of a record, of a form that is read already."""
+    return Figure(
+        coordinates={str(name): (float(x), float(y)) for name, (x, y) in record["at"].items()},
+        values={str(name): float(value) for name, value in record["values"].items()},
+        form=form,
+        assumed=assumed,
+    )
 
 
 def largest_residual_of(figure: Figure) -> float:

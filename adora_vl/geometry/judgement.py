@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,17 @@ _NEWTON_STEPS = 12  # of Newton's method, for a figure in which false claims hol
 _NEWTON_RESIDUAL = 1e-6
 
 
+class _MeasuredFigure(NamedTuple):
+    """What the relations of claims and facts come to in one figure.
+
+    `values` are those of all atoms, such as distances. `residuals` has for each relation how far it
+    is from holding, each with its gradient.
+    """
+
+    values: Vector
+    residuals: dict[Relation, list[tuple[float, Vector]]]
+
+
 class Judgement:
     """The claims of one response on a figure, judged one after the other by their gradients.
 
@@ -95,8 +106,8 @@ class Judgement:
             if isinstance(relation, Parallel | Perpendicular)
         ]
         self.system = self._compile_system()
-        self.residuals_by_relation = self._residuals_and_gradients(figure.state)
-        self.atom_values, _ = self.system.atoms.evaluate(figure.state, slopes=False)
+        self.measured = self._measure(figure.state)
+        self.rival_figures = [self._measure(state) for state in figure.rival_states]
         self.direction_rows = [row for fact in self.directions for row in self.rows(fact)]
         # Angles at a straight line, also by the numbers that stand for them.
         lines = [fact for fact in self.directions if is_collinear(fact)]
@@ -116,7 +127,7 @@ class Judgement:
         self.false_rows: list[Vector] = []
         self.true_relations: list[Relation] = list(figure.given_relations)
         self.false_alternatives: list[Sequence[Relation]] = []
-        self.error_figures: list[Vector] | None = None  # found where they are needed
+        self.error_figures: list[_MeasuredFigure] | None = None  # found where they are needed
         self.stated_signatures: set[str] = set()
 
     def results(self) -> list[CheckedClaim]:
@@ -161,9 +172,14 @@ class Judgement:
             rows.setdefault(relation, []).append((float(residuals[number]), jacobian[number]))
         return rows
 
+    def _measure(self, state: Vector) -> _MeasuredFigure:
+        """Return what all relations come to at `state`, the values of all unknowns."""
+        values, _ = self.system.atoms.evaluate(state, slopes=False)
+        return _MeasuredFigure(values=values, residuals=self._residuals_and_gradients(state))
+
     def rows(self, relation: Relation) -> list[Vector]:
         """Return the gradients of a relation, scaled like the unknowns, each of length 1 or 0."""
-        return [self._unit_row(gradient) for _, gradient in self.residuals_by_relation[relation]]
+        return [self._unit_row(gradient) for _, gradient in self.measured.residuals[relation]]
 
     def _unit_row(self, gradient: Vector) -> Vector:
         """Return a gradient, scaled like the unknowns and of length 1, or 0 where it is flat."""
@@ -182,28 +198,18 @@ class Judgement:
             for row in rows
         )
 
-    def _holds(self, relation: Relation, decimals: int | None, state: Vector) -> bool:
-        """Tell whether a relation holds in the figure at `state`, up to rounding.
+    def _holds(self, relation: Relation, decimals: int | None, figure: _MeasuredFigure) -> bool:
+        """Tell whether a relation holds in a figure, up to rounding.
 
-        `decimals` are the most digits that the claim has behind a point. `state` has the values of
-        all unknowns; it is that of the stored figure, or of a figure near by in which errors hold.
+        `decimals` are the most digits that the claim has behind a point.
         """
-        is_error_figure = state is not self.figure.state
         if not isinstance(relation, Equal):
-            residuals_by_relation = (
-                self._residuals_and_gradients(state)
-                if is_error_figure
-                else self.residuals_by_relation
-            )
             return all(
                 abs(residual) <= _MAX_DIRECTION_RESIDUAL
-                for residual, _ in residuals_by_relation[relation]
+                for residual, _ in figure.residuals[relation]
             )
-        values = self.atom_values
-        if is_error_figure:
-            values, _ = self.system.atoms.evaluate(state, slopes=False)
-        left_side = self.system.evaluate(relation.left, values, gradient=None)
-        right_side = self.system.evaluate(relation.right, values, gradient=None)
+        left_side = self.system.evaluate(relation.left, figure.values, gradient=None)
+        right_side = self.system.evaluate(relation.right, figure.values, gradient=None)
         return are_equal_when_rounded(left_side.value, right_side.value, decimals)
 
     def _is_rounded_value(self, relation: Relation, decimals: int | None) -> bool:
@@ -219,14 +225,14 @@ class Judgement:
         for side, partner in (sides, sides[::-1]):
             number = number_of_quantity(partner)
             if number is not None and abs(number) >= _MIN_UNITS_OF_ROUNDED * unit:
-                value = self.system.evaluate(side, self.atom_values, gradient=None).value
+                value = self.system.evaluate(side, self.measured.values, gradient=None).value
                 return abs(value - number) <= 0.5 * unit + 1e-9
         return False
 
     def _distance_to_truth(self, relation: Relation) -> float:
         """Return how far the figure is from one in which a relation holds, along its gradient."""
         distances = [0.0]
-        for residual, gradient in self.residuals_by_relation[relation]:
+        for residual, gradient in self.measured.residuals[relation]:
             length = float(np.linalg.norm(np.nan_to_num(gradient) * self.figure.scales))
             if length > _MIN_GRADIENT_LENGTH:
                 distances.append(abs(residual) / length)
@@ -258,10 +264,14 @@ class Judgement:
         for relation in alternative:
             if not self._is_determined(self.rows(relation)):
                 return "open"
+            holds_here = self._holds(relation, decimals, self.measured)
+            for rival in self.rival_figures:
+                if self._holds(relation, decimals, rival) != holds_here:
+                    return "open"
             is_near = self._distance_to_truth(relation) <= _MAX_DISTANCE
             if not is_near and not self._is_rounded_value(relation, decimals):
                 holds = False
-            holds = holds and self._holds(relation, decimals, self.figure.state)
+            holds = holds and holds_here
         return "true" if holds else "false"
 
     def _kind_of_truth(self, alternative: Sequence[Relation]) -> ClaimVerdict:
@@ -356,7 +366,7 @@ class Judgement:
                     continue
                 number = self.system.atoms.row_by_atom[atom]
                 slopes[number, 0] = 1.0
-                change = self.system.evaluate(side, self.atom_values, slopes)
+                change = self.system.evaluate(side, self.measured.values, slopes)
                 slope = float(np.nan_to_num(change.slope[0]))
                 slopes[number, 0] = 0.0
                 partials[self.column_by_name[signature(atom)]] += sign * slope
@@ -411,7 +421,7 @@ class Judgement:
             for error_figure in self.error_figures
         )
 
-    def _find_error_figures(self) -> Iterator[Vector]:
+    def _find_error_figures(self) -> Iterator[_MeasuredFigure]:
         """Yield figures near by in which the false claims so far hold, as far as there are such.
 
         A false claim may contradict what is true. So in the first figure hold all of them beside
@@ -423,9 +433,9 @@ class Judgement:
             errors,
             list(self.false_alternatives[-1]),
         ):
-            error_figure = self._moved_to(relations)
-            if error_figure is not None:
-                yield error_figure
+            state = self._moved_to(relations)
+            if state is not None:
+                yield self._measure(state)
 
     def _moved_to(self, relations: Sequence[Relation]) -> Vector | None:
         """Return the state of the figure, moved as little as it takes for the relations to hold.

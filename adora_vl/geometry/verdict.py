@@ -13,7 +13,7 @@ from adora_vl.geometry.choose import Outcome, Status, choose_outcome
 from adora_vl.geometry.conflict import Conflict, Repair, find_conflict, gives_size
 from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.exact import short_form
-from adora_vl.geometry.figure import Verdict, figure_of_solution
+from adora_vl.geometry.figure import Verdict, figure_of_solution, with_rivals
 from adora_vl.geometry.forms import LogicForm, Term
 from adora_vl.geometry.measures import unit_of_term
 from adora_vl.geometry.reading import Reading, read_facts
@@ -174,12 +174,14 @@ def _verdict_by_facts(form: LogicForm, problem: FigureProblem, result: Outcome) 
         answer = short_answer(result.value, problem.reading, share=_DOUBLE_ROOT_TOLERANCE)
     if is_doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
         value = float(answer)
+    figure = figure_of_solution(problem, result.solution, form)
+    rivals = [figure_of_solution(problem, solution, form) for solution in result.alternatives]
     return Verdict(
         status="answered",
         value=value,
         answer=answer,
         basis="facts",
-        figure=figure_of_solution(problem, result.solution, form),
+        figure=with_rivals(figure, rivals),
         why="determined by the facts",
     )
 

@@ -49,6 +49,11 @@ radius O = 5
 AC = 6
 find BC
 """
+TWO_FIGURES_FACTS = """
+triangle ABC
+AB = 7, AC = 5, angle ABC = 30
+find sin C
+"""
 OPEN_FACTS = """
 circle O: A, B, C
 AC diameter
@@ -298,6 +303,16 @@ def test_what_the_facts_leave_free_is_open() -> None:
         "new",
         "open",
     ]
+
+
+def test_what_two_figures_with_one_answer_do_not_share_is_open() -> None:
+    """The sine is 0.7 in both; BC is 9.633 in one and 2.491 in the other, and no place chooses."""
+    text = "BC = 9.633. BC = 2.491. ∠ACB = 44.43. BC = 6. sin C = 0.7."
+    verdicts = verdicts_of_text(TWO_FIGURES_FACTS, text)
+    assert verdicts == ["open", "open", "open", "false", "nothing"]
+    places = "A at 10, 100\nB at 120, 100\nC at 20, 60\n"
+    verdicts = verdicts_of_text(places + TWO_FIGURES_FACTS, "BC = 9.633. BC = 2.491.")
+    assert verdicts == ["nothing", "false"]
 
 
 @pytest.mark.parametrize(
