@@ -198,7 +198,9 @@ class SideReader(NameReader):
                     if token.is_apart:
                         return quantity, cursor
                     raise
-                if token.is_apart and not token.is_math and self._is_relation_sign(end):
+                is_apart = token.is_apart and not token.is_math
+                is_function = token.text in _FUNCTION_BY_WORD
+                if is_apart and not is_function and self._is_relation_sign(end):
                     return quantity, cursor  # a new equation begins here: `AB = 5 CD = 3`
                 quantity = times(quantity, factor)
                 cursor = end
@@ -248,6 +250,8 @@ class SideReader(NameReader):
             return False
         if token.kind != "word":
             return False
+        if token.text in _FUNCTION_BY_WORD and self.token_at(position - 1).kind == "points":
+            return True  # `AB sin C`
         if token.text in ("angle", "arc") or token.text in _FUNCTION_WORDS:
             return is_near or follows_number
         if self.is_product_of_letters(position):

@@ -291,6 +291,15 @@ def test_a_large_number_or_a_small_factor_makes_no_claim_true(text: str, expecte
     assert verdicts_of_text(ISOSCELES_FACTS, text) == [expected]
 
 
+def test_a_sine_behind_a_length_is_a_factor() -> None:
+    """Each part would be another claim by itself: `sin A = 12`, `BD = AB`."""
+    text = "BD = AB sin A = 12. In triangle ABC sin A = 12/13."
+    claims = checked_figure_from(ISOSCELES_FACTS).claims(text)
+    words = ["BD = AB sin A", "AB sin A = 12", "sin A = 12/13"]
+    assert [claim.claim.words for claim in claims] == words
+    assert all(claim.is_true for claim in claims)
+
+
 def test_a_value_that_is_rounded_as_written_is_no_error() -> None:
     """1.0833 is 1.1 with one digit, though no figure near by has just 1.1. It is nothing new."""
     assert verdicts_of_text(ISOSCELES_FACTS, "AB/BD = 1.1. AB/BD = 1.2.") == ["nothing", "false"]
