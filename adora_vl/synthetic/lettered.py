@@ -164,64 +164,58 @@ def inscribed_arc(
     with an x that is asked for. `size` is the side of the picture in pixels.
     """
     inscribed = rng.randrange(25, 76, 5 if level == 1 else 1)  # degrees
-    start = rng.uniform(0, 2 * math.pi)
-    # B lies in the middle of the arc from C on to A.
-    middle_of_rest = math.radians(2 * inscribed + (360 - 2 * inscribed) * 0.5)
-    directions = {
-        "A": start,
-        "C": start + math.radians(2 * inscribed),
-        "B": start + middle_of_rest,
-    }
-    places: dict[str, Point] = {
-        name: (math.cos(direction), math.sin(direction)) for name, direction in directions.items()
-    }
-    places["O"] = (0.0, 0.0)
-    # The whole circle has to fit in. So its four extremes are points too, whose names of two letters
-    # are not written.
-    for number, extreme in enumerate(((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0))):
-        places[f"_{number}"] = extreme
+    arc = 2 * inscribed
     outline = ("circle O: A, B, C", "AB and BC are chords of circle O")
-    form = DrawnForm(rng, size, style, places, *outline)
+    form = DrawnForm(rng, size, style, _circle_with_arc(rng, arc), *outline)
+    answer = arc
+    slip = inscribed
     if level == 1:
         form.say(f"angle ABC = {inscribed}")
         form.note("find arc AC")
         question = "In \\odot O, find m \\widehat{A C}."
         working = f"2 * {inscribed}"
-        return _angle_problem(
-            form,
-            question=question,
-            answer=str(2 * inscribed),
-            working=working,
-            slip=str(inscribed),
-            shapes=("Circle",),
-        )
-    if level == 2:
-        form.say(f"angle AOC = {2 * inscribed}")
+    elif level == 2:
+        form.say(f"angle AOC = {arc}")
         form.note("find angle ABC")
         question = "In \\odot O, find m \\angle A B C."
-        working = f"{2 * inscribed} / 2"
-        return _angle_problem(
-            form,
-            question=question,
-            answer=str(inscribed),
-            working=working,
-            slip=str(2 * inscribed),
-            shapes=("Circle",),
-        )
-    x = rng.randrange(3, 13)
-    factor = rng.randrange(1, inscribed // x + 1)
-    text = _write_linear_expression(factor, inscribed - factor * x)
-    form.say(f"angle AOC = {2 * inscribed}", f"angle ABC = {text}")
-    form.note("find x")
-    working = f"2 ({text}) = {2 * inscribed}"
+        working = f"{arc} / 2"
+        answer = inscribed
+        slip = arc
+    else:
+        x = rng.randrange(3, 13)
+        factor = rng.randrange(1, inscribed // x + 1)
+        angle_in_picture = _write_linear_expression(factor, inscribed - factor * x)
+        form.say(f"angle AOC = {arc}", f"angle ABC = {angle_in_picture}")
+        form.note("find x")
+        question = "Find x."
+        working = f"2 ({angle_in_picture}) = {arc}"
+        answer = x
     return _angle_problem(
         form,
-        question="Find x.",
-        answer=str(x),
+        question=question,
+        answer=str(answer),
         working=working,
-        slip=str(inscribed),
+        slip=str(slip),
         shapes=("Circle",),
     )
+
+
+def _circle_with_arc(rng: random.Random, arc: int) -> dict[str, Point]:
+    """Return a circle round O with an arc of so many degrees from A to C.
+
+    B lies in the middle of the rest of the circle. The whole circle has to fit into the picture, so
+    its four extremes are points too, whose names of two letters are not written.
+    """
+    start = rng.uniform(0, 2 * math.pi)
+    middle_of_rest = math.radians(arc + (360 - arc) * 0.5)
+    directions = {"A": start, "C": start + math.radians(arc), "B": start + middle_of_rest}
+    places: dict[str, Point] = {
+        name: (math.cos(direction), math.sin(direction)) for name, direction in directions.items()
+    }
+    places["O"] = (0.0, 0.0)
+    for number, extreme in enumerate(((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0))):
+        places[f"_{number}"] = extreme
+    return places
 
 
 def parallel_segment(
@@ -229,8 +223,8 @@ def parallel_segment(
 ) -> SyntheticProblem:
     """Draw a triangle with a segment that is parallel to a side, and ask for a length.
 
-    B lies on A C and E on A D, and B E is parallel to C D. The lengths stand in the question or at
-    the figure.
+    B lies on A C and E on A D, and B E is parallel to C D. At level 1 the lengths stand in the
+    question, at level 2 at the figure. At level 3 B C is written with an x that is asked for.
     """
     ab = rng.randrange(4, 13)
     ae = rng.randrange(4, 13)
@@ -244,51 +238,54 @@ def parallel_segment(
     if level != 2:
         ab = ab * factor.denominator
     bc = ab * factor
-    # B and E divide their sides alike. They stay clear of the corners, even if not to scale.
-    share = min(0.65, max(0.4, float(1 / (1 + factor))))
-    height = rng.uniform(0.7, 1.2)
-    places = {"A": (0.0, 0.0), "C": (0.6, height), "D": (1.3, 0.0)}
-    places |= {"B": (0.6 * share, height * share), "E": (1.3 * share, 0.0)}
     outline = ("triangle ACD", "B on AC", "E on AD", "BE parallel CD")
-    form = DrawnForm(rng, size, style, places, *outline)
+    form = DrawnForm(rng, size, style, _triangle_with_parallel(rng, factor), *outline)
     answer = write_ratio(bc.numerator, bc.denominator)
-    shapes = ("Triangle", "Line")
+    slip = str(ed)
     parallel = "\\overline{B E} \\parallel \\overline{C D}"
-    working = f"A B / A E = {ab} / {ae}, E D = {ed}"
     if level == 1:
         form.note(f"AD = {ae + ed}", f"AB = {ab}", f"AE = {ae}", "find BC")
         question = f"If {parallel}, A D = {ae + ed}, A B = {ab}, and A E = {ae}, find B C."
-        return _length_problem(
-            form, question=question, answer=answer, working=working, slip=str(ab), shapes=shapes
-        )
-    form.say(f"AB = {ab}", f"AE = {ae}")
-    if level == 2:
-        form.say(f"ED = {ed}")
+        slip = str(ab)
+    elif level == 2:
+        form.say(f"AB = {ab}", f"AE = {ae}", f"ED = {ed}")
         form.note("find BC")
-        return _length_problem(
-            form,
-            question=f"If {parallel}, find B C.",
-            answer=answer,
-            working=working,
-            slip=str(ed),
-            shapes=shapes,
-        )
-    x = rng.randrange(2, 12)
-    is_whole = bc.denominator == 1
-    bc_in_picture = "x"
-    if is_whole:
-        bc_in_picture = _write_linear_expression(1, int(bc) - x)  # such as `x + 3`
-        answer = str(x)
-    form.say(f"ED = {ed}", f"BC = {bc_in_picture}")
-    form.note("find x")
+        question = f"If {parallel}, find B C."
+    else:
+        form.say(f"AB = {ab}", f"AE = {ae}")
+        x = rng.randrange(2, 12)
+        bc_in_picture = "x"
+        if bc.denominator == 1:
+            bc_in_picture = _write_linear_expression(1, int(bc) - x)  # such as `x + 3`
+            answer = str(x)
+        form.say(f"ED = {ed}", f"BC = {bc_in_picture}")
+        form.note("find x")
+        question = f"If {parallel}, find x."
     return _length_problem(
         form,
-        question=f"If {parallel}, find x.",
+        question=question,
         answer=answer,
-        working=working,
-        slip=str(ed),
-        shapes=shapes,
+        working=f"A B / A E = {ab} / {ae}, E D = {ed}",
+        slip=slip,
+        shapes=("Triangle", "Line"),
     )
+
+
+def _triangle_with_parallel(rng: random.Random, factor: Fraction) -> dict[str, Point]:
+    """Return a triangle A C D with B on A C and E on A D, which divide their sides alike.
+
+    The second parts are `factor` times the first ones, but B and E stay clear of the corners, even
+    if that is not to scale.
+    """
+    share = min(0.65, max(0.4, float(1 / (1 + factor))))
+    height = rng.uniform(0.7, 1.2)
+    return {
+        "A": (0.0, 0.0),
+        "C": (0.6, height),
+        "D": (1.3, 0.0),
+        "B": (0.6 * share, height * share),
+        "E": (1.3 * share, 0.0),
+    }
 
 
 def parallelogram_side(
