@@ -19,14 +19,13 @@ from adora_vl.geometry.quantities import (
     Unknown,
     atoms_of,
     number_of_quantity,
+    sides_of_equation,
 )
 
 
 def gives_value(relation: Relation) -> bool:
     """Tell whether a fact says of one name which number it is."""
-    if not isinstance(relation, Equal):
-        return False
-    sides = (relation.left, relation.right)
+    sides = list(sides_of_equation(relation))
     has_number = any(number_of_quantity(side) is not None for side in sides)
     return has_number and any(not isinstance(side, Arithmetic) for side in sides)
 
@@ -41,12 +40,10 @@ def gives_expression(relation: Relation) -> bool:
 
     What a letter's value makes of it is arithmetic on what is known.
     """
-    if not isinstance(relation, Equal):
-        return False
-    sides = (relation.left, relation.right)
+    sides = list(sides_of_equation(relation))
     return any(
         not isinstance(side, Arithmetic | Unknown) and _has_letters_alone(partner)
-        for side, partner in (sides, sides[::-1])
+        for side, partner in zip(sides, reversed(sides), strict=True)
     )
 
 
@@ -66,9 +63,7 @@ def is_collinear(relation: Relation) -> bool:
 
 def names_angle(relation: Relation) -> bool:
     """Tell whether a fact only says which angle a number in the picture stands for."""
-    if not isinstance(relation, Equal):
-        return False
-    sides = (relation.left, relation.right)
+    sides = list(sides_of_equation(relation))
     numbers = [side for side in sides if isinstance(side, Unknown)]
     is_numbered = any(side.name.startswith("angle ") for side in numbers)
     return is_numbered and any(isinstance(side, Angle) for side in sides)
@@ -76,9 +71,7 @@ def names_angle(relation: Relation) -> bool:
 
 def is_radial(relation: Relation) -> bool:
     """Tell whether a fact says that a point lies on a circle."""
-    if not isinstance(relation, Equal):
-        return False
-    sides = (relation.left, relation.right)
+    sides = list(sides_of_equation(relation))
     return any(is_radius(side) for side in sides) and any(
         isinstance(side, Distance) for side in sides
     )
@@ -94,8 +87,8 @@ def is_direction(relation: Relation) -> bool:
 
     It may also do so by an angle of 90 or 180 degrees.
     """
-    if not isinstance(relation, Equal):
-        return isinstance(relation, Parallel | Perpendicular)
-    sides = (relation.left, relation.right)
+    if isinstance(relation, Parallel | Perpendicular):
+        return True
+    sides = list(sides_of_equation(relation))
     has_angle = any(isinstance(side, Angle) for side in sides)
     return has_angle and any(number_of_quantity(side) in (90.0, 180.0) for side in sides)

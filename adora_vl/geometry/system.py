@@ -47,28 +47,6 @@ class _Residuals(NamedTuple):
     slopes: Vector | None
 
 
-class _LinearEquation(NamedTuple):
-    """An equation whose two sides differ by a sum of atoms.
-
-    `weight` scales the difference to a residual. `is_angle`: the sides are equal up to full turns.
-    """
-
-    difference: LinearSum[Quantity]
-    weight: float
-    is_angle: bool
-
-
-class _CurvedEquation(NamedTuple):
-    """An equation whose two sides differ by arithmetic that is not linear in the atoms.
-
-    `weight` scales the difference to a residual. `is_angle`: the sides are equal up to full turns.
-    """
-
-    difference: Arithmetic
-    weight: float
-    is_angle: bool
-
-
 class System(UnknownsLayout):
     """All equations of a figure, compiled so that residuals and derivatives are quickly evaluated.
 
@@ -161,32 +139,26 @@ class System(UnknownsLayout):
         A linear equation is one whose sides differ by a sum of distances, angles and other atoms.
         Returns the equations in the order of their residuals, linear ones first.
         """
-        linear: list[_LinearEquation] = []
-        linear_relations: list[Relation] = []
-        curved_relations: list[Relation] = []
-        self._curved: list[_CurvedEquation] = []
+        linear: list[Equal] = []
+        differences: list[LinearSum[Quantity]] = []
+        self._curved: list[Equal] = []
         for equation in equations:
-            weight = self._weight(equation.unit)
-            is_angle = equation.unit == "degrees"
-            tree = Arithmetic(function="-", parts=(equation.left, equation.right))
+            difference = Arithmetic(function="-", parts=(equation.left, equation.right))
             try:
-                difference = linear_sum(tree, _sum_of_atom)
+                differences.append(linear_sum(difference, _sum_of_atom))
+                linear.append(equation)
             except NotLinearError:
-                self._curved.append(
-                    _CurvedEquation(difference=tree, weight=weight, is_angle=is_angle)
-                )
-                curved_relations.append(equation)
-                continue
-            linear.append(_LinearEquation(difference=difference, weight=weight, is_angle=is_angle))
-            linear_relations.append(equation)
+                self._curved.append(equation)
         self._linear_factors = np.zeros((len(linear), len(self.atoms.row_by_atom)))
-        for row, linear_equation in enumerate(linear):
-            for atom, factor in linear_equation.difference.factors.items():
+        for row, difference_of_row in enumerate(differences):
+            for atom, factor in difference_of_row.factors.items():
                 self._linear_factors[row, self.atoms.row_by_atom[atom]] = factor
-        self._linear_constants = np.array([equation.difference.constant for equation in linear])
-        self._linear_weights = np.array([equation.weight for equation in linear])
-        self._linear_is_angle = np.array([equation.is_angle for equation in linear], dtype=bool)
-        return [*linear_relations, *curved_relations]
+        self._linear_constants = np.array([total.constant for total in differences])
+        self._linear_weights = np.array([self._weight(equation.unit) for equation in linear])
+        self._linear_is_angle = np.array(
+            [equation.unit == "degrees" for equation in linear], dtype=bool
+        )
+        return [*linear, *self._curved]
 
     def _weight(self, unit: Unit) -> float:
         """Return the factor that makes a residual of a difference in a unit.
@@ -297,18 +269,25 @@ class System(UnknownsLayout):
         return _Residuals(values=residuals, slopes=slopes)
 
     def _curved_equation(
-        self, equation: _CurvedEquation, values: Vector, gradient: Vector | None
+        self, equation: Equal, values: Vector, gradient: Vector | None
     ) -> _Residuals:
         """Return the residual of one equation that is not linear.
 
         `values` are those of all atoms, shape (atoms,), and `gradient` their derivatives, shape
         (atoms, unknowns), or None where none are asked for.
         """
-        value, slope = self.evaluate(equation.difference, values, gradient)
-        if equation.is_angle and abs(value) > _MAX_PLAIN_DIFFERENCE and math.isfinite(value):
-            value = (value + 180) % 360 - 180
-        slopes = None if gradient is None else equation.weight * slope[None, :]
-        return _Residuals(values=np.array([equation.weight * value]), slopes=slopes)
+        left_side = self.evaluate(equation.left, values, gradient)
+        right_side = self.evaluate(equation.right, values, gradient)
+        difference = left_side.value - right_side.value
+        is_angle = equation.unit == "degrees"
+        if is_angle and abs(difference) > _MAX_PLAIN_DIFFERENCE and math.isfinite(difference):
+            difference = (difference + 180) % 360 - 180
+        weight = self._weight(equation.unit)
+        residuals = np.array([weight * difference])
+        if gradient is None:
+            return _Residuals(values=residuals, slopes=None)
+        slope = left_side.slope - right_side.slope
+        return _Residuals(values=residuals, slopes=weight * slope[None, :])
 
     def evaluate(
         self, quantity: Quantity, values: Vector, gradient: Vector | None
