@@ -133,7 +133,7 @@ _READABLE_TEXT_PATTERN = re.compile(
     r".:?'+*/^(){}-]|_(?!_)|\\(?:frac|sqrt|pi|cdot|times|div|sin|cos|tan|circ|angle|triangle|overline"
     r"|widehat|theta|alpha|beta|gamma|phi|parallel|perp|cong|sim)(?![A-Za-z]))*"
 )
-_PLAIN_NUMBER_PATTERN = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+
 _LATEX_COMMAND_PATTERN = re.compile(r"\\[A-Za-z]+")
 _LETTER_PATTERN = re.compile("[A-Za-z]")
 _DAY = "(?:0?[1-9]|[12][0-9]|3[01])"
@@ -193,11 +193,9 @@ def _read_canonical(text: str, raw: str) -> Answer:
 
     It is a number, expression, text or percentage, and `unreadable` for any other text.
     """
-    # Most answers are a plain number, to which neither of these two applies.
-    if not _PLAIN_NUMBER_PATTERN.fullmatch(text):
-        answer = _read_percentage(text, raw) or _read_other_than_number(text, raw)
-        if answer is not None:
-            return answer
+    answer = _read_percentage(text, raw) or _read_other_than_number(text, raw)
+    if answer is not None:
+        return answer
     tree: Tree | None = None
     try:
         tree = read_tree(text)
@@ -251,7 +249,6 @@ def _read_other_than_number(text: str, raw: str) -> Answer | None:
     return None
 
 
-@lru_cache(maxsize=256)
 def _ratio_terms(text: str) -> tuple[Ball, ...]:
     """Return the terms of a ratio, () for any other text.
 

@@ -21,6 +21,10 @@ MAX_FACTORIAL_ARGUMENT = 170  # and the most of which a binomial coefficient cho
 PRECISION_BITS = 320  # bits, about 96 digits
 _SPARE_BITS = 16  # mpmath errs in the last bit or, in a power, in the last ten; the bound allows 16
 _LEAST_ERROR = sys.float_info.min  # so that the float of an error never becomes 0
+_MAX_IMAGINARY_ANGLE = MAX_BITS / 2  # beyond it the size of a sine would overflow a float
+_LOGARITHM_ERROR = 2.0**-50  # bounds the rounding error of `math.log2` of a magnitude
+_STEEP_ERROR_FACTOR = 8  # well over the sqrt(2) that is needed where an arcsine is steepest
+_HIGHER_ORDER_FACTOR = 2  # a bound to first order, times this, covers the terms of higher order
 
 Value = Any  # a Fraction, or mpmath's mpf or mpc, which have no types
 
@@ -119,6 +123,7 @@ class Ball:
 
 
 ONE = Ball(Fraction(1))
+_HALF_TURN = Ball(Fraction(180))  # in degrees
 
 _context_cache: dict[str, Any] = {}
 
@@ -189,7 +194,7 @@ def _exponential(ball: Ball) -> Ball:
     if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:
         raise NotReadError("too_large")
     value = _mpmath_context().exp(ball.value)
-    return _rounded_result(value, 2 * Ball(value).magnitude * ball.error)
+    return _rounded_result(value, _HIGHER_ORDER_FACTOR * Ball(value).magnitude * ball.error)
 
 
 def logarithm(ball: Ball) -> Ball:
@@ -228,8 +233,7 @@ def _rounded_power(base: Ball, power: Fraction) -> Ball:
     absolute_power = abs(float(power))
     # The relative error of a power is that of its base, as many times as the power says.
     relative_error = absolute_power * base.error / base.least_magnitude
-    # 2^-50 bounds the rounding error of the logarithm.
-    result_bits = absolute_power * (abs(math.log2(base.magnitude)) + 2.0**-50)
+    result_bits = absolute_power * (abs(math.log2(base.magnitude)) + _LOGARITHM_ERROR)
     # This rough bound only spares a costly power: `_rounded_result` tells what is over the cap.
     if result_bits > 2 * MAX_BITS:
         raise NotReadError("too_large")
@@ -239,8 +243,7 @@ def _rounded_power(base: Ball, power: Fraction) -> Ball:
         value = base.value ** int(power)
     else:
         value = base.value ** (_mpmath_context().mpf(power.numerator) / power.denominator)
-    # The factor 2 covers the terms of higher order in the relative error.
-    return _rounded_result(value, 2 * Ball(value).magnitude * relative_error)
+    return _rounded_result(value, _HIGHER_ORDER_FACTOR * Ball(value).magnitude * relative_error)
 
 
 def _power_of_zero(base: Ball, exponent: Ball) -> Ball:
@@ -258,10 +261,11 @@ def _power_of_zero(base: Ball, exponent: Ball) -> Ball:
     least_exponent = float(exponent.value) - exponent.error
     largest_exponent = float(exponent.value) + exponent.error
     try:
-        error = 2 * max(
+        largest_power = max(
             math.pow(largest_base, least_exponent), math.pow(largest_base, largest_exponent)
         )
-        return _rounded_result(_mpmath_context().mpf(0), error)
+        # Twice as much, since the floats before are rounded.
+        return _rounded_result(_mpmath_context().mpf(0), 2 * largest_power)
     except OverflowError:
         raise NotReadError("too_large") from None
 
@@ -306,20 +310,26 @@ def function_value(name: str, argument: Ball, *, is_in_radians: bool) -> Ball:
     An angle is in degrees unless `is_in_radians` is set, because the canonical text has no degree
     signs. An inverse function such as `arcsin` always gives degrees.
     """
-    half_turn = Ball(Fraction(180))
     if name == "ln":
         return logarithm(argument)
     if name.startswith("arc"):
-        return _inverse_function_in_radians(name, argument.as_mpmath()) * half_turn / pi()
-    if not is_in_radians:
-        # A whole turn more changes nothing, and a small angle keeps the error of pi small.
-        degrees = Ball(argument.value % 360) if argument.is_exact else argument
-        argument = degrees / half_turn * pi()
-    angle = argument.as_mpmath()
-    # An argument may be complex, since a function can be compared at a point where a root is.
+        return _inverse_function_in_radians(name, argument.as_mpmath()) * _HALF_TURN / pi()
+    if is_in_radians:
+        return _trigonometric_value(name, argument.as_mpmath())
+    # A whole turn more changes nothing, and a small angle keeps the error of pi small.
+    degrees = Ball(argument.value % 360) if argument.is_exact else argument
+    return _trigonometric_value(name, (degrees / _HALF_TURN * pi()).as_mpmath())
+
+
+def _trigonometric_value(name: str, angle: Ball) -> Ball:
+    """Return the sine, cosine, tangent or a reciprocal of one of them.
+
+    `angle` is a number of mpmath in radians. It may be complex, since a function can be compared at
+    a point where a root is. Raises `NotReadError("too_large")` for an angle so far from the real
+    line, or so uncertain, that no digit of the value is known.
+    """
     imaginary_size = abs(float(angle.value.imag))
-    # The exponential below would overflow, or the error of the angle leaves nothing of the value.
-    if imaginary_size > MAX_BITS / 2 or angle.error > 1:
+    if imaginary_size > _MAX_IMAGINARY_ANGLE or angle.error > 1:
         raise NotReadError("too_large")
     # Within 1 of the angle neither sine nor cosine is steeper than this exponential.
     error = math.exp(imaginary_size + 1) * angle.error
@@ -341,8 +351,7 @@ def _inverse_function_in_radians(name: str, argument: Ball) -> Ball:
     """Return the angle in radians whose sine, cosine or tangent is `argument`.
 
     `name` is `arcsin`, `arccos` or `arctan`. The error of the angle is that of the argument times
-    the slope, 1/sqrt(1 - z^2) or 1/(1 + z^2). Where a sine or cosine can be 1 the slope is
-    unbounded; an error of d in it then is one of about sqrt(2d) in the angle.
+    the slope, 1/sqrt(1 - z^2) or 1/(1 + z^2).
     """
     squared = argument * argument
     if name == "arctan":
@@ -352,7 +361,9 @@ def _inverse_function_in_radians(name: str, argument: Ball) -> Ball:
         error = argument.error / slope_divisor.least_magnitude
         return _rounded_result(_mpmath_context().atan(argument.value), error)
     squared_slope_divisor = ONE - squared
-    error = 8 * math.sqrt(argument.error)
+    # Where a sine or cosine can be 1 the slope is unbounded, and an error of d in it is one of about
+    # sqrt(2d) in the angle.
+    error = _STEEP_ERROR_FACTOR * math.sqrt(argument.error)
     if squared_slope_divisor.least_magnitude > 0:
         error = argument.error / math.sqrt(squared_slope_divisor.least_magnitude)
     if name == "arcsin":

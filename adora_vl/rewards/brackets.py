@@ -1,14 +1,12 @@
 """Splits a text at separators that stand outside of all brackets."""
 
 import re
-from functools import lru_cache
 
 from adora_vl.rewards.grammar import NotReadError
 
 MAX_PARTS = 24  # numbers in one answer; comparing lists takes the square of it
 
 
-@lru_cache(maxsize=256)
 def bracket_depths(text: str) -> tuple[int, ...]:
     """Return for each character of a text how many brackets it stands in.
 

@@ -234,30 +234,35 @@ def canonical_value_and_unit(text: str) -> tuple[str, str]:
     zero-width ones, which can make an answer look like another one.
     """
     text = _unify_spelling(_take_out_formula(text))
-    text = _without_leading_name(_without_words_around_value(text))
-    # Degrees of temperature are told from those of an angle first, by the letter behind them.
-    temperature = TEMPERATURE_PATTERN.fullmatch(text) if "circ" in text else None
+    value, unit = _split_unit(_without_leading_name(_without_words_around_value(text)))
+    return _normalise_number(_without_needless_spaces(_without_decoration(value))), unit
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    """Return the value in a text and its unit, which is empty without one.
+
+    A unit in words counts before a currency sign, and that before a degree sign.
+    """
+    # Degrees of temperature are told from those of an angle by the letter behind them.
+    temperature = TEMPERATURE_PATTERN.fullmatch(text)
     if temperature:
-        return _without_decoration_and_spaces(temperature[1]), f"°{temperature[2]}"
-    unit = ""
-    if "circ" in text or "deg" in text:
-        # The degrees inside of `\sin 30^\circ` are no unit of the value.
-        has_function = _TRIGONOMETRIC_FUNCTION_PATTERN.search(text) is not None
-        if _ENDS_IN_DEGREES_PATTERN.search(text) and not has_function:
-            unit = DEGREE_SIGN
-        text = _DEGREES_AT_THE_END_PATTERN.sub(" ", _DEGREE_SIGN_PATTERN.sub(" ", text)).strip()
+        return temperature[1], f"°{temperature[2]}"
+    # The degrees inside of `\sin 30^\circ` are no unit of the value.
+    has_function = _TRIGONOMETRIC_FUNCTION_PATTERN.search(text) is not None
+    has_degrees = _ENDS_IN_DEGREES_PATTERN.search(text) is not None and not has_function
+    text = _DEGREES_AT_THE_END_PATTERN.sub(" ", _DEGREE_SIGN_PATTERN.sub(" ", text)).strip()
     text = _without_brackets_of_unit(text)
     money = _LEADING_CURRENCY_SIGN_PATTERN.fullmatch(text)
     if money:
         text = money["minus"] + money["amount"]
-        unit = "euros" if money["currency"] == "€" else "dollars"
     # The first pattern is a quick test, since the second one is slow.
     may_have_unit = _MAY_END_IN_UNIT_PATTERN.search(text)
     measured = MEASURED_VALUE_PATTERN.fullmatch(text) if may_have_unit else None
     if measured:
-        text = measured[1]
-        unit = measured[2]
-    return _without_decoration_and_spaces(text), unit
+        return measured[1], measured[2]
+    if money:
+        return text, "euros" if money["currency"] == "€" else "dollars"
+    return text, DEGREE_SIGN if has_degrees else ""
 
 
 def _without_leading_name(text: str) -> str:
@@ -278,16 +283,11 @@ def _without_leading_name(text: str) -> str:
 
 def _without_brackets_of_unit(text: str) -> str:
     """Return `5 cm` for `5 (cm)`. Any other text is returned as it is."""
-    unit = _BRACKETED_UNIT_PATTERN.search(text) if text.endswith(")") else None
+    unit = _BRACKETED_UNIT_PATTERN.search(text)
     if unit is None:
         return text
     without_brackets = f"{text[: unit.start()]} {unit[1]}"
     return without_brackets if MEASURED_VALUE_PATTERN.fullmatch(without_brackets) else text
-
-
-def _without_decoration_and_spaces(value: str) -> str:
-    """Return a value without its unit in the spelling in which values are compared."""
-    return _normalise_number(_without_needless_spaces(_without_decoration(value)))
 
 
 def canonical_with_names(text: str) -> str:
@@ -303,14 +303,11 @@ def canonical_with_names(text: str) -> str:
 
 def _without_words_around_value(text: str) -> str:
     r"""Return `text` with `\approx` for words such as `about`, without `The area is` before it."""
-    # `approximately`, `about`, `around` and `roughly`; most answers have none of them.
-    may_be_rounded = "ppro" in text or "≈" in text or text[:1] in "aArR"
-    if may_be_rounded:
-        text = _LEADING_ABOUT_PATTERN.sub(r"\\approx ", text)
-        value_and_about = _BRACKETED_ABOUT_PATTERN.fullmatch(text) if text.endswith(")") else None
-        if value_and_about:
-            text = rf"{value_and_about[1]} \approx {value_and_about[2]}"
-    return _NAME_IN_SENTENCE_PATTERN.sub("", text) if " is " in text else text
+    text = _LEADING_ABOUT_PATTERN.sub(r"\\approx ", text)
+    value_and_about = _BRACKETED_ABOUT_PATTERN.fullmatch(text)
+    if value_and_about:
+        text = rf"{value_and_about[1]} \approx {value_and_about[2]}"
+    return _NAME_IN_SENTENCE_PATTERN.sub("", text)
 
 
 def _take_out_formula(text: str) -> str:
@@ -321,26 +318,21 @@ def _take_out_formula(text: str) -> str:
     if not text.isascii():
         text = spell_in_ascii(text)
     # Careless JSON turns `\frac` into a form feed and `rac`.
-    if "\x0c" in text:
-        text = _FORM_FEED_OF_FRAC_PATTERN.sub(r"\\frac", text)
+    text = _FORM_FEED_OF_FRAC_PATTERN.sub(r"\\frac", text)
     text = _DOUBLE_BACKSLASH_PATTERN.sub(r"\\", text)
     text = _INLINE_MATH_BRACKET_PATTERN.sub("$", text)
     text = _DISPLAY_MATH_BRACKET_PATTERN.sub("$$", text).strip(" \t\n\r")
-    sentence = _SENTENCE_AROUND_FORMULA_PATTERN.fullmatch(text) if "$" in text else None
+    sentence = _SENTENCE_AROUND_FORMULA_PATTERN.fullmatch(text)
     if sentence and sentence["unit"]:
         text = sentence["formula"] + sentence["unit"]
     elif sentence:
         text = sentence["formula"].strip("$ \t\n\r")
-    box = _BOXED_PATTERN.fullmatch(text) if "boxed" in text else None
+    box = _BOXED_PATTERN.fullmatch(text)
     return box[1] if box else text
 
 
 def _unify_spelling(text: str) -> str:
-    """Return `text` in the spelling of LaTeX, still with its name, degree signs and units.
-
-    Each substitution runs only where a cheap test says that it may apply, since most answers are a
-    plain number.
-    """
+    """Return `text` in the spelling of LaTeX, still with its name, degree signs and units."""
     if not (text.isascii() and text.isprintable()):
         _refuse_hidden_characters(text)
     if not text.isascii():
@@ -348,16 +340,13 @@ def _unify_spelling(text: str) -> str:
         text = _RAISED_DIGITS_PATTERN.sub(_spell_special_digits, text)
         text = _TWICE_RAISED_DEGREE_PATTERN.sub(r"\1", text.translate(_LATEX_BY_SYMBOL))
     text = _NUMBER_WITH_THOUSANDS_PATTERN.sub(_join_thousands, text)
-    if "." in text:
-        text = replace_recurring_decimals(text)
-    if "! =" in text:  # `5! = 120` would else become `5!=120`, an inequality
-        text = _FACTORIAL_BEFORE_EQUALS_PATTERN.sub(r"(\1)=", text)
-    if "{,}" in text:
-        text = _BRACED_COMMA_PATTERN.sub(".", text)
+    text = replace_recurring_decimals(text)
+    # `5! = 120` would else become `5!=120`, an inequality.
+    text = _FACTORIAL_BEFORE_EQUALS_PATTERN.sub(r"(\1)=", text)
+    text = _BRACED_COMMA_PATTERN.sub(".", text)
     if "\\" in text or "~" in text:
         text = _without_fonts_and_spacing(without_layout(text))
-    if "^" in text and "o" in text:  # `30^o`
-        text = _RAISED_O_PATTERN.sub(r"^\\circ ", text)
+    text = _RAISED_O_PATTERN.sub(r"^\\circ ", text)  # `30^o`
     text = minutes_to_degrees(text)
     text = _COMMAND_WITHOUT_BACKSLASH_PATTERN.sub(r"\\\1", text)
     if "\\" in text:
@@ -365,7 +354,7 @@ def _unify_spelling(text: str) -> str:
             if word in text:
                 text = pattern.sub(replacement, text)
     text = _without_decoration(text)
-    has_one_formula = "$" in text and len(_DOLLAR_SIGN_PATTERN.findall(text)) == 2
+    has_one_formula = len(_DOLLAR_SIGN_PATTERN.findall(text)) == 2
     if has_one_formula and "\n" not in text:
         text = _without_decoration(_DOLLAR_SIGN_PATTERN.sub(" ", text))
     return text
@@ -384,8 +373,7 @@ def _without_fonts_and_spacing(text: str) -> str:
     `\textbf{5\text{ cm}}` becomes `5 cm`.
     """
     text = _SPACING_COMMAND_PATTERN.sub(" ", mark_upright_units(text))
-    if "\\SI" in text or "\\qty" in text:
-        text = _SIUNITX_PATTERN.sub(r" \1 \2 ", text)
+    text = _SIUNITX_PATTERN.sub(r" \1 \2 ", text)
     text = _EMPTY_BRACES_PATTERN.sub("", text)
     replaced_count = 1
     while replaced_count:  # each pass takes out the innermost ones
@@ -419,7 +407,7 @@ def _without_decoration(text: str) -> str:
     Two full stops stay, because `1..` is not the number 1.
     """
     text = text.strip()
-    emphasis = _MARKDOWN_EMPHASIS_PATTERN.fullmatch(text) if text[:1] in {"*", "`"} else None
+    emphasis = _MARKDOWN_EMPHASIS_PATTERN.fullmatch(text)
     if emphasis:
         text = emphasis[2].strip()
     text = _without_full_stop(text)
@@ -452,14 +440,12 @@ def _normalise_number(text: str) -> str:
         return f"{number:f}"
     if _SCIENTIFIC_NOTATION_PATTERN.fullmatch(text):
         return f"{Decimal(text):f}"
-    if text[:1].isalpha():
-        return DIGITS_BY_NUMBER_WORD.get(text.lower(), text)
     mixed_number = _MIXED_NUMBER_PATTERN.fullmatch(text)
     if mixed_number:
         integer, numerator, denominator = mixed_number.groups()
         if 0 < int(numerator) < int(denominator):
             return rf"{integer}\frac{{{numerator}}}{{{denominator}}}"
-    return text
+    return DIGITS_BY_NUMBER_WORD.get(text.lower(), text)
 
 
 def _without_needless_spaces(text: str) -> str:
@@ -479,4 +465,4 @@ def _without_needless_spaces(text: str) -> str:
         is_between_digits = before in _DIGITS_AND_POINT + "," and behind in _DIGITS_AND_POINT
         return " " if is_between_letters or is_between_digits else ""
 
-    return _ONE_SPACE_PATTERN.sub(keep_needed_space, text) if " " in text else text
+    return _ONE_SPACE_PATTERN.sub(keep_needed_space, text)

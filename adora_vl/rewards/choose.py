@@ -57,21 +57,15 @@ TRAINER_ARGUMENTS = (
     "log_extra",
     "log_metric",
 )
-# The smallest and the largest reward of each function. The range of a judge or of a function of the
-# user's is unknown.
 # From this likeness on an option is taken for a misspelt argument: `targat` has 0.83 to `target`, and
 # `max_words` has 0.78 to `min_words`.
 _MISSPELLING_LIKENESS = 0.82
-_REWARD_RANGE_BY_NAME: dict[str, tuple[float, float]] = {
-    **{name: (min(values), max(values)) for name, values in PRESETS.items()},
-    "knights": (
-        min(RIGHT_REWARD, COMPLETE_REWARD, NO_ANSWER_REWARD),
-        max(RIGHT_REWARD, COMPLETE_REWARD, NO_ANSWER_REWARD),
-    ),
-    "knights_logic_rl": (
-        min(WRONG_FORM_REWARD, *LOGIC_RL_REWARD_BY_VERDICT.values()),
-        max(WRONG_FORM_REWARD, *LOGIC_RL_REWARD_BY_VERDICT.values()),
-    ),
+# The rewards that each function can give; of `steps` the least and the largest. Those of a judge or
+# of a function of the user's are unknown.
+_REWARDS_BY_NAME: dict[str, tuple[float, ...]] = {
+    **PRESETS,
+    "knights": (RIGHT_REWARD, COMPLETE_REWARD, NO_ANSWER_REWARD),
+    "knights_logic_rl": (WRONG_FORM_REWARD, *LOGIC_RL_REWARD_BY_VERDICT.values()),
     STEPS: REWARD_RANGE,
     "think_format": (0.0, 1.0),
     "think_answer_format": (0.0, 1.0),
@@ -280,8 +274,6 @@ def choose_rewards(
         )
     rewards = read_rewards(entries)
     names = [reward.name for reward in rewards]
-    # Before any function is built: a name that occurs twice is refused by the name of its entry.
-    _refuse_repeated_names(names, [name_in_users_file(name) for name in names])
     exact_grader = Grader(rounding=False, answer_tags=answer_tags)
     rounding_grader = Grader(rounding=True, answer_tags=answer_tags)
     # None without a preset; then nothing logs the grades.
@@ -311,8 +303,8 @@ def choose_rewards(
             function = REWARD_FUNCTION_BY_NAME[name]
         functions.append(function)
         function_names.append(function.__name__)
-    # Once more with the names of the functions, which may be equal where those of the entries are
-    # not: a user may have written a function `accuracy_reward`, as that of `accuracy` is named.
+    # The names of functions may be equal where those of the entries are not: a user may have written
+    # a function `accuracy_reward`, as that of `accuracy` is named.
     _refuse_repeated_names(names, function_names)
     return RewardSet(tuple(names), tuple(functions), hash_by_file)
 
@@ -452,14 +444,12 @@ def reward_range(entries: Sequence[str], weights: Sequence[float]) -> tuple[floa
     for entry, weight in zip(entries, weights, strict=True):
         if not weight:
             continue
-        # Only rewards of this package have known bounds: their lowest and highest value.
-        bounds = _REWARD_RANGE_BY_NAME.get(entry)
-        if not bounds:
+        rewards = _REWARDS_BY_NAME.get(entry)
+        if rewards is None:
             return None
-        # A negative weight turns the bounds around.
-        low, high = sorted(weight * value for value in bounds)
-        smallest += low
-        largest += high
+        weighted_rewards = [weight * value for value in rewards]
+        smallest += min(weighted_rewards)
+        largest += max(weighted_rewards)
     return smallest, largest
 
 

@@ -9,14 +9,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adora_vl.rewards.answer import NO_VALUE_REASONS, UNREAD_REASONS, Answer, read_value
+from adora_vl.rewards.answer import NO_VALUE_REASONS, Answer, read_value
 from adora_vl.rewards.canonical import NAMED_VALUE_PATTERN
 from adora_vl.rewards.compare_values import (
     ComparedPart,
     ComparisonResult,
-    Verdict,
     compare_values,
+    correct,
     is_rounding_of,
+    result_without_value,
+    wrong,
 )
 from adora_vl.rewards.forms import read_structured
 from adora_vl.rewards.grammar import unknowns
@@ -54,7 +56,7 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
     # Nothing equals such a reference answer. One that is merely not in the grammar (`not_read`) may
     # still have the same text as the answer.
     if reference.kind == "unreadable" and reference.reason != "not_read":
-        return ComparisonResult("wrong", f"gold_{reference.refusal or reference.reason}")
+        return wrong(f"gold_{reference.refusal or reference.reason}")
     # The answer may show its working: `3 + 4 = 7`, where each number of the chain is compared.
     if reference.kind == "number" and answer.reason in {"equation", "relation"}:
         chain = chain_of_numbers(answer.text_with_names)
@@ -104,12 +106,12 @@ def _compare_chain(chain: Sequence[ChainedNumber], reference: Answer) -> Compari
         # Another number is the fault of the chain. A unit that differs, or a number that cannot be
         # compared, is told by its own reason.
         if result.reason == "different_number" and not agrees_to_digits:
-            return ComparisonResult("wrong", "chain_differs")
+            return wrong("chain_differs")
         if result.reason == "different_unit" or not agrees_to_digits:
             return result
     if not any_is_exact:
-        return ComparisonResult("wrong", "chain_differs")
-    return ComparisonResult("correct", "same_number")
+        return wrong("chain_differs")
+    return correct("same_number")
 
 
 def _read_decimal_comma(answer: Answer) -> Answer | None:
@@ -134,30 +136,38 @@ def _read_named_value(answer: Answer, reference: Answer) -> Answer:
     It is `2x + 1` in `y = 2x + 1` and 5 in `|AB| = 5`. An approximation such as `x \approx 5` counts
     for a reference answer in digits.
     """
-    # A name that the canonical form has taken off, which stands in the text that was read.
-    label = answer.text_with_names.partition("=")[0] if "=" in answer.raw else ""
-    answer = _read_unit_letter(answer, opposite=reference)
-    value = answer
-    # The canonical text has a sign such as `=` in it: what stands behind the name is read alone.
-    if answer.reason in NO_VALUE_REASONS and answer.kind != "percentage":
-        is_reference_in_digits = _NUMBER_IN_DIGITS_PATTERN.fullmatch(reference.text)
-        is_reference_rounded = _ROUNDED_DECIMAL_PATTERN.fullmatch(reference.text)
-        approximation = _APPROXIMATION_PATTERN.fullmatch(answer.text_with_names)
-        if approximation and is_reference_rounded:  # `\approx 3.14`, without a name
-            return read_value(approximation[1])
-        named_value = NAMED_VALUE_PATTERN.fullmatch(answer.text_with_names)
-        if named_value is None:
+    if answer.reason not in NO_VALUE_REASONS or answer.kind == "percentage":
+        value = _read_unit_letter(answer, opposite=reference)
+        # A name that the canonical form has taken off, which stands in the text that was read.
+        name = answer.text_with_names.partition("=")[0] if "=" in answer.raw else ""
+    else:
+        name_and_value = _split_name(answer.text_with_names, reference)
+        if name_and_value is None:
             return answer
-        label, sign, value_text = named_value.groups()
-        if sign != "=" and not is_reference_in_digits:
-            return answer
+        name, value_text = name_and_value
         value = read_value(value_text)
-    if value.kind == "expression":
-        # `f(x) = f(x)` and `x = x + 1` give no value.
-        is_named_by_itself = label == value.text or label in unknowns(value.tree or ())
-        if is_named_by_itself:
-            return Answer("unreadable", answer.text, "equation")
+    # `f(x) = f(x)` and `x = x + 1` give no value.
+    if value.kind == "expression" and (name == value.text or name in unknowns(value.tree or ())):
+        return Answer("unreadable", answer.text, "equation")
     return value
+
+
+def _split_name(text: str, reference: Answer) -> tuple[str, str] | None:
+    r"""Return the name in a text such as `y=2x+1` and what stands behind it; None for another text.
+
+    An approximation counts only for a reference answer in digits. The name is empty for
+    `\approx 3.14`, which counts for a decimal that is rounded itself.
+    """
+    approximation = _APPROXIMATION_PATTERN.fullmatch(text)
+    if approximation and _ROUNDED_DECIMAL_PATTERN.fullmatch(reference.text):
+        return "", approximation[1]
+    named_value = NAMED_VALUE_PATTERN.fullmatch(text)
+    if named_value is None:
+        return None
+    name, sign, value_text = named_value.groups()
+    if sign != "=" and not _NUMBER_IN_DIGITS_PATTERN.fullmatch(reference.text):
+        return None
+    return name, value_text
 
 
 def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
@@ -175,30 +185,39 @@ def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
 def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict where the reference answer is a list, point, relation or named value.
 
-    Both sides are from `read_structured`. The function reads the answer in the form of the
-    reference answer where the form allows another spelling, and is called again for the parts of
-    lists, points and tuples.
+    Both sides are from `read_structured`. The function is called again for the parts of lists,
+    points and tuples.
     """
     if answer.kind == "unreadable":
-        # For some reasons nothing can be said of an answer; with any other one it is wrong.
-        verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
-        return ComparisonResult(verdict, answer.refusal or answer.reason)
-    if "(" in answer.label or "(" in reference.label:  # W(n) = 1
-        # Both are adapted to the other side as it was.
-        adapted_answer = _adapt_function_label(answer, opposite=reference)
-        reference = _adapt_function_label(reference, opposite=answer)
-        answer = adapted_answer
-    if _have_different_names(answer, reference):
-        pair = ComparedPart(answer.label, reference.label, "different_label")
-        return ComparisonResult("wrong", "different_label", (pair,))
-    if reference.kind == "ordered" and reference.brackets == "()" and not reference.label:
-        # A point may be answered by its coordinates, or as a sum of unit vectors.
-        answer = _read_as_point(answer, len(reference.parts)) or answer
-        if answer.kind == "expression" and answer.tree:
-            return _compare_vectors(answer, reference)
+        return result_without_value(answer)
+    named_answer = _adapt_function_label(answer, opposite=reference)
+    named_reference = _adapt_function_label(reference, opposite=answer)
+    if _have_different_names(named_answer, named_reference):
+        pair = ComparedPart(named_answer.label, named_reference.label, "different_label")
+        return wrong("different_label", pair)
+    # A point may be answered as a sum of unit vectors.
+    if _is_point(named_reference) and named_answer.kind == "expression" and named_answer.tree:
+        return _compare_vectors(named_answer, named_reference)
+    return _compare_forms(
+        _read_in_form_of(named_reference, named_answer), named_reference, rounding=rounding
+    )
+
+
+def _is_point(answer: Answer) -> bool:
+    """Return whether an answer is a point or tuple without a name: `(3, -4)`."""
+    return answer.kind == "ordered" and answer.brackets == "()" and not answer.label
+
+
+def _read_in_form_of(reference: Answer, answer: Answer) -> Answer:
+    """Return the answer read in the form of the reference answer, if that has another spelling.
+
+    They are the coordinates of a point, `x = 3, y = -4`, and a list of letters, `AC`.
+    """
+    if _is_point(reference):
+        return _read_as_point(answer, len(reference.parts)) or answer
     if reference.kind == "unordered" and answer.kind == "text" and not answer.label:
-        answer = _read_as_list_of_letters(answer, reference)
-    return _compare_forms(answer, reference, rounding=rounding)
+        return _read_as_list_of_letters(answer, reference)
+    return answer
 
 
 def _compare_forms(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
@@ -208,8 +227,8 @@ def _compare_forms(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     # A solution is the set of numbers that an inequality or interval allows.
     if answer.solution and reference.solution and not are_ordered:
         if same_solutions(answer.solution, reference.solution):
-            return ComparisonResult("correct", "same_solutions")
-        return ComparisonResult("wrong", "different_solutions")
+            return correct("same_solutions")
+        return wrong("different_solutions")
     if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
         # The right side alone answers `y = 2x + 1`.
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
@@ -218,14 +237,14 @@ def _compare_forms(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if answer.is_value and reference.is_value:
         result = compare_values(answer, reference, rounding=rounding)
         pair = ComparedPart(_text_with_label(answer), _text_with_label(reference), result.reason)
-        return ComparisonResult(result.verdict, result.reason, (pair,))
+        return replace(result, pairs=(pair,))
     if answer.kind != reference.kind:
-        return ComparisonResult("wrong", "different_form")
+        return wrong("different_form")
     if reference.kind in {"equation", "inequality"}:
         return _compare_relations(answer, reference)
     # Two numbers are an interval, whose brackets say which ends belong to it.
     if len(reference.parts) == 2 and answer.brackets != reference.brackets:
-        return ComparisonResult("wrong", "different_brackets")
+        return wrong("different_brackets")
     return _compare_in_order(answer, reference, rounding=rounding)
 
 
@@ -302,15 +321,15 @@ def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
     has_axis_for_each_part = len(axes) == len(reference.parts)
     are_numbers = all(part.lone_number for part in reference.parts)
     if not has_axis_for_each_part or not are_numbers or not unknowns(answer_tree) <= set(axes):
-        return ComparisonResult("wrong", "different_form")
+        return wrong("different_form")
     # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j.
     terms = []
     for part, axis in zip(reference.parts, axes, strict=True):
         product = ("product", ("*", part.tree), ("*", ("unknown", axis)))
         terms.append((1, product))  # a term of a sum is its sign and a tree
     if same_function(answer_tree, ("sum", *terms)) == "equal":
-        return ComparisonResult("correct", "same_value")
-    return ComparisonResult("wrong", "different_expression")
+        return correct("same_value")
+    return wrong("different_expression")
 
 
 def _read_as_list_of_letters(answer: Answer, reference: Answer) -> Answer:
@@ -349,20 +368,20 @@ def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if answer.is_value and len(reference.parts) == 1:
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
     if answer.kind != "unordered":
-        return ComparisonResult("wrong", "different_form")
+        return wrong("different_form")
     if not all(reference_labels) or any(answer_labels):
         return _compare_in_any_order(answer, reference, rounding=rounding)
     if answer.label:  # AB = 4, 5 for AB = 4, CD = 5
-        return ComparisonResult("wrong", "different_label")
+        return wrong("different_label")
     return _compare_in_order(answer, reference, rounding=rounding)
 
 
 def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Compare the parts by position, up to the first wrong one."""
     if len(answer.parts) != len(reference.parts):
-        return ComparisonResult("wrong", "different_length")
+        return wrong("different_length")
     if _names_contradict_order(answer, reference):
-        return ComparisonResult("wrong", "different_label")
+        return wrong("different_label")
     pairs = []
     for part, reference_part in zip(answer.parts, reference.parts, strict=True):
         result = _compare_structured(part, reference_part, rounding=rounding)
@@ -370,8 +389,8 @@ def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> C
             ComparedPart(_text_with_label(part), _text_with_label(reference_part), result.reason)
         )
         if result.verdict != "correct":
-            return ComparisonResult(result.verdict, "different_part", tuple(pairs))
-    return ComparisonResult("correct", "same_parts", tuple(pairs))
+            return replace(result, reason="different_part", pairs=tuple(pairs))
+    return correct("same_parts", *pairs)
 
 
 def _names_contradict_order(answer: Answer, reference: Answer) -> bool:
@@ -396,7 +415,7 @@ def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) 
     Parts with different names do not match where all parts of the reference answer have one.
     """
     if len(answer.parts) != len(reference.parts):
-        return ComparisonResult("wrong", "different_length")
+        return wrong("different_length")
     must_have_same_name = all(part.label for part in reference.parts)
     remaining = list(reference.parts)
     pairs: list[ComparedPart] = []
@@ -412,10 +431,10 @@ def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) 
                 break
         if partner is None:
             pairs.append(ComparedPart(_text_with_label(part), "-", "different_part"))
-            return ComparisonResult("wrong", "different_part", tuple(pairs))
+            return wrong("different_part", *pairs)
         remaining.remove(partner)
         pairs.append(ComparedPart(_text_with_label(part), _text_with_label(partner), "same_part"))
-    return ComparisonResult("correct", "same_parts", tuple(pairs))
+    return correct("same_parts", *pairs)
 
 
 def _compare_relations(answer: Answer, reference: Answer) -> ComparisonResult:
@@ -425,7 +444,7 @@ def _compare_relations(answer: Answer, reference: Answer) -> ComparisonResult:
     their trees differ by a constant factor other than 0, which for `<` and `<=` has to be positive.
     """
     if len(answer.relations) != len(reference.relations):
-        return ComparisonResult("wrong", "different_form")
+        return wrong("different_form")
     remaining = list(reference.relations)
     for sign, tree in answer.relations:
         for relation in remaining:
@@ -438,5 +457,5 @@ def _compare_relations(answer: Answer, reference: Answer) -> ComparisonResult:
                 remaining.remove(relation)
                 break
         else:
-            return ComparisonResult("wrong", f"different_{reference.kind}")
-    return ComparisonResult("correct", f"same_{reference.kind}")
+            return wrong(f"different_{reference.kind}")
+    return correct(f"same_{reference.kind}")

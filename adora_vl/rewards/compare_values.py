@@ -58,6 +58,25 @@ class ComparisonResult:
     pairs: tuple[ComparedPart, ...] = ()
 
 
+def correct(reason: str, *pairs: ComparedPart) -> ComparisonResult:
+    """Return the result for a right answer, with the rule that decided."""
+    return ComparisonResult("correct", reason, pairs)
+
+
+def wrong(reason: str, *pairs: ComparedPart) -> ComparisonResult:
+    """Return the result for a wrong answer, with the rule that decided."""
+    return ComparisonResult("wrong", reason, pairs)
+
+
+def result_without_value(answer: Answer) -> ComparisonResult:
+    """Return the result for an answer from which no value could be read.
+
+    For some reasons nothing can be said of it; with any other one it is wrong.
+    """
+    verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
+    return ComparisonResult(verdict, answer.refusal or answer.reason)
+
+
 def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict on an answer of a single value.
 
@@ -71,30 +90,31 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     """
     answer_in_unit = _in_unit_of_reference(answer, reference)
     if answer_in_unit is None:
-        return ComparisonResult("wrong", "different_unit")
+        return wrong("different_unit")
     answer = answer_in_unit
     # The same text is right, whether or not it can be read as a value.
     is_compared_by_text = (
         answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
     )
-    if is_compared_by_text and _is_same_text(answer.text, reference.text):
-        return ComparisonResult("correct", "same_text")
+    if is_compared_by_text and (
+        _unify_text_spelling(answer.text) == _unify_text_spelling(reference.text)
+    ):
+        return correct("same_text")
     # `ratio` has the terms of a text such as `3:4`, and is empty for any other answer.
     if reference.number is None and reference.ratio:
         return _compare_ratios(answer, reference)
     answer = amount_of_money(answer)
     reference = amount_of_money(reference)
     if not answer.is_value:
-        verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
-        return ComparisonResult(verdict, answer.reason)
+        return result_without_value(answer)
     # `50%` is no answer to 0.5, nor the other way round.
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
         reason = "percentage" if answer.kind == "percentage" else "different_text"
-        return ComparisonResult("wrong", reason)
+        return wrong(reason)
     is_answer_undone = answer.number and answer.number.has_undone_arithmetic
     is_reference_undone = reference.number and reference.number.has_undone_arithmetic
     if is_answer_undone and not is_reference_undone:
-        return ComparisonResult("wrong", "unevaluated")  # `2 + 3` where 5 is asked for
+        return wrong("unevaluated")  # `2 + 3` where 5 is asked for
     if answer.number and reference.number:
         return _compare_numbers(
             answer.number, reference.number, answer_text=answer.text, rounding=rounding
@@ -131,13 +151,13 @@ def _compare_numbers(
     # None where the errors of both values are too large to tell.
     is_same = same_number(answer, reference)
     if is_same:
-        return ComparisonResult("correct", "same_number")
+        return correct("same_number")
     may_be_rounded = rounding and "." in answer_text
     if may_be_rounded and is_rounding_of(answer_text, reference.value):
-        return ComparisonResult("correct", "rounded")
+        return correct("rounded")
     if is_same is None:  # nor is it the reference answer rounded
         return ComparisonResult("unparseable", "undecided")
-    return ComparisonResult("wrong", "different_number")
+    return wrong("different_number")
 
 
 def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
@@ -150,10 +170,10 @@ def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     if reference_formula and not (have_trees and answer_unknowns == reference_unknowns):
         return _compare_formulas(answer, reference_formula)
     if not answer.tree or not reference.tree:
-        return ComparisonResult("wrong", answer.reason or "different_text")
+        return wrong(answer.reason or "different_text")
     if answer_unknowns != reference_unknowns:
         reason = "different_expression" if reference_unknowns else "not_a_number"
-        return ComparisonResult("wrong", reason)
+        return wrong(reason)
     return _compare_functions(answer.tree, reference.tree)
 
 
@@ -161,9 +181,9 @@ def _compare_functions(answer: Tree, reference: Tree) -> ComparisonResult:
     """Return the verdict on two trees with the same unknowns, by their values at several points."""
     outcome = same_function(answer, reference)
     if outcome == "equal":
-        return ComparisonResult("correct", "same_value")
+        return correct("same_value")
     if outcome == "different":
-        return ComparisonResult("wrong", "different_expression")
+        return wrong("different_expression")
     return ComparisonResult("unparseable", outcome)
 
 
@@ -175,24 +195,22 @@ def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
     """
     terms = answer.ratio
     expected_terms = reference.ratio
-    same_ratio = ComparisonResult("correct", "same_ratio")
-    different_number = ComparisonResult("wrong", "different_number")
     if answer.kind == "number" and answer.number and len(expected_terms) == 2:
         expected_quotient = expected_terms[0] / expected_terms[1]
         is_same = not answer.number.has_undone_arithmetic and same_number(
             answer.number, expected_quotient
         )
-        return same_ratio if is_same else different_number
+        return correct("same_ratio") if is_same else wrong("different_number")
     if len(terms) != len(expected_terms):
-        return ComparisonResult("wrong", answer.reason or "different_text")
+        return wrong(answer.reason or "different_text")
     try:
         # Two ratios are the same if the first term has the same quotient with each further term.
         for term, expected_term in zip(terms[1:], expected_terms[1:], strict=True):
             if not same_number(terms[0] / term, expected_terms[0] / expected_term):
-                return different_number
+                return wrong("different_number")
     except NotReadError:  # a quotient too large to compute
-        return different_number
-    return same_ratio
+        return wrong("different_number")
+    return correct("same_ratio")
 
 
 def _read_reference_formula(reference: Answer, answer: Answer) -> Tree | None:
@@ -219,7 +237,7 @@ def _compare_formulas(answer: Answer, reference: Tree) -> ComparisonResult:
     if answer.kind in {"text", "expression"}:
         tree = read_formula(answer.text) or answer.tree
     if tree is None or unknowns(tree) != unknowns(reference):
-        return ComparisonResult("wrong", "different_expression" if tree else answer.reason)
+        return wrong("different_expression" if tree else answer.reason)
     return _compare_functions(tree, reference)
 
 
@@ -235,23 +253,13 @@ def _may_be_radians(answer: Answer) -> bool:
     )
 
 
-def _is_same_text(answer: str, reference: str) -> bool:
-    """Return whether two canonical texts are the same.
+def _unify_text_spelling(text: str) -> str:
+    """Return a canonical text in the spelling in which texts are compared.
 
     Spaces between letters, capital letters of words, and the order of letters in the name of a
     figure do not count.
     """
-    if answer == reference:
-        return True
-    return _unify_text_spelling(answer) == _unify_text_spelling(reference)
-
-
-def _unify_text_spelling(text: str) -> str:
-    """Return a text in the spelling in which `_is_same_text` compares texts."""
-    text = unify_figure_names(text)
-    if "angled" in text:
-        text = _RIGHT_ANGLED_PATTERN.sub("right", text)
-    return join_letters(text)
+    return join_letters(_RIGHT_ANGLED_PATTERN.sub("right", unify_figure_names(text)))
 
 
 def join_letters(text: str) -> str:
@@ -261,10 +269,9 @@ def join_letters(text: str) -> str:
     apart. A word counts the same with a capital letter: `True` becomes `true`, while the side `AB`
     does not become `ab`.
     """
-    if "\\" in text:
-        text = _OVERLINED_NAME_PATTERN.sub(r"\1", text)
+    text = _OVERLINED_NAME_PATTERN.sub(r"\1", text)
     text = _CAPITALISED_WORD_PATTERN.sub(lambda word: word[0].lower(), text)
-    return _SPACE_BETWEEN_LETTERS_PATTERN.sub("", text) if " " in text else text
+    return _SPACE_BETWEEN_LETTERS_PATTERN.sub("", text)
 
 
 def is_rounding_of(text: str, reference: Value) -> bool:

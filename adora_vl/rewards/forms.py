@@ -418,28 +418,42 @@ def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) ->
         return read_inequality(text, sides, signs)
     if len(sides) > 2:
         return read_chain(sides)
-    name, value_text = sides
-    is_equality = signs == ["="]
-    if is_equality and all(FIGURE_NAME_PATTERN.fullmatch(side) for side in sides):
+    first, second = sides
+    if signs == ["~"]:
+        if not _is_value_name(first) and not _TUPLE_OF_NAMES_PATTERN.fullmatch(first):
+            raise NotReadError("equation")
+        return _read_named(text, name=first, value_text=second, depth=depth)
+    if all(FIGURE_NAME_PATTERN.fullmatch(side) for side in sides):
         return read_equation(text, sides)  # AB = CD
-    is_name = [VALUE_NAME_PATTERN.fullmatch(side) is not None for side in sides]
-    if is_equality and is_name == [False, True]:
-        value_text, name = sides  # 5 = x
+    if _is_value_name(second) and not _is_value_name(first):  # 5 = x
+        answer = _read_named(text, name=second, value_text=first, depth=depth)
+    elif _is_value_name(first) or _TUPLE_OF_NAMES_PATTERN.fullmatch(first):
+        answer = _read_named(text, name=first, value_text=second, depth=depth)
+    else:
+        return read_equation(text, sides)  # 2x + 4y = 3
+    name_tree = read_value(answer.label).tree
+    if answer.kind == "expression" and name_tree is not None and name_tree[0] == "unknown":
+        equation = read_equation(text, sides)  # y = 2x + 1
+        return replace(equation, parts=(replace(answer, label=""),), label=answer.label)
+    return answer
+
+
+def _is_value_name(text: str) -> bool:
+    """Return whether a text can be the name of a value, as `x`, `AB` and `f(2)` can."""
+    return VALUE_NAME_PATTERN.fullmatch(text) is not None
+
+
+def _read_named(text: str, name: str, value_text: str, depth: int) -> Answer:
+    """Return the answer in `value_text` with its name.
+
+    `name` is that of a value, or a tuple of names. Only a single value, a point, a list or a set
+    can have one. Raises `NotReadError`.
+    """
     if _TUPLE_OF_NAMES_PATTERN.fullmatch(name):
         return _read_named_tuple(text, names_text=name, values_text=value_text, depth=depth)
-    if not VALUE_NAME_PATTERN.fullmatch(name):
-        if not is_equality:
-            raise NotReadError("equation")
-        return read_equation(text, sides)  # 2x + 4y = 3
     value = _parse_form(value_text, depth + 1)
-    name_tree = read_value(name).tree
-    is_unknown = name_tree is not None and name_tree[0] == "unknown"
-    if is_equality and value.kind == "expression" and is_unknown:
-        equation = read_equation(text, sides)  # y = 2x + 1
-        return replace(equation, parts=(value,), label=name)
     if value.is_value:
         return replace(value, label=name)
-    # Only a point, a list or a set can have a name besides a single value.
     if value.kind not in {"ordered", "unordered"}:
         raise NotReadError("equation")
     return replace(value, text=text, label=name)

@@ -12,13 +12,18 @@ import time
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 from adora_vl.data.prompts import without_letters
 from adora_vl.rewards.answer import Answer, read_value
 from adora_vl.rewards.compare import compare
-from adora_vl.rewards.compare_values import ComparisonResult, Verdict, join_letters
+from adora_vl.rewards.compare_values import (
+    ComparisonResult,
+    Verdict,
+    correct,
+    join_letters,
+    wrong,
+)
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
 from adora_vl.rewards.forms import canonical_gold, read_reference, read_structured
 from adora_vl.rewards.grammar import unknowns
@@ -166,8 +171,6 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     return None if canonical_gold(canonical) == canonical else "unstable"
 
 
-# All rollouts of a problem are compared with one reference answer.
-@lru_cache(maxsize=256)
 def _why_no_answer_matches(text: str) -> str | None:
     """Return why no honest answer can match a reference answer as it is spelled, else None.
 
@@ -202,36 +205,34 @@ def _decide_verdict(
             reference_choice=reference_choice,
             rounding=rounding,
         )
+    right_value = reference
     if reference_choice:
-        value = _value_of_letter(reference_choice.letter, choices)
-        if value is None:
-            return ComparisonResult("wrong", "gold_letter_without_choice")
-        if not _agrees_with_text_beside(reference_choice, value):
-            return ComparisonResult("wrong", "gold_letter_with_another_value")
-        # From here on the reference is the value of that choice, and no other one is near enough.
-        reference = value
-        rounding = False
-    letter_result = None  # stays None where the answer names no choice
-    if answer_choice is not None:
-        letter_result = _grade_by_letter(
-            answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
-        )
-        # A wrong letter is final if it is the capital letter of a choice. `c` or `(c)5` may also be
-        # meant as a value, which is tried next.
-        is_capital_letter = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text) is not None
-        is_choice = _value_of_letter(answer_choice.letter, choices) is not None
-        if letter_result.verdict == "correct" or (is_capital_letter and is_choice):
-            return letter_result
+        value_of_choice = _value_of_letter(reference_choice.letter, choices)
+        if value_of_choice is None:
+            return wrong("gold_letter_without_choice")
+        if not _agrees_with_text_beside(reference_choice, value_of_choice):
+            return wrong("gold_letter_with_another_value")
+        right_value = value_of_choice
     value_result = _grade_by_value(
         answer,
-        reference=reference,
+        reference=right_value,
         reference_choice=reference_choice,
         choices=choices,
-        rounding=rounding,
+        # A letter stands for the exact value of its choice.
+        rounding=rounding and not reference_choice,
     )
-    if letter_result is None or value_result.verdict == "correct":
+    if answer_choice is None:
         return value_result
-    return letter_result  # neither the letter nor the value is right
+    letter_result = _grade_by_letter(
+        answer_choice, reference_choice=reference_choice, reference=right_value, choices=choices
+    )
+    # A wrong letter is final if it is the capital letter of a choice. `c` or `(c)5` may also be
+    # meant as a value.
+    is_capital_letter = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text) is not None
+    is_final = is_capital_letter and _value_of_letter(answer_choice.letter, choices) is not None
+    if letter_result.verdict == "correct" or is_final or value_result.verdict != "correct":
+        return letter_result
+    return value_result
 
 
 def _decide_without_choices(
@@ -247,13 +248,13 @@ def _decide_without_choices(
     """
     if answer_choice and reference_choice:
         if answer_choice.letter == reference_choice.letter:
-            return ComparisonResult("correct", "letter")
-        return ComparisonResult("wrong", "different_letter")
+            return correct("letter")
+        return wrong("different_letter")
     if answer_choice:
-        return ComparisonResult("wrong", "letter_without_choice")
+        return wrong("letter_without_choice")
     reason = _why_no_answer_matches(reference.text)
     if reason is not None:
-        return ComparisonResult("wrong", f"gold_{reason}")
+        return wrong(f"gold_{reason}")
     return compare(answer, reference, rounding)
 
 
@@ -277,7 +278,7 @@ def _grade_by_value(
     has_same_text = answer.text != "" and answer_text == reference_text
     if result.verdict != "correct":
         if has_same_text and reference_choice:
-            return ComparisonResult("correct", "same_text")
+            return correct("same_text")
         return result
     if has_same_text:
         return result
@@ -286,7 +287,7 @@ def _grade_by_value(
         choice_value = read_value(choice)
         is_another_text = choice_value.text != reference.text
         if is_another_text and compare(choice_value, reference).verdict == "correct":
-            return ComparisonResult("wrong", "another_choice")
+            return wrong("another_choice")
     return result
 
 
@@ -303,17 +304,17 @@ def _grade_by_letter(
     value = _value_of_letter(answer_choice.letter, choices)
     if value is None:
         reason = "different_letter" if reference_choice else "letter_without_choice"
-        return ComparisonResult("wrong", reason)
+        return wrong(reason)
     if not _agrees_with_text_beside(answer_choice, value):
-        return ComparisonResult("wrong", "letter_with_another_value")
+        return wrong("letter_with_another_value")
     if reference_choice:
         is_same = answer_choice.letter == reference_choice.letter
     else:
         # `value` is read as a reference answer. As the answer here, the choice is read anew.
         is_same = compare(read_value(value.raw), reference).verdict == "correct"
     if not is_same:
-        return ComparisonResult("wrong", "different_letter")
-    return ComparisonResult("correct", "letter")
+        return wrong("different_letter")
+    return correct("letter")
 
 
 def read_answer_for(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:

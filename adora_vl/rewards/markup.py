@@ -5,24 +5,13 @@ These are sizes, colours, spaces, and an environment around a single line.
 
 import re
 
-_LAYOUT_BEGINNING_PATTERN = re.compile(
-    r"\\(?:[bB]ig|tiny|script|footnote|small|normalsize|[lL]arge|LARGE|[hH]uge|text(?:style|color|degree)"
-    r"|(?:math)?strut|hfill|colon|ens|nobreak|limits|boldmath|bfser|rmfam|center|[hv]space|color|m?kern|m?skip"
-    r"|math(?:bin|rel|ord|punct|op|inner|open|close)|operatorname|ensure|begin|overset|stackrel|wideparen"
-    r"|overparen|overarc|[lr]?vert|mid|hat|vec)"
-)
-_SIZE_COMMAND_PATTERN = re.compile(
+# Sizes, a colour or a length with its argument, and a colour of what follows in braces.
+_UNSHOWN_COMMAND_PATTERN = re.compile(
     r"\\(?:[bB]igg?[lrm]?|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
     r"|(?:text|script|scriptscript)style|(?:math)?strut|hfill|enspace|enskip|nobreakspace|limits"
     r"|boldmath|bfseries|rmfamily|centering)(?![A-Za-z])"
-)
-# A command with its argument, which is not shown: a colour or a length.
-_HIDDEN_ARGUMENT_PATTERN = re.compile(
-    r"\\(?:[hv]space\*?|color|m?kern|m?skip)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}"
-)
-# A command whose second argument is shown.
-_COLOUR_COMMAND_PATTERN = re.compile(
-    r"\\(?:textcolor|colorbox)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}(?=\s*\{)"
+    r"|\\(?:[hv]space\*?|color|m?kern|m?skip)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}"
+    r"|\\(?:textcolor|colorbox)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}(?=\s*\{)"
 )
 _MATH_CLASS_PATTERN = re.compile(r"\\math(?:bin|rel|ord|punct|op|inner|open|close)\s*\{([^{}]*)\}")
 _OPERATOR_NAME_PATTERN = re.compile(r"\\(?:operatorname\*?|ensuremath)\s*\{([^{}]*)\}")
@@ -42,19 +31,12 @@ _BAR_COMMAND_PATTERN = re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])")
 
 
 def without_layout(text: str) -> str:
-    """Return `text` with a space in the place of each command of layout.
-
-    The function is called only for a text with a backslash or a tilde.
-    """
-    if not _LAYOUT_BEGINNING_PATTERN.search(text):  # spares the further patterns
-        return text
-    environment = _ONE_LINE_ENVIRONMENT_PATTERN.fullmatch(text) if "\\begin" in text else None
+    """Return `text` with a space in the place of each command of layout."""
+    environment = _ONE_LINE_ENVIRONMENT_PATTERN.fullmatch(text)
     if environment:
         text = environment["line"].replace("&", " ")
     text = _CASES_PATTERN.sub(_write_cases_as_list, text)
-    text = _SIZE_COMMAND_PATTERN.sub(" ", text)
-    text = _HIDDEN_ARGUMENT_PATTERN.sub(" ", text)
-    text = _COLOUR_COMMAND_PATTERN.sub(" ", text)
+    text = _UNSHOWN_COMMAND_PATTERN.sub(" ", text)
     text = _MATH_CLASS_PATTERN.sub(r"\1", text)
     text = _OPERATOR_NAME_PATTERN.sub(r" \1 ", text)
     text = _UNIT_VECTOR_PATTERN.sub(r" \1", text)

@@ -3,7 +3,6 @@ r"""Numbers in special spellings: recurring decimals, degrees and minutes, and E
 import re
 from fractions import Fraction
 
-_MAY_RECUR_PATTERN = re.compile(r"\.[0-9]*(?:\\overline|\\bar|\\dot|\(|\.\.|…|\\[lc]?dots)")
 _PERIOD_DIGITS = r"[0-9]{1,12}"
 # `0.1\overline{6}`, `0.1\dot{6}`, `0.\dot{1}4285\dot{7}` and `0.1(6)`.
 _MARKED_PERIOD_PATTERN = re.compile(
@@ -24,8 +23,6 @@ _DEGREES_AND_MINUTES_PATTERN = re.compile(
     rf"(?<![0-9.])([0-9]{{1,4}})\s*{_DEGREE_SIGN}\s*([0-9]{{1,2}}(?:\.[0-9]{{1,4}})?)\s*{_MINUTE_SIGN}"
     rf"(?:\s*([0-9]{{1,2}}(?:\.[0-9]{{1,4}})?)\s*{_SECOND_SIGN})?(?!\s*[0-9'\u2019′\"])"
 )
-
-_MAY_HAVE_MINUTES_PATTERN = re.compile("['\u2019′]|prime|minute|度")
 # fmt: off
 _WORDS_BELOW_TWENTY = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
@@ -52,9 +49,6 @@ def replace_recurring_decimals(text: str) -> str:
 
     `0.\overline{3}` and `0.333\ldots` become `\frac{1}{3}`.
     """
-    if not _MAY_RECUR_PATTERN.search(text):
-        return text
-
     text = _MARKED_PERIOD_PATTERN.sub(_recurring_decimal_as_fraction, text)
     return _REPEATED_PERIOD_PATTERN.sub(_recurring_decimal_as_fraction, text)
 
@@ -88,8 +82,6 @@ def _fraction_of_recurring(integer: str, places: str, period: str) -> str:
 
 def minutes_to_degrees(text: str) -> str:
     r"""Return `text` with angles in degrees alone: `67\frac{1}{2}^\circ` for `67^\circ 30'`."""
-    if not _MAY_HAVE_MINUTES_PATTERN.search(text):  # a quick test, true for few answers
-        return text
     return _DEGREES_AND_MINUTES_PATTERN.sub(_angle_in_degrees_alone, text)
 
 

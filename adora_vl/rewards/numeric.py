@@ -41,6 +41,13 @@ MIN_DIGITS_OF_LONG_DECIMAL = 6
 # How near an answer has to be to a reference answer of 0, also to a sum that cancels.
 ABSOLUTE_TOLERANCE = Fraction(1, 10**12)
 
+# How many times smaller than the tolerance an error has to be, so that two values are believed equal.
+_ERROR_MARGIN = 1000
+# How much less than one unit in its last place a long decimal may be off, whatever floats round.
+_ROUNDED_UNIT = 1 - 2.0**-40
+# The largest error of a product, as a share of it, with which two products are believed equal.
+_MAX_PRODUCT_ERROR = 2.0**-60
+
 MAX_CONSTANT_EXPONENT = 64  # of a constant
 
 # The points at which two functions of unknowns are compared. They differ in sign and size, and no
@@ -233,11 +240,9 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
     if distance > error:  # they are not equal
         if last_digit_growth is None:
             return False
-        # A distance of exactly one unit is too much, however it is rounded to a float.
-        one_unit = Ball(last_digit_growth).magnitude * (1 - 2.0**-40)
-        return distance < min(tolerance, one_unit)
-    # They can be equal. That is believed only if the error is far smaller than the tolerance.
-    return True if 1000 * error < tolerance else None
+        # A distance of exactly one unit is too much.
+        return distance < min(tolerance, Ball(last_digit_growth).magnitude * _ROUNDED_UNIT)
+    return True if _ERROR_MARGIN * error < tolerance else None
 
 
 def same_function(answer: Tree, reference: Tree) -> Comparison:
@@ -398,12 +403,8 @@ def _are_equal_products(
         return False
     if difference.is_exact:
         return bool(difference.value == 0)
-    # The difference is within its error, and the error within 2^-60 of the larger product.
-    return (
-        difference.magnitude
-        <= difference.error
-        <= 2.0**-60 * max(first.magnitude, second.magnitude)
-    )
+    largest_error = _MAX_PRODUCT_ERROR * max(first.magnitude, second.magnitude)
+    return difference.magnitude <= difference.error <= largest_error
 
 
 def _comparison_points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:

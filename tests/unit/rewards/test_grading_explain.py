@@ -16,6 +16,7 @@ from benchmarks.grading_corpus import cases
 
 REWARDS_FOLDER = Path(explain.__file__).parent
 VERDICT_NAMES = {"correct", "wrong", "unparseable"}
+REASON_FUNCTIONS = {"correct", "wrong", "NotReadError"}  # whose first argument is a reason
 
 
 def run_explain(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
@@ -107,7 +108,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
     its values.
     """
     reasons: set[Any] = {*get_args(Comparison), *NO_VALUE_REASONS, *UNREAD_REASONS}
-    for name in ("grade", "compare", "forms", "canonical", "grammar", "numeric"):
+    for name in ("grade", "compare", "compare_values", "forms", "canonical", "grammar", "numeric"):
         code = (REWARDS_FOLDER / f"{name}.py").read_text()
         for node in ast.walk(ast.parse(code)):
             reasons |= named_reasons(node)
@@ -128,7 +129,7 @@ def named_reasons(node: ast.AST) -> set[object]:
     constants = [element.value for element in elements if isinstance(element, ast.Constant)]
     if len(constants) > 1 and constants[0] in VERDICT_NAMES:
         return {constants[1]}
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "NotReadError":
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in REASON_FUNCTIONS:
         return set(constants)
     return set()
 
