@@ -426,9 +426,7 @@ def _summary(
 class MathVerseDataOptions(HubDataOptions):
     """Which problems are asked, and in which words."""
 
-    query: Literal["cot", "wo"] = option(
-        "cot", help="for reasoning (cot), or the answer alone", choices=("cot", "wo")
-    )
+    query: Literal["cot", "wo"] = option("cot", help="for reasoning (cot), or the answer alone")
 
 
 def load(options: MathVerseDataOptions) -> LoadedProblems:

@@ -78,7 +78,6 @@ def build_query(row: dict[str, Any]) -> str:
     return "\n".join([_PROMPT_INSTRUCTION, question, *options]) + "\n"
 
 
-RULE_SETS = ("official", "strict")
 # The words by which the official score finds a stated answer.
 _ANSWER_PHRASES = (
     "the final answer is",
@@ -325,9 +324,7 @@ def check_row(row: Prediction) -> str | None:
 class MathVisionScoreOptions(ExtractionOptions):
     """How the answer is compared with the reference answer."""
 
-    rules: Literal["official", "strict"] = option(
-        "official", help="strict: as in training", choices=RULE_SETS
-    )
+    rules: Literal["official", "strict"] = option("official", help="strict: as in training")
 
 
 def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> list[Prediction]:

@@ -32,7 +32,6 @@ from adora_vl.evals.scoring.score import (
 )
 from adora_vl.utils.cli import amount
 
-RULE_SETS = ("official", "letter")
 # The columns that each row has, and what their values have to be.
 REQUIRED_COLUMNS = {"options": ANY_VALUE, "answer": TEXT_VALUE, "subject": TEXT_VALUE}
 _LAST_LINE_REQUEST = (
@@ -50,9 +49,7 @@ PROMPT_BY_QUERY = {
 class MMMUProDataOptions(HubDataOptions):
     """Which problems are asked, and in which words."""
 
-    query: Literal["cot", "direct"] = option(
-        "cot", help="for reasoning (cot), or the letter alone", choices=PROMPT_BY_QUERY
-    )
+    query: Literal["cot", "direct"] = option("cot", help="for reasoning (cot), or the letter alone")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +57,7 @@ class MMMUProScoreOptions(ScoreOptions):
     """Which letter counts."""
 
     rules: Literal["official", "letter"] = option(
-        "official", help="letter: ours, for any form of answer", choices=RULE_SETS
+        "official", help="letter: ours, for any form of answer"
     )
 
 

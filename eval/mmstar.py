@@ -40,7 +40,6 @@ from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.utils.cli import optional, path
 from adora_vl.utils.errors import UserError
 
-RULE_SETS = ("official", "letter")
 # The columns that each row has, and what their values have to be.
 REQUIRED_COLUMNS = {
     "question": TEXT_VALUE,
@@ -68,7 +67,7 @@ class MMStarScoreOptions(ScoreOptions):
     """Which letter counts, and the runs that gain and leakage are measured against."""
 
     rules: Literal["official", "letter"] = option(
-        "letter", help="official is made for answers that start with the letter", choices=RULE_SETS
+        "letter", help="official is made for answers that start with the letter"
     )
     without_image: Path | None = option(
         None,

@@ -31,7 +31,6 @@ from adora_vl.evals.scoring.score import (
 from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.utils.cli import amount
 
-RULE_SETS = ("official", "letter")
 _PROMPT_TEMPLATE = """\
 Now, we require you to solve a multiple-choice math question. Please briefly describe your thought process and provide \
 the final answer(option).
@@ -83,7 +82,7 @@ class WeMathScoreOptions(ScoreOptions):
     """Which letter counts."""
 
     rules: Literal["official", "letter"] = option(
-        "letter", help="official is made for answers in the official form", choices=RULE_SETS
+        "letter", help="official is made for answers in the official form"
     )
 
 

@@ -83,8 +83,7 @@ def caution_lines(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> lis
         lines.append(
             "warning: the runs were scored by different rules: " + " | ".join(sorted(rules))
         )
-    differing_versions = _differing_values(with_fingerprint, "versions", ignored=())
-    for key, values in differing_versions.items():
+    for key, values in _differing_values(with_fingerprint, "versions").items():
         lines.append(f"note: the runs differ in the version of {key}: {values}")
     return lines
 
@@ -120,19 +119,16 @@ def _differing_settings(runs: Sequence[ScoreFile], may_differ: Sequence[str]) ->
     """
     differing_fields = _differing_values(runs, "fields", ignored=may_differ)
     with_resolved = [run for run in runs if fingerprint_part(run.score, "resolved")]
-    # An earlier version of this package wrote down fewer settings. The address of a server says
-    # nothing of its answers.
-    not_compared = {"base_url", *differing_fields}
-    for run in with_resolved:
-        for other_run in with_resolved:
-            settings = fingerprint_part(run.score, "resolved")
-            not_compared |= settings.keys() - fingerprint_part(other_run.score, "resolved").keys()
-    differing_resolved = _differing_values(with_resolved, "resolved", ignored=tuple(not_compared))
+    # The address of a server says nothing of its answers. An earlier version of this package wrote
+    # down fewer settings.
+    differing_resolved = _differing_values(
+        with_resolved, "resolved", ignored=("base_url", *differing_fields), common_only=True
+    )
     return differing_fields | differing_resolved
 
 
 def _differing_values(
-    runs: Sequence[ScoreFile], part: str, *, ignored: Sequence[str]
+    runs: Sequence[ScoreFile], part: str, *, ignored: Sequence[str] = (), common_only: bool = False
 ) -> dict[str, str]:
     """Return the keys in one part of the fingerprints whose values differ between runs.
 
@@ -140,6 +136,7 @@ def _differing_values(
         runs: The runs, all with that part.
         part: `fields`, `resolved` or `versions`.
         ignored: Keys that are not compared.
+        common_only: Whether a key is compared only if all runs have it.
 
     Each key has a text with the value of each run.
     """
@@ -147,7 +144,8 @@ def _differing_values(
     keys = dict.fromkeys(key for _, values in parts_of_runs for key in values)
     values_text_by_key: dict[str, str] = {}
     for key in keys:
-        if key in ignored:
+        is_common = all(key in values for _, values in parts_of_runs)
+        if key in ignored or (common_only and not is_common):
             continue
         distinct_values = {
             json.dumps(values.get(key), sort_keys=True) for _, values in parts_of_runs

@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from adora_vl.utils.cli import optional, text
 
@@ -27,7 +27,8 @@ def option(
     The field `max_tokens` becomes the option `--max-tokens`.
 
     Args:
-        default: The value of the field where none is given. Without it, code has to give one.
+        default: The value of the field where none is given. Without it, code has to give one. The
+            choices of a field whose type is a `Literal` are those of the type.
         help: What `--help` says of the option.
         parser_default: The value of the option where none is given, if that differs from `default`.
         arguments: Further arguments of `add_argument`.
@@ -62,8 +63,11 @@ def add_options(parser: ArgumentParser, kind: type) -> None:
     """Add the options of a dataclass to a parser, in the order of its fields."""
     for option_field in fields(kind):
         arguments = parser_arguments_of(option_field)
-        if arguments is not None:
-            parser.add_argument("--" + option_field.name.replace("_", "-"), **arguments)
+        if arguments is None:
+            continue
+        if get_origin(option_field.type) is Literal:
+            arguments = {"choices": get_args(option_field.type), **arguments}
+        parser.add_argument("--" + option_field.name.replace("_", "-"), **arguments)
 
 
 def options_from(kind: type[Options], source: object, **overrides: Any) -> Options:

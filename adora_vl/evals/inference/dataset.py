@@ -122,10 +122,7 @@ def load_problems(
             a line for each such row, before any answer is paid for.
     """
     loaded = _load_split(options, image_columns=image_columns, id_column=id_column, config=config)
-    if loaded.folder and image_folder and (loaded.folder / image_folder).is_dir():
-        loaded = replace(loaded, folder=loaded.folder / image_folder)
-    if our_names:
-        loaded = replace(loaded, rows=[_rename_columns(row, our_names) for row in loaded.rows])
+    loaded = _adapt_layout(loaded, image_folder=image_folder, our_names=our_names or {})
     has_image = bool(image_columns)  # the question may then be empty, as a part of the picture
 
     def fault_of(row: Row) -> str | None:
@@ -182,9 +179,20 @@ def _refuse_faulty_rows(loaded: _LoadedRows, fault_of: Callable[[Row], str | Non
         raise UserError(f"data: {loaded.origin} has no rows")
 
 
-def _rename_columns(row: Row, our_names: Mapping[str, str]) -> Row:
-    """Return a row with the names of its columns replaced by those in `our_names`."""
-    return {our_names.get(name, name): value for name, value in row.items()}
+def _adapt_layout(
+    loaded: _LoadedRows, *, image_folder: str, our_names: Mapping[str, str]
+) -> _LoadedRows:
+    """Return rows with our names of their columns, whose images may lie in a folder beside them.
+
+    The arguments are those of `load_problems`.
+    """
+    rows = [
+        {our_names.get(name, name): value for name, value in row.items()} for row in loaded.rows
+    ]
+    folder = loaded.folder
+    if folder is not None and (folder / image_folder).is_dir():
+        folder /= image_folder
+    return replace(loaded, rows=rows, folder=folder)
 
 
 def _as_prediction(row: Row, id_column: str) -> Row:

@@ -45,9 +45,12 @@ _ORDINAL_PATTERN = re.compile(
     rf"\b({'|'.join(_ORDINAL_WORDS)}|last)\s+(?:option|choice|answer|one)\b|第([{_CHINESE_ORDINALS}])(?:个)?选?项",
     re.IGNORECASE,
 )
-_MAX_ORDINAL_ANSWER_CHARS = (
-    60  # characters of a response that says no more than `The third option.`
-)
+# The most characters of a response that says no more than `Option B`, and `The third option.`; a
+# longer one may be a sentence.
+_MAX_LETTER_ANSWER_CHARS = 39
+_MAX_ORDINAL_ANSWER_CHARS = 59
+# The characters before a letter in brackets in which words may rule it out.
+_RULING_OUT_CHARS = 60
 # What gives the reason of a statement, which may name other choices.
 _REASON_WORDS_PATTERN = re.compile(r",?\s+(?:since|because|given that)\b", re.IGNORECASE)
 # A word of a choice, so that the choice is more than a value; no LaTeX command is one.
@@ -148,11 +151,12 @@ def _boxed_value_of_no_choice(matcher: ChoiceMatcher, response: str) -> str:
 def _choice_by_whole_text(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice if the whole text is its text or its letter."""
     key = normalise_choice_text(text)
-    # A text of this length may be a sentence.
-    letter = matcher.patterns.alone.fullmatch(text) if len(text) < 40 else None
-    if letter and key not in matcher.choice_keys:
-        return matcher.index_of(letter)
-    return matcher.choice_keys.index(key) if key and key in matcher.choice_keys else None
+    if key in matcher.choice_keys:
+        return matcher.choice_keys.index(key) if key else None
+    if len(text) > _MAX_LETTER_ANSWER_CHARS:
+        return None
+    letter = matcher.patterns.alone.fullmatch(text)
+    return matcher.index_of(letter) if letter else None
 
 
 def _choice_in_last_box(matcher: ChoiceMatcher, response: str) -> int | None:
@@ -238,7 +242,7 @@ def _choice_by_bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None
     """
     indices: list[int] = []
     for match in matcher.patterns.bracketed.finditer(text):
-        text_before = text[max(0, match.start() - 60) : match.start()]
+        text_before = text[max(0, match.start() - _RULING_OUT_CHARS) : match.start()]
         is_ruled_out = (
             is_called_wrong(text, match) or _RULING_OUT_PATTERN.search(text_before) is not None
         )
@@ -257,8 +261,8 @@ def _choice_by_position(matcher: ChoiceMatcher, text: str) -> int | None:
 
     A text that names several positions means none of them.
     """
-    ordinals = _ORDINAL_PATTERN.findall(text) if len(text) < _MAX_ORDINAL_ANSWER_CHARS else []
-    if len(ordinals) != 1:
+    ordinals = _ORDINAL_PATTERN.findall(text)
+    if len(ordinals) != 1 or len(text) > _MAX_ORDINAL_ANSWER_CHARS:
         return None
     english, chinese = ordinals[0]
     if english.lower() == "last":

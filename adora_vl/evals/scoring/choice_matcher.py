@@ -27,6 +27,13 @@ _DENIAL_PATTERN = re.compile(
 _SUPPOSITION_PATTERN = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
 # Characters of a text that may be a value. Comparing values takes long, and a sentence is none.
 _MAX_VALUE_CHARS = 100
+# The characters around a letter or a choice in which other words say what it is. The bounds keep the
+# search fast: a list does not need more than its neighbours.
+_LIST_BEHIND_CHARS = 60
+_LIST_BEFORE_CHARS = 30
+_DENIAL_CHARS = 20
+_WRONG_BEFORE_CHARS = 15
+_WRONG_BEHIND_CHARS = 40
 # What every match of `LetterPatterns.list_before` ends with. It is tried first, since that
 # pattern is slow.
 _END_OF_LIST_PATTERN = re.compile(
@@ -79,10 +86,9 @@ class ChoiceMatcher:
         # Each spelling of a letter has a group in the pattern, and the one that matched is set.
         group_number = next(number for number, group in enumerate(match.groups(), 1) if group)
         start, end = match.span(group_number)
-        # The bounds keep the search fast; a list does not need more than its neighbours.
-        if self.patterns.list_behind.match(text, end, end + 60) is not None:
+        if self.patterns.list_behind.match(text, end, end + _LIST_BEHIND_CHARS) is not None:
             return True
-        text_before = text[max(0, start - 30) : start]
+        text_before = text[max(0, start - _LIST_BEFORE_CHARS) : start]
         if _END_OF_LIST_PATTERN.search(text_before) is None:
             return False
         return self.patterns.list_before.search(text_before) is not None
@@ -207,7 +213,8 @@ class ChoiceMatcher:
             pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
             for match in re.finditer(pattern, text):
                 start = match.start()
-                is_denied = _DENIAL_PATTERN.search(text[max(0, start - 20) : start]) is not None
+                text_before = text[max(0, start - _DENIAL_CHARS) : start]
+                is_denied = _DENIAL_PATTERN.search(text_before) is not None
                 if count_denied or not is_denied:
                     mentions.append((start, index))
             # Characters that no choice has keep all other positions as they are.
@@ -221,8 +228,8 @@ def is_called_wrong(text: str, match: re.Match[str]) -> bool:
     It is called wrong in `the incorrect answer is A` and `option (D) is incorrect`, and only
     supposed in `B would be right if ...`.
     """
-    text_before = text[max(0, match.start() - 15) : match.start()]
-    text_behind = text[match.end() : match.end() + 40]
+    text_before = text[max(0, match.start() - _WRONG_BEFORE_CHARS) : match.start()]
+    text_behind = text[match.end() : match.end() + _WRONG_BEHIND_CHARS]
     if _SUPPOSITION_PATTERN.match(text_behind):
         return True
     rest_of_line = text_behind.split("\n")[0]

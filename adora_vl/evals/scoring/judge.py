@@ -37,7 +37,7 @@ class ExtractionOptions(ScoreOptions):
     """How the answer is read out of a response, and where the judge is that may do it."""
 
     extraction: Literal["rules", "stored", "judge"] = option(
-        "rules", help="how the answer is found", choices=("rules", "stored", "judge")
+        "rules", help="how the answer is found"
     )
     judge_url: str | None = option(
         None,

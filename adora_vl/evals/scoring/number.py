@@ -15,6 +15,7 @@ from adora_vl.evals.scoring.response_text import (
 )
 from adora_vl.rewards.answer import amount_of_money, read_value
 from adora_vl.rewards.completion import last_boxed
+from adora_vl.rewards.numerals import DIGITS_BY_NUMBER_WORD
 
 # A heading that says no more than that the answer follows.
 _ANSWER_HEADING_PATTERN = re.compile(
@@ -58,58 +59,13 @@ _VERB_PATTERN = re.compile(
     r"|[=≈]|\\approx|:(?!\d))",
     re.IGNORECASE,
 )
-# The words of the numbers from 0 on.
-_NUMBER_WORDS = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-    "twenty",
-]
+# The words of the numbers from zero to twenty.
+_NUMBER_WORDS = list(DIGITS_BY_NUMBER_WORD)[:21]
 # Words that say nothing of what a question is about.
-_FUNCTION_WORDS = {
-    "the",
-    "and",
-    "are",
-    "was",
-    "were",
-    "has",
-    "have",
-    "had",
-    "how",
-    "many",
-    "much",
-    "what",
-    "which",
-    "that",
-    "this",
-    "there",
-    "with",
-    "from",
-    "for",
-    "does",
-    "did",
-    "not",
-    "its",
-    "can",
-    "all",
-}
+_FUNCTION_WORD_PATTERN = re.compile(
+    "the|and|are|was|were|has|have|had|how|many|much|what|which|that|this|there|with|from|for|does"
+    "|did|not|its|can|all"
+)
 _NUMBER_WORD_PATTERN = re.compile(rf"\b({'|'.join(_NUMBER_WORDS)})\b", re.IGNORECASE)
 
 
@@ -291,7 +247,8 @@ def _find_restatement(sentences: list[str], question: str) -> str | None:
 
 def _content_words(text: str) -> set[str]:
     """Return the words of a text that carry its meaning, in lower case."""
-    return {word for word in re.findall(r"[a-z]{3,}", text.lower()) if word not in _FUNCTION_WORDS}
+    words = re.findall(r"[a-z]{3,}", text.lower())
+    return {word for word in words if not _FUNCTION_WORD_PATTERN.fullmatch(word)}
 
 
 def _find_answer_number(sentence: str, question_numbers: set[str]) -> str | None:
@@ -322,8 +279,8 @@ def _find_number_words(text: str) -> list[_PlacedNumber]:
     """Return the numbers that a text has as words, such as `three`, in digits."""
     numbers: list[_PlacedNumber] = []
     for match in _NUMBER_WORD_PATTERN.finditer(text):
-        number = _NUMBER_WORDS.index(match[1].lower())
-        numbers.append(_PlacedNumber(match.start(), str(number)))
+        digits = DIGITS_BY_NUMBER_WORD[match[1].lower()]
+        numbers.append(_PlacedNumber(match.start(), digits))
     return numbers
 
 

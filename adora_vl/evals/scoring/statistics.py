@@ -56,12 +56,8 @@ def student_quantile(degrees_of_freedom: float) -> float:
     Degrees of freedom that are no whole number, as in Welch's test, are rounded down, which makes
     the quantile larger. Beyond the table it is at most 4 % too large.
     """
-    whole_degrees = max(1, int(degrees_of_freedom))
-    return (
-        _STUDENT_QUANTILES_95[whole_degrees - 1]
-        if whole_degrees <= len(_STUDENT_QUANTILES_95)
-        else _STUDENT_QUANTILES_95[-1]
-    )
+    whole_degrees = min(max(1, int(degrees_of_freedom)), len(_STUDENT_QUANTILES_95))
+    return _STUDENT_QUANTILES_95[whole_degrees - 1]
 
 
 def student_half_width(values: Sequence[float]) -> float:
@@ -126,12 +122,7 @@ def wilson_over_problems(
     """Return the 95 % score interval of the share of answers that are counted, over the problems.
 
     Answers to one problem, or to versions of it, are not independent. The interval is therefore
-    that of fewer answers, which would have the same standard error if they were independent. Their
-    number is the number of answers by the design effect: the variance of the share over its
-    variance for independent answers (Kish 1965), here from the sums of the residuals of each
-    problem. With few problems that variance is itself uncertain, which Student's t accounts for
-    (Korn and Graubard 1998). It is at least the number that is right where all answers to a problem
-    are equal: that of the problems, if each has equally many answers.
+    that of as many independent answers as are worth them.
 
     Args:
         are_counted: Whether each answer is counted, such as whether it is right; at least one.
@@ -139,41 +130,46 @@ def wilson_over_problems(
     """
     n_answers = len(are_counted)
     count = sum(are_counted)
-    share = count / n_answers
+    n_independent = _independent_answers(are_counted, problems)
+    # The ends stay exact where all answers are independent or counted, or none is.
+    if n_independent == n_answers:
+        return wilson_interval(count, n_answers)
+    if count == n_answers:
+        return wilson_interval(n_independent, n_independent)
+    return wilson_interval(count / n_answers * n_independent, n_independent)
+
+
+def _independent_answers(are_counted: Sequence[bool], problems: Sequence[str]) -> float:
+    """Return how many independent answers would know the share of counted ones as exactly as these.
+
+    It is the number of answers by the design effect: the variance of the share over its variance
+    for independent answers (Kish 1965), here from the sums of the residuals of each problem. With
+    few problems that variance is itself uncertain, which Student's t accounts for (Korn and
+    Graubard 1998).
+    """
+    n_answers = len(are_counted)
+    share = sum(are_counted) / n_answers
     residual_by_problem = dict.fromkeys(problems, 0.0)
     answers_by_problem = dict.fromkeys(problems, 0)
     for is_counted, problem in zip(are_counted, problems, strict=True):
         residual_by_problem[problem] += is_counted - share
         answers_by_problem[problem] += 1
     n_problems = len(answers_by_problem)
-    if n_problems == n_answers:  # one answer to each problem: all are independent
-        return wilson_interval(count, n_answers)
-    # The least number, for answers that are equal within each problem.
-    effective_answers = n_answers**2 / sum(n**2 for n in answers_by_problem.values())
+    if n_problems == n_answers:
+        return n_answers
+    # The least number is that for answers which are equal within each problem. If each problem has
+    # equally many answers, it is the number of problems.
+    least_number = n_answers**2 / sum(n**2 for n in answers_by_problem.values())
     # Without any spread of the answers, or with one problem alone, no variance can be estimated.
-    if 0 < count < n_answers and n_problems > 1:
-        squared_residuals = sum(residual**2 for residual in residual_by_problem.values())
-        variance_of_share = squared_residuals * n_problems / (n_problems - 1) / n_answers**2
-        independent_variance = share * (1 - share) / n_answers
-        # Answers that differ within a problem more than chance would are not worth more than others.
-        design_effect = max(1.0, variance_of_share / independent_variance)
-        quantile_ratio = _NORMAL_QUANTILE_95 / student_quantile(n_problems - 1)
-        estimated_answers = n_answers / design_effect * quantile_ratio**2
-        effective_answers = max(effective_answers, estimated_answers)
-    # The ends stay exact where all answers are counted, or none is.
-    effective_count = effective_answers if count == n_answers else share * effective_answers
-    return wilson_interval(effective_count, effective_answers)
-
-
-def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean of at least one value, by resampling.
-
-    The seed is fixed, so that the same values always have the same interval.
-    """
-    generator = random.Random(BOOTSTRAP_SEED)
-    n = len(values)
-    means = sorted(sum(generator.choices(values, k=n)) / n for _ in range(BOOTSTRAP_RESAMPLES))
-    return means[int(0.025 * BOOTSTRAP_RESAMPLES)], means[int(0.975 * BOOTSTRAP_RESAMPLES) - 1]
+    if share in (0.0, 1.0) or n_problems == 1:
+        return least_number
+    squared_residuals = sum(residual**2 for residual in residual_by_problem.values())
+    variance_of_share = squared_residuals * n_problems / (n_problems - 1) / n_answers**2
+    independent_variance = share * (1 - share) / n_answers
+    # Answers that differ within a problem more than chance would are not worth more than others.
+    design_effect = max(1.0, variance_of_share / independent_variance)
+    quantile_ratio = _NORMAL_QUANTILE_95 / student_quantile(n_problems - 1)
+    return max(least_number, n_answers / design_effect * quantile_ratio**2)
 
 
 class ProblemSums(NamedTuple):
@@ -216,10 +212,7 @@ def mean_interval(
     means = [total / count for total, count in sums]
     if min(means) == max(means):
         return interval_of_equal_values(means[0], len(means), lowest=lowest, highest=highest)
-    if len(sums) == len(values):  # each problem has one value
-        return bootstrap_interval(values)
-    low, high = _bootstrap_ratio(sums)
-    return low, high
+    return _bootstrap_ratio(sums)
 
 
 def interval_of_equal_values(
