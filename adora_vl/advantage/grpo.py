@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from adora_vl.advantage.methods import AdvantagePipeline
 
 KNOWN_SCALES = ("group", "batch", "none")
+# Losses that divide by the tokens of the generation, which TRL is given with each micro-batch.
+LOSSES_WITH_TOKEN_MEAN = frozenset({"dapo", "cispo", "vespo"})
 TRL_EPS = 1e-4  # TRL adds it to a standard deviation by which it divides
 
 
@@ -218,6 +220,13 @@ class Dapo(Method):
         )
 
     def check(self, keys: RunKeys) -> None:
+        # `apply` scales advantages up by numbers of tokens, which no other mean would undo.
+        if self.drop_constant and keys.loss_type not in LOSSES_WITH_TOKEN_MEAN:
+            raise ValueError(
+                f"loss_type: {keys.loss_type} with adora_method: dapo, whose drop_constant: true "
+                "needs a mean over the tokens of a generation; set loss_type: dapo, or "
+                "adora_method.dapo.drop_constant: false"
+            )
         if self.overlong_cache is not None:
             overlong_penalty(torch.zeros(1), keys.max_completion_length, self.overlong_cache)
 

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from adora_vl.advantage.grpo import LOSSES_WITH_TOKEN_MEAN
 from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import RowReader, used_columns, without_padding
@@ -31,8 +32,6 @@ from adora_vl.utils.seeding import generator_at
 
 # Losses that take a mean over the rows of a micro-batch. With fewer rows each row would weigh more.
 LOSSES_WITH_ROW_MEAN = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
-# Losses that divide by the tokens of the generation, which TRL is given with each micro-batch.
-LOSSES_WITH_TOKEN_MEAN = frozenset({"dapo", "cispo", "vespo"})
 
 # Divides consecutive positions in the order of learning into consecutive micro-batches.
 Cut = Callable[[Sequence[int]], Sequence[Sequence[int]]]

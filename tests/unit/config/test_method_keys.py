@@ -164,6 +164,12 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
         "loss_type: grpo with adora_method: daro",
     ),
     ("dapo", '{"overlong_cache": 9999}', {}, "overlong_cache: 9999"),
+    (
+        "dapo",
+        '{"keep_settings": ["loss_type"]}',
+        {"loss_type": "grpo"},
+        "^loss_type: grpo with adora_method: dapo, .*set .*dapo.drop_constant: false",
+    ),
 ]
 
 
