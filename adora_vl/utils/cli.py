@@ -183,7 +183,12 @@ class Parser(argparse.ArgumentParser):
         """Return `; did you mean 'x'?` for an unknown option or command in an error of argparse."""
         option = _UNKNOWN_OPTION_PATTERN.match(message)
         if option is not None:
-            return did_you_mean(option[1], self._options())
+            options = self._options()
+            if option[1] in options:
+                # argparse reports what a command does not know to the parser above it, which knows
+                # the options of all commands.
+                return f"; {option[1]!r} belongs to another command"
+            return did_you_mean(option[1], options)
         command = _UNKNOWN_COMMAND_PATTERN.match(message)
         if command is not None:
             return did_you_mean(command[1], re.findall(r"\w+", command[2]))

@@ -25,6 +25,7 @@ from adora_vl.record.summary import evaluate_command, view_command
 from adora_vl.report.page import write_page
 from adora_vl.train import main as train
 from adora_vl.utils.errors import RunError, UserError
+from data_prep.cli import main as data_prep
 from eval.__main__ import main as evaluate
 
 ROOT = Path(__file__).parents[3]
@@ -83,6 +84,12 @@ def test_a_lora_run_is_resolved_to_its_merged_model(tmp_path, capsys):
 
 def test_tiny_is_the_same_model_in_training_and_evaluation():
     assert check_model("tiny") == resolve_model("tiny") == str(PRETRAINED_FOLDER)
+
+
+def test_an_option_of_another_command_is_not_proposed(capsys):
+    """`--source` is an option of `knights`, and unknown to `convert`."""
+    assert data_prep(["convert", "--source", "x", "--output", "y"]) == 2
+    assert "--source x; '--source' belongs to another command; see" in capsys.readouterr().err
 
 
 def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
