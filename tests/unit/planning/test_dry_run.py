@@ -359,9 +359,20 @@ def test_a_generation_of_all_processes_is_planned_where_one_alone_does_not_divid
     assert main([*words, "--processes", "8"]) == 0
     assert "8 rollouts per generation" in capsys.readouterr().out
     assert main([*words, "--processes", "4"]) == 2
-    assert "divide into groups" in capsys.readouterr().err
+    assert (
+        "per_device_train_batch_size: 1 x steps_per_generation: 1 x 4 processes = 4 rollouts, "
+        "which do not divide into groups"
+    ) in capsys.readouterr().err
     assert main(words) == 2
     assert "do not divide into groups of num_generations: 8" in capsys.readouterr().err
+
+
+def test_a_generation_batch_size_is_that_of_all_processes(tmp_path, capsys):
+    """Each of two processes has half of its micro-batches."""
+    words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    words += ["--per_device_train_batch_size", "8", "--generation_batch_size", "64", "--dry-run"]
+    assert main([*words, "--processes", "2"]) == 0
+    assert "64 rollouts per generation" in capsys.readouterr().out
 
 
 def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, tmp_path, capsys):
