@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-from dataclasses import fields
 
+from adora_vl.evals.options import options_from
 from adora_vl.utils.cli import (
     MAX_SEED,
     Commands,
@@ -128,15 +128,12 @@ def _add_geometry3k(commands: Commands) -> None:
 
 def _geometry3k(arguments: argparse.Namespace) -> None:
     """Run `geometry3k`: prepare the data set, and print its counts and one prompt."""
-    options = Geometry3KOptions(
-        **{field.name: getattr(arguments, field.name) for field in fields(Geometry3KOptions)}
-    )
     manifest = prepare_geometry3k(
         arguments.output,
         source=arguments.source,
         location=arguments.input,
         revision=arguments.revision,
-        options=options,
+        options=options_from(Geometry3KOptions, arguments),
         workers=arguments.workers,
         overwrite=arguments.overwrite,
     )

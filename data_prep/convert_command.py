@@ -1,11 +1,12 @@
 """The command `convert` of `python -m data_prep`, and its options."""
 
 import argparse
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from adora_vl.conversion.columns import ANSWER_IS, PRESETS, Columns, columns_of_words
 from adora_vl.conversion.convert import Conversion, convert
 from adora_vl.data.dataset import SPLITS
+from adora_vl.evals.options import options_from
 from adora_vl.utils.cli import (
     MAX_SEED,
     Commands,
@@ -210,11 +211,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     location = arguments.input or (preset.id if preset else None)
     if location is None:
         raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")
-    # The fields of `Conversion` have the names of options. Two of them differ from their option.
-    option_values = {field.name: getattr(arguments, field.name) for field in fields(Conversion)}
-    option_values["name"] = data_name
-    option_values["splits"] = dict(arguments.splits)
-    conversion = Conversion(**option_values)
+    # The other fields of `Conversion` have the values of the options with their names.
+    conversion = options_from(Conversion, arguments, name=data_name, splits=dict(arguments.splits))
     manifest = convert(
         location,
         arguments.output,

@@ -58,27 +58,23 @@ class ShareOfGroups:
         if not self.total:
             return "-"
         low, high = wilson_interval(self.count, self.total)
-        return (
-            f"{self.count / self.total:6.1%}  [{low:.1%}, {high:.1%}]  {self.count} of {self.total}"
-        )
+        return f"{self.value:6.1%}  [{low:.1%}, {high:.1%}]  {self.count} of {self.total}"
 
     @property
     def value(self) -> float:
-        """The share itself; NaN of nothing."""
-        return self.count / self.total if self.total else math.nan
+        """The share itself, of a total that is not 0."""
+        return self.count / self.total
 
 
 class MeanDifference(NamedTuple):
-    """A mean of paired differences with its 95 % interval; NaN where there are too few pairs."""
+    """A mean of paired differences with its 95 % interval."""
 
     mean: float
     low: float
     high: float
 
     def __str__(self) -> str:
-        """Return the mean with its interval; `-` without an interval."""
-        if math.isnan(self.low):
-            return "-"
+        """Return the mean with its interval."""
         return f"{self.mean:+6.1%}  [{self.low:+.1%}, {self.high:+.1%}]"
 
 
@@ -99,7 +95,8 @@ class Forecast:
     # In the groups with a signal whose answers differ in length:
     longest: ShareOfGroups  # how many of the longest answers are right
     shortest: ShareOfGroups  # how many of the shortest answers are right
-    longest_minus_shortest: MeanDifference  # of the two shares of each group
+    # Of the two shares of each group; None where there are fewer than two groups.
+    longest_minus_shortest: MeanDifference | None
     # How many problems had too few answers to be a group.
     problems_left_out: int = 0
 
@@ -118,7 +115,7 @@ class Forecast:
             ("only the shortest are right, of those TDS", self.short_only),
             ("the longest answer is right", self.longest),
             ("the shortest answer is right", self.shortest),
-            ("longest - shortest", self.longest_minus_shortest),
+            ("longest - shortest", self.longest_minus_shortest or "-"),
         )
         table = [f"{title:43}{cell}" for title, cell in rows]
         return [*left_out, *table, self.sentence()]
@@ -131,13 +128,12 @@ class Forecast:
                 "more problems."
             )
         difference = self.longest_minus_shortest
+        lengths = "length says nothing of what is right"
         # The interval of the difference leaves out 0 where length says something.
-        if difference.high < 0:
+        if difference is not None and difference.high < 0:
             lengths = "short answers are right more often than long ones"
-        elif difference.low > 0:
+        elif difference is not None and difference.low > 0:
             lengths = "long answers are right more often than short ones"
-        else:
-            lengths = "length says nothing of what is right"
         tds_share = self.tds.value
         if tds_share < _SMALL_SHARE:
             return (
@@ -223,11 +219,14 @@ def _right_shares_by_length(groups: Groups, has_signal_P: torch.Tensor) -> list[
     return shares
 
 
-def _longest_minus_shortest(shares: Sequence[_RightShares]) -> MeanDifference:
-    """Return how much more often the longest answers of a group are right than the shortest."""
+def _longest_minus_shortest(shares: Sequence[_RightShares]) -> MeanDifference | None:
+    """Return how much more often the longest answers of a group are right than the shortest.
+
+    None where there are fewer than two groups, since one difference has no spread.
+    """
     differences = [share.longest - share.shortest for share in shares]
-    if len(differences) < 2:  # one difference has no spread
-        return MeanDifference(math.nan, low=math.nan, high=math.nan)
+    if len(differences) < 2:
+        return None
     mean = fmean(differences)
     interval = paired_t_interval(differences)
     if interval is None:
@@ -273,15 +272,8 @@ def recorded_groups(run: Path) -> Groups:
     )
 
 
-class SampledGroups(NamedTuple):
-    """The groups of stored answers, and how many problems have too few answers to be one."""
-
-    groups: Groups
-    problems_left_out: int
-
-
-def sampled_groups(predictions: Path, *, rounding: bool) -> SampledGroups:
-    """Read the answers in a file of predictions, grade them as in training, and group them.
+def forecast_of_answers(predictions: Path, *, rounding: bool) -> Forecast:
+    """Make the forecast of the answers in a file of predictions, which are graded as in training.
 
     The answers to one problem are a group. All groups need equally many answers, since the tensors
     are rectangular. So problems with fewer answers than the most are left out: their sampling was
@@ -319,7 +311,8 @@ def sampled_groups(predictions: Path, *, rounding: bool) -> SampledGroups:
         group_size=group_size,
         correct_above=0.5,  # rewards are 1 for a right answer, else 0
     )
-    return SampledGroups(groups, len(answers_by_problem) - len(complete_groups))
+    left_out = len(answers_by_problem) - len(complete_groups)
+    return replace(forecast_attenuation(groups), problems_left_out=left_out)
 
 
 def _groups_of_columns(
@@ -358,6 +351,4 @@ def forecast_of_path(path: Path, *, rounding: bool = False) -> Forecast:
                 "leave --rounding out"
             )
         return forecast_attenuation(groups)
-    sampled = sampled_groups(file, rounding=rounding)
-    forecast = forecast_attenuation(sampled.groups)
-    return replace(forecast, problems_left_out=sampled.problems_left_out)
+    return forecast_of_answers(file, rounding=rounding)

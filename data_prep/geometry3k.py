@@ -57,10 +57,10 @@ def problems_of_facts(path: Path, question_table: Path | None) -> dict[str, Spli
 
     Raises `UserError` where one of the two files cannot be read.
     """
-    if question_table is None:
-        return solved_problems(read_forms_or_text(path), questions=None)
-    questions = {question.number: question for question in _read_questions(question_table)}
-    return solved_problems(read_forms_or_text(path), questions=questions)
+    questions = None
+    if question_table is not None:
+        questions = {question.number: question for question in _read_questions(question_table)}
+    return solved_problems(read_forms_or_text(path), questions)
 
 
 def _read_questions(table: Path) -> Iterator[LabelledQuestion]:

@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from adora_vl.geometry.forms import POINT_NAME, LogicForm, Term, parse_term, read_form_from_record
+from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 
-_QUADRILATERAL_HEADS = (
-    "Quadrilateral",
-    "Parallelogram",
-    "Rectangle",
-    "Rhombus",
-    "Square",
-    "Trapezoid",
-    "Kite",
-)
-_CORNER_COUNT_BY_SHAPE = {
-    "Triangle": 3,
-    **dict.fromkeys(_QUADRILATERAL_HEADS, 4),
-    "Pentagon": 5,
-    "Hexagon": 6,
-}
+# Shapes with more corners have no words here.
+_CORNER_COUNT_BY_SHAPE = {name: count for name, count in CORNER_COUNT_BY_SHAPE.items() if count < 7}
 # How many points each is named by. `Cirle` is so spelt in some.
 _POINT_COUNTS_BY_HEAD = {
     "Line": (2,),
@@ -141,24 +130,21 @@ def _mentions_all_asked(text: str, form: LogicForm) -> bool:
     question_terms = [parse_term(part) for part in form.question if part.strip()]
     if None in question_terms:
         return False
-    points_on_lines = {name for points_on_line in form.lines_with_points for name in points_on_line}
-    known_points = set(points_on_lines)
-    for (centre, _), points_on_circle in form.points_by_circle.items():
-        known_points |= {centre, *points_on_circle}
+    points_on_lines = set(chain.from_iterable(form.lines_with_points))
     # The question may state facts too, such as `x = 3`.
     texts = [text]
     for term in question_terms:
         if term and term.head != "Find":
             texts.append(str(describe_term(term)))
     all_facts = " ".join(texts)
-    for term in _with_inner_terms(term for term in question_terms if term):
+    for term in chain.from_iterable(term.walk() for term in question_terms if term):
         head = term.head
         names = term.names
         if "$" in "".join(names) and not _is_only_shape(form, head, points_on_lines):
             return False
         # A point that is on no line and on no circle of the diagram could lie anywhere.
         is_point = not names and re.fullmatch("[A-Z]'?", head)
-        if is_point and head not in known_points:
+        if is_point and head not in form.drawn_points:
             return False
         # `Find(x)` needs a fact with x. The x in a command such as \max does not count.
         is_unknown = head == "Find" and re.fullmatch("[a-z]", names[0])
@@ -169,13 +155,6 @@ def _mentions_all_asked(text: str, form: LogicForm) -> bool:
         if is_numbered_angle and not re.search(rf"\bangle {names[0]}\b", text, re.IGNORECASE):
             return False
     return True
-
-
-def _with_inner_terms(terms: Iterable[Term]) -> Iterable[Term]:
-    """Yield all terms and the terms inside them, the outer ones first."""
-    for term in terms:
-        yield term
-        yield from _with_inner_terms(term.arguments)
 
 
 def describe_term(term: Term | None) -> str | None:

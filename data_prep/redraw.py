@@ -18,7 +18,7 @@ from typing import NamedTuple
 from PIL import Image, ImageFont
 
 from adora_vl.geometry.forms import LogicForm, Term, points_in_term
-from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas
+from adora_vl.synthetic.drawing import OVERSAMPLING, Box, Canvas
 from data_prep.logic_forms import describe_term
 
 # The longer side of a picture, and the height of a label, in pixels.
@@ -31,6 +31,21 @@ _WHITE_MARGIN = 0.02
 _RIGHT_ANGLE_SIDE = 0.03
 _ANGLE_RADIUS = 0.055
 _HALF_TICK_LENGTH = 0.014
+# The distances between the strokes on a segment and between the arcs in an angle that mark equality.
+_STROKE_GAP = 0.011
+_ARC_GAP = 0.014
+# How far from its point a name may stand, the nearest first.
+_NAME_DISTANCES = (0.032, 0.045, 0.06, 0.08, 0.1)
+# How far apart the sentences below the figure are, and how low the last of them may stand.
+_SENTENCE_HEIGHT = 0.045
+_LOWEST_SENTENCE = 0.985
+_INK_STEP = 0.006  # the distance of the points that are remembered of a line; a letter is wider
+# What a label has to keep clear of: the edge of the picture, and a circle that it stands beside.
+_LABEL_MARGIN = 0.005
+_GAP_AT_ARC = 0.03
+# How bad it is if a label leaves the picture, or lies on another one. A hidden point of ink costs 1.
+_COST_OUTSIDE = 1000
+_COST_OF_OVERLAP = 200
 _PLAIN_TEXT_BY_LATEX = (
     (r"\\sqrt\{([^{}]*)\}", r"√\1"),
     (r"\\frac\{([^{}]*)\}\{([^{}]*)\}(?=[a-z])", r"(\1/\2)"),
@@ -69,15 +84,6 @@ def draw_if_legible(form: LogicForm) -> Image.Image | None:
     return picture if diagram.is_legible() else None
 
 
-class _Box(NamedTuple):
-    """A rectangle around a label, in shares of the picture, with y downwards."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-
 class _AngleInPicture(NamedTuple):
     """How an angle lies in a picture."""
 
@@ -91,24 +97,8 @@ def _points_to_draw(form: LogicForm) -> list[str]:
 
     They are all its points if it has neither. A point without coordinates is left out.
     """
-    names = {name for points_on_line in form.lines_with_points for name in points_on_line}
-    for (centre, _), points_on_circle in form.points_by_circle.items():
-        names |= {centre, *points_on_circle}
-    if not names:
-        names = set(form.points)
+    names = form.drawn_points or form.points.keys()
     return sorted(names & form.points.keys())
-
-
-def _is_in_box(point: complex, box: _Box) -> bool:
-    """Return whether a point, as a complex number, lies in a box."""
-    return box.left < point.real < box.right and box.top < point.imag < box.bottom
-
-
-def _overlap(box: _Box, other_box: _Box) -> bool:
-    """Return whether two boxes overlap."""
-    overlap_in_x = box.left < other_box.right and other_box.left < box.right
-    overlap_in_y = box.top < other_box.bottom and other_box.top < box.bottom
-    return overlap_in_x and overlap_in_y
 
 
 class _DiagramDrawing:
@@ -153,7 +143,7 @@ class _DiagramDrawing:
         self.font = ImageFont.truetype(str(file), OVERSAMPLING * _LABEL_PIXELS)
         self.canvas = Canvas(_PICTURE_PIXELS, font=self.font)
         self.ink_points: list[complex] = []  # many points on all lines that are drawn
-        self.label_boxes: list[_Box] = []  # of all labels so far
+        self.label_boxes: list[Box] = []  # of all labels so far
 
     def picture(self) -> Image.Image:
         """Draw the figure, its marks, values and names, and cut off what stays white.
@@ -176,7 +166,7 @@ class _DiagramDrawing:
                 sentences.append(describe_term(term))
         for name, point in self.location_by_name.items():
             candidates = []  # on circles around the point, the nearest first
-            for distance in (0.032, 0.045, 0.06, 0.08, 0.1):
+            for distance in _NAME_DISTANCES:
                 for sixteenth in range(16):
                     candidates.append(point + rect(distance, sixteenth * math.pi / 8))
             self._write_label(name, candidates)
@@ -191,7 +181,7 @@ class _DiagramDrawing:
         # A fact without words is None, and is left out.
         different_sentences = dict.fromkeys(sentence for sentence in sentences if sentence)
         for number, sentence in enumerate(different_sentences, start=1):
-            y = min(0.985, bottom + 0.045 * number)
+            y = min(_LOWEST_SENTENCE, bottom + _SENTENCE_HEIGHT * number)
             text = latex_as_plain_text(sentence, words=True)
             self._write_label(text, [complex(0.5, y)])
 
@@ -199,7 +189,7 @@ class _DiagramDrawing:
         """Return the part of the canvas that has something on it, with a white edge."""
         boxes = list(self.label_boxes)
         for point in self.ink_points:
-            boxes.append(_Box(left=point.real, top=point.imag, right=point.real, bottom=point.imag))
+            boxes.append(Box.around(point, half_width=0, half_height=0))
         edges = (
             min(box.left for box in boxes) - _WHITE_MARGIN,
             min(box.top for box in boxes) - _WHITE_MARGIN,
@@ -212,11 +202,11 @@ class _DiagramDrawing:
     def is_legible(self) -> bool:
         """Return whether no label of the picture lies on another one, on a point, or outside."""
         for number, box in enumerate(self.label_boxes):
-            if min(box.left, box.top) < 0 or max(box.right, box.bottom) > 1:
+            if min(box) < 0 or max(box) > 1:
                 return False
-            if any(_is_in_box(point, box) for point in self.location_by_name.values()):
+            if any(map(box.contains, self.location_by_name.values())):
                 return False
-            if any(_overlap(box, earlier) for earlier in self.label_boxes[:number]):
+            if any(map(box.overlaps, self.label_boxes[:number])):
                 return False
         return True
 
@@ -224,7 +214,7 @@ class _DiagramDrawing:
         """Draw a line through points, and remember where it runs, so that labels keep clear of it."""
         self.canvas.line(*((point.real, point.imag) for point in points))
         for start, end in pairwise(points):
-            steps = max(2, int(abs(end - start) / 0.006))  # 0.006 is less than a letter's width
+            steps = max(2, int(abs(end - start) / _INK_STEP))
             self.ink_points += [start + (end - start) * step / steps for step in range(steps + 1)]
 
     def _write_value(self, term: Term) -> bool:
@@ -236,37 +226,36 @@ class _DiagramDrawing:
         if term.head.startswith("PointLies"):
             return True
         # Only an equation with a measure on its left side gives a value that can stand in a picture.
-        if term.head != "Equals" or len(term.arguments) != 2 or not term.arguments[0].arguments:
+        if not term.is_equation or not term.arguments[0].arguments:
             return False
-        # `Equals(MeasureOf(Angle(A, B, C)), 40)`: the measure is of the subject, an angle.
+        # `Equals(MeasureOf(Angle(A, B, C)), 40)`: the measure is of a part, an angle.
         measure, right_side = term.arguments
-        subject = measure.arguments[0]
+        part = measure.arguments[0]
+        if not set(part.names) <= self.location_by_name.keys():
+            return False
         value = right_side
         if right_side.head in ("LengthOf", "MeasureOf") and right_side.arguments:
             value = right_side.arguments[0]
         # A measure that equals that of `angle 1` is shown by the number 1.
         numbered_angle = re.fullmatch(r"[Aa]ngle (\w+)", describe_term(value) or "")
-        is_in_picture = set(subject.names) <= self.location_by_name.keys()
-        is_expression = bool(value.arguments) and not numbered_angle
-        # The value has no place in the picture, or is no single number or name.
-        if not is_in_picture or is_expression:
+        if value.arguments and not numbered_angle:  # no single number or name
             return False
         text = numbered_angle[1] if numbered_angle else latex_as_plain_text(value.head)
         is_one_word = re.fullmatch(r"[\w.]+", text) is not None
-        text_in_degrees = f"{text}°" if is_one_word else f"({text})°"  # `(3x+5)°`
-        kind_of_value = (measure.head, subject.head, len(subject.names))
-        if kind_of_value == ("LengthOf", "Line", 2):
-            start, end = self._places(subject.names)
-            self._write_beside(start, end, text)
-            return True
-        if kind_of_value == ("MeasureOf", "Angle", 3):
-            if numbered_angle:
-                self._write_in_angle(subject.names, text, arcs=0, nearest=0.045)
-            else:
-                self._write_in_angle(subject.names, text_in_degrees, arcs=1, nearest=0.08)
-            return True
-        if measure.head == "MeasureOf" and subject.head == "Arc":
-            return self._write_at_arc(subject.names, text_in_degrees)
+        degrees = f"{text}°" if is_one_word else f"({text})°"  # `(3x+5)°`
+        match measure.head, part.head, len(part.names):
+            case "LengthOf", "Line", 2:
+                start, end = self._places(part.names)
+                self._write_beside(start, end, text)
+                return True
+            case "MeasureOf", "Angle", 3:
+                if numbered_angle:
+                    self._write_in_angle(part.names, text, arcs=0, nearest=0.045)
+                else:
+                    self._write_in_angle(part.names, degrees, arcs=1, nearest=0.08)
+                return True
+            case "MeasureOf", "Arc", _:
+                return self._write_at_arc(part.names, degrees)
         return False
 
     def _write_in_angle(self, names: Sequence[str], text: str, arcs: int, nearest: float) -> None:
@@ -310,9 +299,8 @@ class _DiagramDrawing:
             direction = angle.first_direction + angle.turn / 2
         else:  # the point between the ends says which of the two arcs it is
             direction = phase(self.location_by_name[names[1]] - centre)
-        # 0.03 of the canvas keep the text clear of the circle. It is wider than high, so most of
-        # its half width counts.
-        distance = self.radii[circle] + 0.03 + 0.4 * self._text_width(text)
+        # The text is wider than high, so most of its half width counts.
+        distance = self.radii[circle] + _GAP_AT_ARC + 0.4 * self._text_width(text)
         # Beside its middle the arc has more room, if a label or a line is there.
         turns = (0, 0.15, -0.15, 0.3)
         self._write_label(text, [centre + rect(distance, direction + turn) for turn in turns])
@@ -352,7 +340,7 @@ class _DiagramDrawing:
         """Draw `count` arcs in the angle ABC, one outside of another."""
         angle = self._angle_at(names)
         for number in range(count):
-            radius = _ANGLE_RADIUS + 0.014 * number
+            radius = _ANGLE_RADIUS + _ARC_GAP * number
             # An arc is a line of twelve short pieces.
             directions = [angle.first_direction + angle.turn * step / 12 for step in range(13)]
             self._draw_line(*(angle.corner + rect(radius, direction) for direction in directions))
@@ -377,7 +365,7 @@ class _DiagramDrawing:
         middle = start + part * (end - start)
         for number in range(count):
             # The strokes lie symmetrically about the middle.
-            offset = 0.011 * (number - (count - 1) / 2)
+            offset = _STROKE_GAP * (number - (count - 1) / 2)
             tip = middle + rect(offset, direction)
             self._draw_line(
                 tip + rect(_HALF_TICK_LENGTH, direction + wing),
@@ -469,7 +457,7 @@ class _DiagramDrawing:
                 len(side) == point_count and set(side) <= self.location_by_name.keys()
                 for side in sides
             )
-            if len(term.arguments) == 2 and len(sides) == 2 and are_in_picture:
+            if len(term.arguments) == len(sides) == 2 and are_in_picture:
                 terms.append(term)
                 # Groups that this fact connects become one.
                 touching = [group for group in groups if group & sides]
@@ -517,29 +505,20 @@ class _DiagramDrawing:
         half_width = self._text_width(text) / 2 + 0.004
         half_height = _LABEL_PIXELS / _PICTURE_PIXELS / 2
 
-        def box_at(point: complex) -> _Box:
-            """Return the box of the text around a point."""
-            return _Box(
-                left=point.real - half_width,
-                top=point.imag - half_height,
-                right=point.real + half_width,
-                bottom=point.imag + half_height,
-            )
-
         def cost(point: complex) -> int:
             """Return how bad a place is: outside of the picture, on labels, or on ink."""
-            box = box_at(point)
+            box = Box.around(point, half_width, half_height)
             left, top, right, bottom = box
-            overlaps = sum(_overlap(box, label) for label in self.label_boxes)
-            # inline, since a figure has thousands of such points
+            overlaps = sum(map(box.overlaps, self.label_boxes))
+            # not by `contains`, since a figure has thousands of such points
             hidden_ink = sum(
                 left < ink.real < right and top < ink.imag < bottom for ink in self.ink_points
             )
-            is_outside = min(left, top) < 0.005 or max(right, bottom) > 0.995
-            return (1000 if is_outside else 0) + 200 * overlaps + hidden_ink
+            is_outside = min(box) < _LABEL_MARGIN or max(box) > 1 - _LABEL_MARGIN
+            return (_COST_OUTSIDE if is_outside else 0) + _COST_OF_OVERLAP * overlaps + hidden_ink
 
         best = min(candidates, key=cost)
-        self.label_boxes.append(box_at(best))
+        self.label_boxes.append(Box.around(best, half_width, half_height))
         self.canvas.label(text, (best.real, best.imag))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from adora_vl.conversion.columns import Columns
 from adora_vl.conversion.records import BadRecord, Records
@@ -273,21 +273,21 @@ def _count_by_status(problems: Sequence[SolvedProblem], *, has_labels: bool) -> 
 
     `has_labels`: whether to say also how many of the values are those of the labels.
     """
-    problems_by_key: dict[_StatusAndBasis, list[SolvedProblem]] = {}
+    groups: dict[tuple[str, str], list[SolvedProblem]] = {}
     for problem in problems:
-        key = _StatusAndBasis(status=problem.verdict.status, basis=problem.verdict.basis)
-        problems_by_key.setdefault(key, []).append(problem)
+        key = (problem.verdict.status, problem.verdict.basis)
+        groups.setdefault(key, []).append(problem)
 
-    def answered_and_frequent_first(key: _StatusAndBasis) -> tuple[bool, int]:
+    def answered_and_frequent_first(group: list[SolvedProblem]) -> tuple[bool, int]:
         """Return what the lines are sorted by; `False` comes before `True`."""
-        return key.status != "answered", -len(problems_by_key[key])
+        return group[0].verdict.status != "answered", -len(group)
 
-    lines = [f"{amount(len(problems), 'problem')}"]
-    for key in sorted(problems_by_key, key=answered_and_frequent_first):
-        group = problems_by_key[key]
-        phrase = _PHRASE_BY_BASIS.get(key.basis, key.basis)
+    lines = [amount(len(problems), "problem")]
+    for group in sorted(groups.values(), key=answered_and_frequent_first):
+        verdict = group[0].verdict
+        phrase = _PHRASE_BY_BASIS.get(verdict.basis, verdict.basis)
         share = len(group) / len(problems)
-        line = f"  {key.status:<10} {phrase:<32} {len(group):>6}  {share:6.1%}"
+        line = f"  {verdict.status:<10} {phrase:<32} {len(group):>6}  {share:6.1%}"
         comparisons = [problem.agrees for problem in group if problem.agrees is not None]
         if has_labels and comparisons:
             line += f"  {comparisons.count(True)} as labelled, {comparisons.count(False)} not"
@@ -299,13 +299,6 @@ def _count_by_status(problems: Sequence[SolvedProblem], *, has_labels: bool) -> 
     if has_labels:
         lines += _count_agreements(problems)
     return "\n".join(lines)
-
-
-class _StatusAndBasis(NamedTuple):
-    """The status of a problem, and by what it was solved, in the words of a `Verdict`."""
-
-    status: str
-    basis: str
 
 
 def _count_agreements(problems: Sequence[SolvedProblem]) -> list[str]:

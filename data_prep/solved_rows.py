@@ -134,11 +134,8 @@ def _fill_places(form: LogicForm, solution: Verdict) -> LogicForm:
 
 def draws_every_asked_point(form: LogicForm) -> bool:
     """Return whether all points that the question names are on a line or circle of the diagram."""
-    drawn_points = {name for points_on_line in form.lines_with_points for name in points_on_line}
-    for (centre, _), points_on_circle in form.points_by_circle.items():
-        drawn_points |= {centre, *points_on_circle}
     question_points = {name for term in parse_terms(form.question) for name in points_in_term(term)}
-    return question_points <= drawn_points
+    return question_points <= form.drawn_points
 
 
 def _question_of_form(number: str, form: LogicForm) -> LabelledQuestion | None:

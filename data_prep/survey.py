@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -369,11 +370,8 @@ def describe_left_out_rows(manifest: Manifest) -> list[str]:
     return lines
 
 
-class _TableBlock(NamedTuple):
-    """Some lines of the table: the values of one property, or figures."""
-
-    title: str  # empty for a block that needs none
-    cells_by_label: dict[str, list[str]]  # in each line its label, and a cell for each split
+# Some lines of the table: by the label of a line its cells, one for each split.
+_Block = dict[str, list[str]]
 
 
 def _table_of_counts(overview: Survey) -> list[str]:
@@ -383,19 +381,19 @@ def _table_of_counts(overview: Survey) -> list[str]:
     """
     splits = overview.splits
     row_counts = [str(split_survey.row_count) for split_survey in splits.values()]
-    blocks = [_TableBlock(title="", cells_by_label={"rows": row_counts})]
+    block_by_title: dict[str, _Block] = {"": {"rows": row_counts}}
     for name in COUNTED_PROPERTIES:
         total_counts = total_of_splits(name, splits)
         if set(total_counts) <= {UNKNOWN_VALUE}:
             continue
         title = "image size (longest side)" if name == "image size" else name
-        blocks.append(_TableBlock(title, _property_cells(name, total_counts, splits)))
+        block_by_title[title] = _property_cells(name, total_counts, splits)
     image_tokens_by_split = [split_survey.image_tokens for split_survey in splits.values()]
     has_images = any(any(image_tokens) for image_tokens in image_tokens_by_split)
     if has_images:
         title = f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"
-        blocks.append(_TableBlock(title, _token_cells(image_tokens_by_split)))
-    return _lines_of_table(blocks, splits=list(splits))
+        block_by_title[title] = _token_cells(image_tokens_by_split)
+    return _lines_of_table(block_by_title, splits=list(splits))
 
 
 def total_of_splits(name: str, splits: Mapping[str, SplitSurvey]) -> Counter[str]:
@@ -408,18 +406,21 @@ def most_frequent_first(value_counts: Counter[str]) -> list[str]:
     return sorted(value_counts, key=lambda value: (-value_counts[value], value))
 
 
-def _lines_of_table(blocks: Sequence[_TableBlock], splits: Sequence[str]) -> list[str]:
-    """Set the blocks of a table one below the other, with the names of the splits above."""
-    labels = [label for block in blocks for label in block.cells_by_label]
+def _lines_of_table(block_by_title: Mapping[str, _Block], splits: Sequence[str]) -> list[str]:
+    """Set the blocks of a table one below the other, with the names of the splits above.
+
+    A block with an empty title needs none.
+    """
+    labels = chain.from_iterable(block_by_title.values())
     label_width = max(len(label) for label in labels) + 4
     cell_width = max(8, *(len(split) + 2 for split in splits))
     lines = [" " * label_width + "".join(f"{split:>{cell_width}}" for split in splits)]
-    for block in blocks:
+    for title, block in block_by_title.items():
         indent = ""
-        if block.title:
-            lines.append(block.title)
+        if title:
+            lines.append(title)
             indent = "  "
-        for label, cells in block.cells_by_label.items():
+        for label, cells in block.items():
             row = "".join(f"{cell:>{cell_width}}" for cell in cells)
             lines.append(f"{indent + label:<{label_width}}{row}")
     return lines
@@ -427,7 +428,7 @@ def _lines_of_table(blocks: Sequence[_TableBlock], splits: Sequence[str]) -> lis
 
 def _property_cells(
     name: str, total_counts: Counter[str], splits: Mapping[str, SplitSurvey]
-) -> dict[str, list[str]]:
+) -> _Block:
     """Return how often a property has its most frequent values: by value, a cell for each split.
 
     `name` is one of `COUNTED_PROPERTIES`, and `total_counts` has its counts over all splits.
@@ -442,7 +443,7 @@ def _property_cells(
     return cells_by_value
 
 
-def _token_cells(image_tokens_by_split: Sequence[array[int]]) -> dict[str, list[str]]:
+def _token_cells(image_tokens_by_split: Sequence[array[int]]) -> _Block:
     """Return the least, median and most image tokens of a row: by label, a cell for each split."""
     statistics: dict[str, Callable[[array[int]], object]] = {
         "min": min,
@@ -476,10 +477,8 @@ def print_counts(output: Path, manifest: Manifest) -> None:
         f"{output}: {rows}; look at it with `python -m data_prep inspect "
         f"{shlex.quote(str(output))}`"
     )
-    details = (
-        [f"  {detail}" for detail in first_details(output)]
-        if manifest["quarantined"]["rows"]
-        else []
-    )
-    for line in (*describe_left_out_rows(manifest), *details):
+    lines = describe_left_out_rows(manifest)
+    if manifest["quarantined"]["rows"]:
+        lines += [f"  {detail}" for detail in first_details(output)]
+    for line in lines:
         print(printable(line))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable
-from functools import partial
 from html import escape
 from itertools import cycle, islice
 from pathlib import Path
@@ -61,27 +60,16 @@ def draw_plots(overview: Survey) -> dict[str, str]:
             # Bars of nothing but `unknown` would say nothing.
             if not _is_known(overview, name):
                 continue
-            svg_by_title[title] = _draw_as_svg(
-                partial(_draw_bars, splits=overview.splits, name=name)
-            )
-        image_tokens = {
-            split: list(split_survey.image_tokens)
-            for split, split_survey in overview.splits.items()
-        }
-        characters = {
-            split: list(split_survey.characters) for split, split_survey in overview.splits.items()
-        }
-        svg_by_title["Image tokens per row"] = _draw_as_svg(
-            partial(
-                _draw_histogram,
-                numbers_by_split=image_tokens,
-                unit=f"tokens of {FAMILIES[overview.family].name}",
-            )
-        )
+            svg_by_title[title] = _draw_as_svg(_draw_bars, overview.splits, name)
+        splits = overview.splits.items()
+        image_tokens = {name: list(split.image_tokens) for name, split in splits}
+        characters = {name: list(split.characters) for name, split in splits}
+        unit = f"tokens of {FAMILIES[overview.family].name}"
+        svg_by_title["Image tokens per row"] = _draw_as_svg(_draw_histogram, image_tokens, unit)
         svg_by_title["Length of the problems"] = _draw_as_svg(
-            partial(_draw_histogram, numbers_by_split=characters, unit="characters")
+            _draw_histogram, characters, "characters"
         )
-        svg_by_title["Image sizes"] = _draw_as_svg(partial(_draw_scatter, splits=overview.splits))
+        svg_by_title["Image sizes"] = _draw_as_svg(_draw_scatter, overview.splits)
     return svg_by_title
 
 
@@ -90,14 +78,14 @@ def _is_known(overview: Survey, name: str) -> bool:
     return bool(set(total_of_splits(name, overview.splits)) - {UNKNOWN_VALUE})
 
 
-def _draw_as_svg(draw: Callable[[Axes], None]) -> str:
-    """Return a small diagram as SVG; `draw` draws into its axes.
+def _draw_as_svg(draw: Callable[..., None], *arguments: object) -> str:
+    """Return a small diagram as SVG; `draw` draws the arguments into its axes.
 
     The file has no date, so that the same data give the same page.
     """
     figure = Figure(figsize=(4.6, 3.0), layout="constrained")
     axes = figure.add_subplot()
-    draw(axes)
+    draw(axes, *arguments)
     if len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=4)
     stream = io.StringIO()

@@ -30,6 +30,7 @@ from adora_vl.conversion.problem import RawProblem
 from adora_vl.conversion.workers import MAX_WORKERS, ordered_map, usable_cores
 from adora_vl.data.dataset import VARIANTS_SOURCE, read_manifest, stored_rows
 from adora_vl.data.images import png_bytes
+from adora_vl.evals.options import options_from
 from adora_vl.geometry.choose import choose_outcome
 from adora_vl.geometry.descent import Budget
 from adora_vl.geometry.figure import (
@@ -49,6 +50,7 @@ from adora_vl.geometry.verdict import EVALUATIONS, short_answer
 from adora_vl.utils.cli import MAX_SEED, Commands, amount, optional, path, whole
 from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
+from data_prep.options import add_output
 from data_prep.question_words import question_in_words
 from data_prep.redraw import can_be_drawn, draw_if_legible
 from data_prep.solved_rows import ask_to_round, draws_every_asked_point, features_with_figure
@@ -93,13 +95,6 @@ class Original(NamedTuple):
     row_id: str
     # The text of its column `figure`: the facts of its diagram, and the coordinates of the points.
     figure_json: str
-
-
-class SolvedVariant(NamedTuple):
-    """The answer of a variant, and the figure that its facts determine."""
-
-    verdict: Verdict
-    figure: Figure
 
 
 def prepare_variants(
@@ -239,12 +234,13 @@ def _try_variant(
     if form is None:
         return None
     question = question_in_words(form)
-    solved = solve_variant(form)
+    verdict = _solve_variant(form)
     # The question has no words, the new numbers have no single answer, or the question asks about a
     # point that the diagram would not show.
-    if question is None or solved is None or not draws_every_asked_point(form):
+    if question is None or verdict is None or not draws_every_asked_point(form):
         return None
-    coordinates = _turn_like_original(figure, solved.figure.coordinates)
+    assert verdict.figure is not None, "an answered problem has a figure"
+    coordinates = _turn_like_original(figure, verdict.figure.coordinates)
     # In a picture y points down, in a figure up.
     drawn_form = replace(form, points={name: (x, -y) for name, (x, y) in coordinates.items()})
     if not can_be_drawn(drawn_form) or not _has_room_between_parts(drawn_form):
@@ -252,12 +248,12 @@ def _try_variant(
     picture = draw_if_legible(drawn_form)
     if picture is None:
         return None
-    question, answer = ask_to_round(question, solved.verdict)
+    question, answer = ask_to_round(question, verdict)
     stored_coordinates = {
         name: (round(x, _STORED_DECIMALS), round(y, _STORED_DECIMALS))
         for name, (x, y) in coordinates.items()
     }
-    stored_figure = replace(solved.figure, coordinates=stored_coordinates, form=drawn_form)
+    stored_figure = replace(verdict.figure, coordinates=stored_coordinates, form=drawn_form)
     return RawProblem(
         id=variant_id,
         split=split,
@@ -307,10 +303,8 @@ def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | N
     question = tuple(with_other_number(part) for part in form.question)
     if all(old.number == new for old, new in new_values.items()):
         return None
-    xs = [x for x, _ in figure.coordinates.values()]
-    ys = [y for _, y in figure.coordinates.values()]
-    longer_side = max(max(xs) - min(xs), max(ys) - min(ys), 1e-9)  # never 0, which divides
-    pixels_per_unit = _START_DIAGRAM_PIXELS / longer_side
+    extent = extent_of([complex(x, y) for x, y in figure.coordinates.values()])
+    pixels_per_unit = _START_DIAGRAM_PIXELS / max(*extent, 1e-9)  # never by 0
     points = {
         # In a picture y points down.
         name: (pixels_per_unit * x, -pixels_per_unit * y)
@@ -354,8 +348,8 @@ def _draw_other_value(old: _OldValue, *, scale: float, rng: random.Random) -> st
     return f"{max(0.1, round(new_value, 1)):g}"
 
 
-def solve_variant(form: LogicForm) -> SolvedVariant | None:
-    """Solve the facts of a variant for what its question asks.
+def _solve_variant(form: LogicForm) -> Verdict | None:
+    """Solve the facts of a variant for what its question asks; the verdict has the figure.
 
     Returns None where the facts do not determine one answer, or determine it only by what the
     picture suggests.
@@ -376,15 +370,13 @@ def solve_variant(form: LogicForm) -> SolvedVariant | None:
     # from the old diagram, such as a point that has moved to the other side of a line.
     if result.at_double_root or result.solution.faults or result.value <= 0:
         return None
-    figure = figure_of_solution(problem, result.solution, form)
-    verdict = Verdict(
+    return Verdict(
         status="answered",
         value=float(f"{result.value:.10g}"),
         answer=short_answer(result.value, reading),
         basis="facts",
-        figure=figure,
+        figure=figure_of_solution(problem, result.solution, form),
     )
-    return SolvedVariant(verdict=verdict, figure=figure)
 
 
 def _turn_like_original(original: Figure, coordinates: Mapping[str, Point]) -> dict[str, Point]:
@@ -508,8 +500,7 @@ def add_variants(commands: Commands) -> None:
     )
     add = command.add_argument
     add("folder", type=path, metavar="DIR", help="a folder that `geometry3k --source facts` made")
-    add("--output", type=path, required=True, metavar="DIR")
-    add("--overwrite", action="store_true", help="replace another prepared dataset there")
+    add_output(command)
     add(
         "--per",
         type=whole(1, MAX_VARIANTS_PER_PROBLEM),
@@ -532,16 +523,10 @@ def add_variants(commands: Commands) -> None:
 
 def _variants(arguments: argparse.Namespace) -> None:
     """Run `variants`: write the data set of variants, and print how many there are."""
-    options = VariantOptions(
-        per=arguments.per,
-        seed=arguments.seed,
-        limit=arguments.limit,
-        for_evaluation=arguments.for_evaluation,
-    )
     manifest = prepare_variants(
         arguments.folder,
         output=arguments.output,
-        options=options,
+        options=options_from(VariantOptions, arguments),
         workers=arguments.workers,
         overwrite=arguments.overwrite,
     )

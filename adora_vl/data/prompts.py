@@ -5,6 +5,7 @@ import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from string import ascii_uppercase
 from typing import Any
 
@@ -90,18 +91,16 @@ class Template:
     """A user's template for the text of a prompt, read and checked (`adora_prompt`)."""
 
     source: str
-    # Each line as pieces, which are a text or the name of a column: ("text", None) or ("", "name").
-    lines: tuple[tuple[tuple[str, str | None], ...], ...]
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The names that the template has in braces, each once."""
-        names: dict[str, None] = {}  # as an ordered set
-        for line in self.lines:
-            for _, name in line:
-                if name is not None:
-                    names[name] = None
-        return list(names)
+        return _names_in_braces(self.source)
+
+    @cached_property
+    def names_by_line(self) -> list[tuple[str, list[str]]]:
+        """The lines of the template, each with the names that it has in braces."""
+        return [(line, _names_in_braces(line)) for line in self.source.split("\n")]
 
     @property
     def columns(self) -> list[str]:
@@ -143,18 +142,18 @@ class Template:
         choices = row.get(_CHOICES_COLUMN)
         values = {**row, _CHOICES_COLUMN: choices, _CHOICE_BLOCK_NAME: multiple_choice(choices)}
         lines = []
-        for line in self.lines:
-            line_values = [values[name] for _, name in line if name is not None]
-            has_only_empty = all(value in (None, [], ()) for value in line_values)
-            if line_values and has_only_empty:
+        for line, names in self.names_by_line:
+            has_only_empty = all(values[name] in (None, [], ()) for name in names)
+            if names and has_only_empty:
                 continue
-            text = ""
-            for piece, name in line:
-                text += piece
-                if name:
-                    text += _value_text(values[name])
-            lines.append(text)
+            lines.append(line.format_map({name: _value_text(values[name]) for name in names}))
         return "\n".join(lines)
+
+
+def _names_in_braces(text: str) -> list[str]:
+    """Return the names of the fields in a format string of Python, each once."""
+    names = (name for _, name, _, _ in string.Formatter().parse(text) if name is not None)
+    return list(dict.fromkeys(names))
 
 
 def read_template(source: str) -> Template:
@@ -171,14 +170,8 @@ def read_template(source: str) -> Template:
         pieces = list(string.Formatter().parse(source))
     except ValueError as error:
         raise _template_error(source, f"cannot be read ({error})") from None
-    # The pieces of each line, as in `Template.lines`.
-    lines: list[list[tuple[str, str | None]]] = [[]]
     # Each piece of Python's formatter is a text and the field after it.
-    for text, name, format_spec, conversion in pieces:
-        for number, line_text in enumerate(text.split("\n")):
-            if number > 0:
-                lines.append([])
-            lines[-1].append((line_text, None))
+    for _, name, format_spec, conversion in pieces:
         if name is None:  # the last text has no field after it
             continue
         if not name.isidentifier() or format_spec or conversion:
@@ -192,11 +185,10 @@ def read_template(source: str) -> Template:
             )
         if name in _ANSWER_COLUMNS:
             raise _template_error(source, f"has {{{name}}}, which would tell the model the answer")
-        lines[-1].append(("", name))
-    parsed = Template(source, tuple(map(tuple, lines)))
-    if not parsed.names:
+    template = Template(source)
+    if not template.names:
         raise _template_error(source, "names no column, so every prompt would be the same")
-    return parsed
+    return template
 
 
 def _value_text(value: object) -> str:

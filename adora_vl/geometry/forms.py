@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 Point = tuple[float, float]
 POINT_NAME = r"(?:point_\d+|[A-Za-z]'?)"
@@ -182,6 +183,14 @@ class LogicForm:
             if centre and centre not in known_centres:
                 points_by_circle[centre, ""] = []
         return dict(points_by_circle)
+
+    @cached_property
+    def drawn_points(self) -> frozenset[str]:
+        """The points on lines and circles, and the centres of the circles."""
+        points = set(chain.from_iterable(self.lines_with_points))
+        for (centre, _), points_on_circle in self.points_by_circle.items():
+            points |= {centre, *points_on_circle}
+        return frozenset(points)
 
 
 def read_form_from_record(record: Mapping[str, object]) -> LogicForm:

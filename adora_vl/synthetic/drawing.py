@@ -1,7 +1,9 @@
 """The canvas of drawn problems: lines, circles, dots and labels, in a style."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -26,6 +28,37 @@ STYLES = {
     "pencil": Style(ink="#6e6e6e", text="#3c3c3c", paper="#f7f4ec"),
     "board": Style(ink="#f2f2f2", text="#ffffff", paper="#24523b", stroke=1.3),
 }
+
+
+class Box(NamedTuple):
+    """The rectangle that a label takes, in shares of the picture, with y downwards."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    @classmethod
+    def around(cls, centre: complex, half_width: float, half_height: float) -> Box:
+        """Return the rectangle of this size around a point."""
+        return cls(
+            left=centre.real - half_width,
+            top=centre.imag - half_height,
+            right=centre.real + half_width,
+            bottom=centre.imag + half_height,
+        )
+
+    def contains(self, point: complex) -> bool:
+        """Return whether a point lies inside the rectangle."""
+        return self.left < point.real < self.right and self.top < point.imag < self.bottom
+
+    def overlaps(self, other: Box) -> bool:
+        """Return whether the two rectangles have a point inside both."""
+        overlap_in_x = self.left < other.right and other.left < self.right
+        overlap_in_y = self.top < other.bottom and other.top < self.bottom
+        return overlap_in_x and overlap_in_y
+
+
 OVERSAMPLING = 2  # Pillow's lines are not anti-aliased; drawing larger and shrinking is
 
 

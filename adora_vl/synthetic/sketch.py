@@ -3,23 +3,13 @@
 import math
 import random
 from cmath import rect
-from typing import NamedTuple
 
 from PIL import Image
 
-from adora_vl.synthetic.drawing import Canvas, Point, Style, font_pixels
+from adora_vl.synthetic.drawing import Box, Canvas, Point, Style, font_pixels
 
 LETTERED_FONT_SCALE = 0.62  # of the plain families' labels: a lettered figure has many
 _POINT_RANGE = (0.15, 0.85)  # where the points may lie; letters stand outside of them
-
-
-class _LabelBox(NamedTuple):
-    """A rectangle around a label, in shares of the picture, with y downwards."""
-
-    min_x: float
-    min_y: float
-    max_x: float
-    max_y: float
 
 
 class ClutteredError(Exception):
@@ -43,7 +33,7 @@ class Sketch:
         xs, ys = zip(*map(_x_and_y, self._location_by_name.values()), strict=True)
         self._centre = complex(sum(xs), sum(ys)) / len(xs)
         self._font = LETTERED_FONT_SCALE * font_pixels(size) / size
-        self._label_boxes: list[_LabelBox] = []  # of the labels so far
+        self._label_boxes: list[Box] = []  # of the labels so far
 
     def places(self) -> list[str]:
         """Return sentences such as `A at 12.0, 30.5` on where the points lie, in pixels.
@@ -125,27 +115,14 @@ class Sketch:
 
     def _label(self, text: str, centre: complex) -> None:
         """Write a label, or raise `ClutteredError` where it would touch another one or the edge."""
-        (x, y) = _x_and_y(centre)
         half_width = 0.28 * len(text) * self._font
         half_height = 0.5 * self._font
-        box = _LabelBox(
-            min_x=x - half_width,
-            min_y=y - half_height,
-            max_x=x + half_width,
-            max_y=y + half_height,
-        )
-        touches = any(_overlap(box, label) for label in self._label_boxes)
+        box = Box.around(centre, half_width, half_height)
+        touches = any(box.overlaps(label) for label in self._label_boxes)
         if touches or min(box) < 0 or max(box) > 1:
             raise ClutteredError(text)
         self._label_boxes.append(box)
-        self._canvas.label(text, (x, y))
-
-
-def _overlap(first: _LabelBox, second: _LabelBox) -> bool:
-    """Return whether two boxes have a point in common."""
-    overlap_in_x = first.min_x < second.max_x and second.min_x < first.max_x
-    overlap_in_y = first.min_y < second.max_y and second.min_y < first.max_y
-    return overlap_in_x and overlap_in_y
+        self._canvas.label(text, _x_and_y(centre))
 
 
 def _x_and_y(point: complex) -> Point:

@@ -37,6 +37,7 @@ GROUP_WITH_LOST_REWARD = (
 def test_groups_that_agree_leave_the_difference_uncertain():
     """Groups that were not drawn could differ otherwise."""
     difference = forecast_attenuation(groups(TIED_GROUP)).longest_minus_shortest
+    assert difference is not None
     assert difference.mean == 0
     assert difference.low < 0 < difference.high
 
@@ -218,4 +219,5 @@ def test_the_counts_are_those_of_loops_over_random_groups():
             differences.append(shares[1] - shares[0])
     assert (forecast.tds.total, forecast.tds.count) == (signal_count, tds_count)
     assert (forecast.ties.count, forecast.short_only.count) == (tie_count, short_only_count)
+    assert forecast.longest_minus_shortest is not None
     assert forecast.longest_minus_shortest.mean == pytest.approx(fmean(differences))
