@@ -6,6 +6,7 @@ Keys are those of its `examples/config.yaml`, and defaults those of its code.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from adora_vl.migrate.migration import LaunchPlan, Migration, Names
 from adora_vl.migrate.ray import (
@@ -17,10 +18,12 @@ from adora_vl.migrate.ray import (
     convert_reward_function,
     convert_steps,
 )
+from adora_vl.migrate.source import read_yaml
 
 _ACTOR = "worker.actor."
 _MODEL = "worker.actor.model."
 _ROLLOUT = "worker.rollout."
+_DEFAULTS_FILE = Path(__file__).with_name("easyr1_defaults.yaml")
 _NAMES: Names = {
     "model_name_or_path": (f"{_MODEL}model_path", None),
     "PROMPTS": ("data.rollout_batch_size", 512),
@@ -58,53 +61,6 @@ _NAMES: Names = {
     "max_pixels": ("data.max_pixels", 4194304),
     "seed": ("data.seed", 1),
 }
-# Of keys without a counterpart, so that only other values are listed.
-_DEFAULTS = {
-    "data.video_key": "videos",
-    "data.video_fps": 2.0,
-    "data.val_batch_size": -1,
-    "algorithm.gamma": 1.0,
-    "algorithm.lam": 1.0,
-    "algorithm.kl_type": "fixed",
-    "algorithm.kl_horizon": 0.0,
-    "algorithm.kl_target": 0.0,
-    "algorithm.online_filtering": False,
-    "algorithm.filter_key": "overall",
-    "algorithm.filter_low": 0.01,
-    "algorithm.filter_high": 0.99,
-    f"{_ACTOR}strategy": "fsdp",
-    f"{_ACTOR}micro_batch_size_per_device_for_experience": 16,
-    f"{_ACTOR}padding_free": True,
-    f"{_ACTOR}dynamic_batching": True,
-    f"{_ACTOR}ulysses_size": 1,
-    f"{_ACTOR}ulysses_sequence_parallel_size": 1,
-    f"{_ACTOR}use_torch_compile": True,
-    f"{_ACTOR}optim.strategy": "adamw",
-    f"{_ACTOR}fsdp.enable_full_shard": True,
-    f"{_ACTOR}fsdp.enable_cpu_offload": False,
-    f"{_ACTOR}fsdp.enable_rank0_init": True,
-    f"{_ACTOR}offload.offload_params": False,
-    f"{_ACTOR}offload.offload_optimizer": False,
-    # Transformers has every model here, so no code of a model's folder is run either way.
-    f"{_MODEL}trust_remote_code": False,
-    "worker.ref.fsdp.enable_full_shard": True,
-    "worker.ref.fsdp.enable_rank0_init": True,
-    "worker.ref.offload.offload_params": False,
-    f"{_ROLLOUT}name": "vllm",
-    f"{_ROLLOUT}top_k": -1,
-    f"{_ROLLOUT}limit_images": 0,
-    f"{_ROLLOUT}dtype": "bf16",
-    f"{_ROLLOUT}seed": 1,
-    f"{_ROLLOUT}enable_chunked_prefill": False,
-    f"{_ROLLOUT}disable_tqdm": False,
-    "worker.reward.num_cpus": 1,
-    "trainer.max_try_make_batch": 20,
-    "trainer.val_only": False,
-    "trainer.val_generations_to_log": 0,
-    "trainer.save_model_only": False,
-    "trainer.find_last_checkpoint": True,
-    "trainer.critic_warmup": 0,
-}
 _REWARD = "worker.reward.reward_function"
 _OLDER_REWARD = "worker.reward.score_function"
 
@@ -115,15 +71,16 @@ def convert_easyr1(migration: Migration) -> LaunchPlan:
     Raises:
         UserError: the sizes of its batches do not divide, or a value is no number.
     """
-    migration.defaults = _DEFAULTS
-    convert_model(migration, _NAMES)
-    convert_lora(migration, _NAMES)
+    migration.names = _NAMES
+    migration.defaults = read_yaml(_DEFAULTS_FILE, nested=True)
+    convert_model(migration)
+    convert_lora(migration)
     note = "frees the engine's memory in the policy step, as theirs"
     migration.put("vllm_enable_sleep_mode", True, note=note)
     freeze = f"{_MODEL}freeze_vision_tower"
     if migration.get(freeze, False):
         migration.put("adora_freeze", ["vision_tower"], freeze)
-    convert_loss(migration, _NAMES)
+    convert_loss(migration)
     columns = {
         "problem": str(migration.get("data.prompt_key", "prompt")),
         "answer": str(migration.get("data.answer_key", "answer")),
@@ -137,8 +94,8 @@ def convert_easyr1(migration: Migration) -> LaunchPlan:
         )
     _convert_prompt(migration)
     _convert_reward(migration)
-    layout = convert_batches(migration, _NAMES)
-    convert_steps(migration, _NAMES, layout)
+    layout = convert_batches(migration)
+    convert_steps(migration, layout)
     # FSDP divides weights and optimizer there
     return LaunchPlan(processes=layout.gpus, accelerate="zero3")
 

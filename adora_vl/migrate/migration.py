@@ -80,6 +80,8 @@ class Migration:
     """For each name of the other trainer that has no counterpart here, what that means."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """The other trainer's defaults of names without a counterpart."""
+    names: Names = field(default_factory=dict)
+    """The other trainer's names by our keys, which the functions that EasyR1 and verl share read."""
     used: set[str] = field(default_factory=set)
     """The names of the other trainer that a converter has read."""
     remarks: list[str] = field(default_factory=list)
@@ -119,6 +121,15 @@ class Migration:
                 raise UserError(f"CONFIG: {name}: {value!r:.60} is not a number") from None
             return int(number) if number.is_integer() else number
         return value
+
+    def name_of(self, key: str) -> str:
+        """Return the other trainer's name in `names` for one of our keys, or a word in capitals."""
+        name, _ = self.names[key]
+        return name
+
+    def value_of(self, key: str) -> Any:
+        """Return what the other trainer's config has under the name in `names`, as `get` does."""
+        return self.get(*self.names[key])
 
     def count_of(self, name: str, default: int) -> int:
         """Return the value of a name as `get` does, for one that counts something.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from adora_vl.migrate.migration import Migration, Names, words_in
+from adora_vl.migrate.migration import Migration, words_in
 from adora_vl.utils.errors import UserError
 
 # TRL's `loss_type` by what EasyR1 and verl call the way in which the loss is averaged: over all
@@ -38,18 +38,18 @@ class Layout:
     """The optimizer steps that learn from a generation, which EasyR1 and verl count as one step."""
 
 
-def convert_model(migration: Migration, names: Names) -> None:
+def convert_model(migration: Migration) -> None:
     """Convert the keys of model, optimizer and engine that have one counterpart each.
 
-    `names`: the other trainer's key and its default by our key. Those in capitals are none of our
-    keys, and those of LoRA are converted by `convert_lora`.
+    They are those of `migration.names`, but for names in capitals, which are none of our keys, and
+    for those of LoRA, which `convert_lora` converts.
     """
-    for key, (name, default) in names.items():
+    for key, (name, default) in migration.names.items():
         is_our_key = key.islower()
         if is_our_key and not key.startswith("lora_"):
             migration.copy(key, name, default)
-    model_name, _ = names["model_name_or_path"]
-    if not migration.get(model_name):
+    if not migration.value_of("model_name_or_path"):
+        model_name = migration.name_of("model_name_or_path")
         migration.remark(f"model missing: {model_name} is not set; write model_name_or_path")
     migration.put("use_vllm", True, note="rollouts by vLLM")
     migration.put("vllm_mode", "colocate", note="in the training's processes")
@@ -58,31 +58,31 @@ def convert_model(migration: Migration, names: Names) -> None:
     migration.put("bf16", True, note="as theirs")
 
 
-def convert_lora(migration: Migration, names: Names) -> None:
+def convert_lora(migration: Migration) -> None:
     """Convert the LoRA adapter, if the run has one.
 
     An adapter of this package without a list of layers is on every linear layer of the language
     model, and not on the vision tower.
 
-    `names`: the other trainer's key and its default by our key. `LORA` is the rank, 0 without an
-    adapter, and `EXCLUDED` a regular expression of layers that have none, which verl alone knows.
+    In `migration.names` `LORA` is the rank, 0 without an adapter, and `EXCLUDED` a regular
+    expression of layers that have none, which verl alone knows.
     """
-    rank_name, default = names["LORA"]
-    rank = migration.get(rank_name, default)
-    targets_name, all_linear = names["lora_target_modules"]
+    rank = migration.value_of("LORA")
+    targets_name, all_linear = migration.names["lora_target_modules"]
     targets = migration.get(targets_name, all_linear)
     # read in any case, so that it is not listed as a key without a counterpart
-    migration.get(*names["lora_alpha"])
+    alpha = migration.value_of("lora_alpha")
     excluded_layers = ""
-    if "EXCLUDED" in names:
-        excluded_name, _ = names["EXCLUDED"]
+    if "EXCLUDED" in migration.names:
+        excluded_name = migration.name_of("EXCLUDED")
         excluded_layers = str(migration.get(excluded_name) or "")
     if not rank:
         return
     excludes_vision = "visual" in excluded_layers
+    rank_name = migration.name_of("LORA")
     migration.put("use_peft", True, rank_name)
     migration.put("lora_r", rank, rank_name)
-    migration.copy("lora_alpha", *names["lora_alpha"])
+    migration.put("lora_alpha", alpha, migration.name_of("lora_alpha"))
     migration.put("lora_dropout", 0.0, note="theirs has none")
     if excluded_layers and not excludes_vision:
         migration.remark(
@@ -103,24 +103,25 @@ def convert_lora(migration: Migration, names: Names) -> None:
         )
 
 
-def convert_batches(migration: Migration, names: Names) -> Layout:
+def convert_batches(migration: Migration) -> Layout:
     """Convert the sizes of batches, and return how a generation is divided.
 
     EasyR1 and verl count the prompts of a generation and of an optimizer step. TRL counts passes of
     `per_device_train_batch_size` answers over all GPUs.
 
-    `names`: the other trainer's key and its default by our key. `PROMPTS` are those of a generation,
-    and `MINIBATCH` those of an optimizer step.
+    In `migration.names` `PROMPTS` are those of a generation, and `MINIBATCH` those of an optimizer
+    step.
 
     Raises:
         UserError: the answers of a step or of a generation are no whole number of passes.
     """
     processes = migration.count_of("trainer.n_gpus_per_node", 8)
     gpus = processes * migration.count_of("trainer.nnodes", 1)
-    prompts_name, prompts_default = names["PROMPTS"]
-    prompts_per_generation = migration.count_of(prompts_name, prompts_default)
-    minibatch_name, minibatch_default = names["MINIBATCH"]
-    prompts_per_step = migration.count_of(minibatch_name, minibatch_default)
+    names = migration.names
+    prompts_name = migration.name_of("PROMPTS")
+    prompts_per_generation = migration.count_of(*names["PROMPTS"])
+    minibatch_name = migration.name_of("MINIBATCH")
+    prompts_per_step = migration.count_of(*names["MINIBATCH"])
     group_size = migration.count_of(*names["num_generations"])
     micro_batch_size = migration.count_of(*names["per_device_train_batch_size"])
 
@@ -146,18 +147,18 @@ def convert_batches(migration: Migration, names: Names) -> Layout:
     return Layout(gpus=gpus, updates=steps_per_epoch * epochs)
 
 
-def convert_loss(migration: Migration, names: Names) -> None:
+def convert_loss(migration: Migration) -> None:
     """Convert the advantage estimator, the loss and its KL term.
 
-    `names`: the other trainer's key and its default by our key. `LOSS` is how the loss is averaged.
+    In `migration.names` `LOSS` is how the loss is averaged.
     """
     estimator = migration.get(_ESTIMATOR, "grpo")
     migration.put("adora_method", "grpo", _ESTIMATOR, note="adora for ADORA")
     if estimator != "grpo":
         migration.unmatched[_ESTIMATOR] = f"{estimator} is no method here; docs/methods.md has all"
         migration.remark(f"method: {_ESTIMATOR}: {estimator} became grpo; docs/methods.md has all")
-    averaging_name, default = names["LOSS"]
-    averaging = migration.get(averaging_name, default)
+    averaging_name = migration.name_of("LOSS")
+    averaging = migration.value_of("LOSS")
     if averaging in _LOSS_TYPE_BY_AVERAGING:
         migration.put("loss_type", _LOSS_TYPE_BY_AVERAGING[averaging], averaging_name)
     else:
@@ -165,30 +166,30 @@ def convert_loss(migration: Migration, names: Names) -> None:
         meaning = f"{averaging} is no loss_type; dapo is a mean over tokens"
         migration.unmatched[averaging_name] = meaning
         migration.remark(f"loss: {averaging_name}: {averaging} became dapo, a mean over tokens")
-    _convert_policy_loss(migration, names)
+    _convert_policy_loss(migration)
     if not migration.get("algorithm.norm_adv_by_std_in_grpo", True):
         migration.put("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo")
-    _convert_kl(migration, names)
+    _convert_kl(migration)
 
 
-def _convert_policy_loss(migration: Migration, names: Names) -> None:
+def _convert_policy_loss(migration: Migration) -> None:
     """Convert how the loss uses the ratio of the new to the old policy: clipped, GSPO, CISPO, SAPO.
 
     EasyR1 and verl have one key for that and one for the averaging, and TRL's `loss_type` says both.
     A loss that TRL lacks becomes the clipped loss, and a remark says so.
 
-    `names`: the other trainer's key and its default by our key. `POLICY_LOSS` is the loss.
+    In `migration.names` `POLICY_LOSS` is the loss.
     """
-    name, default = names["POLICY_LOSS"]
-    loss = str(migration.get(name, default))
+    name = migration.name_of("POLICY_LOSS")
+    loss = str(migration.value_of("POLICY_LOSS"))
     if loss in _CLIPPED_LOSSES:
         return
     if loss in _SEQUENCE_LOSSES:
         migration.put("importance_sampling_level", "sequence", name)
         migration.put("loss_type", "grpo", name, note="GSPO, a mean over answers")
     elif loss == "cispo":
-        bound_name, default_bound = names["epsilon_high"]
-        cap = 1 + migration.get(bound_name, default_bound)
+        bound_name = migration.name_of("epsilon_high")
+        cap = 1 + migration.value_of("epsilon_high")
         # TRL's key is the cap of the ratio itself, and its loss has no lower and no second bound
         migration.put("epsilon_high", cap, bound_name, note="1 + theirs: TRL caps the ratio itself")
         migration.put("loss_type", "cispo", name)
@@ -231,24 +232,23 @@ def convert_reward_function(
         migration.remark(f"reward: {file} is not here; copy it, or name it with --reward")
 
 
-def _convert_kl(migration: Migration, names: Names) -> None:
+def _convert_kl(migration: Migration) -> None:
     """Convert the KL term of the loss, whose gradient in TRL is another one by default.
 
-    `names`: the other trainer's key and its default by our key. `KL` says whether there is a KL
-    term, `KL_COEF` is its coefficient, and `KL_KIND` how the KL is estimated.
+    In `migration.names` `KL` says whether there is a KL term, `KL_COEF` is its coefficient, and
+    `KL_KIND` how the KL is estimated.
     """
-    switch_name, _ = names["KL"]
-    has_kl = migration.get(*names["KL"]) and not migration.get("algorithm.disable_kl", False)
-    coefficient_name, default = names["KL_COEF"]
-    coefficient = migration.get(coefficient_name, default)
-    estimator_name, default_estimator = names["KL_KIND"]
-    estimator = migration.get(estimator_name, default_estimator)
-    migration.put("beta", coefficient if has_kl else 0.0, switch_name, coefficient_name)
+    has_kl = migration.value_of("KL") and not migration.get("algorithm.disable_kl", False)
+    coefficient = migration.value_of("KL_COEF")
+    estimator = migration.value_of("KL_KIND")
+    beta = coefficient if has_kl else 0.0
+    migration.put("beta", beta, migration.name_of("KL"), migration.name_of("KL_COEF"))
     if not has_kl:
         return
     note = "theirs does not weight the KL by the ratio of policies, TRL does by default"
     migration.put("use_bias_correction_kl", False, note=note)
     if estimator != "low_var_kl":
+        estimator_name = migration.name_of("KL_KIND")
         migration.unmatched[estimator_name] = (
             f"{estimator}: TRL estimates the KL as low_var_kl does"
         )
@@ -299,20 +299,17 @@ def convert_data(migration: Migration, columns: Mapping[str, str], sources: list
         migration.put("shuffle_dataset", False, "data.shuffle")
 
 
-def convert_steps(migration: Migration, names: Names, layout: Layout) -> None:
+def convert_steps(migration: Migration, layout: Layout) -> None:
     """Convert the length of the run, its checkpoints, evaluations and trackers.
 
     A step of EasyR1 and verl is a generation. TRL counts optimizer steps, and a generation has
     `layout.updates` of them.
-
-    `names`: the other trainer's key and its default by our key.
     """
     # nothing is lost without it, so it is not listed as a key without a counterpart
     migration.used.add("trainer.project_name")
     run_name = re.sub(r"[^\w.-]+", "_", str(migration.get("trainer.experiment_name", "run")))
     migration.put("output_dir", f"runs/{run_name}", "trainer.experiment_name")
-    epochs_name, default_epochs = names["EPOCHS"]
-    migration.copy("num_train_epochs", epochs_name, default_epochs)
+    migration.copy("num_train_epochs", *migration.names["EPOCHS"])
     migration.copy("num_train_epochs", "trainer.total_episodes")
     note = f"x {layout.updates} optimizer steps a generation"
     for name in ("trainer.max_steps", "trainer.total_training_steps"):
@@ -326,24 +323,23 @@ def convert_steps(migration: Migration, names: Names, layout: Layout) -> None:
         # -1 keeps all checkpoints
         save_total_limit = most_checkpoints if most_checkpoints > 0 else None
         migration.put("save_total_limit", save_total_limit, "trainer.save_limit")
-    _convert_warmup(migration, names, layout)
-    _remark_evaluation(migration, names, layout)
+    _convert_warmup(migration, layout)
+    _remark_evaluation(migration, layout)
     logger = migration.get("trainer.logger", ["console", "wandb"])
     trackers = [tracker for tracker in words_in(logger) if tracker in _TRACKERS]
     migration.put("report_to", trackers or "none", "trainer.logger")
 
 
-def _convert_warmup(migration: Migration, names: Names, layout: Layout) -> None:
+def _convert_warmup(migration: Migration, layout: Layout) -> None:
     """Convert the warm-up of the learning rate, which is in steps or a share of the run.
 
     Transformers has one key for both, and reads a number below 1 as a share. Its schedule `constant`
     has no warm-up, while that of the other trainers has one.
 
-    `names`: the other trainer's key and its default by our key; `WARMUP_STEPS` and `WARMUP_SHARE`
-    are those of the warm-up.
+    In `migration.names` `WARMUP_STEPS` and `WARMUP_SHARE` are those of the warm-up.
     """
-    steps_name, _ = names["WARMUP_STEPS"]
-    share_name, _ = names["WARMUP_SHARE"]
+    steps_name = migration.name_of("WARMUP_STEPS")
+    share_name = migration.name_of("WARMUP_SHARE")
     steps = migration.get(steps_name, -1)
     share = migration.get(share_name, 0.0)
     if steps > 0:
@@ -353,21 +349,20 @@ def _convert_warmup(migration: Migration, names: Names, layout: Layout) -> None:
     else:
         return
     if migration.keys["lr_scheduler_type"].value == "constant":
-        schedule_name, _ = names["lr_scheduler_type"]
+        schedule_name = migration.name_of("lr_scheduler_type")
         note = "theirs warms up, TRL's constant does not"
         migration.put("lr_scheduler_type", "constant_with_warmup", schedule_name, note=note)
 
 
-def _remark_evaluation(migration: Migration, names: Names, layout: Layout) -> None:
+def _remark_evaluation(migration: Migration, layout: Layout) -> None:
     """Add a remark on how to evaluate during training, since that cannot be converted.
 
     An evaluation of this package needs a folder of problems that data_prep has prepared.
 
-    `names`: the other trainer's key and its default by our key; `EVALUATE` is the number of steps
-    from one evaluation to the next, -1 for none.
+    In `migration.names` `EVALUATE` is the number of steps from one evaluation to the next, -1 for
+    none.
     """
-    name, default = names["EVALUATE"]
-    every = int(migration.get(name, default))
+    every = int(migration.value_of("EVALUATE"))
     files = words_in(migration.get("data.val_files", []))
     evaluates_at_start = bool(migration.get("trainer.val_before_train", True))
     if not files and every <= 0:

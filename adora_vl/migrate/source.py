@@ -70,7 +70,7 @@ def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> S
     if config is not None and _is_script(config):
         _read_shell(source, config, nested=nested)
     elif config is not None:
-        _read_yaml_over(source, config, nested=nested)
+        source.values |= read_yaml(config, nested=nested)
     key_words = _keys_of_command(list(words))
     launcher_length = len(words) - len(key_words)
     launcher = list(words[:launcher_length])
@@ -194,13 +194,19 @@ def _keys_of_command(words: list[str]) -> list[str]:
     return words
 
 
-def _read_yaml_over(source: Source, config: Path, *, nested: bool) -> None:
-    """Read a YAML file, whose values replace those of the same names in `source`.
+def read_yaml(config: Path, *, nested: bool) -> dict[str, Any]:
+    """Return the values of a YAML file by their names, which are dotted if they are `nested`."""
+    return _with_dotted_names(read_mapping("CONFIG", config), nested=nested)
 
-    `nested`: whether nested mappings become dotted names.
-    """
-    for key, value in read_mapping("CONFIG", config).items():
-        source.values |= with_dotted_keys(key, value) if nested else {key: value}
+
+def _with_dotted_names(values: Mapping[str, Any], *, nested: bool) -> dict[str, Any]:
+    """Return values by dotted names in place of mappings, or as they are if they are not `nested`."""
+    if not nested:
+        return dict(values)
+    value_by_name: dict[str, Any] = {}
+    for key, value in values.items():
+        value_by_name |= with_dotted_keys(key, value)
+    return value_by_name
 
 
 def _read_words_over(source: Source, words: list[str], *, nested: bool) -> None:
@@ -226,9 +232,8 @@ def _read_words_over(source: Source, words: list[str], *, nested: bool) -> None:
                 "where it is, or name it before the script's keys"
             )
         else:
-            _read_yaml_over(source, path, nested=nested)
-    for key, value in values.items():
-        source.values |= with_dotted_keys(key, value) if nested else {key: value}
+            source.values |= read_yaml(path, nested=nested)
+    source.values |= _with_dotted_names(values, nested=nested)
 
 
 def _take_config_names(values: dict[str, Any]) -> list[str]:

@@ -5,6 +5,8 @@ Keys and defaults are those of its `ppo_trainer.yaml`.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from adora_vl.migrate.migration import LaunchPlan, Migration, Names
 from adora_vl.migrate.ray import (
     convert_batches,
@@ -15,11 +17,13 @@ from adora_vl.migrate.ray import (
     convert_reward_function,
     convert_steps,
 )
+from adora_vl.migrate.source import read_yaml
 
 _MODEL = "actor_rollout_ref.model."
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _REF = "actor_rollout_ref.ref."
+_DEFAULTS_FILE = Path(__file__).with_name("verl_defaults.yaml")
 _NAMES: Names = {
     "model_name_or_path": (f"{_MODEL}path", None),
     "PROMPTS": ("data.train_batch_size", 1024),
@@ -62,54 +66,6 @@ _NAMES: Names = {
 _CORRECTION = "algorithm.rollout_correction."
 # Names of "take the engine's log-probabilities as the old ones": the present and an earlier one.
 _BYPASS_MODES = (f"{_CORRECTION}bypass_mode", f"{_CORRECTION}bypass_old_logprob_for_rollout")
-# Of keys without a counterpart, so that only other values are listed.
-_DEFAULTS = {
-    "data.reward_fn_key": "data_source",
-    "data.truncation": "error",
-    "data.return_raw_chat": False,
-    "data.return_raw_input_ids": False,
-    "data.filter_overlong_prompts_workers": 1,
-    "data.video_key": "videos",
-    "actor_rollout_ref.hybrid_engine": True,
-    f"{_MODEL}use_liger": False,
-    f"{_ACTOR}strategy": "fsdp",
-    f"{_ACTOR}use_dynamic_bsz": False,
-    f"{_ACTOR}ppo_max_token_len_per_gpu": 16384,
-    f"{_ACTOR}clip_ratio": 0.2,
-    f"{_ACTOR}use_torch_compile": True,
-    f"{_ACTOR}shuffle": False,
-    f"{_ACTOR}ulysses_sequence_parallel_size": 1,
-    f"{_ACTOR}fsdp_config.param_offload": False,
-    f"{_ACTOR}fsdp_config.optimizer_offload": False,
-    f"{_ACTOR}fsdp_config.fsdp_size": -1,
-    f"{_REF}fsdp_config.param_offload": False,
-    f"{_ROLLOUT}name": "vllm",
-    f"{_ROLLOUT}mode": "sync",
-    f"{_ROLLOUT}top_k": -1,
-    f"{_ROLLOUT}do_sample": True,
-    f"{_ROLLOUT}dtype": "bfloat16",
-    f"{_ROLLOUT}ignore_eos": False,
-    f"{_ROLLOUT}enable_chunked_prefill": True,
-    f"{_ROLLOUT}max_num_seqs": 1024,
-    f"{_ROLLOUT}disable_log_stats": True,
-    "algorithm.gamma": 1.0,
-    "algorithm.lam": 1.0,
-    "algorithm.use_kl_in_reward": False,
-    "algorithm.kl_penalty": "kl",
-    "algorithm.kl_ctrl.type": "fixed",
-    "algorithm.kl_ctrl.kl_coef": 0.001,
-    f"{_CORRECTION}loss_type": "ppo_clip",
-    f"{_CORRECTION}rollout_is_threshold": 2.0,
-    f"{_CORRECTION}rollout_is_batch_normalize": False,
-    f"{_CORRECTION}use_policy_gradient": False,
-    f"{_CORRECTION}use_pure_rollout_correction": False,
-    "reward_model.enable": False,
-    "reward_model.reward_manager": "naive",
-    "trainer.balance_batch": True,
-    "trainer.critic_warmup": 0,
-    "trainer.log_val_generations": 0,
-    "trainer.resume_mode": "auto",
-}
 _REWARD = "custom_reward_function.path"
 _FUNCTION = "custom_reward_function.name"
 _ARGUMENTS = "custom_reward_function.reward_kwargs"
@@ -122,14 +78,14 @@ def convert_verl(migration: Migration) -> LaunchPlan:
     Raises:
         UserError: the sizes of its batches do not divide, or a value is no number.
     """
-    migration.defaults = _DEFAULTS
-    convert_model(migration, _NAMES)
+    migration.names = _NAMES
+    migration.defaults = read_yaml(_DEFAULTS_FILE, nested=True)
+    convert_model(migration)
     # Newer versions call `warmup_style` so; they take the older name where a config has both.
-    schedule_name, _ = _NAMES["lr_scheduler_type"]
-    if schedule_name not in migration.values:
+    if migration.name_of("lr_scheduler_type") not in migration.values:
         migration.copy("lr_scheduler_type", f"{_ACTOR}optim.lr_scheduler_type")
-    convert_lora(migration, _NAMES)
-    convert_loss(migration, _NAMES)
+    convert_lora(migration)
+    convert_loss(migration)
     _convert_old_logps(migration)
     columns = {
         "problem": str(migration.get("data.prompt_key", "prompt")),
@@ -143,8 +99,8 @@ def convert_verl(migration: Migration) -> LaunchPlan:
     )
     migration.put("adora_prompt", None, note="the prompt of the row alone")
     _convert_reward(migration)
-    layout = convert_batches(migration, _NAMES)
-    convert_steps(migration, _NAMES, layout)
+    layout = convert_batches(migration)
+    convert_steps(migration, layout)
     # FSDP divides weights and optimizer there
     return LaunchPlan(processes=layout.gpus, accelerate="zero3")
 
