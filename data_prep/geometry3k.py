@@ -7,7 +7,7 @@ the facts of the problems are sources too.
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,13 +17,7 @@ from adora_vl.conversion.chat import text_of_chat, without_instruction
 from adora_vl.conversion.columns import PRESETS, Columns
 from adora_vl.conversion.formats import open_table
 from adora_vl.conversion.hub import download_parquet
-from adora_vl.conversion.pipeline import (
-    Cleaning,
-    OpenedSource,
-    SplitRows,
-    prepare,
-    recorded_options,
-)
+from adora_vl.conversion.pipeline import Cleaning, OpenedSource, SplitRows, prepare
 from adora_vl.conversion.problem import RawProblem, RowReaders
 from adora_vl.conversion.tables import open_local, row_readers
 from adora_vl.data.dataset import Manifest
@@ -261,7 +255,7 @@ def prepare_geometry3k(
             "source": f"geometry3k/{source}",
             "input": location or _PRESET_HUB_ID,
             "revision": commit,
-            "arguments": recorded_options(asdict(chosen_options)),
+            "arguments": chosen_options.recorded(),
         }
         chosen_rows = {
             split: _limited_rows(split, rows, chosen_options) for split, rows in splits.items()

@@ -13,19 +13,13 @@ import random
 import re
 from cmath import phase
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adora_vl.conversion.pipeline import (
-    Cleaning,
-    OpenedSource,
-    SplitRows,
-    prepare,
-    recorded_options,
-)
+from adora_vl.conversion.pipeline import Cleaning, OpenedSource, SplitRows, prepare
 from adora_vl.conversion.problem import RawProblem
 from adora_vl.conversion.workers import MAX_WORKERS, ordered_map, usable_cores
 from adora_vl.data.dataset import VARIANTS_SOURCE, read_manifest, stored_rows
@@ -130,7 +124,7 @@ def prepare_variants(
             "source": VARIANTS_SOURCE,
             "input": str(folder),
             "revision": None,  # a folder has no commit, as a data set of the hub has
-            "arguments": recorded_options(asdict(options)),
+            "arguments": options.recorded(),
         }
         begin = partial(_finished_variants, folder, split=split, options=options, workers=workers)
         # How many there will be is unknown, since some problems get fewer than `per` variants.

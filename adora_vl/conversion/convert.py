@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,7 @@ from adora_vl.conversion import tables
 from adora_vl.conversion.columns import Columns, columns_from
 from adora_vl.conversion.hub import commit_of, open_hub
 from adora_vl.conversion.pictures import named_files
-from adora_vl.conversion.pipeline import (
-    Cleaning,
-    OpenedSource,
-    SplitRows,
-    prepare,
-    recorded_options,
-)
+from adora_vl.conversion.pipeline import Cleaning, OpenedSource, SplitRows, prepare
 from adora_vl.conversion.records import pictures_beside, question_in
 from adora_vl.conversion.tables import DrawnTests, Opened, TablePart, open_local
 from adora_vl.data.dataset import Manifest, read_manifest
@@ -107,7 +101,7 @@ def _open_converted(
         "input": location,
         "revision": opened.revision,
         "arguments": {
-            **recorded_options(asdict(conversion)),
+            **conversion.recorded(),
             "name": name,
             "splits": dict(conversion.splits),
             "columns": columns.described(),

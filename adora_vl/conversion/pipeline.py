@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -173,6 +173,12 @@ class Deduplicator:
         self.notes.setdefault(name, {"rows": 0, "example": example})
         self.notes[name]["rows"] += 1
 
+    def note_shared_pictures(self) -> None:
+        """Count the rows with a picture that many other rows have too, once all rows are read."""
+        row_count, example_id = self.seen_rows.shared_pictures()
+        if row_count:
+            self.notes["one_picture"] = {"rows": row_count, "example": example_id}
+
     def rows_to_store(self, split: str, results: Iterable[CleanedRow | RowError]) -> Iterator[Row]:
         """Yield the rows of a split that are stored, in order; the others go to the quarantine.
 
@@ -254,6 +260,15 @@ class OpenedSource(NamedTuple):
     splits: Mapping[str, SplitRows]
 
 
+# The first manifests lacked these options, so that a manifest leaves out their default values.
+_UNRECORDED_DEFAULTS = {
+    "family": DEFAULT_FAMILY,
+    "split_name": None,
+    "drop_instruction": False,
+    "texts": None,
+}
+
+
 @dataclass(frozen=True)
 class Cleaning:
     """Options on how rows are cleaned, and which are stored; the manifest records them."""
@@ -265,6 +280,18 @@ class Cleaning:
     limit: int | None = None  # the largest number of rows in a split
     keep_leaks: bool = False  # store training rows that also occur in a held-out split
     allow_quarantined: float = MAX_SHARE  # the largest share of unusable rows that is not an error
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the options as the manifest of a data set records them.
+
+        An option that was added later is left out while it has its default value. So the manifest
+        of an old folder still equals that of a new one with the same rows, and the folder need not
+        be made again.
+        """
+        unrecorded = _UNRECORDED_DEFAULTS.items()
+        return {
+            name: value for name, value in asdict(self).items() if (name, value) not in unrecorded
+        }
 
     def pixel_limits(self) -> PixelLimits:
         """Return how many pixels an image may have, by `min_pixels` and `max_pixels`.
@@ -284,30 +311,6 @@ class Cleaning:
                 f"min_pixels: {self.min_pixels} is over max_pixels, {self.max_pixels}; lower it"
             )
         return PixelLimits(low=self.min_pixels, high=self.max_pixels, unit=token_side)
-
-
-# The first manifests lacked these options, so that a manifest leaves out their default values.
-_UNRECORDED_DEFAULTS = {
-    "family": DEFAULT_FAMILY,
-    "split_name": None,
-    "drop_instruction": False,
-    "texts": None,
-}
-
-
-def recorded_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options as the manifest of a data set records them.
-
-    An option that was added later is left out while it has its default value. So the manifest of
-    an old folder still equals that of a new one with the same rows, and the folder need not be
-    made again.
-    """
-    recorded = {}
-    for name, value in options.items():
-        is_default = name in _UNRECORDED_DEFAULTS and value == _UNRECORDED_DEFAULTS[name]
-        if not is_default:
-            recorded[name] = value
-    return recorded
 
 
 def prepare(
@@ -340,14 +343,17 @@ def prepare(
     with output_folder as folder, SeenRows(folder / "seen.sqlite") as seen_rows:
         quarantine = Quarantine(folder)
         deduplicator = Deduplicator(quarantine, seen_rows, keep_leaks=options.keep_leaks)
+        row_counts = {}
         with ordered_map(workers) as map_rows:
-            row_counts = _write_splits(
-                folder,
-                splits=splits,
-                clean_rows=partial(map_rows, clean),
-                deduplicator=deduplicator,
-                features=features,
-            )
+            for split in _held_out_first(splits):
+                row_counts[split] = _write_split(
+                    folder,
+                    split=split,
+                    total=splits[split].row_count,
+                    results=map_rows(clean, splits[split].begin_reading()),
+                    deduplicator=deduplicator,
+                    features=features or schema(),
+                )
         # An empty source is no data set, and no share of its rows can be checked.
         if not deduplicator.rows_read:
             raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
@@ -361,7 +367,7 @@ def prepare(
         except UserError:
             _write_report(report, quarantine, description)
             raise
-        _note_shared_pictures(deduplicator)
+        deduplicator.note_shared_pictures()
         seen_rows.close()  # its file must not become part of the data set
         manifest = write_manifest(
             folder,
@@ -375,39 +381,12 @@ def prepare(
     return manifest
 
 
-def _write_splits(
-    folder: Path,
-    *,
-    splits: Mapping[str, SplitRows],
-    clean_rows: Callable[[RowReaders], Iterator[CleanedRow | RowError]],
-    deduplicator: Deduplicator,
-    features: Features | None,
-) -> dict[str, int]:
-    """Write the usable rows of all splits into `folder`; return their numbers by split.
+def _held_out_first(splits: Iterable[str]) -> list[str]:
+    """Return splits in the order in which they are read.
 
-    `clean_rows` reads and cleans the rows of a split, in order.
+    A training row is compared with all held-out rows, so these come first.
     """
-    held_out_splits = [split for split in splits if split in HELD_OUT]
-    training_splits = [split for split in splits if split not in HELD_OUT]
-    row_counts = {}
-    # A training row is compared with all held-out rows, so these come first.
-    for split in (*held_out_splits, *training_splits):
-        row_counts[split] = _write_split(
-            folder,
-            split=split,
-            total=splits[split].row_count,
-            results=clean_rows(splits[split].begin_reading()),
-            deduplicator=deduplicator,
-            features=features,
-        )
-    return row_counts
-
-
-def _note_shared_pictures(deduplicator: Deduplicator) -> None:
-    """Note for the manifest how many rows have a picture that many other rows have too."""
-    row_count, example_id = deduplicator.seen_rows.shared_pictures()
-    if row_count:
-        deduplicator.notes["one_picture"] = {"rows": row_count, "example": example_id}
+    return sorted(splits, key=lambda split: split not in HELD_OUT)
 
 
 def _write_split(
@@ -417,7 +396,7 @@ def _write_split(
     total: int | None,
     results: Iterable[CleanedRow | RowError],
     deduplicator: Deduplicator,
-    features: Features | None,
+    features: Features,
 ) -> int:
     """Write the usable rows of one split into `folder`, and return how many there are.
 
@@ -433,7 +412,7 @@ def _write_split(
         row_count = write_without_contradictions(
             folder,
             split=split,
-            features=features or schema(),
+            features=features,
             contradicting=contradicting,
             quarantine=deduplicator.quarantine,
         )

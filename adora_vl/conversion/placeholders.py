@@ -18,6 +18,16 @@ _MARK = re.compile(
 )
 
 
+class MisplacedImagesError(ValueError):
+    """The marks of a text do not fit the images of its row."""
+
+    def __init__(self, wrong: str, remedy: str) -> None:
+        """Begin an error. `wrong`: what is wrong, as words after the text; `remedy`: what to do."""
+        super().__init__(f"{wrong}; {remedy}")
+        self.wrong = wrong
+        self.remedy = remedy
+
+
 @dataclass(frozen=True)
 class Placed:
     """A text with `<image>` where each image stands, or without any where all stand before it."""
@@ -29,34 +39,37 @@ class Placed:
     numbers_parts: bool = False
 
 
-def place_images(text: str, images: int) -> Placed | str:
+def place_images(text: str, images: int) -> Placed:
     """Write `<image>` into a text where its marks (`<image1>`, `[image]`, ...) place its images.
 
     `images` is how many images the row has. Marks without numbers have to be as many. An image
     whose number is not in the text is put at its end.
 
-    Returns an error in place of the text where that is not possible: `WHAT IS WRONG; WHAT TO DO`.
+    Raises `MisplacedImagesError` where that is not possible.
     """
     marks = list(_MARK.finditer(text))
     if not marks:
         return Placed(text=text.strip(), order=tuple(range(images)))
     if not images:
-        return (
-            f"has {marks[0].group()} and the row no image; put the picture in, or take the mark out"
+        raise MisplacedImagesError(
+            f"has {marks[0].group()} and the row no image",
+            remedy="put the picture in, or take the mark out",
         )
     image_count = "1 image" if images == 1 else f"{images} images"
     numbers = [_number_of(mark) for mark in marks]  # as texts, empty for a mark without one
     if not any(numbers):
         if len(marks) != images:
-            return (
-                f"has {len(marks)} {marks[0].group()} and the row {image_count}; give as many as "
-                "images, or none"
+            raise MisplacedImagesError(
+                f"has {len(marks)} {marks[0].group()} and the row {image_count}",
+                remedy="give as many as images, or none",
             )
         return Placed(
             text=_before_the_text(_MARK.sub(IMAGE_PLACEHOLDER, text)), order=tuple(range(images))
         )
     if not all(numbers):
-        return "has marks of images with and without numbers; number all of them, or none"
+        raise MisplacedImagesError(
+            "has marks of images with and without numbers", remedy="number all of them, or none"
+        )
     return _place_by_number(text, [int(number) for number in numbers], images)
 
 

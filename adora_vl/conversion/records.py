@@ -35,7 +35,7 @@ from adora_vl.conversion.pictures import (
     other_spelling,
     picture_bytes,
 )
-from adora_vl.conversion.placeholders import Placed, place_images
+from adora_vl.conversion.placeholders import MisplacedImagesError, Placed, place_images
 from adora_vl.conversion.problem import RawProblem, RowError, check_gold, several_faults, storable
 from adora_vl.conversion.stated import is_sentence
 from adora_vl.utils.cli import shown
@@ -243,13 +243,14 @@ def _placed_images(problem: str, image_count: int, columns: Columns, refuse: Ref
 
     Raises `RowError` where the text has another number of places than there are images.
     """
-    placed = place_images(problem, image_count)
-    if isinstance(placed, str):  # what is wrong with the text
-        wrong, _, remedy = placed.partition("; ")
+    try:
+        return place_images(problem, image_count)
+    except MisplacedImagesError as error:
+        remedy = error.remedy
         if image_count == 0 and not columns.images:
             remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
-        raise refuse("placeholder", f"the problem {shown(problem)} {wrong}", f"{remedy}, in")
-    return placed
+        wrong = f"the problem {shown(problem)} {error.wrong}"
+        raise refuse("placeholder", wrong, f"{remedy}, in") from error
 
 
 def _question_with_gold(
@@ -463,10 +464,8 @@ def _extra_text(value: object, column: str, refuse: Refuse) -> str | None:
     """
     if value is None:
         return None
-    text: str | None = None
-    if isinstance(value, str):
-        text = value
-    else:
+    text = value if isinstance(value, str) else None
+    if text is None:
         with suppress(ValueError, TypeError, RecursionError):  # for a value that JSON cannot have
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
     if text is None or not storable(text):

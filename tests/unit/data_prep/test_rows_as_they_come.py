@@ -4,6 +4,7 @@ contradictions.
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from adora_vl.conversion.chat import without_instruction
 from adora_vl.conversion.convert import ensure_converted
-from adora_vl.conversion.placeholders import Placed, place_images
+from adora_vl.conversion.placeholders import MisplacedImagesError, Placed, place_images
 from adora_vl.data.dataset import read_manifest
 from data_prep.cli import main
 from tests.support.cases import Case
@@ -66,8 +67,8 @@ def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) ->
         ("<image> <image>", 1, "has 2 <image> and the row 1 image; give as many"),
         ("<image> <image2>", 2, "with and without numbers; number all of them"),
     ]:
-        with subtests.test(text):
-            assert message in str(place_images(text, images))
+        with subtests.test(text), pytest.raises(MisplacedImagesError, match=re.escape(message)):
+            place_images(text, images)
 
 
 def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, capsys):
