@@ -176,7 +176,7 @@ class _DiagramDrawing:
     def _write_below(self, sentences: Sequence[str | None]) -> None:
         """Write sentences below the figure, each once, one a line."""
         bottoms = [point.imag for point in self.ink_points]
-        bottoms += [box.bottom for box in self.label_boxes]
+        bottoms += [box.max_y for box in self.label_boxes]
         bottom = max(bottoms)
         # A fact without words is None, and is left out.
         different_sentences = dict.fromkeys(sentence for sentence in sentences if sentence)
@@ -191,10 +191,10 @@ class _DiagramDrawing:
         for point in self.ink_points:
             boxes.append(Box.around(point, half_width=0, half_height=0))
         edges = (
-            min(box.left for box in boxes) - _WHITE_MARGIN,
-            min(box.top for box in boxes) - _WHITE_MARGIN,
-            max(box.right for box in boxes) + _WHITE_MARGIN,
-            max(box.bottom for box in boxes) + _WHITE_MARGIN,
+            min(box.min_x for box in boxes) - _WHITE_MARGIN,
+            min(box.min_y for box in boxes) - _WHITE_MARGIN,
+            max(box.max_x for box in boxes) + _WHITE_MARGIN,
+            max(box.max_y for box in boxes) + _WHITE_MARGIN,
         )
         left, top, right, bottom = [round(_PICTURE_PIXELS * min(1, max(0, edge))) for edge in edges]
         return self.canvas.picture().crop((left, top, right, bottom))

@@ -33,29 +33,29 @@ STYLES = {
 class Box(NamedTuple):
     """The rectangle that a label takes, in shares of the picture, with y downwards."""
 
-    left: float
-    top: float
-    right: float
-    bottom: float
+    min_x: float
+    min_y: float
+    max_x: float
+    max_y: float
 
     @classmethod
     def around(cls, centre: complex, half_width: float, half_height: float) -> Box:
         """Return the rectangle of this size around a point."""
         return cls(
-            left=centre.real - half_width,
-            top=centre.imag - half_height,
-            right=centre.real + half_width,
-            bottom=centre.imag + half_height,
+            min_x=centre.real - half_width,
+            min_y=centre.imag - half_height,
+            max_x=centre.real + half_width,
+            max_y=centre.imag + half_height,
         )
 
     def contains(self, point: complex) -> bool:
         """Return whether a point lies inside the rectangle."""
-        return self.left < point.real < self.right and self.top < point.imag < self.bottom
+        return self.min_x < point.real < self.max_x and self.min_y < point.imag < self.max_y
 
-    def overlaps(self, other: Box) -> bool:
+    def overlaps(self, box: Box) -> bool:
         """Return whether the two rectangles have a point inside both."""
-        overlap_in_x = self.left < other.right and other.left < self.right
-        overlap_in_y = self.top < other.bottom and other.top < self.bottom
+        overlap_in_x = self.min_x < box.max_x and box.min_x < self.max_x
+        overlap_in_y = self.min_y < box.max_y and box.min_y < self.max_y
         return overlap_in_x and overlap_in_y
 
 
