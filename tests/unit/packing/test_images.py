@@ -38,6 +38,7 @@ from tests.support.tiny_run import train
 
 @pytest.fixture(scope="module")
 def processor():
+    """Return the processor of the tiny model."""
     return load_processor(str(PRETRAINED_FOLDER))
 
 
@@ -82,14 +83,18 @@ def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor
         assert cache.cached_bytes <= 20_000 or seed == 0
     assert cache.processed == 6
     cached([noise_picture(5)])
-    assert cache.processed == 6
+    assert cache.processed == 6, "the newest image is still there"
     cached([noise_picture(0)])
+    assert cache.processed == 7, "the oldest one went"
     cached([noise_picture(5)], min_pixels=56 * 56, max_pixels=56 * 56)
-    assert cache.processed == 8
+    assert cache.processed == 8, "at another size it is another entry"
 
 
 def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it(processor):
-    """Such an image is that of a problem which stands in every generation."""
+    """The image of a problem that stands in every generation is used each time.
+
+    It comes before each of eight others here, and the cache has no room for all nine.
+    """
     cache = ImageCache(30_000)
     cached = cache.preprocess(processor.image_processor)
     for seed in range(1, 9):
@@ -114,7 +119,13 @@ def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
 
 
 def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():
+    """Patches are numbered through all banks: a has 0 to 3, b has 4 to 7, and c has 8 to 11.
+
+    A new bank of the training replaces the old one, whose patches are gone then.
+    """
+
     def image(key: str) -> ProcessedImage:
+        """Return an image of four patches."""
         return ProcessedImage(key, torch.zeros(4, 3, dtype=torch.uint8), torch.tensor([1, 2, 2]))
 
     banks = ImageBanks()
@@ -135,6 +146,7 @@ def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_traini
 
 
 def test_distinct_rows_keep_their_order():
+    """The result is the first row of each value, and for each row the number of its value."""
     assert distinct_rows(["b", "a", "b", "c", "a"]) == ([0, 1, 3], [0, 1, 0, 2, 1])
 
 
@@ -183,10 +195,14 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
 
 
 def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, monkeypatch):
-    """Also for the engine's turn."""
+    """Two problems have three rollouts each, so there are two of everything and not six.
+
+    The engine processes their images afterwards, and finds them in the cache.
+    """
     counts = dict.fromkeys(["rendered", "tokenized", "hashed"], 0)
 
     def counted(owner: Any, name: str, counter: str, number: Any) -> None:
+        """Let a function count its work under `counter`; `number` computes it from its arguments."""
         original = getattr(owner, name)
 
         def count(*args: Any, **kwargs: Any) -> Any:
@@ -270,15 +286,15 @@ def test_a_data_set_tells_whether_it_has_images():
     assert may_have_images([{"prompt": "x"}]), "of rows that are made on the way nothing is known"
 
 
-# of a generation, which is learned from in 8 micro-batches
-PROBLEMS = 8
+PROBLEMS = 8  # of a generation, which is learned from in 8 micro-batches
 STEPS = 2
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> dict[str, Any]:
-    """Two optimizer steps of eight micro-batches each: the images that were decoded, and what was
-    gathered.
+    """Train for two optimizer steps of eight micro-batches each.
+
+    Returns the number of images that were decoded, and everything that was gathered, pickled.
     """
     counts: dict[str, Any] = {"decoded": 0, "gathered": []}
     decode = images_module.decoded_image

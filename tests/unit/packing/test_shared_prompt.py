@@ -79,13 +79,17 @@ IMAGE_IDS = torch.tensor([8, *[IMAGE_TOKEN] * 6, 9])
 def random_rows(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
     """Draw rows as TRL pads them: prompts on the left, completions on the right.
 
+    For example, [(2, [3, 1])] gives two rows with the same prompt of two tokens, and completions of
+    three tokens and of one token with two of padding.
+
     Args:
         lengths: for each group the length of its prompt and those of its rollouts.
         images: whether each prompt begins with an image.
 
     Returns:
-        `ids` and `mask`, (B, P + C); `completion`, which is C; `groups`, the row numbers of each
-        group; with images also the `patches` of each group, their `grid`, and the `types` of tokens.
+        `ids` and `mask`, (B, P + C); `completion`, the width C; `groups`, the row numbers of each
+        group. With images also the `patches` of each group's image, the `grid` of each image, and the
+        `types` of tokens, 1 for image tokens.
     """
     generator = torch.Generator().manual_seed(1)
     image_length = len(IMAGE_IDS) if images else 0
@@ -173,7 +177,7 @@ def packed_logps(model: Any, rows: Batch) -> Tensor:
         **images,
     )
     logits = output.logits
-    assert logits.shape[:2] == packed.labels.shape, "the head's work is on scored positions alone"
+    assert logits.shape[:2] == packed.labels.shape, "the head computes scored positions alone"
     labels = packed.labels.clamp(min=0)
     label_logps = logits.log_softmax(-1).gather(-1, labels[..., None])
     return packed.spread_over_rows(label_logps)
@@ -253,7 +257,10 @@ def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
 
 
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
-    """A GPU has flash attention for bfloat16 queries, which needs neither masks nor copies of keys."""
+    """Under autocast queries are bfloat16, for which a GPU has flash attention.
+
+    It needs neither masks nor copies of keys.
+    """
     sdpa = Mock(side_effect=nn.functional.scaled_dot_product_attention)
     monkeypatch.setattr(span_attention, "scaled_dot_product_attention", sdpa)
     model = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, use_cache=False))
@@ -279,6 +286,7 @@ def test_a_model_s_pass_with_one_call_is_as_separate_rows(monkeypatch, checkpoin
 
 
 def test_eager_attention_and_a_cpu_s_are_computed_span_by_span(monkeypatch):
+    """A pass fails here if it calls `attend_spans`, the one call for all spans."""
     monkeypatch.setattr(split_attention, "attend_spans", None)
     rows = random_rows(TWO_GROUPS, images=False)
     packed_logps(small_model("qwen2"), rows)
@@ -297,24 +305,25 @@ GROUPS = st.lists(
 @settings(max_examples=25)
 @given(GROUPS, st.sampled_from(sorted(MODELS)))
 def test_any_lengths_are_as_separate_rows(lengths, attention):
-    """A rollout without tokens is one that was cut off and masked out."""
+    """A rollout may have no tokens: it was cut off, and masked out."""
     has_a_token = any(length for _, rollout_lengths in lengths for length in rollout_lengths)
     if has_a_token:
         assert_packed_is_as_padded(MODELS[attention], random_rows(lengths, images=False))
 
 
 def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_group():
+    """A mask of the whole packed sequence would have as many entries as the square of its length."""
     rows = random_rows([(6, [40] * 16)], images=False)
-    sizes: list[int] = []
+    kept_sizes: list[int] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
+    def note_size(tensor: Tensor) -> Tensor:
+        kept_sizes.append(tensor.numel())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(note_size, lambda tensor: tensor):
         packed_logps(MODELS["sdpa"], rows)
-    tokens = 6 + 16 * 39
-    assert max(sizes) < tokens**2 / 4
+    tokens = 6 + 16 * 39  # a rollout's last token predicts nothing, and is left out
+    assert max(kept_sizes) < tokens**2 / 4
 
 
 def test_an_adapter_is_trained_alike():
@@ -328,7 +337,7 @@ def test_an_adapter_is_trained_alike():
 
 
 def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_path, subtests):
-    """Passes without a layout, generation and saved files stay as they were, also after an error."""
+    """Plain passes, generation and saved files stay as they were, also after a packed pass failed."""
     for kind in KINDS:
         with subtests.test(kind):
             model = small_model(kind).eval()
@@ -379,7 +388,8 @@ def ordinary_results(model: Any, rows: Batch) -> tuple[Tensor, Tensor]:
 def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references, monkeypatch):
     """References tell which images are equal. Pixels do not, so each row keeps its own prompt.
 
-    The first pass also compares packed with padded rows, of the first chunk alone.
+    There are groups of five and of three rows, and a chunk has five rows. The first pass also
+    compares packed with padded rows, in the first chunk alone.
     """
     model = small_model("qwen2_5_vl")
     rows = random_rows(TWO_GROUPS, images=True)
@@ -392,6 +402,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
         "pixel_values": torch.cat([rows["patches"][number] for number in copies]),
     }
     if has_references:
+        # An image has 24 patches, so that of group 1 has the numbers 24 to 47 in the bank.
         patch_numbers = [torch.arange(24)[:, None] + 24 * number for number in copies]
         inputs["pixel_values"] = torch.cat(patch_numbers)
         image_features = model.model.get_image_features
@@ -411,6 +422,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
     monkeypatch.setattr(packed_module, "pack_rows", pack_and_note_groups)
 
     def first_separate_rows(row_count: int, columns: dict[str, Any]) -> Any:
+        """Stand in for the padded pass with which packed rows are compared."""
         assert row_count == 5, "the first chunk alone"
         assert len(columns["image_grid_thw"]) == 5
         assert len(columns["num_images"]) == 5
@@ -433,8 +445,8 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
     assert forward.passes == 1
     assert not forward.refusal
     group_sizes = [[len(group_rows) for group_rows in groups] for groups in groups_by_chunk]
+    # The check of the first chunk, then both chunks.
     if has_references:
-        # the check of the first chunk, then both chunks
         assert group_sizes == [[5], [5], [3]]
     else:
         assert group_sizes == [[1] * 5, [1] * 5, [1] * 3]
@@ -443,7 +455,10 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
 
 @pytest.mark.parametrize(("gap", "shares"), [(0.0, True), (1.0, False)])
 def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
-    """It compares packed and padded rows once, though packing would save nothing here."""
+    """It compares packed and padded rows once, though packing would save nothing here.
+
+    `gap`: how far padded rows are from packed ones. `shares`: whether prompts are shared afterwards.
+    """
     model = small_model("qwen2")
     rows = random_rows([(1, [8, 8])], images=False)
     expected = padded_logps(model, rows).detach() + gap
@@ -515,6 +530,7 @@ def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
 
 
 def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatch):
+    """Ours is registered on top of it, and flash attention chooses its kernel by the name."""
     names = []
 
     def forward(query, *args, attn_implementation, **kwargs):
@@ -530,7 +546,10 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
 
 
 def test_prompts_are_shared_only_where_that_saves_enough_tokens():
-    """A prompt of 700 tokens is always shared, one of 64 unless answers are long and of one length."""
+    """A prompt of 700 tokens is always shared.
+
+    One of 64 is not where answers are long and of equal length: then there is little to save.
+    """
     assert sharing_pays(prompt_lengths=[700], completion_lengths=[[400] * 8])
     assert sharing_pays(prompt_lengths=[700], completion_lengths=[[1024] * 8])
     assert sharing_pays(prompt_lengths=[64], completion_lengths=[[1024] * 8])
@@ -541,13 +560,17 @@ def test_prompts_are_shared_only_where_that_saves_enough_tokens():
 
 
 def test_rows_that_share_no_prompt_are_packed_only_to_save_padding():
-    """Each of the two groups has one rollout."""
+    """Each of the two groups has one rollout, so no prompt is computed less often.
+
+    Rows of unequal length are padded, and packed they are not.
+    """
     assert sharing_pays(prompt_lengths=[64, 64], completion_lengths=[[400], [100]])
     assert sharing_pays(prompt_lengths=[64, 20], completion_lengths=[[100], [100]])
     assert not sharing_pays(prompt_lengths=[64, 64], completion_lengths=[[400], [400]])
 
 
 def test_neighbours_with_the_same_prompt_and_images_are_a_group():
+    """Row 2 has another image than row 1, row 3 another prompt, and row 4 is no neighbour of row 0."""
     ids = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 3], [1, 2]])
     image_keys = ["a", "a", "b", "b", "a"]
     groups = group_rows_by_prompt(ids, torch.ones_like(ids), image_keys)
@@ -557,8 +580,9 @@ def test_neighbours_with_the_same_prompt_and_images_are_a_group():
 def test_groups_as_one_sequence_by_hand():
     """Prompt `5 6 7` has the rollouts `3` and `1 2 4`, and prompt `8` has `9 1`.
 
-    The first prompt's positions are those after an image. Its last token, 7, predicts the first
-    token of both rollouts. A rollout's last token is left out.
+    The packed sequence is `5 6 7`, `1 2` of the longer rollout, then `8`, `9`. A rollout's last token
+    predicts nothing and is left out, so nothing is left of the rollout `3`. The token 7 predicts the
+    first tokens of both rollouts. The first prompt's positions, 0 4 5, are those after an image.
     """
     ids = torch.tensor([[0, 5, 6, 7, 3, 0, 0], [0, 5, 6, 7, 1, 2, 4], [0, 0, 0, 8, 9, 1, 0]])
     mask = torch.tensor([[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
@@ -582,6 +606,7 @@ def test_groups_as_one_sequence_by_hand():
 
 
 def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
+    """The first of two rollouts to the prompt `5 6` is masked out, and the second is `2 2`."""
     ids = torch.tensor([[5, 6, 1, 1], [5, 6, 2, 2]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     packed = pack_rows(
@@ -618,7 +643,10 @@ def test_the_longest_rollout_is_one_span_with_its_prompt():
     layout = PackedLayout(
         (one_rollout, three_rollouts, no_rollout), torch.zeros(1, dtype=torch.long)
     )
+    # 4 + 2; 3 + 5, then 2 and 1; 2.
     assert layout.span_lengths == [6, 8, 2, 1, 2]
+    # Where spans begin and end: of queries, and of keys, which have the prompt's three once more for
+    # the spans of 2 and of 1.
     queries, keys, max_queries, max_keys = layout.span_bounds
     assert queries.tolist() == [0, 6, 14, 16, 17, 19]
     assert keys.tolist() == [0, 6, 14, 19, 23, 25]
@@ -627,9 +655,9 @@ def test_the_longest_rollout_is_one_span_with_its_prompt():
 
 
 def test_dropout_is_found_in_the_attention_and_in_an_adapter():
-    """Dropout makes two passes over the same tokens differ.
+    """With dropout two passes over the same tokens differ.
 
-    So the policy's own pass does not stand for the one that sampled.
+    So log-probabilities of the pass that is learned from are not those of the pass that sampled.
     """
     plain = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, attention_dropout=0.0))
     attending = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, attention_dropout=0.1))

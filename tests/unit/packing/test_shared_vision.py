@@ -1,5 +1,6 @@
-"""A vision tower that sees each distinct image once, with its windows in few calls, gives the same
-features and gradients.
+"""A vision tower that sees each distinct image once gives the same features and gradients.
+
+So does one whose attention computes windows of one size in one call.
 """
 
 import os
@@ -48,12 +49,12 @@ from tests.support.small_models import (
 )
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-# Transformers' linear attention computes in float32 whatever the model's dtype is, and the
-# gradients of its decay are sums of small differences: 7e-8 and 1.6e-4 were measured, with and
-# without sharing.
+# Transformers' linear attention computes in float32 whatever the model's dtype is. Relative
+# differences of 7e-8 were measured, with and without sharing.
 LINEAR_BOUND = 1e-6
+# The gradients of its decay are sums of small differences: 1.6e-4 was measured.
 DECAY_BOUND = 2e-3
-# Of three pictures, in patches: they have 6, 2 and 6 image tokens.
+# The grids of three pictures in patches, of which four are an image token: 6, 2 and 6 tokens.
 GRIDS = torch.tensor([[1, 4, 6], [1, 2, 4], [1, 4, 6]])
 # The pictures of each row: none, one, eight of which some come again, two, none.
 PICTURES_OF_ROWS: list[list[int]] = [[], [0], [1, 1, 2, 0, 1, 2, 2, 1], [2, 1], []]
@@ -265,7 +266,7 @@ def test_rows_without_images_leave_the_tower_at_rest(subtests):
 
 
 def test_rows_without_images_among_processes_that_have_them(two_processes, subtests):
-    """The tower runs there, and its gradients are there to be reduced, all zero."""
+    """The tower runs on them too, so that its gradients, all zero, can be reduced with the others'."""
     for kind in SEEING:
         with subtests.test(kind):
             model = small_model_of(kind)
@@ -282,10 +283,10 @@ def test_rows_without_images_among_processes_that_have_them(two_processes, subte
 def one_of_two(rank: int, port: int) -> None:
     """Run one of two processes, which learn from two rows each in DistributedDataParallel.
 
-    It compares its gradients with the mean of those that both processes' rows give in separate
-    passes.
+    The gradients that the two have in common are compared with the mean of two others: those of the
+    rows of each process in separate passes.
     """
-    # The pictures of each row, by process.
+    # For each process the pictures of each row. The second process has none.
     rows_of_ranks: tuple[list[list[int]], ...] = ([[0], [2, 1, 1]], [[], []])
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
@@ -321,7 +322,10 @@ IN_PARALLEL = ("qwen2_5_vl", "qwen3_vl")
 
 
 def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
-    """Every gradient, of the vision tower too, is the mean of those of both processes' rows."""
+    """Every gradient, also of the vision tower, is the mean over both processes.
+
+    Each process prints a line for each model: its name and the number of its gradients.
+    """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     code = f"from tests.unit.packing.test_shared_vision import one_of_two; one_of_two(%d, {free_port()})"
     pipes: dict[str, Any] = {
@@ -336,7 +340,7 @@ def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
     finally:
         for rank in ranks:
             rank.kill()
-    expected_lines = []  # the number of gradients of each model
+    expected_lines = []
     for kind in IN_PARALLEL:
         parameter_count = len(list(small_model_of(kind).named_parameters()))
         expected_lines.append(f"{kind} {parameter_count}")
@@ -352,7 +356,7 @@ def count_passes(tower: Any) -> list[int]:
 
 
 def test_a_frozen_tower_runs_as_often_on_a_process_without_images(two_processes, subtests):
-    """Once a generation, like on the others: it gathers weights."""
+    """The tower's pass gathers weights, so every process makes it, once a generation."""
     for kind in SEEING:
         with subtests.test(kind):
             model = small_model_of(kind)
@@ -374,6 +378,7 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(two_processes,
 
 
 def test_images_are_divided_into_passes_by_their_patches():
+    """The arguments are each image's first patch, its number of patches, and the most of a pass."""
     assert split_into_passes([0, 7, 9, 30], [7, 2, 21, 4], 9) == [[0, 7], [9], [30]], (
         "a larger one has a pass of its own"
     )
@@ -382,7 +387,7 @@ def test_images_are_divided_into_passes_by_their_patches():
 
 
 def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, subtests):
-    """Each pass holds few images at a time, and none is seen twice."""
+    """With room for all patches there is one pass, and with room for one each image has its own."""
     for kind in SEEING:
         with subtests.test(kind):
             rows = [[0], [1, 0], [], [2]]
@@ -403,7 +408,7 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
 def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
     two_processes, monkeypatch, subtests
 ):
-    """The other process needs four; here are no images, one, and three in passes of their own."""
+    """The other process needs four passes. This one has no image, one, or three in passes of their own."""
     monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_PER_PASS", 1)
     monkeypatch.setattr(
         distributed, "all_reduce", lambda passes, op: passes.fill_(max(4, int(passes)))
@@ -423,15 +428,18 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
             assert (row_logps - expected).abs().max() <= FLOAT64_BOUND * expected.abs().max()
 
 
-class Reader(SimpleNamespace):
-    """A processor, as far as it reads texts."""
+class TextReader(SimpleNamespace):
+    """A stand-in for a processor that reads every text as one token."""
 
     def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[1] for _ in text]}
 
 
 def test_without_kept_images_a_frozen_tower_runs_in_every_pass(two_processes, subtests):
-    """Only kept images are known again, so only their features are, as on the other processes."""
+    """Only an image that is kept is known again, so only then are features computed once.
+
+    This process has no image, and makes as many passes of the tower as those with images do.
+    """
     for keeps_images in (True, False):
         with subtests.test(f"images kept: {keeps_images}"):
             model = small_model_of("qwen2_5_vl")
@@ -439,7 +447,7 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(two_processes, su
             calls = count_passes(model.model.visual)
             switches: Any = AdoraKeys(adora_stock_step=[] if keeps_images else ["cache_images"])
             switches.chat_template_kwargs = None
-            processor: Any = Reader(image_processor=Qwen2VLImageProcessor())
+            processor: Any = TextReader(image_processor=Qwen2VLImageProcessor())
             rows: Any = [{"prompt": "a text"}]
             images = DistinctImages([model], processor, torch.device("cpu"), switches)
             no_images = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
@@ -463,12 +471,9 @@ def test_unshared_passes_ask_no_other_process(two_processes, monkeypatch):
         model.model.visual.register_forward_hook(lambda *_: collectives.append("weights"))
         vision.install(model)
         vision.banks.new("train").store("of the generation", pictures()[1], GRIDS[1])
-        pixels = torch.cat(
-            [
-                torch.zeros(0, 16, dtype=torch.float64),
-                *(pictures()[number] for number in pictures_of_row),
-            ]
-        )
+        # Zero rows come first, so that there is something to join without a picture.
+        no_pixels = torch.zeros(0, 16, dtype=torch.float64)
+        pixels = torch.cat([no_pixels, *[pictures()[number] for number in pictures_of_row]])
         with vision.unshared():
             model.model.get_image_features(pixels, GRIDS[pictures_of_row])
         collectives_of_process.append([*collectives])
@@ -509,7 +514,9 @@ def features_and_gradients(tower: Any, pixels: Tensor, grids: Tensor) -> list[Te
     return [features.detach(), pixels_in.grad, *parameter_gradients]
 
 
-SIDES = st.integers(1, 13).map(lambda tokens: 2 * tokens)  # patches; 8 make a whole window
+# An image's side in patches. Whole windows have 8 patches a side, and an image token has 2.
+SIDES = st.integers(1, 13).map(lambda tokens: 2 * tokens)
+# (frames, height, width) of each image
 SIZES = st.lists(st.tuples(st.sampled_from([1, 1, 2]), SIDES, SIDES), min_size=1, max_size=4)
 
 
@@ -532,6 +539,7 @@ def test_features_and_gradients_are_those_of_the_loop(grids):
 
 @given(st.lists(st.sampled_from([64, 32, 16, 4]), min_size=1, max_size=30))
 def test_every_patch_has_its_place_and_its_way_back(lengths):
+    """Windows are sorted by size, `lengths` in patches; the inverse order restores their patches."""
     windows = sort_windows(tuple(lengths), torch.device("cpu"))
     patch_count = sum(size * count for size, count in windows.count_by_size.items())
     assert patch_count == sum(lengths)
@@ -550,21 +558,24 @@ def test_one_call_per_size_and_block_whatever_the_number_of_windows(monkeypatch)
         return attention(query, *arguments, **keywords)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-    # 3 x 3 windows per image, 3 of them of 8 x 4
+    # Two images of 24 x 20 patches have 3 x 3 windows each: six of 8 x 8 patches, three of 8 x 4.
     tower = small_tower()
     grids = torch.tensor([[1, 24, 20], [1, 24, 20]])
     pixels = torch.randn(2 * 480, 1176, dtype=torch.float64)
     tower(pixels, grid_thw=grids)
+    # A call for each of 18 windows, for each of 2 images in the middle block, and for 18 windows.
     assert calls == [1] * (18 + 2 + 18)
     calls.clear()
     batch_windows(tower, True)
     tower(pixels, grid_thw=grids)
+    # The large and the small windows of both images, the two images, and the windows again.
     assert calls == [12, 6, 2, 12, 6]
 
 
 @given(SIZES)
 @settings(max_examples=10)
 def test_bounds_from_the_host_change_no_bit(grids):
+    """The bounds of windows are computed on the CPU, where the stock tower reads them back."""
     tower = small_tower()
     sizes = torch.tensor(grids)
     pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
@@ -651,6 +662,7 @@ def test_another_tower_and_another_attention_stay_as_they_are(subtests):
 
 
 def test_the_name_is_in_no_saved_model(tmp_path):
+    """Nobody without this package could load a model whose attention has the name of ours."""
     tower = small_tower()
     batch_windows(tower, True)
     Qwen2_5_VLConfig(vision_config=tower.config.to_dict()).save_pretrained(tmp_path)

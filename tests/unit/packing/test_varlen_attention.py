@@ -30,9 +30,9 @@ SCALING = 0.3  # of the scores
 
 
 def layout_of(*groups: tuple[int, list[int]]) -> PackedLayout:
-    """Return the layout of groups.
+    """Return the layout of groups, in which the longest rollout of each comes first.
 
-    `groups`: for each the length of its prompt, and those of its rollouts.
+    `groups`: for each group the length of its prompt, and the lengths of its rollouts.
     """
     layouts = []
     for prompt, rollouts in groups:
@@ -70,7 +70,10 @@ GROUPS = st.lists(
 @settings(max_examples=40)
 @given(GROUPS, st.sampled_from([(4, 4), (4, 2), (6, 1)]))
 def test_one_call_is_attention_span_by_span(groups, heads):
-    """Whatever the lengths: outputs, and the gradients of queries, keys and values."""
+    """Outputs are equal, and so are the gradients of queries, keys and values.
+
+    `heads`: the numbers of heads of queries and of keys.
+    """
     layout = layout_of(*groups)
     length = sum(layout.span_lengths)
     query_heads, key_heads = heads
@@ -110,6 +113,11 @@ def test_span_by_span_no_mask_of_a_long_rollout_is_kept():
 
 
 def test_each_span_has_the_prompt_s_keys_and_its_own():
+    """The first group has a prompt of two tokens and rollouts of 2, 1 and 1: positions 0 to 5.
+
+    Its spans have the keys 0 1 2 3 (prompt and longest rollout), 0 1 4 and 0 1 5. The second group is
+    the prompt 6 alone.
+    """
     layout = layout_of((2, [2, 1, 1]), (1, []))
     assert layout.key_positions_K.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6]
     assert layout.span_bounds.key_bounds.tolist() == [0, 4, 7, 10, 11]
@@ -120,7 +128,10 @@ def test_each_span_has_the_prompt_s_keys_and_its_own():
 
 
 def test_gradients_of_a_prompt_s_keys_are_added_up_before_they_are_rounded():
-    """A bfloat16 of 256 has no room for a 1, so eight of them one by one would leave nothing."""
+    """The first of nine spans adds 256 to the gradient of the prompt's key, and eight add 1 each.
+
+    In bfloat16 256 + 1 is 256, so added one by one they would leave 256.
+    """
     layout = layout_of((1, [1] * 9))
     keys = torch.zeros(
         1,
@@ -138,7 +149,7 @@ def test_gradients_of_a_prompt_s_keys_are_added_up_before_they_are_rounded():
 
 
 def on_a_gpu(dtype: torch.dtype = torch.bfloat16, heads: int = 4, size: int = SIZE) -> Any:
-    """What is looked at of queries or keys before the kernel is called."""
+    """Return a stand-in for queries or keys on a GPU, as far as a kernel is chosen by them."""
     shape = (1, heads, 10, size)
     device = torch.device("cpu")
     return SimpleNamespace(
@@ -158,7 +169,7 @@ def upper_left(
     *_: int,
     **__: object,
 ) -> Tensor:
-    """Attend with a mask that is aligned to the first key."""
+    """Attend as a wrong kernel would: a mask is aligned to the first key, and not to the last."""
     ends_q = cu_seq_q.tolist()
     ends_k = cu_seq_k.tolist()
     outputs = []
@@ -218,6 +229,8 @@ def test_a_kernel_that_refuses_or_differs_is_not_used_and_a_warning_says_so_once
 
 
 def test_a_card_without_memory_says_nothing_of_the_kernel(monkeypatch):
+    """The error ends the run, and the kernel is not refused for it."""
+
     def full(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -235,6 +248,7 @@ def test_a_kernel_with_wrong_gradients_is_found(monkeypatch):
 
     monkeypatch.setattr(varlen, "varlen_attn", with_half_a_gradient)
     query = torch.zeros(1, 4, 1, SIZE, dtype=torch.bfloat16)
+    # Half of each gradient is missing. bfloat16 alone is off by a hundredth.
     assert probe_error(query, query) > 0.4
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     assert probe_error(query, query[:, :2]) < 0.02
