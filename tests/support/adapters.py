@@ -1,6 +1,4 @@
-"""Adapters of the tiny model: one of a supervised fine-tuning, as users have one, and one of each
-form that PEFT trains.
-"""
+"""LoRA adapters of the tiny model: one as supervised fine-tuning leaves it, and each form of PEFT."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -18,9 +16,11 @@ TEXT_MODULES_PATTERN = r".*language_model\..*(q_proj|up_proj)"
 
 
 def sft_adapter(folder: Path, base: str = str(PRETRAINED_FOLDER), **options: Any) -> Path:
-    """Write it into `folder`, moved by as much as can be seen.
+    """Write an adapter into `folder`, which is returned.
 
-    `options`: of PEFT's `LoraConfig`.
+    Its weights are drawn, so large that the policy's outputs change visibly.
+
+    `base`: the model that the adapter names as its base. `options`: of PEFT's `LoraConfig`.
     """
     config = LoraConfig(
         **{
@@ -63,8 +63,9 @@ def float64_model() -> Any:
 
 
 def policy_with_adapter(base, config, second: str | None = None):
-    """A policy with this adapter, and a `second` one of the same kind, where all that is trained
-    has moved.
+    """Return a copy of `base` with an adapter, whose trained weights have moved.
+
+    `second`: the name of a second adapter of the same kind. "active": both are active.
     """
     torch.manual_seed(0)
     model = get_peft_model(deepcopy(base), config, autocast_adapter_dtype=False)

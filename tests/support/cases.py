@@ -12,8 +12,9 @@ Case = Callable[[object], AbstractContextManager[Path]]
 
 @pytest.fixture
 def case(tmp_path: Path, subtests: pytest.Subtests) -> Case:
-    """`with case(name) as folder`: all cases of a table are tried, and each that fails is listed by
-    its name.
+    """Return a function with which a test tries all cases of a table: `with case(name) as folder`.
+
+    Each case has an empty folder, and each that fails is listed by its name.
     """
 
     @contextmanager

@@ -10,7 +10,10 @@ from adora_vl.training.rollout_facts import RolloutFacts
 
 
 def rollout_facts(rewards_NF: Tensor, **columns: Any) -> RolloutFacts:
-    """Facts of rollouts with these rewards; `columns` are those that are not 0, false or unknown."""
+    """Return facts of rollouts with these rewards.
+
+    `columns`: further facts. What is not among them is 0, false or, as NaN, unknown.
+    """
     zeros_N = torch.zeros(len(rewards_NF))
     fields: dict[str, Any] = {
         "counted_rewards_NF": rewards_NF,
@@ -37,9 +40,16 @@ def counted_facts(
     weights: Sequence[float] | None = None,
     **columns: Any,
 ) -> RolloutFacts:
-    """The same, with the rollouts taken out of groups of `generations` that lack a reward.
+    """Return facts of rollouts, of which those that lack a reward have left their groups.
 
-    The functions are `accuracy` and `judge`; `failed` has the calls that failed.
+    The reward functions are `accuracy` and `judge`.
+
+    Args:
+        rewards_NF: the rewards of each function; NaN where it gave none.
+        generations: rollouts of a group.
+        failed: the reason of each failed call, by the numbers of the rollout and of the function.
+        weights: the weights of the functions, by default 1.
+        columns: further facts.
     """
     weights_F = torch.ones(rewards_NF.size(1)) if weights is None else torch.tensor(weights)
     facts = rollout_facts(rewards_NF, **columns)

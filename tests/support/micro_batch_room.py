@@ -29,7 +29,13 @@ def room_of_3b(
     shares_prompts: bool = True,
     longest: int = LONGEST_ANSWER,
 ) -> MicroBatchRoom:
-    """Return the room for answers of `longest` tokens, by the memory of one of `ACTIVATION_MEMORIES`."""
+    """Return how many groups fit into a micro-batch of the 3B model.
+
+    Args:
+        activation_memory: a case of `ACTIVATION_MEMORY_BY_CASE`, which predicts the memory.
+        shares_prompts: whether the rows of a group share their prompt in a packed pass.
+        longest: the most tokens of an answer, for which memory is planned.
+    """
     return MicroBatchRoom(
         lambda: ACTIVATION_MEMORY_BY_CASE[activation_memory],
         longest,

@@ -26,6 +26,10 @@ def float64() -> Iterator[None]:
 
 
 def groups_of_rewards(rewards, lengths=None, surprisal=None, **facts) -> Groups:
+    """Return groups with these rewards, a list for each group.
+
+    Rollouts have 10 tokens each unless `lengths` says more; those of 100 tokens or more are truncated.
+    """
     rewards = torch.tensor(rewards)
     lengths = torch.tensor(lengths) if lengths is not None else torch.full(rewards.shape, 10)
     surprisal = torch.tensor(surprisal) if surprisal is not None else lengths / 10
@@ -39,11 +43,11 @@ def groups_of_rewards(rewards, lengths=None, surprisal=None, **facts) -> Groups:
 
 
 def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
+    """Draw groups of `generations` rollouts, of which the first two groups have no signal."""
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.tensor([0.0, 0.1, 1.0])[
         torch.randint(0, 3, (prompts, generations), generator=generator)
     ]
-    # without signal
     rewards[0] = 0.1
     rewards[1] = 1.0
     lengths = torch.randint(1, 110, (prompts, generations), generator=generator)
@@ -58,7 +62,7 @@ def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
 
 
 def apply_method(name, groups, options=None, scale="group"):
-    """A method as the trainer applies it, on GRPO's advantages."""
+    """Return the final advantages of a method, which starts from GRPO's as in the trainer."""
     method = AdvantagePipeline({name: METHODS[name]() if options is None else options}, scale=scale)
     return method.compute_advantages(groups, group_advantages(groups.rewards_PG, scale=scale))
 
@@ -66,6 +70,14 @@ def apply_method(name, groups, options=None, scale="group"):
 def adora_weights(
     rewards, lengths, *, truncated_at: float = math.inf, correct_above: float = 0.5, **options: Any
 ) -> torch.Tensor:
-    """The weights of groups, with rollouts of so many tokens as truncated."""
+    """Return ADORA's weight of each group.
+
+    Args:
+        rewards: the rewards of each group.
+        lengths: the tokens of each rollout.
+        truncated_at: rollouts of so many tokens are truncated.
+        correct_above: rollouts with a larger reward are right.
+        options: the options of ADORA.
+    """
     groups = Groups(rewards, lengths, lengths >= truncated_at, correct_above=correct_above)
     return weigh_groups(groups, Adora(**options)).weights_P

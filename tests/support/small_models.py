@@ -15,11 +15,12 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-FLOAT64_BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
-VISION_BOUND = 1e-6  # the vision tower rotates in float32, and so rounds each copy's gradient there
-# image tokens are never sampled
+# Bounds of relative differences. float64 rounds at 2e-16, so no processor comes near the first one.
+# The vision tower computes rotations in float32, and so rounds the gradient of each copy of an image.
+FLOAT64_BOUND = 1e-9
+VISION_BOUND = 1e-6
 IMAGE_TOKEN = 7
-SMALL_VOCABULARY = 40
+SMALL_VOCABULARY = 40  # tests draw words from 10 on: below are control tokens
 TEXT_CONFIG = {
     "vocab_size": SMALL_VOCABULARY,
     "hidden_size": 32,
@@ -73,6 +74,7 @@ def compute_in_float64(model: Any) -> Any:
 
 
 def small_model(kind: str, attention: str = "sdpa") -> Any:
+    """Return a small model of a family, by its `model_type`, with an implementation of attention."""
     torch.manual_seed(0)
     if kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG))

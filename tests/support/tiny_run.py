@@ -1,5 +1,6 @@
-"""A run of the real training command that takes seconds: the tiny model, four steps, without an
-engine.
+"""A run of the real training command that takes seconds.
+
+It trains the tiny model for four steps, without an engine.
 """
 
 import contextlib
@@ -32,24 +33,30 @@ TINY_RUN_KEYS = {
 
 
 def arguments(output_dir: object, **changed: object) -> list[str]:
+    """Return the words of the command: `--key`, value, and so on.
+
+    `changed`: keys that are added, or have another value.
+    """
     settings = {**TINY_RUN_KEYS, "output_dir": output_dir, **changed}
     settings["config"] = Path(__file__).parents[2] / str(settings["config"])
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
 def train(folder: Path, **changed: object) -> Path:
-    """Run it in this process. Returns its `output_dir`."""
+    """Run the command in this process, and return its `output_dir`."""
     assert main(arguments(folder, **changed)) == 0
     return folder
 
 
 @pytest.fixture(scope="session")
 def adora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a finished run with ADORA. Tests only read it."""
     return train(tmp_path_factory.mktemp("runs") / "adora")
 
 
 @pytest.fixture(scope="session")
 def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a finished run with GRPO. Tests only read it."""
     return train(tmp_path_factory.mktemp("runs") / "grpo", adora_method="grpo")
 
 
@@ -61,8 +68,9 @@ class ResumedRun:
 
 @pytest.fixture(scope="session")
 def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> ResumedRun:
-    """`adora_run` as if it had been killed after checkpoint-2 with steps 3 and 4 written, and
-    started again.
+    """Return a run that was killed after step 4 and resumed from checkpoint-2, a copy of `adora_run`.
+
+    The metrics and rollouts of steps 3 and 4 were written before, and their checkpoint was not.
     """
     folder = shutil.copytree(adora_run, tmp_path_factory.mktemp("resumed") / "adora")
     shutil.rmtree(folder / f"checkpoint-{TINY_RUN_STEPS}")
@@ -72,6 +80,6 @@ def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Re
 
 
 def read_training_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of its log that are of training steps."""
+    """Return the lines of a run's log that are of training steps."""
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry for entry in entries if "reward" in entry]
