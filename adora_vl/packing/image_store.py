@@ -121,13 +121,14 @@ def one_frame(patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
 def effective_settings(
     image_processor: "BaseImageProcessor", overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the processor's settings, with those that the arguments of one call override.
+    """Return the settings by which the processor treats an image, after the overrides of one call.
 
-    Limits of an image's pixels are always under `size`. Users may set them as `min_pixels` and
-    `max_pixels` too.
+    Two calls with the same result make the same of an image. `overrides`: the arguments of the call.
     """
     arguments = {name: value for name, value in overrides.items() if name != "return_tensors"}
     settings = {**image_processor.to_dict(), **arguments}
+    # The processor reads its limits on pixels under `size`. A call may also give them under these
+    # older names. It has to give both: one alone does nothing.
     min_pixels = settings.pop("min_pixels", None)
     max_pixels = settings.pop("max_pixels", None)
     if min_pixels is not None and max_pixels is not None:

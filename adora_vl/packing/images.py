@@ -198,13 +198,10 @@ class DistinctImages:
             mode: `train` or `eval`. The images are stored until the next batch of this mode.
             refill: whether the rows join the present batch; otherwise its images are released.
         """
-        # Without a cache there are no references to share features by. Every pass then runs the
-        # vision tower, also on a rank without images.
-        self.vision.share = self._config.uses("share_vision") and self.cache is not None
-        self.vision.batch_windows(self._config.uses("batch_windows"))
+        self._switch_vision()
+        # The bank stores the images of a batch. Rows that join the present batch use its bank.
+        # Those that begin a batch, or join none because there is none yet, get an empty one.
         bank = self.banks.bank_to_extend() if refill else None
-        # A batch that takes the place of the one before, or is the first of all, begins with an
-        # empty bank.
         if bank is None:
             bank = self.banks.new(mode)
         have_images = any(row.get("images") for row in rows)
@@ -214,6 +211,13 @@ class DistinctImages:
             self.image_processor, cache=self.cache, bank=bank, device=self._device
         )
         return self.read(rows, processor_context)
+
+    def _switch_vision(self) -> None:
+        """Switch the parts of the vision pass on or off, as the config says at this moment."""
+        # Without a cache there are no references to share features by. Every pass then runs the
+        # vision tower, also on a rank without images.
+        self.vision.share = self._config.uses("share_vision") and self.cache is not None
+        self.vision.switch_batched_windows(on=self._config.uses("batch_windows"))
 
     def with_tool_images(
         self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str

@@ -45,13 +45,13 @@ _INPUT_COLUMNS = (
 
 
 def padded_size(input_ids: Tensor, completion_width: int, pixels: Tensor | None) -> PassSize:
-    """Return the numbers of a pass over padded rows that its memory depends on.
+    """Return the size of a pass over padded rows, from which its memory is computed.
 
     Args:
-        input_ids: (B, P + C).
+        input_ids: prompts and completions of the rows, padded to one length, (B, P + C).
         completion_width: C, the width of the completions.
-        pixels: of the rows' images, or references to them, one entry per patch. Rows of one prompt
-            each have their own copy.
+        pixels: the patches of all images, or references to patches: one entry for each patch. Rows
+            of the same prompt each have their own copy of its patches.
     """
     rows, row_length = input_ids.shape
     return PassSize(

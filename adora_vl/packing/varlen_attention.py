@@ -87,8 +87,12 @@ def attend_spans(
 ) -> Tensor:
     """Compute attention over a packed sequence in one call of torch's varlen kernel: (1, S, H, D).
 
-    A prompt with its longest rollout is a span that attends to itself. Every other rollout is a
-    span that attends to the prompt and to itself.
+    A span is a run of queries, with the keys that these may see. A prompt and its longest rollout,
+    which stands right behind it, are one span: its queries see its own keys. Every other rollout is
+    a span whose queries see the prompt's keys and its own.
+
+    For example, in the sequence p0 p1 a0 a1 b0, of a prompt p and its rollouts a and b, the spans
+    are p0 p1 a0 a1, with the keys p0 p1 a0 a1, and b0, with the keys p0 p1 b0.
 
     Args:
         query: (1, H, S, D).
@@ -100,7 +104,8 @@ def attend_spans(
     spans = layout.span_bounds
     output: Any = varlen.varlen_attn(
         query=query[0].transpose(0, 1),  # (S, H, D)
-        # (K, Hk, D), the keys and values that each span sees: a prompt's come once for every rollout
+        # (K, Hk, D): the keys and values of one span after the other. Those of the prompt are
+        # repeated for each span that sees them.
         key=_select_rows(key, layout.key_positions_K),
         value=_select_rows(value, layout.key_positions_K),
         cu_seq_q=spans.query_bounds,
@@ -108,7 +113,7 @@ def attend_spans(
         max_q=spans.max_queries,
         max_k=spans.max_keys,
         scale=scaling,
-        # causal, and aligned to the lower right: a span's last query sees all of its keys
+        # Causal, aligned to the lower right: the last query of a span sees all keys of the span.
         window_size=(-1, 0),
         enable_gqa=query.size(1) != key.size(1),
     )
@@ -119,8 +124,8 @@ def attend_spans(
 def keys_of_spans(tensor: Tensor, layout: PackedLayout) -> Tensor:
     """Copy keys or values, (1, Hk, S, D), into the order in which the spans see them, (1, Hk, K, D).
 
-    A prompt with its longest rollout is a span that sees itself. Each other rollout is a span that
-    sees a copy of the prompt and itself.
+    The keys of the spans stand one behind the other (`attend_spans` says what a span is). For
+    example, p0 p1 a0 a1 b0 becomes p0 p1 a0 a1 p0 p1 b0.
     """
     return _select_rows(tensor, layout.key_positions_K).transpose(0, 1)[None]
 

@@ -133,7 +133,7 @@ class SharedVision:
         finally:
             self.share = share_before
 
-    def batch_windows(self, on: bool) -> None:
+    def switch_batched_windows(self, *, on: bool) -> None:
         """Switch batched windows on or off for all towers (see `attend_windows`)."""
         for tower in self._towers:
             batch_windows(tower, on)

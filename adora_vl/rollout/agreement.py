@@ -363,9 +363,10 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         checks = probe.check_all()
         if pair.accelerator.is_main_process:
             for check in checks:
-                # Only these two have a difference in nats as their detail.
-                has_difference = check.name in (COLD_CHECK, DISTANT_CHECK)
-                if has_difference and check.status is Status.PASSED:
+                # These two compare log-probabilities, on short and on long sequences; their detail
+                # is a difference in nats. The third check compares prompts.
+                compares_logps = check.name in (COLD_CHECK, DISTANT_CHECK)
+                if compares_logps and check.status is Status.PASSED:
                     tqdm.write(f"Self-check: engine and trainer differ by {check.detail}")
         failed_checks = [check for check in checks if check.status is Status.FAILED]
         if failed_checks:

@@ -292,8 +292,9 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
     def take_images_from(self, cache: ImageCache | None) -> None:
         """Let a colocated engine take processed images from the trainer's cache.
 
-        The cache replaces `preprocess` of the engine's image processor, which is not the trainer's
-        object. Nothing is done without a cache, for a text model, and on servers.
+        The engine has an image processor of its own. Its method `preprocess` is replaced by one that
+        looks into the cache first. Nothing is done without a cache, for a text model, and on
+        servers.
         """
         if cache is not None and self.image_token_id is not None and self.mode == "colocate":
             processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor

@@ -191,10 +191,13 @@ class AdvantageComputer:
         loss_tokens_PG = lengths_PG
         if self.masks_truncated:
             loss_tokens_PG = torch.where(has_no_end_PG, 0.0, lengths_PG)
-        # Mean of -log p over the tokens. NaN: the engine gives no log-probabilities.
+        # Surprisal is the mean of -log p over the tokens. It is NaN where the engine gives no
+        # log-probabilities, which is so for all rollouts or for none.
         surprisal_PG = facts.surprisal_N.view(-1, group_size)
         has_surprisal = not surprisal_PG.isnan().any()
-        # A rollout's true claims less its false ones. NaN: no reward function has counted them.
+        # Work is the number of true claims in a rollout less that of false ones. It is NaN for a
+        # problem without a figure, and a batch may have problems of both kinds. A method that
+        # compares work decides itself about a batch in which all of it is NaN.
         work_PG = facts.work_N.view(-1, group_size)
         has_work = self.pipeline.compares_work or not work_PG.isnan().all()
         return Groups(

@@ -599,7 +599,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
             model.to("meta").model.visual.requires_grad_(trained)
             original = model.model.get_image_features
             vision.install(model)
-            vision.batch_windows(batched)
+            vision.switch_batched_windows(on=batched)
             bank = vision.banks.new("train")
             starts = [
                 int(bank.store(str(n), p.to("meta"), GRIDS[n])[0]) for n, p in enumerate(pictures())
