@@ -12,6 +12,7 @@ from adora_vl.utils.errors import UserError
 
 
 def config(**keys: Any) -> AdoraGRPOConfig:
+    """Return the config of a run on a CPU."""
     return AdoraGRPOConfig(
         use_cpu=True,
         bf16=False,

@@ -32,6 +32,7 @@ from tests.support.tiny_run import arguments
 
 
 def config(**keys: Any) -> AdoraGRPOConfig:
+    """Return the config of a run on a CPU."""
     return AdoraGRPOConfig(
         use_cpu=True,
         bf16=False,

@@ -58,6 +58,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def config(**keys: Any) -> AdoraGRPOConfig:
+    """Return the config of a run on a CPU."""
     return AdoraGRPOConfig(
         use_cpu=True,
         bf16=False,
@@ -70,6 +71,7 @@ def config(**keys: Any) -> AdoraGRPOConfig:
 def lines_about(
     model: ModelConfig | None = None, trains_adapter: bool = False, **keys: Any
 ) -> list[str]:
+    """Return the lines about keys that have no effect in a run with these."""
     return unused_keys(
         RunSettings(config(**keys), model or ModelConfig(), trains_adapter, trl_evaluates=False)
     )

@@ -83,6 +83,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the data set of drawn problems."""
     folder = tmp_path_factory.mktemp("drawn") / "synthetic"
     assert (
         data_prep(["synthetic", "--output", str(folder), "--rows", "40", "--test-rows", "10"]) == 0
@@ -112,6 +113,7 @@ def evaluated_on(folder: Path, *words: str) -> list[str]:
 
 
 def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
+    """Return the fingerprint of a training on `folder`, by which a checkpoint is known to fit."""
     script = script_of("--dataset_name", folder, *words)
     settings = script_arguments_for_fingerprint(
         script, load_rows(script, [str(folder)], seed=0).data.table

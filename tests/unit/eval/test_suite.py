@@ -32,10 +32,14 @@ class ConstantEngine:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
+    """Return a folder with the data of each benchmark of the suite, in a folder of its name."""
     for name in SUITE_BENCHMARKS:
         folder = WRITER_BY_BENCHMARK[name](tmp_path)
-        folder.rename(tmp_path / "made") if folder.name != name else None
-        (tmp_path / "made").rename(tmp_path / name) if folder.name != name else None
+        if folder.name == name:
+            continue
+        # A writer may return a folder inside the one that gets the name, so it is moved out first.
+        moved_folder = folder.rename(tmp_path / "made")
+        moved_folder.rename(tmp_path / name)
     return tmp_path
 
 

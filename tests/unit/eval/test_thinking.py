@@ -25,6 +25,7 @@ ANGLE_CHOICES = ["30", "45", "60", "90"]
 
 
 def free_form_prediction(pid: str, response: str, **fields: Any) -> dict[str, Any]:
+    """Return a row of predictions on a free-form question, whose answer is 15."""
     row = {
         "pid": pid,
         "question": "How many?",

@@ -16,6 +16,7 @@ OPTIONS_TEXT = "A. 300, 400;B．②;C. 3000; D. Cannot be determined; E. No corr
 
 
 def prediction(number: int, ID: str, key: str, response: str, **fields: Any) -> dict[str, Any]:
+    """Return a row of predictions on a question of WeMath, whose right option is B."""
     row_fields = {
         "question number": number,
         "ID": ID,

@@ -43,12 +43,14 @@ class SlowEngine:
 
 
 def images(index: int) -> list[Image.Image]:
+    """Return the image of a problem. One problem in ten has an image that cannot be read."""
     if index % 10 == 3:
         raise OSError("broken")
     return [Image.new("RGB", (8, 8))]
 
 
 def main(output: Path, seconds: float) -> None:
+    """Answer 200 problems twice each, with `seconds` for a batch, and write into `output`."""
     problems = [
         Problem(
             {"pid": f"p/{i}", "answer": "5", "question": f"q{i}"}, f"q{i}", 1, partial(images, i)

@@ -90,6 +90,7 @@ def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
 
 
 def prediction(pid: str, response: str, **fields: Any) -> dict[str, Any]:
+    """Return a row of predictions on a free-form question, whose answer is 5."""
     row_fields: dict[str, Any] = {
         "pid": pid,
         "question": f"How many {pid}?",
@@ -123,11 +124,13 @@ PREDICTIONS = [
 def score_with_judge(
     tmp_path: Path, url: str, *words: str, rows: list[dict[str, Any]] = PREDICTIONS
 ) -> dict[str, Any]:
+    """Return the scores of predictions whose answers the judge at `url` extracts."""
     judge = ["--extraction", "judge", "--judge-url", url, "--judge-model", "j"]
     return benchmark_data.score_predictions(BENCHMARK, tmp_path, rows, *judge, *words)
 
 
 def judge_reply(body: dict[str, Any], _: int) -> Reply:
+    """Extract 5 from a response with the word "five", and B from every other one."""
     reply = body["messages"][1]["content"]
     return completion_reply(
         "<answer>5</answer>" if "five" in reply else "The reply says no.\n<answer>B</answer>"

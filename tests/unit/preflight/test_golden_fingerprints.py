@@ -48,6 +48,7 @@ HASHED_FILES = ("dataset", "model")
 
 
 def write_settings(run: ResolvedRun) -> dict[str, str]:
+    """Return the fingerprint of a run without the hashes of files."""
     fingerprint = fingerprint_of(
         run.request, run.model, run.data, run.user_code_hashes, run.context
     )

@@ -26,6 +26,7 @@ from adora_vl.utils.errors import UserError
 
 @pytest.fixture(scope="module")
 def model() -> Any:
+    """Return a small language model."""
     config = Qwen2Config(
         vocab_size=64,
         hidden_size=16,
