@@ -354,19 +354,8 @@ def prepare(
                     deduplicator=deduplicator,
                     features=features or schema(),
                 )
-        # An empty source is no data set, and no share of its rows can be checked.
-        if not deduplicator.rows_read:
-            raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
-        try:
-            quarantine.check(
-                rows=deduplicator.rows_read,
-                stored=sum(row_counts.values()),
-                allowed=options.allow_quarantined,
-                report=report,
-            )
-        except UserError:
-            _write_report(report, quarantine, description)
-            raise
+        stored = sum(row_counts.values())
+        _require_usable_rows(deduplicator, stored, options, description, report)
         deduplicator.note_shared_pictures()
         seen_rows.close()  # its file must not become part of the data set
         manifest = write_manifest(
@@ -417,6 +406,32 @@ def _write_split(
             quarantine=deduplicator.quarantine,
         )
     return row_count
+
+
+def _require_usable_rows(
+    deduplicator: Deduplicator,
+    stored: int,
+    options: Cleaning,
+    description: dict[str, Any],
+    report: Path,
+) -> None:
+    """Raise `UserError` for a source without rows, or with too many that cannot be used.
+
+    The unusable rows are then in the folder `report`. `stored` is how many rows are stored.
+    """
+    # An empty source is no data set, and no share of its rows can be checked.
+    if not deduplicator.rows_read:
+        raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
+    try:
+        deduplicator.quarantine.check(
+            rows=deduplicator.rows_read,
+            stored=stored,
+            allowed=options.allow_quarantined,
+            report=report,
+        )
+    except UserError:
+        _write_report(report, deduplicator.quarantine, description)
+        raise
 
 
 def _write_report(report: Path, quarantine: Quarantine, description: dict[str, Any]) -> None:
