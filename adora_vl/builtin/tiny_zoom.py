@@ -66,7 +66,6 @@ class ZoomStart:
     batch_size: int = 32
     learning_rate: float = 1.5e-3
     seed: int = 0
-    tool: bool = True  # without it the teacher gives a number that nobody can read
 
 
 def zoom_call(corner: str) -> str:
@@ -106,17 +105,6 @@ class _Teacher:
         number = self.rng.randrange(10, 100)
         parts = [_prompt(_IMAGE), _completion(answer_with_number(number))]
         return Example(parts, images=[draw_corner_cell(self.rng, number)])
-
-    def direct_answer(self, *, has_short_prompt: bool) -> Example:
-        """Return a problem and its answer, without a call.
-
-        `has_short_prompt`: the prompt is the name of the corner alone.
-        """
-        image, numbers = draw_numbered_corners(self.rng, SIZE)
-        corner = self.rng.choice(CORNER_NAMES)
-        prompt = _IMAGE + corner if has_short_prompt else self.prompt(corner)
-        parts = [_prompt(prompt), _completion(answer_with_number(numbers[corner]))]
-        return Example(parts, images=[image])
 
     def conversation(self) -> Example:
         """Return a problem, mostly a call of `zoom` and the tool's reply, and an answer."""
@@ -222,22 +210,12 @@ def begin_zoom(plan: ZoomStart) -> UntrainedModel:
 
     def reading_loss(_: int) -> Tensor:
         """Return the loss of the first stage, in which the model learns to read numbers."""
-        examples = []
-        for _ in range(2 * plan.batch_size):
-            if plan.tool:
-                examples.append(teacher.corner_alone())
-            else:
-                examples.append(teacher.direct_answer(has_short_prompt=True))
+        examples = [teacher.corner_alone() for _ in range(2 * plan.batch_size)]
         return _loss(model, processor, examples)
 
     def conversation_loss(_: int) -> Tensor:
         """Return the loss of the second stage, in which it learns how a conversation goes."""
-        examples = []
-        for _ in range(plan.batch_size):
-            if plan.tool:
-                examples.append(teacher.conversation())
-            else:
-                examples.append(teacher.direct_answer(has_short_prompt=False))
+        examples = [teacher.conversation() for _ in range(plan.batch_size)]
         return _loss(model, processor, examples)
 
     stages = [
