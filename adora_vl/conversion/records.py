@@ -71,7 +71,11 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What all records of one table have in common."""
+    """What all records of one table have in common.
+
+    It goes to worker processes with each record, and so has values of its table, and not the table,
+    whose open file cannot be pickled.
+    """
 
     name: str  # the name of the data set
     split: str
