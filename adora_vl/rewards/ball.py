@@ -165,8 +165,8 @@ def _rounded_result(value: Value, error: float = 0.0) -> Ball:
     `NotReadError("too_large")` for a magnitude that is not between 2^-`MAX_BITS` and 2^`MAX_BITS`.
     """
     magnitude = Ball(value).magnitude
-    # mpmath may err in the last bits of a result. The least error keeps the bound above 0, even
-    # where the float of so small a number would be 0.
+    # mpmath may err in the last bits of a result. The first summand may be too small for a float,
+    # and become 0. The least error keeps the bound above 0 then.
     error += magnitude * 2.0 ** (_SPARE_BITS - PRECISION_BITS) + _LEAST_ERROR
     is_small_enough = magnitude + error < 2.0**MAX_BITS  # false for a NaN too, which is refused
     is_too_near_zero = value != 0 and magnitude < 2.0**-MAX_BITS

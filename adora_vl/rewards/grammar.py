@@ -2,15 +2,27 @@ r"""The grammar of closed forms and expressions: it turns canonical text into a 
 
 Nothing is computed here.
 
-A tree is a nested tuple; no text reaches Python's or anybody else's parser:
+A tree is a nested tuple of one of these forms. No text reaches Python's parser or another one.
 
-    ("num", "12.5")  ("pi",)  ("unknown", "x")  ("mixed", "7", "1", "2") ("factorial", tree)
-        ("binomial", tree, tree)  ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
-        ("frac", numerator, denominator)  ("power", base, exponent)  ("root", degree, tree)  ("call", name,
-        tree)  ("log", base, tree)
+    ("num", "12.5")                  the digits as they are written
+    ("mixed", "7", "1", "2")         7 1/2
+    ("pi",)
+    ("unknown", "x")
+    ("sum", (1, tree), (-1, tree), ...)          each term with its sign
+    ("product", ("*", tree), ("/", tree), ...)   each factor with its operator
+    ("frac", numerator, denominator)
+    ("power", base, exponent)
+    ("root", degree, tree)
+    ("call", name, tree)             a function, such as sin
+    ("log", base, tree)
+    ("factorial", tree)
+    ("binomial", tree, tree)
 
-For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num",
-"3"))))), (-1, ("unknown", "x")))`.
+For example `2\sqrt{3}-x` is this tree:
+
+    ("sum",
+        (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num", "3"))))),
+        (-1, ("unknown", "x")))
 
 The nesting, the length, the digits of a literal and the number of functions are capped, so that
 neither reading a tree nor computing its value can hang. Ambiguous spellings are not read, so that
@@ -148,14 +160,16 @@ def replace_node(tree: Tree, old: Tree, new: Tree) -> Tree:
 
 
 def children(tree: Tree) -> Iterator[Tree]:
-    """Yield the trees directly inside a tree.
+    """Yield the trees directly inside a tree, without their signs and operators.
 
-    A term of a sum is a pair of its sign, 1 or -1, and a tree, and a factor of a product one of its
-    operator and a tree.
+    For example, `("sum", (1, a), (-1, b))` has the trees `a` and `b`, and so has
+    `("power", a, b)`. `("root", 3, a)` has only `a`.
     """
     for child in tree[1:]:
         if not isinstance(child, tuple):
             continue  # a name, a degree, or digits
+        # The term of a sum is a pair of sign and tree. The factor of a product is a pair of operator
+        # and tree.
         is_pair = child[0] in (1, -1, "*", "/")
         yield child[1] if is_pair else child
 

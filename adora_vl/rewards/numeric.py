@@ -248,30 +248,33 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
 def same_function(answer: Tree, reference: Tree) -> Comparison:
     """Compare two trees with the same unknowns by their values at six points.
 
-    Complex values count too. The trees are `different` where only one has a value. A point at which
-    both are over the caps is skipped. Where only one is, or every point is skipped, the result is
-    `too_large`. Two trees without a value anywhere are `undefined`, since nothing is known of them.
-    The result is `undecided` where the errors leave a point open.
+    They are `equal` if they have the same value at every point at which both have one. The value may
+    be complex. At a point a tree has no value where it is undefined, as a root of a negative number
+    or a division by 0, or where computing the value would take too long (`too_large`).
     """
     compared_points = 0
+    # The result where no point has a value of both: nothing is known of the trees.
     result_without_points: Comparison = "undefined"
     names = unknowns(answer) | unknowns(reference)
     for point, reference_value in zip(
         _comparison_points(names), _reference_values(reference, names), strict=True
     ):
         answer_value = _value_with_last_digit(answer, point)
-        # Each is a `Ball`, or the reason why the tree has no value here.
-        is_over_cap = "too_large" in (answer_value, reference_value)
+        # A value is a `Ball`, or else the reason why the tree has none here.
+        takes_too_long = "too_large" in (answer_value, reference_value)
         if isinstance(answer_value, Ball) and isinstance(reference_value, Ball):
             is_same = same_number(answer_value, reference_value)
             if is_same is None:
+                # The bounds on the errors of both overlap, but are too wide to call them equal.
                 return "undecided"
             if not is_same:
                 return "different"
             compared_points += 1
         elif isinstance(answer_value, Ball) or isinstance(reference_value, Ball):
-            return "too_large" if is_over_cap else "different"
-        elif is_over_cap:
+            # Only one of the trees has a value. The other is undefined here, or nobody knows.
+            return "too_large" if takes_too_long else "different"
+        elif takes_too_long:
+            # Neither has a value: the point is skipped.
             result_without_points = "too_large"
     return "equal" if compared_points > 0 else result_without_points
 
@@ -410,8 +413,9 @@ def _are_equal_products(
 def _comparison_points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
     """Yield six points at which functions are compared: at each the values of the unknowns.
 
-    Each unknown runs through the same numbers from another start, and is shifted by its index, so
-    that no two unknowns are equal at a point.
+    Each unknown runs through the six numbers of `_UNKNOWN_VALUES`, v0 to v5, from another start. The
+    second one is also raised by 1, the third by 2, and so on, so that no two unknowns are equal at a
+    point. For example, x and y have the points (v0, v1 + 1), (v1, v2 + 1), ..., (v5, v0 + 1).
     """
     sorted_names = sorted(names)
     for index in range(len(_UNKNOWN_VALUES)):
@@ -431,7 +435,11 @@ def _reference_values(reference: Tree, names: frozenset[str]) -> tuple[_ValueOrR
 
 
 def _value_with_last_digit(tree: Tree, point: Mapping[str, Fraction]) -> _ValueOrReason:
-    """Return the value as `_value_at` gives it, with `Ball.last_digit_growth` filled in."""
+    """Return the value of a tree at a point, or the reason why it has none.
+
+    The value says too by how much it would change if the last digit of a decimal in the tree did
+    (`Ball.last_digit_growth`).
+    """
     ball = _value_at(tree, point)
     if not isinstance(ball, Ball):
         return ball

@@ -2,11 +2,13 @@
 
 A generation is pending from the request of its rollouts until they are sampled. Without `ahead`
 only the present one is, and it is sampled at once. With `ahead: k` servers sample k further ones
-while the policy learns, with weights that are then up to k generations old:
+while the policy learns, with weights that are then up to k generations old. In generation n
 
-    generation n:  weights n go into the servers' queue, then the request that measures their drift
-        | the prompts of n + k follow, and are requested | the rollouts of n, by weights n - k, are
-        joined | score and learn | the drift is measured, as the last thing before weights change
+1. weights n go into the servers' queue, and behind them the request that measures their drift,
+2. the prompts of generation n + k are requested,
+3. the rollouts of n arrive, which weights n - k have sampled,
+4. they are scored and learned from,
+5. the drift of weights n is measured, as the last thing before the weights change.
 
 The importance ratio to the engine corrects for the older weights; the old log-probabilities are
 the policy's own. The drift of the present weights is measured by `late_drift.py`.
