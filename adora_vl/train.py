@@ -184,15 +184,18 @@ def finish_from_checkpoint(run: ResolvedRun, checkpoint: Path) -> None:
         recording_saved_files(output_dir, saves_model=True),
     ):
         copy_model(checkpoint, output_dir, with_arguments=True)
-        end_run_from_checkpoint(output_dir, manifest_of(checkpoint), state)
-        state.save_to_json(str(output_dir / TRAINER_STATE_NAME))
-        note_finished(manifest, output_dir, steps=state.global_step)
-        write_card(manifest, output_dir, state)
+        model_folders = [output_dir]
         if run.merges_at_end:
             merged_folder = output_dir / MERGED_FOLDER
             dtype = run.request.model.keys.dtype or "auto"
             merge_checkpoint(checkpoint, merged_folder, dtype=dtype)
-            write_card(manifest, merged_folder, state)
+            model_folders.append(merged_folder)
+        end_run_from_checkpoint(output_dir, manifest_of(checkpoint), state)
+        state.save_to_json(str(output_dir / TRAINER_STATE_NAME))
+        # Behind the models: a run whose model cannot be written has not finished.
+        note_finished(manifest, output_dir, steps=state.global_step)
+        for folder in model_folders:
+            write_card(manifest, folder, state)
     print(f"{checkpoint} is the last step: nothing left to train; its model is in {output_dir}")
 
 

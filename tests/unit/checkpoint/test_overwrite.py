@@ -528,7 +528,7 @@ def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_
 
 
 @pytest.mark.slow
-def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path):
+def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path, monkeypatch):
     """The second start of a LoRA run leaves what the first would have left.
 
     That is the adapter, the merged model, the figures of the steps since the last line of the log,
@@ -545,6 +545,15 @@ def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path)
     (died / METRICS_FILE).write_text("".join(lines[:-1]))
     manifest = json.loads((uninterrupted / "manifest.json").read_text())
     (died / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}))
+
+    def fail_to_merge(*arguments: object, **options: object) -> None:
+        raise UserError("RUN: the adapter's base model cannot be loaded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("adora_vl.export.merge_checkpoint", fail_to_merge)
+        assert main(arguments(died, **keys)) == 2
+    unfinished_manifest = json.loads((died / "manifest.json").read_text())
+    assert unfinished_manifest["status"] == "running", "the merged model is missing"
 
     assert main(arguments(died, **keys)) == 0
     assert names_of_files(uninterrupted) - names_of_files(died) == {STARTUP_LOG}
