@@ -51,13 +51,16 @@ def load_problems(
     Raises:
         UserError: for data that cannot be used.
     """
+    # Values of another type are left to the arguments, which refuse them by the key's name.
     names = [dataset_name] if isinstance(dataset_name, str | Path) else dataset_name
-    script = AdoraScriptArguments(
-        dataset_name=[str(name) for name in names],
-        dataset_train_split=split,
-        adora_columns=None if adora_columns is None else dict(adora_columns),
-        adora_system_prompt=adora_system_prompt,
-        adora_prompt=adora_prompt,
-        adora_mixture=None if adora_mixture is None else list(adora_mixture),
-    )
+    columns = dict(adora_columns) if isinstance(adora_columns, Mapping) else adora_columns
+    keys: dict[str, Any] = {
+        "dataset_name": names,
+        "dataset_train_split": split,
+        "adora_columns": columns,
+        "adora_system_prompt": adora_system_prompt,
+        "adora_prompt": adora_prompt,
+        "adora_mixture": adora_mixture,
+    }
+    script = AdoraScriptArguments(**keys)
     return load_rows(script, data_folders(script), seed)

@@ -183,6 +183,19 @@ def test_a_table_and_another_split_are_loaded_in_python(prepared_folder, tmp_pat
         load_problems(prepared_folder, "validation")
 
 
+def test_a_value_of_another_type_is_refused_by_the_name_of_its_key():
+    """Types that a type checker would complain about, which a notebook does not run."""
+    wrong_values: list[tuple[str, Any]] = [
+        ("dataset_name", None),
+        ("adora_columns", "question"),
+        ("adora_mixture", 0.5),
+    ]
+    for key, value in wrong_values:
+        arguments: dict[str, Any] = {"dataset_name": "knights", key: value}
+        with pytest.raises(UserError, match=f"^{key}: "):
+            load_problems(**arguments)
+
+
 @pytest.mark.slow
 def test_loaded_problems_train_and_go_on(prepared_folder, tmp_path):
     """A second trainer with the problems loaded again takes the run for its own."""
