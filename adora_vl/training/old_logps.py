@@ -53,11 +53,14 @@ class OldPass:
 
 
 class OldLogpsSource(Enum):
-    """What a training makes the old log-probabilities of a generation of."""
+    """Where a training takes the old log-probabilities of a generation from."""
 
     ENGINE = "the log-probabilities that the engine has returned with the rollouts"
     GENERATION = "one pass over the whole generation, before it is graded, as in stock TRL"
-    MICRO_BATCHES = "the pass that is learned from, and before it passes over later micro-batches"
+    MICRO_BATCHES = (
+        "the pass that is learned from; for micro-batches of later steps a pass of their own, which "
+        "is made before the first of these steps"
+    )
 
 
 class OldLogps:

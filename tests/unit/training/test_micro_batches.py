@@ -413,9 +413,9 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     """
 
     def gather_with_five(on_this_rank: list[object]) -> list[object]:
-        """Stand in for both gathers, of the number of groups and of tokens in each micro-batch.
+        """Stand in for both gathers, of the number of groups with signal and of the units' sizes.
 
-        The other rank has five groups with signal, and the same tokens as this one.
+        The other rank has five groups with signal, and units of the same sizes as this one.
         """
         (value,) = on_this_rank
         return [value, value if isinstance(value, list) else 5]
