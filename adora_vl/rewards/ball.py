@@ -1,9 +1,9 @@
 r"""Numbers with a bound on their error, and the functions that are computed with them.
 
 Integers, decimals, fractions and their whole powers are exact `Fraction`s. Roots, `\pi`, logarithms
-and angles are computed by mpmath with `PRECISION_BITS` bits. Each value carries a bound on its absolute
-error, so that a comparison knows when cancellation has left too few digits to decide. The size of
-every value is capped before it is computed, so that nothing here can hang.
+and angles are computed by mpmath with `PRECISION_BITS` bits. Each value carries a bound on its
+absolute error, so that a comparison knows when cancellation has left too few digits to decide. The
+size of every value is capped before it is computed, so that nothing here can hang.
 """
 
 from __future__ import annotations
@@ -16,15 +16,25 @@ from typing import Any
 
 from adora_vl.rewards.grammar import NotReadError
 
-MAX_BITS = 1000  # of a numerator or denominator; any other value is 0 or between 2^-1000 and 2^1000
-MAX_FACTORIAL_ARGUMENT = 170  # and the most of which a binomial coefficient chooses
-PRECISION_BITS = 320  # bits, about 96 digits
-_SPARE_BITS = 16  # mpmath errs in the last bit or, in a power, in the last ten; the bound allows 16
-_LEAST_ERROR = sys.float_info.min  # so that the float of an error never becomes 0
-_MAX_IMAGINARY_ANGLE = MAX_BITS / 2  # beyond it the size of a sine would overflow a float
+# The numerator and the denominator of an exact value have at most this many bits. An inexact value
+# is 0, or its magnitude is between 2^-1000 and 2^1000.
+MAX_BITS = 1000
+# The largest argument of a factorial, and the largest n in "n choose k".
+MAX_FACTORIAL_ARGUMENT = 170
+PRECISION_BITS = 320  # of mpmath's numbers, about 96 decimal digits
+# A result of mpmath may be wrong in its last bit, and that of a power in its last ten. The bound on
+# the rounding error allows 16 bits.
+_SPARE_BITS = 16
+# It is added to each error, so that the error of an inexact value never becomes 0.
+_LEAST_ERROR = sys.float_info.min
+# The sine of an angle with a larger imaginary part would overflow a float.
+_MAX_IMAGINARY_ANGLE = MAX_BITS / 2
 _LOGARITHM_ERROR = 2.0**-50  # bounds the rounding error of `math.log2` of a magnitude
-_STEEP_ERROR_FACTOR = 8  # well over the sqrt(2) that is needed where an arcsine is steepest
-_HIGHER_ORDER_FACTOR = 2  # a bound to first order, times this, covers the terms of higher order
+# An error d of a sine near 1 makes an error of about sqrt(2 d) in the angle. The factor 8 is well
+# over that sqrt(2).
+_STEEP_ERROR_FACTOR = 8
+# First-order error bounds are doubled, which covers the terms of higher order.
+_HIGHER_ORDER_FACTOR = 2
 
 Value = Any  # a Fraction, or mpmath's mpf or mpc, which have no types
 
@@ -131,9 +141,9 @@ _context_cache: dict[str, Any] = {}
 def _mpmath_context() -> Any:
     """Return the context of mpmath that all threads share.
 
-    It is created when the first value needs it. mpmath caches the digits of its constants and is
-    not safe for threads while it computes more of them. So they are computed here at once, with as
-    many digits as any argument under the caps can ask for.
+    The first call creates the context. mpmath caches the digits of pi and ln 2, and computing more
+    digits is not safe in several threads. So the first call computes as many digits of both as the
+    largest argument can need.
     """
     if "context" in _context_cache:
         return _context_cache["context"]
@@ -153,20 +163,21 @@ def _exact_result(value: Fraction) -> Ball:
 
 
 def _size_in_bits(value: Fraction) -> int:
-    """Return the size in bits of the larger one of numerator and denominator."""
+    """Return the bits of the numerator or denominator, whichever has more: 5 for 3/16."""
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
 def _rounded_result(value: Value, error: float = 0.0) -> Ball:
     """Return the result of one operation of mpmath, with a bound on its error.
 
-    `error` bounds what the errors of the operands contribute; the rounding error of the operation
-    is added here. An imaginary part within the error counts as 0. Raises
-    `NotReadError("too_large")` for a magnitude that is not between 2^-`MAX_BITS` and 2^`MAX_BITS`.
+    `error` bounds the part of the error that comes from the operands; this function adds the
+    rounding error of the operation. An imaginary part that is not larger than the error counts as
+    0. Raises `NotReadError("too_large")` unless the value is 0 or its magnitude is between
+    2^-`MAX_BITS` and 2^`MAX_BITS`.
     """
     magnitude = Ball(value).magnitude
-    # mpmath may err in the last bits of a result. The first summand may be too small for a float,
-    # and become 0. The least error keeps the bound above 0 then.
+    # The first summand is the rounding error of mpmath. A float may be too small to hold it, so the
+    # least error keeps the bound above 0.
     error += magnitude * 2.0 ** (_SPARE_BITS - PRECISION_BITS) + _LEAST_ERROR
     is_small_enough = magnitude + error < 2.0**MAX_BITS  # false for a NaN too, which is refused
     is_too_near_zero = value != 0 and magnitude < 2.0**-MAX_BITS
@@ -187,8 +198,8 @@ def pi() -> Ball:
 def _exponential(ball: Ball) -> Ball:
     """Return `e` to the power of a value.
 
-    Raises `NotReadError("too_large")` where the result would be too large or too small, or where
-    the error of the exponent leaves little of it.
+    Raises `NotReadError("too_large")` if the result would be too large or too small, or if the
+    exponent has an error over 1, so that not even the size of the result is known.
     """
     ball = ball.as_mpmath()
     if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:
@@ -208,8 +219,8 @@ def logarithm(ball: Ball) -> Ball:
 def power_of(base: Ball, exponent: Ball) -> Ball:
     """Return `base ** exponent`, the principal value.
 
-    The size of the result is bounded before it is computed. Raises `NotReadError` for 0 to a power
-    that is not above 0, and where the result is over the cap.
+    The size of the result is bounded before it is computed. Raises `NotReadError`: `undefined` for
+    0 to the power of 0 or less, and `too_large` for a result over `MAX_BITS`.
     """
     if base.least_magnitude <= 0:  # the base can be 0
         return _power_of_zero(base, exponent)
@@ -217,7 +228,7 @@ def power_of(base: Ball, exponent: Ball) -> Ball:
         return _exponential(logarithm(base) * exponent)
     power: Fraction = exponent.value
     if base.is_exact and power.denominator == 1:
-        # An exact power is a fraction, kept only if its numerator and denominator stay short.
+        # The exact power is computed only if its numerator and denominator stay short.
         result_bits = _size_in_bits(base.value) * abs(power)
         if result_bits <= MAX_BITS:
             return Ball(Fraction(base.value ** int(power)))
@@ -227,14 +238,14 @@ def power_of(base: Ball, exponent: Ball) -> Ball:
 def _rounded_power(base: Ball, power: Fraction) -> Ball:
     """Return `base ** power` as a number of mpmath, for a base that is not 0.
 
-    Raises `NotReadError("too_large")` where the result is over the cap, or the error of the base
-    leaves little of it.
+    Raises `NotReadError("too_large")` if the result is over `MAX_BITS`, or if its relative error
+    would be over 1.
     """
     absolute_power = abs(float(power))
-    # The relative error of a power is that of its base, as many times as the power says.
+    # The relative error of `base ** power` is `power` times the relative error of the base.
     relative_error = absolute_power * base.error / base.least_magnitude
     result_bits = absolute_power * (abs(math.log2(base.magnitude)) + _LOGARITHM_ERROR)
-    # This rough bound only spares a costly power: `_rounded_result` tells what is over the cap.
+    # This rough bound only avoids a costly power; `_rounded_result` applies the exact limit.
     if result_bits > 2 * MAX_BITS:
         raise NotReadError("too_large")
     if relative_error > 1:
@@ -249,9 +260,10 @@ def _rounded_power(base: Ball, power: Fraction) -> Ball:
 def _power_of_zero(base: Ball, exponent: Ball) -> Ball:
     """Return a power of a base that can be 0 within its error.
 
-    The result is 0 too. Its error is the largest value that the power can have: at the largest base
-    and one end of the range of the exponent. Raises `NotReadError`: `undefined` for an exponent
-    that can be 0 or less or is not real, `too_large` for an error over the cap.
+    The result is 0 as well. Its error is the largest value that the power can have: the largest
+    possible base to the smallest or the largest possible exponent. Raises `NotReadError`:
+    `undefined` for an exponent that is not real or can be 0 or less, `too_large` for an error over
+    `MAX_BITS`.
     """
     if not exponent.is_real or exponent.value - exponent.error <= 0:
         raise NotReadError("undefined")
@@ -264,20 +276,21 @@ def _power_of_zero(base: Ball, exponent: Ball) -> Ball:
         largest_power = max(
             math.pow(largest_base, least_exponent), math.pow(largest_base, largest_exponent)
         )
-        # Twice as much, since the floats before are rounded.
+        # The factor 2 covers the rounding of the floats above.
         return _rounded_result(_mpmath_context().mpf(0), 2 * largest_power)
     except OverflowError:
         raise NotReadError("too_large") from None
 
 
 def principal_root(radicand: Ball, degree: int) -> Ball:
-    """Return the principal root.
+    """Return the principal root of a value.
 
-    It is exact if the radicand is a perfect power, as in the square root of 4/9.
+    It is exact if the radicand is a perfect power: the square root of 4/9 is the fraction 2/3, and
+    that of 2 is a number of mpmath.
     """
     value = radicand.value
     if radicand.is_exact and value >= 0:
-        # The float of the root is near enough to guess the fraction, which is then tried.
+        # The floats of both roots, rounded to integers, are the only candidate for an exact root.
         guess = Fraction(
             round(float(value.numerator) ** (1 / degree)),
             round(float(value.denominator) ** (1 / degree)),
@@ -288,10 +301,10 @@ def principal_root(radicand: Ball, degree: int) -> Ball:
 
 
 def factorial_or_binomial(total: Ball, chosen: Ball | None = None) -> Ball:
-    """Return the factorial of `total`, or the binomial coefficient `total` over `chosen`.
+    """Return the factorial of `total`, or the binomial coefficient "`total` choose `chosen`".
 
-    Raises `NotReadError`: `undefined` for anything but natural numbers, `too_large` over
-    `MAX_FACTORIAL_ARGUMENT`.
+    For example, 5 gives 120, and 5 with 2 chosen gives 10. Raises `NotReadError`: `undefined` for
+    anything but natural numbers, `too_large` over `MAX_FACTORIAL_ARGUMENT`.
     """
     counts = [total] if chosen is None else [total, chosen]
     for ball in counts:
@@ -308,7 +321,7 @@ def function_value(name: str, argument: Ball, *, is_in_radians: bool) -> Ball:
     """Return the value of a trigonometric function, of an inverse one, or of `ln`.
 
     An angle is in degrees unless `is_in_radians` is set, because the canonical text has no degree
-    signs. An inverse function such as `arcsin` always gives degrees.
+    signs: `sin` of 30 is 0.5. An inverse function always gives degrees: `arcsin` of 0.5 is 30.
     """
     if name == "ln":
         return logarithm(argument)
@@ -316,22 +329,24 @@ def function_value(name: str, argument: Ball, *, is_in_radians: bool) -> Ball:
         return _inverse_function_in_radians(name, argument.as_mpmath()) * _HALF_TURN / pi()
     if is_in_radians:
         return _trigonometric_value(name, argument.as_mpmath())
-    # A whole turn more changes nothing, and a small angle keeps the error of pi small.
+    # Whole turns do not change the value. A small angle keeps the error of the product with pi
+    # small.
     degrees = Ball(argument.value % 360) if argument.is_exact else argument
     return _trigonometric_value(name, (degrees / _HALF_TURN * pi()).as_mpmath())
 
 
 def _trigonometric_value(name: str, angle: Ball) -> Ball:
-    """Return the sine, cosine, tangent or a reciprocal of one of them.
+    r"""Return the sine, cosine, tangent or a reciprocal of one of them.
 
-    `angle` is a number of mpmath in radians. It may be complex, since a function can be compared at
-    a point where a root is. Raises `NotReadError("too_large")` for an angle so far from the real
-    line, or so uncertain, that no digit of the value is known.
+    `angle` is a number of mpmath in radians. It may be complex: two functions with `\sin\sqrt{x}`
+    may be compared at a negative x. Raises `NotReadError("too_large")` if the imaginary part is so
+    large that the value would overflow, or if the error of the angle is over 1.
     """
     imaginary_size = abs(float(angle.value.imag))
     if imaginary_size > _MAX_IMAGINARY_ANGLE or angle.error > 1:
         raise NotReadError("too_large")
-    # Within 1 of the angle neither sine nor cosine is steeper than this exponential.
+    # The error of the angle is at most 1, and within that distance neither sine nor cosine has a
+    # slope over this exponential.
     error = math.exp(imaginary_size + 1) * angle.error
     raw_cosine, raw_sine = _mpmath_context().cos_sin(angle.value)
     cosine = _rounded_result(raw_cosine, error)
@@ -350,8 +365,8 @@ def _trigonometric_value(name: str, angle: Ball) -> Ball:
 def _inverse_function_in_radians(name: str, argument: Ball) -> Ball:
     """Return the angle in radians whose sine, cosine or tangent is `argument`.
 
-    `name` is `arcsin`, `arccos` or `arctan`. The error of the angle is that of the argument times
-    the slope, 1/sqrt(1 - z^2) or 1/(1 + z^2).
+    `name` is `arcsin`, `arccos` or `arctan`. The error of the angle is the error of the argument z
+    times the slope: 1/sqrt(1 - z^2) for arcsine and arccosine, 1/(1 + z^2) for arctangent.
     """
     squared = argument * argument
     if name == "arctan":
@@ -361,8 +376,8 @@ def _inverse_function_in_radians(name: str, argument: Ball) -> Ball:
         error = argument.error / slope_divisor.least_magnitude
         return _rounded_result(_mpmath_context().atan(argument.value), error)
     squared_slope_divisor = ONE - squared
-    # Where a sine or cosine can be 1 the slope is unbounded, and an error of d in it is one of about
-    # sqrt(2d) in the angle.
+    # Where z can be 1 or -1 the slope has no bound. There an error d of z makes an error of about
+    # sqrt(2 d) in the angle.
     error = _STEEP_ERROR_FACTOR * math.sqrt(argument.error)
     if squared_slope_divisor.least_magnitude > 0:
         error = argument.error / math.sqrt(squared_slope_divisor.least_magnitude)

@@ -36,10 +36,10 @@ from typing import Any
 
 Tree = tuple[Any, ...]
 
-# Of an answer; an honest one has under 60. The regular expressions of all readers run on at most so
-# many.
+# The longest text that is read as an answer. An honest answer has under 60 characters, and the
+# limit bounds the time of the regular expressions.
 MAX_CHARS = 500
-MAX_NESTING = 16
+MAX_NESTING = 16  # of brackets
 MAX_LITERAL_DIGITS = 40  # of one literal
 MAX_COSTLY_TOKENS = 16  # roots, powers, logarithms and angles, which cost most to compute
 
@@ -91,8 +91,11 @@ class NotReadError(ValueError):
 def read_tree(text: str, *, is_formula: bool = False) -> Tree:
     """Read a text in canonical form into a tree.
 
-    In a formula the letters are quantities, so that `ab` is a product and `R` an unknown. Raises
-    `NotReadError` for anything that is not in the grammar.
+    For example, `2x` is `("product", ("*", ("num", "2")), ("*", ("unknown", "x")))`. In a formula
+    the letters are quantities, so that `ab` is a product and `R` an unknown.
+
+    Raises `NotReadError` with the reason `not_read` for anything that is not in the grammar, and
+    `too_large` for a text over one of the limits above.
     """
     if len(text) > MAX_CHARS:
         raise NotReadError("too_large")
@@ -100,7 +103,7 @@ def read_tree(text: str, *, is_formula: bool = False) -> Tree:
         raise NotReadError("too_large")
     tokens = (_FORMULA_TOKEN_PATTERN if is_formula else _TOKEN_PATTERN).findall(text)
     if "".join(tokens) != text:
-        raise NotReadError  # the pattern skips characters that begin no token
+        raise NotReadError  # `findall` has skipped a character that no token has
     if sum(symbol in _COSTLY_TOKENS for symbol in tokens) > MAX_COSTLY_TOKENS:
         raise NotReadError("too_large")
     symbols = [symbol for symbol in tokens if symbol != " "]
@@ -109,12 +112,12 @@ def read_tree(text: str, *, is_formula: bool = False) -> Tree:
     parser = _Parser(symbols)
     tree = parser.sum()
     if parser.peek():
-        raise NotReadError  # something stands behind the sum, such as a closing bracket
+        raise NotReadError  # tokens are left after the sum, such as a closing bracket
     return tree
 
 
 def _deepest_nesting(text: str) -> int:
-    """Return in how many brackets the innermost ones stand, themselves included."""
+    """Return how deep the brackets of a text are nested: 2 for `(a+(b))`, 0 without brackets."""
     nesting = 0
     deepest = 0
     for char in text:
@@ -134,9 +137,10 @@ def unknowns(tree: Tree) -> frozenset[str]:
 
 
 def is_angle_in_radians(angle: Tree) -> bool:
-    """Return whether an angle is in radians: pi occurs in it, outside of an inverse function.
+    r"""Return whether an angle is in radians: `\frac{\pi}{6}` is, since pi occurs in it.
 
-    The value of an inverse function is in degrees.
+    A pi inside an inverse function such as `\sin^{-1}` does not count, because the value of that
+    function is in degrees.
     """
     if angle[0] == "call" and angle[1].startswith("arc"):
         return False
@@ -144,14 +148,14 @@ def is_angle_in_radians(angle: Tree) -> bool:
 
 
 def nodes(tree: Tree) -> Iterator[Tree]:
-    """Yield the tree itself and all trees inside it, parents before children."""
+    """Yield the tree itself and all trees inside it, parents first: `2x`, `2` and `x` for `2x`."""
     yield tree
     for child in children(tree):
         yield from nodes(child)
 
 
 def replace_node(tree: Tree, old: Tree, new: Tree) -> Tree:
-    """Return the tree with `new` in the place of `old`."""
+    """Return the tree with `new` in every place of `old`: `5+1` for `x+1`, with 5 for x."""
     if tree == old:
         return new
     return tuple(
@@ -168,8 +172,8 @@ def children(tree: Tree) -> Iterator[Tree]:
     for child in tree[1:]:
         if not isinstance(child, tuple):
             continue  # a name, a degree, or digits
-        # The term of a sum is a pair of sign and tree. The factor of a product is a pair of operator
-        # and tree.
+        # The term of a sum is a pair of sign and tree. The factor of a product is a pair of
+        # operator and tree.
         is_pair = child[0] in (1, -1, "*", "/")
         yield child[1] if is_pair else child
 
@@ -183,7 +187,10 @@ def _is_unknown(symbol: str) -> bool:
 
 
 def _unify_name(symbol: str) -> str:
-    """Return a token of a formula in one spelling: `AB` for `BA`, and `R_1` for `R_{1}`."""
+    """Return a token of a formula in one spelling: `AB` for `BA`, and `R_1` for `R_{1}`.
+
+    A token that is no name is returned as it is.
+    """
     if len(symbol) > 1 and symbol.isalpha():
         return "".join(sorted(symbol))
     return symbol.replace("{", "").replace("}", "") if symbol[:1].isalpha() else symbol
@@ -191,11 +198,12 @@ def _unify_name(symbol: str) -> str:
 
 @lru_cache(maxsize=256)
 def read_formula(text: str) -> Tree | None:
-    r"""Return the tree of a formula whose letters are quantities, as in `\frac{1}{2}ab`.
+    r"""Return the tree of a formula whose letters are quantities: `2ab` is 2 times a times b.
 
-    None for a single name or word, and for a text with a word of four letters or more.
+    Returns None for a text that is no formula: letters alone, such as `ab`, a text with a word of
+    four letters or more, and a text that is not in the grammar.
     """
-    # Words of prose are no formula, so that at least one digit, operator or command has to occur.
+    # A formula has at least one digit, operator or command. Prose has not.
     has_sign_of_formula = re.search(r"[0-9+*/^-]|\\", text)
     if text.isalpha() or not has_sign_of_formula or _LONG_WORD_PATTERN.search(text):
         return None
@@ -221,7 +229,10 @@ class _Parser:
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
     def _take(self, expected: str = "") -> str:
-        """Consume the next token, which has to be `expected` unless that is empty."""
+        """Consume the next token and return it. Raises `NotReadError` if it is not `expected`.
+
+        An empty `expected` allows any token.
+        """
         symbol = self.peek()
         if not symbol or (expected and symbol != expected):
             raise NotReadError
@@ -229,9 +240,10 @@ class _Parser:
         return symbol
 
     def sum(self) -> Tree:
-        """Read a sum: `[sign] term (+|- term)*`, such as `-2x+6`.
+        """Read a sum: `[sign] term (+|- term)*`.
 
-        A single term without a minus sign is returned itself.
+        `-x+6` gives `("sum", (-1, x), (1, 6))`. A single term without a minus sign, such as `x`, is
+        returned alone, without a `sum` around it.
         """
         sign = self._sign() if self.peek() in {"+", "-"} else 1
         terms = [(sign, self._product())]
@@ -246,13 +258,14 @@ class _Parser:
         return ("sum", *terms)
 
     def _sign(self) -> int:
-        """Take a sign, and return 1 or -1."""
+        """Consume a sign and return it as 1 or -1."""
         return -1 if self._take() == "-" else 1
 
     def _product(self) -> Tree:
-        """Return a product: `factor (operator factor | factor)*`.
+        """Read a product: `factor (operator factor | factor)*`.
 
-        Factors side by side are multiplied, as in `2x`.
+        Factors side by side are multiplied. The factors of `2x/3` are `("*", 2)`, `("*", x)` and
+        `("/", 3)`. A single factor is returned alone, without a `product` around it.
         """
         factors = [("*", self._power())]
         is_behind_divisor = False
@@ -267,13 +280,17 @@ class _Parser:
                 self._take()
                 is_behind_divisor = False
             elif is_behind_divisor or symbol == "{" or symbol[0] in ".0123456789":
-                # `1/2\pi` can be meant in two ways; `1{2}` and `\sqrt{3}2` look like something else
+                # `1/2\pi` can be (1/2)pi or 1/(2pi). `1{2}` and `\sqrt{3}2` may be misprints of
+                # something else.
                 raise NotReadError
             factors.append(("*", self._power()))
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
     def _power(self) -> Tree:
-        """Return a power: `primary [^ digit | ^ letter | ^ {sum}]`, such as `x^2` or `2^{n+1}`."""
+        """Read a power: `primary [!] [^ digit | ^ letter | ^ {sum}]`, such as `x^2` or `2^{n+1}`.
+
+        `x^2` gives `("power", x, 2)`. A base without an exponent is returned alone.
+        """
         first_symbol = self.peek()
         base = self._primary()
         if self.peek() == "!":
@@ -281,16 +298,17 @@ class _Parser:
         if self.peek() != "^":
             return base
         if first_symbol in _FUNCTION_COMMANDS:
-            raise NotReadError  # `\sin30^2` can be meant in two ways
+            raise NotReadError  # `\sin30^2` can be sin(30^2) or (sin 30)^2
         exponent = self._exponent()
         if self.peek() == "^":
             raise NotReadError  # `2^3^4` has no meaning in TeX
         return ("power", base, exponent)
 
     def _factorial(self, base: Tree) -> Tree:
-        """Return the factorial of `base`, behind which `!` stands.
+        """Return the factorial of `base`, whose tokens are read up to the `!`.
 
-        The base is a number, an unknown or a group in brackets. `5!!` and `5!^2` are not read.
+        The base has to be a number, an unknown or a group in brackets: `5!`, `n!` or `(n+1)!`.
+        `5!!` and `5!^2` are not read.
         """
         last_symbol = self._tokens[self._next - 1]
         if last_symbol not in {")", "}"} and base[0] not in {"num", "unknown"}:
@@ -301,19 +319,18 @@ class _Parser:
         return ("factorial", base)
 
     def _exponent(self) -> Tree:
-        """Return what follows a `^`: a sum in braces, one digit, or one letter."""
+        """Read a `^` and the exponent after it: a sum in braces, one digit, or one letter."""
         self._take("^")
         symbol = self.peek()
         if len(symbol) == 1 and symbol.isdigit():
             return self._literal()
         if symbol != "{" and not _is_unknown(symbol):
-            raise NotReadError  # `2^34` is 2^3 beside a 4 in TeX
+            raise NotReadError  # TeX prints `2^34` as 2^3 with a 4 beside it
         return self._primary()  # the group in braces, or the letter
 
     def _primary(self) -> Tree:
-        """Read the smallest unit.
-
-        It is a group in brackets, a fraction, a root, a function, pi, an unknown, or a number.
+        """Read an operand: a group in brackets, a number, a fraction, a root, a function, pi, or an
+        unknown.
         """
         symbol = self.peek()
         if symbol in {"(", "{"}:
@@ -353,10 +370,12 @@ class _Parser:
         return ("num", symbol)
 
     def _mixed(self, integer: Tree) -> Tree:
-        r"""Return an integer before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
+        r"""Return the mixed number of `integer` and the fraction that follows, if they are one.
 
-        With anything but integers in the fraction it is a product, as in `7\frac{\sqrt{3}}{2}`, and
-        `integer` is returned. `3\frac{5}{2}` can be meant in both ways and is not read.
+        - `7\frac{1}{2}`: the mixed number 7.5, returned as `("mixed", "7", "1", "2")`.
+        - `7\frac{\sqrt{3}}{2}`: a product, since the fraction is not of integers. `integer` is
+          returned, and the fraction stays to be read as the next factor.
+        - `3\frac{5}{2}`: refused, since it may be meant as a mixed number or as a product.
         """
         # `\frac{1}{2}` is seven tokens: the command and two integers in braces.
         fraction_tokens = self._tokens[self._next : self._next + 7]
@@ -367,7 +386,7 @@ class _Parser:
         )
         braces = (first_closing, second_opening, second_closing)
         if braces != ("}", "{", "}") or not (numerator + denominator).isdigit():
-            return integer  # the fraction is the next factor of the product
+            return integer  # the fraction stays as the next factor of the product
         self._primary()  # takes the tokens of the fraction
         if int(denominator) == 0:
             raise NotReadError("undefined")
@@ -377,7 +396,10 @@ class _Parser:
         return ("mixed", integer[1], numerator, denominator)
 
     def _root(self) -> Tree:
-        r"""Return `\sqrt{sum}`, `\sqrt(sum)`, or with a degree from 2 to 99 `\sqrt[3]{sum}`."""
+        r"""Read what follows `\sqrt`: `{sum}` or `(sum)`, with a degree from 2 to 99 as `[3]{sum}`.
+
+        `\sqrt[3]{8}` gives `("root", 3, 8)`. Without a degree it is 2.
+        """
         degree = "2"
         if self.peek() == "[":
             self._take()
@@ -388,10 +410,12 @@ class _Parser:
         return ("root", int(degree), self._group("(" if self.peek() == "(" else "{"))
 
     def _call(self, name: str) -> Tree:
-        r"""Return a function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`,
-        `\log_{2}(8)`, `\log100`.
+        r"""Read the exponent, base and argument that follow the command `name` of a function.
 
-        `\tan^{-1}(1)` is the arctangent, and `\sin^2x` the square of a sine.
+        - `\sin30` gives `("call", "sin", 30)`; so do `\sin(30)` and `\sin{30}`.
+        - `\tan^{-1}(1)` is the arctangent: `("call", "arctan", 1)`.
+        - `\sin^2x` is the square of the sine: `("power", ("call", "sin", x), 2)`.
+        - `\log_{2}(8)` gives `("log", 2, 8)`, and `\log100` has the base 10.
         """
         if name == r"\log":
             base: Tree = ("num", "10")
@@ -404,14 +428,17 @@ class _Parser:
             if name not in _INVERSE_BY_COMMAND:
                 raise NotReadError
             return ("call", _INVERSE_BY_COMMAND[name], self._argument())
-        # Squares and cubes alone are read: `\sin^nx` is not.
+        # Only the exponents 2 and 3 are read, not `\sin^nx`.
         if exponent not in (None, ("num", "2"), ("num", "3")):
             raise NotReadError
         call = ("call", name[1:], self._argument())
         return call if exponent is None else ("power", call, exponent)
 
     def _argument(self) -> Tree:
-        """Return the argument of a function, with or without brackets around it."""
+        """Read the argument of a function, with or without brackets around it.
+
+        Without brackets it is a single number, unknown, fraction or root.
+        """
         first = self.peek()
         if first in {"(", "{"}:
             return self._group(first)
@@ -419,5 +446,5 @@ class _Parser:
         argument = self._primary() if is_primary else self._literal()
         next_symbol = self.peek()
         if next_symbol in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(next_symbol):
-            raise NotReadError  # `\sin30\sqrt{3}`: where the angle ends is anybody's guess
+            raise NotReadError  # `\sin30\sqrt{3}` does not show where the angle ends
         return argument

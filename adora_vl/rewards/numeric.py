@@ -34,24 +34,28 @@ from adora_vl.rewards.grammar import (
     unknowns,
 )
 
-# How near a decimal has to be to a value with more digits.
+# A long decimal such as 0.3333333 may stand for a value with more digits, such as 1/3. The largest
+# relative distance between the two.
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
-# The fewest digits of such a decimal: with fewer it comes that near by chance only.
+# The fewest significant digits of a long decimal. A shorter one can come that near only by chance.
 MIN_DIGITS_OF_LONG_DECIMAL = 6
-# How near an answer has to be to a reference answer of 0, also to a sum that cancels.
+# The largest distance of an answer from a reference value that can be 0, where no relative distance
+# is defined.
 ABSOLUTE_TOLERANCE = Fraction(1, 10**12)
 
-# How many times smaller than the tolerance an error has to be, so that two values are believed equal.
+# Two inexact values count as equal if their error is this many times smaller than the tolerance.
 _ERROR_MARGIN = 1000
-# How much less than one unit in its last place a long decimal may be off, whatever floats round.
+# A long decimal has to be off by less than one unit in its last place. The unit is made a little
+# smaller, so that the rounding of floats cannot let a whole unit pass.
 _ROUNDED_UNIT = 1 - 2.0**-40
-# The largest error of a product, as a share of it, with which two products are believed equal.
+# Two inexact products count as equal only if their relative error is at most this large.
 _MAX_PRODUCT_ERROR = 2.0**-60
 
-MAX_CONSTANT_EXPONENT = 64  # of a constant
+# The largest exponent in a closed form; `2^{65}` is `too_large`.
+MAX_CONSTANT_EXPONENT = 64
 
-# The points at which two functions of unknowns are compared. They differ in sign and size, and no
-# honest answer is likely to be 0 at one of them.
+# The six numbers that stand for an unknown where two functions are compared by their values. They
+# differ in sign and size, and no honest answer is likely to be 0 at one of them.
 _UNKNOWN_VALUES = [
     Fraction(text) for text in ("37/23", "-53/31", "211/17", "7/41", "-389/29", "1009/13")
 ]
@@ -64,16 +68,23 @@ _ValueOrReason = Ball | Literal["too_large", "undefined"]
 def evaluate_closed_form(tree: Tree) -> Ball:
     r"""Return the value of a tree without unknowns, with a bound on its error.
 
-    The `Ball` also says how the value is written, which decides what is right: whether a rational
-    number is arithmetic still to be done, as in `180-40`; and, if it is written with one decimal of
-    many digits, how much the last digit counts (`Ball.last_digit_growth`).
+    The `Ball` also says two things about how the value is written, because they decide whether an
+    answer is right:
 
-    Raises `NotReadError` with the reason `too_large`, `undefined` (no value, as `1/0`), or `has_unknown`
-    for a tree that has unknowns.
+    - `has_undone_arithmetic`: whether arithmetic on rational numbers is still to be done, as in
+      `180-40`.
+    - `last_digit_growth`: how much the value changes with the last digit of a long decimal in it.
+
+    For example, `180-40` gives 140 with undone arithmetic, and `1.0471976` gives itself with a
+    growth of 0.0000001.
+
+    Raises `NotReadError` with the reason `too_large`, `undefined` (no value, as `1/0`), or
+    `has_unknown` for a tree that has unknowns.
     """
     ball = _evaluate(tree, None)  # without a point, so that an unknown raises
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
-        return ball  # neither applies to a short number, and most answers are one
+        # A short number, as most answers are, has no arithmetic and is no long decimal.
+        return ball
     all_nodes = list(nodes(tree))
     has_undone_arithmetic = False
     if ball.is_exact:
@@ -89,9 +100,11 @@ def evaluate_closed_form(tree: Tree) -> Ball:
 def _is_undone_arithmetic(tree: Tree) -> bool:
     r"""Return whether the root of a tree adds, subtracts or multiplies two rational numbers.
 
-    That is so in `180-40`, `5\cdot7`, `\frac{1}{2}\cdot3\cdot4`, and the sum in `\sqrt{3^2+4^2}`. A
-    single fraction, also written as `1/2`, a power, a mixed number, also as `3+\frac{1}{2}`, and
-    `1.5\cdot10^3` are ways to write a number.
+    Only the root is looked at, not the trees inside it.
+
+    - True: `180-40`, `5\cdot7`, `\frac{1}{2}\cdot3\cdot4`, `3/4/5`.
+    - False, since these are ways to write a number: `\frac{1}{2}` and `1/2`, the power `2^3`, the
+      mixed number `3+\frac{1}{2}`, and `1.5\cdot10^3`.
     """
     if tree[0] == "sum":
         # Each term is a sign, 1 or -1, and a tree.
@@ -106,7 +119,7 @@ def _is_undone_arithmetic(tree: Tree) -> bool:
     factors = tree[1:]
     if len(factors) > 1 and _is_scientific(factors[0][1], factors[1]):
         factors = factors[1:]  # a number times a power of ten counts as one factor
-    # A single `*` and a single `/` are a number that is written as a fraction, such as `1/2`.
+    # The first factor always has `*`. A single `/` after it is a fraction, such as `1/2`.
     operators = [operator for operator, factor in factors if _is_rational(factor)]
     return operators.count("*") > 1 or operators.count("/") > 1
 
@@ -158,10 +171,10 @@ def _is_scientific(first_factor: Tree, second_operator_and_factor: tuple[str, Tr
 
 @lru_cache(maxsize=256)
 def _raise_last_digit(tree: Tree) -> Tree | None:
-    """Return the tree with its long decimal increased by one unit in the last place.
+    r"""Return the tree with its long decimal increased by one unit in the last place.
 
-    The change in value tells how far the decimal may be from the value that it stands for. A long
-    decimal has `MIN_DIGITS_OF_LONG_DECIMAL` digits or more. None if the tree has none, or several.
+    For example, the tree of `2\cdot0.333333` becomes that of `2\cdot0.333334`. Returns None if the
+    tree has no long decimal (`_is_long_decimal`), or several.
     """
     long_decimals = [node for node in nodes(tree) if _is_long_decimal(node)]
     if len(long_decimals) != 1:
@@ -179,7 +192,8 @@ def _raise_last_digit(tree: Tree) -> Tree | None:
 def _is_long_decimal(node: Tree) -> bool:
     """Return whether a node is a decimal that may stand for a value with more digits.
 
-    It has `MIN_DIGITS_OF_LONG_DECIMAL` significant digits or more, and other decimal places than zeros.
+    It has at least six significant digits (`MIN_DIGITS_OF_LONG_DECIMAL`), and its decimal places
+    are not all 0. So `3.14159` is one, while `3.1416`, `1000.00` and `0.000123` are none.
     """
     if node[0] != "num" or "." not in node[1] or len(node[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
         return False
@@ -191,11 +205,14 @@ def _is_long_decimal(node: Tree) -> bool:
 def _last_digit_growth(
     tree: Tree, ball: Ball, point: Mapping[str, Fraction] | None
 ) -> Value | None:
-    """Return how much a tree grows with one unit in the last place of its long decimal.
+    r"""Return how much the value of a tree grows if its long decimal grows by its last place.
 
-    `same_number` allows that much between the decimal and the value that it stands for. None if the
-    tree has no long decimal, or several. `ball` is the value of the tree at `point`, which has the
-    value of each unknown, or is None for a tree without unknowns.
+    `2\cdot1.047198` grows by 0.000002. `same_number` uses this as the tolerance of the decimal.
+
+    Args:
+        tree: any tree. The result is None if it has no long decimal, or several.
+        ball: the value of the tree at `point`.
+        point: the value of each unknown; None for a tree without unknowns.
     """
     raised_tree = _raise_last_digit(tree)
     if raised_tree is None:
@@ -209,14 +226,17 @@ def _last_digit_growth(
 def same_number(answer: Ball, reference: Ball) -> bool | None:
     r"""Return whether two values are equal, or one is a long decimal that stands for the other.
 
-    `0.3333333` stands for `\frac{1}{3}`, while 1000000.5 is not 1000000, and `\frac{355}{113}` is
-    not `\pi`. Such a decimal has to be the value rounded or cut at its last place, and within 1e-6
-    relative. Two long decimals have to be equal.
+    A long decimal stands for a value if it is the value rounded or cut at its last place, and
+    within 1e-6 relative. Two long decimals have to be equal.
 
-    None where the errors leave the question open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has
-    no digit of pi left.
+    - True: `\sqrt{12}` and `2\sqrt{3}`; `0.333333` and `\frac{1}{3}`; `3.141592` and `3.141593`,
+      each beside `\pi`.
+    - False: `0.333` and `\frac{1}{3}`; `0.333333` and `0.3333333`; `1000000.5` and `1000000`;
+      `\frac{355}{113}` and `\pi`.
+    - None where the errors are too large to tell. No digit of pi is left in
+      `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}`.
     """
-    # What one unit in the last place of the long decimal counts, where exactly one side is one.
+    # The change of value with one unit in the last place, if exactly one side has a long decimal.
     last_digit_growth = None
     if reference.last_digit_growth is None:
         last_digit_growth = answer.last_digit_growth
@@ -237,23 +257,32 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
         tolerance = float(RELATIVE_TOLERANCE) * reference_value.magnitude
     distance = Ball(answer_value.value - reference_value.value).magnitude
     error = answer_value.error + reference_value.error
-    if distance > error:  # they are not equal
+    if distance > error:  # the values are surely not equal
         if last_digit_growth is None:
             return False
-        # A distance of exactly one unit is too much.
+        # The long decimal may still stand for the other value: if less than one unit is between.
         return distance < min(tolerance, Ball(last_digit_growth).magnitude * _ROUNDED_UNIT)
+    # The values are equal within their errors. This counts only if the errors are small.
     return True if _ERROR_MARGIN * error < tolerance else None
 
 
 def same_function(answer: Tree, reference: Tree) -> Comparison:
     """Compare two trees with the same unknowns by their values at six points.
 
-    They are `equal` if they have the same value at every point at which both have one. The value may
-    be complex. At a point a tree has no value where it is undefined, as a root of a negative number
-    or a division by 0, or where computing the value would take too long (`too_large`).
+    At each point a tree has a value, which may be complex, or a reason why it has none:
+    `undefined`, as for a division by 0, or `too_large`, where the value would take too long to
+    compute. The first point that decides ends the comparison:
+
+    - `undecided`: both have a value, but the errors are too large to compare them.
+    - `different`: both have values that differ, or one has a value where the other is undefined.
+    - `too_large`: one has a value where that of the other is too large to compute.
+
+    If no point decides, the result is `equal` if both have a value at one point at least. Else it
+    is `too_large` or `undefined`, the reason why they have none. For example, `2(x+1)` and `2x+2`
+    are equal, and `x^2` and `2x` are different.
     """
     compared_points = 0
-    # The result where no point has a value of both: nothing is known of the trees.
+    # The result if the trees have no value at any point.
     result_without_points: Comparison = "undefined"
     names = unknowns(answer) | unknowns(reference)
     for point, reference_value in zip(
@@ -296,13 +325,15 @@ class _ValuePair(NamedTuple):
 
 
 def sign_of_factor_between(answer: Tree, reference: Tree) -> int:
-    """Return the sign of the constant c with `answer = c * reference`: 1, -1, or 0 without such a c.
+    """Return the sign of the constant c with `answer = c * reference`, or 0 if there is no such c.
 
-    Two inequalities say the same where their trees differ by a positive factor. The trees are
-    compared at six points. At a point where one is 0 the other has to be 0 too.
+    For example, beside the reference `x-2`, `2x-4` gives 1, `2-x` gives -1, and `x-3` gives 0. Two
+    inequalities `answer < 0` and `reference < 0` say the same if the sign is 1. The trees are
+    compared at six points.
     """
     pairs = _value_pairs(answer, reference)
-    # The first point at which both have a sign gives the factor, which has to hold at all others.
+    # The factor is taken at the first point where both are real and not 0. It has to be the same at
+    # all other points, so where one tree is 0 the other has to be 0 too.
     base = next((pair for pair in pairs if pair.are_real_and_nonzero), None)
     if base is None:
         return 0
@@ -333,7 +364,7 @@ def _value_pairs(answer: Tree, reference: Tree) -> list[_ValuePair]:
 def is_constant(tree: Tree) -> bool:
     """Return whether a tree has the same value at six points, although it has unknowns.
 
-    Points at which it has no value are skipped.
+    `x-x+3` has, and `x+1` has not. Points at which the tree has no value are skipped.
     """
     earlier_value: Ball | None = None
     for point in _comparison_points(unknowns(tree)):
@@ -350,14 +381,15 @@ def is_constant(tree: Tree) -> bool:
 def solve_linear(tree: Tree) -> tuple[Ball, int] | None:
     """Return the zero of a tree that is linear in its only unknown, and the sign of its slope.
 
-    None for a tree that is not linear, or constant.
+    For example, `2x-6` gives 3 and 1, and `6-2x` gives 3 and -1. Returns None for a tree that is
+    not linear or is constant, such as `x^2` and `x-x`.
     """
     (name,) = unknowns(tree)
     zero_and_slope = _zero_and_slope(tree, name)
     if zero_and_slope is None:
         return None
     zero, slope = zero_and_slope
-    # How far the zero moves with the last digit of a long decimal in the tree.
+    # If the tree has a long decimal, the zero moves with its last digit.
     raised_tree = _raise_last_digit(tree)
     raised_zero_and_slope = _zero_and_slope(raised_tree, name) if raised_tree else None
     if raised_zero_and_slope is not None:
@@ -369,7 +401,8 @@ def solve_linear(tree: Tree) -> tuple[Ball, int] | None:
 def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
     """Return the zero and the slope of a tree that is linear in the unknown `name`, else None.
 
-    The values at 0 and 1 give the line. To be linear, the tree has to lie on it at six points too.
+    The values at 0 and 1 give a line. The tree is linear if it lies on that line at the six numbers
+    of `_UNKNOWN_VALUES` too.
     """
     at_0 = _value_at(tree, {name: Fraction(0)})
     at_1 = _value_at(tree, {name: Fraction(1)})
@@ -393,10 +426,10 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
 def _are_equal_products(
     first_factors: tuple[Ball, Ball], second_factors: tuple[Ball, Ball]
 ) -> bool:
-    """Return whether two factors have the same product as two others.
+    """Return whether two pairs of factors have the same product: (2, 6) and (3, 4) have.
 
-    Products that are not exact fractions count as equal if they differ by no more than their error,
-    and the error is small beside them.
+    If a product is no exact fraction, two conditions have to hold: the products differ by no more
+    than their error, and the error is small beside the products.
     """
     try:
         first = first_factors[0] * first_factors[1]
@@ -413,9 +446,9 @@ def _are_equal_products(
 def _comparison_points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
     """Yield six points at which functions are compared: at each the values of the unknowns.
 
-    Each unknown runs through the six numbers of `_UNKNOWN_VALUES`, v0 to v5, from another start. The
-    second one is also raised by 1, the third by 2, and so on, so that no two unknowns are equal at a
-    point. For example, x and y have the points (v0, v1 + 1), (v1, v2 + 1), ..., (v5, v0 + 1).
+    Let v0 to v5 be the six numbers of `_UNKNOWN_VALUES`. The unknowns x and y then have the points
+    (v0, v1 + 1), (v1, v2 + 1), ..., (v5, v0 + 1), and a third unknown begins with v2 + 2. The shift
+    and the summand keep the unknowns of a point different from each other.
     """
     sorted_names = sorted(names)
     for index in range(len(_UNKNOWN_VALUES)):
@@ -437,8 +470,7 @@ def _reference_values(reference: Tree, names: frozenset[str]) -> tuple[_ValueOrR
 def _value_with_last_digit(tree: Tree, point: Mapping[str, Fraction]) -> _ValueOrReason:
     """Return the value of a tree at a point, or the reason why it has none.
 
-    The value says too by how much it would change if the last digit of a decimal in the tree did
-    (`Ball.last_digit_growth`).
+    The `Ball` has its `last_digit_growth` set, which `_value_at` leaves empty.
     """
     ball = _value_at(tree, point)
     if not isinstance(ball, Ball):
@@ -449,7 +481,7 @@ def _value_with_last_digit(tree: Tree, point: Mapping[str, Fraction]) -> _ValueO
 def _value_at(tree: Tree, point: Mapping[str, Fraction]) -> _ValueOrReason:
     """Return the value of a tree where its unknowns have the values in `point`.
 
-    Where it has none, the reason is returned: over the caps, or undefined there.
+    If it has no value there, the reason is returned: `too_large` or `undefined`.
     """
     try:
         return _evaluate(tree, point)
@@ -460,8 +492,9 @@ def _value_at(tree: Tree, point: Mapping[str, Fraction]) -> _ValueOrReason:
 def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
     """Compute the value of a tree from the values of its parts.
 
-    `point` has the values of the unknowns. With None the tree has to be a closed form without
-    unknowns, and all its parts have to be real. Raises `NotReadError`.
+    `point` has the value of each unknown. If it is None, the tree has to be a closed form: without
+    unknowns, and real in all its parts. Raises `NotReadError` with the reason `has_unknown`,
+    `undefined` or `too_large`.
     """
     kind = tree[0]
     if kind == "num":
@@ -513,12 +546,12 @@ def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
 def _evaluate_root(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
     """Compute the value of a root, as `_evaluate` does for any tree.
 
-    The cube root of the constant -8 is -2. In a function of unknowns it is the principal one, which
-    is complex.
+    The cube root of a constant -8 is -2, as at school. If the radicand has unknowns, the root is
+    the principal one, which is complex for a negative radicand.
     """
     _, degree, radicand_tree = tree
     radicand = _evaluate(radicand_tree, point)
-    # Without a point the tree has no unknowns at all; with one the radicand may still have none.
+    # Without a point the whole tree has no unknowns. With a point the radicand may still have none.
     is_constant_radicand = point is None or not unknowns(radicand_tree)
     is_negative = radicand.is_real and radicand.value < 0
     if degree % 2 == 1 and is_constant_radicand and is_negative:
