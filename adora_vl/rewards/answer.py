@@ -1,4 +1,6 @@
-r"""What an answer says, and how an answer of a single value is read; `forms.read_reference` reads all kinds.
+r"""What an answer says, and how an answer of a single value is read.
+
+`forms.read_reference` reads answers of all kinds. The kinds, with examples:
 
 number      5, 5\sqrt{3}           ordered     (3, -4), A(3, -4), (p, q) = (3, 2), [0, 1)
 percentage  5%                     unordered   1, 2 and 3; \{1, 2\}; 1 \pm \sqrt{2}; AB = 4, CD = 5
@@ -97,8 +99,8 @@ class Answer:
         return self.label != "" or not (self.is_value or self.kind == "unreadable")
 
 
-# The first that matches says why a text is no single value. All run on canonical text: short,
-# without line breaks.
+# Each entry is a reason and a pattern. The first pattern that is found in a text gives the reason
+# why the text is no single value. All run on canonical text, which is short and has no line breaks.
 _NO_VALUE_PATTERNS = (
     ("empty_box", re.compile(r"^[{}() ]*$")),
     ("not_finite", re.compile(r"(?i)\bnan\b|\binf(?:inity|ty)?\b|\\infty|∞")),
@@ -119,15 +121,16 @@ _NO_VALUE_PATTERNS = (
     (
         "percentage",
         re.compile(r"%|\bpercent|(?<=[0-9])percent|(?<![A-Za-z])pct"),
-    ),  # more than one in per cent
+    ),  # a per cent sign in a text that `_read_percentage` could not read
 )
 NO_VALUE_REASONS = frozenset(reason for reason, _ in _NO_VALUE_PATTERNS)
-# Reasons for which nothing can be said of an answer.
+# An answer with one of these reasons is `unparseable`: it could not be read, so it may be right.
 UNREAD_REASONS = frozenset({"too_long", "hidden_characters", "not_read", "too_large", "undefined"})
-# One sign, so that reading goes one level deep.
+# A value and one per cent sign. With a second sign the text does not match, so reading the value
+# does not come back here.
 _PERCENTAGE_PATTERN = re.compile(r"((?:(?!%|percent|pct).)+?) ?(?:\\?%|percent(?:age)?|pct)")
-# Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and
-# unknown commands are not.
+# Text that may be an answer although it is no number: words, unknowns, simple algebra and ratios. A
+# text with double underscores or other commands does not match.
 _READABLE_TEXT_PATTERN = re.compile(
     r"(?:[0-9A-Za-z "
     r".:?'+*/^(){}-]|_(?!_)|\\(?:frac|sqrt|pi|cdot|times|div|sin|cos|tan|circ|angle|triangle|overline"
@@ -142,10 +145,9 @@ _YEAR = "(?:1[0-9]|20)[0-9]{2}"
 _DATE_ORDERS = ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
 _DATE_PATTERN = re.compile("|".join(sign.join(parts) for sign in "-/" for parts in _DATE_ORDERS))
 _RATIO_WORD_PATTERN = re.compile(r"(?<=[0-9)}]) ?to ?(?=[0-9(\\])")
-_CLOCK_TIME_PATTERN = re.compile(
-    r"[0-2]?[0-9]:[0-5][0-9]"
-)  # a ratio is reduced where it may be a time
-# also the first one of `angles 2, 3 and 6`
+_CLOCK_TIME_PATTERN = re.compile(r"[0-2]?[0-9]:[0-5][0-9]")
+# The number of an angle: `\angle 2`, and `angles 2`, which is the first piece of `angles 2, 3 and
+# 6`.
 _NUMBERED_ANGLE_PATTERN = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")
 MAX_RATIO_TERMS = 6
 
@@ -163,14 +165,14 @@ def read_value(raw: str) -> Answer:
 def read_single_value(text: str) -> Answer:
     r"""Read a part of an answer, which has to be a single value.
 
-    `\angle 2` is read as the number of the angle, 2. Raises `NotReadError` for anything but a
+    `\angle 2` is read as 2, the number of the angle. Raises `NotReadError` for a text that is no
     single value.
     """
     angle = _NUMBERED_ANGLE_PATTERN.fullmatch(text)
     value = read_value(angle[1] if angle else text)
     if not value.is_value:
         raise NotReadError(value.reason)
-    # Without `raw` the part is known by its value alone; the whole answer keeps the names.
+    # Only the whole answer keeps its names, in `raw`. A part has its value alone.
     return replace(value, raw="")
 
 
@@ -191,7 +193,8 @@ def _read_value_cached(raw: str) -> Answer:
 def _read_canonical(text: str, raw: str) -> Answer:
     """Return the answer in a canonical text without a unit.
 
-    It is a number, expression, text or percentage, and `unreadable` for any other text.
+    The kinds: `5%` is a percentage, `1,2` unreadable, `5` a number, `3x+1` an expression, and
+    `right triangle` a text.
     """
     answer = _read_percentage(text, raw) or _read_other_than_number(text, raw)
     if answer is not None:
@@ -203,10 +206,10 @@ def _read_canonical(text: str, raw: str) -> Answer:
             kind="number", text=text, raw=raw, number=evaluate_closed_form(tree), tree=tree
         )
     except NotReadError as error:
-        # The text is in the grammar but has letters in it, so that it has no number as its value.
+        # The text is in the grammar, but it has unknowns and therefore no number as its value.
         if error.reason == "has_unknown":
             return Answer(kind="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
-        # It is not in the grammar, yet plain words, as in `right triangle`.
+        # The text is not in the grammar, but it may be plain words, such as `right triangle`.
         if error.reason == "not_read" and _is_readable_text(text):
             return Answer(kind="text", text=text, reason="not_a_number", raw=raw)
         return Answer(kind="unreadable", text=text, reason=error.reason, raw=raw)
@@ -250,10 +253,10 @@ def _read_other_than_number(text: str, raw: str) -> Answer | None:
 
 
 def _ratio_terms(text: str) -> tuple[Ball, ...]:
-    """Return the terms of a ratio, () for any other text.
+    """Return the terms of a ratio: 3 and 4 for `3:4` and `3 to 4`. Any other text gives ().
 
-    All terms must be numbers other than 0, without arithmetic left to do. A text that may be a time of
-    day, such as `3:45`, counts as a ratio only if its terms have no common factor.
+    All terms must be numbers other than 0, without arithmetic left to do. A text that may be a time
+    of day counts as a ratio only if its terms have no common factor: `3:47` does, `3:45` does not.
     """
     terms = _RATIO_WORD_PATTERN.sub(":", text).split(":")
     if not 1 < len(terms) <= MAX_RATIO_TERMS:
@@ -262,11 +265,11 @@ def _ratio_terms(text: str) -> tuple[Ball, ...]:
         numbers = tuple(evaluate_closed_form(read_tree(term)) for term in terms)
     except NotReadError:
         return ()
-    # `3:45` has the common factor 3, so that it is read as a time; `3:47` is a ratio.
+    # The terms of `3:45` have the common factor 3, so it is a time; nobody writes that ratio.
     if _CLOCK_TIME_PATTERN.fullmatch(text) and math.gcd(*map(int, terms)) > 1:
         return ()
     for number in numbers:
-        # `least_magnitude` is 0 where the term can be 0 within its error.
+        # `least_magnitude` is 0 or less if the term can be 0 within its error.
         if number.least_magnitude <= 0 or number.has_undone_arithmetic:
             return ()
     return numbers
@@ -289,12 +292,12 @@ def amount_of_money(answer: Answer) -> Answer:
 def convert_angle(answer: Answer, dimension: str) -> Answer:
     r"""Return an angle converted to `dimension`, which is `radians` or `angle` (degrees).
 
-    An answer of `\frac{\pi}{3}` radians becomes 60 degrees, to be compared with a reference answer
-    in degrees. The answer must be in the opposite unit.
+    `\frac{\pi}{3}` radians become 60 degrees. The answer has to be in radians if `dimension` is
+    `angle`, and in degrees if it is `radians`.
     """
     if answer.tree is None:
         return answer
-    # The factors are pieces of a product tree, each with its sign: `* 180 / pi` gives degrees.
+    # The factors of a product tree: radians times 180 divided by pi are degrees.
     factors = (("*", ("num", "180")), ("/", ("pi",)))
     if dimension == RADIANS:
         factors = (("/", ("num", "180")), ("*", ("pi",)))
@@ -307,9 +310,9 @@ def convert_angle(answer: Answer, dimension: str) -> Answer:
 def convert_to_unit(answer: Answer, unit: Unit) -> Answer:
     """Return the same quantity in another unit of its dimension: 3 for `300 cm` in metres.
 
-    An answer that is no expression, and so has no tree, is returned as it is. So is one in a unit
-    of no definite size, whose `factor` is None. Any other `factor` is the size of the unit, in the
-    base unit of its dimension.
+    The `factor` of a unit is its size in the base unit of its dimension, or None for a unit of no
+    definite size. An answer without a tree (a text), and one whose unit or target unit has no
+    factor, is returned as it is.
     """
     if not answer.tree or not answer.unit or not answer.unit.factor or not unit.factor:
         return answer
@@ -324,7 +327,8 @@ def convert_to_unit(answer: Answer, unit: Unit) -> Answer:
     )
     if answer.number is None:
         return replace(answer, tree=tree)
-    # The product of the conversion is no arithmetic that the answer leaves to be done.
+    # The tree has a product now, but the answer itself leaves no more arithmetic undone than
+    # before.
     number = replace(
         evaluate_closed_form(tree), has_undone_arithmetic=answer.number.has_undone_arithmetic
     )

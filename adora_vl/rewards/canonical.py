@@ -25,7 +25,8 @@ from adora_vl.rewards.units import (
 
 _DIGITS_AND_POINT = "0123456789."
 _DOLLAR_SIGN_PATTERN = re.compile(r"(?<!\\)\$")
-# Unicode's controls, formats (as zero-width and bidirectional ones), and what is unassigned.
+# The Unicode categories of characters that do not show: controls, formats (such as zero-width and
+# bidirectional characters), unassigned, private-use and surrogate characters.
 _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cn", "Co", "Cs"})
 
 _LATEX_BY_SYMBOL = str.maketrans(
@@ -62,13 +63,13 @@ _NUMBER_WITH_THOUSANDS_PATTERN = re.compile(
     rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THOUSANDS_SEPARATOR}\d{{3}})+(?!\d|{_THOUSANDS_SEPARATOR})",
     re.ASCII,
 )
-# What a careless escape makes of `\left(`: two backslashes. Of `\frac` it makes a form feed and
-# `rac`.
+# Careless escaping turns `\left(` into `\\left(`, and `\frac` into a form feed with `rac` behind
+# it.
 _DOUBLE_BACKSLASH_PATTERN = re.compile(
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cdot)(?![A-Za-z]))"
 )
 _FORM_FEED_OF_FRAC_PATTERN = re.compile(r"\\?\x0crac(?=\s*\{)")
-# Raised digits and signs, fractions in one character, and numbers in circles.
+# Raised digits and signs (`⁻²`), fractions in one character (`½`), and numbers in circles (`③`).
 _RAISED_DIGITS_PATTERN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _ONE_CHARACTER_NUMBER_PATTERN = re.compile("[¼½¾⅐-⅞①-⑳]")
 _TWICE_RAISED_DEGREE_PATTERN = re.compile(r"\^\s*(?:\{\s*(\^\\circ) \s*\}|(?=\^\\circ))")
@@ -103,7 +104,7 @@ _ENDS_IN_DEGREES_PATTERN = re.compile(
     rf"(?:{_DEGREE_SIGN_PATTERN.pattern}|{_DEGREES_AT_THE_END_PATTERN.pattern})[\s$.]*$"
 )
 _BRACKETED_UNIT_PATTERN = re.compile(r"\s*\(\s*([^()\d\s][^()]{0,20}?)\s*\)$")
-# what no unit can end is not searched for one
+# A quick test: a text with a unit ends in a letter, in `m2` or `m3`, or has a power near its end.
 _MAY_END_IN_UNIT_PATTERN = re.compile(r"[^\W\d_]\.?$|m[23]\.?$|\^[^^]*$")
 _TRIGONOMETRIC_COMMAND = r"\\(?:sin|cos|tan|sec|csc|cot)"
 _TRIGONOMETRIC_FUNCTION_PATTERN = re.compile(rf"{_TRIGONOMETRIC_COMMAND}(?![A-Za-z])")
@@ -153,7 +154,8 @@ _COMMAND_WITHOUT_BACKSLASH_PATTERN = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-
 # means.
 _SHORT_ARGUMENT = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
 _LAST_SHORT_ARGUMENT = rf"{_SHORT_ARGUMENT}(?!\d|\.\d)"
-# Each with a word that stands in every text that it changes.
+# Each entry is a word, a pattern and its replacement. The word occurs in every text that the
+# pattern changes, so that the search for the word saves most runs of the pattern.
 _COMMAND_SUBSTITUTIONS = [
     (word, re.compile(pattern), replacement)
     for word, pattern, replacement in (
@@ -193,16 +195,16 @@ _ONE_SPACE_PATTERN = re.compile(" ")
 _INLINE_MATH_BRACKET_PATTERN = re.compile(r"(?<!\\)\\[()]")
 _DISPLAY_MATH_BRACKET_PATTERN = re.compile(r"(?<!\\)\\[\[\]]")
 _BOXED_PATTERN = re.compile(r"\\f?boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-# Words that say no more than that an answer follows, or stood before. None of them denies, offers a
-# choice or counts.
+# Words of a sentence such as `Therefore the answer is` that add nothing to the answer in it. None
+# of them negates (`not`), offers alternatives (`or`) or is a number (`two`).
 _STOCK_WORD = (
     r"(?i:\b(?:therefore|thus|hence|so|then|finally|consequently|we|you|it|this|that|which|is|are|equals?|to|find|gets?"
     r"|have|has|obtain|conclude|see|know|gives?|yields?|must|be|the|our|my|your|final|correct|required|desired|answers?"
     r"|solutions?|values?|results?)\b[\s,:*]*)"
 )
-# A sentence of them around one formula between dollar signs, which may have its unit behind it, and
-# runs over lines between double ones only. Every word can be read in one way only, so a long text
-# costs no more than its length.
+# A sentence of stock words around one formula in dollar signs, with or without a unit behind it:
+# `The area is $9$ cm.` Only a formula in `$$` may have line breaks. The pattern is unambiguous, so
+# that its time is linear in the length of the text.
 _SENTENCE_AROUND_FORMULA_PATTERN = re.compile(
     rf"\**{_STOCK_WORD}*(?P<formula>\$\$[^$]+\$\$|\$[^$\n]+\$)"
     rf"(?P<unit>(?:(?!{_STOCK_WORD})[^\s$]++)?(?:\s++(?!{_STOCK_WORD})[^\s$]++)*+)\s*{_STOCK_WORD}*\.?"
@@ -228,10 +230,10 @@ def canonical_value_and_unit(text: str) -> tuple[str, str]:
     r"""Return the canonical form of an answer of one value, and its unit, empty without one.
 
     `$2 \sqrt { 221 }\text{ cm}^2$.` gives `2\sqrt{221}` and `cm^2`. A name before the value is
-    taken off.
+    taken off: `AB = 5` gives `5`.
 
     `text` has at most `MAX_CHARS` characters. Raises `NotReadError` for control, bidirectional and
-    zero-width ones, which can make an answer look like another one.
+    zero-width characters, which can make one answer look like another.
     """
     text = _unify_spelling(_take_out_formula(text))
     value, unit = _split_unit(_without_leading_name(_without_words_around_value(text)))
@@ -241,9 +243,10 @@ def canonical_value_and_unit(text: str) -> tuple[str, str]:
 def _split_unit(text: str) -> tuple[str, str]:
     """Return the value in a text and its unit, which is empty without one.
 
-    A unit in words counts before a currency sign, and that before a degree sign.
+    Units are looked for in this order: degrees of temperature (`30°C`), a unit in letters (`5 cm`),
+    a currency sign (`€5`), and degrees of an angle (`30°`).
     """
-    # Degrees of temperature are told from those of an angle by the letter behind them.
+    # A letter behind the degree sign tells degrees of temperature from those of an angle.
     temperature = TEMPERATURE_PATTERN.fullmatch(text)
     if temperature:
         return temperature[1], f"°{temperature[2]}"
@@ -313,7 +316,7 @@ def _without_words_around_value(text: str) -> str:
 def _take_out_formula(text: str) -> str:
     r"""Return `text` without the words or the box around a single formula.
 
-    It is `9` for `The answer is $9$.`, for `\(9\)` and for `\boxed{9}`.
+    `The answer is $9$.`, `\(9\)` and `\boxed{9}` all give `9`. Any other text keeps its words.
     """
     if not text.isascii():
         text = spell_in_ascii(text)
@@ -332,7 +335,10 @@ def _take_out_formula(text: str) -> str:
 
 
 def _unify_spelling(text: str) -> str:
-    """Return `text` in the spelling of LaTeX, still with its name, degree signs and units."""
+    r"""Return `text` in one spelling of LaTeX: `√3`, `\sqrt3` and `sqrt3` become `\sqrt{3}`.
+
+    Names, degree signs and units stay. Raises `NotReadError` for characters that do not show.
+    """
     if not (text.isascii() and text.isprintable()):
         _refuse_hidden_characters(text)
     if not text.isascii():
@@ -341,7 +347,7 @@ def _unify_spelling(text: str) -> str:
         text = _TWICE_RAISED_DEGREE_PATTERN.sub(r"\1", text.translate(_LATEX_BY_SYMBOL))
     text = _NUMBER_WITH_THOUSANDS_PATTERN.sub(_join_thousands, text)
     text = replace_recurring_decimals(text)
-    # `5! = 120` would else become `5!=120`, an inequality.
+    # Without brackets `5! = 120` would become `5!=120`, an inequality.
     text = _FACTORIAL_BEFORE_EQUALS_PATTERN.sub(r"(\1)=", text)
     text = _BRACED_COMMA_PATTERN.sub(".", text)
     if "\\" in text or "~" in text:
@@ -376,7 +382,7 @@ def _without_fonts_and_spacing(text: str) -> str:
     text = _SIUNITX_PATTERN.sub(r" \1 \2 ", text)
     text = _EMPTY_BRACES_PATTERN.sub("", text)
     replaced_count = 1
-    while replaced_count:  # each pass takes out the innermost ones
+    while replaced_count:  # each pass replaces the innermost commands
         text, replaced_count = _FONT_WITH_BRACES_PATTERN.subn(r" \1\2 ", text)
     return _FONT_WITHOUT_BRACES_PATTERN.sub(" ", text)
 
@@ -402,9 +408,9 @@ def _join_thousands(number: re.Match[str]) -> str:
 
 
 def _without_decoration(text: str) -> str:
-    """Return `text` without outer spaces, emphasis, dollar signs around it and a full stop.
+    """Return `text` without the spaces, emphasis, dollar signs and full stop around it.
 
-    Two full stops stay, because `1..` is not the number 1.
+    `**5**`, `5.` and `$5.$` become `5`. Two full stops stay, because `1..` is not the number 1.
     """
     text = text.strip()
     emphasis = _MARKDOWN_EMPHASIS_PATTERN.fullmatch(text)

@@ -29,7 +29,7 @@ from adora_vl.rewards.relations import (
 )
 from adora_vl.rewards.solutions import interval_solution
 
-MAX_LIST_DEPTH = 4  # lists in lists
+MAX_LIST_DEPTH = 4  # of lists, sets and tuples in each other
 
 _COMMA_OR_WORD_PATTERN = re.compile(
     r",(?:\s*(?:and|or)(?![a-z]))?|(?<![A-Za-z\\])(?:and|or)(?![a-z])"
@@ -43,9 +43,10 @@ _MEMBERSHIP_SIGN_PATTERN = re.compile(r"\\in(?![A-Za-z])|∈")
 
 _TUPLE_OF_NAMES_PATTERN = re.compile(rf"\({SIMPLE_NAME}(?:[,;]\s?{SIMPLE_NAME})+\)")
 _NAMED_POINT_PATTERN = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
-# A piece of a list that is no value alone: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
+# A piece of a list that may be part of another number: `000` in `1, 000`, and `0,5` in `0,5; 0,7`.
 _AMBIGUOUS_PIECE_PATTERN = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
-_INFINITY_BY_SPELLING = {  # the ends of intervals
+# The ends of an interval that are not finite.
+_INFINITY_BY_SPELLING = {
     sign + name: Answer("text", "-infinity" if sign == "-" else "infinity", "not_finite")
     for name in (r"\infty", "∞")
     for sign in ("", "+", "-")
@@ -55,13 +56,19 @@ _OPEN_LIST_PATTERN = re.compile(r"…|\.\.|\\[lc]?dots")
 _MATRIX_PATTERN = re.compile(
     r"[(\[]?\\begin\{(p|b|small|)(?:matrix|array)\}(?:\{[clr|]+\})?((?:(?!\\begin).)+)\\end\{\1(?:matrix|array)\}[)\]]?"
 )
+# Reasons for which a text cannot be read as several values. They say more than the reason why it is
+# no single value (`read_structured`).
 REFUSAL_REASONS = frozenset(
     {"decimal_comma", "matrix", "open_list", "chain_differs", "always_true", "labels", "too_large"}
 )
 
 
 def read_reference(raw: str) -> Answer:
-    """Read a reference answer of one value or of several. It never raises."""
+    """Read a reference answer of one value or of several. It never raises.
+
+    For example, `1,000` is the number 1000, `y = 2x + 1` an equation with the name `y`, and
+    `1, 2 and 3` a list of three numbers.
+    """
     return _read_reference_cached(raw) if len(raw) <= MAX_CHARS else read_value(raw)
 
 
@@ -69,21 +76,21 @@ def read_reference(raw: str) -> Answer:
 def _read_reference_cached(raw: str) -> Answer:
     """Return `read_reference` with a cache, since the rollouts of a group share the reference."""
     value = read_value(raw)
-    # `y = 2x + 1` has been read as the expression behind its name, and may be an equation.
+    # `y = 2x + 1` has been read as the expression `2x + 1`, and may be an equation.
     may_be_structured = value.kind == "expression" and "=" in raw
     if value.kind == "unreadable":
-        # Relations, lists and intervals are no single value, so they are read as a form.
+        # A relation, list or interval is no single value, but may be read as a structured answer.
         may_be_structured = value.reason in NO_VALUE_REASONS
     if not may_be_structured:
         return value
-    # A form: several values, a relation, an interval, or one value with its name.
+    # A structured answer has several values, a relation, an interval, or one value with its name.
     answer = read_structured(value)
     if answer.is_value and not answer.label:
         # One value in braces is a set of one.
         answer = Answer("unordered", value.text, parts=(answer,))
     reason = value.reason
     if answer.kind == "unreadable" and value.kind == "expression":
-        # As an expression it was readable, so that it has no reason yet.
+        # An expression can be read, so `value` has no reason that fits.
         reason = "equation"
     return replace(answer, text=value.text, reason=reason, raw=raw)
 
@@ -97,7 +104,7 @@ def canonical_gold(text: str) -> str:
     answer = read_reference(text)
     if answer.reason in {"too_long", "hidden_characters"}:
         return text
-    # Such a text is a relation, a list or the like, whose names and brackets are part of it.
+    # The names and brackets of a relation or list are part of the answer, so they are kept.
     is_no_single_value = answer.kind == "unreadable" and answer.reason in NO_VALUE_REASONS
     if answer.is_structured or is_no_single_value:
         return answer.text_with_names
@@ -107,11 +114,14 @@ def canonical_gold(text: str) -> str:
 
 
 def read_structured(answer: Answer) -> Answer:
-    """Read an answer anew for a reference answer of several values, or of a value with a name.
+    """Read an answer anew as a structured answer: several values, or a value with a name.
 
-    `x = 5` then keeps its name, and `1000,99` may be two values. What cannot be read becomes an
-    answer of the kind `unreadable`, so that nothing is raised. `reason` still says why it is no
-    single value; `refusal` says why it is none of several either, if that says more.
+    `read_value` takes the name off `x = 5`, and reads `1000,99` as one number. Here `x = 5` keeps
+    its name, and `1000,99` may be two values.
+
+    It raises nothing. A text that cannot be read becomes an answer of the kind `unreadable`. Its
+    `reason` says why the text is no single value, and its `refusal` why it is not several values
+    either. `refusal` is empty if it would say less than `reason`.
     """
     try:
         return _parse_structured(answer.text_with_names)
@@ -122,9 +132,9 @@ def read_structured(answer: Answer) -> Answer:
 
 @lru_cache(maxsize=256)
 def _parse_structured(text: str) -> Answer:
-    """Return the answer in a canonical text that has all its names and brackets.
+    """Parse a canonical text with all its names and brackets as a structured answer.
 
-    Raises `NotReadError`.
+    Raises `NotReadError` for a text that cannot be read, and for one with too many parts.
     """
     if _SEVERAL_LINES_PATTERN.search(text) and not _MATRIX_PATTERN.search(text):
         raise NotReadError("matrix")
@@ -143,16 +153,26 @@ def _parse_structured(text: str) -> Answer:
 
 
 def _count_answers(answer: Answer) -> int:
-    """Return the number of answers in an answer, itself included."""
+    """Return the number of answers in an answer, itself included: 7 for `(1, 2), (3, 4)`."""
     return 1 + sum(map(_count_answers, answer.parts))
 
 
 def _parse_form(text: str, depth: int) -> Answer:
-    r"""Return the answer in a text, which is split at its weakest separator first.
+    r"""Parse a text by splitting it at its weakest separator; the pieces are parsed the same way.
 
-    The order is: a matrix, alternatives with `or`, a list, a membership (`x \in [0, 1)`), a union,
-    a relation (`=`, `<` and so on), and at last brackets, a plus-minus or a single value. Pieces
-    are read by this function again. `depth` counts the nesting. Raises `NotReadError`.
+    The forms are tried in this order, each with an example:
+
+    1. a matrix
+    2. alternatives that are lists: `p = 5, q = 2 or p = 7, q = 2`
+    3. a list: `1, 2 and 3`
+    4. a membership: `x \in [0, 1)`
+    5. a union: `\{-1\} \cup [0, 7)`
+    6. a relation: `y = 2x + 1`, `1 < x \le 3`
+    7. brackets: `(3, -4)`, `[0, 1)`, `\{1, 2\}`
+    8. a plus-minus: `1 \pm \sqrt{2}`
+    9. a single value
+
+    `depth` is the number of forms around the text. Raises `NotReadError`.
     """
     text = text.strip()
     if depth > MAX_LIST_DEPTH:
@@ -164,7 +184,7 @@ def _parse_form(text: str, depth: int) -> Answer:
     alternatives, _ = split_outside_brackets(text, _OR_PATTERN)
     all_have_comma = all("," in alternative for alternative in alternatives)
     if len(alternatives) > 1 and all_have_comma and ";" not in "".join(alternatives):
-        # p = 5, q = 2 or p = 7, q = 2
+        # The alternatives are lists themselves, as in `p = 5, q = 2 or p = 7, q = 2`.
         return _read_list(text, pieces=alternatives, separators=["or"], depth=depth)
     for pattern in (_SEMICOLON_PATTERN, _COMMA_OR_WORD_PATTERN):
         pieces, matches = split_outside_brackets(text, pattern)
@@ -176,7 +196,7 @@ def _parse_form(text: str, depth: int) -> Answer:
             raise NotReadError("relation")
         name, set_text = sides
         values = _parse_form(set_text, depth + 1)
-        # What stands behind the sign has to be an interval, which has a solution, or a set.
+        # The right side has to be an interval, which has a `solution`, or a set.
         if not values.solution and values.kind != "unordered":
             raise NotReadError("relation")
         return replace(values, label=name, text=text)
@@ -201,10 +221,11 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
     Args:
         text: the whole text.
         pieces: its pieces, each of which is read by itself.
-        separators: what stands between them, a comma, a semicolon, `and` or `or`.
-        depth: the nesting.
+        separators: the separators between the pieces: a comma, a semicolon, `and` or `or`.
+        depth: as in `_parse_form`.
 
-    Raises `NotReadError`, also where only some of the values have names, or names repeat.
+    Raises `NotReadError` for a piece that cannot be read, for a mixture of `and` and `or` between
+    inequalities, and for values of which only some have names, or of which two have the same name.
     """
     parts: list[Answer] = []
     for piece in pieces:
@@ -212,7 +233,7 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
         if _AMBIGUOUS_PIECE_PATTERN.fullmatch(piece):
             raise NotReadError("decimal_comma" if "," in piece else "enumeration")
         part = _parse_form(piece, depth + 1)
-        # `1 \pm 2` in a list is two of its values.
+        # In a list `1 \pm 2` counts as two values.
         parts += part.parts if part.is_plus_minus else [part]
     if _are_conditions(parts):
         is_or = ["or" in separator for separator in separators]
@@ -228,9 +249,9 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
 
 
 def _are_conditions(parts: Sequence[Answer]) -> bool:
-    """Return whether the parts of a list are one condition, as in `x < 1 or x = 5`.
+    """Return whether the parts of a list form one condition, as in `x < 1 or x = 5`.
 
-    Each part is then an inequality or a value with a name, and at least one is an inequality.
+    They do if each part is an inequality or a value with a name, and at least one is an inequality.
     """
     has_inequality = False
     for part in parts:
@@ -242,10 +263,13 @@ def _are_conditions(parts: Sequence[Answer]) -> bool:
 
 
 def _common_name(parts: Sequence[Answer]) -> str:
-    """Return the one name of all values of a list: `a` for `a = 4, -8`, `x` for `x = 5 or x = 6`.
+    """Return the name that all values of a list share, or an empty text.
 
-    Empty where no value has a name, or each one has another. Raises `NotReadError` where only some
-    have names, or names repeat.
+    - `a = 4, -8`: `a`, since only the first value has a name.
+    - `x = 5 or x = 6`: `x`, since all have the same name.
+    - `4, -8` and `a = 4, b = 5`: empty, since there is no name, or each value has its own.
+
+    Raises `NotReadError` for any other combination, such as `a = 4, a = 5, b = 3`.
     """
     labels = [part.label for part in parts]
     if not any(labels):
@@ -261,9 +285,10 @@ def _common_name(parts: Sequence[Answer]) -> str:
 
 
 def _read_bracketed(text: str, depth: int) -> Answer | None:
-    r"""Read a point, tuple or interval, or a set in `\{\}` or `{}`.
+    r"""Read a text in brackets: a point, tuple, interval or set, such as `(3, 4)` and `\{1, 2\}`.
 
-    None for a text that no pair of brackets encloses. Raises `NotReadError`.
+    A point may have a name, as in `A(3, 4)`. Returns None if no pair of brackets encloses the whole
+    text. Raises `NotReadError` if the pieces between the brackets cannot be read.
     """
     point = _NAMED_POINT_PATTERN.fullmatch(text)
     if point and "," in point[2]:  # A(3, 4)
@@ -277,7 +302,8 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         opening = text[0]
         closing = text[-1]
     text_inside = text[len(opening) : -len(closing)]
-    # In `(1, 2) + (3, 4)` the plus has depth 0, so the outer brackets are no pair.
+    # The first and the last bracket are a pair if nothing between them has the depth 0. In
+    # `(1, 2) + (3, 4)` the plus has.
     depths_inside = bracket_depths(text)[len(opening) : -1]
     if not text.endswith(closing) or 0 in depths_inside:
         return None
@@ -290,20 +316,22 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
 
 
 def _read_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answer | None:
-    """Read a point, tuple or interval in round or square brackets; None for a single value in them.
+    """Read a point, tuple or interval in round or square brackets: `(3, -4)`, `[2, 5)`.
+
+    Returns None for a single value in brackets, and for brackets that do not match.
 
     Args:
         text: the whole text.
-        text_inside: what stands between its brackets.
-        brackets: the opening one and what ends the text, such as `[)`.
-        depth: the nesting.
+        text_inside: the text between its brackets.
+        brackets: the first and the last character of the text, such as `[)`.
+        depth: as in `_parse_form`.
 
-    Raises `NotReadError`.
+    Raises `NotReadError` for a piece that cannot be read.
     """
     pieces, semicolons = split_outside_brackets(text_inside, _SEMICOLON_PATTERN)
     if not semicolons:
         pieces, _ = split_outside_brackets(text_inside, re.compile(","))
-    # `[2, 5)` is an interval, while more than two parts need brackets that match.
+    # Two parts may have unlike brackets, as the interval `[2, 5)`. More than two may not.
     are_brackets_unlike = brackets not in {"()", "[]"}
     is_closed = brackets[-1] in ")]"
     if len(pieces) < 2 or not is_closed or (len(pieces) > 2 and are_brackets_unlike):
@@ -319,7 +347,7 @@ def _read_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answe
     interval = None
     if len(parts) == 2:
         low, high = [part.lone_number or part.text for part in parts]
-        # None where the two cannot be the ends of an interval.
+        # None if the two parts cannot be the ends of an interval, as in `(3, -4)`.
         interval = interval_solution(low=low, high=high, brackets=brackets)
     return Answer(
         kind="ordered", text=text, parts=tuple(parts), brackets=brackets, solution=interval
@@ -329,10 +357,11 @@ def _read_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answe
 def _read_braces(text: str, text_inside: str, *, has_backslash: bool, depth: int) -> Answer:
     r"""Read a set in `\{\}`, or in plain braces, for which `has_backslash` is false.
 
-    Plain braces around one value are no set: `{5}` is 5. Raises `NotReadError` for a set of sets.
+    `\{5\}` is a set of one value, while `{5}` is the value 5, and `{1, 2}` is a set again. Raises
+    `NotReadError` for a set of sets, and for a set of anything but values and points.
     """
     inner_answer = _parse_form(text_inside, depth + 1)
-    # A form inside has the kind `unordered` if it is a list: then even plain braces make a set.
+    # Plain braces make a set only around a list, whose kind is `unordered`.
     is_set_inside = inner_answer.text.startswith(r"\{")
     if not has_backslash and (is_set_inside or inner_answer.kind != "unordered"):
         return inner_answer
@@ -344,10 +373,11 @@ def _read_braces(text: str, text_inside: str, *, has_backslash: bool, depth: int
 
 
 def _read_matrix(text: str, inside: str) -> Answer:
-    """Return a matrix of numbers as a tuple of its rows; a column as a tuple of its numbers.
+    r"""Return a matrix as a tuple of its rows, or a matrix of one column as a tuple of its entries.
 
-    `inside` is what stands between `\\begin` and `\\end`. Raises `NotReadError` for rows of unequal
-    length, for entries that are no numbers or expressions, and for more than `MAX_PARTS` entries.
+    `inside` is the text between `\begin` and `\end`: `1&2\\3&4` gives the rows (1, 2) and (3, 4),
+    and `1\\2` gives the tuple (1, 2). Raises `NotReadError` for rows of unequal length, for entries
+    that are neither numbers nor expressions, and for more than `MAX_PARTS` entries.
     """
     rows = []
     for line in inside.split(r"\\"):
@@ -369,9 +399,10 @@ def _read_matrix(text: str, inside: str) -> Answer:
 
 
 def _read_plus_minus(text: str) -> Answer | None:
-    r"""Return `1 \pm \sqrt{2}` as its two values; None for a text without such a sign.
+    r"""Read a plus-minus as a list of two values: `1 \pm 2` is `1+2` and `1-2`.
 
-    Raises `NotReadError` for two plus-minus signs, and where both values are the same.
+    Returns None for a text without such a sign. Raises `NotReadError` for two plus-minus signs, and
+    for two equal values, as in `12 \pm 0`.
     """
     if not _PLUS_MINUS_PATTERN.search(text) and not _MINUS_PLUS_PATTERN.search(text):
         return None
@@ -382,8 +413,8 @@ def _read_plus_minus(text: str) -> Answer | None:
         value = read_value(_MINUS_PLUS_PATTERN.sub(minus, _PLUS_MINUS_PATTERN.sub(plus, text)))
         if not value.tree:  # this text is no expression
             raise NotReadError("enumeration")
-        # As an answer `12 + 1` has arithmetic left to do. In `12 \pm 1` that is how one of the two
-        # values is written, and neither of them has a text of its own.
+        # The answer `12 + 1` leaves arithmetic to be done, but `12 \pm 1` does not. The two values
+        # have no text in the answer, so `raw` is empty.
         number = value.number and replace(value.number, has_undone_arithmetic=False)
         values.append(replace(value, number=number, raw=""))
     first, second = [value.lone_number for value in values]
@@ -393,7 +424,10 @@ def _read_plus_minus(text: str) -> Answer | None:
 
 
 def _read_named_tuple(text: str, names_text: str, values_text: str, depth: int) -> Answer:
-    """Return a tuple whose parts have names: `(x, y) = (3, 4)`. Raises `NotReadError`."""
+    """Read a tuple whose parts have names: `(x, y) = (3, 4)` has the parts `x = 3` and `y = 4`.
+
+    Raises `NotReadError` if the right side is no tuple with as many parts as there are names.
+    """
     values = _read_bracketed(values_text, depth)
     names = re.split(r"[,;]\s?", names_text[1:-1])
     if not values or values.kind != "ordered" or len(names) != len(values.parts):
@@ -405,13 +439,27 @@ def _read_named_tuple(text: str, names_text: str, values_text: str, depth: int) 
 
 
 def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
-    """Return the answer in a text with relation signs.
+    r"""Return the answer in a text with relation signs.
 
-    It is an inequality, a value with its name (`x = 5`), a chain (`AB = 3 + 4 = 7`), or an
-    equation. `sides` are the texts between the `signs`, each of which is `=`, `~` (approximately),
-    `<`, `<=`, `>`, `>=` or `!=`. Raises `NotReadError`.
+    The cases in the order of the code:
+
+    - any of `<`, `<=`, `>`, `>=` and `!=`: an inequality
+    - more than two sides: a chain, `AB = 3 + 4 = 7`
+    - `x \approx 5`: a value with its name
+    - `AB = CD`: an equation of two figures
+    - `x = 5` and `5 = x`: a value with its name
+    - `2x + 4y = 3`: an equation
+    - `y = 2x + 1`: an equation with the name `y`, whose only part is the right side
+
+    Args:
+        text: the whole text.
+        sides: the texts between the signs.
+        signs: the signs, with `~` for approximately.
+        depth: as in `_parse_form`.
+
+    Raises `NotReadError` for a text that cannot be read.
     """
-    # A side is missing, or more follows behind an approximation, which has to be the last one.
+    # No side may be empty, and an approximation has to be the last sign.
     if not all(sides) or "~" in signs[:-1]:
         raise NotReadError("relation")
     if set(signs) - {"=", "~"}:  # one of `<`, `<=`, `>`, `>=` and `!=`
@@ -444,10 +492,10 @@ def _is_value_name(text: str) -> bool:
 
 
 def _read_named(text: str, name: str, value_text: str, depth: int) -> Answer:
-    """Return the answer in `value_text` with its name.
+    """Read `value_text` and return the answer with its name.
 
-    `name` is that of a value, or a tuple of names. Only a single value, a point, a list or a set
-    can have one. Raises `NotReadError`.
+    `name` is a single name such as `x`, or a tuple of names such as `(x, y)`. Only a single value,
+    a point, a list or a set can have a name. Raises `NotReadError` for anything else.
     """
     if _TUPLE_OF_NAMES_PATTERN.fullmatch(name):
         return _read_named_tuple(text, names_text=name, values_text=value_text, depth=depth)

@@ -23,7 +23,7 @@ from adora_vl.rewards.solutions import (
     excludes_some_but_not_all,
 )
 
-MAX_CHAIN_SIDES = 5  # of a chain of inequalities
+MAX_CHAIN_SIDES = 5  # a chain of inequalities such as `1 < x < 3` has three sides
 # Each spelling of a sign, and the sign that it stands for.
 RELATION_SIGN_BY_SPELLING = {
     **dict.fromkeys(("<=", "≤", r"\leqslant", r"\leq", r"\le"), "<="),
@@ -41,23 +41,28 @@ RELATION_SIGN_PATTERN = re.compile(
     )
 )
 _FUNCTION_VALUE_PATTERN = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
-# `bh` and `lwh` are products in a formula
+# A word has at least four letters, or is `is`, `no` or `not`: `bh` and `lwh` are products in a
+# formula.
 _WORD_PATTERN = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")
 _ABSOLUTE_VALUE_PATTERN = re.compile(r"\|([^|]+)\|")
 _NAME_DECORATION_PATTERN = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
 
 
 class ChainedNumber(NamedTuple):
-    """A number in a chain of equal ones, and the sign before it: `=`, or `~` for about equal."""
+    """A number in a chain of equal numbers, and the sign before it.
+
+    The sign is `=`, or `~` for approximately equal. The first number has `=`.
+    """
 
     sign: str
     answer: Answer
 
 
 def read_chain(sides: Sequence[str]) -> Answer:
-    """Return a name and several numbers, which have to be equal; the last number is the value.
+    """Read a chain of a name and equal numbers: `AB = 3 + 4 = 7` is the value 7 with the name `AB`.
 
-    Raises `NotReadError` for anything else.
+    `sides` are the texts between the equals signs, here `AB`, `3 + 4` and `7`. Raises
+    `NotReadError`: `chain_differs` for numbers that are not equal, `equation` for any other chain.
     """
     if not VALUE_NAME_PATTERN.fullmatch(sides[0]):
         raise NotReadError("equation")
@@ -71,29 +76,31 @@ def read_chain(sides: Sequence[str]) -> Answer:
 
 
 def chain_of_numbers(text: str) -> list[ChainedNumber]:
-    r"""Return the numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
+    r"""Return the numbers in a chain of equal numbers, in order.
 
-    A chain begins with a name or number, ends with a number, and says more than `9 = 9`; formulas
-    may stand inside. Any other text gives [].
+    `AB = 1.8 \cdot 9 / 1.5 \approx 10.8` gives `1.8\cdot9/1.5` with the sign `=`, and `10.8` with
+    the sign `~`. A chain begins with a name or a number and ends with a number. Between them there
+    may be formulas, which are left out. Any other text gives [], and so does `9 = 9`, which shows
+    no working.
     """
     try:
         sides, spelled_signs = split_outside_brackets(text, RELATION_SIGN_PATTERN)
     except NotReadError:
         return []
     signs = [RELATION_SIGN_BY_SPELLING[sign] for sign in spelled_signs]
-    # No sign at all, an empty side, or an inequality, which is no chain of equal numbers.
+    # A chain has at least one sign, no empty side, and no sign of an inequality.
     if len(sides) < 2 or not all(sides) or set(signs) - {"=", "~"}:
         return []
     values = [read_value(side) for side in sides]
     for side, value in zip(sides, values, strict=True):
         has_words = value.kind == "unreadable" or _WORD_PATTERN.search(value.text)
-        # A side in words says more than the chain can be checked for, unless it is a name.
+        # Words cannot be checked, so a side in words is refused, unless it is a name.
         if has_words and not _is_name_of_one_value(side):
             return []
     if values[0].kind != "number" and not _is_name_of_one_value(sides[0]):
         return []
     result = values[-1].lone_number
-    # The chain has to end in a number that is worked out: `AB = 3 + 4` leaves it to the reader.
+    # The chain has to end in a number that is worked out, unlike `AB = 3 + 4`.
     if result is None or result.has_undone_arithmetic:
         return []
     numbers = [
@@ -107,7 +114,10 @@ def chain_of_numbers(text: str) -> list[ChainedNumber]:
 
 
 def _is_name_of_one_value(text: str) -> bool:
-    """Return whether a text can be the name of a value; `|x|` is none, since two values have it."""
+    """Return whether a text can be the name of one value.
+
+    `AB` can. `|x|` cannot, since `|x| = 5` has two solutions.
+    """
     return (
         VALUE_NAME_PATTERN.fullmatch(text) is not None and re.fullmatch(r"\|[a-z]\|", text) is None
     )
@@ -116,7 +126,8 @@ def _is_name_of_one_value(text: str) -> bool:
 def _read_side(text: str) -> Tree:
     """Return the tree of one side of an equation or inequality.
 
-    A name such as `AB` or `f(2)` is an unknown in it. Raises `NotReadError`.
+    A name such as `AB` or `f(2)` becomes an unknown: `("unknown", "AB")`. Raises `NotReadError` for
+    a side that is neither a name nor in the grammar.
     """
     tree = read_value(text).tree
     # `f(2)` could also be read as the product of f and 2.
@@ -132,7 +143,8 @@ def _read_side(text: str) -> Tree:
 def _subtract_sides(left_side: Tree, right_side: Tree) -> Tree:
     """Return the tree of the left side minus the right side.
 
-    Raises `NotReadError` where it is the same number everywhere, as in `x < x + 1`.
+    Raises `NotReadError` if the difference has the same value for all values of the unknowns: then
+    the relation holds always, as `x < x + 1`, or never.
     """
     tree: Tree = ("sum", (1, left_side), (-1, right_side))
     if not unknowns(tree) or is_constant(tree):
@@ -141,7 +153,7 @@ def _subtract_sides(left_side: Tree, right_side: Tree) -> Tree:
 
 
 def read_equation(text: str, sides: Sequence[str]) -> Answer:
-    """Return an equation as the tree that it compares with 0."""
+    """Return an equation as the tree that it compares with 0: `2x = 6` as `2x - 6`."""
     tree = _subtract_sides(_read_side(sides[0]), _read_side(sides[1]))
     return Answer("equation", text, relations=(("=", tree),))
 
@@ -149,16 +161,22 @@ def read_equation(text: str, sides: Sequence[str]) -> Answer:
 def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
     """Return an inequality, or a chain of them such as `1 < x < 3`.
 
-    If it has one unknown, and is linear in it or in one absolute value such as `|2x-1|`, the answer
-    has its solution: the numbers that solve it. Any other has its relations instead, each as `<`,
-    `<=` or `!=` and the tree that it compares with 0. Raises `NotReadError`, also where no number or
-    every number solves it.
+    The answer is one of these:
+
+    - One unknown, and linear in it or in one absolute value such as `|2x-1|`: the answer has a
+      `solution`, the numbers that solve it. For `1 < x <= 3` it says x > 1 and x <= 3.
+    - Any other: the answer has `relations`. Each is `<`, `<=` or `!=` with the tree that it
+      compares with 0. `a + b > c` gives `("<", c - (a + b))`.
+
+    Raises `NotReadError` for a text that cannot be read, and if no number or every number solves
+    the inequality.
     """
     relations = _compare_with_zero(sides, signs)
     unsolved_answer = Answer("inequality", text, relations=tuple(relations))
     names = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
     for name in names:
-        # `|x| < a` may have `|x|` for one of its unknowns, while `|x-y|` has other spellings.
+        # Among several unknowns `|x|` may be one, as in `|x| < a`. `|x-y|` may not: as `|y-x|` it
+        # would be another unknown.
         is_absolute = name.startswith("|")
         if len(names) > 1 and is_absolute and not VALUE_NAME_PATTERN.fullmatch(name):
             raise NotReadError("relation")
@@ -179,7 +197,9 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
 def _compare_with_zero(sides: Sequence[str], signs: Sequence[str]) -> list[tuple[str, Tree]]:
     """Return the relations of a chain, each as `<`, `<=` or `!=` and the tree compared with 0.
 
-    Raises `NotReadError`.
+    `1 < x <= 3` gives `("<", 1 - x)` and `("<=", x - 3)`. The sides of `>` and `>=` are exchanged:
+    `x > 1` gives `("<", 1 - x)` too. Raises `NotReadError` for any other sign, and for a side that
+    cannot be read.
     """
     if len(sides) > MAX_CHAIN_SIDES:
         raise NotReadError("too_large")
@@ -207,23 +227,23 @@ def _inequality_with_solution(text: str, label: str, conditions: Sequence[Soluti
 
 
 def _solve_condition(sign: str, tree: Tree) -> SingleCondition | None:
-    """Return the condition that a relation of a tree to 0 puts on the tree's only unknown.
+    """Solve a relation of a tree to 0 for the only unknown of the tree.
 
-    None for a tree that is not linear in it.
+    `2 - x < 0` gives the condition `> 2`. Returns None if the tree is not linear in the unknown.
     """
     zero_and_slope_sign = solve_linear(tree)
     if zero_and_slope_sign is None:
         return None
     zero, slope_sign = zero_and_slope_sign
-    # `2 - x < 0` has a negative slope and means `x > 2`.
+    # A negative slope, as that of `2 - x`, reverses the sign.
     return SingleCondition(sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)
 
 
 def _read_side_of_inequality(text: str) -> Tree:
     """Return the tree of one side of an inequality, in which an absolute value is an unknown.
 
-    `2|x-1|+3` has the unknown `|x-1|`. The length `|AB|` is the unknown `AB`, as without its bars.
-    Raises `NotReadError`.
+    `2|x-1|+3` has the unknown `|x-1|`. A length loses its bars: `|AB|` is the unknown `AB`. Raises
+    `NotReadError` for a side that cannot be read.
     """
     absolute = _ABSOLUTE_VALUE_PATTERN.search(text)
     if absolute is None:
@@ -234,7 +254,8 @@ def _read_side_of_inequality(text: str) -> Tree:
         raise NotReadError("relation")
     letter = unused_letters[0]
     tree = _read_side(f"{text[: absolute.start()]}({letter}){text[absolute.end() :]}")
-    if letter not in unknowns(tree):  # `f|x|` would be the name `f(a)`
+    # `f|x|` has become `f(a)`, which is read as a name in which `a` is no unknown.
+    if letter not in unknowns(tree):
         raise NotReadError("relation")
     is_length = FIGURE_NAME_PATTERN.fullmatch(absolute[1]) is not None
     name = undecorated_name(absolute[1] if is_length else absolute[0])
@@ -246,15 +267,16 @@ def _solve_absolute_inequality(
 ) -> Answer:
     """Return an inequality in one absolute value, solved for the unknown between its bars.
 
-    `|2x-1| < 3` says `2x-1 < 3` and `-(2x-1) < 3`, and `|2x-1| > 3` says one of the two with `>`.
+    `|2x-1| < 3` means `2x-1 < 3` and `-(2x-1) < 3`, so that x is between -1 and 2. `|2x-1| > 3`
+    means `2x-1 > 3` or `-(2x-1) > 3`.
 
     Args:
         text: the inequality.
         relations: its relations to 0, with the absolute value as their only unknown.
         absolute: the name of that unknown, `|2x-1|`.
 
-    Raises `NotReadError` where anything is not linear, for `!=`, and for a bound that no number or
-    one alone meets.
+    Raises `NotReadError` for a tree that is not linear, for the sign `!=`, and for an upper bound
+    of 0 or less.
     """
     inside = _read_side(absolute.strip("|"))
     labels = unknowns(inside)
@@ -267,10 +289,10 @@ def _solve_absolute_inequality(
         if bound is None or bound.sign == "!=":
             raise NotReadError("relation")
         is_upper_bound = bound.sign in {"<", "<="}
-        # No number has an absolute value below 0, and 0 alone one of at most 0.
+        # `|x| < 0` has no solution, and `|x| <= 0` only x = 0.
         if is_upper_bound and float(bound.number.value) <= 0:
             raise NotReadError("relation")
-        # The absolute value is what stands inside its bars, or the negative of that.
+        # The absolute value `|2x-1|` is either `2x-1` or `-(2x-1)`.
         branches = []
         for inside_or_negative in (inside, ("sum", (-1, inside))):
             branch_tree = replace_node(tree, ("unknown", absolute), inside_or_negative)
@@ -283,9 +305,10 @@ def _solve_absolute_inequality(
 
 
 def _read_solution(answer: Answer) -> Solution:
-    r"""Return the solution of an inequality, interval, named number or set of numbers.
+    r"""Return the solution of one part of a union such as `\{-1\} \cup [0, 7)`.
 
-    It reads the parts of unions such as `\{-1\} \cup [0, 7)`. Raises `NotReadError`.
+    The solution of an inequality or interval is already in the answer. That of the number or set
+    `\{-1, 2\}` is x = -1 or x = 2. Raises `NotReadError` for any other answer.
     """
     if answer.solution:
         return answer.solution
@@ -300,8 +323,9 @@ def _read_solution(answer: Answer) -> Solution:
 def join_conditions(text: str, word: Literal["and", "or"], parts: Sequence[Answer]) -> Answer:
     """Return several inequalities in one unknown, or several intervals, as one answer.
 
-    `word` says whether all of them hold (`and`) or at least one (`or`). Raises `NotReadError`, also
-    where the result holds everywhere or nowhere.
+    `word` is `and` if all of them have to hold, `or` if at least one has to. Raises `NotReadError`
+    if the parts have different unknowns, if none is an inequality or interval, or if the result
+    holds for every number or for none.
     """
     # All parts are about one unknown, and at least one is an inequality or interval.
     labels = {part.label for part in parts}
