@@ -31,12 +31,12 @@ _THOUSANDS_AND_DECIMAL_COMMA_PATTERN = re.compile(
     r"[+-]?[0-9]{1,3}(?:[. ][0-9]{3})+,[0-9]+"
 )  # `1.234,5`
 _APPROXIMATION_PATTERN = re.compile(r"(?:\\approx(?![A-Za-z])|≈)([^=<>≈]+)")
-# A reference answer that is rounded itself, as 0.5 need not be.
+# A decimal of at least three digits, such as 3.14, which is probably rounded. 0.5 may be exact.
 _ROUNDED_DECIMAL_PATTERN = re.compile(r"-?(?=(?:\.?[0-9]){3,})[0-9]+\.[0-9]+")
 _NUMBER_IN_DIGITS_PATTERN = re.compile(r"[+-]?[0-9]*\.?[0-9]+")
 _LETTER_BEHIND_NUMBER_PATTERN = re.compile(
     r"([+-]?[0-9.]*[0-9]) ?([hgLl])"
-)  # beside a quantity, no unknown
+)  # hours, grams or litres, if the other side of the comparison has a unit
 _FUNCTION_NAME_PATTERN = re.compile(r"[A-Za-z]\(([a-z])\)")
 
 
@@ -45,7 +45,7 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
 
     Args:
         answer: from `read_value`. If the reference answer has several values or a name, the answer
-            is read so too, by `read_structured`.
+            is read again by `read_structured`.
         reference: from `read_reference`.
         rounding: whether a decimal may be the reference answer rounded.
     """
@@ -53,14 +53,14 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
         return _compare_structured(
             read_structured(answer), read_structured(reference), rounding=rounding
         )
-    # Nothing equals such a reference answer. One that is merely not in the grammar (`not_read`) may
-    # still have the same text as the answer.
+    # No answer can equal a reference answer that cannot be read. If it is merely not in the grammar
+    # (`not_read`), the answer may still have the same text, which `compare_values` finds out.
     if reference.kind == "unreadable" and reference.reason != "not_read":
         return wrong(f"gold_{reference.refusal or reference.reason}")
     # The answer may show its working: `3 + 4 = 7`, where each number of the chain is compared.
     if reference.kind == "number" and answer.reason in {"equation", "relation"}:
         chain = chain_of_numbers(answer.text_with_names)
-        # `x \approx 5` is no chain but a value with a name, which `_read_named_value` reads.
+        # `x \approx 5` is a value with a name, which `_read_named_value` reads below.
         is_single_approximation = len(chain) == 1 and chain[0].sign == "~"
         if chain and not is_single_approximation:
             return _compare_chain(chain, reference)
@@ -75,9 +75,13 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
 def _compare_chain(chain: Sequence[ChainedNumber], reference: Answer) -> ComparisonResult:
     r"""Return the verdict on a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
 
-    It is correct if all its numbers are the reference answer, and at least one exactly so. An
-    approximation has to agree to its own digits. A number before an approximation has to agree to
-    the digits of a reference answer that is a decimal, as in `20\sqrt{3} \approx 34.64`.
+    It is correct if every number agrees with the reference answer, and at least one is equal to it.
+    A number agrees in one of three ways:
+
+    - It is equal to the reference answer.
+    - It stands behind `\approx` and is the reference answer rounded to its own digits.
+    - The chain has an `\approx`, the reference answer is a decimal, and rounding the number to the
+      digits of that decimal gives it: `20\sqrt{3}` in `20\sqrt{3} \approx 34.64`, for 34.64.
 
     Args:
         chain: from `chain_of_numbers`.
@@ -87,7 +91,7 @@ def _compare_chain(chain: Sequence[ChainedNumber], reference: Answer) -> Compari
     reference_may_be_rounded = "." in reference.text and has_approximation
     any_is_exact = False
     for sign, answer in chain:
-        # In a chain, arithmetic still to be done is what the next number works out.
+        # `3 + 4` may have arithmetic to be done here, since the next number of the chain does it.
         number = answer.number and replace(answer.number, has_undone_arithmetic=False)
         result = compare_values(replace(answer, number=number), reference, rounding=False)
         if result.verdict == "correct":
@@ -103,8 +107,8 @@ def _compare_chain(chain: Sequence[ChainedNumber], reference: Answer) -> Compari
                 and answer.number
                 and is_rounding_of(reference.text, answer.number.value)
             )
-        # Another number is the fault of the chain. A unit that differs, or a number that cannot be
-        # compared, is told by its own reason.
+        # A number that does not agree makes the chain wrong. If the unit differs, or the number
+        # cannot be compared, the result says that instead.
         if result.reason == "different_number" and not agrees_to_digits:
             return wrong("chain_differs")
         if result.reason == "different_unit" or not agrees_to_digits:
@@ -117,8 +121,8 @@ def _compare_chain(chain: Sequence[ChainedNumber], reference: Answer) -> Compari
 def _read_decimal_comma(answer: Answer) -> Answer | None:
     """Return an answer such as `3,5` or `1.234,5` with its comma read as a decimal point.
 
-    None for any other answer. It is for a numeric reference answer, beside which `3,5` is one
-    number; alone it may be two.
+    Returns None for any other answer. It is called only for a reference answer that is a number:
+    then `3,5` cannot be meant as two values.
     """
     if answer.reason != "enumeration":
         return None
@@ -131,14 +135,15 @@ def _read_decimal_comma(answer: Answer) -> Answer | None:
 
 
 def _read_named_value(answer: Answer, reference: Answer) -> Answer:
-    r"""Return the value that an answer gives with a name before it, else the answer itself.
+    r"""Return the value of an answer with a name before it: `2x + 1` for `y = 2x + 1`.
 
-    It is `2x + 1` in `y = 2x + 1` and 5 in `|AB| = 5`. An approximation such as `x \approx 5` counts
-    for a reference answer in digits.
+    An answer without a name is returned itself. `x \approx 5` is 5 if the reference answer is a
+    number in digits.
     """
     if answer.reason not in NO_VALUE_REASONS or answer.kind == "percentage":
         value = _read_unit_letter(answer, opposite=reference)
-        # A name that the canonical form has taken off, which stands in the text that was read.
+        # The answer is a value already. The canonical form may have taken a name off, which
+        # `text_with_names` still has.
         name = answer.text_with_names.partition("=")[0] if "=" in answer.raw else ""
     else:
         name_and_value = _split_name(answer.text_with_names, reference)
@@ -146,17 +151,22 @@ def _read_named_value(answer: Answer, reference: Answer) -> Answer:
             return answer
         name, value_text = name_and_value
         value = read_value(value_text)
-    # `f(x) = f(x)` and `x = x + 1` give no value.
+    # `f(x) = f(x)` and `x = x + 1` name no value, since the name occurs in the value itself.
     if value.kind == "expression" and (name == value.text or name in unknowns(value.tree or ())):
         return Answer("unreadable", answer.text, "equation")
     return value
 
 
 def _split_name(text: str, reference: Answer) -> tuple[str, str] | None:
-    r"""Return the name in a text such as `y=2x+1` and what stands behind it; None for another text.
+    r"""Split a text such as `y=2x+1` into its name `y` and the text of its value, `2x+1`.
 
-    An approximation counts only for a reference answer in digits. The name is empty for
-    `\approx 3.14`, which counts for a decimal that is rounded itself.
+    Approximations are read only for some reference answers:
+
+    - `\approx 3.14` has an empty name. The reference answer has to be a decimal of three digits or
+      more, which is probably rounded itself.
+    - `x \approx 5` has the name `x`. The reference answer has to be a number in digits.
+
+    Returns None for any other text.
     """
     approximation = _APPROXIMATION_PATTERN.fullmatch(text)
     if approximation and _ROUNDED_DECIMAL_PATTERN.fullmatch(reference.text):
@@ -171,10 +181,10 @@ def _split_name(text: str, reference: Answer) -> tuple[str, str] | None:
 
 
 def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
-    """Return the answer with its last letter read as a unit, as the litres in `5 L`.
+    """Return one side of a comparison with its last letter read as a unit: litres in `5 L`.
 
-    The letter is a unit only where the opposite side of the comparison has one. Else it stays an
-    unknown, and the answer is returned as it is.
+    The letter is a unit only if the opposite side has a unit. Otherwise it stays an unknown, and
+    the side is returned as it is.
     """
     if answer.unit or not opposite.unit:
         return answer
@@ -185,8 +195,8 @@ def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
 def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict where the reference answer is a list, point, relation or named value.
 
-    Both sides are from `read_structured`. The function is called again for the parts of lists,
-    points and tuples.
+    Both sides are from `read_structured`. The parts of lists, points and tuples are compared by the
+    same function.
     """
     if answer.kind == "unreadable":
         return result_without_value(answer)
@@ -209,9 +219,12 @@ def _is_point(answer: Answer) -> bool:
 
 
 def _read_in_form_of(reference: Answer, answer: Answer) -> Answer:
-    """Return the answer read in the form of the reference answer, if that has another spelling.
+    """Return the answer in the form of the reference answer, where it has another spelling of it.
 
-    They are the coordinates of a point, `x = 3, y = -4`, and a list of letters, `AC`.
+    - `x = 3, y = -4` becomes the point (3, -4) if the reference answer is a point.
+    - `AC` becomes the list `A, C` if the reference answer is a list of letters.
+
+    Any other answer is returned as it is.
     """
     if _is_point(reference):
         return _read_as_point(answer, len(reference.parts)) or answer
@@ -222,7 +235,8 @@ def _read_in_form_of(reference: Answer, answer: Answer) -> Answer:
 
 def _compare_forms(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict on an answer that has been read in the form of the reference answer."""
-    # Two pairs of numbers may be points rather than intervals, so they are compared as pairs.
+    # Both `(1, 2)` and `(1, 3)` may be points or intervals. Two such pairs are compared part by
+    # part.
     are_ordered = answer.kind == reference.kind == "ordered"
     # A solution is the set of numbers that an inequality or interval allows.
     if answer.solution and reference.solution and not are_ordered:
@@ -230,7 +244,7 @@ def _compare_forms(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
             return correct("same_solutions")
         return wrong("different_solutions")
     if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
-        # The right side alone answers `y = 2x + 1`.
+        # `2x + 1` is right for `y = 2x + 1`: the right side, its only part, is enough.
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
     if reference.kind == "unordered":
         return _compare_lists(answer, reference, rounding=rounding)
@@ -242,17 +256,17 @@ def _compare_forms(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
         return wrong("different_form")
     if reference.kind in {"equation", "inequality"}:
         return _compare_relations(answer, reference)
-    # Two numbers are an interval, whose brackets say which ends belong to it.
+    # With two parts it may be an interval, whose brackets say whether its ends belong to it.
     if len(reference.parts) == 2 and answer.brackets != reference.brackets:
         return wrong("different_brackets")
     return _compare_in_order(answer, reference, rounding=rounding)
 
 
 def _have_different_names(answer: Answer, reference: Answer) -> bool:
-    """Return whether both sides have a name, and the names make the answer wrong.
+    """Return whether both sides have names, and the difference of the names makes the answer wrong.
 
-    Different names do not matter for a single value, for two functions (`W(n) = 1` and `W(x) = 1`)
-    and for two equations.
+    `P(3, 4)` is wrong for `Q(3, 4)`. The names may differ if the reference answer is a single value
+    (`AB = 5`), if both sides are functions (`W(n) = 1` and `W(x) = 1`), or if both are equations.
     """
     if not reference.label or not answer.label:
         return False
@@ -264,12 +278,14 @@ def _have_different_names(answer: Answer, reference: Answer) -> bool:
 
 
 def _adapt_function_label(answer: Answer, opposite: Answer) -> Answer:
-    """Return one side with its label adapted, where one side defines `y` and the other `f(x)`.
+    """Adapt the label of one side, if one side defines `y` and the other a function `f(x)`.
 
-    A label is the name of a value: `y` in `y = 2x + 1`. Beside `f(x) = 2x + 1` this equation becomes
-    the value `2x + 1` with the label `f(x)`, and beside `y = 2x + 1` the value of `f(x)` loses its
-    label, so that both can be compared. Any other answer is returned as it is, as is a function in
-    whose value its `x` does not occur.
+    The label is the name of a value: `y` in `y = 2x + 1`. Two cases make the sides comparable:
+
+    - `f(x) = 2x + 1` opposite to `y = ...` becomes the value `2x + 1` without a label.
+    - `y = 2x + 1` opposite to `f(x) = ...` becomes the value `2x + 1` with the label `f(x)`.
+
+    In both cases the argument `x` has to occur in the value. Any other side is returned as it is.
     """
     label = undecorated_name(answer.label)
     opposite_label = undecorated_name(opposite.label)
@@ -289,9 +305,10 @@ def _adapt_function_label(answer: Answer, opposite: Answer) -> Answer:
 
 
 def _read_as_point(answer: Answer, dimensions: int) -> Answer | None:
-    """Return `x = 3, y = -4` as the point `(3, -4)`, with that many dimensions.
+    """Return the list `x = 3, y = -4` as the point `(3, -4)`, in any order of its names.
 
-    None for anything else, such as values in any order that have one name: `x = 3, -4`.
+    The names have to be x and y, or x, y and z, as many as `dimensions` says. Returns None for
+    anything else, such as `x = 3, -4`.
     """
     if answer.kind != "unordered" or answer.label:
         return None
@@ -333,9 +350,9 @@ def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
 
 
 def _read_as_list_of_letters(answer: Answer, reference: Answer) -> Answer:
-    """Return an answer such as `AC` as a list of its letters, if the reference is a list of letters.
+    """Return `AC` as the list `A, C`, if the reference answer is a list of letters.
 
-    Any other answer, and one that repeats a letter, is returned as it is.
+    Any other answer is returned as it is, and so is one that repeats a letter, such as `AA`.
     """
     letters = answer.text.replace(" ", "")
     is_list_of_letters = all(
@@ -348,20 +365,21 @@ def _read_as_list_of_letters(answer: Answer, reference: Answer) -> Answer:
 
 
 def _text_with_label(answer: Answer) -> str:
-    """Return the text of an answer, with its name where it is a single value: `x=5`."""
+    """Return the text of an answer; for a single value with its name: `x=5`."""
     return f"{answer.label}={answer.text}" if answer.label and answer.is_value else answer.text
 
 
 def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict where the reference answer is a list or set.
 
-    Parts are compared in any order, unless names decide the order: where the answer is a tuple and
-    the parts of the reference answer have names, or where only the reference answer has names. The
-    name of a part is its label, such as `AB` in `AB = 4`.
+    The parts of the answer may be in any order, with one exception: if the reference answer is
+    `AB = 4, CD = 5` and the answer has no names, it has to be in the same order, as `4, 5` or
+    `(4, 5)`.
     """
     reference_labels = [part.label for part in reference.parts]
     answer_labels = [part.label for part in answer.parts]
-    if answer.brackets == "()" and any(reference_labels):  # (4, 5) for AB = 4, CD = 5
+    # The answer is a tuple, such as (4, 5), and the reference answer has names.
+    if answer.brackets == "()" and any(reference_labels):
         if all(answer_labels):
             return _compare_in_any_order(answer, reference, rounding=rounding)
         return _compare_in_order(answer, reference, rounding=rounding)
@@ -371,13 +389,17 @@ def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
         return wrong("different_form")
     if not all(reference_labels) or any(answer_labels):
         return _compare_in_any_order(answer, reference, rounding=rounding)
-    if answer.label:  # AB = 4, 5 for AB = 4, CD = 5
+    # Here the parts of the reference answer have names, and those of the answer have none.
+    if answer.label:  # AB = 4, 5: one name for both values
         return wrong("different_label")
     return _compare_in_order(answer, reference, rounding=rounding)
 
 
 def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
-    """Compare the parts by position, up to the first wrong one."""
+    """Compare each part of the answer with the part of the reference at the same position.
+
+    The comparison ends at the first wrong part.
+    """
     if len(answer.parts) != len(reference.parts):
         return wrong("different_length")
     if _names_contradict_order(answer, reference):
@@ -396,13 +418,16 @@ def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> C
 def _names_contradict_order(answer: Answer, reference: Answer) -> bool:
     """Return whether the names of the answer contradict comparing its parts by position.
 
-    They do if they are in another order than those of the reference answer, or if the answer as a
-    whole has the name of one part. A reference answer without names has the order x, y, z.
+    They do in two cases:
+
+    - They are in another order than the names of the reference answer: `(y = -4, x = 3)` for
+      `(x, y) = (3, -4)`. A reference answer without names has the order x, y, z.
+    - The whole answer has the name of one part of the reference answer.
     """
     answer_names = [undecorated_name(part.label) for part in answer.parts]
     reference_names = [undecorated_name(part.label) for part in reference.parts]
     order = reference_names if any(reference_names) else ["x", "y", "z"]
-    # Where each name of the answer stands in that order; parts without a name fit anywhere.
+    # The position of each name of the answer in that order. Parts without a name fit anywhere.
     positions = [order.index(name) for name in answer_names if name and name in order]
     if positions != sorted(positions):
         return True
@@ -412,7 +437,8 @@ def _names_contradict_order(answer: Answer, reference: Answer) -> bool:
 def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Match each part of the answer with a part of the reference answer that is not matched yet.
 
-    Parts with different names do not match where all parts of the reference answer have one.
+    If all parts of the reference answer have names, only parts with the same name match: `AB = 4`
+    does not match `CD = 4`.
     """
     if len(answer.parts) != len(reference.parts):
         return wrong("different_length")
@@ -440,8 +466,9 @@ def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) 
 def _compare_relations(answer: Answer, reference: Answer) -> ComparisonResult:
     """Return the verdict on equations or inequalities, which may be in any order.
 
-    Each relation is a sign and the tree that it compares with 0. Two relations are the same if
-    their trees differ by a constant factor other than 0, which for `<` and `<=` has to be positive.
+    Each relation is a sign and the tree that it compares with 0. Two relations are the same if one
+    tree is a constant multiple of the other: `4x + 8y = 6` is `2x + 4y = 3`. The factor must not be
+    0, and for `<` and `<=` it has to be positive.
     """
     if len(answer.relations) != len(reference.relations):
         return wrong("different_form")

@@ -71,7 +71,8 @@ def wrong(reason: str, *pairs: ComparedPart) -> ComparisonResult:
 def result_without_value(answer: Answer) -> ComparisonResult:
     """Return the result for an answer from which no value could be read.
 
-    For some reasons nothing can be said of it; with any other one it is wrong.
+    It is `unparseable` if the text itself could not be read (`UNREAD_REASONS`), since it may be
+    right. For any other reason, such as `enumeration`, it is wrong.
     """
     verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
     return ComparisonResult(verdict, answer.refusal or answer.reason)
@@ -80,8 +81,8 @@ def result_without_value(answer: Answer) -> ComparisonResult:
 def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict on an answer of a single value.
 
-    It is a number, quantity, percentage, expression or text. The rules are tried in the order of
-    the code, and the first one that applies decides.
+    The answer is a number, quantity, percentage, expression or text. The rules are tried in the
+    order of the code, and the first one that applies decides.
 
     Args:
         answer: from `read_value`.
@@ -92,7 +93,7 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if answer_in_unit is None:
         return wrong("different_unit")
     answer = answer_in_unit
-    # The same text is right, whether or not it can be read as a value.
+    # The same text is right, even if it cannot be read as a value.
     is_compared_by_text = (
         answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
     )
@@ -107,7 +108,7 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     reference = amount_of_money(reference)
     if not answer.is_value:
         return result_without_value(answer)
-    # `50%` is no answer to 0.5, nor the other way round.
+    # `50%` is wrong for 0.5, and 0.5 is wrong for `50%`.
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
         reason = "percentage" if answer.kind == "percentage" else "different_text"
         return wrong(reason)
@@ -123,10 +124,14 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
 
 
 def _in_unit_of_reference(answer: Answer, reference: Answer) -> Answer | None:
-    """Return the answer converted to the unit of the reference answer, None where it cannot be.
+    """Return the answer converted to the unit of the reference answer.
 
-    An answer in radians may also mean the angle of a reference answer without a unit. Where only
-    one side has any other unit, the answer stays as it is.
+    - No unit in the answer: it is returned as it is.
+    - A unit in the answer alone: it is returned as it is too. Radians have to be plausible, so
+      `30 radians` for 30 gives None.
+    - Degrees on one side, and radians on the other: the angle is converted.
+    - Units of one dimension: `300 cm` becomes 3 for a reference answer in metres.
+    - Units of different dimensions: None.
     """
     unit = answer.unit
     if unit is None:
@@ -146,7 +151,8 @@ def _compare_numbers(
 ) -> ComparisonResult:
     """Return the verdict on a number.
 
-    With `rounding` a decimal counts too that is the reference answer rounded to its places.
+    With `rounding` the answer may also be the reference answer rounded to the decimal places of the
+    answer: 0.33 for 1/3.
     """
     # None where the errors of both values are too large to tell.
     is_same = same_number(answer, reference)
@@ -155,7 +161,7 @@ def _compare_numbers(
     may_be_rounded = rounding and "." in answer_text
     if may_be_rounded and is_rounding_of(answer_text, reference.value):
         return correct("rounded")
-    if is_same is None:  # nor is it the reference answer rounded
+    if is_same is None:
         return ComparisonResult("unparseable", "undecided")
     return wrong("different_number")
 
@@ -165,7 +171,8 @@ def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     answer_unknowns = unknowns(answer.tree or ())
     reference_unknowns = unknowns(reference.tree or ())
     have_trees = bool(answer.tree and reference.tree)
-    # As expressions both sides may already have the same unknowns. Else a letter can be a quantity.
+    # If both sides are expressions with the same unknowns, they are compared as such. Otherwise the
+    # reference answer may be a formula, in which each letter is a quantity.
     reference_formula = _read_reference_formula(reference, answer)
     if reference_formula and not (have_trees and answer_unknowns == reference_unknowns):
         return _compare_formulas(answer, reference_formula)
@@ -190,8 +197,8 @@ def _compare_functions(answer: Tree, reference: Tree) -> ComparisonResult:
 def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
     r"""Return the verdict where the reference answer is a ratio of numbers.
 
-    The terms of the answer may have a common factor. For a ratio of two terms the quotient counts
-    too: `\frac{3}{4}` for `3:4`.
+    The terms of the answer may have a common factor: `6:8` is right for `3:4`. For a ratio of two
+    terms the quotient is right too: `\frac{3}{4}` for `3:4`.
     """
     terms = answer.ratio
     expected_terms = reference.ratio
@@ -204,7 +211,7 @@ def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
     if len(terms) != len(expected_terms):
         return wrong(answer.reason or "different_text")
     try:
-        # Two ratios are the same if the first term has the same quotient with each further term.
+        # a:b:c and d:e:f are the same ratio if a/b = d/e and a/c = d/f.
         for term, expected_term in zip(terms[1:], expected_terms[1:], strict=True):
             if not same_number(terms[0] / term, expected_terms[0] / expected_term):
                 return wrong("different_number")
@@ -216,8 +223,8 @@ def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
 def _read_reference_formula(reference: Answer, answer: Answer) -> Tree | None:
     r"""Return the tree of a reference answer that is a formula of quantities, else None.
 
-    Letters alone, such as `ab`, count as a formula only where the answer multiplies, as in
-    `a \cdot b`; else they may be a word or the name of a figure.
+    `2ab` is a formula. Letters alone, such as `ab`, may be a word or the name of a figure, so they
+    are a formula only if the answer multiplies, as `a \cdot b` does.
     """
     if reference.kind not in {"text", "expression"}:
         return None
@@ -231,7 +238,7 @@ def _read_reference_formula(reference: Answer, answer: Answer) -> Tree | None:
 def _compare_formulas(answer: Answer, reference: Tree) -> ComparisonResult:
     r"""Return the verdict where the reference answer is a formula of quantities, given as a tree.
 
-    Letters side by side are multiplied in both sides, so that `ab` is `a \cdot b`.
+    In both sides letters side by side are multiplied: `ab` is `a \cdot b`.
     """
     tree = answer.tree
     if answer.kind in {"text", "expression"}:
@@ -244,7 +251,8 @@ def _compare_formulas(answer: Answer, reference: Tree) -> ComparisonResult:
 def _may_be_radians(answer: Answer) -> bool:
     """Return whether an answer in radians can mean the unitless angle of a reference answer.
 
-    It can if pi stands in it, or if it is less than a whole turn: `30 radians` is not 30 degrees.
+    It can if pi occurs in it, or if it is less than a whole turn (about 6.28). `30 radians` is
+    neither: most likely 30 degrees are meant, and the unit is wrong.
     """
     if answer.tree is None:
         return False
@@ -277,14 +285,14 @@ def join_letters(text: str) -> str:
 def is_rounding_of(text: str, reference: Value) -> bool:
     """Return whether a decimal is the reference value rounded to its number of decimal places.
 
-    Halves are rounded away from 0. `reference` is a fraction or a number of mpmath. Any other text
-    than a decimal gives False.
+    Halves are rounded away from 0: `0.5` is a rounding of 0.45, and `0.4` is not. `reference` is a
+    fraction or a number of mpmath. A text that is no decimal gives False.
     """
     match = _DECIMAL_PATTERN.fullmatch(text)
     if not match or text in {"", "+", "-"}:
         return False
     scale = 10 ** len(match[1] or "")
-    # int() cuts the doubled value, so that adding 1 and halving rounds it half up.
+    # Integer arithmetic rounds half up: (int(2 v) + 1) // 2. A value of 4.5 gives (9 + 1) // 2 = 5.
     rounded_reference = (int(abs(reference) * scale * 2) + 1) // 2
     if reference < 0:
         rounded_reference = -rounded_reference

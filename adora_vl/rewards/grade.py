@@ -33,8 +33,8 @@ VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
 _MAX_EXTRACTED_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
 
 _CAPITAL_LETTER_PATTERN = re.compile(r"([A-Z])|\(([A-Z])\)")
-# Where the choices are known: also `C)`, `c`, `Option C`, and the letter before its value, as in
-# `(C) 12` and `C. 12`.
+# These two patterns are used only if the choices are known. They match a letter alone, such as
+# `C)`, `c` and `Option C`, and a letter before its value: `(C) 12` and `C. 12`.
 _LETTER_BEFORE_VALUE_PATTERN = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) "
     r"?(.*)",
@@ -44,8 +44,8 @@ _LETTER_BEFORE_VALUE_PATTERN = re.compile(
 _LETTER_BEHIND_VALUE_PATTERN = re.compile(
     r"(.+?)[,;]? ?(?:(?:[Oo]ption|[Cc]hoice) ?(?:\(([A-Za-z])\)|([A-Za-z]))|\(([A-Z])\))", re.ASCII
 )
-# Reference answers that no honest answer can meet, and what to write in their place. They run on
-# canonical text.
+# Reference answers that no honest answer can match: a reason, a pattern for the canonical text, and
+# what to write instead.
 _DECIMAL_COMMA_REMEDY = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
 _UNMEETABLE_SPELLINGS = (
     ("decimal_comma", re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+"), _DECIMAL_COMMA_REMEDY),
@@ -68,10 +68,10 @@ REMEDY_BY_REASON["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 
 class Grade:
     """The verdict on one response.
 
-    `extracted` is what stands in the last complete box, or with `answer_tags` in an `<answer>`
-    block, cut to 200 characters; None if there is neither, or nothing in it. `reason` names the
-    rule that decided with a short stable string such as `same_number`, `enumeration` or `no_box`.
-    `ms` has the milliseconds that grading took; two grades that differ in it alone are equal.
+    `extracted` is the content of the last complete box, or with `answer_tags` of an `<answer>`
+    block, cut to 200 characters. It is None if there is neither, or if it is empty. `reason` is a
+    short stable name of the rule that decided, such as `same_number`, `enumeration` or `no_box`.
+    `ms` are the milliseconds that grading took, which do not count when two grades are compared.
     """
 
     verdict: Verdict
@@ -103,9 +103,9 @@ def grade(
             with `choices` also a letter. An unusable one gives `wrong`, with a reason that starts
             with `gold_`; `verify_gold` finds such reference answers beforehand.
         choices: the values of A, B, C, ...
-        rounding: also accept a decimal with at least one decimal place that is the reference answer
-            (a value, not a letter) rounded to that many places.
-        answer_tags: the prompt asks for `<answer> </answer>`, and what stands there counts too
+        rounding: also accept the reference answer rounded to the decimal places of the answer, at
+            least one: 0.33 for 1/3. A reference answer that is a letter is not rounded.
+        answer_tags: the prompt asks for `<answer> </answer>`, so an answer in such tags counts too
             (`last_answer`).
         thinking_opened: the prompt ended in `<think>`, so the response begins inside the block.
     """
@@ -122,7 +122,7 @@ def grade(
             answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
         )
         if result.reason == "empty_box" or is_blank(content):
-            content = None  # an empty box is no box, and no reward pays for it
+            content = None  # an empty box counts as none, also for rewards for the form
         elif len(content) > _MAX_EXTRACTED_CHARS:
             content = content[:_MAX_EXTRACTED_CHARS] + "…"
     return Grade(
@@ -140,10 +140,10 @@ def grade_batch(
     choices: Sequence[Choices] | None = None,
     **accepted: bool,
 ) -> list[Grade]:
-    """Grade each response against its reference answer and choices, as `grade` does.
+    """Grade each response against the reference answer and the choices at the same index.
 
-    `accepted` has its `rounding`, `answer_tags` and `thinking_opened`. Raises `ValueError` for
-    unequal lengths.
+    `accepted` are the keyword arguments `rounding`, `answer_tags` and `thinking_opened` of `grade`.
+    Raises `ValueError` for sequences of unequal lengths.
     """
     if choices is None:
         choices = [None] * len(responses)
@@ -156,9 +156,9 @@ def grade_batch(
 def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     """Return why a reference answer cannot be used, or None if it can.
 
-    It can if it is correct in a box against itself, both as it is written and in canonical form.
-    For a spelling that no honest answer can meet, such as `$5`, the reason says what to write:
-    `currency: write ...`.
+    It can be used if it is graded as correct against itself, both as it is written and in canonical
+    form. For example, `5` gives None, `1/0` gives `undefined`, and `$5` gives
+    `currency: write the amount alone, 5 for $5`.
     """
     canonical = canonical_gold(gold)
     answers_and_references = ((gold, gold), (gold, canonical), (canonical, canonical))
@@ -167,14 +167,15 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
         if result.verdict != "correct":
             reason = result.reason.removeprefix("gold_")
             return f"{reason}: {REMEDY_BY_REASON[reason]}" if reason in REMEDY_BY_REASON else reason
-    # Data preparation may see its own output again, which has to stay as it is.
+    # The canonical form of the canonical form has to be the same, since data preparation may run
+    # twice.
     return None if canonical_gold(canonical) == canonical else "unstable"
 
 
 def _why_no_answer_matches(text: str) -> str | None:
     """Return why no honest answer can match a reference answer as it is spelled, else None.
 
-    The reason is a key of `REMEDY_BY_REASON`, which say what to write instead.
+    The reason is a key of `REMEDY_BY_REASON`, whose values say what to write instead.
     """
     for char in text:
         # Decimal digits of other scripts, and raised digits or fractions in one character
@@ -226,8 +227,8 @@ def _decide_verdict(
     letter_result = _grade_by_letter(
         answer_choice, reference_choice=reference_choice, reference=right_value, choices=choices
     )
-    # A wrong letter is final if it is the capital letter of a choice. `c` or `(c)5` may also be
-    # meant as a value.
+    # A wrong letter is final if it is a capital one of a choice: `B` or `(B)`. Any other spelling,
+    # such as `c` or `(c)5`, may be meant as a value, which then decides.
     is_capital_letter = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text) is not None
     is_final = is_capital_letter and _value_of_letter(answer_choice.letter, choices) is not None
     if letter_result.verdict == "correct" or is_final or value_result.verdict != "correct":
@@ -244,7 +245,8 @@ def _decide_without_choices(
 ) -> ComparisonResult:
     """Return the verdict on a problem without choices, where both sides may still be a letter.
 
-    `answer_choice` and `reference_choice` are the letters that they name, None for a value.
+    `answer_choice` and `reference_choice` are the letters that both sides name, None for a side
+    that is a value. `C` is right for `C`, and wrong for a value.
     """
     if answer_choice and reference_choice:
         if answer_choice.letter == reference_choice.letter:
@@ -267,9 +269,12 @@ def _grade_by_value(
 ) -> ComparisonResult:
     """Return the verdict on an answer that gives the value of a choice instead of its letter.
 
-    Where another choice has the same value as the right one, as `2, 1` and `1, 2` in any order, the
-    answer must have the text of the right one. Where the reference answer is a letter
-    (`reference_choice`), the text of its choice is enough, even if it cannot be read as a value.
+    Two special cases:
+
+    - Another choice has the same value as the right one: the lists `2, 1` and `1, 2` are equal in
+      any order. Then the answer must have the same text as the right choice.
+    - The reference answer is a letter (`reference_choice`). Then the same text as its choice is
+      enough, even if it cannot be read as a value.
     """
     result = compare(answer, reference, rounding)
     answer_text = join_letters(answer.text_with_names.replace(", ", ","))
@@ -282,7 +287,7 @@ def _grade_by_value(
         return result
     if has_same_text:
         return result
-    # A value without that text is right only where no other choice has the same value.
+    # The value is right but has another text, so no other choice may have the same value.
     for choice in choices:
         choice_value = read_value(choice)
         is_another_text = choice_value.text != reference.text
@@ -320,13 +325,13 @@ def _grade_by_letter(
 def read_answer_for(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
     r"""Return the answer that a response gives, read for this reference answer.
 
-    Where the reference answer has several values, the last boxes in a row count as one answer:
-    `\boxed{1} and \boxed{2}`.
+    If the reference answer has several values, the last boxes in a row count as one answer:
+    `\boxed{1} and \boxed{2}` is read as `1, 2`.
 
     Args:
         reference: the reference answer, from `read_reference`.
         response: the final part of the response.
-        content: what stands in its last box or `<answer>` block.
+        content: the content of its last box or `<answer>` block.
         answer_tags: as in `grade`.
     """
     answer = read_value(content)
@@ -349,8 +354,8 @@ def compare_parts(
 ) -> ComparisonResult | None:
     """Compare the answer of a response with a reference answer of several values, part by part.
 
-    It serves to explain a grade. None where the response has no answer, or the reference answer is
-    a single value. The arguments are those of `grade`.
+    It serves to explain a grade. Returns None if the response has no answer, or if the reference
+    answer is a single value. The arguments are those of `grade`.
     """
     content = last_answer(response) if answer_tags else last_boxed(response)
     reference = read_reference(gold)
@@ -363,8 +368,8 @@ def compare_parts(
 class _NamedChoice(NamedTuple):
     """The choice that an answer names.
 
-    `text` is the canonical answer, `letter` the choice in upper case, and `text_beside` what stands
-    beside the letter: `12` in `(C) 12`.
+    `(C) 12` has the canonical `text` `(C) 12`, the `letter` `C`, always in upper case, and the
+    `text_beside` the letter `12`.
     """
 
     text: str
@@ -375,8 +380,9 @@ class _NamedChoice(NamedTuple):
 def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None:
     """Return the choice that an answer names, None if it names none.
 
-    Without choices only `C` and `(C)` name one. A small letter does not where a choice has it as an
-    unknown. Text wrappers and a full stop are already gone in the canonical form.
+    - `C` and `(C)` always name one.
+    - `c`, `C)`, `Option C`, `(C) 12` and `60 (C)` name one if `choices` has one with that letter. A
+      small letter names none if it is an unknown in a choice, such as `2c`.
     """
     letter_alone = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text)
     if letter_alone:
@@ -385,8 +391,9 @@ def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice |
         return None
     letter_before = _LETTER_BEFORE_VALUE_PATTERN.fullmatch(answer.text)
     letter_behind = _LETTER_BEHIND_VALUE_PATTERN.fullmatch(answer.text)
-    # In both patterns each spelling of the letter, such as `(C)` and `C.`, has its own group, of
-    # which one is set. The value beside the letter is the last group, or the first one.
+    # In both patterns each spelling of the letter, such as `(C)` and `C.`, has its own group, and
+    # one of these groups is set. The group of the value is the last one of the first pattern, and
+    # the first one of the second pattern.
     if letter_before:
         *letter_groups, text_beside = letter_before.groups()
     elif letter_behind:
