@@ -1,8 +1,9 @@
 """Angles alone: the relations of a figure as linear equations of directions.
 
-Textbooks make up lengths that do not fit the angles beside them, and leave lengths out where angles
-suffice. Each line has an unknown direction; the picture says by how many half turns two directions
-differ. Where these equations fix the goal, it is right whatever the lengths are.
+Some textbooks give lengths that do not fit the angles beside them, and many leave lengths out where
+angles suffice. Here each line has an unknown direction, and an angle is the difference of two
+directions. This difference is known up to half turns, which the picture counts. Where the equations
+determine the goal, the answer is right whatever the lengths are.
 """
 
 from __future__ import annotations
@@ -29,25 +30,24 @@ from adora_vl.geometry.quantities import (
 from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.vectors import dot
 
-# largest errors of a goal that is fixed, and of equations that are fulfilled
-_MAX_ERROR_OF_GOAL = 1e-7
-_MAX_ERROR_OF_EQUATIONS = 1e-6
-# length below which two points have no direction between them
-_MIN_LENGTH = 1e-9
+_MAX_ERROR_OF_GOAL = 1e-7  # largest error of a goal that the equations determine
+_MAX_ERROR_OF_EQUATIONS = 1e-6  # largest error of equations that do not contradict each other
+_MIN_LENGTH = 1e-9  # two points that are nearer have no direction between them
 
-
+# A sum of directions and letters in degrees, such as `line AC - line AB + 180`.
 _DirectionSum = LinearSum[str]
 
 
 class AngleChase:
     """Linear equations between directions of lines, which may fix an angle whatever the lengths.
 
-    Relations that say nothing of directions are passed over, apart from equal lengths, which make
-    triangles isosceles. `value` solves the equations for the goal.
+    Relations about other quantities are skipped, apart from equal lengths, which make triangles
+    isosceles. `value` solves the equations for the goal.
 
-    `equations` are sums that are 0, of letters by their names and of directions by the name of their
-    line behind "line ". `_line_by_points` has the name of the line through two points,
-    and `_direction_by_line` the way along it in the picture, which is the sense of the line.
+    `equations` has sums that are 0. Their unknowns are letters, such as `x`, and directions, such
+    as `line AC`. `_line_by_points` has the name of the line through two points.
+    `_direction_by_line` has a vector along each line in the picture, which decides which way the
+    line's direction goes.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -56,7 +56,6 @@ class AngleChase:
         self.equations: list[_DirectionSum] = []
         self._points_by_row = [set(row) for row in reading.drawing.drawn_lines]
         self._line_by_points = _line_name_by_points(reading.drawing.drawn_lines)
-        # The way from one point to another in the picture, which is the sense of each line.
         self._direction_by_line: dict[str, complex] = {}
         equal_lengths: dict[Quantity, list[Distance]] = {}
         for relation in reading.relations:
@@ -67,18 +66,19 @@ class AngleChase:
                 equal_lengths.setdefault(relation.right, []).append(relation.left)
             if isinstance(relation.right, Distance):
                 equal_lengths.setdefault(relation.left, []).append(relation.right)
-        # Only after all relations, since two sides may be equal to a third by different facts.
+        # This needs all relations, since two facts may make two sides equal to a third one.
         for length, sides in equal_lengths.items():
             equal_sides = [*sides, length] if isinstance(length, Distance) else sides
             for first, second in combinations(equal_sides, 2):
                 self._add_isosceles(first, second)
 
     def value(self) -> float | None:
-        """Return the goal where angles alone fix it and do not contradict each other; else None.
+        """Return the goal where the angles determine it without a contradiction; else None.
 
-        The equations are M x = r and the goal is t x + c. The goal is fixed where its row t is a
-        sum of rows of M, whatever else stays open; the equations are consistent where some x
-        fulfils all of them. Both are asked by least squares, since M has no full rank as a rule.
+        The equations are M x = r, and the goal is t x + c. The goal is determined if its row t is a
+        sum of multiples of rows of M, even if some of x stays open. The equations contradict each
+        other if no x fulfils all of them. Least squares answer both questions, since M rarely has
+        full rank.
         """
         if self.goal is None:
             return None
@@ -113,9 +113,9 @@ class AngleChase:
     # Directions and angles
 
     def _direction(self, start: str, end: str) -> _DirectionSum:
-        """Return the direction from one point to another.
+        """Return the direction from one point to another: `line AB`, or `line AB + 180` backwards.
 
-        It is that of their line, in the sense that the picture shows.
+        Raises `NotLinearError` where a point has no place, or where both have the same one.
         """
         if start not in self.places or end not in self.places:
             raise NotLinearError
@@ -125,7 +125,8 @@ class AngleChase:
         # Two points that no drawn line joins have a line of their own.
         points = frozenset((start, end))
         line = self._line_by_points.setdefault(points, " ".join(sorted(points)))
-        # The first way along a line is its direction; the opposite one is half a turn from it.
+        # The first vector that is seen along a line is its direction. The opposite one is half a
+        # turn from it.
         direction_of_line = self._direction_by_line.setdefault(line, way)
         is_along = dot(direction_of_line, way) >= 0
         constant = 0.0 if is_along else 180.0
@@ -139,10 +140,10 @@ class AngleChase:
         )
 
     def _turn_between(self, first: str, corner: str, last: str) -> tuple[_DirectionSum, float]:
-        """Return the turn from one ray of a corner to the other, and its size in the picture.
+        """Return the turn at a corner from the ray to `first` to the ray to `last`.
 
-        The turn goes from `first` to `last`, as a sum of two directions. Its size is in degrees,
-        from -180 to 180.
+        It is the difference of two directions, correct up to full turns. The second value is its
+        size in the picture, in degrees from -180 to 180.
         """
         turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
         start = math.degrees(phase(self.places[first] - self.places[corner]))
@@ -151,17 +152,20 @@ class AngleChase:
         return turn, drawn_degrees
 
     def _add_full_turns(self, turn: _DirectionSum, drawn_degrees: float) -> _DirectionSum:
-        """Return the same turn with so many full turns added that it has the size of the picture.
+        """Add full turns to a turn, so that it is `drawn_degrees` in the picture.
 
-        A sum of directions is known up to full turns only.
+        For example, `line AC - line AB` may come to -295 degrees in the picture where the angle has
+        65 degrees there. Then the result is `line AC - line AB + 360`.
         """
         missing = 360.0 * round((drawn_degrees - self._value_in_picture(turn)) / 360)
         return turn.plus(LinearSum(constant=missing))
 
     def _angle_as_sum(self, angle: Angle | Sweep) -> _DirectionSum:
-        """Return an angle as a sum of directions, as wide as the picture shows it.
+        """Return an angle as a sum of directions, which is as large as the angle in the picture.
 
-        Raises `NotLinearError` where a point of it has no place.
+        For example, the angle BAC becomes `line AC - line AB` where it turns anticlockwise from B
+        to C, and `line AB - line AC` where it turns clockwise; 180 or 360 degrees may be added.
+        Raises `NotLinearError` where one of its points has no place.
         """
         turn, drawn_degrees = self._turn_between(angle.first, angle.corner, angle.last)
         if isinstance(angle, Sweep):
@@ -188,10 +192,7 @@ class AngleChase:
     # Equations
 
     def _add_relation(self, relation: Relation) -> None:
-        """Add the equation of a relation between angles or directions, and no other relation.
-
-        Two lines are parallel or perpendicular up to half turns, which the picture counts.
-        """
+        """Add the equation of a relation between angles or directions; skip any other relation."""
         with suppress(NotLinearError):
             if isinstance(relation, Equal):
                 left_side = self._as_sum(relation.left)
@@ -202,13 +203,14 @@ class AngleChase:
                 difference = second_direction.plus(first_direction, -1.0)
                 drawn_degrees = self._value_in_picture(difference)
                 degrees_apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
+                # The relation holds up to half turns. The picture says how many there are.
                 degrees_apart += 180.0 * round((drawn_degrees - degrees_apart) / 180)
                 self.equations.append(difference.plus(LinearSum(constant=-degrees_apart)))
 
     def _add_isosceles(self, first: Distance, second: Distance) -> None:
-        """Add that two equal sides with a common end have equal angles at their other ends.
+        """Add that a triangle with two equal sides has equal angles: for AB = AC those at B and C.
 
-        Nothing is added where the three points lie on one line.
+        Nothing is added where the sides have no common end, or lie on one line.
         """
         shared_ends = {first.start, first.end} & {second.start, second.end}
         if len(shared_ends) != 1:
@@ -228,9 +230,11 @@ class AngleChase:
 
 
 def _line_name_by_points(rows: list[list[str]]) -> dict[frozenset[str], str]:
-    """Return the name of the line for each pair of points on one line.
+    """Return the name of the line for each pair of points on it.
 
-    Lines with two common points are one, and have one name.
+    `rows` has the points of each drawn line. Rows with two common points are one line with one
+    name. For example, the rows ABC, BCD and AE give the name `BCD` to each pair out of ABC and out
+    of BCD, and the name `AE` to the pair AE.
     """
     lines: dict[frozenset[str], str] = {}
     renamed: dict[str, str] = {}

@@ -1,9 +1,9 @@
 """What a response claims of a figure: its equations, and relations such as "AB is parallel to CD".
 
 `read_claims` reads a text by a small grammar. A claim is a chain of sides with `=`, `is` or the
-like between them, or a relation in signs or words. What nobody stands by is no claim
-(`adora_vl.geometry.stance`), and what the grammar cannot read is counted as unread, and not
-guessed.
+like between them, or a relation in signs or words. What the author only supposes, denies or asks
+is no claim (`adora_vl.geometry.stance`). What the grammar cannot read is counted as unread; it is
+not guessed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from adora_vl.geometry.tokens import ResponseToken, split_into_tokens
 ClaimKind = Literal["length", "angle", "variable", "relation", "unread"]
 MAX_CLAIMS = 300  # of one response; later ones are not read
 
-# Behind these a side is a part of something that was not read.
+# A name or number behind one of these is the rest of a formula that was not read: `k + 5`.
 _SIGNS_THAT_CONTINUE = {"+", "-", "*", "/", "^", "±", "?", "_", "|", "<", "≠", "~", "\\"}
 _WORDS_IN_FORMULAS = {
     "sin",
@@ -116,15 +116,15 @@ class Claim:
     """What a response says of its figure, such as "AB = 5".
 
     Attributes:
-        start: Its place in the text.
-        end: The place behind it.
-        words: What stands there.
+        start: Where it begins, as an index of a character of the text.
+        end: The index behind its last character.
+        words: The text from `start` to `end`.
         kind: What it is about; `unread` where it was not understood.
-        alternatives: What it says as relations. It is true where all relations of one alternative
-            hold, as an isosceles triangle has one of three pairs of equal sides. Empty where it is
-            `unread`.
-        decimals: The most digits that a number of it has behind its point; None without such a
-            number.
+        alternatives: What it says, as lists of relations. It is true where all relations of one
+            list hold. "ABC is isosceles" has three lists, one for each pair of equal sides. Empty
+            where it is `unread`.
+        decimals: The largest count of digits behind the point in its numbers, such as 2 for
+            `AB = 3.5 + 1.25`. None where no number has a point.
         why: The reason why it is `unread`.
     """
 
@@ -149,7 +149,7 @@ def read_claims_on(text: str, reading: Reading) -> list[Claim]:
 
 @dataclass(frozen=True)
 class _ChainLink:
-    """A side of a chain of equations: where it begins, and the position behind it."""
+    """A side of a chain of equations, which has the tokens from `first` up to `behind - 1`."""
 
     side: EquationSide
     first: int
@@ -159,8 +159,8 @@ class _ChainLink:
 class _ClaimReader:
     """Finds the claims of a response, going once through its tokens (words and signs).
 
-    Positions are numbers of tokens. `is_asserted` tells for each token whether the author stands by
-    it.
+    A position is the index of a token. `is_asserted` tells for each token whether the author stands
+    by it.
     """
 
     def __init__(self, text: str, reading: Reading) -> None:
@@ -172,12 +172,13 @@ class _ClaimReader:
         self.relations = RelationReader(self.sides, reading)
 
     def claims(self) -> list[Claim]:
-        """Return all claims of the text in their order, those that cannot be read among them.
+        """Return all claims of the text in their order, also those that could not be read.
 
-        Claims that nobody stands by, or that are one of several alternatives, are left out.
+        Two kinds of statements are left out: what the author does not stand by ("let AB = 5"), and
+        alternatives ("AB = 5 or AB = 6").
         """
         claims: list[Claim] = []
-        hypothetical: list[Claim] = []  # read, and not stood by
+        hypothetical: list[Claim] = []  # the statements that are left out
         position = 0
         while position < len(self.tokens) and len(claims) < MAX_CLAIMS:
             self._note_definition(position)
@@ -192,13 +193,14 @@ class _ClaimReader:
             else:
                 hypothetical += claims_here
             position = behind
+        # The statements that are left out were read, so they are no unread claims either.
         claims += self._find_unread([*claims, *hypothetical])
         return sorted(claims, key=lambda claim: (claim.start, claim.end))[:MAX_CLAIMS]
 
     def _claims_from(self, position: int) -> tuple[list[Claim], int]:
         """Return the claims that begin at a position, and the position behind them.
 
-        Without a claim it is the same position.
+        Where no claim begins the result is `[]` with the same position.
         """
         row = self._read_table_row(position)
         if row is not None:
@@ -235,9 +237,10 @@ class _ClaimReader:
         )
 
     def _continues_unread(self, position: int) -> bool:
-        """Tell whether what begins here belongs to something before it that was not read.
+        """Tell whether the token here is the rest of something that was not read.
 
-        The `5` of `k + 5` would be read as a side of its own otherwise.
+        In `k + 5 = BC` the problem may have no k. Without this check `5 = BC` would be a
+        claim.
         """
         before = self.sides.token_at(position - 1)
         if position == 0 or before.kind == "line":
@@ -245,12 +248,15 @@ class _ClaimReader:
         if before.text in _SIGNS_THAT_CONTINUE or before.text.lower() in _WORDS_IN_FORMULAS:
             return True
         token = self.tokens[position]
+        # The CD of the ratio `AB:CD`. Any other colon ends a clause.
         if before.text == ":":
             return self.sides.is_ratio(position - 1)
+        # The 5 of `2,5`.
         if before.text == "," and before.end == token.start and token.kind == "number":
             return self.sides.token_at(position - 2).kind == "number"
         if self._is_position(position) or self._is_spelt_out(position):
             return True
+        # Without a space between, a token belongs to the one before it: the x of `5x`.
         is_near = not token.is_apart
         if is_near and before.kind in ("number", "points"):
             return True
@@ -261,13 +267,13 @@ class _ClaimReader:
         return False
 
     def _is_spelt_out(self, position: int) -> bool:
-        """Tell whether a letter goes on with points that are spelt with spaces between: `Q L M`."""
+        """Tell whether a letter is not the first of a name with spaces: the L and M of `Q L M`."""
         before = self.tokens[position - 1]
         token = self.tokens[position]
         return before.kind == token.kind == "points" and len(before.text) == len(token.text) == 1
 
     def _is_position(self, position: int) -> bool:
-        """Tell whether what stands here only says where a part lies: "opposite angle A"."""
+        """Tell whether the name here only says where a part lies: the A of "opposite angle A"."""
         before = [self.sides.word_at(position - step) for step in range(1, 8)]
         if before[0] == "to" and "distance" in before:
             return True  # "the distance from O to AB"
@@ -279,11 +285,15 @@ class _ClaimReader:
         return False
 
     def _is_alternative(self, position: int, behind: int, claims: Sequence[Claim]) -> bool:
-        """Tell whether "or" stands before a claim or behind it: one of several values is no claim.
+        """Tell whether "or" offers these claims as alternatives, so that none of them is stated.
 
-        Behind a comma "or" may put an equation in other words: "AB/BC = DE/EF, or 5/x = 3/4".
+        `position` is where the claims begin, `behind` the position behind them. For example:
+
+        - `AB = 5 or AB = 6`, also with a comma before "or", offers two values. Neither is stated.
+        - `AB/BC = DE/EF, or 5/x = 3/4` says one thing in two ways. Both are stated. This needs the
+          comma, and claims that give no value.
         """
-        # Such as "AB = 5". Any other equation is of the kind "relation".
+        # A claim such as "AB = 5" gives a value. Any other equation is of the kind "relation".
         gives_value = any(claim.kind != "relation" for claim in claims)
         for or_position in (position - 1, behind):
             if self.sides.word_at(or_position) == "or":
@@ -295,12 +305,10 @@ class _ClaimReader:
         return is_followed_by_or and gives_value
 
     def _read_table_row(self, position: int) -> tuple[list[Claim], int] | None:
-        """Return the claim of a table's row that begins here, and the place behind it.
+        """Return the claim of a table's row such as `| AB | 13 |`, and the position behind it.
 
-        Such a row is `| AB | 13 |`.
-
-        The first cell is a name and the second its value; cells behind these have words alone.
-        None where the row says something else.
+        The first cell has a name, and the second one its value. Further cells may have words, but
+        no numbers or points. Returns None where no such row begins here.
         """
         before = self.sides.token_at(position - 1)
         if self.sides.token_at(position).text != "|" or (position > 0 and before.kind != "line"):
@@ -326,11 +334,15 @@ class _ClaimReader:
     # Chains
 
     def _read_chain(self, position: int) -> tuple[list[Claim], int]:
-        """Return the claims of a chain of sides: `AB = 5x - 2 = 13`, `angle B measures 40 degrees`.
+        """Return the claims of a chain of sides, and the position behind them.
 
-        Each side is compared with the one before it. Arithmetic on numbers alone says what the
-        first side with a name is, and so does what stands behind a side that was not read. Returns
-        the claims with the position behind them.
+        Each side is compared with the one before it. There are two exceptions, in which a side is
+        compared with the first side that has a name: a number behind a number, and a side behind
+        one that was not read. For example, in a problem without a k:
+
+            AB = 5x - 2 = 13   says   AB = 5x - 2   and   5x - 2 = 13
+            AB = 3 + 4 = 7     says   AB = 3 + 4    and   AB = 7
+            AB = k + 1 = 7     says   AB = 7
         """
         claims: list[Claim] = []
         head: _ChainLink | None = None  # the first side with a name: what the whole chain is about
@@ -353,7 +365,11 @@ class _ClaimReader:
         return claims, end
 
     def _read_links(self, position: int) -> Iterator[_ChainLink | None]:
-        """Yield the sides of the chain that begins at a place; None for one that was not read."""
+        """Yield the sides of the chain that begins at a position.
+
+        None stands for a side that was not read: `AB = k + 1 = 7` gives AB, None and 7 in a problem
+        without a k. Nothing is yielded where no side begins.
+        """
         try:
             side, behind = self.sides.side(position)
         except NoSideError:
@@ -366,8 +382,8 @@ class _ClaimReader:
             try:
                 side, end = self._read_side_behind(start, behind)
             except NoSideError:
-                # A side that was not read is passed over only behind a sign: behind a word, such
-                # as "is", a sentence goes on that may say anything.
+                # A side that was not read is skipped behind `=` alone. Behind a word such as "is"
+                # the sentence may say anything.
                 following = self._find_next_equal(start)
                 is_equals_sign = self.sides.token_at(start - 1).text in _EQUALS_SIGNS
                 if following is None or not is_equals_sign:
@@ -381,22 +397,26 @@ class _ClaimReader:
     def _read_side_behind(self, position: int, relation: int) -> tuple[EquationSide, int]:
         """Return the side behind `=` or "is", with the position behind it.
 
-        `relation` is the position of that sign or word. Raises `NoSideError` where the side is only
-        a part of something, as "5" is of "5 sides".
+        `position` is where the side begins, `relation` the position of the sign or word before it.
+        Raises `NoSideError` where the side is only a part of something, as "5" is of "5 sides".
         """
         side, behind = self.sides.side(position)
         word = self.sides.word_at(behind)
+        # "AB is 5 more than CD".
         if (
             word in _FACTOR_BY_COMPARATIVE
             and side.is_number
             and self.sides.word_at(behind + 1) == "than"
         ):
             return self._read_difference(side, behind + 2, factor=_FACTOR_BY_COMPARATIVE[word])
+        # "ABC has 3 sides".
         if word in _COMPARING_WORDS and side.is_number:
             raise NoSideError(f"{word} stands behind it")
         is_worded = self.tokens[relation].text not in _EQUALS_SIGNS
+        # "AB and CD are 5".
         if self.sides.word_at(relation) == "are" and side.is_number:
             raise NoSideError("it says something of several things")
+        # "The ratio is 3 to 4".
         if is_worded and word and side.is_number and self._is_noun_of_several(word):
             raise NoSideError(f"{word} stands behind it")
         if self.sides.token_at(behind).text in ("±", "∥", "⊥", "<"):
@@ -406,10 +426,10 @@ class _ClaimReader:
     def _read_difference(
         self, amount: EquationSide, position: int, *, factor: float
     ) -> tuple[EquationSide, int]:
-        """Return what is so much more or less than the side that begins here: "5 more than AB".
+        """Return AB + 5 for "5 more than AB", or AB - 5 for "5 less than AB".
 
-        `amount` is how much, and `factor` is 1 for more and -1 for less. Returns the side with the
-        position behind it.
+        `amount` is the 5, `position` is where AB begins, and `factor` is 1 for more and -1 for
+        less. Returns the result with the position behind AB.
         """
         start = self.sides.skip_words(position, {"the", "length", "measure", "of"})
         side, behind = self.sides.side(start)
@@ -419,11 +439,12 @@ class _ClaimReader:
         return EquationSide(quantity=quantity, decimals=max(decimals, default=None)), behind
 
     def _is_noun_of_several(self, word: str) -> bool:
-        """Tell whether a number before this word counts things: "the ratio is 3 to 4"."""
+        """Tell whether a number before this word is no value: the 3 of "the ratio is 3 to 4"."""
         return word in ("to", "out", "of", "by")
 
     def _skip_equality(self, position: int) -> int | None:
         """Return the position behind `=`, "is" or "measures"; None where none of them stands here."""
+        # `=` may stand on the next line, a word may not.
         cursor = position
         while self.sides.token_at(cursor).kind == "line":
             cursor += 1
@@ -431,6 +452,7 @@ class _ClaimReader:
             return cursor + 1
         if cursor > position:
             return None
+        # "AB = BC, which is 7": the pattern below begins with "which".
         if self.sides.token_at(cursor).text == "," and self.sides.word_at(cursor + 1) == "which":
             cursor += 1
         if self.sides.word_at(cursor) == "in" and self.sides.word_at(cursor + 1) in ("the", "this"):
@@ -450,14 +472,14 @@ class _ClaimReader:
         return cursor
 
     def _find_next_equal(self, position: int) -> int | None:
-        """Return the place of the next `=` of the same clause, behind a side that was not read.
+        """Return the position of the next `=` in the clause, behind a side that was not read.
 
-        None where the clause ends, or turns from a formula into words, before one stands. Words in
-        brackets only explain, and are passed over.
+        Returns None where the clause ends before an `=`, or where a formula turns into words. Words
+        in brackets only explain the formula, and are skipped.
         """
         depth = 0
-        # A side is shorter than 60 signs; without a bound long texts would be gone through anew
-        # for each of their sides.
+        # A side has fewer than 60 tokens. Without this bound a long text would be searched to its
+        # end for each of its sides.
         for cursor in range(position, min(position + 60, len(self.tokens))):
             token = self.tokens[cursor]
             depth += _DEPTH_CHANGE_BY_BRACKET.get(token.text, 0)
@@ -485,7 +507,11 @@ class _ClaimReader:
     # Letters that mean something else, and what was not read
 
     def _note_definition(self, position: int) -> None:
-        """Note a letter that a text uses for another thing than the problem: "let x be BC"."""
+        """Hide a letter of the problem to which the text gives another meaning: "let x be BC".
+
+        Claims with a hidden letter are not read. A letter stays where the text gives it a number
+        ("let x = 5"), or the meaning that it has in the problem.
+        """
         if self.sides.word_at(position) not in ("let", "letting", "denote", "call"):
             return
         cursor = position + 1
@@ -522,7 +548,7 @@ class _ClaimReader:
         return False
 
     def _find_unread(self, claims: list[Claim]) -> Iterator[Claim]:
-        """Yield what stands around a relation's sign that no claim has read, as unread claims."""
+        """Yield an unread claim for each clause with a sign such as `=` that no claim covers."""
         spans = [(claim.start, claim.end) for claim in claims]
         clause: list[int] = []
         for position, token in enumerate(self.tokens):
@@ -534,10 +560,11 @@ class _ClaimReader:
         yield from self._unread_clause(clause, spans)
 
     def _unread_clause(self, clause: list[int], spans: list[tuple[int, int]]) -> Iterator[Claim]:
-        """Yield one unread claim for a clause with a relation of which nothing was read.
+        """Yield a clause as an unread claim, if it has a sign such as `=` and no claim covers it.
 
-        `clause` holds the positions of its tokens, `spans` the places in the text that claims
-        cover. A clause that names nothing of a figure, such as "3 = 3", is no claim.
+        `clause` has the positions of its tokens. `spans` has start and end in the text of each
+        claim that was read. A clause that names nothing of a figure, such as "3 = 3", is no claim.
+        For example, "so we have AB = sec x" gives the unread claim `AB = sec x`.
         """
         has_relation = any(
             self.tokens[position].text in ("=", "≈", "≅", "∥", "⊥") and self.is_asserted[position]
@@ -565,13 +592,17 @@ class _ClaimReader:
     def _is_of_formula(self, token: ResponseToken) -> bool:
         """Tell whether a token can begin a formula.
 
-        Every token but a word can, and a word only if it stands for a name or a sign.
+        A word can if it is a letter or a mathematical word such as "sqrt". Any other token can.
         """
         return token.kind != "word" or len(token.text) == 1 or token.text in _WORDS_IN_FORMULAS
 
 
 def _kind_of_equation(left_side: EquationSide, right_side: EquationSide) -> ClaimKind:
-    """Return what an equation is about: one name with a number, or a relation."""
+    """Return the kind of an equation: what its name measures, or `relation`.
+
+    `AB = 5` is a `length`, `angle B = 40` an `angle` and `x = 3` a `variable`. Any equation that is
+    not one name and a number, such as `AB = CD` or `2x = 6`, is a `relation`.
+    """
     for side, partner in ((left_side, right_side), (right_side, left_side)):
         if not partner.is_number:
             continue

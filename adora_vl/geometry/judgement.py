@@ -39,30 +39,33 @@ from adora_vl.geometry.system import System
 if TYPE_CHECKING:
     from adora_vl.geometry.check import CheckedFigure
 
-_MAX_FREE_SHARE = 1e-4  # share of a claim's gradient along which the facts may let it move
-_MIN_GRADIENT_LENGTH = 1e-9  # length of a gradient, after scaling, that counts as none
-_TOLERANCE_WITHOUT_DECIMALS = 1e-3  # share by which a value may be off that has no decimals
-# share by which one may be off that has some, which were rounded on the way
+# A claim's gradient has length 1. Its part along free movements may be this long at most.
+_MAX_FREE_SHARE = 1e-4
+_MIN_GRADIENT_LENGTH = 1e-9  # a shorter gradient, after scaling, counts as 0
+_TOLERANCE_WITHOUT_DECIMALS = 1e-3  # relative error of a value without decimals
+# Relative error of a value with decimals, whose parts may have been rounded before.
 _TOLERANCE_WITH_DECIMALS = 0.006
-# How far the figure may be from one in which a claim holds, along the claim's gradient, and along
-# what of it is new; in the scaled unknowns, of which a figure's size is about 1. Of claims that
-# people marked as true the rounded ones are up to 0.003 off. Without these bounds a large number on
-# both sides, or a small factor, would make any claim true.
+# How far the figure may be from one in which a claim holds, along the claim's gradient. It counts
+# in the scaled unknowns, in which a figure's size is about 1. Rounded claims that people marked as
+# true are up to 0.003 off. Without this bound a large number on both sides of a claim, or a small
+# factor, would make any claim true.
 _MAX_DISTANCE = 0.01
-# A number that is the value rounded is true at any distance, if it has at least two digits: with
-# fewer, as in AB / 1000 = 0.01, it says nothing that could be wrong.
+# A correctly rounded number is true at any distance, if it is at least ten units of its last digit.
+# A smaller one, as in AB / 1000 = 0.01, says nothing that could be wrong.
 _MIN_UNITS_OF_ROUNDED = 10
+# The same distance of a new claim, divided by the length of what is new in its gradient.
 _MAX_DISTANCE_PER_NOVELTY = 0.02
-_MAX_DIRECTION_RESIDUAL = 2e-3  # sine by which lines may be off
-_NEWTON_STEPS = 12  # of Newton's method, for a figure in which false claims hold
-_NEWTON_RESIDUAL = 1e-6
+_MAX_DIRECTION_RESIDUAL = 2e-3  # sine of the angle by which two directions may be off
+_NEWTON_STEPS = 12  # steps of Newton's method towards a figure in which false claims hold
+_NEWTON_RESIDUAL = 1e-6  # largest residual of such a figure
 
 
 class _MeasuredFigure(NamedTuple):
-    """What the relations of claims and facts come to in one figure.
+    """The values of all names, and the residuals of all claims and facts, in one figure.
 
-    `values` are those of all atoms, such as distances. `residuals` has for each relation how far it
-    is from holding, each with its gradient.
+    `values` has the value of each atom (a distance, an angle, a letter), shape (atoms,).
+    `residuals` has pairs of a residual and its gradient for each relation. A residual is how far
+    the relation is from holding.
     """
 
     values: Vector
@@ -72,25 +75,26 @@ class _MeasuredFigure(NamedTuple):
 class Judgement:
     """The claims of one response on a figure, judged one after the other by their gradients.
 
-    A claim has a row for each of its equations: its gradient over all unknowns of the figure, which
-    says in which direction the figure would have to move for the claim to change. Rows are scaled
-    like the unknowns and of length 1, or 0 for an identity. What is known by now is a list of rows;
-    a true claim whose rows lie in their span says nothing new, for where they hold it holds too, as
-    far as a small movement of the figure shows.
+    A claim has a row for each of its equations. A row is the gradient of the equation by all
+    unknowns of the figure: it says how the equation changes when the figure moves. Rows are scaled
+    like the unknowns, and have length 1, or 0 for an identity such as `AB = AB`.
 
-    A claim may have several alternatives, each a list of relations that all have to hold.
+    What is known so far is a list of rows. A true claim says nothing new if its rows lie in their
+    span: no small movement of the figure changes the claim without changing what is known.
+
+    A claim may have several alternatives. Each is a list of relations that all have to hold.
 
     Attributes:
         known_rows: The rows of given values and expressions.
-        true_rows: These, and the rows of new claims so far.
-        false_rows: The rows of errors so far.
+        true_rows: `known_rows`, and the rows of the new claims so far.
+        false_rows: The rows of the errors so far.
         direction_rows: The rows of facts that lines are parallel or perpendicular.
         new_direction_rows: The rows of new claims that lines are parallel or perpendicular.
         line_rows: The rows of facts that points lie on a line, and of numbers that name angles.
         radial_rows: The rows of facts that points lie on a circle.
-        arithmetic_rows: How equations change with their names, each of which counts as independent
-            there. So these rows are of another kind than all others.
-        stated_signatures: The signatures of new and false claims so far.
+        arithmetic_rows: Rows of another kind, over names such as AB in place of unknowns. See
+            `_arithmetic_row`.
+        stated_signatures: The signatures of the new and the false claims so far.
         error_figures: Figures in which the errors so far hold; None until they are needed.
     """
 
@@ -98,8 +102,9 @@ class Judgement:
         """Compile the claims together with the facts, and measure both in the figure once."""
         self.figure = figure
         self.claims = claims
-        # Facts that lines are parallel or perpendicular are no values: the theorem of Pythagoras
-        # needs one, and is a step all the same. So they count only for claims of their own kind.
+        # That lines are parallel or perpendicular is kept apart from the given values. The theorem
+        # of Pythagoras follows from a right angle, and is a step all the same. So these facts make
+        # only claims of their own kind known.
         self.directions = [
             relation
             for relation in figure.reading.relations
@@ -109,12 +114,13 @@ class Judgement:
         self.measured = self._measure(figure.state)
         self.rival_figures = [self._measure(state) for state in figure.rival_states]
         self.direction_rows = [row for fact in self.directions for row in self.rows(fact)]
-        # Angles at a straight line, also by the numbers that stand for them.
+        # These rows say which angles add up at a straight line, also for angles named by a number.
         lines = [fact for fact in self.directions if is_collinear(fact)]
         names_of_angles = [fact for fact in figure.given_relations if names_angle(fact)]
         self.line_rows = [row for fact in [*lines, *names_of_angles] for row in self.rows(fact)]
         self.new_direction_rows: list[Vector] = []
-        # That points lie on a circle is no value either, but for distances (`_is_about_lengths`).
+        # That points lie on a circle is kept apart too. It makes only claims about lengths known
+        # (`_is_about_lengths`).
         radial = [fact for fact in figure.given_relations if is_radial(fact)]
         self.radial_rows = [row for fact in radial for row in self.rows(fact)]
         self.known_rows = [
@@ -150,7 +156,7 @@ class Judgement:
             *self.directions,
         ]
         base = self.figure.system
-        # The goal only makes the system know all letters, in the order of the figure's own one.
+        # A sum of all letters as the goal gives the new system the same letters as the figure's.
         names = [Unknown(name) for name in base.unknowns]
         system = System(
             points=base.points,
@@ -162,9 +168,10 @@ class Judgement:
         return system
 
     def _residuals_and_gradients(self, state: Vector) -> dict[Relation, list[tuple[float, Vector]]]:
-        """Map each relation to its residuals at `state`, each with its gradient.
+        """Map each relation to pairs of a residual and its gradient at `state`.
 
         `state` has the values of all unknowns. A residual is how far the relation is from holding.
+        Most relations have one, and that a point is the mean of others has one for x and one for y.
         """
         residuals, jacobian = self.system.residuals(state)
         rows: dict[Relation, list[tuple[float, Vector]]] = {}
@@ -173,7 +180,7 @@ class Judgement:
         return rows
 
     def _measure(self, state: Vector) -> _MeasuredFigure:
-        """Return what all relations come to at `state`, the values of all unknowns."""
+        """Return values and residuals in the figure whose unknowns have the values `state`."""
         values, _ = self.system.atoms.evaluate(state, slopes=False)
         return _MeasuredFigure(values=values, residuals=self._residuals_and_gradients(state))
 
@@ -188,9 +195,9 @@ class Judgement:
         return scaled / length if length > _MIN_GRADIENT_LENGTH else np.zeros_like(scaled)
 
     def _is_determined(self, rows: Iterable[Vector]) -> bool:
-        """Tell whether the facts decide whether a claim with these rows holds.
+        """Tell whether the facts determine a claim with these rows.
 
-        They leave it free where a movement that they allow changes it.
+        They do not where a movement of the figure that all facts allow changes the claim.
         """
         return all(
             not len(self.figure.free_movements)
@@ -201,7 +208,7 @@ class Judgement:
     def _holds(self, relation: Relation, decimals: int | None, figure: _MeasuredFigure) -> bool:
         """Tell whether a relation holds in a figure, up to rounding.
 
-        `decimals` are the most digits that the claim has behind a point.
+        `decimals` is the claim's count of digits behind the point; None where it has no point.
         """
         if not isinstance(relation, Equal):
             return all(
@@ -215,8 +222,8 @@ class Judgement:
     def _is_rounded_value(self, relation: Relation, decimals: int | None) -> bool:
         """Tell whether a relation gives a value correctly rounded: `sin A = 0.87` for 0.8742.
 
-        Where a value hardly changes with the figure, as a sine near 90 degrees, a rounded one holds
-        only in a figure far away.
+        Such a claim may be far from the figures in which it holds: a sine near 90 degrees hardly
+        changes with the angle, so its last digit stands for many degrees.
         """
         if not isinstance(relation, Equal) or decimals is None:
             return False
@@ -243,7 +250,8 @@ class Judgement:
     def _judge(self, claim: Claim) -> CheckedClaim:
         """Return a claim with its verdict.
 
-        It is true where one of its alternatives is, open where one of them is, and else false.
+        A claim is true if one of its alternatives is true. Otherwise it is open if one of them is
+        open, and false if all are false.
         """
         if not claim.alternatives:
             return CheckedClaim(claim=claim, verdict="unread")
@@ -259,12 +267,13 @@ class Judgement:
         return CheckedClaim(claim=claim, verdict=verdict, is_answer=self.figure.says_answer(claim))
 
     def _truth_of(self, alternative: Sequence[Relation], decimals: int | None) -> str:
-        """Tell whether the relations of an alternative are "true", "false" or "open" together."""
+        """Return "true", "false" or "open" for all relations of an alternative together."""
         holds = True
         for relation in alternative:
             if not self._is_determined(self.rows(relation)):
                 return "open"
             holds_here = self._holds(relation, decimals, self.measured)
+            # Other figures that fit the facts have to agree, or the facts leave the claim open.
             for rival in self.rival_figures:
                 if self._holds(relation, decimals, rival) != holds_here:
                     return "open"
@@ -275,11 +284,17 @@ class Judgement:
         return "true" if holds else "false"
 
     def _kind_of_truth(self, alternative: Sequence[Relation]) -> ClaimVerdict:
-        """Return what kind of truth a claim is; a new one is known from then on.
+        """Return what kind of truth a claim is, and remember it if it is new.
 
-        `alternative` are the relations by which it is true. The order of the questions matters:
-        what stands in the facts is `given` also where it was said before, and what was said before
-        is `again` also where it has become arithmetic.
+        `alternative` has the relations that are true. The verdicts are:
+
+        - `given`: the facts say it.
+        - `again`: the text has said it before, maybe in another form.
+        - `nothing`: it follows at once from what is known.
+        - `new`: anything else.
+
+        The order of the checks matters. A fact that the text repeats stays `given`, and a claim
+        that the text repeats is `again` although it follows from itself.
         """
         relation_signatures = {relation_signature(relation) for relation in alternative}
         if self.figure.fact_signatures.issuperset(relation_signatures):
@@ -289,7 +304,7 @@ class Judgement:
         if says_direction and are_in_span(rows, self.direction_rows):
             return "given"  # the same lines by other names, or a right angle that is marked
         if are_in_span(rows, self.line_rows):
-            return "nothing"  # angles at a straight line, which nobody has to find out
+            return "nothing"  # angles that add up at a straight line are seen at once
         if _signature_of_alternative(alternative) in self.stated_signatures:
             return "again"
         if says_direction and are_in_span(rows, [*self.direction_rows, *self.new_direction_rows]):
@@ -305,7 +320,7 @@ class Judgement:
         novelty = max(length_outside(row, span) for row in rows)
         distance = max(self._distance_to_truth(relation) for relation in alternative)
         if distance > min(_MAX_DISTANCE, _MAX_DISTANCE_PER_NOVELTY * novelty):
-            return "nothing"  # what is new in it is smaller than its rounding
+            return "nothing"  # its new part is smaller than its rounding error
         self._add_new_truth(alternative, rows)
         return "new"
 
@@ -321,14 +336,15 @@ class Judgement:
             for relation in alternative
             if isinstance(relation, Equal)
         ]
-        self.error_figures = None  # the next ones have to fulfil this truth too
+        self.error_figures = None  # found anew, since this truth has to hold in them too
 
     def _is_about_lengths(self, alternative: Sequence[Relation]) -> bool:
-        """Tell whether a claim is about lengths alone, apart from what is known.
+        """Tell whether all names in a claim are lengths.
 
-        That points lie on a circle makes distances from its centre known. That a quadrilateral's
-        angles are supplementary follows from it too, but has to be found out. A name that cancels
-        out (`OA + x = 5 + x`) or that is known does not count.
+        That points lie on a circle makes claims about lengths known, such as `OA = OB`. It does not
+        make claims about angles known: that opposite angles of ABCD add up to 180 has to be found
+        out. Two kinds of names do not count: those that cancel out, as x in `OA + x = 5 + x`, and
+        those whose value is known.
         """
         return all(
             isinstance(atom, Distance | LineDistance) or is_radius(atom)
@@ -338,7 +354,7 @@ class Judgement:
         )
 
     def _moving_atoms(self, relation: Equal) -> Iterator[Quantity]:
-        """Yield the names in an equation that matter for it, and that are not known themselves."""
+        """Yield the names on which an equation depends, but for those whose value is known."""
         _, gradient = self.system.atoms.evaluate(self.figure.state, slopes=True)
         assert gradient is not None, "slopes were asked for"
         changes_by_name = self._arithmetic_row(relation)
@@ -354,9 +370,9 @@ class Judgement:
     def _arithmetic_row(self, relation: Equal) -> Vector:
         """Return how the difference of an equation's sides changes with each name, shape (names,).
 
-        The result has length 1, or 0 where the difference does not change. The names count as
-        independent of each other here, as in arithmetic that knows nothing of the figure. `AB` and
-        `BA` are one name.
+        The names count as independent of each other here, as in arithmetic that knows nothing of
+        the figure. `AB` and `BA` are one name. The result has length 1, or 0 where the difference
+        does not change. For example, `AB = 2x` gives 1 for AB and -2 for x, both divided by √5.
         """
         partials = np.zeros(len(self.column_by_name))
         slopes = np.zeros((len(self.system.atoms.row_by_atom), self.system.count))
@@ -376,8 +392,8 @@ class Judgement:
     def _is_arithmetic(self, alternative: Sequence[Relation]) -> bool:
         """Tell whether a claim follows by arithmetic alone.
 
-        It may follow from given values, equal names and earlier claims: `BC = 13` does where `AB =
-        BC` and `AB = 13` are given.
+        It may follow from given values, equal names and earlier new claims. For example, `BC = 13`
+        follows where `AB = BC` and `AB = 13` are given.
         """
         return all(
             isinstance(relation, Equal)
@@ -386,10 +402,10 @@ class Judgement:
         )
 
     def _kind_of_error(self, claim: Claim, alternative: Sequence[Relation]) -> ClaimVerdict:
-        """Tell whether a false claim is an error of its own, or follows from an earlier one.
+        """Return `false` for an error of its own, and `follows` for one that an earlier one causes.
 
-        A slip at the beginning makes every later number wrong. It counts once, so that a long
-        working with one slip is worth more than as many guesses.
+        A slip at the beginning of a solution makes every later number wrong. It counts once, so
+        that a long solution with one slip has fewer errors than as many guesses.
         """
         names = _signature_of_alternative(alternative)
         if names in self.stated_signatures:
@@ -406,11 +422,12 @@ class Judgement:
     def _follows(
         self, claim: Claim, alternative: Sequence[Relation], rows: Sequence[Vector]
     ) -> bool:
-        """Tell whether false relations hold where the earlier false claims of the text do.
+        """Tell whether a false claim follows from the earlier false claims of the text.
 
-        They have to be bound by these and by what is true. Other values for the same name, guessed
-        one by one, hold in no figure in which the first of them does.
+        It has to hold in a figure in which these hold. So a second guess at the same name does not
+        follow: `AB = 7` holds in no figure with `AB = 6`.
         """
+        # A claim outside the span is not determined by what the text has said so far.
         span = [*self.true_rows, *self.false_rows]
         if not all(is_in_span(row, span) for row in rows):
             return False
@@ -422,10 +439,14 @@ class Judgement:
         )
 
     def _find_error_figures(self) -> Iterator[_MeasuredFigure]:
-        """Yield figures near by in which the false claims so far hold, as far as there are such.
+        """Yield figures near by in which false claims of the text hold, at most three.
 
-        A false claim may contradict what is true. So in the first figure hold all of them beside
-        what is true, in the second hold all of them alone, and in the third the last one alone.
+        A false claim may contradict what is true, or another false claim. So there is one figure
+        for each of these, unless none is found:
+
+        1. All true and all false claims hold.
+        2. All false claims hold.
+        3. The last false claim holds.
         """
         errors = [relation for alternative in self.false_alternatives for relation in alternative]
         for relations in (
@@ -438,9 +459,9 @@ class Judgement:
                 yield self._measure(state)
 
     def _moved_to(self, relations: Sequence[Relation]) -> Vector | None:
-        """Return the state of the figure, moved as little as it takes for the relations to hold.
+        """Move the figure a little by Newton's method, until the relations hold.
 
-        Newton's method finds it. None where no such figure is near.
+        Returns the values of its unknowns then, or None where no such figure is near.
         """
         state = self.figure.state.copy()
         for _ in range(_NEWTON_STEPS):
@@ -460,8 +481,10 @@ class Judgement:
 def are_equal_when_rounded(left_value: float, right_value: float, decimals: int | None) -> bool:
     """Tell whether two values are equal up to rounding.
 
-    A value with decimals may be off by half a unit of its last digit, or by 0.6 %, since values are
-    rounded on the way. A value without decimals (None) may be off by 0.1 %.
+    A value with decimals may be off by half a unit of its last digit, or by 0.6 %, since its parts
+    may have been rounded before. A value without decimals (None) may be off by 0.1 %. For example,
+    7.1 with one decimal equals 7.07 but not 7.03, and 5 without decimals equals 5.004 but not
+    5.006.
     """
     if not math.isfinite(left_value) or not math.isfinite(right_value):
         return False
@@ -473,5 +496,5 @@ def are_equal_when_rounded(left_value: float, right_value: float, decimals: int 
 
 
 def _signature_of_alternative(alternative: Sequence[Relation]) -> str:
-    """Return a text that is the same for claims that are the same by their form."""
+    """Return a text that is equal for claims of equal form, such as `AB = 5` and `5 = BA`."""
     return " and ".join(sorted(relation_signature(relation) for relation in alternative))

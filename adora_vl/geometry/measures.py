@@ -49,7 +49,7 @@ from adora_vl.geometry.shapes import (
 )
 from adora_vl.geometry.vectors import cross, dot, sine
 
-# below, a corner is too flat for the picture to show on which side it turns
+# A corner with a smaller sine is too flat for the picture to show to which side it turns.
 _MIN_SINE_OF_TURN = 0.06
 _UNIT_BY_HEAD: dict[str, Unit] = {
     "AreaOf": "area",
@@ -76,10 +76,11 @@ _LENGTH_HEADS = (
 
 
 def unit_of_term(term: Term) -> Unit:
-    """Return what a term is measured in, by the first of its heads that says so.
+    """Return the unit of a term, by the outermost of its heads that has one.
 
-    `MeasureOf(Angle(A, B, C))` is in degrees, `LengthOf(...)` a length. A bare letter is like a
-    length, unless `LengthOf` stands around an angle.
+    `MeasureOf(Angle(A, B, C))` is in degrees, and so is `LengthOf(Angle(A, B, C))`, which some
+    annotations write. `LengthOf(Line(A, B))` is a length, and so is a term without such a head, as
+    the letter `x`.
     """
     for part in term.walk():
         if (
@@ -99,8 +100,8 @@ class Measures:
     """Turns terms such as `LengthOf(Line(A, B))` into quantities of a figure.
 
     `drawing` is the picture of the logic form, which says which points, circles and shapes the
-    terms mean. `assumed` collects, in words, what the facts do not say and the picture shows, of
-    terms read so far.
+    terms mean. While terms are read, `assumed` collects in words what only the picture shows and
+    the facts do not say.
     """
 
     def __init__(self, drawing: Drawing) -> None:
@@ -124,9 +125,10 @@ class Measures:
         return [self.quantity(argument) for argument in term.arguments]
 
     def _quantity_of_text(self, text: str) -> Quantity:
-        """Return what a text without brackets measures: an angle, a radius, a number, letters.
+        """Return what a term without arguments measures.
 
-        Raises `UnreadError` for any other text.
+        It is an angle (`angle 1`), a radius (`Radius`), or an expression of numbers and letters
+        (`3x + 5`). Raises `UnreadError` for any other text.
         """
         numbered = re.fullmatch(r"[Aa]ngle ?(\w+)", text)
         if numbered:
@@ -141,10 +143,7 @@ class Measures:
     # Lengths
 
     def distance(self, start: str, end: str) -> Distance:
-        """Return the distance of two points.
-
-        Raises `UnreadError` where the form lacks one of them.
-        """
+        """Return the distance of two points. Raises `UnreadError` if the form has no such point."""
         return Distance(
             start=self.drawing.require_point(start), end=self.drawing.require_point(end)
         )
@@ -172,7 +171,7 @@ class Measures:
         The length of an arc is its angle at the centre, in radians, times the radius.
         """
         inner = term.arguments[0]
-        # `LengthOf(A, B)` names the two ends themselves.
+        # `LengthOf(A, B)`, without a `Line` around the two ends.
         if len(term.names) == 2 and not inner.arguments:
             return self.distance(term.names[0], term.names[1])
         if not inner.arguments:
@@ -206,9 +205,15 @@ class Measures:
         return self.circle_measure(term.head, self.drawing.circle(unwrap_shape(term.arguments[0])))
 
     def side_length(self, term: Term) -> Quantity:
-        """Return the length of a side of a shape.
+        """Return the length of the side that a term such as `SideOf(Triangle(A, B, C))` means.
 
-        It is any side of an equilateral shape, else the one whose length is an unknown letter.
+        The first of these that applies is taken:
+
+        1. All sides of the shape are equal: its first side.
+        2. The facts give a letter as the length of one side alone: that side.
+        3. The term is `SideOf(...)`: the mean of all sides.
+
+        Raises `UnreadError` for a leg or a base of any other shape.
         """
         shape = term.arguments[0]
         names = self.drawing.corners_of_shape(shape)
@@ -221,7 +226,7 @@ class Measures:
             return self.distance(*lettered_sides[0])
         if term.head != "SideOf":
             raise UnreadError(f"the form does not say which side {term} is")
-        # "The side" of a shape speaks of sides that are equal, so that it is their mean as well.
+        # "The side" of a shape only makes sense if all sides are equal, and then it is their mean.
         perimeter = plus(*(self.distance(*side) for side in sides))
         return over(perimeter, Constant(float(len(sides))))
 
@@ -244,9 +249,13 @@ class Measures:
     def height(self, term: Term) -> Quantity:
         """Return the height of a shape that a term such as `HeightOf(Trapezoid(A, B, C, D))` names.
 
-        It is a drawn perpendicular, else a segment that a fact calls so. A shape with four corners
-        has its height over the base even if nothing is drawn. Raises `UnreadError` for a triangle
-        of which none of these is known.
+        The first of these that exists is taken:
+
+        1. A perpendicular that is drawn.
+        2. A segment that a fact calls a height.
+        3. For a shape with four corners, the distance of its base from the opposite side.
+
+        Raises `UnreadError` where there is none of them.
         """
         drawn = drawn_height(self.drawing)
         if drawn is not None:
@@ -261,7 +270,7 @@ class Measures:
         raise UnreadError(f"the form does not say which height {term} is")
 
     def median(self, term: Term) -> Quantity:
-        """Return the length of the median of a trapezoid: half of its parallel sides together.
+        """Return the length of the median of a trapezoid: the mean of its parallel sides.
 
         Raises `UnreadError` for a triangle, which has three medians.
         """
@@ -274,9 +283,9 @@ class Measures:
     def scale_factor(self, term: Term) -> Quantity:
         """Return the ratio of two similar shapes.
 
-        Where the shapes are two single points, they are a point and its image: the ratio is that of
-        their distances from a centre on the same line. Else it is the ratio of the first sides of
-        the shapes. Raises `UnreadError` where the term has not two shapes.
+        For two polygons it is the quotient of their first sides. For two points, a point and its
+        image, it is the quotient of their distances from a centre on the same line. Raises
+        `UnreadError` unless the term has two shapes.
         """
         if len(term.arguments) != 2:
             raise UnreadError(f"{term} has not two shapes")
@@ -302,10 +311,10 @@ class Measures:
     # Angles and arcs
 
     def drawn_turn(self, first: str, corner: str, last: str) -> int:
-        """Return on which side of the ray from `corner` to `first` the picture has `last`.
+        """Return which way the picture turns from the ray to `first` to the ray to `last`.
 
-        The result is 1 against the clock, -1 with it, and 0 where the corner is too flat to show it
-        or one of the points has no place.
+        Both rays begin at `corner`. The result is 1 for anticlockwise and -1 for clockwise. It is 0
+        where the corner is too flat to show it, or where a point has no place.
         """
         places = self.drawing.places
         if not {first, corner, last} <= places.keys():
@@ -318,8 +327,7 @@ class Measures:
     def angle_between(self, first: str, corner: str, last: str) -> Angle:
         """Return the angle at `corner` between the rays to `first` and `last`.
 
-        It remembers the side to which the picture turns it, so that a mirrored figure is no
-        solution.
+        It has the way that the picture turns it, so that a mirrored figure is no solution.
         """
         names = [self.drawing.require_point(name) for name in (first, corner, last)]
         return Angle(first=names[0], corner=names[1], last=names[2], turn=self.drawn_turn(*names))
@@ -327,8 +335,8 @@ class Measures:
     def angle(self, term: Term) -> Quantity:
         """Return the angle that a term names by three points, its corner, a number or a letter.
 
-        A number or a letter, as in `Angle(1)`, is an unknown by itself. `Angle($)` is the angle at
-        the centre over one side of a regular polygon.
+        The angle of a number or a letter, such as `Angle(1)`, is an unknown of its own. `Angle($)`
+        is the angle at the centre of a circle over one side of a regular polygon.
         """
         names = term.names
         if names == ["$"]:
@@ -359,8 +367,9 @@ class Measures:
     def inscribed_corners(self, shape: Term, circle: Circle) -> list[str]:
         """Return the corners of a shape that is inscribed in a circle.
 
-        For a `Polygon` whose centre is drawn they are the points of the circle with two drawn lines
-        or more, in the order round it. For any other shape the facts or the drawing name them.
+        For a `Polygon` in a circle whose centre has a place, they are the points of the circle at
+        which two or more drawn lines meet, in their order round the circle. For any other shape, or
+        where these are fewer than three, they are those of `corners_of_shape`.
         """
         on_circle = [name for name in circle.points if name in self.drawing.places]
         if circle.centre not in self.drawing.places or unwrap_shape(shape).head != "Polygon":
@@ -374,9 +383,9 @@ class Measures:
     def arc_angle(self, term: Term) -> Quantity:
         """Return the angle of an arc at the centre, in degrees.
 
-        Two letters name the shorter way round, three letters the way through the middle one. Some
-        annotations write the centre for that point, which then says no more than two letters.
-        Raises `UnreadError` where the picture does not show the way round.
+        `Arc(A, B)` is the shorter way round from A to B, and `Arc(A, C, B)` is the way through C.
+        Some annotations write the centre in place of C; then it is the shorter way. Without a place
+        of C it is the longer way. Raises `UnreadError` where C has a place and another point none.
         """
         names = term.names
         if len(names) not in (2, 3):
@@ -390,17 +399,17 @@ class Measures:
             raise UnreadError(f"the form does not say which way round {term} goes")
         centre = self.drawing.places[circle.centre]
         first, middle, last = [self.drawing.places[name] - centre for name in names]
-        # How far the middle and the last point are turned from the first one, anticlockwise. The
-        # arc goes that way round if it comes to the middle point before the last one.
+        # These are anticlockwise turns from the first point. The arc is anticlockwise if the middle
+        # point comes before the last one on this way.
         turn_to_middle = math.atan2(cross(first, middle), dot(first, middle)) % math.tau
         turn_to_last = math.atan2(cross(first, last), dot(first, last)) % math.tau
         turn = 1 if turn_to_middle < turn_to_last else -1
         return Sweep(first=names[0], corner=circle.centre, last=names[2], turn=turn)
 
     def minor_arc_angle(self, term: Term) -> Quantity:
-        """Return the angle at the centre of the shorter way round between the ends of an arc.
+        """Return the angle at the centre over the shorter arc between two points.
 
-        The term is `Minor(Arc(A, B))` or `Major(Arc(A, B))`.
+        The term is `Minor(Arc(A, B))`, or `Major(Arc(A, B))`, whose caller takes the rest of 360.
         """
         names = term.arguments[0].names
         if len(names) < 2:
@@ -408,7 +417,7 @@ class Measures:
         return self.angle_between(names[0], self.drawing.circle_of_arc(names).centre, names[-1])
 
     def inner_quantity(self, term: Term) -> Quantity:
-        """Return what `MeasureOf` an angle or an arc is: the quantity itself."""
+        """Return the quantity inside `MeasureOf(...)`, since an angle or an arc is its measure."""
         return self.quantity(term.arguments[0])
 
     # Areas and perimeters
@@ -425,9 +434,10 @@ class Measures:
     # Arithmetic
 
     def ratio(self, term: Term) -> Quantity:
-        """Return the quotient of the two measures of `RatioOf(...)` or `Div(...)`.
+        """Return the quotient of the two arguments of `RatioOf(...)` or `Div(...)`.
 
-        The quotient of two shapes is their scale factor, and a single argument is a ratio already.
+        A single argument, as in `RatioOf(SinOf(A))`, is a ratio already. The quotient of two shapes
+        is their scale factor.
         """
         if len(term.arguments) == 1:
             return self.quantity(term.arguments[0])
@@ -437,9 +447,10 @@ class Measures:
         return over(parts[0], parts[1])
 
     def sum(self, term: Term) -> Quantity:
-        """Return a sum.
+        """Return the sum of all arguments.
 
-        In `SumOf(CircumferenceOf(Circle(A)), Circle(B))` the first measure goes for all of them.
+        A circle without a measure has that of the first argument: in
+        `SumOf(CircumferenceOf(Circle(A)), Circle(B))` both circles mean their circumference.
         """
         first = term.arguments[0]
         parts = []
@@ -454,9 +465,9 @@ class Measures:
         return over(self.sum(term), Constant(float(len(term.arguments))))
 
     def whole_power(self, term: Term) -> Quantity:
-        """Return the first argument to a whole number.
+        """Return the first argument to the power of the second one, which has to be a number.
 
-        Raises `UnreadError` for any other exponent.
+        Raises `UnreadError` for another exponent, and for one that is too large.
         """
         exponent = number_in_text(term.arguments[-1].head)
         if len(term.arguments) != 2 or exponent is None or abs(exponent) > MAX_EXPONENT:
@@ -479,7 +490,7 @@ class Measures:
         return over(self.quantity(term.arguments[0]), Constant(2.0))
 
     def cotangent(self, term: Term) -> Quantity:
-        """Return the cotangent of an angle, over its tangent."""
+        """Return the cotangent of an angle, as 1 over its tangent."""
         tangent = Term(head="TanOf", arguments=term.arguments)
         return over(Constant(1.0), self.trigonometric(tangent))
 

@@ -1,7 +1,7 @@
 """The sides of an equation in a response: sums, products, powers and roots of what a figure has.
 
-One reader for `2x + 5`, `AB * BC / 2`, `sin 54`, `half of arc AB`. A name that the figure does not
-have makes the side unread; nothing is guessed.
+`SideReader` reads sides such as `2x + 5`, `AB * BC / 2`, `sin 54` and `half of arc AB`. A side with
+a name that the figure does not have is not read; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.tokens import ResponseToken
 
 MAX_TERMS = 60  # numbers and names of one side
-# Words of units, and "long", which may stand behind a number and say nothing more.
+# These words may stand behind a number, and are skipped: units, and "long".
 _UNIT_WORDS_TEXT = (
     "cm mm km m in inch inches ft feet foot unit units yd degree degrees deg degs meter "
     "meters metre metres yards miles centimeters centimetres millimeters square sq long"
 )
 _UNIT_WORDS = frozenset(_UNIT_WORDS_TEXT.split())
 _FUNCTION_BY_WORD: dict[str, Function] = {"sin": "sin", "cos": "cos", "tan": "tan"}
-# The angle that has a sine and so on, by `arcsin` and by the `sin` of `sin^-1`.
+# The inverse functions: `arcsin`, and `sin` before an exponent of -1.
 _INVERSE_BY_WORD = {
     "arcsin": math.asin,
     "arccos": math.acos,
@@ -52,8 +52,8 @@ _INVERSE_BY_WORD = {
     "cos": math.acos,
     "tan": math.atan,
 }
-_VALUE_KINDS = ("number", "points")  # kinds of signs that can stand on either side of a ratio
-# Behind one of these signs a side goes on.
+_VALUE_KINDS = ("number", "points")  # kinds of tokens that can stand on either side of a ratio
+# A side does not end before one of these signs.
 _SIGNS_INSIDE_SIDES = {"^", "*", "/", "%", "±", "_", "|", "\\", "+", "-"}
 _CLOSING_BY_OPENING = {"(": ")", "{": "}", "[": "]"}
 _FUNCTION_WORDS = {"sqrt", "frac", "pi", "sin", "cos", "tan"}
@@ -68,8 +68,8 @@ _MULTIPLE_BY_WORD = {"half": 0.5, "one-half": 0.5, "twice": 2.0, "double": 2.0, 
 class EquationSide:
     """One side of an equation.
 
-    `decimals`: the most digits that a number in it has behind its point; None where it has no such
-    number.
+    `decimals` is the largest count of digits behind the point in its numbers: 2 for `2.75 + 1.5`.
+    It is None where no number has a point.
     """
 
     quantity: Quantity
@@ -83,7 +83,7 @@ class EquationSide:
 
 @dataclass(frozen=True)
 class _WordedFactor:
-    """A factor that is written in words, and the place behind these."""
+    """A factor in words, such as "twice", and the position behind these words."""
 
     factor: float
     end: int
@@ -92,10 +92,13 @@ class _WordedFactor:
 class SideReader(NameReader):
     """Reads sides of equations, such as `2x + AB`, from the tokens (words and signs) of a response.
 
-    A method that reads gets the position of the first token, and returns the quantity with the
-    position behind its last one. It raises `NoSideError` where it cannot be read. `decimals`,
-    `depth` and `terms` are of the side that is being read: the digits behind a point, how deep
-    brackets are nested, and how many numbers and names it has.
+    Each method that reads gets the position of the first token. It returns the quantity, and the
+    position behind its last token. It raises `NoSideError` for what it cannot read. For example,
+    the tokens of `2x + AB` are `2`, `x`, `+` and `AB`; `side(0)` returns the sum with the position
+    4, and `product(0)` returns `2x` with the position 2.
+
+    The attributes describe the side that is being read. `decimals` is as in `EquationSide`, `depth`
+    is how deep brackets are nested, and `terms` counts its numbers and names.
     """
 
     def __init__(self, tokens: Sequence[ResponseToken], reading: Reading) -> None:
@@ -105,11 +108,11 @@ class SideReader(NameReader):
         self.terms = 0
 
     def side(self, start: int, closing: str = "") -> tuple[EquationSide, int]:
-        """Read the side that begins at a position, up to where it ends.
+        """Read the side that begins at a position, and return it with the position behind it.
 
-        Returns it with the position behind it. `closing` is the sign that ends a cell of a table,
-        and may follow the side. Raises `NoSideError` where no side stands here, or where it goes on
-        with something that cannot be read.
+        `closing` is a sign that may follow the side, such as the `|` behind a cell of a table.
+        Raises `NoSideError` where no side begins here, or where it goes on with something that
+        cannot be read.
         """
         self.decimals = None
         self.depth = 0
@@ -123,9 +126,9 @@ class SideReader(NameReader):
         return EquationSide(quantity=quantity, decimals=self.decimals), end
 
     def _check_end(self, position: int) -> None:
-        """Raise `NoSideError` where what stands behind a side belongs to it and was not read.
+        """Raise `NoSideError` where the token behind a side belongs to it and was not read.
 
-        Such a side would be read as another one: of `AB^k` only `AB` would be left.
+        Otherwise the beginning would count as the whole side, such as `AB` for `AB_1`.
         """
         token = self.token_at(position)
         if token.kind in ("word", "points", "number") and not token.is_apart:
@@ -138,7 +141,7 @@ class SideReader(NameReader):
             raise NoSideError("a bracket stands behind it")
 
     def is_ratio(self, position: int) -> bool:
-        """Tell whether a colon divides, as in `AB:CD = 1 : 2`, and does not end a sentence."""
+        """Tell whether a colon divides, as in `AB:CD = 1 : 2`, or else ends a clause."""
         token_before = self.token_at(position - 1)
         colon = self.token_at(position)
         token_behind = self.token_at(position + 1)
@@ -150,7 +153,7 @@ class SideReader(NameReader):
     # Sums and products
 
     def sum(self, start: int) -> tuple[Quantity, int]:
-        """Read products with plus and minus between them, in signs or in words."""
+        """Read a sum or difference of products: `2x + AB`, `AB minus 3`."""
         self.depth += 1
         if self.depth > MAX_NESTING:
             raise NoSideError("brackets are nested too deep")
@@ -166,11 +169,7 @@ class SideReader(NameReader):
         return quantity, cursor
 
     def product(self, start: int) -> tuple[Quantity, int]:
-        """Read factors with a sign between them or none: `2 * AB`, `2x`, "twice AB".
-
-        Where a factor without a sign before it cannot be read, it may be something else that stands
-        apart; the product ends before it then.
-        """
+        """Read a product or quotient: `2 * AB`, `2x`, `AB / 3`, `-x`, "twice AB"."""
         if self.token_at(start).text == "-":
             quantity, cursor = self.product(start + 1)
             return minus(Constant(0.0), quantity), cursor
@@ -192,9 +191,11 @@ class SideReader(NameReader):
             elif self._begins_factor(
                 cursor, follows_number=self.token_at(cursor - 1).kind == "number"
             ):
+                # There is no sign between the factors, as in `2x`.
                 try:
                     factor, end = self.power(cursor)
                 except (NoSideError, UnreadError):
+                    # Behind a space it may be no factor, but the beginning of something else.
                     if token.is_apart:
                         return quantity, cursor
                     raise
@@ -228,10 +229,10 @@ class SideReader(NameReader):
         return self.token_at(position).text in ("=", "≈", "≅")
 
     def _begins_factor(self, position: int, *, follows_number: bool) -> bool:
-        """Tell whether a factor without a sign before it begins here, as the x of `2x`.
+        """Tell whether a factor without a sign before it begins here, such as the x of `2x`.
 
-        `follows_number`: whether a number stands before it. Then a name may follow with a space
-        between.
+        Usually there has to be no space before it. `follows_number` tells whether a number stands
+        before it; then points, angles and functions may also follow behind a space, as in `3 AB`.
         """
         token = self.token_at(position)
         is_near = not token.is_apart or token.is_math
@@ -294,7 +295,7 @@ class SideReader(NameReader):
         )
 
     def group(self, start: int) -> tuple[Quantity, int]:
-        """Read what stands in brackets, or one atom if there are none, as behind a root."""
+        """Read a sum in brackets, or one atom without them: `(x + 1)` or the 4 of `sqrt 4 + 5`."""
         closing = _CLOSING_BY_OPENING.get(self.token_at(start).text)
         if closing is None:
             if self.token_at(start).text == "-":
@@ -332,7 +333,7 @@ class SideReader(NameReader):
         raise NoSideError(f"{token.text} is no side")
 
     def _number(self, start: int) -> tuple[Quantity, int]:
-        """Read a number as written; a whole one with a proper fraction behind it is mixed."""
+        """Read a number. A whole one before a proper fraction is mixed: 5.5 for `5\\frac{1}{2}`."""
         text = self.token_at(start).text
         value = float(text.replace(",", ""))
         if value > MAX_NUMBER:
@@ -343,12 +344,12 @@ class SideReader(NameReader):
         if self.token_at(start + 1).text == "frac":
             fraction = self._proper_fraction(start + 1)
             if fraction is not None and "." not in text:
-                # The number, the command and its six tokens.
+                # Eight tokens: the number, `frac`, and the six that `_proper_fraction` reads.
                 return Constant(value + fraction), start + 8
         return Constant(value), start + 1
 
     def _proper_fraction(self, start: int) -> float | None:
-        """Read the fraction behind a whole number, as in `5\\frac{1}{2}`; None for any other."""
+        """Return the value of the `\\frac{1}{2}` that begins here; None unless it is below 1."""
         # Six tokens follow the command: `{`, the numerator, `}`, `{`, the denominator, `}`.
         tokens = [self.token_at(start + step) for step in range(1, 7)]
         numerator_token = tokens[1]
@@ -404,7 +405,10 @@ class SideReader(NameReader):
         return self._trigonometric(start)
 
     def _root(self, start: int) -> tuple[Quantity, int]:
-        """Read a root; its degree stands in square brackets, and is 2 without these."""
+        """Read what stands behind `sqrt`: the degree, if any, and the radicand, as in `[3]{8}`.
+
+        The degree is 2 without square brackets.
+        """
         degree = 2.0
         if self.token_at(start).text == "[":
             quantity, start = self.group(start)
@@ -417,7 +421,8 @@ class SideReader(NameReader):
     def _trigonometric(self, start: int) -> tuple[Quantity, int]:
         """Read a sine, cosine or tangent (`sin A`), or the angle that has it (`arcsin 0.5`).
 
-        The inverse of a number alone can be read, since quantities have no inverse functions.
+        An inverse function can be read of a number alone: its value is computed at once, since
+        quantities have no inverse functions. `arcsin 0.5` and `sin^{-1} 0.5` are both 30 degrees.
         """
         word = self.word_at(start)
         cursor = start + 1
@@ -440,9 +445,10 @@ class SideReader(NameReader):
         return result, cursor
 
     def _argument(self, start: int) -> tuple[Quantity, int]:
-        """Read what a sine is of; `sin A` is that of the angle at A.
+        """Read the argument of a sine, cosine or tangent, with its unit.
 
-        A point alone would be no quantity. In any other place of a side two points are a length.
+        One point means the angle there: the A of `sin A` and of `sin(A)`. Anything else is read as
+        elsewhere in a side.
         """
         is_bracket = self.token_at(start).text in _CLOSING_BY_OPENING
         corner = start + 1 if is_bracket else start
@@ -461,7 +467,7 @@ class SideReader(NameReader):
         return self._behind_inverse(position) > position
 
     def _behind_inverse(self, position: int) -> int:
-        """Return the position behind an exponent of -1; the same one where there is none."""
+        """Return the position behind an exponent of -1, or the same position without one."""
         texts = [self.token_at(position + step).text for step in range(5)]
         if texts[:2] == ["^", "-1"]:
             return position + 2
@@ -482,7 +488,8 @@ def _raised(base: Quantity, exponent: Quantity) -> Quantity:
 def equation(left_side: Quantity, right_side: Quantity) -> Relation:
     """Return the relation that two sides of an equation are equal.
 
-    A number over 180 for an arc of two letters means the longer way round.
+    An arc of two letters is usually the shorter way round. With a number over 180, as in
+    `arc AB = 250`, it is the longer one.
     """
     first = _other_way_round(left_side, right_side)
     second = _other_way_round(right_side, left_side)
@@ -493,7 +500,7 @@ def equation(left_side: Quantity, right_side: Quantity) -> Relation:
 
 
 def _other_way_round(quantity: Quantity, size: Quantity) -> Quantity:
-    """Return the rest of the full turn, where a number over 180 says that it is meant."""
+    """Return 360 degrees minus an angle if `size` is between 180 and 360; else `quantity`."""
     value = number_of_quantity(size) if not isinstance(size, Arithmetic) else None
     if isinstance(quantity, Angle) and value is not None and 180 < value < 360:
         return minus(Constant(360.0), quantity)

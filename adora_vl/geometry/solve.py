@@ -21,21 +21,23 @@ from adora_vl.geometry.starts import Starts
 from adora_vl.geometry.system import System
 
 MAX_RESIDUAL = 1e-7  # largest residual of a figure that fulfils its facts
-# Each start costs a search; with a picture the first two figures that agree end it.
+# How many searches begin, if every point has a place in the picture. They end earlier once two
+# figures agree.
 START_COUNT = 8
-# Without a picture all have to agree, so two figures that fit are to be found, not one.
+# How many begin otherwise. They are more, so that a second figure that fits is not missed.
 START_COUNT_WITHOUT_PLACES = 12
-# A form without places is searched from more starts, until so many figures without a fault fit.
+# A form without any places is searched further, until 4 figures without a fault or 40 starts.
 _MAX_STARTS = 40
 _ENOUGH_FLAWLESS = 4
-# First the points are held near the picture, ever less, so that small contradictions do not carry
-# them away: how much the squares of their ways count beside the residuals, in turn.
+# At first the points are held near the picture, so that small contradictions do not carry them
+# away. These are the weights of their squared distances from it, beside the squared residuals.
 _PULL_STRENGTHS = (1e-1, 1e-3)
 _STEPS_PER_PULL = 8
 _LETTER_STEPS = 25  # steps of the letters while the points are held
 _MAX_STEPS = 80
 _RANK_TOLERANCE = 1e-6  # singular values below this share of the largest count as none
-_MAX_FREE_SHARE = 1e-4  # share of its gradient with which a goal may move while the facts hold
+# The largest `Freedom.share` of a goal that counts as determined.
+_MAX_FREE_SHARE = 1e-4
 # How far from a figure the search for its neighbours begins, in shares of its size.
 _PUSHES_TO_NEIGHBOURS = (0.1, -0.1, 0.3, -0.3)
 _MIN_MEASURE = 1e-6  # share of the figure's size; a measure below it is none
@@ -45,11 +47,13 @@ _ANSWER_TOLERANCE = 1e-5  # share by which equal answers may differ
 class Freedom(NamedTuple):
     """How far the relations of a figure leave its goal open.
 
-    `share` is the part of the goal's gradient along movements that all relations allow, from 0
-    (determined) to 1. `movement` is the one of these movements that changes the goal most.
-    `min_slope` says how steep the equations are in the direction where they are flattest without
-    being flat, which is `flattest`; it is small at a double root, which no computer finds to many
-    digits.
+    Some movements of the figure keep all relations. `share` is the part of the goal's gradient
+    along them, from 0 (the goal is determined) to 1. `movement` is the one of them that changes the
+    goal most.
+
+    All other movements change the relations. `flattest` is the one that changes them least, and
+    `min_slope` is how much it does. It is small at a double root, as of `x^2 - 6x + 9 = 0`, which
+    no computer finds to many digits.
     """
 
     share: float
@@ -121,14 +125,14 @@ class FigureProblem:
     ) -> Solution | None:
         """Search downhill from the start of a number, and return the figure found there.
 
-        First the letters move alone, then all unknowns, held near the picture at first. None where
-        the figure does not fulfil the relations up to a residual of `max_residual`.
+        First the letters move alone, since they begin anywhere. Then all unknowns move while the
+        points are held near the picture, and last all unknowns move freely. Returns None where the
+        figure has a residual over `max_residual`.
         """
         state = self.starts.near_picture(number)
         if len(self.places) < len(self.system.points):
             state = self.starts.moved_onto_lines(state, number)
         if self.system.unknowns:
-            # First the letters alone, since they begin anywhere.
             state, _ = descend(
                 self.system,
                 state=state,
@@ -168,9 +172,10 @@ class FigureProblem:
         )
 
     def _faults(self, state: Vector, value: float) -> int:
-        """Count the faults of a figure in kind, and those of an answer that cannot be one.
+        """Count how much a figure differs in kind from the picture, and an impossible answer.
 
-        A length, an angle or an area is positive; a letter or a cosine may be anything.
+        `value` is the answer. A length, an angle or an area has to be positive. A letter or a
+        cosine may have any value.
         """
         count = self.kind.faults(state)
         goal = self.reading.goal_term
@@ -185,8 +190,8 @@ class FigureProblem:
         `gradient` has the goal's derivatives by all unknowns, shape (unknowns,).
         """
         _, jacobian = self.system.residuals(state)
-        # Each unknown is scaled by its own column, so that a letter in degrees and a place in
-        # shares of the figure's size count alike in the rank.
+        # Each unknown is scaled by the length of its column. Otherwise a letter in degrees and a
+        # place in shares of the figure's size would count differently in the rank.
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
         scales = 1 / np.maximum(lengths, 1e-9)
         slope = gradient * scales
@@ -206,11 +211,11 @@ class FigureProblem:
         largest = max(float(sizes[0]), 1e-9)
         rank = int((sizes > _RANK_TOLERANCE * largest).sum())
         min_slope = float(sizes[rank - 1]) / largest if rank else 1.0
-        # A letter whose own equation is flat, as x^2 - 6x + 9 at 3, is scaled to be as steep as
-        # any, so its unscaled column counts as well.
+        # The scaling hides a letter whose own equation is flat, as x^2 - 6x + 9 = 0 at 3. So the
+        # lengths of the letters' unscaled columns count as well.
         letters = lengths[self.system.first_unknown :] * max(self.size, 1.0)
         min_slope = min([min_slope, *(float(length) for length in letters if length > 0)])
-        # The directions behind the rank are those along which no relation changes.
+        # No relation changes along the directions behind the rank.
         allowed = directions[rank:]
         shares = allowed @ slope
         movement = (shares @ allowed) * scales
@@ -223,16 +228,16 @@ class FigureProblem:
     def solutions(
         self, budget: Budget, starts: int | None = None, max_residual: float = MAX_RESIDUAL
     ) -> list[Solution]:
-        """Return the figures that the starts lead to, until two without a fault agree.
+        """Return the figures that the starts lead to.
 
-        A form without places goes through all its starts, since no picture tells which of several
-        figures is meant.
+        With places the search ends once two figures without a fault agree. Without any places it
+        goes on, since no picture tells which of several figures is meant.
         """
         if starts is None:
             starts = START_COUNT if self._is_wholly_drawn() else START_COUNT_WITHOUT_PLACES
         max_starts = starts if self.places else max(starts, _MAX_STARTS)
         solutions: list[Solution] = []
-        # In the order of the starts: the ones nearest to the picture are the likeliest.
+        # The first starts are nearest to the picture, and so the most likely to be right.
         for number in range(max_starts):
             flawless_count = sum(1 for solution in solutions if solution.faults == 0)
             has_enough = number >= starts and flawless_count >= _ENOUGH_FLAWLESS
@@ -257,11 +262,11 @@ class FigureProblem:
         return bool(self.places) and all(name in self.places for name in self.drawing.neighbours)
 
     def neighbours(self, solution: Solution, budget: Budget) -> list[Solution]:
-        """Return the figures that fulfil the relations near another one.
+        """Search on both sides of a figure for others that fulfil the relations, and return them.
 
-        Two figures that are nearly the same, as a kite whose corner is a little under or over 90
-        degrees, lie beside each other where the equations are flattest, and all starts may lead to
-        the same of them. So this begins on both sides of a figure.
+        Two figures may be nearly the same, such as a kite whose corner has a little less or a
+        little more than 90 degrees. All starts may lead to the same one. The other one lies in the
+        direction in which the equations change least, so the search begins there.
         """
         goal = self.system.goal_at(solution.state)
         direction = self._freedom(solution.state, goal.slope).flattest
@@ -279,9 +284,10 @@ class FigureProblem:
         return neighbours
 
     def goal_stays_when_pushed(self, solution: Solution, budget: Budget) -> bool:
-        """Tell whether the goal keeps its value when the figure is pushed along free movements.
+        """Tell whether the goal keeps its value when the figure is pushed along a free movement.
 
-        At a double root the equations look as if they left the goal open, and do not.
+        At a double root the derivatives say that the goal is free although it is not. A search from
+        a pushed figure comes back to the same value then.
         """
         goal = self.system.goal_at(solution.state)
         freedom = self._freedom(solution.state, goal.slope)
@@ -303,7 +309,7 @@ def answers_agree(first: float, second: float, share: float = _ANSWER_TOLERANCE)
 
 
 def is_collapsed(solution: Solution) -> bool:
-    """Tell whether points of the figure fall together, so that it is none."""
+    """Tell whether points of the figure fall together, so that it does not count as a figure."""
     return solution.faults >= FAULTS_OF_COLLAPSE
 
 

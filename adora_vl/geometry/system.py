@@ -32,8 +32,8 @@ from adora_vl.geometry.quantities import (
     sides_of_equation,
 )
 
-_END_MARGIN = 0.001  # of a segment; a point nearer to an end than this does not lie between
-# degrees; angles that differ by more are compared the other way round
+_END_MARGIN = 0.001  # share of a segment; a point this near to an end does not lie between the ends
+# Angles that differ by more than so many degrees are compared the other way round the circle.
 _MAX_PLAIN_DIFFERENCE = 300.0
 
 
@@ -112,7 +112,11 @@ class System(UnknownsLayout):
     def _point_numbers(
         self, relations: Sequence[Relation], fields: Sequence[str]
     ) -> list[PointNumbers]:
-        """Return the numbers of the points in some fields of relations, one array a field."""
+        """Return one array for each field: the numbers of the points that the relations have there.
+
+        For example, points A, B and M have the numbers 0, 1 and 2. The relation
+        `Between(point="M", start="A", end="B")` and these three fields give [2], [0] and [1].
+        """
         return [
             np.array([self.position[getattr(relation, field)] for relation in relations], dtype=int)
             for field in fields
@@ -121,8 +125,12 @@ class System(UnknownsLayout):
     def _factors_of_means(self, means: Sequence[Mean]) -> Vector:
         """Return the factors of all unknowns in the residuals of means.
 
-        Shape: (2 means, unknowns), x and y of each mean in turn. A residual is the coordinate of
-        the point that is the mean, minus the mean of the others' coordinates.
+        The shape is (2 * means, unknowns), with a row for x and one for y of each mean. A residual
+        is the coordinate of the middle point, minus the mean coordinate of the others. If M is the
+        mean of A and B, and the unknowns are x and y of A, B and M, the rows are
+
+            -0.5   0    -0.5   0    1   0
+             0    -0.5   0    -0.5  0   1
         """
         factors = np.zeros((2 * len(means), self.count))
         for number, mean in enumerate(means):
@@ -136,8 +144,10 @@ class System(UnknownsLayout):
     def _compile_equations(self, equations: Sequence[Equal]) -> list[Relation]:
         """Prepare the linear equations as one matrix, and all others as trees of arithmetic.
 
-        A linear equation is one whose sides differ by a sum of distances, angles and other atoms.
-        Returns the equations in the order of their residuals, linear ones first.
+        An equation is linear if the difference of its sides is a sum of multiples of atoms
+        (distances, angles, letters) and a constant. `AB = 2 AM + 3` is linear: its factors are 1
+        for AB and -2 for AM, its constant is -3. `AB * AM = 6` is not. Returns the equations in the
+        order of their residuals, the linear ones first.
         """
         linear: list[Equal] = []
         differences: list[LinearSum[Quantity]] = []
@@ -161,9 +171,9 @@ class System(UnknownsLayout):
         return [*linear, *self._curved]
 
     def _weight(self, unit: Unit) -> float:
-        """Return the factor that makes a residual of a difference in a unit.
+        """Return the factor that turns a difference in a unit into a residual.
 
-        A residual is in shares of the figure's size, or in radians.
+        A residual is a share of the figure's size, or an angle in radians.
         """
         weights: Mapping[Unit, float] = {
             "length": 1 / self.size,
@@ -177,12 +187,12 @@ class System(UnknownsLayout):
         """Return the residuals of all relations at `state`, and their derivatives by the unknowns.
 
         `state` has the values of all unknowns. Shapes: (rows,) and (rows, unknowns), in the order
-        of `residual_relations`. Without `slopes` the derivatives are empty. A residual is not
-        finite where its expression has no value, as behind a division by zero.
+        of `residual_relations`. Without `slopes` the derivatives have no rows. A residual is not
+        finite where its expression has no value, for example because it divides by zero.
         """
         values, gradient = self.atoms.evaluate(state, slopes=slopes)
         groups: list[_Residuals] = []
-        # In the order in which `_compile_relations` has named the relations of the rows.
+        # This is the order of `residual_relations`.
         if len(self._is_perpendicular):
             groups.append(self._directions(state, slopes=slopes))
         if len(self._order_points[0]):
@@ -203,8 +213,8 @@ class System(UnknownsLayout):
     def _directions(self, state: Vector, *, slopes: bool) -> _Residuals:
         """Return the residuals of all parallel and perpendicular lines.
 
-        The residual of parallel lines is the sine of the angle between them, that of perpendicular
-        ones the cosine. `state` has the values of all unknowns.
+        The residual of parallel lines is the sine of the angle between them. The residual of
+        perpendicular lines is the cosine. `state` has the values of all unknowns.
         """
         places = self.places(state)
         a, b, c, d = self._direction_points
@@ -217,7 +227,8 @@ class System(UnknownsLayout):
         if not slopes:
             return _Residuals(values=values, slopes=None)
         rows = np.zeros((len(a), self.count))
-        # The derivative of the residual by the angle; the rest is that of the angle.
+        # By the chain rule: the derivative of the residual by the angle, times that of the angle by
+        # the two directions, which `angle_slopes` computes.
         by_angle = np.where(self._is_perpendicular, -sine, cosine)
         slope_u, slope_w = angle_slopes(u, w, by_angle)
         add_point_slopes(rows, b, slope_u)
@@ -227,9 +238,12 @@ class System(UnknownsLayout):
         return _Residuals(values=values, slopes=rows)
 
     def _orders(self, state: Vector, *, slopes: bool) -> _Residuals:
-        """Return how far each point is from lying between two others; 0 wherever it does.
+        """Return for each point that has to lie between two others how far it is outside.
 
-        It counts along the segment, in shares of it. `state` has the values of all unknowns.
+        The distance is measured along the segment, as a share of its length. It is 0 for a point
+        between the ends, negative before the start and positive behind the end. For example, a
+        point behind the end by 0.2 of the length has 0.201, with `_END_MARGIN`. `state` has the
+        values of all unknowns.
         """
         places = self.places(state)
         point, start, end = self._order_points
@@ -294,8 +308,8 @@ class System(UnknownsLayout):
     ) -> Differentiated:
         """Return the value of a quantity and its derivatives by all unknowns.
 
-        The value is NaN where the quantity has none, as behind a division by zero; the derivatives
-        are of no use then.
+        The value is NaN where the quantity has none, for example because it divides by zero. The
+        derivatives mean nothing then.
 
         Args:
             quantity: What is computed.
@@ -327,5 +341,5 @@ class System(UnknownsLayout):
 
 
 def _sum_of_atom(atom: Quantity) -> LinearSum[Quantity]:
-    """Return an atom as a sum that has it once."""
+    """Return an atom as a sum of one term, with the factor 1."""
     return LinearSum(factors={atom: 1.0})

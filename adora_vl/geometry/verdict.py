@@ -31,7 +31,7 @@ MAX_FACT_LENGTH = 400  # characters
 # Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
 EVALUATIONS = 6000
 REPAIR_EVALUATIONS = 9000
-_MIN_SLOPE = 1e-4  # steepness below which the equations have a double root, or nearly so
+_MIN_SLOPE = 1e-4  # equations that are flatter than this have a double root, or nearly one
 _DOUBLE_ROOT_TOLERANCE = 2e-4  # share by which an answer at a double root may miss its exact form
 
 
@@ -42,14 +42,15 @@ def solve_form(form: LogicForm, *, looks: bool = True, repair: bool = True) -> V
 
     Args:
         form: The facts of a diagram and its question.
-        looks: Whether what only the picture shows is tried where the facts leave the goal open.
-        repair: Whether facts are left out one by one where they contradict each other, to name
-            those that do. Neither option makes a form `answered`.
+        looks: Where the facts leave the goal open, assume what only the picture shows, and report
+            the value that follows. The status stays `open`.
+        repair: Where facts contradict each other, leave out one after the other to find which do.
+            The status stays `conflict` or `collapsed`.
     """
     fault = describe_excess(form)
     if fault:
         return Verdict(status="unread", why=fault)
-    # far from a figure numbers overflow, and such steps are not taken
+    # Far from a figure numbers overflow. The search rejects steps to such places by itself.
     with np.errstate(all="ignore"):
         result = _solve_small_form(form, looks=looks, repair=repair)
     if not result.unread:
@@ -60,7 +61,7 @@ def solve_form(form: LogicForm, *, looks: bool = True, repair: bool = True) -> V
 def _solve_small_form(form: LogicForm, *, looks: bool, repair: bool) -> Verdict:
     """Return the verdict on a form that is not too large.
 
-    What a form says may be of any kind; an error in reading it says that it is unread.
+    A form may have any text in its facts, so any error in reading it gives the verdict `unread`.
     """
     try:
         reading = read_facts(form)
@@ -101,8 +102,15 @@ def describe_unread_facts(form: LogicForm, reading: Reading) -> Iterator[str]:
 def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
     """Return the verdict on a form whose facts and question are read.
 
-    A figure that the facts determine comes first, then angles alone, then what only the picture
-    shows, and last which facts contradict each other.
+    The first of these that applies decides:
+
+    1. The facts determine the goal, without an assumption from the picture.
+    2. The angles alone determine it, and the search for a figure gave no answer.
+    3. The facts determine it with an assumption from the picture (`reading.assumed`).
+    4. The facts leave it open; then what only the picture shows is tried.
+    5. Several figures fit.
+    6. Figures fit only with the points of a line in another order.
+    7. The facts contradict each other.
     """
     budget = Budget(EVALUATIONS)
     problem = FigureProblem(reading)
@@ -143,10 +151,10 @@ def describe_excess(form: LogicForm) -> str:
 
 
 def short_answer(value: float, reading: Reading, *, share: float | None = None) -> str | None:
-    r"""Return the short form of a value, as `2\sqrt{3}`; None where it has none.
+    r"""Return the short form of a value, such as `2\sqrt{3}` for 3.4641...; None where it has none.
 
-    Decimals come before fractions where the facts have some. `share` is how much of the value the
-    form may differ by.
+    A decimal is preferred to a fraction where the facts have decimals. `share` is the relative
+    error that the short form may have; the default is that of `short_form`.
     """
     texts = [*reading.drawing.form.facts, *reading.drawing.form.question]
     has_decimals = any(re.search(r"\d\.\d", text) for text in texts)
@@ -163,7 +171,8 @@ def _without_last_bits(value: float) -> float:
 def _verdict_by_facts(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
     """Return the verdict where the facts determine the goal.
 
-    At a double root a figure is known to about four digits; a short form so near is the answer.
+    At a double root, as of `x^2 - 6x + 9 = 0`, the value is known to about four digits only. A
+    short form that agrees with it to four digits is the answer there.
     """
     assert result.value is not None, "an answer has a figure"
     assert result.solution is not None, "an answer has a figure"
@@ -187,12 +196,11 @@ def _verdict_by_facts(form: LogicForm, problem: FigureProblem, result: Outcome) 
 
 
 def _verdict_by_angles(reading: Reading) -> Verdict | None:
-    """Return the verdict where the angles alone fix the answer; None where they do not.
-
-    A measure has to be positive, a letter may be anything.
-    """
+    """Return the verdict where the angles alone determine the answer; None where they do not."""
     value = AngleChase(reading).value()
     is_letter = reading.goal_term is not None and not reading.goal_term.arguments
+    # A measure has to be positive, and angles determine one in degrees alone. A letter may have any
+    # value.
     if value is None or reading.assumed or (value <= 0 and not is_letter):
         return None
     if reading.unit != "degrees" and not is_letter:
@@ -207,7 +215,7 @@ def _verdict_by_angles(reading: Reading) -> Verdict | None:
 
 
 def _verdict_by_looks(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
-    """Return the verdict for an answer that needs what only the picture shows."""
+    """Return the verdict for an answer that follows only with assumptions from the picture."""
     assert result.value is not None, "an answer has a figure"
     assert result.solution is not None, "an answer has a figure"
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
@@ -223,10 +231,9 @@ def _verdict_by_looks(form: LogicForm, problem: FigureProblem, result: Outcome) 
 
 
 def _try_looks(form: LogicForm, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
-    """Return the verdict on an open goal: try what the picture shows beside the facts.
-
-    First come tangents alone, then everything.
-    """
+    """Return the verdict on an open goal, after trying what the picture shows beside the facts."""
+    # Level 1 assumes that lines are tangent as they look. Level 2 also assumes right angles,
+    # parallels and centres on chords.
     for level in (1, 2):
         reading = read_facts(form, looks=level)
         if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
@@ -235,14 +242,14 @@ def _try_looks(form: LogicForm, problem: FigureProblem, result: Outcome, budget:
         trial_outcome = choose_outcome(trial, budget)
         solution = trial_outcome.solution
         is_answered = trial_outcome.status == "answered"
-        # What the picture shows has to give a figure like the picture.
+        # An assumption from the picture has to lead to a figure that looks like the picture.
         if is_answered and solution is not None and solution.faults == 0:
             return _verdict_by_looks(form, trial, trial_outcome)
     return _verdict_of_open_goal(form, problem, result)
 
 
 def _verdict_of_open_goal(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
-    """Return the verdict where the facts leave the goal free, with two of its values."""
+    """Return the verdict where the facts leave the goal free; it names two possible values."""
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
@@ -252,7 +259,10 @@ def _verdict_of_open_goal(form: LogicForm, problem: FigureProblem, result: Outco
 
 
 def _verdict_of_rivals(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
-    """Return the verdict where several figures fit, or only one that differs from the picture."""
+    """Return the verdict where several figures fit, or only one, of which nobody can be sure.
+
+    A single figure is in doubt where it differs from the picture, or where there is no picture.
+    """
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
@@ -268,9 +278,9 @@ def _verdict_of_rivals(form: LogicForm, problem: FigureProblem, result: Outcome)
 
 
 def _verdict_of_disorder(result: Outcome) -> Verdict:
-    """Return the verdict where figures fit only with the points of a line in another order.
+    """Return the verdict where a figure fits only if points of a line change their order.
 
-    The order is the one that the facts or the picture have.
+    Their right order is the one in the facts or in the picture.
     """
     lines = _join_words([f"{line} in this order" for line in result.disordered_lines])
     return Verdict(
@@ -283,8 +293,14 @@ def _verdict_of_conflict(
 ) -> Verdict:
     """Return the verdict where no figure was found: which facts exclude each other.
 
-    Where the lengths give every angle as it is rounded there is no contradiction. Without places
-    there is one only where the facts that are named exclude each other by themselves.
+    The first of these that applies decides:
+
+    1. The angles are only rounded values of those that the lengths give: no contradiction.
+    2. The form has no places, and no facts were found that surely exclude each other: `open`, since
+       the search may have missed a figure.
+    3. Leaving out a fact gives one answer: it is reported with the contradiction.
+    4. With the facts rounded a figure fits: its answer is reported with the contradiction.
+    5. Otherwise the contradiction is reported without a value.
     """
     reading = problem.reading
     clash = find_conflict(form, reading, Budget(REPAIR_EVALUATIONS))
@@ -327,9 +343,10 @@ def _verdict_of_conflict(
 
 
 def _verdict_by_lengths(form: LogicForm, clash: Conflict) -> Verdict | None:
-    """Return the answer of the lengths where each angle is theirs, rounded as written.
+    """Return the answer that the lengths give, where the angles are theirs, but rounded.
 
-    A book that gives lengths and 84 degrees for 83.6 contradicts nothing. None for any other.
+    For example, a book gives lengths that make an angle of 83.6 degrees, and calls it 84 degrees.
+    Returns None where an angle differs from that of the lengths by more than its rounding.
     """
     for repair in clash.repairs:
         solution = repair.outcome.solution
@@ -349,14 +366,18 @@ def _verdict_by_lengths(form: LogicForm, clash: Conflict) -> Verdict | None:
 
 
 def _holds_as_rounded(repair: Repair, term: Term) -> bool:
-    """Tell whether an angle of a figure, rounded as a fact is, is what that says."""
+    """Tell whether a fact gives the angle of a figure as rounded: 84 for 83.6, or 83.6 for 83.58.
+
+    `repair` has the figure that was found without the fact. `term` is the fact, such as
+    `Equals(MeasureOf(Angle(A, B, C)), 84)`.
+    """
     solution = repair.outcome.solution
     assert solution is not None, "a repair has a figure"
     measure, size = term.arguments
     number = re.fullmatch(r"\d+(?:\.(\d+))?", size.head.strip())
     if number is None:
         return False
-    # A system without relations computes the angle in the figure that was found without the fact.
+    # A system without relations only computes its goal, here the angle in the figure.
     quantity = repair.problem.reading.measures.quantity(measure)
     system = repair.problem.system
     trial = System(system.points, relations=(), goal=quantity, size=system.size)
@@ -367,9 +388,15 @@ def _holds_as_rounded(repair: Repair, term: Term) -> bool:
 
 
 def _describe_conflict(result: Outcome, clash: Conflict | None, reading: Reading) -> str:
-    """Return a line on the facts that exclude each other, with the answer without each of them.
+    """Return a line that names the facts that exclude each other.
 
-    `clash` is what was found out about them, or None where nobody looked.
+    It also says which answer follows if one of them is left out, or `-` where none follows. For
+    example:
+
+        no figure: AB = 3, BC = 4 and AC = 10 exclude each other (leaving out one of them gives:
+        10, 10, -)
+
+    `clash` is the contradiction; None where it was not looked for.
     """
     kind = "no figure without points that fall together"
     if result.status == "conflict":
@@ -400,5 +427,5 @@ def _describe_goal(reading: Reading) -> str:
 
 
 def _join_words(words: Sequence[str]) -> str:
-    """Return words with commas and an "and" between them."""
+    """Return words as a list in a sentence: `A, B and C`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
