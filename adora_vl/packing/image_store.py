@@ -52,9 +52,10 @@ def can_cache(image_processor: object) -> bool:
 class PatchNormalizer:
     """Converts patches of bytes to the normalised float32 patches that the vision tower reads.
 
-    A byte of a channel has one of 256 values, so the processor's own method is asked for each value
-    once, and the results are a table. Values from the table are equal to the processor's on every
-    device, and no device is waited for.
+    A byte of a channel has one of 256 values. So the processor's own method normalises each of them
+    once, and the results are kept as a table of channels x 256 values. For example, byte 7 of
+    channel 2 becomes entry 2 x 256 + 7. These values are equal to the processor's on every device,
+    and the host waits for no device.
     """
 
     def __init__(self, image_processor: "BaseImageProcessor", settings: dict[str, Any]) -> None:
@@ -79,9 +80,11 @@ class PatchNormalizer:
         self._tables_by_device: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, frames_RF: Tensor) -> Tensor:
-        """Return normalised patches, (R, D), from one frame of each, (R, F), uint8.
+        """Return normalised patches, (R, D), from one frame of each patch, (R, F), uint8.
 
         They are float32, on the same device. Where the processor changes no value they stay bytes.
+        A patch has its frame several times behind each channel: with two channels of the frames x
+        and y, and two frames per patch, `x y` becomes `x x y y`.
         """
         rows = len(frames_RF)
         values = frames_RF.view(rows, self._channels, -1)  # (R, channels, pixels of a frame)
@@ -90,7 +93,7 @@ class PatchNormalizer:
             # A channel's part of the table has 256 entries, one for each value of a byte.
             table_indices = values.int() + channel_offsets
             values = table.index_select(0, table_indices.flatten()).view_as(values)
-        # Behind its channel a whole patch has the same frame several times.
+
         repeated_values = values[:, :, None].expand(-1, -1, self._frames_per_patch, -1)
         return repeated_values.reshape(rows, -1)
 
@@ -107,8 +110,9 @@ class PatchNormalizer:
 def one_frame(patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
     """Return one frame of each patch of an image, (R, F), from whole patches, (R, D).
 
-    The processor repeats an image's only frame as often as a patch of a film has frames, which is
-    `temporal_patch_size` times.
+    A patch has room for `temporal_patch_size` frames of a film. For an image the processor repeats
+    its only frame in each channel: `x x y y` becomes `x y`, where x is the frame of the first channel
+    and y that of the second.
     """
     frames = int(settings["temporal_patch_size"])
     frame_pixels = settings["patch_size"] ** 2
@@ -121,9 +125,10 @@ def one_frame(patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
 def effective_settings(
     image_processor: "BaseImageProcessor", overrides: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the settings by which the processor treats an image, after the overrides of one call.
+    """Return the processor's settings for one call, whose arguments override its own settings.
 
-    Two calls with the same result make the same of an image. `overrides`: the arguments of the call.
+    Two calls with the same settings make the same patches of an image. `overrides`: the arguments of
+    the call, such as `min_pixels`.
     """
     arguments = {name: value for name, value in overrides.items() if name != "return_tensors"}
     settings = {**image_processor.to_dict(), **arguments}
@@ -177,8 +182,8 @@ class ImageCache:
         self.processed += 1
         frames_RF = one_frame(output["pixel_values"], settings)
         processed = ProcessedImage(key, frames_RF, grid_3=output["image_grid_thw"][0])
-        # An extension marks an image that it draws for one pass alone. In the cache that one would
-        # only push others out.
+        # An extension marks an image that it draws for a single pass. In the cache it would only
+        # push other images out.
         is_used_once = isinstance(image, Image.Image) and image.info.get(PASSING)
         if is_used_once:
             return processed
@@ -191,13 +196,13 @@ class ImageCache:
         return processed
 
     def preprocess(self, image_processor: "BaseImageProcessor") -> Preprocess:
-        """Return the processor's `preprocess` with this cache before it.
+        """Return a function that replaces the processor's `preprocess` and reads this cache first.
 
         The function has the same arguments and the same output.
         """
 
         def cached(images: "ImageInput", **overrides: Any) -> BatchFeature:
-            """Return the patches and grids of images; those that the cache holds are not computed."""
+            """Return the patches and grids of images; images in the cache are not computed."""
             settings = effective_settings(image_processor, overrides)
             processed_images = [
                 self.get(image_processor, image, settings) for image in flat_images(images)
@@ -242,6 +247,8 @@ def _image_key(image: "ImageInput", settings: dict[str, Any]) -> str:
 def first_patches(references: Tensor, grids: Tensor) -> list[int]:
     """Return the number of each image's first patch, which identifies the image.
 
+    For example, the references 40 41 42 43 80 81 and grids of 4 and 2 patches give [40, 80].
+
     Args:
         references: (R, 1), the numbers that an image bank has given to the patches of N images.
         grids: (N, 3), each image's (temporal, height, width) in patches.
@@ -263,18 +270,21 @@ class BankImage(NamedTuple):
 class ImageBank:
     """Stores the patches of distinct images under consecutive numbers.
 
-    A batch has these numbers, called references, in place of its pixels. The number of its first
-    patch identifies an image. No two banks share numbers.
+    A batch has these numbers, called references, in place of its pixels. An image is identified by
+    the number of its first patch, its start. For example, images of 4 and 2 patches in a bank that
+    begins at 100 get the references 100 to 103 and 104 to 105. Their starts are 100 and 104. No two
+    banks share numbers.
 
-    An image is stored as the bytes of one frame of its patches, (R, F), which are normalised when a
-    vision tower reads them. Where something has changed the normalised patches, these are stored,
-    (R, D).
+    An image is stored as bytes: one frame of each patch, (R, F). They are normalised when a vision
+    tower reads them. If an extension has changed the normalised patches, such as by noise, these are
+    stored instead, (R, D).
     """
 
     def __init__(self, first: int, normalize: Normalize = Tensor.float) -> None:
         """Create an empty bank, whose first patch gets the number `first`.
 
-        `normalize`: converts the stored bytes for a vision tower; by default their dtype alone.
+        `normalize`: converts the stored bytes for a vision tower. By default it changes their dtype
+        alone.
         """
         self.first = first
         self.end = first  # the number behind the last patch
@@ -334,8 +344,8 @@ class ImageBank:
         images = [self._images[start] for start in starts]
         grids = torch.stack([image.grid_3 for image in images])
         stored_patches = [image.patches for image in images]
-        # Bytes are one frame of each patch, still to be normalised. All images at once, if nothing
-        # has changed any of them; else one by one, since some are stored normalised.
+        # Bytes are still to be normalised. If all images are bytes, they are normalised at once.
+        # Otherwise some are stored normalised, and the others are normalised one by one.
         if all(patches.dtype == torch.uint8 for patches in stored_patches):
             return self.normalize(torch.cat(stored_patches)), grids
         normalized_patches = []
@@ -356,7 +366,8 @@ _TEMPORARY_BANK = "temporary"  # key of a third bank beside those of the modes `
 class ImageBanks:
     """The banks that are in use: one for the training batch and one for the evaluation batch.
 
-    Patches are numbered through all banks, so that a number says which bank has the patch.
+    Patches are numbered through all banks, so that a number says which bank has the patch. For
+    example, if the training bank has the numbers 0 to 99, the next evaluation bank begins at 100.
     """
 
     def __init__(self, normalize: Normalize = Tensor.float) -> None:
@@ -366,9 +377,9 @@ class ImageBanks:
         self._removed_end = 0  # no bank that has been removed has a patch of this number or above
 
     def new(self, mode: str) -> ImageBank:
-        """Replace the bank of `mode` (`train` or `eval`) by an empty one, and return that.
+        """Replace the bank of `mode` (`train` or `eval`) by an empty one, and return the new one.
 
-        Its numbers go on where those of all other banks end.
+        Its first number is the lowest that no bank has used yet.
         """
         if mode in self._banks:
             self._removed_end = max(self._removed_end, self._banks[mode].end)
@@ -380,16 +391,17 @@ class ImageBanks:
     def bank_to_extend(self, mode: str = "train") -> ImageBank | None:
         """Return the bank of the present batch, to add images to it; None before the first batch.
 
-        All ranks call it together, whether or not they have images to add. Then all of them take
-        part in the passes that compute the features of new images, where the tower is frozen.
+        It also marks features as due. So all ranks call it together, whether or not they have images
+        to add: with a frozen tower, the passes over new images are collective.
         """
         self.mark_features_due(mode)
         return self._banks.get(mode)
 
     def mark_features_due(self, mode: str = "train") -> None:
-        """Say that features of the present batch's images have to be computed before its next pass.
+        """Note that the present batch may have new images, whose features are not computed yet.
 
-        This does nothing before the first batch.
+        The next vision pass of a frozen tower then computes them. Before the first batch this does
+        nothing.
         """
         bank = self._banks.get(mode)
         if bank is not None:
@@ -403,8 +415,8 @@ class ImageBanks:
     def temporary(self) -> Iterator[ImageBank]:
         """Add an empty bank, which stands in for the training batch's bank inside the block.
 
-        A second pass over the batch can then see other images, and the batch's own are untouched.
-        The numbers of its patches are not used again after the block.
+        A second pass over the batch can then see other images, and the batch's own images are
+        untouched. After the block the numbers of the temporary bank are not used again.
         """
         bank = self.new(_TEMPORARY_BANK)
         try:

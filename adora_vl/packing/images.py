@@ -31,8 +31,8 @@ from adora_vl.packing.prompts import (
 from adora_vl.packing.vision import SharedVision
 from adora_vl.types import Batch, Row
 
-# The processed images that each process keeps over steps and epochs: those of 1,780 images of
-# 448 x 448 pixels.
+# What each process keeps of processed images over steps and epochs. 1,780 images of 448 x 448 pixels
+# fit into it.
 CACHE_BYTES = 2**30
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 def may_have_images(dataset: "Dataset") -> bool:
-    """Return whether any row of a training data set may have an image; True where that is unknown.
+    """Return whether any row of a training data set may have an image.
 
-    Only a `datasets.Dataset` has a table, which tells it. Rows of another kind tell nothing before
-    they are read.
+    The table of a `datasets.Dataset` tells it. Any other data set has no table, and its rows are not
+    read here, so the result is True.
     """
     table = getattr(getattr(dataset, "data", None), "table", None)
     if table is None:
@@ -58,8 +58,10 @@ def may_have_images(dataset: "Dataset") -> bool:
 def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, Any]:
     """Return the columns of a batch or a pass, with empty image columns where they are missing.
 
-    So a batch without images has the same columns as those of the other ranks. `tokens_BT`: any
-    tensor with the shape of prompts and completions, (B, P + C).
+    So a batch without images has the same columns as the batches of other ranks. For example, two
+    rows without images get `pixel_values` (0, 1), `image_grid_thw` (0, 3) and `num_images` [0, 0].
+
+    `tokens_BT`: any tensor with the shape of prompts and completions, (B, P + C).
     """
     if columns.get("pixel_values") is not None:
         return columns
@@ -74,9 +76,9 @@ def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, 
 
 
 def processes_images_ahead(device: torch.device) -> bool:
-    """Return whether images are processed while the policy learns.
+    """Return whether images are processed while the policy learns, which is so only beside a GPU.
 
-    A CPU has no time to spare for it.
+    Where the policy learns on the CPU, the CPU has no time to spare for it.
     """
     return device.type != "cpu"
 
@@ -166,8 +168,8 @@ class DistinctImages:
             An object that does nothing where images are not cached, or where rows must not be read
             early.
         """
-        # A CPU has no time to spare. Without a cache the results could not be kept, and without
-        # images there is nothing to process.
+        # Where the policy learns on the CPU, the CPU has no time to spare. Without a cache the
+        # results could not be kept. Without images there is nothing to process.
         if not processes_images_ahead(self._device) or self.cache is None or not self.may_be_shown:
             return NoPrefetch()
         # A worker of the loader reads ahead already.
@@ -199,8 +201,8 @@ class DistinctImages:
             refill: whether the rows join the present batch; otherwise its images are released.
         """
         self._switch_vision()
-        # The bank stores the images of a batch. Rows that join the present batch use its bank.
-        # Those that begin a batch, or join none because there is none yet, get an empty one.
+        # The bank stores the images of a batch. Rows that join the present batch use its bank. Rows
+        # of a new batch get an empty bank.
         bank = self.banks.bank_to_extend() if refill else None
         if bank is None:
             bank = self.banks.new(mode)
@@ -232,8 +234,8 @@ class DistinctImages:
                 those of the batch.
             mode: `train` or `eval`.
         """
-        # This call comes before the return below, since it marks features as due, which all ranks
-        # have to do alike.
+        # The call also marks features as due, which all ranks have to do alike. So it comes before
+        # the return below.
         bank = self.banks.bank_to_extend(mode)
         cache = self.cache
         if not any(pictures):

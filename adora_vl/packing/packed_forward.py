@@ -156,7 +156,7 @@ class PackedForward:
                 compute_padded=compute_padded,
                 packs_rows=packs_rows,
             )
-        # `_check` may just have found that packed and padded rows differ, and set `refusal`.
+        # `_check` sets `refusal` if packed and padded rows differ.
         if check_only or not packs_rows or self.refusal:
             return None
         self.passes += 1
@@ -177,12 +177,13 @@ class PackedForward:
         Args:
             inputs: what the pass gets.
             groups: the rows of the first chunk, grouped by prompt.
-            compute_padded: as in `__call__`.
+            compute_padded: computes the first rows as TRL does, see `__call__`.
             packs_rows: whether this rank packs its rows, since that is less work.
         """
         gather = self._accelerator.gather
         device = inputs.input_ids.device
-        # A forward pass gathers sharded weights, so all ranks make both passes as soon as one packs.
+        # If no rank packs, there is nothing to compare yet. If any rank packs, all ranks make two
+        # passes, since a forward pass gathers sharded weights.
         if not gather(torch.tensor([int(packs_rows)], device=device)).any():
             return
         self.is_checked = True
@@ -192,7 +193,7 @@ class PackedForward:
         with torch.no_grad(), evaluation_mode(inputs.model):
             if packs_rows:
                 packed_logps_BC, _ = self._compute_chunk(inputs, groups)
-            else:  # this rank only keeps up with the others
+            else:  # this rank only makes as many passes as the others
                 packed_logps_BC, _, _ = compute_padded(rows, columns)
             padded_logps_BC, _, _ = compute_padded(rows, columns)
             mask_BC = _sampled_tokens(rows, inputs)
@@ -230,8 +231,8 @@ class PackedForward:
     def _compute_chunk(self, inputs: PassInputs, groups: RowGroups) -> tuple[Tensor, Tensor | None]:
         """Run one packed pass over the rows of `groups`, which are neighbours.
 
-        Returns log-probabilities and entropies, both (rows, C); None instead of the entropies where
-        they are not asked for.
+        Returns log-probabilities and entropies, both (rows, C). Without `compute_entropy` the
+        entropies are None.
         """
         plain_model = self._accelerator.unwrap_model(inputs.model)
         install_split_attention(plain_model)
@@ -250,27 +251,32 @@ class PackedForward:
         if torch.is_grad_enabled():  # other passes keep no activations
             size = packed_size(packed, model_inputs.get("pixel_values"))
             checkpointing = self._checkpointing_context(size)
-        # With TRL's `fused_lm_head` the model returns the labels' log-probabilities, and entropies,
+        # With TRL's `fused_lm_head` the model returns log-probabilities of the labels and entropies
         # in place of logits.
         with checkpointing, self._accelerator.autocast():
             outputs = inputs.model(**model_inputs, shift_labels=packed.labels, fused_lm_head=True)
         logps_BC = packed.spread_over_rows(outputs.log_probs)
-        if not inputs.compute_entropy:  # the reference model's head computes none
+        # The head of the reference model returns no entropies; only the policy's are asked for.
+        if not inputs.compute_entropy:
             return logps_BC, None
         return logps_BC, packed.spread_over_rows(outputs.entropy)
 
 
 def packed_size(packed: PackedSequence, pixels: Tensor | None) -> PassSize:
-    """Return the numbers of a packed pass that its memory depends on.
+    """Return the size of a packed pass, from which its memory is computed.
 
-    `pixels`: of the sequence's images, or references to them, one entry per patch.
+    For example, a prompt of 3 tokens with the rollouts `a1 a2 a3` and `c1 c2` is one row of the 6
+    tokens `p1 p2 p3 a1 a2 c1`. It has 5 scored tokens. Its 9 repeated keys are p1 p2 p3 a1 a2 and
+    p1 p2 p3 c1.
+
+    `pixels`: the patches of the sequence's images, or references to patches: one entry per patch.
     """
     rows, row_length = packed.ids_NS.shape
     return PassSize(
         rows=rows,
         row_length=row_length,
         scored_tokens=packed.labels.numel(),
-        # Attention copies the keys of each span, those of the prompt once for every rollout.
+        # Attention copies the keys of each span. So it copies a prompt's keys for every rollout.
         repeated_keys=sum(packed.layout.key_counts),
         patches=0 if pixels is None else len(pixels),
     )
@@ -280,6 +286,9 @@ def _pack_chunk(
     plain_model: "PreTrainedModel", inputs: PassInputs, groups: RowGroups
 ) -> PackedSequence:
     """Lay out the rows of `groups`, which are neighbours, as one packed sequence.
+
+    For example, the groups [[4, 5], [6]] are the rows 4 to 6 of the batch, which are packed as the
+    groups [[0, 1], [2]] of a chunk of three rows.
 
     Args:
         plain_model: the model without a wrapper; it counts the positions of image tokens.
@@ -331,7 +340,9 @@ def _grids_of_prompts(host_rows: HostRows, rows: list[int]) -> Tensor | None:
 def _images_in_order(host_rows: HostRows, groups: RowGroups) -> list[RowImages]:
     """Return the images of prompts and completions, in the order of the packed sequence.
 
-    A prompt's images come first, then those of each of its rollouts, the longest rollout first.
+    First come the images of a prompt, then the images of each of its rollouts, the longest rollout
+    first. For example, rows 0 and 1 of one prompt, with completions of 3 and 5 tokens, give the
+    images of the prompt, of completion 1, and of completion 0.
     """
     images: list[RowImages | None] = []
     for group_rows in groups:
@@ -378,8 +389,11 @@ def _sampled_tokens(rows: int, inputs: PassInputs) -> Tensor:
 def _groups_by_chunk(inputs: PassInputs) -> list[RowGroups]:
     """Divide the rows into one chunk for each forward pass, and group those of a chunk by prompt.
 
-    Where the batch has pixels, every row is a group of its own, since they do not tell which images
-    are equal. References into an image bank, which are integers, do.
+    For example, with 4 rows per chunk, six rows with the prompts p p q q q q are divided into
+    [[0, 1], [2, 3]] and [[4, 5]].
+
+    References into an image bank, which are integers, tell which rows have equal images. Pixels do
+    not, so every row with pixels is a group of its own.
     """
     rows = range(len(inputs.input_ids))
     rows_per_chunk = inputs.rows_per_chunk
@@ -402,7 +416,7 @@ def _groups_of_chunk(chunk: range, host_rows: HostRows) -> RowGroups:
     groups = group_rows_by_prompt(
         host_rows.prompt_ids[rows], host_rows.prompt_mask[rows], image_keys
     )
-    # The groups count rows from the beginning of the chunk.
+    # The groups have indices into `rows`, which become numbers of rows of the batch.
     return [[rows[index] for index in group_indices] for group_indices in groups]
 
 

@@ -103,7 +103,7 @@ class WatchedPass:
     """Its entropies, with gradients; None before it, and where it has not computed any."""
 
     def take_result(self, logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
-        """Keep what a pass has computed, unless it is a later one."""
+        """Keep what the first pass has computed. Later passes change nothing."""
         if self.logps_BC is not None:
             return
         self.logps_BC = logps_BC.detach()
@@ -158,9 +158,10 @@ class PolicyPass:
     def check(self, batch: Batch, model_pass: ModelPass) -> None:
         """Compare the log-probabilities of a batch from packed and from padded rows. Collective.
 
-        If they disagree on any rank, every rank goes on with padded rows. `model_pass`: the
-        trainer's pass of the policy, which calls this object. While `_check_only` is set that call
-        compares, and computes nothing else.
+        If they disagree on any rank, every rank goes on with padded rows.
+
+        `model_pass`: the trainer's pass of the policy. It calls this object, which makes only the
+        comparison while `_check_only` is set.
         """
         self._check_only = True
         try:
@@ -172,9 +173,10 @@ class PolicyPass:
     def watch(
         self, micro_batch: Batch, on_logps: Callable[[Tensor], None] | None = None
     ) -> Iterator[WatchedPass]:
-        """Tell the passes inside the block their micro-batch, and return what the first one computes.
+        """Tell the passes inside the block their micro-batch, and keep what the first one computes.
 
-        TRL's loss calls the pass inside, and hands neither through.
+        TRL's loss calls the pass. It neither passes the micro-batch on to the pass, nor returns what
+        the pass has computed.
 
         Args:
             micro_batch: the micro-batch whose rows all passes inside the block read.
@@ -206,15 +208,14 @@ class PolicyPass:
     ) -> PassResult:
         """Compute log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
 
-        `trl_pass` is TRL's method, which the other arguments are for. Tokens that the policy has
-        not sampled (0 in `tool_mask`) get a log-probability of 0, so that no two passes differ
-        where the loss does not look.
+        `trl_pass` is TRL's method, and the other arguments are those of TRL's method. Tokens that
+        the policy has not sampled (0 in `tool_mask`) get a log-probability of 0. The loss does not
+        read them, and so no two passes differ in them.
 
-        A pass without gradients scores tokens for a comparison, with an engine, an older policy or
-        a reference. None of these has dropout, so the pass has none either; TRL's pass has.
+        A pass without gradients scores tokens to compare them with an engine, an older policy or a
+        reference. None of these has dropout, so it is switched off here; TRL leaves it on.
         """
-        # TRL's loss does not hand the mask to the pass. Then it is that of the micro-batch, which
-        # `watch` has set.
+        # TRL's loss does not pass the mask on. Then the micro-batch that `watch` has set has it.
         sampled_mask_BC = columns.get("tool_mask", self._micro_batch.get("tool_mask"))
         if sampled_mask_BC is not None:
             columns["tool_mask"] = sampled_mask_BC

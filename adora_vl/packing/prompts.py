@@ -50,8 +50,8 @@ class PromptBatch:
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     """Number the distinct keys of rows, in the order in which they come first.
 
-    Returns the first row of each distinct key, and for every row the number of its key, which is an
-    index into the first list.
+    Returns the first row of each distinct key, and for every row the number of its key. For example,
+    the keys a a b a give [0, 2] and [0, 0, 1, 0]: key 0 is first in row 0, key 1 in row 2.
     """
     number_by_key: dict[Hashable, int] = {}
     first_rows = []
@@ -63,7 +63,10 @@ def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
 
 
 def trl_messages(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the prompts of rows as TRL's messages: with their images inside, if any row has one."""
+    """Return the prompts of rows as TRL's messages.
+
+    If any row has an image, the messages of all rows have their images inside.
+    """
     images = [images_of(row) for row in rows]
     if not any(images):
         return [row["prompt"] for row in rows]
@@ -86,7 +89,7 @@ def read_prompts(
 
     Args:
         rows: rows of a data set, with `prompt` and mostly `images`.
-        processor: that of the model, or a tokenizer.
+        processor: the processor of the model, or a tokenizer.
         template_arguments: further arguments of the chat template.
         processor_context: is entered while the processor works; None for no context.
     """
@@ -102,7 +105,8 @@ def read_prompts(
         values_by_name = _tokenize_messages(distinct_messages, processor, template_arguments)
     pixels = values_by_name.pop("pixel_values", None)
     grids = values_by_name.pop("image_grid_thw", None)
-    # The other values are lists with an entry per distinct prompt; a row gets a copy of its prompt's.
+    # The other values are lists with an entry for each distinct prompt. Each row gets a copy of the
+    # entry of its prompt.
     fields: dict[str, Any] = {}
     for name, values in values_by_name.items():
         fields[name] = [list(values[number]) for number in prompt_numbers]
@@ -155,7 +159,10 @@ def with_pictures_of_tools(
     pictures: Sequence[Sequence[Any]],
     process: Callable[[list[Any]], Mapping[str, Any]],
 ) -> PromptBatch:
-    """Return the prompts with further images of each row after the prompt's own.
+    """Return the prompts with further images of each row after the prompt's own images.
+
+    For example, row 0 has the image a in its prompt and gets x from a tool; row 1 has b and gets
+    nothing. The images in their new order are a x b.
 
     Args:
         prompts: of B rows.
@@ -202,9 +209,9 @@ def returning_references(
 
     Args:
         image_processor: its `preprocess` is replaced.
-        cache: where images that were processed before are found.
+        cache: has images that were processed before.
         bank: stores the patches.
-        device: where they are stored.
+        device: where the patches are stored.
     """
 
     def preprocess(images: "ImageInput", **overrides: Any) -> BatchFeature:
@@ -224,7 +231,8 @@ def returning_references(
 def _with_ids_of_images(messages: object) -> Any:
     """Return nested messages with each image replaced by the `id` of its object.
 
-    Messages are then compared without reading pixels. Rows of one prompt have the same object.
+    So messages can be compared without reading pixels. Rows of one prompt have the same image
+    object. For example, {"type": "image", "image": <image>} becomes {..., "image": 140023}.
     """
     if isinstance(messages, dict):
         return {key: _with_ids_of_images(value) for key, value in messages.items()}

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 
 def prompt_images(host_rows: HostRows, row: int) -> RowImages | None:
-    """Return the images in a row's prompt; None where no row has images."""
+    """Return the images in a row's prompt; None where no row of the batch has images.
+
+    `host_rows` has the images of the prompt and of the completion together, the prompt's first.
+    For example, with grids of 4, 6 and 8 patches and one image in the completion, the prompt has
+    the first two grids and the first 10 patches.
+    """
     row_images = host_rows.images[row]
     if row_images is None:
         return None
@@ -31,7 +36,7 @@ def prompt_images(host_rows: HostRows, row: int) -> RowImages | None:
 def completion_images(host_rows: HostRows, row: int) -> RowImages | None:
     """Return the images in a row's completion, which tools have put there.
 
-    None where no row has images, and for a completion without tokens.
+    The result is None where no row of the batch has images, and where the completion has no tokens.
     """
     row_images = host_rows.images[row]
     in_prompt = prompt_images(host_rows, row)
@@ -54,7 +59,8 @@ def prompt_positions(
 ) -> Tensor:
     """Return the position ids of left-padded prompts as the model itself counts them.
 
-    They are (3, N, P) for a vision-language model, whose M-RoPE has three axes, else (N, P).
+    They are (3, N, P) for a vision-language model, whose M-RoPE has three axes, else (N, P). For
+    example, a prompt of text with the mask 0 0 1 1 1 has the positions 0 0 0 1 2.
 
     Args:
         model: the policy or the reference model, without a wrapper.
@@ -85,8 +91,9 @@ def completion_positions(
 ) -> Tensor | None:
     """Return the M-RoPE positions of the completions of these rows, (3, rows, C).
 
-    None where no completion has an image. Positions then simply go on by one; behind an image they
-    go on by the larger of its height and width, so the model has to count them.
+    The result is None where no completion has an image. Each position is then the one before plus
+    1, and the caller counts them. After an image the next position is larger by the image's height
+    or width in tokens, whichever is more. So the model itself has to count those.
     """
     token_types = host_rows.completion_token_types
     if token_types is None or not token_types[rows].any():

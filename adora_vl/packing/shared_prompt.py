@@ -36,6 +36,7 @@ def group_rows_by_prompt(
     """Group neighbouring rows that have the same prompt and images.
 
     Only neighbours are compared, since the rollouts of a group are consecutive rows of a batch.
+    For example, rows with the prompts p p q p become the groups [[0, 1], [2], [3]].
 
     Args:
         prompt_ids: (B, P), on the CPU.
@@ -60,8 +61,10 @@ def group_rows_by_prompt(
 def rows_longest_first(group_rows: Sequence[int], completion_lengths: Sequence[int]) -> list[int]:
     """Sort the rows of a group by the length of their completions, the longest first.
 
-    This is their order in a packed sequence. `completion_lengths`: (B,), those of the whole batch.
-    Rows of equal length keep their order.
+    A packed sequence has the rollouts in this order. Rows of equal length keep their order. For
+    example, the group of rows 2, 3, 4 with the lengths 5, 9, 5 becomes 3, 2, 4.
+
+    `completion_lengths`: (B,), the lengths of all rows of the batch, by row number.
     """
     return sorted(group_rows, key=lambda row: -completion_lengths[row])
 
@@ -70,6 +73,9 @@ def sharing_pays(
     prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]]
 ) -> bool:
     """Return whether a packed sequence has enough fewer tokens than padded rows to be faster.
+
+    For example, a prompt of 10 tokens with completions of 5 and 3 tokens takes 2 padded rows of 15
+    tokens, which are 30. Packed it takes 10 + 4 + 2 = 16 tokens, so packing pays.
 
     Args:
         prompt_lengths: tokens of each group's prompt.
@@ -90,9 +96,15 @@ def sharing_pays(
 class GroupLayout:
     """How many positions a prompt and each of its rollouts take in the packed sequence.
 
-    The group is divided into spans, for which attention is computed: the first span is the prompt
-    with its longest rollout, and each other rollout is a span of its own. A rollout of C tokens
-    takes C - 1 positions, since its last token predicts nothing. One of a single token takes none.
+    A rollout of C tokens takes C - 1 positions, since its last token predicts nothing. A rollout of
+    a single token takes no position, and has no entry here.
+
+    Attention is computed span by span. The first span is the prompt with its longest rollout. Each
+    other rollout is a span of its own.
+
+    For example, a prompt of 3 tokens with rollouts of 3, 1 and 2 tokens takes the positions
+    `p1 p2 p3 a1 a2 c1`. Its `prompt_length` is 3, and its `rollout_lengths` are (2, 1). Its spans
+    are `p1 p2 p3 a1 a2` and `c1`.
     """
 
     prompt_length: int
@@ -100,7 +112,7 @@ class GroupLayout:
 
     @property
     def first_span_length(self) -> int:
-        """Positions of the prompt together with its longest rollout, if it has any."""
+        """Positions of the first span: the prompt and its longest rollout, if there is one."""
         return self.prompt_length + sum(self.rollout_lengths[:1])
 
     @property
@@ -110,12 +122,16 @@ class GroupLayout:
 
 
 class SpanBounds(NamedTuple):
-    """Where the spans begin and end, as an attention kernel for variable lengths reads it."""
+    """Where the spans begin and end, in the form that attention kernels for variable lengths read.
+
+    For example, two spans with 5 and 1 queries and with 5 and 4 keys have the `query_bounds`
+    0, 5, 6 and the `key_bounds` 0, 5, 9.
+    """
 
     query_bounds: Tensor  # (spans + 1,), int32, cumulative numbers of queries, from 0
-    key_bounds: Tensor  # (spans + 1,), int32, likewise of keys
-    max_queries: int  # of any span
-    max_keys: int
+    key_bounds: Tensor  # (spans + 1,), int32, cumulative numbers of keys, from 0
+    max_queries: int  # the most queries that a span has
+    max_keys: int  # the most keys that a span has
 
 
 @dataclass(frozen=True)
@@ -124,8 +140,18 @@ class PackedLayout:
 
     Attention and the LM head read it. It is passed as an argument of the model's forward.
 
-    The sequence is divided into spans (see `GroupLayout`). A span's queries see its own keys and,
-    unless it begins with the prompt, also the prompt's.
+    The sequence is divided into spans (see `GroupLayout`). A prompt with its longest rollout is one
+    span, whose queries see the keys of this span. Each other rollout is a span, whose queries see
+    the prompt's keys and its own keys.
+
+    For example, `p1 p2 p3 a1 a2 c1` has a prompt of 3 tokens, and the rollouts `a1 a2 a3` and
+    `c1 c2` without their last tokens. Its spans are:
+
+        queries          keys              positions of the keys
+        p1 p2 p3 a1 a2   p1 p2 p3 a1 a2    0 1 2 3 4
+        c1               p1 p2 p3 c1       0 1 2 5
+
+    Position 2 (p3) predicts a1 and c1, so the predicting positions are 2 3 4 for a, and 2 5 for c.
     """
 
     groups: tuple[GroupLayout, ...]
@@ -134,9 +160,9 @@ class PackedLayout:
 
     @cached_property
     def span_lengths(self) -> list[int]:
-        """Positions of each span, in the order of the sequence.
+        """The number of positions of each span, in the order of the sequence.
 
-        A span is a prompt with its longest rollout, or one other rollout.
+        They are 5, 1 in the example above.
         """
         lengths: list[int] = []
         for group in self.groups:
@@ -146,10 +172,10 @@ class PackedLayout:
 
     @cached_property
     def key_counts(self) -> list[int]:
-        """The number of keys that each span attends to, in the order of the sequence.
+        """The number of keys that each span sees, in the order of the sequence.
 
-        A prompt with its longest rollout is a span that sees itself. Each other rollout is a span
-        that sees the prompt's keys and its own.
+        They are 5, 4 in the example above: the rollout `c1` sees three keys of the prompt and its
+        own one.
         """
         counts: list[int] = []
         for group in self.groups:
@@ -159,11 +185,14 @@ class PackedLayout:
 
     @cached_property
     def span_bounds(self) -> SpanBounds:
-        """The cumulative numbers of queries and keys of the spans, computed once for all layers."""
+        """The bounds of the spans, computed once for all layers.
+
+        In the example above the bounds of queries are 0, 5, 6, and those of keys are 0, 5, 9.
+        """
         device = self.predicting_positions_K.device
 
         def cumulative_on_device(lengths: list[int]) -> Tensor:
-            """Return the sums of the first 0, 1, 2, ... lengths, as int32 on the device."""
+            """Return the sums of the first 0, 1, 2, ... lengths: 5, 1 becomes 0, 5, 6."""
             bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
             return bounds.to(device, non_blocking=True)
 
@@ -179,7 +208,7 @@ class PackedLayout:
         """The position in the sequence of each key of each span, (K,), computed once for all layers.
 
         The prompt's positions come once with the longest rollout, and once more before each other
-        rollout, since each of these is a span that sees the prompt's keys and its own.
+        rollout. They are 0 1 2 3 4 and 0 1 2 5 in the example above.
         """
         position_parts: list[Tensor] = []
         start = 0
@@ -197,22 +226,43 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """A sequence (N = 1) of S positions for B rollouts of at most C tokens."""
+    """A packed sequence (N = 1) of S positions for B rollouts of at most C tokens.
+
+    For example, the rollouts `a1 a2` and `b1 b2 b3` of one prompt p are packed as `p b1 b2 a1`,
+    the longest first. The labels are `b1 b2 b3 a1 a2`. They are the tokens that are scored.
+    """
 
     ids_NS: Tensor
     position_ids: Tensor  # (3, N, S) for a vision-language model, (N, S) for a language model
-    labels: Tensor  # (1, K), the token that each scored position predicts; -100 where there is none
-    label_index_BC: Tensor  # index of each completion token in the flattened `labels`
+    # (1, K), the tokens that are scored; -100 alone where no token is
+    labels: Tensor
+    # For each completion token its index in the flattened `labels`; 0 where it is not scored. In
+    # the example: [[3, 4, 0], [0, 1, 2]].
+    label_index_BC: Tensor
     scored_mask_BC: Tensor  # 1 at completion tokens that are scored
     layout: PackedLayout
 
     def spread_over_rows(self, label_values: Tensor) -> Tensor:
-        """Spread values of the labels, (1, K), over the rows, (B, C); 0 where none is scored."""
+        """Spread one value per label, (1, K), over the rows, (B, C); other places get 0.
+
+        In the example above the values 10 20 30 40 50 become [[40, 50, 0], [10, 20, 30]].
+        """
         return label_values.flatten()[self.label_index_BC] * self.scored_mask_BC
 
 
 class _SequenceBuilder:
-    """Lays out prompts and rollouts one after the other, as indices on the CPU."""
+    """Lays out prompts and rollouts one after the other, as indices on the CPU.
+
+    Rows are padded: a prompt on its left, a completion on its right. With P = 3 and C = 3, row 0 is
+    `_ p1 p2 a1 a2 a3` and row 1 is `_ p1 p2 b1 b2 _`. The flattened `input_ids` are both rows, one
+    after the other, so p1 has the index 1 and b1 the index 9. This group is laid out as
+
+        sequence:         p1 p2 a1 a2 b1
+        token index:       1  2  3  4  9
+        labels:           a1 a2 a3 b1 b2
+        label index:       3  4  5  9 10
+        predicted by:      1  2  3  1  4    (positions of the sequence)
+    """
 
     def __init__(self, host_rows: HostRows, row_width: int, completion_width: int) -> None:
         """Begin an empty sequence.
@@ -248,8 +298,8 @@ class _SequenceBuilder:
         Args:
             group_rows: the rows that have this prompt.
             prompt_positions: position ids of the prompt's tokens, (3, tokens) or (tokens,).
-            completion_positions: position ids of all completions, (3, B, C); None where those of
-                each completion go on from its prompt by one.
+            completion_positions: position ids of all completions, (3, B, C). None where completions
+                have no images: their position ids then go on from the prompt, one by one.
         """
         prompt_length = prompt_positions.size(-1)
         self._add_prompt(group_rows[0], prompt_positions)
@@ -272,7 +322,7 @@ class _SequenceBuilder:
     def _add_prompt(self, row: int, positions: Tensor) -> None:
         """Append the tokens of a row's prompt, without its padding.
 
-        `positions`: their position ids, (3, tokens) or (tokens,).
+        `positions`: the position ids of these tokens, (3, tokens) or (tokens,).
         """
         prompt_length = positions.size(-1)
         # The prompt is padded on the left, so its tokens are its last columns.
@@ -284,10 +334,14 @@ class _SequenceBuilder:
     def _add_rollout(self, row: int, prompt_end: int, positions: Tensor) -> None:
         """Append the completion of a row, without its last token, which predicts nothing.
 
+        All of its tokens become labels, also the last one. For example, after `p1 p2`, whose
+        `prompt_end` is 1, the completion `a1 a2 a3` is appended as a1 and a2, at the positions 2
+        and 3. Its labels a1, a2, a3 are predicted by the positions 1, 2, 3.
+
         Args:
-            row: its number.
-            prompt_end: where the prompt's last token is in the sequence. It predicts the first
-                token of the completion.
+            row: the number of the row.
+            prompt_end: the position of the prompt's last token in the sequence. It predicts the
+                first token of the completion.
             positions: position ids of the appended tokens, (3, tokens) or (tokens,).
         """
         completion_length = self._host_rows.completion_lengths[row]
@@ -295,13 +349,14 @@ class _SequenceBuilder:
         start = row * self._row_width + self._prompt_width  # of the completion in `input_ids`
         self._token_index_parts.append(torch.arange(start, start + rollout_length))
         self._position_parts.append(positions)
-        # Tokens that a tool wrote are in the sequence but are not scored.
+        # The columns of the completion whose tokens are scored. Tokens that a tool wrote are in the
+        # sequence, but they are not scored.
         scored_columns = torch.arange(completion_length)
         if self._host_rows.policy_mask is not None:
             scored_columns = self._host_rows.policy_mask[row, :completion_length].nonzero()[:, 0]
         self._label_index_parts.append(start + scored_columns)
-        # The first token of the completion is predicted by the end of the prompt, and every other
-        # one by the token before it.
+        # The end of the prompt predicts the first token of the completion. Every other token is
+        # predicted by the token before it.
         rollout_positions = range(self._length, self._length + rollout_length)
         predicting_by_column = torch.tensor([prompt_end, *rollout_positions])
         labels_before = len(self._predicting_positions)
@@ -313,7 +368,7 @@ class _SequenceBuilder:
     def build(self, input_ids: Tensor, attention_mask: Tensor) -> PackedSequence:
         """Gather the tokens of the sequence on the device of `input_ids`, without waiting for it.
 
-        `input_ids` and `attention_mask` are those of the rows, (B, P + C).
+        `input_ids` and `attention_mask` are the tensors of the B rows, (B, P + C).
         """
 
         def on_device(tensor: Tensor) -> Tensor:
@@ -352,6 +407,8 @@ class _SequenceBuilder:
 def _text_positions_after_prompt(prompt_positions: Tensor, tokens: int) -> Tensor:
     """Return the position ids of `tokens` text tokens after a prompt, (3, tokens) or (tokens,).
 
+    For example, after a prompt with the positions 0 1 2, two tokens get 3 4.
+
     `prompt_positions`: (3, prompt tokens) or (prompt tokens,).
     """
     # M-RoPE's three axes differ inside of an image. Text after it goes on from the largest of them.
@@ -371,8 +428,12 @@ def pack_rows(
 ) -> PackedSequence:
     """Lay out left-padded prompts and right-padded completions as one sequence without padding.
 
-    Each prompt comes once, before all rollouts of its group. The layout is computed on the CPU and
-    copied to the device without waiting. Tokens that the policy has not sampled are not scored.
+    Each prompt comes once, before all rollouts of its group. For example, the rows
+    `_ p1 p2 a1 a2 a3` and `_ p1 p2 b1 b2 _` (P = C = 3) become the sequence `p1 p2 a1 a2 b1`. The
+    last tokens a3 and b2 are labels alone, since they predict nothing.
+
+    The layout is computed on the CPU and copied to the device without waiting. Tokens that the
+    policy has not sampled are not scored.
 
     Args:
         input_ids: (B, P + C), on any device.
@@ -382,8 +443,8 @@ def pack_rows(
         prompt_positions: position ids of the prompt of each group's first row, (3, N, P) or (N, P),
             on the CPU.
         host_rows: copies of the rows on the CPU; None copies them here.
-        completion_positions: position ids of the completions, (3, B, C), on the CPU; None where
-            those of each completion go on from its prompt by one.
+        completion_positions: position ids of the completions, (3, B, C), on the CPU. None where
+            completions have no images: their position ids then go on from the prompt, one by one.
     """
     row_width = input_ids.size(1)
     prompt_width = row_width - completion_width

@@ -27,9 +27,15 @@ def attend_each_span(
 ) -> Tensor:
     """Compute attention over a packed sequence span by span: (1, H, S, D).
 
+    For example, `p0 p1 a0 a1 b0` is a prompt p with its rollouts a and b. `attend` is called twice:
+
+        queries       keys and values
+        p0 p1 a0 a1   p0 p1 a0 a1
+        b0            p0 p1 b0
+
     Args:
-        attend: causal attention of L queries (1, H, L, D) to M keys and values (1, Hk, M, D), M >= L,
-            whose last query sees all keys.
+        attend: computes causal attention of L queries (1, H, L, D) to M >= L keys and values
+            (1, Hk, M, D). The last query sees all keys, the one before it one key less.
         query: (1, H, S, D), the queries of the sequence.
         key: (1, Hk, S, D).
         value: (1, Hk, S, D).
@@ -80,14 +86,16 @@ def attend_by_sdpa(
 def _causal_sdpa(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float
 ) -> Tensor:
-    """Compute causal attention, (1, H, L, D), by PyTorch's SDPA; the last query sees all keys.
+    """Compute causal attention, (1, H, L, D), by PyTorch's SDPA.
+
+    The last query sees all keys, and each query before it one key less (`lower_right_mask`).
 
     `query` is (1, H, L, D), `key` and `value` are (1, Hk, M, D), M >= L.
     """
     has_flash_attention = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     if query.is_cuda and not has_flash_attention:
-        # Of the other kernels only one does not keep all scores, and that one wants as many heads of
-        # keys as of queries.
+        # Without flash attention, only PyTorch's memory-efficient kernel does not store all scores.
+        # It needs as many heads of keys as of queries.
         repeats = query.size(1) // key.size(1)
         key = repeat_kv(key, repeats)
         value = repeat_kv(value, repeats)
@@ -104,9 +112,10 @@ def _causal_sdpa(
         alignment = causal_lower_right(queries, keys)
         return scaled_dot_product_attention(query, key, value, alignment, **options)
     if keys <= 2 * queries:
-        # A rollout that is as long as its prompt or longer. Its mask would be the largest tensor of
-        # the layer, kept in the dtype of the queries for the backward pass. With a query for each
-        # key no mask is needed, nor is it slower: half of the scores are skipped.
+        # This rollout is at least as long as its prompt. A mask for it would be the largest tensor
+        # of the layer, and would be kept in the dtype of the queries for the backward pass. With
+        # zero queries put first there is a query for each key, and no mask is needed. That is no
+        # slower, since a causal kernel skips half of the scores.
         missing_queries = keys - queries
         square_query = pad(query, (0, 0, missing_queries, 0))  # zeros before the first query
         output = scaled_dot_product_attention(square_query, key, value, is_causal=True, **options)
@@ -118,6 +127,9 @@ def _causal_sdpa(
 def lower_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return a causal mask (queries, keys), True where a query may see a key.
 
-    The last query sees all keys, and each query before it one key less.
+    The last query sees all keys, and each query before it one key less. For 2 queries and 4 keys:
+
+        1 1 1 0
+        1 1 1 1
     """
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -1,15 +1,16 @@
 """Attention over a packed sequence of groups (`adora_vl.packing.shared_prompt`).
 
-Each prompt with its longest rollout attends to itself. Every other rollout attends to the prompt and
-to itself. On a GPU one call computes all of them (`adora_vl.packing.varlen_attention`). Elsewhere
-each of them is a call (`adora_vl.packing.span_attention`). No rollout is compared with another one,
-so nothing grows with the square of a group's tokens. On a CPU, and in float32 on a GPU, the call of a
-rollout that is shorter than its prompt has a mask of its tokens by those that they see.
+Each prompt with its longest rollout is a span that attends to itself. Every other rollout is a span
+that attends to the prompt and to itself. On a GPU one call computes all spans
+(`adora_vl.packing.varlen_attention`). Elsewhere each span is a call
+(`adora_vl.packing.span_attention`). No rollout attends to another one, so no tensor grows with the
+square of a group's tokens. On a CPU, and in float32 on a GPU, the call for a rollout that is shorter
+than its prompt needs a mask of (its tokens, tokens that they see).
 
-This is an attention implementation of Transformers' `AttentionInterface` on top of the model's own
-implementation. It takes part only in a forward that gets the argument `packed_layout`; every other
-forward goes to the model's own. The layout comes as that argument alone, since gradient
-checkpointing passes the arguments again when it recomputes a layer.
+This is an attention implementation of Transformers' `AttentionInterface`, on top of the model's own
+implementation. It takes part only in a forward that gets the argument `packed_layout`. Every other
+forward goes to the model's own implementation. The layout is passed as an argument and stored
+nowhere, since gradient checkpointing passes the arguments again when it recomputes a layer.
 """
 
 import copy
@@ -55,10 +56,10 @@ def configured_attention(config: PreTrainedConfig) -> str:
 
 
 def empty_mask(device: torch.device) -> Tensor:
-    """Return an empty mask, which Transformers passes on unchanged.
+    """Return an empty mask, which keeps Transformers from building one over the whole sequence.
 
-    `_packed_or_stock_attention` ignores it. Without it Transformers would build a mask over all
-    groups of the sequence.
+    Transformers passes a mask of four dimensions on unchanged, and `_packed_or_stock_attention`
+    ignores it.
     """
     return torch.empty(1, 1, 0, 0, device=device)
 
@@ -105,9 +106,10 @@ def _keep_scored_positions(
 ) -> Any:
     """Keep only the hidden states that predict a scored token; a forward hook of the decoder.
 
-    The LM head, which comes next, then computes nothing else. A prompt's last hidden state comes
-    once for each of its rollouts, whose first tokens it predicts. Passes that are not packed are
-    left as they are.
+    The LM head, which comes next, then computes nothing else. The hidden state of a prompt's last
+    token is kept once for each rollout, since it predicts the first token of all of them. For
+    example, `p0 p1 a0 a1 b0` with the rollouts `a0 a1 a2` and `b0 b1` keeps the positions 1 2 3 for
+    a, and 1 4 for b. Passes that are not packed are left as they are.
     """
     layout: PackedLayout | None = kwargs.get(LAYOUT_ARGUMENT)
     if layout is not None:
@@ -129,8 +131,13 @@ def _packed_or_stock_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention in Transformers' interface, on top of `implementation`.
 
-    A pass without `packed_layout` goes to the implementation itself. In a packed pass each rollout
-    attends to its prompt and to itself, by the fastest way that the implementation has for it.
+    In a packed pass each rollout attends to its prompt and to itself. The cases, in order:
+
+        no `packed_layout`        the implementation itself
+        flash attention           its own call for variable lengths, for all spans together
+        sdpa, on a GPU that can   torch's kernel for variable lengths, for all spans together
+        sdpa, elsewhere           a call of SDPA for each span
+        eager                     a call of the model file's function for each span
 
     Args:
         implementation: the name of the attention that the user chose, such as `sdpa`.
@@ -150,7 +157,7 @@ def _packed_or_stock_attention(
     stock_attention = _implementation_function(implementation, module)
     is_flash = is_flash_attention_requested(requested_attention_implementation=implementation)
     if is_flash:
-        # Flash attention reads its own name in the module's config, which has ours.
+        # Flash attention finds its kernel by the name in the module's config, which is our name.
         module = _module_copy_with(module, implementation)
     options: dict[str, Any] = {"scaling": scaling, "dropout": dropout}
     if packed_layout is None:
@@ -158,12 +165,10 @@ def _packed_or_stock_attention(
     if is_flash:
         attend = partial(stock_attention, module, **options)
         return _flash_attention_of_spans(attend, query, key, value, packed_layout)
-    # Under autocast float32 weights give float32 queries and keys, since rotary positions are added
-    # in float32. The kernel would cast them, but the kernel is chosen here, by their dtype.
+    # Under autocast the model applies rotary positions in float32, so queries and keys are float32
+    # here while values are not. The choice below depends on the dtype, so they are cast before it.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
-    # One kernel call for all rollouts where torch's kernel for rows of different lengths can compute
-    # this attention, and else a call for each rollout.
     if implementation == "sdpa" and VARLEN_ATTENTION.supports(query, key, dropout):
         return attend_spans(query, key, value, packed_layout, scaling), None
     if implementation == "sdpa":
@@ -188,10 +193,14 @@ def _flash_attention_of_spans(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention over a packed sequence in one call of Transformers' flash attention.
 
-    The sequence has the prompt of each group once, before its rollouts. The kernel sees spans of
-    queries, a prompt or a rollout each, and the keys of each span, for which the prompt's keys are
-    repeated before those of every rollout. It takes the bounds of both in place of a mask. Returns
-    what the flash attention does: the output, (1, S, H, D), and no weights.
+    The kernel gets the queries of the sequence as they are. It gets the keys span by span, with the
+    prompt's keys repeated before the keys of each later rollout. The bounds of the spans take the
+    place of a mask. For example, `p0 p1 a0 a1 b0` is a prompt p with its rollouts a and b:
+
+        queries   p0 p1 a0 a1 | b0
+        keys      p0 p1 a0 a1 | p0 p1 b0
+
+    Returns the output, (1, S, H, D), and None for the attention weights.
 
     Args:
         attend: the flash attention, bound to an attention module and its options.
@@ -203,7 +212,6 @@ def _flash_attention_of_spans(
     spans = layout.span_bounds
     output: tuple[Tensor, Tensor | None] = attend(
         query,
-        # The keys and values that each span sees: a prompt's come once for every rollout.
         keys_of_spans(key, layout),
         keys_of_spans(value, layout),
         None,  # no mask
@@ -218,7 +226,8 @@ def _flash_attention_of_spans(
 def _module_copy_with(module: Any, implementation: str) -> Any:
     """Return a copy of the module that is configured with `implementation` instead of ours.
 
-    Flash attention finds its kernel by the name in the configuration.
+    Flash attention finds its kernel by the name in the configuration. The module itself keeps our
+    name.
     """
     module_copy = copy.copy(module)
     module_copy.config = _config_with_attention(module.config, implementation)
@@ -236,7 +245,7 @@ def _eager_attention(
     """Compute causal attention by the model file's own `eager_attention_forward`.
 
     Args:
-        model_attention: that function, bound to an attention module.
+        model_attention: `eager_attention_forward`, bound to an attention module.
         query: (B, H, L, D).
         key: (B, Hk, M, D), M >= L; the last query sees all keys.
         value: (B, Hk, M, D).
@@ -247,7 +256,7 @@ def _eager_attention(
         (B, H, L, D).
     """
     allowed = lower_right_mask(query.size(2), key.size(2), query.device)
-    # The mask is added to the scores, so it is 0 or the smallest number.
+    # The mask is added to the scores: 0 where a query sees a key, the smallest number elsewhere.
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     mask = zero.masked_fill(~allowed, torch.finfo(query.dtype).min)
     output: Tensor

@@ -1,11 +1,11 @@
 """Attention over all spans of a packed sequence in one call, by torch's own kernel for them.
 
-`torch.nn.attention.varlen` is flash attention over rows of different lengths, each with bounds of
-its own for queries and keys. A span of a packed sequence is such a row: its keys are the prompt's
-and its own. The kernel needs a GPU and half precision. Before its first use it is compared with
-attention span by span in float32, outputs and gradients, on two rows of a few tokens. Where it
-refuses or differs, each span goes on as a call (`adora_vl.packing.span_attention`), and a warning
-says so once.
+`torch.nn.attention.varlen` is flash attention over rows of different lengths. Each row has its own
+bounds for queries and keys. A span of a packed sequence is such a row: its keys are the prompt's
+keys and its own. The kernel needs a GPU and half precision. Before its first use its outputs and
+gradients are compared with attention span by span in float32, on a few tokens. If it raises an
+error or differs, each span stays a call (`adora_vl.packing.span_attention`), and one warning says
+so.
 """
 
 import warnings
@@ -65,9 +65,10 @@ class VarlenAttention:
         """
         try:
             error_ratio = probe_error(query, key)
-        except torch.OutOfMemoryError:  # a `RuntimeError` that says nothing of the kernel
+        # Out of memory is a `RuntimeError` too, but it does not mean that the kernel fails here.
+        except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # how a kernel says what it does not support
+        except RuntimeError as error:  # a kernel raises it for what it does not support
             self.refusal = " ".join(str(error).split())[:200]
         else:
             if not error_ratio <= _MAX_PROBE_ERROR:  # NaN is refused too
@@ -91,8 +92,11 @@ def attend_spans(
     which stands right behind it, are one span: its queries see its own keys. Every other rollout is
     a span whose queries see the prompt's keys and its own.
 
-    For example, in the sequence p0 p1 a0 a1 b0, of a prompt p and its rollouts a and b, the spans
-    are p0 p1 a0 a1, with the keys p0 p1 a0 a1, and b0, with the keys p0 p1 b0.
+    For example, the sequence `p0 p1 a0 a1 b0` of a prompt p and its rollouts a and b has two spans:
+
+        queries       keys
+        p0 p1 a0 a1   p0 p1 a0 a1
+        b0            p0 p1 b0
 
     Args:
         query: (1, H, S, D).
@@ -104,8 +108,8 @@ def attend_spans(
     spans = layout.span_bounds
     output: Any = varlen.varlen_attn(
         query=query[0].transpose(0, 1),  # (S, H, D)
-        # (K, Hk, D): the keys and values of one span after the other. Those of the prompt are
-        # repeated for each span that sees them.
+        # (K, Hk, D): the keys and values of one span after the other. The prompt's are repeated for
+        # each span that sees them.
         key=_select_rows(key, layout.key_positions_K),
         value=_select_rows(value, layout.key_positions_K),
         cu_seq_q=spans.query_bounds,
@@ -131,7 +135,7 @@ def keys_of_spans(tensor: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def _select_rows(tensor: Tensor, positions_K: Tensor) -> Tensor:
-    """Return keys or values, (1, Hk, S, D), at K positions of the sequence, as (K, Hk, D)."""
+    """Select keys or values, (1, Hk, S, D), at K positions of the sequence; return (K, Hk, D)."""
     rows_K: Tensor = _SelectRows.apply(  # type: ignore[no-untyped-call]
         tensor[0].transpose(0, 1), positions_K
     )
@@ -151,8 +155,9 @@ class _SelectContext(Protocol):
 class _SelectRows(torch.autograd.Function):
     """Selects rows of (S, H, D) by their numbers, (K,), with a more exact backward than torch's.
 
-    A prompt's row is selected once for every rollout. Torch's own backward would add up the
-    gradients of these copies in the dtype of the rows, and round after each addition.
+    A prompt's row is selected once for every rollout, so its gradient is a sum over the copies. For
+    example, if the rows 0 1 0 are selected, the gradient of row 0 is g0 + g2. Torch's own backward
+    would add up in the dtype of the rows, such as bfloat16, and round after each addition.
     """
 
     @staticmethod
@@ -164,10 +169,10 @@ class _SelectRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _SelectContext, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the rows, (S, H, D), from that of the selected rows, (K, H, D).
+        """Return the gradient of the rows, (S, H, D); `gradients` is that of the K selected rows.
 
-        The gradients of a row that was selected several times are added up in float32 at least, and
-        rounded once. The row numbers get no gradient.
+        If a row was selected several times, the gradients of its copies are added up in float32 or
+        better, and the sum is rounded once. The row numbers get no gradient.
         """
         (gradient,) = gradients
         (row_numbers,) = ctx.saved_tensors
@@ -183,11 +188,11 @@ def probe_error(query: Tensor, key: Tensor) -> float:
     Returns the largest difference of an output or gradient, relative to the largest value of the
     same tensor. Heads, dtype and device are those of `query` (1, H, S, D) and `key` (1, Hk, S, D).
     """
-    # The layout's positions for the LM head are not used here.
+    # Attention does not read the positions that predict tokens; only the LM head does.
     no_positions_K = torch.zeros(1, dtype=torch.long, device=query.device)
     layout = PackedLayout(_PROBED_GROUPS, no_positions_K)
     length = sum(layout.span_lengths)
-    # Each tensor has another frequency, so that no two are equal. Values have the heads of the keys.
+    # Query, key and value. Each has another frequency, so that no two are equal.
     waves = [
         _pseudo_random_values(query, length, frequency=0.7),
         _pseudo_random_values(key, length, frequency=0.7 + 0.37),
@@ -195,7 +200,7 @@ def probe_error(query: Tensor, key: Tensor) -> float:
     ]
     loss_weights = _pseudo_random_values(query, length, frequency=0.7 + 0.37 * 3).transpose(1, 2)
     scaling = query.size(-1) ** -0.5
-    # The pass that this is called from may be one without gradients, and under autocast.
+    # The caller may be in a pass without gradients, or under autocast.
     with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
         half_inputs = [wave.to(query.dtype).requires_grad_() for wave in waves]
         # The same rounded numbers in float32, so that only the kernel's own error is measured.

@@ -58,10 +58,11 @@ ImageFeatures = dict[str, list[Tensor]]
 def vision_language_model(model: nn.Module) -> Any | None:
     """Return the submodule that has the vision tower as `visual`; None without a vision tower.
 
-    It is searched inside of any wrappers.
+    The search goes through all submodules, so `model` may be in wrappers.
     """
     for module in model.modules():
-        # A wrapper may hand the attribute `visual` through, but it has no such submodule.
+        # A wrapper may pass the attribute `visual` on, so `hasattr` would find the wrapper. Only
+        # the model itself has `visual` as a submodule.
         has_tower = "visual" in module._modules
         has_methods = hasattr(module, "get_image_features") and hasattr(module, "get_rope_index")
         if has_tower and has_methods:
@@ -96,9 +97,9 @@ class SharedVision:
         def get_image_features(
             pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any
         ) -> Any:
-            """Return the features of images, which are given as references or as pixels.
+            """Return the features of images, which come as references (integers) or as pixels.
 
-            References are integers. Each gets the features of its image, which are computed once.
+            With references the features of equal images are computed once.
             """
             # Without grids nothing says which patches make up an image.
             if image_grid_thw is None:
@@ -143,8 +144,12 @@ class SharedVision:
     ) -> Any:
         """Compute the features of images that an image bank stores.
 
-        Each distinct image goes through the vision tower once, unless sharing is switched off. A
-        frozen tower sees an image once for all passes over the bank.
+        The cases, in order:
+
+        - Sharing is switched off: each image goes through the vision tower, also an equal one.
+        - The tower is frozen: each image of the bank goes through it once, for all later passes.
+        - Else each distinct image goes through the tower once in this pass. For example, the starts
+          0 0 8 are two images; the features of the first are returned twice.
 
         Args:
             vl_model: the model that has the vision tower.
@@ -194,8 +199,8 @@ class SharedVision:
     ) -> None:
         """Compute the features of the bank's new images, and store them in the bank. Collective.
 
-        All ranks make equally many passes, because a pass gathers sharded weights. A rank with
-        fewer new images than another one computes its first image again.
+        All ranks make equally many passes, because a pass gathers sharded weights. A rank that
+        needs fewer passes than another one computes its first image again in each further pass.
         """
         new_starts = [start for start in bank.starts if start not in bank.frozen_features]
         patch_counts = []
@@ -228,18 +233,19 @@ class SharedVision:
         empty = _fill_output(BaseModelOutputWithPooling(), [_empty_features(vl_model, device)])
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return empty
-        # A frozen tower runs only while features of new images are due, in which case a rank makes
-        # as many passes as the one with the most. Any other tower runs once in every pass.
         bank = self.banks.of_training() if self.share and _has_frozen_tower(vl_model) else None
         run = partial(run_on_device, device)
+        # A tower that is trained, or not shared, runs once in every pass of the model.
         if bank is None:
             return _run_without_images(vl_model, run, device)
+        # A frozen tower runs only while features of new images are due, on all ranks alike.
         if not bank.features_due:
             return empty
-        if bank.starts:  # other rows of this rank have images
+        if bank.starts:  # other rows of this rank's batch have images
             self._compute_due_features(bank, vl_model, run)
             return empty
-        # As many passes as the rank with the most images makes, each over a black picture.
+        # This rank has no images at all. It makes as many passes as the rank with the most images,
+        # each over a picture of zeros.
         for _ in range(_max_over_ranks(1, device)):
             output = _run_without_images(vl_model, run, device)
         bank.features_due = False
@@ -251,15 +257,19 @@ def split_into_passes(
 ) -> list[list[int]]:
     """Divide images, in their order, into passes of the vision tower of at most `max_patches`.
 
-    An image with more patches has a pass of its own. Returns the `starts` of each pass.
+    An image with more patches has a pass of its own. For example, images that start at 0, 4 and 10
+    and have 4, 6 and 8 patches, with at most 12 patches a pass, give [[0, 4], [10]].
 
     Args:
         starts: the number of each image's first patch, which identifies the image.
         patch_counts: how many patches each image has.
-        max_patches: of one pass.
+        max_patches: the most patches that a pass of several images may have.
+
+    Returns:
+        for each pass the `starts` of its images.
     """
     passes: list[list[int]] = []
-    free_patches = 0  # of the last pass
+    free_patches = 0  # that the last pass still has room for
     for start, count in zip(starts, patch_counts, strict=True):
         if count > free_patches:
             passes.append([])
@@ -270,9 +280,10 @@ def split_into_passes(
 
 
 def _max_over_ranks(passes: int, device: torch.device) -> int:
-    """Return the largest number of passes on any rank, at least 1. Collective.
+    """Return the largest `passes` of all ranks, at least 1. Collective.
 
-    Every rank has to make so many passes of the vision tower, or the others would wait for it.
+    Every rank has to make as many passes of the vision tower, or the others would wait for it. For
+    example, ranks that need 2, 0 and 3 passes all make 3.
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return max(passes, 1)
@@ -289,7 +300,8 @@ def _has_frozen_tower(vl_model: "PreTrainedModel") -> bool:
 def _empty_features(vl_model: "PreTrainedModel", device: torch.device) -> ImageFeatures:
     """Return features of no image token: empty tensors for each field of the tower's output.
 
-    `DEEPSTACK_FIELD` features, which some families have, enter the language model at several layers.
+    Some families also have `DEEPSTACK_FIELD` features, a tensor for each layer of the language model
+    that they enter at.
     """
     config = vl_model.config
     width = config.get_text_config().hidden_size
@@ -302,10 +314,10 @@ def _empty_features(vl_model: "PreTrainedModel", device: torch.device) -> ImageF
 
 
 def _run_without_images(vl_model: "PreTrainedModel", run: RunTower, device: torch.device) -> Any:
-    """Run the vision tower over a black picture, and return its output without the picture.
+    """Run the vision tower over a picture of zeros, and return features of no image token.
 
-    Empty slices of a real output connect the loss to the tower's weights; the tensors of
-    `_empty_features` do not. The picture is one image token of zeros.
+    The picture is one image token large. The features are empty slices of the tower's real output,
+    which connect the loss to the tower's weights. The tensors of `_empty_features` do not.
 
     Args:
         vl_model: the model that has the vision tower.
@@ -313,7 +325,7 @@ def _run_without_images(vl_model: "PreTrainedModel", run: RunTower, device: torc
         device: where the pixels are put.
     """
     vision = vl_model.config.vision_config
-    side = vision.spatial_merge_size  # patches of an image token's side
+    side = vision.spatial_merge_size  # an image token is `side` x `side` patches
     channels = getattr(vision, "in_channels", 3)
     patch_values = channels * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.zeros(side * side, patch_values, dtype=vl_model.visual.dtype, device=device)
@@ -331,7 +343,13 @@ def _split_by_image(
     """Split the output of a vision pass by image.
 
     Returns for each image its features by the name of the output's field. A field has a tensor
-    (image tokens, width) for each layer of the language model that it enters at.
+    (image tokens, width) for each layer of the language model that it enters at. For example, two
+    images of 4 and 6 tokens, with features for two further layers:
+
+        output                                      result
+        pooler_output: (4, W) and (6, W)            image 1: pooler_output [(4, W)],
+        deepstack_features: (10, W) and (10, W)              deepstack_features [(4, W), (4, W)]
+                                                    image 2: the same with 6 tokens
     """
     family = family_of(vl_model.config)
     assert family is not None
@@ -351,8 +369,9 @@ def _split_by_image(
 def _fill_output(output: BaseModelOutputWithPooling, images: list[ImageFeatures]) -> Any:
     """Put the features of these images into `output`, in the form that the model reads.
 
-    `images`: for each image its features by the name of the output's field, as `_split_by_image`
-    returns them.
+    It undoes `_split_by_image`: the features of all images are joined again, in their order.
+
+    `images`: for each image its features by the name of the output's field.
     """
     output[EMBEDDINGS_FIELD] = tuple(image[EMBEDDINGS_FIELD][0] for image in images)
     if DEEPSTACK_FIELD in images[0]:

@@ -61,12 +61,15 @@ def batch_windows(tower: "PreTrainedModel", on: bool) -> bool:
 
 
 class SortedWindows(NamedTuple):
-    """Attention windows sorted by their number of patches."""
+    """Attention windows sorted by their size, which is their number of patches.
 
-    count_by_size: dict[int, int]  # number of windows for each size, in the order of the patches
-    # permutation of the patches into that order, and its inverse; None if they are in it already
-    order: Tensor | None
-    inverse_order: Tensor | None
+    For example, windows of 2, 1 and 2 patches have the patches 0 1, 2, 3 4. Sorted by size they are
+    0 1, 3 4, 2. `count_by_size` is {2: 2, 1: 1}, `order` is 0 1 3 4 2, `inverse_order` is 0 1 4 2 3.
+    """
+
+    count_by_size: dict[int, int]  # number of windows of each size, in the sorted order
+    order: Tensor | None  # the patches in the sorted order; None if they are sorted already
+    inverse_order: Tensor | None  # takes the sorted patches back; None likewise
 
 
 # The cache holds the windows of the last passes: every block of a tower asks for the same ones.
@@ -74,17 +77,17 @@ class SortedWindows(NamedTuple):
 def sort_windows(lengths: tuple[int, ...], device: torch.device) -> SortedWindows:
     """Sort attention windows by size, so that windows of one size are neighbours.
 
+    Sizes keep the order in which they first occur: windows of 2, 1 and 2 patches become 2, 2, 1.
+
     Args:
-        lengths: the number of patches of each window. Sizes keep the order in which they first
-            occur here.
+        lengths: the number of patches of each window.
         device: where the permutations are put.
     """
     sizes = list(dict.fromkeys(lengths))
     windows = range(len(lengths))
     sorted_windows = sorted(windows, key=lambda window: sizes.index(lengths[window]))
     count_by_size = {size: lengths.count(size) for size in sizes}
-    # None for both orders: the windows are sorted already, so no patch is moved.
-    if sorted_windows == list(windows):
+    if sorted_windows == list(windows):  # sorted already, so no patch has to move
         return SortedWindows(count_by_size, order=None, inverse_order=None)
     bounds = [0, *accumulate(lengths)]
     patches_by_window = [
@@ -114,7 +117,9 @@ def attend_windows(
 ) -> tuple[Tensor, None]:
     """Compute attention of packed patches within their windows, one kernel call per window size.
 
-    It has the signature of Transformers' attention for variable lengths.
+    For example, windows of 2, 1 and 2 patches take two calls: a batch of two windows of 2 patches,
+    and a batch of one window of 1 patch. The function has the signature of Transformers' attention
+    for variable lengths.
 
     Args:
         module: the attention module of a block.
@@ -163,6 +168,8 @@ def _attend_equal_windows(
 ) -> Tensor:
     """Compute attention within neighbouring windows of one size, as a batch of windows.
 
+    For example, 8 patches in 2 windows become a batch of 2 rows with 4 patches each.
+
     Args:
         attend: Transformers' attention for a batch, bound to its module.
         patches_qkv: queries, keys and values, each (heads, patches, head size).
@@ -184,10 +191,10 @@ def _attend_equal_windows(
 def window_arguments(
     tower: "PreTrainedModel", grids: Tensor, device: torch.device | str
 ) -> dict[str, Any]:
-    """Return what Qwen2.5-VL's tower computes from the grids, as arguments of its forward.
+    """Compute the windows of Qwen2.5-VL's tower from the grids, as arguments of its forward.
 
-    If the tower computed it from grids on a GPU, every block would wait for the bounds of its
-    windows and for the longest window.
+    The tower would compute the same. But from grids on a GPU, every block would wait for the GPU to
+    read the bounds of its windows and the longest window.
 
     Args:
         tower: the vision tower.

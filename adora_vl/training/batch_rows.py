@@ -16,14 +16,15 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from adora_vl.packing.image_store import ImageBanks, first_patches
 from adora_vl.types import Batch
 
-# The columns of a batch by name. `pixel_values` is a list with the pixels of each row, or with
-# references into an image bank.
+# The columns of a batch by name. `pixel_values` is a list with an entry for each row: its pixels, or
+# references into an image bank, which are the numbers of its patches.
 _SplitBatch = dict[str, Any]
 # The columns of some rows by name, on the CPU. `images` has each distinct image once, by the number
 # of its first patch.
 PackedRows = dict[str, Any]
 Nested = TypeVar("Nested")  # tensors in lists, tuples and dicts
-# Their second dimension has nothing to do with tokens, though it may be as wide as one that has.
+# The second dimension of these columns does not count tokens, though it may be as wide as one that
+# does.
 _COLUMNS_WITHOUT_TOKEN_AXIS = ("pixel_values", "image_grid_thw")
 
 
@@ -53,7 +54,8 @@ class RowReader:
 def _split_images(batch: Batch) -> _SplitBatch:
     """Return a batch's columns with `pixel_values` as a list that has an entry for each row.
 
-    In a batch it is one tensor with an entry for each patch of all images.
+    In a batch it is one tensor with an entry for each patch of all images. For example, for rows
+    with images of 4 and 6 patches, a tensor (10, D) becomes a list of tensors (4, D) and (6, D).
     """
     split: _SplitBatch = split_pixel_values_by_grid(dict(batch))
     return split
@@ -67,9 +69,13 @@ def _join_images(split: _SplitBatch) -> Batch:
 def _pack_rows(rows: _SplitBatch, image_banks: ImageBanks) -> PackedRows:
     """Copy rows to the CPU, with each of their images once.
 
-    In a batch `pixel_values` has the numbers under which an image bank stores the patches of a
-    row's images. An image is identified by the number of its first patch. In the result
-    `pixel_values` has these for each row, and `images` the images themselves by them.
+    In a batch `pixel_values` has the numbers under which an image bank stores patches. The number
+    of its first patch identifies an image. In the result `pixel_values` has only these numbers, and
+    `images` has the images by them. For example, two rows share an image of the patches 40 to 43:
+
+        pixel_values of the rows:    [40 41 42 43], [40 41 42 43]
+        pixel_values of the result:  [[40], [40]]
+        images of the result:        {40: the image}
     """
     packed: PackedRows = to_cpu(
         {name: value for name, value in rows.items() if name != "pixel_values"}
@@ -95,14 +101,15 @@ def unpack_rows(packed: PackedRows, image_banks: ImageBanks, device: torch.devic
     """Return rows that `RowReader.pack` has packed as a batch on the device.
 
     Their images are stored in the image bank of the training batch, which gives their patches new
-    numbers. `pixel_values` gets these numbers.
+    numbers. `pixel_values` gets these numbers. For example, [[40], [40]], an image of four patches,
+    becomes the numbers 200 to 203 for both rows, if the bank has stored patches up to 199.
     """
     columns = {name: value for name, value in packed.items() if name != "images"}
     rows: _SplitBatch = send_to_device(columns, device)
     bank = image_banks.bank_to_extend()
     if "images" in packed and bank is not None:
-        # The new numbers of all patches of an image, by the number that its first patch had in the
-        # bank that it comes from, which identifies the image.
+        # For each image the new numbers of all its patches. An image is identified by the number
+        # that its first patch had in the bank that it comes from.
         patch_numbers_by_image = {
             first_patch: bank.store(key, patches.to(device), grid).to(device)
             for first_patch, (key, patches, grid) in packed["images"].items()
@@ -142,14 +149,19 @@ def _take_rows(split: _SplitBatch, rows: Sequence[int]) -> _SplitBatch:
 
 
 class UsedColumns(NamedTuple):
-    """The token columns that at least one of some rows uses; in all others every row has padding."""
+    """The token columns that at least one of some rows uses. The other columns are padding alone."""
 
-    first_of_prompts: int  # the first such column of prompts, which are padded on the left
-    completion_columns: int  # their number in completions, which are padded on the right
+    first_of_prompts: int  # the first used column of prompts, which are padded on the left
+    completion_columns: (
+        int  # how many columns of completions are used; these are padded on the right
+    )
 
 
 def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
-    """Return which token columns at least one of some rows uses; the others are padding alone.
+    """Return which token columns at least one of some rows uses.
+
+    For example, the prompt masks 0 0 1 1 and 0 1 1 1 with completions of 2 and 3 tokens use prompt
+    columns from 1 on, and 3 completion columns.
 
     Args:
         prompt_mask: (B, P), 0 at padding.
@@ -164,8 +176,13 @@ def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
 def without_padding(batch: dict[str, Any], columns_in_use: UsedColumns) -> dict[str, Any]:
     """Cut off token columns that are padding in every row.
 
-    They are on the left of prompts and on the right of completions. A batch without such columns is
-    returned itself.
+    Prompts are cut on the left, completions on the right. For example, with `_` for padding and
+    `p` and `c` for tokens of prompt and completion:
+
+        _ _ p p  c c _        _ p p  c c
+        _ p p p  c _ _   ->   p p p  c _
+
+    If there is nothing to cut, the batch itself is returned.
 
     `columns_in_use`: which token columns at least one of the rows uses, from `used_columns`.
     """
@@ -193,8 +210,11 @@ def _token_axis(name: str, value: object, prompt_width: int, completion_width: i
     """Return which tokens the second dimension of a column stands for.
 
     The result is `prompt`, `completion`, `both` (the prompt and behind it the completion), or
-    `none`. Only `prompt_ids` and `prompt_mask` are told by their names. The width tells the others,
-    so that columns that are added later, such as log-probabilities, need no list of names.
+    `none`. For example, with prompts of 4 and completions of 3 columns, `advantages` (B,) is `none`,
+    log-probabilities (B, 3) are `completion`, and `mm_token_type_ids` (B, 7) is `both`.
+
+    Only `prompt_ids` and `prompt_mask` are recognised by their names. All other columns are
+    recognised by their width, so that new columns need no entry in a list of names.
 
     Args:
         name: the column's name in the batch.
@@ -214,15 +234,16 @@ def _token_axis(name: str, value: object, prompt_width: int, completion_width: i
 
 
 def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
-    """Append the rows of another batch, padded to the wider of the two.
+    """Append the rows of another batch, and pad all rows to the wider of the two batches.
 
+    For example, a batch with completions of 3 columns and one with 5 become a batch with 5 columns.
     Scalars are taken from `batch`. `pad_id`: the token that fills shorter rows.
     """
     batches = (batch, appended)
     new_prompt_width = max(part["prompt_ids"].size(1) for part in batches)
     new_completion_width = max(part["completion_ids"].size(1) for part in batches)
-    # TRL's importance ratio to the engine is (B, 1) or (B, C). Where completions of one batch are
-    # one token wide, only the other batch tells which.
+    # TRL's importance ratio to the engine is (B, 1) or (B, C). If the completions of one batch are
+    # one token wide, both are (B, 1), and only the other batch tells which it is.
     ratio_is_per_rollout = all(map(_has_one_ratio_per_rollout, batches))
     wide_batches = [
         _widen(
@@ -251,6 +272,9 @@ def chosen_groups(
     batch: Batch, further_batch: Batch, group_numbers: Sequence[int], group_size: int, pad_id: int
 ) -> Batch:
     """Return a batch of the chosen groups of two batches, padded to the wider of the two.
+
+    For example, the first batch has the groups 0 and 1 of two rows, and the second has 2 and 3. The
+    groups 1 and 2 are then the last two rows of the first and the first two of the second batch.
 
     `num_items_in_batch` is kept from the first batch and is wrong for the result: it is a sum over
     all ranks, which the caller has to compute again.
@@ -281,16 +305,17 @@ def _widen(
 ) -> Batch:
     """Pad the token columns of a batch to new widths.
 
-    Prompts are padded on the left, completions on the right, and columns that have both on both
-    sides.
+    Prompts are padded on the left, completions on the right. Columns that have prompt and completion
+    are padded on both sides: `p p c` becomes `_ p p c _ _` for prompts of 3 and completions of 3
+    columns.
 
     Args:
-        batch: at most as wide.
+        batch: a batch that is not wider than the new widths.
         new_prompt_width: token columns that prompts get.
         new_completion_width: token columns that completions get.
-        pad_id: the token that fills columns of token ids; all others get 0.
+        pad_id: the token that fills columns of token ids; other columns are filled with 0.
         ratio_is_per_rollout: whether the importance ratio to the engine is (B, 1), and not (B, C).
-            Its shape does not tell where completions are one token wide.
+            Its shape alone does not tell that if completions are one token wide.
     """
     prompt_width = batch["prompt_ids"].size(1)
     completion_width = batch["completion_ids"].size(1)

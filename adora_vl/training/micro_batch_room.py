@@ -1,8 +1,8 @@
 """Says how many groups fit into a micro-batch together, by the memory that they need.
 
-Memory is planned for `per_device_train_batch_size` completions of `max_completion_length` tokens,
-and most are far shorter. So a micro-batch takes as many units (groups of rollouts, or equal parts of
-them) as together need no more memory than the planned ones, by the formulas of the dry run. That
+Memory is planned for `per_device_train_batch_size` completions of `max_completion_length` tokens.
+Most completions are far shorter. So a micro-batch takes more units (groups of rollouts, or equal
+parts of them), as long as they fit into the planned memory by the formulas of the dry run. That
 saves launches and, with ZeRO-3, gathers of the weights. All ranks cut their units at the same
 positions, so that they go through equally many micro-batches.
 """
@@ -20,9 +20,12 @@ from adora_vl.types import HostRows
 
 @dataclass(frozen=True)
 class UnitSize:
-    """The numbers of a unit that memory and weight of its micro-batch depend on.
+    """The size of a unit, from which the memory and the weight of its micro-batch are computed.
 
     A unit is a group of rollouts with one prompt, or an equal part of a group. A row is a rollout.
+    For example, a prompt of 10 tokens with completions of 5 and 3 tokens has `rows` 2,
+    `prompt_tokens` 10, `longest_completion` 5 and `completion_tokens` 8. Its `predicting_tokens`
+    are 4 + 2 = 6.
     """
 
     rows: int
@@ -39,15 +42,15 @@ class UnitSize:
 
     @property
     def predicting_tokens(self) -> int:
-        """Completion tokens that predict a next one: all but the last of each completion."""
+        """Completion tokens that predict a next token: all but the last one of each completion."""
         return max(self.completion_tokens - self.rows, 0)
 
 
 class PassBytes(NamedTuple):
-    """The memory that a pass needs: its peak in bytes, for two settings of gradient checkpointing."""
+    """The peak memory of a pass in bytes, for the two extremes of gradient checkpointing."""
 
     all_recomputed: int  # the backward pass computes all layers again
-    none_recomputed: int  # it computes none again, and so keeps most activations
+    none_recomputed: int  # the backward pass computes no layer again: most activations are kept
 
     def fit_into(self, planned: "PassBytes") -> bool:
         """Return whether a pass needs no more memory than is planned.
@@ -67,8 +70,8 @@ def unit_sizes(host_rows: HostRows, rows_per_unit: int, *, shares_vision: bool) 
     Args:
         host_rows: the copy of the batch on the CPU.
         rows_per_unit: rows of a unit, which are neighbours and have the same prompt.
-        shares_vision: whether the image that the rows of a unit have in common passes the vision
-            tower once.
+        shares_vision: whether an image passes the vision tower once for all rows of a unit, and not
+            once for each row.
     """
     prompt_lengths = host_rows.prompt_mask.sum(dim=1).tolist()
     sizes = []
@@ -101,8 +104,11 @@ def size_of_pass(
     """Return the size of the policy's pass over these units, which are groups or parts of them.
 
     A packed pass has all units in one row without padding, and the prompt of each unit once. It is
-    made where that has fewer tokens. Otherwise all rows of the pass are padded to the longest
-    prompt with the longest completion.
+    chosen where it has fewer tokens. Otherwise all rows are padded to the longest prompt and the
+    longest completion. For example, a unit with a prompt of 10 tokens and completions of 5 and 3:
+
+        packed:  1 row of 10 + 4 + 2 = 16 tokens
+        padded:  2 rows of 10 + 5 = 15 tokens
 
     Args:
         units: the sizes of the units.
@@ -116,8 +122,8 @@ def size_of_pass(
     packed_length = sum(unit.prompt_tokens + unit.predicting_tokens for unit in units)
     tokens_of_padded_pass = rows * padded_length
     if shares_prompts and packed_length <= MAX_TOKEN_RATIO * tokens_of_padded_pass:
-        # The pass computes a prompt once, but attention copies its keys for each rollout of the
-        # unit, so that each attends to the prompt and its own tokens alone.
+        # The pass computes a prompt once. But attention copies the prompt's keys for each rollout:
+        # a rollout attends to the prompt's keys and its own.
         repeated_keys = sum(
             unit.rows * unit.prompt_tokens + unit.predicting_tokens for unit in units
         )
@@ -140,9 +146,10 @@ def size_of_pass(
 def full_unit(units: Sequence[UnitSize], longest_completion: int) -> UnitSize:
     """Return the size of the unit for which memory is planned.
 
-    It has the longest prompt and the most patches of these units, and in all rows completions of
-    `longest_completion` tokens. The dry run takes the longest prompt of the data, which is no
-    shorter.
+    Its prompt is the longest of these units, and it has the most patches. Each of its rows has a
+    completion of `longest_completion` tokens. For example, units with prompts of 10 and 14 tokens
+    and two rows, and a longest completion of 100, give a prompt of 14 and 200 completion tokens. The
+    dry run plans for the longest prompt of all data, so it plans for at least as much memory.
     """
     rows = max(unit.rows for unit in units)
     return UnitSize(
@@ -181,14 +188,16 @@ class MicroBatchRoom:
         """Divide consecutive units into micro-batches, at the same positions on all ranks.
 
         Memory is planned for `max_units` units of the greatest length. A micro-batch has at least
-        `max_units` units. It takes further ones while, on every rank, they all fit into the planned
-        memory. The last micro-batch may have fewer.
+        `max_units` units. It takes further units as long as they fit into the planned memory on
+        every rank. The last micro-batch may have fewer units. For example, the positions 0 to 4 with
+        `max_units` 1 become [0, 1] and [2, 3, 4], if three units fit on every rank from position 2
+        on, but only two from position 0 on.
 
         Args:
             sizes_by_rank: for each rank the sizes of its units in the order of learning, equally
                 many on each.
             positions: consecutive positions in this order.
-            max_units: units for which memory is planned.
+            max_units: how many units of the greatest length memory is planned for.
 
         Returns:
             The positions of the units of each micro-batch.
@@ -199,7 +208,7 @@ class MicroBatchRoom:
         micro_batches: list[range] = []
         first = positions[0]  # of the micro-batch that is being filled
         for position in positions:
-            # Up to `max_units` always fit: the plan is for as many of the longest ones.
+            # Up to `max_units` units always fit, since as many of the longest ones are planned for.
             if position + 1 - first <= max_units:
                 continue
             fits_on_ranks = (

@@ -40,6 +40,8 @@ Cut = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 def signal_of_units(advantages: Tensor, rows_per_unit: int) -> Tensor:
     """Return which of U units have a signal, an advantage other than 0: bool, (U,).
 
+    For example, the advantages 0 0 1 -1 0 0 with two rows per unit give False, True, False.
+
     Args:
         advantages: (B,), or (B, C) with one for each token.
         rows_per_unit: rows of a unit, which are neighbours: a group, or a part of one.
@@ -53,12 +55,14 @@ def choose_units(
 ) -> list[int]:
     """Choose the units to learn from, and return their numbers in ascending order.
 
-    All units with signal are chosen. If they are fewer than `min_units`, the shortest of the others
-    are added, so that all ranks have equally many. Units are groups of rollouts or parts of them.
+    All units with signal are chosen. If they are fewer than `min_units`, the shortest units without
+    signal are added, so that all ranks have equally many. Units are groups of rollouts or parts of
+    them. For example, of four units of 9, 7, 5, 8 tokens the first and the last have signal. With
+    `min_units` 3 the units 0, 2, 3 are chosen.
 
     Args:
         has_signal: for each unit, whether it has an advantage other than 0.
-        min_units: units that are needed at least.
+        min_units: the fewest units to choose.
         tokens_by_unit: the tokens of each unit.
     """
     units_with_signal = [unit for unit, is_useful in enumerate(has_signal) if is_useful]
@@ -71,7 +75,8 @@ def choose_units(
 def split_evenly(items: Sequence[int], part_count: int) -> list[list[int]]:
     """Split items into parts of neighbours, as evenly as possible.
 
-    No part is empty, so there have to be at least `part_count` items.
+    The first parts have one item more: 0 1 2 3 4 in two parts are [[0, 1, 2], [3, 4]]. No part is
+    empty, so there have to be at least `part_count` items.
     """
     assert len(items) >= part_count, f"{len(items)} items for {part_count} parts"
     return [part.tolist() for part in torch.tensor(items).tensor_split(part_count)]
@@ -83,7 +88,11 @@ def plan_micro_batches(
     """Return the units of every micro-batch, as their positions in the order of learning.
 
     Each optimizer step uses as few of its micro-batches as possible. The others are empty and come
-    first: the last one triggers the reduction of gradients, so it must not be empty.
+    first: the last one triggers the reduction of gradients, so it must not be empty. For example, 5
+    units, 2 steps of 3 micro-batches, and a cut after every 2 units give
+
+        step 1:  ()  [0, 1]  [2]
+        step 2:  ()  ()  [3, 4]
 
     Args:
         unit_count: units (groups, or parts of them) to learn from.
@@ -106,7 +115,10 @@ def cut_by_count(
 ) -> Sequence[Sequence[int]]:
     """Divide positions evenly into as few micro-batches of at most `max_units` units as possible.
 
-    A position is that of a unit (a group, or a part of one) in the order of learning.
+    A position is the place of a unit (a group, or a part of one) in the order of learning. For
+    example, the positions 0 to 4 with `max_units` 2 become [[0, 1], [2, 3], [4]].
+
+    If that is more than `max_micro_batches` micro-batches, each of these gets more units instead.
     """
     micro_batch_count = min(max_micro_batches, math.ceil(len(positions) / max_units))
     return split_evenly(positions, micro_batch_count)
@@ -120,6 +132,9 @@ def tokens_of_units(
     shares_prompt: bool,
 ) -> list[int]:
     """Return how many tokens the policy's pass has for each of U units.
+
+    For example, a unit of two rows has a prompt of 10 tokens and completions of 3 and 5 tokens. It
+    has 18 tokens if the prompt is shared, else 28.
 
     Args:
         prompt_lengths_B: tokens of each row's prompt.
@@ -141,10 +156,13 @@ def order_of_learning(
 ) -> list[int]:
     """Return the units in the order of learning: the longest of each optimizer step come first.
 
-    With this order a micro-batch has units of similar length, which need little padding, and so
-    have the ranks at the same time, so that none waits for another. A run that does not fit into
-    memory fails at once. Which units go into which step is drawn at random, so that each step sees
-    units of all lengths.
+    The units of each step are drawn at random, so that each step sees units of all lengths. For
+    example, units 0 to 3 with 10, 40, 30 and 20 tokens, in two steps, may become 1 0 and 2 3: unit
+    1 is longer than 0, and 2 is longer than 3.
+
+    The longest come first for three reasons. A micro-batch has units of similar length, which need
+    little padding. All ranks have units of similar length at the same time, so that none waits for
+    another. And a run that does not fit into memory fails at once.
 
     Args:
         units: numbers of the units, which are groups or parts of them.
@@ -157,7 +175,8 @@ def order_of_learning(
         return longest_first
     shuffled_positions = torch.randperm(len(units), generator=generator_at(seed)).tolist()
     ordered_units = []
-    # Positions in `longest_first`: sorting those of a step puts its longest units first again.
+    # The shuffled numbers are positions in `longest_first`. So sorting the positions of a step puts
+    # its longest units first.
     for positions_of_step in split_evenly(shuffled_positions, optimizer_steps):
         ordered_units += [longest_first[position] for position in sorted(positions_of_step)]
     return ordered_units
@@ -182,10 +201,10 @@ class MicroBatcher:
         Args:
             context: accelerator, config, log and state, which every part of a training step gets.
             image_banks: have the images that rows refer to.
-            every_row_counts: whether a row adds to the loss even if its advantage is 0, as with a
-                KL term.
+            every_row_counts: whether a row adds to the loss even if its advantage is 0. It does so
+                with a KL term.
             micro_batch_room: says how many groups fit into the memory that is planned for a
-                micro-batch; None: a micro-batch has `per_device_train_batch_size` rows.
+                micro-batch. With None a micro-batch has `per_device_train_batch_size` rows.
         """
         self.accelerator = context.accelerator
         self.micro_batch_room = micro_batch_room
@@ -196,8 +215,9 @@ class MicroBatcher:
         self.image_banks = image_banks
         self._every_row_counts = every_row_counts
         # Whether a micro-batch is weighed by its tokens. TRL's entropy bonus is a mean over the
-        # tokens of the micro-batch, and TRL adds it to the loss. So a loss over tokens has to be
-        # such a mean too with a bonus, in place of a sum over the tokens of the generation.
+        # tokens of the micro-batch, and TRL adds it to the loss. So with a bonus the loss has to be
+        # a mean over the tokens of the micro-batch too. Without one it is divided by the tokens of
+        # the generation.
         is_token_mean = context.config.loss_type in LOSSES_WITH_TOKEN_MEAN
         self._weighs_by_tokens = is_token_mean and has_entropy_bonus(context.config)
         self._unit_exchange = UnitExchange()
@@ -217,8 +237,8 @@ class MicroBatcher:
         layout = self.layout
         row_count = len(batch["advantages"])
         unit_count = row_count // layout.rows_per_unit
-        # Rows that there are, over those that a whole generation has. Below 1 where unfinished
-        # rollouts are left to later generations.
+        # The rows of this generation divided by the rows of a whole one. It is below 1 where
+        # unfinished rollouts are left to later generations.
         filled_share = row_count / (layout.micro_batch_rows * layout.steps_per_generation)
         has_signal = [True] * unit_count
         if self.config.uses("skip_zero_signal") and not self._every_row_counts:
@@ -237,7 +257,8 @@ class MicroBatcher:
         size_by_unit = unit_sizes(
             host_rows, layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
         )
-        # Of each rank, in its order of learning. All ranks cut at the same positions of this order.
+        # The sizes of each rank's units, in its order of learning. All ranks cut this order at the
+        # same positions.
         sizes_by_rank = gather_object([[size_by_unit[unit] for unit in units]])
         plan = plan_micro_batches(
             len(units),
@@ -321,10 +342,11 @@ class MicroBatcher:
 
         Args:
             reader: takes rows out of the generation.
-            host_rows: the copy on the CPU of the same rows.
-            units: numbers of at least one unit, of `rows_per_unit` neighbouring rows each.
-            filled_share: the share of the generation's places that have rollouts. It is below 1
-                where unfinished rollouts are left to later generations.
+            host_rows: the copy of the generation's rows on the CPU.
+            units: numbers of at least one unit. With two rows per unit, the units 0 and 3 are the
+                rows 0, 1, 6, 7.
+            filled_share: the rows of the generation divided by the rows of a whole one. It is below
+                1 where unfinished rollouts are left to later generations.
         """
         rows_per_unit = self.layout.rows_per_unit
         rows = [rows_per_unit * unit + row for unit in units for row in range(rows_per_unit)]
@@ -333,26 +355,28 @@ class MicroBatcher:
         )
         micro = cast("Batch", without_padding(dict(reader.take(rows)), used))
         micro["host_rows"] = host_rows.select(rows, used.first_of_prompts)
-        # Rows of this micro-batch over those that the generation's micro-batches have on average.
+        # The rows of this micro-batch, divided by the mean number of rows of a micro-batch.
         micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
         if self._weighs_by_tokens:
             tokens = loss_mask(micro).sum()
             micro["share_of_tokens"] = self.share_of_tokens(micro, tokens)
-            # TRL divides the loss by the tokens that micro-batches of the generation have on
-            # average: `num_items_in_batch` / (micro-batches of all ranks). With this value it
-            # divides by the tokens of this micro-batch, and the loss is a mean over them.
+            # TRL divides the loss by `num_items_in_batch` / (micro-batches of all ranks), which is
+            # the mean number of tokens of a micro-batch. With this value it divides by the tokens
+            # of this micro-batch, and the loss is a mean over them.
             micro["num_items_in_batch"] = tokens * self._micro_batches_of_all_ranks
         return micro
 
     @property
     def _micro_batches_of_all_ranks(self) -> int:
-        """Micro-batches of a generation over all ranks, with those that stay empty."""
+        """The number of micro-batches of a generation on all ranks, empty ones included."""
         return int(self.accelerator.num_processes) * self.layout.steps_per_generation
 
     def share_of_tokens(self, micro: Batch, tokens: Tensor) -> Tensor:
-        """Return a micro-batch's tokens over those that the generation's have on average, ().
+        """Return the tokens of a micro-batch divided by the mean tokens of a micro-batch, ().
 
-        The result is float64. `_micro_batch` may have stored it in the micro-batch already.
+        The result is float64. For example, a generation of 800 tokens in 4 micro-batches has 200 in
+        each on average, so a micro-batch of 300 tokens has a share of 1.5. `_micro_batch` may have
+        stored the share in the micro-batch already.
 
         `tokens`: how many tokens of the micro-batch count, ().
         """
@@ -367,9 +391,12 @@ class MicroBatcher:
     def loss_weight(self, micro: Batch) -> float | Tensor:
         """Return the factor that scales the loss of a micro-batch.
 
-        Stock TRL takes a mean over the rows of a micro-batch, or over its tokens. So the rows or
-        tokens of a small micro-batch would weigh more than others. The factor is 1 for losses that
-        are no such mean, and for micro-batches without a stored share, which TRL has cut.
+        Stock TRL takes a mean over the rows of a micro-batch, or over its tokens. So each row of a
+        small micro-batch would weigh more than a row of a large one. For example, where
+        micro-batches have 4 rows on average, the loss of one with 2 rows is multiplied by 0.5.
+
+        The factor is 1 for losses that are no such mean. It is also 1 for micro-batches that TRL has
+        cut, which have no stored share and equally many rows.
         """
         if self._weighs_by_tokens:
             return micro.get("share_of_tokens", 1.0)
@@ -398,10 +425,11 @@ class MicroBatcher:
         gathered = gather_object([(tokens_with_signal, movable_columns(batch))])
         tokens_by_rank = [tokens_of_rank for tokens_of_rank, _ in gathered]
         columns_by_rank = [columns_of_rank for _, columns_of_rank in gathered]
-        # They differ where a rank has no images, and are empty where rows are too large to be sent.
+        # The columns differ where a rank has no images. Rows that move have to fit into the columns
+        # of the rank that gets them.
         ranks_have_same_columns = len(set(columns_by_rank)) == 1
-        # Rows that move have to fit into the columns of the rank that gets them.
         moves = []
+        # `movable_columns` returns no names where rows are too large to be sent.
         if ranks_have_same_columns and columns_by_rank[0]:
             moves = plan_moves(tokens_by_rank, min_units=self.layout.optimizer_steps_per_pass)
         units_with_signal = sum(map(len, tokens_by_rank))

@@ -17,8 +17,9 @@ from adora_vl.training.batch_rows import RowReader, concat_rows, unpack_rows
 from adora_vl.types import Batch
 
 _CPU = torch.device("cpu")
-# A unit with at least this share of another one's tokens may be learned from beside it. A higher share
-# moves more units and saves little (`python -m benchmarks.lockstep`).
+# Two units may be learned from at the same time if the shorter one has at least this share of the
+# tokens of the longer one. A higher share moves more units and saves little
+# (`python -m benchmarks.lockstep`).
 MIN_LENGTH_RATIO = 0.9
 
 
@@ -38,7 +39,7 @@ class UnitOnRank(NamedTuple):
 
     @property
     def length_order(self) -> tuple[int, int]:
-        """What units are ordered by: their tokens; of two equally long ones the lower number wins."""
+        """What units are compared by: their tokens. Of two equally long ones the lower number wins."""
         return self.tokens, -self.number
 
 
@@ -49,12 +50,17 @@ def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) 
     length, the longest first, at the same time as the other ranks. So units are dealt like cards:
     in each round every rank gets one, and all units of a round are about equally long.
 
-    Every rank computes the same plan.
+    For example, rank 0 has units of 90 and 88 tokens, and rank 1 has units of 50 and 49:
+
+        before:  rank 0: 90 88    rank 1: 50 49
+        after:   rank 0: 90 49    rank 1: 88 50
+
+    The plan is that unit 1 of each rank goes to the other. Every rank computes the same plan.
 
     Args:
         tokens_by_rank: for each rank, the tokens of each unit that is to be learned from, by the
             unit's number.
-        min_units: units that every rank processes in any case.
+        min_units: how many units every rank processes in any case.
     """
     undealt_by_rank = []
     for tokens_of_rank in tokens_by_rank:
@@ -72,16 +78,21 @@ def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) 
 def _deal_round(undealt_by_rank: list[list[UnitOnRank]], later_rounds: int) -> list[UnitMove]:
     """Deal one unit to each rank, all about as long as the longest, and return which of them move.
 
-    A rank keeps its own longest unit if that is nearly as long as the longest of this round. If it
-    is shorter, the rank gets the longest unit that any other has left, if this one is nearly as
-    long as the longest of the round, or at least much longer than its own. Otherwise it keeps its
-    own. A rank without units gets one from the rank that has most, if that rank has more than it
-    could process in the rounds after this one.
+    The rules, in the order of the code:
+
+    1. A rank keeps its own longest unit if that is nearly as long as the longest of this round.
+    2. A rank with shorter units gets the longest unit that is left on any rank, if there is a better
+       one than its own (`_source_of_longer_unit`). Otherwise it keeps its own.
+    3. A rank without units gets one from the rank that has most, if that rank has more than it can
+       process in the later rounds.
+
+    For example, with one later round, the ranks with 90 88 and with 50 49 tokens deal 90 to rank 0
+    by rule 1, and 88 to rank 1 by rule 2, which is a move.
 
     Args:
-        undealt_by_rank: for each rank its units that were not dealt yet, the longest first. Those
-            that are dealt are removed.
-        later_rounds: rounds after this one.
+        undealt_by_rank: for each rank its units that were not dealt yet, the longest first. Dealt
+            units are removed.
+        later_rounds: how many rounds follow this one.
     """
     longest = max((units[0].tokens for units in undealt_by_rank if units), default=0)
     min_tokens = MIN_LENGTH_RATIO * longest
@@ -119,8 +130,8 @@ def _source_of_longer_unit(
 ) -> int:
     """Return the rank that gives its longest unit to a rank with a short one.
 
-    It is `rank` itself, which then keeps its own, where no other has a unit of at least
-    `min_tokens`, nor one that is at least much longer.
+    The longest unit that is left on any rank is given if it has at least `min_tokens`, or if it is
+    much longer than the unit of `rank`. Otherwise the result is `rank` itself, which keeps its own.
     """
     source = _rank_with_longest_unit(undealt_by_rank)
     longest_left = undealt_by_rank[source][0].tokens
@@ -141,10 +152,10 @@ def _rank_with_most_units(units_by_rank: Sequence[Sequence[UnitOnRank]]) -> int:
 
 
 def movable_columns(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a batch's columns, or none where its rows are too large to be sent.
+    """Return the names of a batch's columns, or no names where its rows are too large to be sent.
 
-    They are too large where each row has pixels of its own, and not references to an image bank.
-    Rows move only between ranks whose batches have the same columns.
+    Rows with pixels are too large. Rows with references into an image bank, which are integers, are
+    not. The caller moves rows only between ranks whose batches have the same columns.
     """
     pixels = batch.get("pixel_values")
     if pixels is not None and pixels.is_floating_point():
@@ -159,7 +170,7 @@ class UnitExchange:
     """
 
     def __init__(self) -> None:
-        # It is made at the first exchange, since making it is collective.
+        # Creating the process group is collective, so it is created at the first exchange.
         self._cpu_process_group: distributed.ProcessGroup | None = None
 
     def __call__(
@@ -208,8 +219,10 @@ def carry_out_moves(
 ) -> tuple[Batch, list[bool]]:
     """Carry out a plan of `plan_moves`: give units away, and append those that arrive. Collective.
 
-    A unit is `rows_per_unit` neighbouring rows. Those that are given away stay in the batch, with
-    advantages of 0, and are not learned from here.
+    A unit is `rows_per_unit` neighbouring rows. Units that are given away stay in the batch with
+    advantages of 0, and are not learned from here. For example, with two rows per unit, a rank that
+    has units 0 and 1 gives away unit 1 and gets another one. Its new batch has six rows: unit 0,
+    unit 1 with advantages of 0, and the new unit. `has_signal` is then True, False, True.
 
     Args:
         batch: the batch of this rank.
@@ -219,8 +232,8 @@ def carry_out_moves(
         rank: the number of this process.
         image_banks: have the images that the rows refer to.
         pad_id: the token that fills shorter rows.
-        exchange: sends the units that this rank gives away, copied to the CPU with their images,
-            and returns those that arrive, as `UnitExchange` does.
+        exchange: sends the units that this rank gives away, and returns the units that arrive, as
+            `UnitExchange` does. Units are sent as copies on the CPU, with their images.
 
     Returns:
         The new batch of this rank, and for each of its units whether it is to be learned from.
