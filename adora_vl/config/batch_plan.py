@@ -65,11 +65,12 @@ class BatchLayout:
         return self.steps_per_generation * self.num_iterations
 
     def micro_steps_of_generation(self, micro_step: int) -> range:
-        """Return the numbers of all micro-batches that learn from the generation of one of them.
+        """Return the numbers of all micro-batches that learn from the same generation as one.
 
-        Micro-batches are numbered through the whole run, as TRL's `_step` does.
+        Micro-batches are numbered through the whole run, as TRL's `_step` does. For example, with 4
+        micro-batches per generation, number 6 belongs to the generation of 4, 5, 6 and 7.
 
-        `micro_step`: the number of that one.
+        `micro_step`: the number of any micro-batch of the generation.
         """
         first = micro_step - micro_step % self.micro_batches_per_generation
         return range(first, first + self.micro_batches_per_generation)
@@ -81,6 +82,9 @@ class BatchLayout:
         the count ends in the middle of a step. The next epoch begins with a new step and a new
         generation. The count therefore goes on at the next number at which both begin, as it does
         in a run that resumes there. After any other step it needs no change, and 0 is returned.
+
+        For example, let a step have 4 micro-batches and a generation 6. Both begin at every
+        twelfth number. An epoch that ends at 10 returns 2, and the next epoch begins at 12.
 
         `micro_step`: TRL's count, `_step`, right after an optimizer step.
         """
@@ -94,8 +98,8 @@ class BatchLayout:
     def optimizer_steps_per_generation(self) -> int:
         """The number of whole optimizer steps that learn from one generation, at least 1.
 
-        It is 1 also where one optimizer step accumulates over several generations, of which
-        `updates_per_generation` gives the fraction.
+        It is 1 also where one optimizer step accumulates over several generations. The fraction of
+        a step that one generation then makes is `updates_per_generation`.
         """
         whole_steps = self.micro_batches_per_generation // self.gradient_accumulation_steps
         return max(1, whole_steps)
@@ -104,10 +108,15 @@ class BatchLayout:
     def micro_batches_per_update(self) -> int:
         """The number of micro-batches of one generation that belong to one optimizer step.
 
-        Rows may be moved between these micro-batches, since their gradients are summed.
+        Rows may be moved between these micro-batches, since their gradients are summed. Examples:
 
-        It is 1, so that no row may be moved, where neither a generation nor an optimizer step is a
-        multiple of the other: the steps then end at other micro-batches in each generation.
+            generation   step     result
+            8            4        4: a generation makes two steps
+            4            8        4: a step takes two generations
+            6            4        1: no row may be moved
+
+        In the last case neither number is a multiple of the other, so the steps end at different
+        micro-batches in each generation.
         """
         per_generation = self.steps_per_generation
         per_step = self.gradient_accumulation_steps
@@ -131,9 +140,7 @@ class BatchLayout:
     def micro_batches_before_update(self) -> int:
         """The number of a generation's micro-batches before the first optimizer step.
 
-        In these the policy still has the weights that sampled the generation. It is 1 where the
-        optimizer steps end at other micro-batches in each generation: then only the first
-        micro-batch is certain to come before an update.
+        In these the policy still has the weights that sampled the generation.
         """
         if self.generation_has_one_step:
             return self.micro_batches_per_generation
@@ -142,6 +149,8 @@ class BatchLayout:
         )
         if steps_end_with_generation:
             return self.gradient_accumulation_steps
+        # The steps end at different micro-batches in each generation. Only the first micro-batch
+        # is certain to come before an update.
         return 1
 
     @property
@@ -168,7 +177,10 @@ class BatchLayout:
         """Return the number of optimizer steps of an epoch over `rows` rows of the data set.
 
         Rows at the end that fill no generation are left out. The last step of an epoch may have
-        fewer micro-batches than the others: Transformers counts it too.
+        fewer micro-batches than the others. It is counted too, as Transformers does.
+
+        For example, 10 rows make 2 generations of 4 prompts. With 3 micro-batches each and 4
+        micro-batches per step, these are 2 steps, of which the last has 2 micro-batches.
         """
         generations = rows // self.prompts_per_generation
         micro_batches = generations * self.micro_batches_per_generation
@@ -194,8 +206,8 @@ class BatchLayout:
 def unit_size(micro_batch_rows: int, group_size: int) -> int:
     """Return the number of rows of one unit: rows of one group that share a micro-batch.
 
-    It is the largest number that divides both the group and the micro-batch. So a unit is a whole
-    group where whole groups fill a micro-batch, and else a part of one.
+    It is the largest number that divides both the group and the micro-batch. For example, a group
+    of 8 in micro-batches of 16 is one unit of 8 rows, and in micro-batches of 4 two units of 4.
     """
     return math.gcd(micro_batch_rows, group_size)
 
@@ -229,10 +241,10 @@ def total_optimizer_steps(
 ) -> int | None:
     """Return the number of optimizer steps of a whole run, as Transformers counts them.
 
-    `rows`: the rows to train on; None for a stream, or where they are not known. Only `max_steps`
-    can say the number then, and without it the number is None.
+    `rows`: the number of rows to train on; None for a stream, or where it is not known. Without
+    `max_steps` the number of steps is then not known either, and None is returned.
     """
-    # -1: the number of epochs decides
+    # `max_steps` is -1 where the number of epochs decides.
     if config.max_steps > 0:
         return int(config.max_steps)
     if rows is None:
@@ -279,7 +291,7 @@ def regroup_obstacle(config: AdoraGRPOConfig) -> str:
     """Return the setting that forbids moving rows between micro-batches, as `key: value`.
 
     With such a setting the loss depends on which rows share a micro-batch, so moving them would
-    change the training. Empty if there is none.
+    change the training. The text is empty if no setting forbids it.
     """
     if config.loss_type not in REGROUPABLE_LOSSES:
         return f"loss_type: {config.loss_type}"

@@ -110,7 +110,7 @@ class CliArgs:
 def read_value(key: str, value: object, hint: Any) -> Any:
     """Convert what the user wrote for a key to the type of its annotation. Raises `UserError`.
 
-    `value`: as the config file has it, or the `CliWords` that follow the key on the command line.
+    `value`: the value in the config file, or the `CliWords` behind the key on the command line.
     """
     if isinstance(value, CliWords):
         value = _join_words(key, value, hint)
@@ -165,7 +165,7 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
 def _config_file(cli_keys: Sequence[CliKey]) -> Path | None:
     """Return the config file that a command names with `--config`, or None without it.
 
-    Raises `UserError` unless it is there once, with one path behind it.
+    Raises `UserError` if `--config` is there twice, or not exactly one path follows it.
     """
     config_options = [key for key in cli_keys if key.dotted_name == "config"]
     if not config_options:
@@ -182,8 +182,8 @@ def _config_file(cli_keys: Sequence[CliKey]) -> Path | None:
 def recipe_path(name: str) -> Path:
     """Return the path of the config file that `--config NAME` means.
 
-    NAME is a path, or names one of the config files that the package ships, its recipes, such as
-    `adora_3b_1gpu_lora`. A file of the user's with that name wins.
+    NAME is a path, or the name of a recipe, such as `adora_3b_1gpu_lora`. Recipes are the config
+    files that the package ships. If the user has a file NAME, that file is meant.
     """
     user_file = Path(name)
     recipe_name = user_file.with_suffix("").name
@@ -250,8 +250,10 @@ def refuse_stray(words: Sequence[str]) -> None:
 def _split_into_keys(arguments: Sequence[str]) -> list[CliKey]:
     """Split a command line into its keys, each with the words that follow it.
 
-    Both `--key value` and `--key=value` are read. Raises `UserError` for words before the first
-    key.
+    Both `--key value` and `--key=value` are read. For example, `--beta=0.1 --dataset-name a b`
+    gives the keys `beta` with the words [0.1], and `dataset_name` with [a, b].
+
+    Raises `UserError` for words before the first key.
     """
     cli_keys: list[CliKey] = []
     for word in arguments:
@@ -298,8 +300,11 @@ def _check_key(
 def _proposal_by_word(keys: Mapping[str, Key], command_options: Collection[str]) -> dict[str, str]:
     """Return what an error may propose to write in place of an unknown key.
 
-    Each proposal stands under the word that the unknown key is compared with. The two are mostly
-    the same; but if the key looks like `dry_run`, the proposal is `--dry-run`.
+    Each proposal stands under the word that the unknown key is compared with. Examples:
+
+        beta            beta
+        adora_factor    adora_method.adora.factor
+        dry_run         --dry-run
     """
     proposal_by_word: dict[str, str] = {}
     for key in keys.values():
@@ -319,8 +324,14 @@ def _override_from_command_line(
 ) -> None:
     """Write the value that the command line has for a key into `values`, over the config file's.
 
-    `--key.option` sets one option of a mapping. `--no_key` sets a key to false that is true by
-    default. `keys`: all keys of a training config by name. Raises `UserError` for an unknown key.
+    The forms of a key, in the order in which they are tried:
+
+        --no_key                 sets a key to false that is true by default
+        --key.option VALUE       sets one option of a mapping
+        --adora_method VALUE     keeps ADORA's criteria of the config file (`_keep_criteria`)
+        --key VALUE              sets a key
+
+    `keys`: all keys of a training config by name. Raises `UserError` for an unknown key.
     """
     key, *option_path = cli_key.dotted_name.split(".")
     words = cli_key.words
@@ -350,6 +361,9 @@ def _keep_criteria(words: CliWords, file_methods: object) -> Any:
     ADORA's criteria decide which groups it changes. Where the command line names other methods
     only, ADORA is added with the file's criteria but switched off, so that the log still has the
     decisions.
+
+    For example, `dapo` with `{"adora": {"tau": 0.5, "factor": 2}}` in the file gives
+    `{"dapo": {}, "adora": {"tau": 0.5, "mode": "off"}}`. `tau` is a criterion, `factor` is not.
 
     Args:
         words: The words behind `--adora_method`, such as `dapo+daro`.
@@ -382,6 +396,9 @@ def _criteria_in(file_methods: object) -> dict[str, Any]:
 def _with_option(key: str, container: Any, option_path: Sequence[str], value: Any) -> Any:
     """Return a copy of a key's value in which one option is set, as `--key.name.option VALUE` asks.
 
+    For example, `--adora_method.adora.factor 2` makes `{"dapo": {}, "adora": {"factor": 2}}` of
+    `dapo+adora`.
+
     Args:
         key: Name of the config key, for errors.
         container: The key's value before: a mapping, a text such as `dapo+adora`, or a list of
@@ -413,8 +430,11 @@ def _with_option_in_list(
 ) -> list[Any]:
     """Return a copy of a list in which an option of one of its items is set.
 
-    An item is a name, or a mapping of one name to its options. `option_path`: the name of the item,
-    then names down to the option. Raises `UserError` for an item that is not in the list.
+    An item is a name, or a mapping of one name to its options. For example, the path (b, c) and the
+    value 1 make `[a, {b: {c: 1}}]` of `[a, b]`.
+
+    `option_path`: the name of the item, then the names down to the option. Raises `UserError` for
+    an item that is not in the list.
     """
     name, *inner_path = option_path
     entries = [next(iter(item)) if isinstance(item, Mapping) else item for item in items]
@@ -433,9 +453,10 @@ def _name_means_entry(entry: object, name: str) -> bool:
 
 
 def _entry_meant_by(key: str, entries: Sequence[Any], name: str) -> Any:
-    """Return the entry that `name` means, where an entry is a name or FILE.py:NAME.
+    """Return the entry that `name` means: the name itself, or an entry FILE.py:NAME.
 
-    Raises `UserError` if there is none; `key` is the config key with these entries.
+    For example, `Canon` means the entry `docs/canon.py:Canon`. `key`: the config key that has the
+    entries. Raises `UserError` if none is meant.
     """
     entry = next((entry for entry in entries if _name_means_entry(entry, name)), None)
     if entry is None:
@@ -455,7 +476,7 @@ def _parse_words(words: CliWords) -> Any:
 def _join_words(key: str, words: CliWords, hint: Any) -> Any:
     """Return the words that follow a key on the command line in the form that `convert` takes.
 
-    That is a list for a key that takes one, true for a flag without words, else the only word.
+    That is true for a flag without words, a list for a key that takes one, else the only word.
     `hint`: the annotation of the key. Raises `UserError` for no word or too many.
     """
     if not words and allows_type(hint, bool):

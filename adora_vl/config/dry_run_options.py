@@ -77,8 +77,8 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[s
 def planned_sharding(options: DryRunOptions) -> Sharding:
     """Return how the run that a dry run plans for is spread over processes and machines.
 
-    That is what the options say, and otherwise how this process was launched. Raises `UserError`
-    for FSDP, and for processes that do not divide evenly over the machines.
+    The options decide. What they leave open is taken from the launch of this process. Raises
+    `UserError` for FSDP, and for processes that do not divide evenly over the machines.
     """
     if options.accelerate_config is not None:
         return sharding_from_file(

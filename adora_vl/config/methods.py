@@ -112,8 +112,11 @@ def name_functions(value: Any) -> tuple[Any, dict[str, Any]]:
     Python code may pass a function `(groups, advantages) -> advantages` or a subclass of `Method`,
     alone or as a key of the mapping of methods to their options.
 
-    Returns the value with names in place of functions, and the functions and classes by name.
-    Raises `UserError` for one that has the name of a built-in method.
+    Returns the value with names in place of functions, and the functions and classes by name. For
+    example, `{"dapo": {}, clip: {"low": 0}}` with a function `clip` gives
+    `{"dapo": {}, "clip": {"low": 0}}` and `{"clip": clip}`.
+
+    Raises `UserError` for a function or class that has the name of a built-in method.
     """
     if callable(value):
         name = _checked_name(value)
@@ -159,9 +162,9 @@ def build_methods(
             built-in method, FILE.py:NAME, or that of one of `functions`.
         functions: Functions and classes that Python code has passed, by name.
 
-    Raises `UserError` for an unknown method or option, a wrong value, and a method that computes
-    its advantages from the rewards but is not the first: it would overwrite those of the methods
-    before it.
+    Raises `UserError` for an unknown method or option, and for a wrong value. A method that
+    computes its advantages from the rewards must be the first, since it would overwrite the
+    advantages of the methods before it.
     """
     configured_methods: list[ConfiguredMethod] = []
     hashes: dict[str, str] = {}
@@ -190,7 +193,7 @@ def build_methods(
             )
         )
     for configured in configured_methods[1:]:
-        # Such a method computes advantages from the rewards, whatever the advantages are so far.
+        # `remakes`: the method computes advantages from the rewards, whatever they are so far.
         if configured.method.remakes:
             raise UserError(
                 f"adora_method: {'+'.join(options_by_name)}: "
@@ -206,8 +209,9 @@ def settle_methods(config: AdoraGRPOConfig, functions: Mapping[str, Any]) -> Met
     A method may set keys of TRL, such as the loss that its paper uses. The key `adora_method`
     itself becomes the mapping of all methods to all of their options, defaults included.
 
-    `functions`: functions and classes that Python code has passed, by name. Returns the methods,
-    with a note for the user about each key that changes. Raises `UserError`.
+    Returns the methods, with a note for the user about each key that changes.
+
+    `functions`: functions and classes that Python code has passed, by name. Raises `UserError`.
     """
     methods = build_methods(config.adora_method, functions)
     notes: list[str] = []
@@ -275,10 +279,10 @@ def _load_from_file(name: str) -> FromFile:
 
 
 def _check_kept_keys(name: str, keep_settings: object, method: Method) -> tuple[str, ...]:
-    """Return the keys of TRL that a method is told not to set, by its option `keep_settings`.
+    """Return the keys of TRL that the option `keep_settings` forbids a method to set.
 
     `keep_settings`: one key or a list, as the user wrote it. Raises `UserError` for a key that the
-    method does not set anyway.
+    method does not set in any case.
     """
     keys = [keep_settings] if isinstance(keep_settings, str) else keep_settings
     if not isinstance(keys, list) or not set(map(str, keys)) <= method.settings.keys():
@@ -350,7 +354,7 @@ def _try_method(name: str, method: Method, config: AdoraGRPOConfig) -> None:
     their advantages are all zero. Raises `UserError` where it fails, takes too long, or returns
     something else.
     """
-    # P prompts x G rollouts of each
+    # P: prompts, G: rollouts of each prompt
     rewards_PG = torch.zeros(2, config.num_generations)
     rewards_PG[0, 0] = 1.0
     lengths_PG = torch.full_like(rewards_PG, config.max_completion_length)
@@ -359,15 +363,15 @@ def _try_method(name: str, method: Method, config: AdoraGRPOConfig) -> None:
         rewards_PG=rewards_PG,
         lengths_PG=lengths_PG,
         truncated_PG=none_truncated_PG,
-        # any finite values will do
+        # Any finite values will do.
         surprisal_PG=lengths_PG,
     )
-    run = AdvantagePipeline({name: method})
+    pipeline = AdvantagePipeline({name: method})
     advantages_PG = group_advantages(rewards_PG)
     try:
         with deadline(LOAD_TIMEOUT_S):
             # A clone, since the method may change the advantages in place.
-            result = method.apply(groups, advantages_PG.clone(), run)
+            result = method.apply(groups, advantages_PG.clone(), pipeline)
             is_valid = (
                 isinstance(result, Tensor)
                 and result.shape == advantages_PG.shape

@@ -37,11 +37,13 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     def __post_init__(self, converted: frozenset[str], planned_processes: int | None) -> None:
         """Convert and check the keys, build the methods, and let TRL fill in its own keys.
 
-        `converted`, `planned_processes`: as declared above. Raises `UserError` for the checks of
-        this project, `ValueError` for those of TRL.
+        `converted`: the keys whose values a command has converted already. `planned_processes`: the
+        number of processes that a dry run plans; None for a run on this machine. Raises `UserError`
+        if a check of this project fails, `ValueError` if one of TRL does.
         """
         self.adora_method, functions = name_functions(self.adora_method)
         convert_fields(self, converted=converted, library_class=GRPOConfig)
+        # A dry run may plan for a GPU that this machine does not have.
         is_for_other_machine = planned_processes is not None and missing_gpu(self) is not None
         if not is_for_other_machine:
             check_device(self)
@@ -75,8 +77,9 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         Some of its checks are about this machine, or about things that are not known yet. So TRL
         sees a few other values, which are set back afterwards.
 
-        `planned_processes`: of the run that a dry run plans, else None. Raises `UserError` for
-        rollouts that do not divide into groups, `ValueError` for the other checks of TRL.
+        `planned_processes`: the number of processes that a dry run plans; None for a run on this
+        machine. Raises `UserError` for rollouts that do not divide into groups, `ValueError` if
+        another check of TRL fails.
         """
         # TRL computes each of these two from the other. The error names the one that was set.
         user_batch_size = vars(self).get("generation_batch_size")
@@ -114,7 +117,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     def _refuse_masked_secrets(self) -> None:
         """Raise `UserError` for a command with a mask in the place of a secret.
 
-        Commands are printed with their secrets masked, and a user may copy one from there.
+        Commands are printed with their secrets masked, and a user may copy a printed command.
         """
         for key in ("hub_token", "model_init_kwargs", "vllm_server_base_url"):
             value = getattr(self, key)
@@ -132,8 +135,8 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     ) -> None:
         """Raise `UserError` if the rollouts of a generation do not divide into groups.
 
-        It replaces TRL's error for this, which names `generation_batch_size`. That is a product,
-        and the user has rather set its factors, which this error names.
+        It replaces TRL's error, which names `generation_batch_size`. That key is a product. Most
+        users set its factors, so this error names the factors.
 
         Args:
             generation_batch_size: The value that the user has set, None without one. With one,
@@ -180,7 +183,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     def __deepcopy__(self, memo: dict[int, Any]) -> AdoraGRPOConfig:
         """Return a deep copy with secrets. The methods have no state, so both configs share them.
 
-        `memo`: of the `copy` module, each object's copy by the object's id.
+        `memo`: the `copy` module's dictionary of the copies so far, by the id of the original.
         """
         copied = object.__new__(type(self))
         memo[id(self)] = copied

@@ -53,7 +53,10 @@ class Sharding:
         return f"zero{self.stage}" if self.stage else "none"
 
     def describe(self) -> str:
-        """Return the sharding in words, for a report."""
+        """Return the sharding in words, for a report.
+
+        For example: `8 processes on 2 machines, DeepSpeed ZeRO-3, optimizer in host memory`.
+        """
         processes = "one process" if self.processes == 1 else f"{self.processes} processes"
         if self.machines > 1:
             processes += f" on {self.machines} machines"
@@ -152,7 +155,7 @@ def sharding_from_environment(environment: Mapping[str, str] = os.environ) -> Sh
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         raise UserError(f"accelerate launch: its config asks for FSDP, which {FSDP_IS_UNSUPPORTED}")
     processes = int(environment.get("WORLD_SIZE", "1"))
-    # Without the second variable all processes are on this machine.
+    # Without LOCAL_WORLD_SIZE all processes are on this machine.
     local_processes = int(environment.get("LOCAL_WORLD_SIZE") or processes)
     machines = max(1, processes // local_processes)
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":

@@ -97,7 +97,7 @@ def _keys_of_libraries() -> dict[str, Key]:
 
 
 def _our_keys(dataclass: Any) -> list[Key]:
-    """Return the keys that a dataclass of this project declares, which has a help for each."""
+    """Return the keys that a dataclass of this project declares, each with its help text."""
     return [
         Key(
             name=field.name,
@@ -132,8 +132,8 @@ def _keys_of_class(class_name: str, classes: Mapping[str, _LibraryClass]) -> dic
 def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
     """Return the key that a field of a library's dataclass declares.
 
-    `value`: the expression behind its `=`: a plain value, or
-    `field(default=..., metadata={"help": ...})`. None: the field has none.
+    `value`: the expression behind the `=` of the field. It is a plain value such as `0.2`, or a
+    call such as `field(default=0.2, metadata={"help": "Lower clip."})`. None without an `=`.
     """
     if not isinstance(value, ast.Call):
         return Key(name=name, default=_literal_value(value), help="", library=library)
@@ -142,7 +142,7 @@ def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
     factory = arguments.get("default_factory")
     if isinstance(factory, ast.Lambda):
         default = _literal_value(factory.body)
-    # What another function would return cannot be told from its name (MISSING).
+    # `list` and `dict` return an empty value. The value of any other function is not known.
     elif isinstance(factory, ast.Name):
         default = {"list": [], "dict": {}}.get(factory.id, MISSING)
     help_text = _help_in(arguments.get("metadata"))

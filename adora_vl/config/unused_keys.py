@@ -283,7 +283,10 @@ _UNUSED_KEYS = (
 
 
 def unused_keys(settings: RunSettings) -> list[str]:
-    """Return a line for each reason why keys that were set do nothing in this run."""
+    """Return a line for each reason why keys that were set do nothing in this run.
+
+    For example: `delta: does nothing with this loss_type, which does not clip on both sides`.
+    """
     set_keys = {*_keys_not_at_default(settings.config), *_keys_not_at_default(settings.model)}
     lines: list[str] = []
     for unused in _UNUSED_KEYS:
@@ -360,8 +363,8 @@ def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> No
 def _refuse_loader_keys(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of the data loader that would break a run.
 
-    They would divide the rollouts of a prompt between ranks or steps, or torch would refuse them,
-    but only after the weights are loaded.
+    Some would divide the rollouts of a prompt between ranks or steps. Others would be refused by
+    torch, but only after the weights are loaded.
     """
     accelerator = config.accelerator_config
     has_workers = config.dataloader_num_workers > 0

@@ -32,19 +32,19 @@ from adora_vl.utils.errors import UserError
 def convert_key(key: str, value: object, hint: object) -> Any:
     """Convert the value of a config key to its type, with the exceptions that a few keys need.
 
-    For one key of TRL the word none is a path, some take the path of a JSON file in place of a
-    mapping, and one has a list in place of null. All others are converted by `convert`.
-
     `hint`: the annotation of the key. Raises `UserError` for a value that it does not allow.
     """
     if isinstance(value, str):
+        # For these keys the word none is a value of its own, and does not mean null.
         if key in KEYS_WITH_WORD_NONE and value.strip().lower() == "none":
             return value
+        # These keys take a mapping, or the path of a JSON file that has one.
         is_path = not value.lstrip().startswith("{") and not means_null(value, hint)
         if key in JSON_FILE_KEYS and is_path:
             _check_json_file(key, value)
             return value
     converted = convert(key, value, hint)
+    # Some keys have another value, such as an empty list, in place of null.
     if converted is None:
         return NULL_VALUE_BY_KEY.get(key)
     return converted

@@ -22,20 +22,21 @@ def checkpoint_bytes(
 ) -> int:
     """Predict the bytes of one `checkpoint-N` folder, with the files of all ranks.
 
-    It has the weights (with LoRA those of the adapter alone) and the optimizer. DeepSpeed writes
-    its own files beside the model for `from_pretrained`: float32 master weights, the moments, and
-    the module's weights once more.
+    A checkpoint has the weights and the optimizer. With LoRA the weights are those of the adapter
+    alone. DeepSpeed writes files of its own beside the model for `from_pretrained`: float32 master
+    weights, Adam's moments, and the module's weights once more.
 
     Args:
-        shape: Numbers of parameters: of the model, and of what is trained.
+        shape: The number of parameters of the model, and how many of them are trained.
         sharding: Processes and ZeRO stage.
         mixed_precision: Whether DeepSpeed computes in bf16 or fp16.
-        saves_reference: Whether it has a reference model too, one that moves (`sync_ref_model`).
+        saves_reference: Whether the checkpoint has the reference model too, since that model
+            changes in the run (`sync_ref_model`).
     """
     saved_parameters = shape.trained_parameters if shape.has_adapters else shape.total_parameters
     reference_bytes = shape.total_parameters * shape.weight_bytes if saves_reference else 0
-    # Without DeepSpeed a checkpoint has the weights and Adam's moments, both in the dtype that is
-    # trained in: float32 for an adapter.
+    # Without DeepSpeed, weights and Adam's moments have the dtype of the training. For an adapter
+    # that is float32.
     if sharding.stage is None:
         bytes_per_parameter = FLOAT32_BYTES if shape.has_adapters else shape.weight_bytes
         model_bytes = saved_parameters * bytes_per_parameter
@@ -66,13 +67,16 @@ def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding
 def most_checkpoints(config: AdoraGRPOConfig, layout: BatchLayout, rows: int | None) -> int | None:
     """Return the largest number of checkpoints that a run's folder has at once.
 
-    An old checkpoint is deleted only after a new one is complete, so that there is one more than
-    `save_total_limit` while it is written. A short run never writes as many.
+    An old checkpoint is deleted only after a new one is complete. So there is one more than
+    `save_total_limit` while the new one is written. A short run writes fewer.
+
+    For example, with a limit of 2 a run of 100 steps that saves every 10 steps has 3 at once. A run
+    of 15 steps has 2.
 
     Args:
-        config: The run's.
+        config: The run's config.
         layout: The sizes of its batches.
-        rows: The rows to train on; None where they are not known.
+        rows: The number of rows to train on; None where it is not known.
 
     Returns None where no limit is set and the length of the run is not known.
     """
@@ -96,7 +100,7 @@ def most_checkpoints(config: AdoraGRPOConfig, layout: BatchLayout, rows: int | N
 def run_bytes(one_checkpoint: int, model: int, checkpoints: int, record_gb: float) -> int:
     """Return the largest size of a run's folder, in bytes.
 
-    It is largest when it has as many checkpoints as it has at once, the final model, and a full
+    The folder is largest at the end: then it has all its checkpoints, the final model, and a full
     record of the rollouts.
 
     Args:

@@ -45,7 +45,7 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     print(f"\n{verdict_line(plan)}", flush=True)
     if not plan.fits:
         return 1
-    # The data set is not on this machine.
+    # Without rows the data set is not on this machine.
     if plan.rows is None:
         names = " ".join(plan.script.dataset_name)
         print(f"First: prepare the data, {names} (python -m data_prep --help)", flush=True)

@@ -41,7 +41,10 @@ class EngineMemory:
 def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: int = 1) -> int:
     """Return the bytes of one token's keys and values in all layers, on one GPU.
 
-    The heads are divided over the GPUs of a tensor-parallel engine, but each has at least one.
+    The heads are divided over the GPUs of a tensor-parallel engine, but each GPU has at least one.
+    For example, 36 layers with 2 heads of size 128 take 36 x 2 x 2 x 128 numbers, which are 36,864
+    bytes in bf16.
+
     `dtype_bytes`: bytes per number in the engine.
     """
     text = shape.text
@@ -54,10 +57,10 @@ def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineM
     """Predict how vLLM divides its share of a GPU with `card_bytes` of memory."""
     weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
     if shape.four_bit_parameters:
-        # The adapter cannot be merged into a base in 4 bits, so the engine holds it beside.
+        # An adapter cannot be merged into a base in 4 bits, so the engine holds it separately.
         weights += shape.trained_parameters * engine.dtype_bytes
     if engine.cpu_cache is None:
-        # On a GPU the cache gets what is left of the engine's share.
+        # On a GPU the cache gets the rest of the engine's share.
         workspace = ENGINE_WORKSPACE_BYTES
         cache = int(engine.utilization * card_bytes) - weights - workspace
     else:

@@ -79,15 +79,15 @@ class Setup:
 
     @property
     def micro_batch(self) -> PlannedMicroBatch:
-        """The micro-batch as it is computed: what rollouts of a group share counts only once."""
+        """The micro-batch as it is computed: a part that rollouts share is computed once."""
         batch = self.batch
         # A unit is the rollouts of a group that always share a micro-batch.
         rows_per_unit = unit_size(batch.sequences, self.group_size)
         units = batch.sequences // rows_per_unit
         completion_lengths = [[batch.completion_tokens] * rows_per_unit] * units
         prompt_lengths = [batch.prompt_tokens] * units
-        # The config has to allow it, several rollouts have to have the prompt, and it has to save
-        # enough tokens to be faster, which the trainer decides in the same way.
+        # A prompt is shared if the config allows it, if several rollouts have the prompt, and if
+        # that saves enough tokens to be faster. The trainer decides by the same rule.
         shares_prompt = (
             self.sharing.prompts
             and rows_per_unit > 1
@@ -246,7 +246,8 @@ def _rollout_phase(
     shape = setup.shape
     resident = _resident_bytes(model_state)
     if setup.swaps_base:
-        # The trainer's base in 4 bits is in host memory while the engine samples with its own.
+        # While the engine samples with its own base, the trainer's base in 4 bits is in host
+        # memory.
         resident["weights"] -= shape.base_bytes(shape.weight_bytes)
     # DeepSpeed allocates its gradients once. Without it torch frees them after each step.
     has_lasting_gradients = setup.sharding.stage is not None
@@ -263,10 +264,10 @@ def _rollout_phase(
 
 
 def _pixel_bytes(setup: Setup) -> int:
-    """Return the bytes of the pixels that stay on the GPU until their images are learned from.
+    """Return the bytes of the pixels that stay on the GPU until the policy learns from them.
 
-    They are one frame in bytes where the images of a group are stored once (`ImageBank`), and
-    float32 numbers otherwise.
+    Where the images of a group are stored once (`ImageBank`), one frame of each image is stored,
+    with a byte per value. Otherwise all frames are stored in float32.
     """
     shape = setup.shape
     patches = setup.images * setup.batch.image_tokens * shape.merge_size**2
@@ -311,8 +312,8 @@ def frozen_tower_memory(setup: Setup) -> FrozenTowerMemory:
 
     For any other tower both numbers are 0, since it computes its features in the training pass.
 
-    A pass is assumed to hold what a block would save for its backward pass. In fact it holds less:
-    0.7 of that for the 7B model.
+    A pass of the tower is assumed to hold as much as a block saves for a backward pass. In fact it
+    holds less: 0.7 of that for the 7B model.
     """
     shape = setup.shape
     tower = shape.vision
@@ -326,7 +327,7 @@ def frozen_tower_memory(setup: Setup) -> FrozenTowerMemory:
     features_per_token = 1 + shape.deepstack_layers
     feature_bytes = image_tokens * shape.text.width * features_per_token * setup.dtypes.compute
     patches_per_image = setup.batch.image_tokens * shape.merge_size**2
-    # A pass has so many patches, or else one larger image.
+    # A pass has at most `PATCHES_PER_PASS` patches, unless a single image has more.
     most_patches = max(PATCHES_PER_PASS, patches_per_image)
     patches = min(setup.images * patches_per_image, most_patches)
     # The pixels are there as float32 and in the dtype of the computation.
@@ -359,8 +360,8 @@ def _learning_memory(setup: Setup, gradient_bytes: int, recomputed: int) -> dict
     """
     activation_memory = setup.activation_memory
     peaks = activation_memory.peaks(setup.pass_size, recomputed)
-    # An optimizer step with a single micro-batch begins without gradients. DeepSpeed has allocated
-    # them before, and with several micro-batches they exist from the second on.
+    # An optimizer step with a single micro-batch begins without gradients. DeepSpeed allocates them
+    # once for the whole run. With several micro-batches they exist from the second one on.
     if setup.sharding.stage is None and setup.micro_batches == 1:
         moments = _moments_with_first_gradients(setup, peaks, gradient_bytes, recomputed)
     else:
@@ -382,8 +383,13 @@ def _moments_with_first_gradients(
     """Return the moments at which a pass without gradients at its start may hold most.
 
     The backward pass makes the gradients layer by layer, and frees activations on its way. So the
-    peak may be in the head, in the first layer whose gradients are computed, in a later one, in the
-    last, or at the end.
+    peak may be at one of these moments, in the order of the pass:
+
+        1. in the LM head
+        2. in the first layer whose gradients are computed
+        3. in a layer in between
+        4. in the last layer
+        5. at the end
 
     Args:
         setup: A run without DeepSpeed that computes one micro-batch per optimizer step.
@@ -393,8 +399,8 @@ def _moments_with_first_gradients(
     """
     gradients = _gradients_during_backward(setup, gradient_bytes)
     first_layer, last_layer = _first_and_last_layer_back(setup, recomputed)
-    # If head and embedding share a weight, its gradient is in the candidates' own bytes. Its two
-    # parts are added up at the end: both are there, and their sum.
+    # If head and embedding share a weight, the candidates count its gradient themselves. At the end
+    # the gradient is there three times: the part of the head, that of the embedding, and their sum.
     tied_head = setup.activation_memory.tied_head_gradient
     end = PeakCandidate(LAYER_BACKWARD_NAME, transient_bytes=3 * tied_head, kept_bytes=0)
     in_between: list[_PeakMoment] = []
@@ -404,7 +410,8 @@ def _moments_with_first_gradients(
         in_between.append(_PeakMoment(candidate, gradients.after_head + layer_gradients))
     layers = setup.shape.text.layers
     before_last_layer = gradients.after_head + gradients.of_layers * (layers - 1) // layers
-    # The first layer is not that of `peaks`: the head has released what it kept.
+    # `peaks.in_first_layer` is not used, since in it the head still keeps its activations. Here
+    # the head has released them.
     return [
         _PeakMoment(peaks.in_head, gradients.at_start),
         _PeakMoment(first_layer, gradients.after_head),
@@ -425,13 +432,13 @@ class _BackwardGradients(NamedTuple):
 def _gradients_during_backward(setup: Setup, gradient_bytes: int) -> _BackwardGradients:
     """Return the gradients that exist at moments of a backward pass that begins without them.
 
-    `gradient_bytes`: of all gradients, at the end of the pass.
+    `gradient_bytes`: the bytes of all gradients, at the end of the pass.
     """
     shape = setup.shape
     head = setup.activation_memory.head_gradient
     untied_head = head - setup.activation_memory.tied_head_gradient
     bytes_per_parameter = FLOAT32_BYTES if shape.has_adapters else shape.weight_bytes
-    # DDP's buckets are allocated before; they are counted beyond one number per parameter.
+    # The bytes beyond one number per parameter are DDP's buckets, which exist before the pass.
     at_start = gradient_bytes - shape.trained_parameters * bytes_per_parameter
     # The embedding's gradient comes at the end. It is as large as an untied head's.
     embedding = untied_head
@@ -466,7 +473,8 @@ def _first_and_last_layer_back(
     )
     kept_by_last_layer = saved.text // layers
     if 0 < recomputed < layers:
-        # The last layer to go back is a recomputed one here, and the first is not.
+        # Only a part of the layers is recomputed. The backward pass ends in a recomputed layer, and
+        # begins in one that is not.
         kept_by_last_layer = saved.layer_inputs // recomputed
         transient_bytes += saved.recomputed_layer
     last_layer = PeakCandidate(
@@ -497,10 +505,10 @@ def _engine_while_learning(setup: Setup, engine: EngineMemory | None) -> dict[st
 
 
 def _with_overhead(component_bytes: dict[str, int], setup: Setup) -> dict[str, int]:
-    """Return the components of a phase, with what a GPU takes on top; those of 0 bytes are left out.
+    """Return the components of a phase with the overhead of a GPU; those of 0 bytes are left out.
 
-    On top come the CUDA context, and the gaps that torch's allocator cannot use. vLLM has a pool of
-    its own, so its components have no gaps.
+    The overhead is the CUDA context, and the gaps that torch's allocator cannot use. vLLM has a
+    pool of its own, so its components have no gaps.
     """
     bytes_by_name = dict(component_bytes)
     if setup.on_gpu:

@@ -126,7 +126,8 @@ def sharing_lines(plan: Plan) -> list[str]:
     """
     if not (plan.setup.sharing.vision or plan.setup.sharing.prompts):
         return []
-    # With `auto` both runs would fill the GPU, one with fewer recomputed layers.
+    # `auto` recomputes as few layers as the GPU has room for. Both runs would then fill the GPU,
+    # and their difference would not show.
     setup = replace(plan.setup, recompute="all")
     # The same run with image and prompt computed for each rollout, as TRL does.
     setup_of_trl = replace(setup, sharing=Sharing())
@@ -290,7 +291,8 @@ def memory_remedy(plan: Plan) -> str:
     if not setup.checkpointing:
         changes.append("gradient_checkpointing: true")
     changes += _smaller_weights(setup)
-    # The share bounds the engine's cache alone. Without a cache a lower one frees nothing.
+    # A lower share makes the engine's cache smaller, and nothing else. Without a cache it frees
+    # nothing.
     has_cache = plan.prediction.phases.get("rollouts", {}).get("KV cache", 0) > 0
     if has_cache and utilization is None:
         changes.append("a lower vllm_gpu_memory_utilization")

@@ -205,8 +205,12 @@ class _Card(NamedTuple):
 def _planned_card(options: DryRunOptions, config: AdoraGRPOConfig, local_processes: int) -> _Card:
     """Return the memory of the GPU that a dry run plans for.
 
-    That is what the user says, else this machine's GPU, else an assumed one. For a run on the CPU
-    it is this machine's memory, divided by its number of processes.
+    The sources in their order:
+
+        1. `--card-gib`
+        2. for a run on the CPU, this machine's memory divided by its number of processes
+        3. the GPU of this machine
+        4. an assumed size
     """
     if options.card_gib is not None:
         return _Card(bytes=int(options.card_gib * GIB), name=f"a card of {options.card_gib:g} GiB")
@@ -246,7 +250,7 @@ def make_setup(
 
     Args:
         config: The training keys.
-        model: The keys of the model, of which the attention kernel matters.
+        model: The keys of the model. Only the attention kernel is read.
         shape: The model's numbers of parameters and layers.
         sharding: How the run is spread over processes.
         lengths: The lengths of the prompts.
@@ -285,7 +289,8 @@ def make_setup(
 def _sharing(config: AdoraGRPOConfig) -> Sharing:
     """Return what the steps of a run compute only once for all rollouts of a group."""
     stores_images_once = config.uses("cache_images")
-    # Otherwise the rollouts of a group may be in any micro-batch, and share nothing there.
+    # Where groups are not kept together, the rollouts of a group may be in different micro-batches
+    # and share nothing.
     keeps_groups_together = stores_images_once and not regroup_obstacle(config)
     return Sharing(
         images=stores_images_once,
@@ -312,13 +317,13 @@ def _engine_settings(
     """
     if not config.has_colocated_engine:
         return None
-    # None: the engine takes the dtype of the weights.
+    # The dtype is None where the engine takes that of the weights.
     dtype = engine_dtype(config)
     cpu_cache = None
     if config.use_cpu:
         # vLLM's own variable, in GiB
         cpu_cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
-    # No rollout is longer than the longest prompt with a whole completion.
+    # Without the key, no rollout is longer than the longest prompt with a whole completion.
     max_length = config.vllm_max_model_length or longest_prompt + config.max_completion_length
     return Engine(
         utilization=config.vllm_gpu_memory_utilization,

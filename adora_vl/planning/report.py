@@ -28,8 +28,8 @@ def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, fl
 
     Empty for a schedule that depends on how the training goes, such as reduce_lr_on_plateau.
 
-    `updates`: the number of optimizer steps of the run; None if it is not known. Then the rates are
-    those of a run of some length, since most schedules have the same shape for every length.
+    `updates`: the number of optimizer steps of the run; None if it is not known. The rates are then
+    those of a run of `TRIED_UPDATES` steps, since most schedules have one shape for every length.
     """
     step_count = updates or TRIED_UPDATES
     schedule = schedule_of(config, step_count)

@@ -50,14 +50,13 @@ def changed_keys(plan: Plan) -> dict[str, Any]:
 def resolve_keys(plan: Plan) -> dict[str, Any]:
     """Return all keys of a run for `--write-config`, so that `--config` reads the same run again.
 
-    The keys that differ from their defaults by the user's doing come first, then those with their
-    defaults. Keys that Transformers or TRL derive from others are left out, since they would not
-    accept them.
+    Keys that the user has changed come first, then keys with their defaults. Keys that Transformers
+    or TRL derive from other keys are left out, since the libraries would not accept their values.
     """
     value_by_key = changed_keys(plan)
     for key in _key_values(plan):
-        # A field that `__init__` does not take was derived, and so was a key that has another value
-        # than its default though the user has not changed it.
+        # `__init__` does not take a derived field, or the field has another value than its default
+        # though the user has not changed it.
         is_derived = not (key.field.init and key.is_default)
         if not is_derived:
             value_by_key.setdefault(key.field.name, key.value)

@@ -23,9 +23,10 @@ HEADROOM_SHARE = 0.05
 def proposed_utilization(setup: Setup, card_bytes: int) -> float | None:
     """Return the share of the GPU for vLLM (`vllm_gpu_memory_utilization`) that is best for a run.
 
-    With it most rollouts are sampled at once, while every phase of a step leaves `HEADROOM_SHARE`
-    of the memory free. Of equal ones it is the smallest, in hundredths. None without an engine that
-    shares a GPU with the trainer, and if no share leaves enough memory free.
+    Every hundredth is tried. The best share leaves `HEADROOM_SHARE` of the memory free in every
+    phase of a step, and lets most rollouts be sampled at once. Among equal shares it is the
+    smallest. None without an engine that shares a GPU with the trainer, and if no share leaves
+    enough memory free.
     """
     engine = setup.engine
     if engine is None or not setup.on_gpu:
@@ -47,7 +48,9 @@ def proposed_utilization(setup: Setup, card_bytes: int) -> float | None:
 def batch_sizes(setup: Setup) -> list[int]:
     """Return the values of `per_device_train_batch_size` that suit a run, in ascending order.
 
-    They divide the rollouts of a generation, and keep groups whole or split them evenly.
+    They divide the rollouts of a generation, and keep groups whole or split them evenly. For
+    example, 24 rollouts in groups of 8 give 1, 2, 4, 8 and 24. A size of 3, 6 or 12 would split a
+    group unevenly.
     """
     group_size = setup.group_size
     sequences = setup.sequences_per_generation
@@ -74,8 +77,8 @@ def largest_batch(setup: Setup, card_bytes: int) -> int:
 def largest_image_tokens(setup: Setup, card_bytes: int, room: int = MAX_IMAGE_TOKENS) -> int:
     """Return the largest number of image tokens per prompt with which a run fits into a GPU.
 
-    The text of the prompts stays the same. `room`: the most image tokens that the context has room
-    for. 0 if no image fits.
+    The text of the prompts stays the same. The number is 0 if no image fits. `room`: the most image
+    tokens that the context has room for.
     """
     text_tokens = setup.batch.prompt_tokens - setup.batch.image_tokens
     limit = min(room, MAX_IMAGE_TOKENS)
@@ -95,12 +98,13 @@ def largest_image_tokens(setup: Setup, card_bytes: int, room: int = MAX_IMAGE_TO
 def _largest_number(number_fits: Callable[[int], bool], limit: int) -> int:
     """Return the largest number from 1 to `limit` that fits, or 0 if none does.
 
-    If a number fits, all smaller ones do, so that it is found by bisection.
+    If a number fits, all smaller numbers fit too, so it is found by bisection. For example, if 1, 2
+    and 3 fit and 4 does not, the result is 3.
     """
 
     def is_too_large(number: int) -> bool:
         return not number_fits(number)
 
-    # The numbers begin with 1, so the number at index i is i + 1. The index of the first one that is
-    # too large is therefore the largest number that fits.
+    # The number at index i is i + 1. So the index of the first number that is too large is the
+    # largest number that fits.
     return bisect_left(range(1, limit + 1), True, key=is_too_large)

@@ -93,7 +93,7 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     model = manifest.get("model", {})
     name = str(model.get("name") or "")
     sees_images = bool(model.get("sees_images", True))
-    # manifests of older versions have the prompt among the keys of the config alone
+    # A manifest of an older version has the prompt only in its config.
     prompt = manifest.get("prompt", config.get("adora_prompt"))
     loading_section = _how_to_load(config, prompt, sees_images)
     # The manifest has `base` where the run was started from an adapter.
@@ -127,7 +127,7 @@ def _front_matter(name: str, sees_images: bool) -> str:
     """Return the metadata of a model card in YAML, which the Hugging Face hub reads.
 
     Args:
-        name: the base model. It is left out where it is a folder, since the hub takes ids alone.
+        name: the base model. A folder is left out, since the hub takes only ids.
         sees_images: whether the model takes pictures.
     """
     is_hub_id = bool(name) and not name.startswith(("/", ".")) and not Path(name).exists()
@@ -188,10 +188,10 @@ def _how_to_load(config: Mapping[str, Any], prompt: str | None, sees_images: boo
 def _data_table(data: Mapping[str, Any]) -> str:
     """Return the table of the training's data sets in Markdown.
 
-    A folder stands there by its name, since its path would describe the machine.
+    A folder is written by its name, since its path would describe the machine.
 
-    `data`: the entry `data` of the run's manifest. Several data sets have the list `sets` in it, and
-    get a row each.
+    `data`: the entry `data` of the run's manifest. For several data sets it has the list `sets`,
+    and each of them gets a row.
     """
     rows: list[tuple[str, Any]] = []
     if "folder" in data:
@@ -232,7 +232,7 @@ def _figure_table(history: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _markdown_table(entries: Sequence[tuple[str, Any]]) -> str:
-    """Return a table in Markdown with a row for each key and value; empty values have none."""
+    """Return a table in Markdown with a row for each key and value; empty values are left out."""
     rows = [
         f"| {_markdown_cell(key)} | {_markdown_cell(value)} |"
         for key, value in entries

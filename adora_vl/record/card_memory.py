@@ -79,9 +79,9 @@ class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         # An engine that never sleeps has the same memory throughout, so any moment will do.
         if not self._sleep_mode:
             self._rollout_gib = self._used_gib()
-        # It is None in a step that samples no rollouts, as the second optimizer step of a
-        # generation does. All ranks sample in the same steps, so the collective call is made by all
-        # or none.
+        # It is None in a step that samples no rollouts, such as the second optimizer step of a
+        # generation. All ranks sample in the same steps, so all of them make the collective call or
+        # none does.
         if self._rollout_gib is not None:
             self._log(ROLLOUT_MEMORY_KEY, self._largest_of_ranks(self._rollout_gib))
         self._rollout_gib = None

@@ -56,9 +56,9 @@ class DiagramStore:
         """Store the images of a dataset row that are not stored yet, and return all file names.
 
         Args:
-            row_id: the row's id. The images of an id are looked at once, and its later calls return
-                the same names. None for images without such a row, which are always looked at.
-            images: what is no image of PIL among them is left out.
+            row_id: the row's id. Its images are stored at the first call, and later calls return
+                the same names. None for images that belong to no row: every call looks at them.
+            images: the images of the row. An entry that is no PIL image is left out.
 
         Raises:
             OSError: the disk is full, or refuses for another reason.
@@ -82,11 +82,12 @@ class DiagramStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             small_image = image.convert("RGB")
             small_image.thumbnail((_MAX_SIDE_PIXELS, _MAX_SIDE_PIXELS))
-            # The folder may be counted only now. Once the new file is there, it would count twice.
+            # This may be the first call, which counts the folder. It has to come before the new
+            # file, which would otherwise count twice.
             bytes_before = self._used_bytes()
             png_notes = PngInfo()
             png_notes.add_text(_SIZE_NOTE_KEY, f"{image.width} {image.height}")
-            # A diagram that a crash of the machine loses does no harm, so the disk is not waited for.
+            # Nothing waits for the disk, since a diagram that is lost in a crash does no harm.
             with replacing_file(path, durable=False) as stream:
                 small_image.save(stream, "PNG", pnginfo=png_notes)
             self._folder_bytes = bytes_before + path.stat().st_size
@@ -102,8 +103,8 @@ class DiagramStore:
 def _size_or_zero(path: Path) -> int:
     """Return the bytes of a file, or 0 if it has gone since the folder was listed.
 
-    Another rank's hidden file, for instance, is renamed once it is written. If that failed here,
-    the record would lack the names of this rank's diagrams.
+    For example, another rank's hidden file is renamed once it is written. If an error were raised
+    here, the record would lack the names of this rank's diagrams.
     """
     try:
         return path.stat().st_size

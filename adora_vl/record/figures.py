@@ -25,9 +25,9 @@ LARGEST_VALUE_KEYS = frozenset({"adora/ratio_max", "adora/staleness_max"})
 def keep_largest(values: list[float], value: float) -> None:
     """Replace a figure's values since the last log line by the largest of them and a new value.
 
-    The log takes the mean of the values, in which the one large ratio that had a step skipped would
-    hardly be seen. With a single value, the mean is that value. NaN is kept only if there is no
-    number.
+    The log takes the mean of the values. In a mean, the single large ratio for which a step was
+    skipped would hardly be seen. So only the largest value is kept. For example, [2.0] and 5.0
+    become [5.0]. NaN is kept only if there is no number.
     """
     numbers = [number for number in (*values, value) if not math.isnan(number)]
     values[:] = [max(numbers, default=math.nan)]
@@ -215,7 +215,7 @@ CHARTS = (
 def page_figures() -> dict[str, Any]:
     """Return the charts and table rows that the page of a run shows, as its JavaScript reads them.
 
-    The entry `share` of a chart or row: whether its values are shares, which are shown in per cent.
+    The entry `share` of a chart or row says whether its values are shares, shown in per cent.
     """
     charts = []
     for chart in CHARTS:

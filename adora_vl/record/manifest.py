@@ -38,9 +38,9 @@ def launch_command(arguments: Sequence[str] | None, command_line_file: Path | No
     `python -m adora_vl.train ...` otherwise.
 
     Args:
-        arguments: those of the command line; None where a Python script builds the trainer.
-        command_line_file: the file of Linux that has the command line of the parent process; None
-            for the parent of this process. Tests set it.
+        arguments: the arguments of the command line; None where a Python script builds the trainer.
+        command_line_file: the file in which Linux has the command line of the parent process. Only
+            tests set it.
     """
     if arguments is None:
         # Python sets "" for an interactive session, and "-c" for code in a string.
@@ -72,8 +72,8 @@ def interpreter() -> str:
 def path_to_type(program: str) -> str:
     """Return a program as one types it in the current folder.
 
-    That is the relative path of a program below the current folder, such as `.venv/bin/python`, and
-    the name alone of any other one.
+    A program below the current folder is its relative path, such as `.venv/bin/python`. Any other
+    program is its name alone, such as `python` for `/usr/bin/python`.
     """
     path = Path(program)
     if not path.is_absolute():
@@ -86,7 +86,10 @@ def path_to_type(program: str) -> str:
 def _accelerate_words(command_line_file: Path) -> list[str] | None:
     """Return the words of a process's command from `accelerate launch` on; None for another command.
 
-    `command_line_file` is `/proc/<id>/cmdline` of Linux, whose words end with a zero byte each.
+    For example, `/usr/bin/python /usr/bin/accelerate launch -m adora_vl.train` gives the words
+    `accelerate launch -m adora_vl.train`.
+
+    `command_line_file`: `/proc/<id>/cmdline` of Linux, in which a zero byte ends each word.
     """
     try:
         encoded_words = command_line_file.read_bytes().split(b"\0")
@@ -166,8 +169,8 @@ def recorded_adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
 def _adora_title(config: Mapping[str, Any]) -> str:
     """Return ADORA's mode and factor as `describe_recipe` writes them; empty where its mode is `off`.
 
-    What differs from the defaults of `assign` and `steps` follows. A run without any option of its
-    own is `ADORA`.
+    The options `assign` and `steps` follow if they differ from their defaults, such as in `ADORA
+    attenuation, factor 0.1, steps [0, 50]`. If the user has set no option, the title is `ADORA`.
     """
     options_of_user = recorded_methods(config)["adora"]
     if not options_of_user:
@@ -186,7 +189,8 @@ def _adora_title(config: Mapping[str, Any]) -> str:
 def _describe_additions(config: Mapping[str, Any]) -> list[str]:
     """Return in words what a run has beside its methods: its loss, extensions, tools, environment.
 
-    Any method can be combined with them. The list is empty where the run has none.
+    Any method can be combined with them. The list is empty where the run has none of them. For
+    example: `["CISPO loss", "tools zoom, calculate"]`.
     """
     loss = str(config.get("loss_type") or "grpo")
     extensions = config.get("adora_extensions") or {}
@@ -235,8 +239,8 @@ def run_manifest(
 
     Args:
         *settings: the dataclasses of the run's settings, such as its `AdoraGRPOConfig`.
-        arguments: those of the command line; None for a run that a Python script starts.
-        data_folders: of the data sets.
+        arguments: the arguments of the command line; None for a run that a Python script starts.
+        data_folders: the folders of the data sets.
         row_count: how many rows are trained on.
         fingerprint: the hashes of data set and model under `dataset` and `model`, and under
             `adora_prompt` the template of the prompts as JSON.
@@ -476,7 +480,7 @@ def short_model_name(model: str) -> str:
 def describe_run(manifest: Manifest) -> dict[str, str]:
     """Return what the page of a run shows of its manifest: texts by their titles.
 
-    A value that the manifest does not have is left out; all are, where the run has no manifest.
+    A value that the manifest lacks is left out. Without a manifest nothing is shown.
     """
     if not manifest:
         return {}

@@ -28,8 +28,8 @@ def kind_of_entry(logs: Mapping[str, Any]) -> str:
 
     Steps in which nothing was sampled, and which have no reward, are `train` as well.
     """
-    # Transformers logs both once, when the training ends. Where the run has died just before that,
-    # how long it took is not known.
+    # Transformers logs both once, when the training ends. The end of a run that died just before
+    # that has no runtime (`end_run_from_checkpoint`).
     if "train_runtime" in logs or "train_loss" in logs:
         return "end"
     is_evaluation = any(key.startswith("eval_") for key in logs)
@@ -62,8 +62,7 @@ def _as_json_value(value: object) -> object:
 def read_metrics(path: Path) -> list[MetricsLine]:
     """Read the lines of `metrics.jsonl` as dictionaries; an empty list if the file is missing.
 
-    A last line that a crash has cut off is left out, and so are lines of another form than a run
-    writes.
+    A last line that a crash has cut off is left out. A line that no run writes is left out too.
     """
     if not path.is_file():
         return []
@@ -85,8 +84,8 @@ def lines_of_resumed_run(
 ) -> list[MetricsLine]:
     """Return the lines with which `metrics.jsonl` goes on in a run that resumes from a checkpoint.
 
-    Lines of later steps are dropped, since these steps are made again, and so is the entry with
-    which the earlier run ended. Lines that the file lacks are taken from the checkpoint.
+    Lines of later steps are dropped, since these steps are made again. The entry with which the
+    earlier run ended is dropped too. Lines that the file lacks are taken from the checkpoint.
 
     Args:
         lines_of_file: the lines of the file so far.
@@ -95,12 +94,13 @@ def lines_of_resumed_run(
     """
     history_lines = [make_line(entry, step=int(entry["step"]), time=None) for entry in history]
     line_by_key: dict[_LineKey, MetricsLine] = {}
-    # The file's own lines go first: they have the time, and the first line of a key stays.
+    # The file's own lines go first, since they have the time. Of two lines with the same key,
+    # `setdefault` keeps the first.
     for line in [*lines_of_file, *history_lines]:
         if line["step"] <= step and line["kind"] != "end":
             line_by_key.setdefault(_line_key(line), line)
-    # Sorting leaves the lines of a step in their order. Our evaluations of a step are logged before
-    # its own line, and those of Transformers after it.
+    # Sorting keeps the order of the lines of a step. Our evaluations are logged before the line of
+    # their step, and those of Transformers after it.
     return sorted(line_by_key.values(), key=lambda line: line["step"])
 
 
@@ -109,8 +109,9 @@ def end_run_from_checkpoint(
 ) -> None:
     """Write the end of `metrics.jsonl`, where a run has died after the checkpoint of its last step.
 
-    The last line has the figures of the steps since the line before. How long the training took is
-    not known. A file that has its end keeps it. The entry is appended to the history in `state`.
+    The new line has the figures of the steps since the line before it. How long the training took
+    is not known. If the file has its end already, that end is kept. The entry of the end is also
+    appended to the history in `state`.
 
     Args:
         output_dir: the folder of the run.
@@ -157,8 +158,8 @@ class _LineKey(NamedTuple):
 def _line_key(line: MetricsLine) -> _LineKey:
     """Return what tells a line from others: its step, its kind, and its evaluation.
 
-    An evaluation is told by the first of its figures in alphabetical order: evaluations on several
-    data sets have their figures under different names.
+    An evaluation is known by the first of its figures in alphabetical order, such as
+    `eval_geometry_accuracy`. Evaluations on several data sets have figures of different names.
     """
     evaluation_keys = [key for key in line if key.startswith("eval_")]
     return _LineKey(

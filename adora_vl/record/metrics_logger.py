@@ -46,7 +46,7 @@ class MetricsLogger:
             table: TRL's `_logs`, the table of completions.
             function_names: the names of the reward functions.
             tie_notice: warns where right answers are often exactly as long as wrong ones.
-            assess: computes what is known of groups, such as their weights, from the facts of
+            assess: returns the assessment of groups, such as their weights. It takes the facts of
                 their rollouts, the size of a group, and the number of optimizer steps so far.
             synced_bytes: returns how many bytes the last weight sync has sent to the engine; None
                 without an engine.
@@ -150,8 +150,8 @@ class MetricsLogger:
 
         Args:
             generation: the step that the rollouts were sampled for.
-            batch: those of this rank.
-            advantages: those of all ranks.
+            batch: the rollouts of this rank.
+            advantages: the advantages of the rollouts of all ranks.
         """
         facts = self._graded_facts
         if facts is not None:

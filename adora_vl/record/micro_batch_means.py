@@ -46,7 +46,7 @@ class MicroBatchMeans:
         """Build the object.
 
         Args:
-            config: the run's.
+            config: the run's config.
             metrics: TRL's `_metrics` of a training: the values of each metric since the last line
                 of the log.
         """
@@ -65,19 +65,20 @@ class MicroBatchMeans:
         self._parts_by_name = {}
 
     def add(self, name: str, value: float, weight: float) -> None:
-        """Add a figure of some rollouts, and replace its value in the log by that of all of them.
+        """Add a figure of one part of the rollouts, and replace its value in the log.
 
-        All are those that were added since `begin`. Their value is the mean by weight; it is the
-        smallest or largest value where the name ends in `min` or `max`.
+        The new value is that of all parts since `begin`: their mean by weight, or the smallest or
+        largest value where the name ends in `min` or `max`. For example, the value 1 of 30 tokens
+        and the value 5 of 10 tokens become 2.
 
         Args:
-            name: its name in the log.
-            value: the same on every rank.
-            weight: how many tokens or rollouts of all ranks it is of.
+            name: the figure's name in the log.
+            value: the figure of this part, which is the same on every rank.
+            weight: the number of tokens or rollouts of this part, over all ranks.
         """
         values = self._metrics[name]
         parts = self._parts_by_name.setdefault(name, [])
-        # The log has the value of the parts before, unless a line was written meanwhile.
+        # The log has one value for the parts so far, unless a line was written meanwhile.
         if parts and values:
             values.pop()
         parts.append(_Part(value=value, weight=weight))
@@ -97,10 +98,10 @@ class MicroBatchMeans:
 
     @contextmanager
     def joining(self, micro: Batch) -> Iterator[None]:
-        """Join what the block logs of a micro-batch with the figures of those before it.
+        """Join the figures that the block logs of a micro-batch with those of earlier ones.
 
-        Inside the block TRL appends a value to each metric. It is taken out again afterwards, and
-        added with the number of tokens or rollouts that it is a mean of.
+        Inside the block TRL appends a value to each metric. After the block that value is taken out
+        again, and `add` gets it with the number of its tokens or rollouts.
         """
         names = (
             *_MEANS_OVER_TOKENS,
@@ -122,12 +123,14 @@ class MicroBatchMeans:
 
 
 def _joined(name: str, parts: list[_Part]) -> float:
-    """Return the figure of all rollouts from those of their parts.
+    """Return the figure of all rollouts from the figures of their parts.
 
-    It is NaN, which the log leaves out, where no part has anything that counts: TRL's 0 of such a
-    part would lower the mean over the generations of a step.
+    For example, the mean 1 of 30 tokens and the mean 5 of 10 tokens give 2.
+
+    It is NaN where all weights are 0, and the log leaves NaN out. TRL's value for such a part is 0,
+    which would lower the mean over the generations of a step.
     """
-    # A part without weight may have NaN, as a mean over nothing.
+    # The value of a part without weight may be NaN, a mean over nothing.
     counted_parts = [part for part in parts if part.weight]
     if not counted_parts:
         return math.nan

@@ -92,8 +92,8 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     def phase(self, name: str) -> Iterator[None]:
         """Charge the time inside a `with` to a phase.
 
-        An evaluation also syncs and samples, so inside of one the time stays that of `evaluation`.
-        Outside of steps it stays that of `other`.
+        An evaluation also syncs and samples. Inside an evaluation the time still counts as
+        `evaluation`, and outside of steps as `other`.
         """
         is_outside_of_steps = not self._open_phases
         if is_outside_of_steps or self._open_phases[-1] in (name, EVALUATION_PHASE):

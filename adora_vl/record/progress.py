@@ -68,6 +68,10 @@ def accuracy_differs_from_pass_rate(logs: Mapping[str, Any]) -> bool:
 def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float | None) -> str:
     """Return a log entry as one line: step, figures, seconds of each phase, time that is left.
 
+    For example:
+
+        step  12/500  reward 0.430 | 9.10 s: rollout 6.20 policy 2.90 | 1h14m left
+
     Figures that the entry lacks are left out. Seconds are means per step since the entry before.
 
     Args:
@@ -83,7 +87,7 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
             continue
         if key == ACCURACY_KEY and not accuracy_differs_from_pass_rate(logs):
             continue
-        # Most runs have a reward for every rollout, so that a share of 0 says nothing.
+        # Most runs have a reward for every rollout, so a share of 0 says nothing new.
         if key == MISSING_REWARD_KEY and not value:
             continue
         parts.append(FIGURE_BY_KEY[key].in_line(value))
@@ -187,7 +191,7 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         """Print the line of a training step, and a warning if the last steps taught nothing."""
         if self._bar is None or not logs:
             return
-        # an evaluation, or the last entry of a run
+        # An evaluation has neither key, and nor has the last entry of a run.
         is_training_entry = "reward" in logs or "rewards/missing" in logs
         if not is_training_entry:
             return
@@ -230,8 +234,8 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
 def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a warning if a run has learned nothing in its last steps; None otherwise.
 
-    Nothing is learned in a step where in every group all rewards are equal, so that all advantages
-    are 0: it is a step without signal, unless a method learns from such groups too. After at least
+    In a step without signal, all rewards are equal in every group. Then all advantages are 0 and
+    nothing is learned, unless a method learns from such groups too. After at least
     `SILENT_STEPS_BEFORE_WARNING` such steps in a row the warning says how many they are, the
     likeliest reason, and what to look at.
 
@@ -266,7 +270,7 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
 def _reason_for_equal_rewards(entries: Sequence[Mapping[str, Any]]) -> str:
     """Return the likeliest reason why all rewards of a group are equal, and what to look at.
 
-    `entries`: log entries in which that holds for every group, the newest first.
+    `entries`: log entries of steps in which every group is such a group, the newest first.
     """
     pass_rates = {entry.get(PASS_RATE_KEY) for entry in entries}
     if pass_rates == {0.0}:

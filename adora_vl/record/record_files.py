@@ -32,8 +32,9 @@ class RecordPart:
 def list_parts(folder: Path) -> list[RecordPart]:
     """Return the record's files in `folder`, in the order of their steps.
 
-    A file is left out if another one also has its steps: it was merged into that one, but a crash
-    came before it was deleted.
+    A file is left out if another file also has its steps. For example, where there are files of the
+    steps 1 to 3 and 2 to 2, the second was merged into the first, and a crash came before it was
+    deleted.
     """
     parts_or_none = [_part_of_path(path) for path in folder.glob("*")]
     all_parts = [part for part in parts_or_none if part is not None]
@@ -101,7 +102,7 @@ def delete_oldest_parts(folder: Path, limit_bytes: float) -> None:
 def delete_steps_after(folder: Path, step: int) -> None:
     """Delete the rollouts of all steps after `step` from the record, as a run resumes there.
 
-    0 deletes all of them and the diagrams. Files that are not the record's are not touched.
+    The step 0 deletes all rollouts, and the diagrams too. Files of others are not touched.
     """
     folder.mkdir(parents=True, exist_ok=True)
     current_parts = list_parts(folder)
@@ -151,7 +152,7 @@ def read_part(part: RecordPart, columns: list[str] | None = None) -> pa.Table:
     try:
         return pq.read_table(part.path, columns=columns)
     except FileNotFoundError:
-        # an OSError too, but for the caller to handle: the file is not damaged
+        # This is an OSError too, but the file is not damaged. The caller handles it.
         raise
     except (pa.ArrowException, OSError) as error:
         raise UserError(

@@ -35,10 +35,10 @@ def ending_forked_children(label: str) -> Iterator[None]:
     A function of the user's that forks has to end the child process itself (`os._exit`). Otherwise
     the child would return from the function too, and go on as a second run.
 
-    This block has to stand inside of those of `deadline` and `backstop`. Their ends are then never
-    reached by the child, where `backstop` would wait for a thread that a forked process lacks.
+    Put this block inside the blocks of `deadline` and `backstop`, so that the child never reaches
+    their ends. At its end, `backstop` would wait for a thread that a forked process does not have.
 
-    `label`: the user's function, with which the line on stderr begins.
+    `label`: the name of the user's function, with which the line on stderr begins.
     """
     first_pid = os.getpid()
     try:
@@ -46,7 +46,8 @@ def ending_forked_children(label: str) -> Iterator[None]:
     except SystemExit as error:
         is_child = os.getpid() != first_pid
         if is_child:
-            # `sys.exit` in a child ends it: with the code, or with 1 for a message.
+            # `sys.exit` in a child ends it as in any process: with the number that it gets as the
+            # exit code, with 0 for None, and with 1 for a message.
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             os._exit(code)
         raise
@@ -114,8 +115,8 @@ _open_backstops: list[float] = []  # the seconds of the `backstop` blocks that a
 def backstop(seconds: float | None) -> Iterator[None]:
     """End the process, with a traceback, if the block takes `GRACE_S` longer than `seconds`.
 
-    This is for compiled code, which `deadline` cannot interrupt. None is no limit. Of nested blocks
-    the outermost sets the limit, since a process has one such timer.
+    This is for compiled code, which `deadline` cannot interrupt. None is no limit. If blocks are
+    nested, the outermost one sets the limit, since a process has one such timer.
     """
     if seconds is None:
         yield

@@ -54,7 +54,13 @@ _MARK_BY_STATUS = {Status.PASSED: "ok", Status.SKIPPED: "--", Status.FAILED: "FA
 def table(checks: Sequence[Check]) -> str:
     """Return the results of checks as text: a line each, and the number of checks by status.
 
-    The remedy of a failure stands in a line below it.
+    The remedy of a failure stands in a line below it. For example:
+
+          ok  torch  2.10
+        FAIL  gpu    none
+                     -> set use_cpu: true
+
+        1 passed, 0 skipped, 1 failed
     """
     width = max((len(check.name) for check in checks), default=0)
     lines = []

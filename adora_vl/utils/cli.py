@@ -76,7 +76,8 @@ def quantile(values: Sequence[Any], share: float) -> Any:
     """Return the quantile of the values, such as the median for a `share` of 0.5.
 
     It is one of the values (the nearest-rank quantile): the smallest one for which at least this
-    share of all values is not larger. There must be at least one value.
+    share of all values is not larger. For example, the median of 10, 20, 30, 40 is 20. There must
+    be at least one value.
     """
     rank = math.ceil(share * len(values))
     index = max(0, rank - 1)
@@ -105,7 +106,8 @@ def plain_value(value: Any) -> Any:
 
     A dataclass of options becomes a mapping of its options. A dataclass may name one option as its
     `shorthand`. If all other options have their defaults, the value of that option alone is
-    returned.
+    returned. For example, the shorthand of `Schedule` is `start`, so `Schedule(start=0.1)` becomes
+    0.1, which is short for `{start: 0.1}`.
     """
     if is_dataclass(value) and not isinstance(value, type):
         options = {
@@ -130,8 +132,8 @@ def plain_value(value: Any) -> Any:
 def with_dotted_keys(key: str, value: Any) -> dict[str, Any]:
     """Return a key's value as a flat mapping with dotted keys, such as `adora_rollouts.budget`.
 
-    Mappings inside of mappings are flattened too. A value that is no mapping, or an empty one,
-    stands under `key` itself.
+    For example, the key `a` with `{"b": 1, "c": {"d": 2}}` gives `{"a.b": 1, "a.c.d": 2}`. A value
+    that is no mapping stands under `key` itself, and so does an empty mapping.
     """
     if not isinstance(value, Mapping) or not value:
         return {key: value}
@@ -180,7 +182,10 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}{self._nearest_name(message)}; see `{self.prog} --help`")
 
     def _nearest_name(self, message: str) -> str:
-        """Return `; did you mean 'x'?` for an unknown option or command in an error of argparse."""
+        """Return a hint such as `; did you mean 'x'?` for an error of argparse.
+
+        The hint is for an unknown option or command. For any other error it is empty.
+        """
         option = _UNKNOWN_OPTION_PATTERN.match(message)
         if option is not None:
             options = self._options()
@@ -212,7 +217,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
-    """Return a converter of whole numbers from `minimum` to `maximum`."""
+    """Return a converter of whole numbers from `minimum` to `maximum` for argparse."""
 
     def convert(text: str) -> int:
         """Read a whole number within the bounds."""
@@ -232,7 +237,7 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
 def number(minimum: float, maximum: float, *, also: float | None = None) -> Callable[[str], float]:
     """Return a converter of numbers from `minimum` to `maximum` for argparse.
 
-    `also`: one number more that is allowed, which may lie outside of the bounds; None for no other.
+    `also`: one more number that is allowed, also outside of the bounds; None for no other.
     """
 
     def convert(text: str) -> float:
@@ -314,7 +319,7 @@ def split_list(words: Sequence[Any]) -> list[Any]:
     """Return the entries of a list that the command line writes as `a b`, `a,b`, `[a,b]` or `[a, b]`.
 
     Args:
-        words: the words that follow the option.
+        words: the words that follow the option, such as `["[a,", "b]"]` for the last form.
 
     Raises:
         ValueError: the list has an opening bracket only.
@@ -410,7 +415,9 @@ class GivenTwiceError(ValueError):
 
 
 def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dictionary of pairs of a key and a value, for `object_pairs_hook` of `json.loads`.
+    """Return the pairs of keys and values as a dictionary, if no key is repeated.
+
+    It is passed to `json.loads` as `object_pairs_hook`.
 
     Raises:
         GivenTwiceError: a key is in two pairs.
@@ -426,7 +433,8 @@ def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def yaml_value(text: str) -> Any:
     """Return the value that a text has behind `key:` in a YAML file; the text itself if it is no YAML.
 
-    So words of the command line mean the same as in a config file.
+    So words of the command line mean the same as in a config file. For example, `[a, 1]` becomes
+    `["a", 1]`, `off` becomes False, and `{a` stays a text.
     """
     try:
         return _load_yaml(text)
@@ -444,13 +452,13 @@ def yaml_line(value: object) -> str:
 def flow_mapping(text: str) -> dict[str, Any] | None:
     """Return the mapping that a text such as `{a: 1, b: [2, 3]}` stands for, in YAML's short form.
 
-    None where the text is no such mapping, or has values in it that JSON does not know.
+    None where the text is no such mapping, or has a value that JSON cannot hold, such as a date.
     """
     content = yaml_value(text) if text.startswith("{") else None
     if not isinstance(content, dict):
         return None
     try:
-        # through JSON and back: what JSON does not know, such as a date, raises an error
+        # Through JSON and back: a value that JSON cannot hold raises an error.
         return dict(json.loads(json.dumps(content)))
     except (ValueError, TypeError, RecursionError):
         return None

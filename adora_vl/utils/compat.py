@@ -28,13 +28,13 @@ class Patch:
 
         Args:
             value: what replaces it.
-            on: the owner, or an object of that class. An object that has the attribute only from its
-                class gets one of its own, which is deleted after the block, so that it is not saved
-                with the object.
+            on: the owner, or an object of that class. Such an object may have the attribute from
+                its class alone. It then gets an attribute of its own, which is deleted after the
+                block, so that it is not saved with the object.
         """
         has_own_attribute = self.name in vars(on)
-        # An own attribute is read from `vars`, since `getattr` would return the function inside of
-        # a static method. For one of the class, `getattr` raises an error if there is none.
+        # The object's own attribute is read from `vars`, since `getattr` would unwrap a static
+        # method. An attribute of its class is read by `getattr`, which fails if there is none.
         original = vars(on)[self.name] if has_own_attribute else getattr(on, self.name)
         setattr(on, self.name, value)
         try:

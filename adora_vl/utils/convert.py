@@ -52,6 +52,13 @@ _MAX_SHOWN_CHARACTERS = 80  # the most characters of a value in an error line
 def convert(key: str, value: object, hint: object) -> Any:
     """Convert a value from the command line, a YAML file or Python to the type of its key.
 
+    Examples of a value, the annotation, and the result:
+
+        "3"       int               3
+        "null"    float | None      None
+        "a,b"     list[str]         ["a", "b"]
+        "1,2"     tuple[int, int]   (1, 2)
+
     Args:
         key: Name of the config key or option, for the errors.
         value: What the user wrote. On the command line it is a text, or a list of texts.
@@ -79,7 +86,7 @@ def convert(key: str, value: object, hint: object) -> Any:
         truth_value = read_truth(single_value)
         if truth_value is not None:
             return truth_value
-    # A key that takes a text or a list keeps a lone text, such as a regular expression of PEFT's.
+    # A key that takes a text or a list keeps a single text, such as a regular expression of PEFT's.
     stays_text = str in allowed_types and isinstance(value, str)
     if list in allowed_types and not stays_text:
         entry_hint = _entry_hint(hint)
@@ -121,8 +128,8 @@ def means_null(value: object, hint: object) -> bool:
 def _convert_options(key: str, value: object, options_class: Any) -> Any:
     """Build the dataclass of a key that takes a mapping of options, with each option converted.
 
-    `value`: the mapping, or what may be written for it. Raises `UserError` for an unknown option, a
-    missing one, and a wrong value.
+    `value`: what the user wrote, in one of the forms that `_option_values` reads. Raises
+    `UserError` for an unknown option, a missing option, and a wrong value.
     """
     hints = annotation_by_field(options_class)
     options = _option_values(key, value, options_class)
@@ -178,9 +185,14 @@ def mapping_of_options(key: str, options: object) -> dict[str, Any]:
 def _option_values(key: str, value: object, options_class: Any) -> Mapping[str, Any]:
     """Return the options that a value stands for, by their names, not yet converted.
 
-    The value may be an instance of `options_class`, a mapping, the text of one, or the value of the
-    class's `shorthand` alone, which is the name of one of its options. Raises `UserError` for
-    anything else.
+    The forms of a value, with the options a and b, of which a is the class's `shorthand`:
+
+        options_class(a=1, b=2)     {"a": 1, "b": 2}
+        "{a: 1, b: 2}"              {"a": 1, "b": 2}
+        1                           {"a": 1}
+        {"a": 1, "b": 2}            {"a": 1, "b": 2}
+
+    Raises `UserError` for anything else.
     """
     hints = annotation_by_field(options_class)
     shorthand = getattr(options_class, "shorthand", None)
@@ -209,8 +221,10 @@ def default_of(field: Field[Any]) -> Any:
 def _convert_tuple(key: str, value: object, hint: object) -> Any:
     """Convert a list that a user wrote to a tuple, as the key's annotation asks.
 
+    For example, `0.1,0.2` with `tuple[float, float]` gives (0.1, 0.2).
+
     `hint`: an annotation with `tuple[X, X]` for a fixed length, or `tuple[X, ...]` for any. All
-    entries have one type. Raises `UserError` for another length.
+    entries have the type X. Raises `UserError` for another length.
     """
     tuple_hint = next(member for member in _union_members(hint) if _plain_type(member) is tuple)
     arguments = get_args(tuple_hint)
@@ -263,7 +277,8 @@ def check_finite(key: str, value: object) -> None:
 def _as_literal(hint: object, choices: Sequence[str] = ()) -> Any:
     """Return a `Literal` of the words that an annotation allows, or `hint` where it lists none.
 
-    The words are `choices`, or else the values of an `Enum` in the annotation.
+    The words are `choices`, or else the values of an `Enum` in the annotation. For example, `str`
+    with the choices ("a", "b") gives `Literal["a", "b"]`.
     """
     members = _union_members(hint)
     enums = [member for member in members if isinstance(member, type) and issubclass(member, Enum)]
@@ -315,8 +330,15 @@ def _entry_hint(hint: object) -> Any:
 def _parse_text(key: str, value: object, hint: object) -> Any:
     """Parse a text into the type that the annotation of its key asks for, if it has that form.
 
-    Every value on the command line is a text, and so are some words in YAML. What does not have
-    the form stays as it is, and the validation that follows refuses it.
+    Every value on the command line is a text, and so are some words in YAML. A value of another
+    form is returned as it is, and the validation that follows refuses it. Examples:
+
+        "yes"       bool             True
+        False       Literal["off"]   "off"
+        "1e3"       int              1000
+        "{a: 1}"    dict             {"a": 1}
+        3           str              "3"
+        "x"         int              "x", which the validation refuses
     """
     allowed_types = _member_types(hint)
     words = _literal_words(hint)
@@ -324,14 +346,14 @@ def _parse_text(key: str, value: object, hint: object) -> Any:
         truth_value = read_truth(value)
         if truth_value is not None:
             return truth_value
-    # YAML reads a bare `off` or `no` as false.
+    # YAML reads a bare `off` or `no` as false, so false means this word if the key takes it.
     if words and str(value).lower() == "false":
         return next((word for word in _WORDS_FOR_OFF if word in words), value)
     if allowed_types & {int, float} and isinstance(value, int | float | str):
         return _parse_number(value, as_integer=float not in allowed_types)
     if dict in allowed_types:
-        # A key of this project may take a name or a mapping. Keys of the libraries that take a text
-        # or a mapping want the mapping as a text.
+        # A key of this project may take a `Name` or a mapping. A key of a library may take a text
+        # or a mapping, and then wants the mapping as a text.
         takes_name = Name in _union_members(hint)
         is_mapping_text = isinstance(value, str) and value.lstrip().startswith("{")
         if takes_name and isinstance(value, str) and not is_mapping_text:
@@ -448,9 +470,15 @@ def _refuse_value(key: str, value: object, hint: object) -> NoReturn:
 
 
 def _expected_in_words(hint: object) -> str:
-    """Return an annotation in words, such as `a number above 0 and at most 1`.
+    """Return an annotation in words, for an error line.
 
-    `hint`: an annotation that is no union, such as `Annotated[float, Field(gt=0, le=1)]`.
+    Examples:
+
+        Literal["a", "b"]                         one of a, b
+        Annotated[float, Field(gt=0, le=1)]       a number above 0 and at most 1
+        int                                       a whole number
+
+    `hint`: an annotation that is no union.
     """
     if get_origin(hint) is Literal:
         words = [str(word) for word in get_args(hint)]
@@ -471,9 +499,10 @@ def _expected_in_words(hint: object) -> str:
 
 
 def value_in_words(value: object) -> str:
-    """Return a value for an error line: None as null, numbers without quotes, other texts in them.
+    """Return a value for an error line.
 
-    A number may be a text here, as every value of the command line is.
+    None becomes `null`, a text becomes `'text'`, and a number has no quotation marks. That is so
+    even if the number is a text, as every value of the command line is.
     """
     if isinstance(value, str) and not isinstance(_number_or_text(value), str):
         return shown(value.strip(), _MAX_SHOWN_CHARACTERS).strip("'")

@@ -83,10 +83,10 @@ def in_one_line(error: BaseException) -> str:
     type_name = type(error).__name__
     try:
         lines = str(error).strip().splitlines()
-    # a class of the user's, whose `__str__` raises an error itself
+    # The error may be of a class of the user's, whose `__str__` raises an error itself.
     except Exception:
         lines = []
-    # pydantic's, the first line of whose text only counts the errors
+    # The first line of pydantic's text only counts the errors, so the first error is shown.
     if type_name == "ValidationError" and hasattr(error, "errors"):
         lines = [str(error.errors()[0]["msg"])]
     return f"{type_name}: {masked_text(lines[0])}" if lines else type_name
@@ -119,7 +119,7 @@ class TranslatedErrors:
             return
         translation = self._translated(error)
         if translation is not None:
-            # `from` keeps its cause, which a plain `raise` would hide behind the block's error
+            # Without `from`, the traceback would show the block's error in place of the cause.
             raise translation from translation.__cause__
 
 
@@ -128,7 +128,7 @@ def engine_call(name: str) -> TranslatedErrors:
 
     Errors of this package are raised as they are.
 
-    `name`: what the engine is asked to do inside the block, for the message.
+    `name`: the call of the engine inside the block, for the message.
     """
 
     def translated(error: Exception) -> Exception | None:

@@ -79,8 +79,8 @@ def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
 def replacing_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a hidden file beside `path` to write into, and rename it to `path` at the end.
 
-    So `path` has its old content or all of the new one, never a part. Whatever goes wrong inside
-    the `with`, the hidden file is removed. What is no file, such as /dev/stdout, is written to
+    So `path` has its old content or all of the new one, never a part. If the code inside the `with`
+    fails, the hidden file is removed. A `path` that is no file, such as /dev/stdout, is written to
     directly.
 
     Args:
@@ -122,8 +122,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
 class KeptAnswers:
     """A file of answers by key, one JSON line each, to which several processes may add at once.
 
-    A line that cannot be read is ignored. A killed process may leave half a line; the next line is
-    not lost by that.
+    A line that cannot be read is ignored. A killed process may leave half a line. The answer that
+    is added after it then begins a new line, so it is not lost.
     """
 
     def __init__(self, file: Path) -> None:
@@ -150,7 +150,7 @@ class KeptAnswers:
         with self._file.open("ab+") as file:
             is_empty = file.tell() == 0
             if not is_empty:
-                # A killed process may have left half a line at the end: begin a line of its own.
+                # A killed process may have left half a line at the end. Then begin a new line.
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     line = b"\n" + line
@@ -181,11 +181,11 @@ def appears_in_time(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """Yield a new, empty folder to write into, which replaces `folder` when the block ends.
 
-    The old folder is deleted after that. Whatever goes wrong inside the `with`, the new one is
+    The old folder is deleted after that. If the code inside the `with` fails, the new folder is
     removed and the old one stays. The files are on the disk before the folder gets its name.
 
-    Two renames make the exchange. Where a process is killed between them, the next
-    `replacing_folder` (or `recover_folder`, or `remove_partial`) gives the old folder its name back.
+    The exchange takes two renames. If a process is killed between them, the next call of
+    `replacing_folder`, `recover_folder` or `remove_partial` gives the old folder its name back.
 
     Raises:
         OSError: the folder cannot be written.
@@ -223,7 +223,7 @@ def give_usual_modes(folder: Path) -> None:
 
 
 def put_in_place(new_folder: Path, folder: Path, old_path: Path) -> None:
-    """Rename `new_folder` to `folder`, and what stands there before to `old_path`.
+    """Rename `new_folder` to `folder`. A folder that has this name before becomes `old_path`.
 
     All three are in the same file system, so that a rename is done at once or not at all.
     """
@@ -245,7 +245,7 @@ def flush_to_disk(path: Path) -> None:
 def recover_folder(folder: Path) -> None:
     """Undo what killed processes left behind when they replaced `folder` by `replacing_folder`.
 
-    What a living process is writing stays.
+    The files of a process that is still writing stay.
     """
     partial_paths = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL_MARK}*"))
     working_folders = [path for path in partial_paths if is_partial(path) and path.is_dir()]
@@ -254,14 +254,15 @@ def recover_folder(folder: Path) -> None:
 
 
 def abandoned_folders(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield those folders of `locked_folder` whose process is gone, so that they can be removed.
+    """Yield the folders whose process is gone, so that the caller can remove them.
 
-    A folder's lock is held while it is yielded, so that no other process removes it too.
+    `folders`: folders that `locked_folder` has made. The lock of a folder is held while the folder
+    is yielded, so that no other process removes it too.
     """
     for folder in folders:
         try:
             lock = _take_lock(folder, os.O_RDWR)
-        # its process lives and holds the lock, or has removed the folder in the meantime
+        # The folder's process lives and holds the lock, or has removed the folder meanwhile.
         except OSError:
             continue
         yield folder
@@ -404,7 +405,7 @@ def refuse_dangling(option: str, path: Path) -> None:
     `option` names what the user can change, with which the message begins.
     """
     for part in (path, *path.parents):
-        # of `os`, since pathlib raises an error for a name that is too long
+        # These are functions of `os`, since pathlib raises an error for a name that is too long.
         is_dangling = os.path.islink(part) and not os.path.exists(part)  # noqa: PTH110, PTH114
         if is_dangling:
             link = f"{str(part)!r} is a link to {str(part.readlink())!r}, which is not there"
@@ -421,8 +422,9 @@ def closest_existing(path: Path) -> Path:
 def check_folder(option: str, folder: Path) -> None:
     """Raise `UserError` where a folder could not be made or written into, without making it.
 
-    That depends on the folder itself, or on the innermost folder on the way to it that exists.
-    `option` names what the user can change, with which the message begins.
+    If the folder does not exist, the innermost folder on the way to it that exists is checked.
+
+    `option`: what the user can change, with which the message begins.
     """
     refuse_dangling(option, folder)
     with naming_write_errors(option, folder):
@@ -449,7 +451,7 @@ def check_json(option: str, path: Path, kind: str, is_ours: Callable[[Any], bool
             the content has another form.
     """
     check_folder(option, path.parent)
-    # what is neither a file nor a folder, such as /dev/stdout, is written to directly
+    # A path that is neither a file nor a folder, such as /dev/stdout, is written to directly.
     if not path.exists() or not (path.is_file() or path.is_dir()):
         return
     try:

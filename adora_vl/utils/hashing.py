@@ -27,12 +27,13 @@ _HASH_PATTERN = re.compile(r"[0-9a-f]{32}")
 def content_hash(files: Iterable[Path]) -> str:
     """Return one hash of the names of files, without their folders, and of all of their bytes.
 
-    It has 32 hexadecimal digits. XXH3 with 128 bits is five times as fast as SHA-256, and no
-    defence against somebody who wants two files to look alike.
+    It has 32 hexadecimal digits. XXH3 with 128 bits is five times as fast as SHA-256. It does not
+    defend against somebody who wants two files to look alike. A line on stderr announces that many
+    bytes are read.
 
-    The hash of a file is remembered on the disk, and the file is not read again while its
-    `_file_state` is the same: device, inode, size, and the times of the last change of its content
-    and of its inode. Nobody can set the last of these times.
+    The hash of a file is remembered on the disk. The file is not read again while its `_file_state`
+    is the same: device, inode, size, and the times at which content and inode were last changed. A
+    program can set the time of the content (`touch`), but not the time of the inode.
 
     Raises:
         OSError: a file cannot be read.
@@ -58,14 +59,14 @@ def content_hash(files: Iterable[Path]) -> str:
 
 
 def _file_hash(path: Path) -> str:
-    """Return the hash of a file's bytes; a remembered one, if the file has not changed since.
+    """Return the hash of a file's bytes, which is remembered until the file changes.
 
     A new hash is remembered only if the file did not change while it was read. It must not have
     changed shortly before either: the file system's clock might then give a second change the same
     time, and nobody would notice it.
     """
     with path.open("rb", buffering=0) as file:
-        # of the open file: a client of NFS asks the server when it opens one
+        # The state is that of the open file: an NFS client asks the server when it opens a file.
         stat_before = os.fstat(file.fileno())
         remembered_hash = _remembered_hashes().get(_file_state(stat_before))
         if remembered_hash is not None and _HASH_PATTERN.fullmatch(remembered_hash):
@@ -100,7 +101,7 @@ def _hashes_in_file(file: Path) -> KeptAnswers:
     """Return the hashes that are stored in a file, which is read once in a process."""
     try:
         return KeptAnswers(file)
-    # Without a place on the disk each process remembers for itself.
+    # Without a file that can be read, each process remembers hashes for itself.
     except OSError:
         return KeptAnswers(Path(os.devnull))
 

@@ -89,9 +89,9 @@ class HttpClient:
         """Send one request and return the reply.
 
         Args:
-            timeout_s: the limit of all of it, to the reply's last byte.
+            timeout_s: the limit for the whole exchange, to the reply's last byte.
             content: the body of a POST request; None for a GET request.
-            headers: of the request.
+            headers: the headers of the request.
 
         Raises:
             ReplyTooLargeError: the reply is too large.
@@ -129,8 +129,8 @@ def fetch_reply(address: str, timeout_s: float, headers: Headers | None = None) 
 
     Args:
         address: where the request goes.
-        timeout_s: the limit of all of it, to the reply's last byte.
-        headers: of the request.
+        timeout_s: the limit for the whole exchange, to the reply's last byte.
+        headers: the headers of the request.
 
     Raises what `HttpClient.send` raises.
     """
@@ -176,7 +176,8 @@ def _end(connections: _Connections) -> None:
     if connections.process_id != os.getpid():
         return
     connections.loop.call_soon_threadsafe(connections.is_over.set)
-    # The garbage collector, which ends a client that is forgotten, may run on that very thread.
+    # The garbage collector calls this for a client that is not closed. It may run on the thread of
+    # the connections, which cannot wait for itself.
     if connections.thread is not threading.current_thread():
         connections.thread.join(_MAX_CLOSING_S)
 
@@ -186,13 +187,13 @@ async def _exchange(
 ) -> HttpReply:
     """Send a request and return the reply.
 
-    Of the body of an error only the beginning is read, since no more is shown.
+    Only the beginning of an error's body is read, since no more is shown.
 
     Args:
-        connections: those of this process, of which one is used.
-        timeout_s: the limit of all of it, to the reply's last byte.
+        connections: the connections of this process. An idle one is used, or a new one.
+        timeout_s: the limit for the whole exchange, to the reply's last byte.
         content: the body of a POST request; None for a GET request.
-        headers: of the request.
+        headers: the headers of the request.
 
     Raises what `HttpClient.send` raises.
     """
@@ -225,7 +226,7 @@ def _create_client(address: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         verify=_trusted_certificates(),
         trust_env=not is_this_machine(address),
-        # without a timeout of its own, since that would be for each part of a reply
+        # httpx's own timeout is for each part of a reply, so `_exchange` limits the whole reply.
         timeout=None,  # noqa: S113
         limits=httpx.Limits(keepalive_expiry=_MAX_IDLE_S),
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),

@@ -20,11 +20,11 @@ _SERVER_ERROR = 500
 
 @cache
 def why_no_hub() -> str:
-    """Return why the model hub cannot be used, in a few words; empty where it answers.
+    """Return why the model hub cannot be used, and switch it off if it does not answer.
 
-    The hub is asked once in a process, for at most five seconds. If it does not answer, it is
-    switched off for this process: TRL, vLLM, PEFT and `datasets` then take what is on this machine,
-    or fail at once.
+    The text is empty where the hub answers. The hub is asked once in a process, for at most five
+    seconds. If it does not answer, it is switched off for this process: TRL, vLLM, PEFT and
+    `datasets` then take what is on this machine, or fail at once.
 
     The limit is for the whole call, so a thread makes it. An HTTP client's own time-out is for each
     piece of the answer: a proxy that sends a byte now and then could hold it for ever.
@@ -47,7 +47,7 @@ def why_no_hub() -> str:
     has_working_hub = bool(statuses) and statuses[0] < _SERVER_ERROR
     if has_working_hub:
         return ""
-    # What `HF_HUB_OFFLINE=1` does, also for libraries that are imported already.
+    # Switch the hub off as `HF_HUB_OFFLINE=1` does, also for libraries that are imported already.
     os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes
     compat.HUB_OFFLINE.install(True, on=constants)
     if "datasets" in sys.modules:
@@ -68,8 +68,8 @@ def why_missing(name: str, error: BaseException) -> str:
 
     Args:
         name: the folder or hub id.
-        error: the error of the library. Its first line is returned, unless the hub does not answer,
-            which says more.
+        error: the error of the library. Its first line is returned, unless the hub does not answer.
+            Then that is the reason, and is returned instead.
     """
     hub_problem = "" if Path(name).is_dir() else why_no_hub()
     if hub_problem:

@@ -19,7 +19,7 @@ def _runs_command_of_ours() -> bool:
     That is `adora-vl`, or `python -m` with one of our modules.
     """
     main_module = sys.modules["__main__"]
-    # None for a script
+    # It is None for a script, such as the installed command `adora-vl`.
     spec = getattr(main_module, "__spec__", None)
     if spec is None:
         return Path(getattr(main_module, "__file__", "")).name == _INSTALLED_COMMAND

@@ -37,8 +37,8 @@ def find_cpu_build() -> bool:
 def free_port() -> int:
     """Return a port that nobody listens on, for the engine to listen on when it starts.
 
-    That may be a minute later. The system gives ports of a range of its own to any connection, so
-    that one of them might be in use by then: this port lies outside of it.
+    That may be a minute later. The system takes the ports of outgoing connections from a range of
+    its own. A port of that range might be in use by then, so this port lies outside of the range.
 
     Raises:
         RunError: a hundred ports are all in use.
@@ -57,8 +57,8 @@ def free_port() -> int:
 def put_own_programs_on_path() -> None:
     """Put the programs of this Python environment first on PATH, so that child processes find them.
 
-    That is so already if the environment was activated. DeepSpeed and torch call `ninja` by name
-    when they compile an operator, `DeepSpeedCPUAdam` for instance.
+    They are there already if the environment was activated. DeepSpeed and torch call `ninja` by
+    name when they compile an operator, such as `DeepSpeedCPUAdam`.
     """
     own_folder = str(Path(sys.executable).parent)
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
@@ -90,12 +90,12 @@ def prepare_engine_environment() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM would import FlashInfer, and one of its model runners compile it, for a sampler that
-    # requests with a seed never use.
+    # vLLM would import FlashInfer for its sampler, and one of its model runners would compile it.
+    # Requests with a seed never use that sampler.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        # Two runs on one machine: accelerate would give both the same port for the engine's group
-        # of one.
+        # Each run has a process group of one for its engine. accelerate would give the groups of
+        # two runs on one machine the same port.
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     if find_cpu_build():
         # GiB; the default is a share of all memory
@@ -113,10 +113,11 @@ _ALLOCATOR_VARIABLES = (
 def use_expandable_segments() -> None:
     """Let torch's allocator grow its blocks of GPU memory, which saves memory.
 
-    Each micro-batch has packed sequences of another length. With blocks of fixed size that leaves
-    gaps between them which no later tensor fits in. Options that the user has set stay as they are.
-    vLLM switches this off around the memory that it frees while it sleeps. It has to be called
-    before torch first uses a GPU.
+    The packed sequences of each micro-batch have another length. In blocks of fixed size they leave
+    gaps that no later tensor fits into. vLLM switches this off for the memory that it frees while
+    it sleeps. Options that the user has set stay as they are.
+
+    This function has to be called before torch first uses a GPU.
     """
     has_options = any(name in os.environ for name in _ALLOCATOR_VARIABLES)
     if not has_options:
@@ -167,8 +168,9 @@ def build_was_killed(lock: Path) -> bool | None:
     would wait for ever for a lock that was left behind.
 
     Returns:
-        True for a killed build, False for a lock that is held or gone, and None while that cannot be
-        told yet: nobody compiles there on this machine, but something was written not long ago.
+        False if the lock is gone, or if a process of this machine compiles there. Otherwise True if
+        nothing was written for `FOREIGN_BUILD_PATIENCE_S` seconds: the build was killed. Otherwise
+        None: another machine may be compiling there, so it cannot be told yet.
     """
     try:
         write_times = [lock.parent.stat().st_mtime]
@@ -347,10 +349,11 @@ def leave_process(code: int) -> NoReturn:
 
     gloo's threads outlive `destroy_process_group` while anything refers to a group. A thread that
     frees a tensor just when the interpreter is finalized aborts the process (pytorch/pytorch issue
-    190489), so that a run that went well ended with SIGABRT now and then. Threads that are no
-    daemons have ended before, and the functions that are registered for the exit have run. A
-    process without torch has no such threads, such as a command that has only shown its help, and
-    ends by `sys.exit`.
+    190489). So a run that went well ended with SIGABRT now and then.
+
+    This function still waits for the threads that are no daemons, and calls the functions that are
+    registered for the exit. A process without torch has no threads of gloo and ends by `sys.exit`.
+    An example is a command that has only shown its help.
     """
     if "torch" not in sys.modules:
         sys.exit(code)
@@ -411,7 +414,7 @@ class StartupLog:
         """Send both outputs to the screen again. A second call does nothing."""
         # what was printed so far belongs in the log
         flush_outputs()
-        # not strict: after a first call there are no copies any more
+        # The lists have unequal lengths in a second call, which has no copies to close.
         for descriptor, screen_descriptor in zip(
             _OUTPUT_DESCRIPTORS, self._screen_descriptors, strict=False
         ):

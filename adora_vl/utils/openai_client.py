@@ -176,7 +176,7 @@ def check_url(name: str, url: str) -> str:
         parts = urllib.parse.urlsplit(url)
         host = (parts.hostname or "").encode("idna")
         is_http_address = parts.scheme in ("http", "https") and host != b"" and parts.port != 0
-    # brackets without an end, a port that is no number, a name that no host has
+    # The address has a bracket without an end, a port that is no number, or an impossible name.
     except ValueError:
         is_http_address = False
     if not is_http_address or not url.isprintable() or " " in url:
@@ -246,15 +246,15 @@ class ChatClient:
     def name_server_program(self) -> str | None:
         """Return the program that serves the model, such as `vllm`, by its own list of models.
 
-        The text is empty where the server has no such list, or does not name the model in it. None
-        where it gave no reply: a busy server may give one later.
+        The text is empty where the server has no such list, or where the list lacks the model. It
+        is None where the server gave no reply: a busy server may give one later.
         """
         timeout_s = min(self.endpoint.timeout_s, _MAX_LIST_WAIT_S)
         try:
             reply = fetch_reply(f"{self.endpoint.url}/models", timeout_s, self._key_header())
         except _NO_LIST_ERRORS:
             return None
-        if reply.status >= 500:  # as of a gateway, while the server behind it starts
+        if reply.status >= 500:  # a gateway answers so while the server behind it starts
             return None
         try:
             models = json.loads(reply.body)["data"]
@@ -264,10 +264,11 @@ class ChatClient:
         return str(owners[0]) if owners else ""
 
     def _find_plain_sampling(self) -> Mapping[str, float]:
-        """Return the fields with which the server applies no defaults of the model.
+        """Return the request's fields that keep the server from the model's own sampling defaults.
 
-        The server is asked once what it is. A field that the endpoint has already stays as it is.
-        The fields are not in the key of the cache, which is read without asking the server.
+        The server is asked once which program it is. A field that the endpoint has already stays as
+        it is. The fields do not count in the key of the cache, since the cache is read without
+        asking the server.
         """
         with self._plain_sampling_lock:
             if self._plain_sampling is None:
@@ -304,8 +305,8 @@ class ChatClient:
     def ask(self, messages: Messages, read_answer: Callable[[str], str]) -> str:
         """Ask for an answer, read it, and store what was read in the cache.
 
-        No further call is made after the server has refused the key, or if nobody answered the
-        first call (see `check_server`).
+        No further call is made if the server has refused the key, or if nobody answered the first
+        call (see `check_server`).
 
         Args:
             messages: the conversation.
@@ -375,7 +376,7 @@ class ChatClient:
         The wait between two attempts doubles, and is at least what the server asks for.
 
         Raises:
-            EndpointError: the last attempt failed, or one after which no other can succeed.
+            EndpointError: the last attempt failed, or an attempt failed for good.
         """
         wait_s = self.endpoint.wait_s
         for attempt in range(1, self.endpoint.attempts + 1):
@@ -477,8 +478,9 @@ class ChatClient:
     def _refuses_key(self, status: int) -> bool:
         """Tell whether a reply with this HTTP status means that no call with the key succeeds.
 
-        Some servers answer 403 for a single prompt that their moderation does not like. So between
-        calls that succeed, 403 is a failure of its own call alone.
+        401 always means it. Some servers answer 403 for a single prompt that their moderation does
+        not like. So 403 means it only if the server has answered no call yet, or if it has
+        forbidden `_MAX_FORBIDDEN_CALLS` calls since its last answer.
         """
         if status == httpx.codes.FORBIDDEN:
             self._forbidden_calls += 1
@@ -495,8 +497,8 @@ class ChatClient:
         """Return the key from the environment; empty where it is not set.
 
         Raises:
-            EndpointError: it has a character that no HTTP header can hold. The HTTP library would
-                say so too, but show the key.
+            EndpointError: the key has a character that no HTTP header can hold. The HTTP library
+                would refuse it too, but its message shows the key.
         """
         key = os.environ.get(self.endpoint.key_variable, "").strip()
         if not key.isascii() or not key.isprintable():
@@ -514,11 +516,13 @@ class ChatClient:
 def _answer_text(choice: Mapping[str, Any]) -> str:
     """Return the text of the model's message in a reply; empty if the model only got to thinking.
 
-    `choice`: an entry of `choices` of a chat completion. A server with a reasoning parser sends null
-    for the text where the answer ended within the thinking.
+    A server with a reasoning parser sends null for the text of an answer that ended within the
+    thinking.
+
+    `choice`: an entry of `choices` of a chat completion.
 
     Raises:
-        EndpointError: null stands for something else, a refusal or a call of a tool.
+        EndpointError: null has another reason, such as a refusal or a call of a tool.
         LookupError: the message has no content at all.
     """
     message = choice["message"]

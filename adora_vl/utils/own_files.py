@@ -65,16 +65,16 @@ def function_name(function: Any) -> str:
 def source_hash(function: Any) -> str:
     """Return a hash of a function's source text, by which a changed function is known.
 
-    It is not of the whole file, since that may be the script that also says how long to train. For
-    what has no source, such as a builtin function, it is a hash of the name. The values that are
-    bound to the function (`_bound_values`) count too.
+    The whole file does not count, since it may be the script that also says how long to train. A
+    function without source, such as a builtin, is hashed by its name. The values that are bound to
+    the function (`_bound_values`) count too.
     """
     bound_values = _bound_values(function)
     while isinstance(function, partial):
         function = function.func
     text = function_name(function)
     has_definition = inspect.isroutine(function) or inspect.isclass(function)
-    # an object that can be called has the source of its class
+    # An object that can be called has no source, but its class has.
     definition = function if has_definition else type(function)
     with suppress(OSError, TypeError):
         text = inspect.getsource(definition)
@@ -88,23 +88,25 @@ def source_hash(function: Any) -> str:
 def _bound_values(function: object) -> list[object]:
     """Return the values that decide what a function does, and that its source does not show.
 
-    They are the arguments of `partial`, the fields of a frozen dataclass that can be called, and
-    for a function inside of another one the outer function's texts and numbers that it only reads.
-    Other values, such as a count of its calls, may change during the run and are left out.
+    Values that may change during the run, such as a count of calls, are left out. For example,
+    `partial(f, 2, low=1)` gives 2 and ("low", 1).
     """
     values: list[object] = []
+    # the arguments of `partial`
     while isinstance(function, partial):
         values += [*function.args, *sorted(function.keywords.items())]
         function = function.func
 
-    # An object with `__call__`. What is not frozen may change, and a class itself has no values.
+    # The fields of a dataclass with `__call__`. Only those of a frozen one cannot change. A class
+    # itself has no values.
     if is_dataclass(function) and not isinstance(function, type):
         parameters = getattr(function, "__dataclass_params__", None)
         if getattr(parameters, "frozen", False):
             for field in fields(function):
                 values.append([field.name, getattr(function, field.name)])
 
-    # Python keeps the variables of the function around in cells, in the order of their names.
+    # The outer function's texts and numbers that an inner function reads and never assigns. Python
+    # keeps the outer function's variables in cells, in the order of `co_freevars`.
     code = getattr(function, "__code__", None)
     names = getattr(code, "co_freevars", ())
     cells = getattr(function, "__closure__", None) or ()
@@ -158,12 +160,12 @@ def load_from_file(
     Args:
         key: the key that has the entry, for messages.
         entry: `FILE.py:NAME`.
-        noun: what the value has to be, in one word for messages, such as `function`.
-        fits: whether a value is that.
+        noun: the kind of value that NAME has to be, in one word for messages.
+        fits: returns whether a value is of that kind.
 
     Raises:
         UserError: the file does not exist, fails while it is loaded (the message has the line), or
-            has no such name.
+            has no value of that name and kind.
     """
     path = _find_file(key, entry, noun)
     # The hash is taken before the file is loaded. If the file changes in between, the next start
@@ -188,7 +190,7 @@ def load_from_file(
 def _fitting_names(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
     """Return the names in a module that an entry could mean, to suggest them.
 
-    Private names, and functions and classes that the module has imported, are none of them.
+    Private names are left out, and so are functions and classes that the module has imported.
     """
     names = []
     for name, value in vars(module).items():
@@ -322,7 +324,7 @@ def _failed_line(path: Path, error: BaseException) -> int | None:
     """Return the number of the line in a user's file that an error came from.
 
     It is the line of a syntax error, or the innermost line of the file in the traceback. None where
-    the file is not in it.
+    the traceback has no line of the file.
     """
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return error.lineno or None  # 0 for an error of the file as a whole

@@ -57,9 +57,12 @@ def is_secret(key: object) -> bool:
 def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
     """Return a value in which `hidden` stands for each secret, before it is shown or written.
 
-    Secrets are looked for in nested mappings, lists and texts. Those that are found are noted
-    (`note_secret`), so that they are hidden elsewhere too. A value of another type is returned as it
-    is. In a text that is no JSON object only logins in addresses are hidden: a sentence may well say
+    For example, `{"api_key": "k1", "url": "http://me:pw@host"}` becomes
+    `{"api_key": "...", "url": "http://...@host"}`. Nested mappings and lists are searched too. The
+    secrets are noted (`note_secret`), so that they are hidden elsewhere too. A value of another
+    type is returned as it is.
+
+    In a text that is no JSON object only logins in addresses are hidden: a sentence may well say
     `password: ...`.
     """
     if type(value) is str:
@@ -86,8 +89,8 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
 def masked_text(text: str, *secrets: str) -> str:
     """Return a text in which `...` stands for each secret.
 
-    These are `secrets`, all that was noted by `note_secret`, logins in addresses, and values of keys
-    such as `api_key`, in an address or in JSON or YAML.
+    Secrets are the texts in `secrets`, those that `note_secret` has noted, logins in addresses, and
+    the values of keys such as `api_key`, in an address or in JSON or YAML.
     """
     for secret in (*secrets, *_noted_secrets):
         text = _without_secret(text, secret)
@@ -108,8 +111,7 @@ def masked_text(text: str, *secrets: str) -> str:
 def masked_words(words: Sequence[str]) -> list[str]:
     """Return the words of a command line in which `...` stands for each secret.
 
-    The value of an option such as `--api_key` is one, whether it follows behind `=` or as the next
-    word.
+    For example, `--api_key=k1` becomes `--api_key=...`, and `--api_key k1` becomes `--api_key ...`.
     """
     shown_words = []
     is_value_secret = False
@@ -154,8 +156,8 @@ def _hide_login(match: re.Match[str]) -> str:
 def _without_secret(text: str, secret: str) -> str:
     """Return a text in which `...` stands for a secret, however the secret is encoded there.
 
-    It may be as it is, quoted for an address, JSON or HTML, or in hexadecimal, each in upper or lower
-    case. A long one may also be part of a text in Base64.
+    The secret may be unchanged, quoted for an address, JSON or HTML, or in hexadecimal, each in
+    upper or lower case. A long secret may also be part of a text in Base64.
     """
     if not secret:
         return text
@@ -184,8 +186,10 @@ def _base64_patterns(content: bytes) -> list[str]:
 
     Base64 writes three bytes as four letters. The letters of these bytes therefore depend on how
     many bytes precede them, modulo three, and there is an expression for each case. A first or last
-    letter that also depends on a neighbouring byte is left out. What follows the letters is matched
-    to the end of the word.
+    letter that also depends on a neighbouring byte is left out. Each expression also matches the
+    rest of the word behind the letters.
+
+    For example, `key` is found as `a2V5`, `tle` or `rZX`, after 0, 1 or 2 bytes modulo three.
     """
     patterns = []
     # by the number of bytes before: how many letters at the beginning are theirs too

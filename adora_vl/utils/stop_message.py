@@ -11,7 +11,7 @@ def stopped_before(step: int, reason: str, *, checkpoint: Path | str, remedy: st
 
     Args:
         step: optimizer steps that have been made; the line names the next one.
-        reason: what has happened. Without a `remedy` it ends in one itself.
+        reason: what has happened. If there is no `remedy`, the reason has to end with what to do.
         checkpoint: the folder to go on from.
         remedy: what to do first, as a sentence without its full stop.
     """
@@ -27,6 +27,7 @@ def stopped_in(step: int, reason: str, where_to_go_on: str) -> str:
     Args:
         step: optimizer steps that have been made; the line names the next one.
         reason: what has happened.
-        where_to_go_on: where a new start of the same command begins, as `CheckpointWriter` says it.
+        where_to_go_on: where a new start of the same command begins, in the words of
+            `CheckpointWriter`.
     """
     return f"step {step + 1}: {reason}; {where_to_go_on}"
