@@ -88,14 +88,15 @@ class Forecast:
 
     groups: int  # with and without a signal
     tds: ShareOfGroups  # groups that are TDS, of those with a signal
-    # Of the TDS groups: those whose longest right answer is as long as the wrong ones, and of the
-    # rest those in which no right answer is longer than a wrong one.
+    # Shares of the TDS groups. In a tie the longest right answer is as long as the wrong ones are
+    # on average. `short_only` counts the groups without a tie in which no right answer is longer
+    # than any wrong one.
     ties: ShareOfGroups
     short_only: ShareOfGroups
     # In the groups with a signal whose answers differ in length:
     longest: ShareOfGroups  # how many of the longest answers are right
     shortest: ShareOfGroups  # how many of the shortest answers are right
-    # Of the two shares of each group; None where there are fewer than two groups.
+    # The mean over groups of the first share minus the second; None for fewer than two groups.
     longest_minus_shortest: MeanDifference | None
     # How many problems had too few answers to be a group.
     problems_left_out: int = 0
@@ -166,7 +167,7 @@ def forecast_attenuation(groups: Groups) -> Forecast:
     has_signal_P = groups.rewards_differ_P & groups.has_reward_PG.any(dim=1)
     is_tds_P = weighing.tds_P & has_signal_P
     is_tie_P = weighing.tds_by_tie_P & has_signal_P
-    # Infinity stands in the place of answers that are not wrong, so that it is never the least.
+    # Answers that are not wrong get infinity as their length, so that the least is a wrong one's.
     wrong_lengths_PG = torch.where(groups.wrong_PG, groups.lengths_PG.float(), torch.inf)
     shortest_wrong_P = wrong_lengths_PG.amin(dim=1)
     no_right_is_longer_P = groups.longest_correct_P <= shortest_wrong_P
@@ -179,7 +180,7 @@ def forecast_attenuation(groups: Groups) -> Forecast:
         tds=ShareOfGroups(count=tds_count, total=int(has_signal_P.sum())),
         ties=ShareOfGroups(count=int(is_tie_P.sum()), total=tds_count),
         short_only=ShareOfGroups(count=int(is_short_only_P.sum()), total=tds_count),
-        # A group counts for one answer, shared among those that are equally long.
+        # A group counts as one answer: equally long ones share it.
         longest=ShareOfGroups(
             count=round(sum(share.longest for share in shares)), total=len(shares)
         ),
@@ -201,6 +202,8 @@ def _right_shares_by_length(groups: Groups, has_signal_P: torch.Tensor) -> list[
     """Return for each group with a signal how many of its longest and shortest answers are right.
 
     Groups whose answers all have the same length are left out, and so are answers without a score.
+    For example, a group has answers of 50, 50 and 20 tokens, of which the second one alone is
+    right. Its shares are 0.5 for the longest and 0 for the shortest.
     """
     shares: list[_RightShares] = []
     for group in has_signal_P.nonzero()[:, 0].tolist():

@@ -19,7 +19,7 @@ from adora_vl.utils.errors import UserError
 
 # Shapes with more corners have no words here.
 _CORNER_COUNT_BY_SHAPE = {name: count for name, count in CORNER_COUNT_BY_SHAPE.items() if count < 7}
-# How many points each is named by. `Cirle` is so spelt in some.
+# How many points name each part. Some annotations misspell the circle as `Cirle`.
 _POINT_COUNTS_BY_HEAD = {
     "Line": (2,),
     "Angle": (1, 3),
@@ -60,8 +60,9 @@ def read_forms(path: Path) -> dict[int, LogicForm]:
 def facts_in_words(form: LogicForm, problem: str) -> str | None:
     """Return the facts of a diagram as sentences, with which a model can solve it without looking.
 
-    `form` has the facts and the question, and `problem` is the text of the problem. None is
-    returned where the sentences would not suffice:
+    `form` has the facts and the question, and `problem` is the text of the problem. For example:
+    "Drawn segments: BA, CA, CB. AB = 5. Angle CAB = 65 degrees." None is returned where the
+    sentences would not suffice:
 
     - a fact cannot be read,
     - the problem is about a coloured region, or about a shape that the annotation does not name,
@@ -113,7 +114,8 @@ def _position_sentences(form: LogicForm) -> list[str]:
 def _is_only_shape(form: LogicForm, head: str, points_on_lines: set[str]) -> bool:
     """Return whether a diagram has a single shape of the kind `head`, such as `Triangle`.
 
-    That is one circle, or no more points on lines than the corners of such a polygon.
+    A single circle is counted. A single polygon is known by the points on lines, which are as many
+    as its corners.
     """
     if head == "Circle":
         return len(form.points_by_circle) == 1

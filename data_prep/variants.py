@@ -317,8 +317,12 @@ class _OldValue(NamedTuple):
 def _draw_other_value(old: _OldValue, *, scale: float, rng: random.Random) -> str:
     """Draw the number that replaces one in the facts of a geometry problem.
 
-    A length or an area is multiplied by `scale`, which all lengths share, and by a factor of its
-    own. In `3x + 5` the 5 changes. Special angles, other units and other texts stay as they are.
+    - In `3x + 5` the 5 changes by 1 to 3, but never below 1.
+    - Any other text that is no number stays as it is.
+    - An angle is multiplied by a random factor. Special angles, such as 90 degrees, stay.
+    - A length is multiplied by `scale`, which all lengths share, and by a random factor. An area is
+      multiplied by the square of `scale` and by a random factor.
+    - A number of any other unit stays.
     """
     linear = _LINEAR_PATTERN.fullmatch(old.number)
     if linear:
@@ -395,8 +399,8 @@ def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> com
     """
     longest = 0.0
     rotation = 1 + 0j
-    # Points are complex numbers. Those of the picture come last, since it need not be to scale: it
-    # says how the lines lie, and it lacks some points. Its y points down.
+    # Points are complex numbers. Where the picture has a point, its place counts and not that of
+    # the solved figure, since the picture shows which lines are level. In a picture y points down.
     original_points = {name: complex(x, y) for name, (x, y) in original.coordinates.items()}
     original_points |= {name: complex(x, -y) for name, (x, y) in original.form.points.items()}
     for points_on_line in original.form.lines_with_points:
@@ -471,7 +475,7 @@ def _has_point_near_line(
 
 
 def _marked_angles(form: LogicForm) -> Iterator[float]:
-    """Yield how many degrees each angle has in the diagram that a fact gives the measure of.
+    """Yield the size in the diagram, in degrees, of each angle whose measure a fact gives.
 
     Such a fact is `Equals(MeasureOf(Angle(A, B, C)), 40)`, with B at the corner.
     """

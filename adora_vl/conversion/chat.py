@@ -82,7 +82,8 @@ def pictures_of_text(text: str) -> TextAndPaths:
 def _contents(value: object, wanted_role: str) -> list[Any]:
     """Return the contents of the messages of one role; [] where the value is no conversation.
 
-    A conversation is a list of messages, as OpenAI or ShareGPT spell them.
+    A conversation is a list of messages in the spelling of OpenAI, `{"role": "user", "content":
+    "Find x."}`, or of ShareGPT, `{"from": "human", "value": "Find x."}`.
     """
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return []
@@ -142,16 +143,18 @@ class ProblemAndInstruction(NamedTuple):
 
 
 def without_instruction(problem: str) -> ProblemAndInstruction:
-    """Split a problem from the instruction at its end (`First output the thinking process in ...`).
+    """Split a problem from the instruction on how to answer at its end.
 
-    The instruction are the last sentences that all say how to answer, if one of them names tags, a
-    box or steps. It is empty where there is none, or where no problem stands before it.
+    The text is cut before the last sentences that all say how to answer. At least one of them has
+    to name tags, a box or steps. For example, `Find x. Think step by step. Put the answer in
+    \\boxed{}.` has the problem `Find x.`, and the rest is the instruction. The instruction is empty
+    where there are no such sentences, or where nothing stands before them.
     """
     no_instruction = ProblemAndInstruction(problem, instruction="")
     gaps = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]  # between two sentences
     starts = [0, *(gap_end for _, gap_end in gaps)]
     ends = [*(gap_start for gap_start, _ in gaps), len(problem)]
-    # From the last sentence backwards, to the first that says how to answer.
+    # Go backwards from the last sentence, as long as each one says how to answer.
     first_of_instruction = len(starts)
     while first_of_instruction > 0:
         index = first_of_instruction - 1

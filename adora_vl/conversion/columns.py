@@ -256,9 +256,14 @@ def columns_of_words(words: Sequence[str]) -> Columns:
 def _candidates(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
     """Yield the columns that may have the value of `name`, each with the path inside its objects.
 
-    The name `a|b` leads to both columns. The name `a.b` leads to a column of that very name (with
-    an empty path), or else to the key `b` in the objects of column `a`. Only columns among
-    `present`, those of the table, are yielded.
+    `present` has the columns of the table, and only these are yielded. For example:
+
+        name   columns   yielded
+        a|c    a, c      (a, ""), (c, "")
+        a.b    a.b, a    (a.b, ""): a column of that very name comes first
+        a.b    a         (a, "b"): the key b in the objects of column a
+
+    A column may be yielded twice.
     """
     for alternative in (name, *name.split("|")):
         # The whole name first, then what stands before its first dot, its second one, ...
@@ -337,8 +342,9 @@ def _class_name(value: object, names: Sequence[str]) -> object:
 def _inside(value: object, path: str) -> list[object]:
     """Follow a path such as `messages.0.content` into an object, and return [the value there].
 
-    The list is empty where the path leads to nothing, which differs from a value that is None. An
-    object may be a text of JSON, and a name in the path may be the index of a list.
+    For example, `{"messages": [{"content": "Find x."}]}` gives `["Find x."]`: a name in the path
+    may be the index of a list. An object may also be a text of JSON. The list is empty where the
+    path leads to nothing; it is [None] where the value is None.
     """
     if not path:
         return [value]

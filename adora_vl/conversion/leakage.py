@@ -36,11 +36,9 @@ _NEAR_BITS = 32
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The hashes of a row, which are all that is remembered of it.
+    """The hashes of a row, which are all that is remembered of it."""
 
-    In the first two the question is without punctuation and case.
-    """
-
+    # In these two the question is in lower case and without punctuation.
     exact: bytes  # of the question and the pixels of all pictures
     question_and_gold: bytes  # of the question and the reference answer
     near: tuple[int, ...]  # for each picture a hash of 256 bits; a scaled copy has nearly the same
@@ -78,12 +76,12 @@ def fingerprint(
 
 
 def _joint_hash(*texts: str) -> bytes:
-    """Return a hash of 16 bytes of several texts, which a zero byte separates."""
+    """Return a hash of 16 bytes of several texts, with a zero byte between them."""
     return hashlib.sha256("\0".join(texts).encode()).digest()[:16]
 
 
 def without_punctuation(problem: str) -> str:
-    """Return a question in lower case and without punctuation, in which two spellings may differ."""
+    """Return a question in lower case and without punctuation: `find ab` for `Find AB?`."""
     return _NO_SIGNS.sub(" ", problem.casefold()).strip()
 
 
@@ -132,9 +130,9 @@ class LeakIndex:
         self._rows_by_question[hashes.question_and_gold].append(row)
 
     def find(self, split: str, hashes: Fingerprint) -> LeakMatch | None:
-        """Find a held-out row of another split than `split` with the same diagram and question.
+        """Find a held-out row with the same diagram and question as a row of the split `split`.
 
-        `hashes` are those of the row that is compared.
+        The held-out row has to be in another split. `hashes` are those of the row of `split`.
         """
         same = self._first_by_exact.get(hashes.exact)
         if same is not None and same.split != split:

@@ -26,7 +26,16 @@ def options_in_text(problem: str) -> ProblemAndOptions | None:
     """Take the options out of the text of a problem: `What is x? A. 3 B. 4` has `3` and `4`.
 
     There have to be at least two options, each on one line, with the letters A, B, C, ... in order.
-    Nothing but an instruction on how to answer may follow them. Otherwise None is returned.
+    Only an instruction on how to answer may follow them. Otherwise None is returned. For example,
+    the text
+
+        What is AB?
+        Choices:
+        A. 3
+        B. 4
+        Answer with the letter.
+
+    has the options `3` and `4`. The first and the last line are the problem without them.
     """
     marks = _last_run_of_marks(problem)  # the letters before the options
     if not marks:
@@ -52,9 +61,10 @@ def options_in_text(problem: str) -> ProblemAndOptions | None:
 
 
 def _last_run_of_marks(problem: str) -> list[re.Match[str]]:
-    """Return the last letters before options, such as `A.` `B.` `C.`, that are in order from A.
+    """Return the last run of letters before options, such as `A.`, `B.` and `C.`.
 
-    Returns [] where there are not at least two of them.
+    A run begins with A and goes on in the order of the alphabet. Returns [] where no run has at
+    least two letters.
     """
     run: list[re.Match[str]] = []
     runs: list[list[re.Match[str]]] = []

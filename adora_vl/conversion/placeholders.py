@@ -42,8 +42,12 @@ class Placed:
 def place_images(text: str, images: int) -> Placed:
     """Write `<image>` into a text where its marks (`<image1>`, `[image]`, ...) place its images.
 
-    `images` is how many images the row has. Marks without numbers have to be as many. An image
-    whose number is not in the text is put at its end.
+    `images` is how many images the row has. The marks have numbers, or there are as many of them as
+    images. For example, with two images:
+
+        See [image]. Find x in [image].    See <image>. Find x in <image>.    order 0, 1
+        Compare <image2> with <image1>.    Compare <image> with <image>.      order 1, 0
+        Find x in <image1>.                Find x in <image>.\\n<image>       order 0, 1
 
     Raises `MisplacedImagesError` where that is not possible.
     """
@@ -74,10 +78,8 @@ def place_images(text: str, images: int) -> Placed:
 
 
 def _number_of(mark: re.Match[str]) -> str:
-    """Return the digits of a mark, empty for a mark without a number.
-
-    Each spelling of a mark has a group of its own.
-    """
+    """Return the digits of a mark: `2` for `<image2>`, and an empty text for `<image>`."""
+    # Each spelling of a mark has a group of its own for its digits.
     for digits in mark.groups():
         if digits:
             return str(digits)
@@ -85,9 +87,9 @@ def _number_of(mark: re.Match[str]) -> str:
 
 
 def in_words(text: str) -> str | None:
-    """Replace the marks of images in an option by words such as "image 2".
+    """Replace the marks of images in an option by words: `<image2>` becomes `image 2`.
 
-    The picture itself is shown in the problem. Returns None where a mark has no number.
+    The problem shows the pictures themselves. Returns None where a mark has no number.
     """
     numbers = [_number_of(mark) for mark in _MARK.finditer(text)]
     if not all(numbers):
@@ -98,8 +100,11 @@ def in_words(text: str) -> str | None:
 def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
     """Write `<image>` into a text whose marks have numbers, `<image1>` or `<image 0>`.
 
-    The first mark with a number is the place of that image, and later ones become words. Images
-    whose numbers are not in the text follow at its end.
+    The first mark with a number becomes `<image>`, and later marks with this number become words.
+    Images whose numbers are not in the text follow at its end.
+
+    A text may have higher numbers than the row has images, because they count the parts of one
+    picture. With one image `In <image1> A, in <image2> B.` becomes `In <image> A, in image 2 B.`
 
     Args:
         text: the text with its marks.
@@ -137,7 +142,10 @@ def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
 
 
 def _before_the_text(problem: str) -> str:
-    """Take the marks off a text that begins with all of them, since images come first anyway."""
+    """Remove the marks from a text that begins with all of them.
+
+    Images come before a text without marks anyway, so `<image> Find x.` becomes `Find x.`
+    """
     text = problem.strip()
     while text.startswith(IMAGE_PLACEHOLDER):
         text = text.removeprefix(IMAGE_PLACEHOLDER).lstrip()

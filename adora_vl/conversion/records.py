@@ -48,17 +48,17 @@ _LONGEST_ID = 200
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A line of a table that is no record: the broken rule, what is wrong, what to do, its bytes."""
+    """A line of a table that is no record."""
 
-    kind: str
-    wrong: str
-    remedy: str
-    original: bytes = b""
+    kind: str  # the name of the rule that it breaks
+    wrong: str  # what is wrong
+    remedy: str  # what to do, as words that end before the place of the line: `write it anew in`
+    original: bytes = b""  # the bytes of the line
 
 
 # Each record with its position in its file, in words (`line 14`).
 Records = Iterator[tuple[str, dict[str, Any] | BadRecord]]
-HEAD_RECORDS = 100  # of a table whose columns only its records say, looked through for them
+HEAD_RECORDS = 100  # so many records are read to learn the columns of a table without a header
 
 
 class Table(NamedTuple):
@@ -73,8 +73,8 @@ class Table(NamedTuple):
 class Context:
     """What all records of one table have in common.
 
-    It goes to worker processes with each record, and so has values of its table, and not the table,
-    whose open file cannot be pickled.
+    Each record goes to a worker process together with it. So it has values of the table, and not
+    the table itself, whose open file cannot be pickled.
     """
 
     name: str  # the name of the data set
@@ -267,8 +267,8 @@ def _question_with_gold(
 ) -> _Question:
     """Return the question with its answer, which is the text of the right option if it has options.
 
-    The answer to an open question is usually checked later, when `to_row` makes the row. A row whose
-    other parts have a fault never comes so far; without `rest_is_faultless` the answer is therefore
+    The answer to an open question is usually checked later, when `to_row` makes the row. But a row
+    with another fault never comes so far. Without `rest_is_faultless` the answer is therefore
     checked here, so that the user sees its fault too.
 
     Raises `RowError` for an answer that is none of the options, or a sentence.

@@ -74,8 +74,9 @@ class Opened:
 def is_test_question(index: int, share: float, seed: int) -> bool:
     """Return whether the question `index` of the training split moves to the test split.
 
-    The questions are cut into blocks of `1 / share`, and one question of each block is drawn. So
-    the test split gets exactly its share, and it does not matter how many questions follow.
+    The questions are cut into blocks of `1 / share`, and one question of each block is drawn. For
+    example, a share of 0.25 draws one of the questions 0 to 3, one of 4 to 7, and so on. So the
+    test split gets its exact share, and later questions do not change it.
     """
     # As a fraction, since 0.7 as a float would put some questions into the block beside their own.
     exact_share = Fraction(str(share))

@@ -122,7 +122,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
     def rows_after(
         self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1
     ) -> list[Any]:
-        """Read the rows that the sampler gives some generations later in place of present ones.
+        """Read the rows that come some generations later, in the same positions as present rows.
 
         Args:
             numbers: the numbers of the present rows; a row may come several times.
@@ -230,9 +230,10 @@ class ImagePrefetch(NoPrefetch):
 class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped to mypy
     """Seeds the generator for each epoch from (seed, epoch); epoch 0 has the same order as in TRL.
 
-    Stock TRL draws all orders from one generator, so a resumed run repeats the first epoch's.
-    Without `shuffle` it begins every epoch at the first row, so that rows at the end that fill no
-    generation are never learned from. Ours goes on after the last row of the epoch before.
+    Stock TRL draws the orders of all epochs from one generator, so a resumed run repeats the order
+    of the first epoch. Without `shuffle` it begins every epoch at the first row. Then the rows at
+    the end that fill no generation are never learned from. This sampler goes on after the last row
+    of the epoch before.
     """
 
     epoch = 0  # the present one
@@ -259,9 +260,12 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         self.epoch = epoch
 
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
-        """Return the rows that come in the same places of a later generation, perhaps a later epoch.
+        """Return the rows that come in the same positions of a later generation.
 
-        No random state is used or changed, and no position of a loader.
+        For example, 10 rows without shuffling make generations of 4 rows: 0 to 3 and 4 to 7 in
+        epoch 0, and 8, 9, 0, 1 and 2 to 5 in epoch 1. One generation after the rows 1 and 2 come 5
+        and 6; after 5 and 6 come 9 and 0. No random state and no position of a loader is used or
+        changed.
 
         Args:
             rows: the distinct rows of one process in one generation.
@@ -298,7 +302,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
                 seed=self.seed,
             )
             without_repeats.set_epoch(epoch)
-            # Only the epoch before is still asked for.
+            # Besides this epoch only the one before is still needed.
             self._orders = {
                 number: order for number, order in self._orders.items() if number == epoch - 1
             }

@@ -58,7 +58,8 @@ PREPARED_BY = "data_prep"  # in a manifest: this package wrote the folder
 # On the hub a hash may stand behind the number.
 _FILE_NUMBER_PATTERN = re.compile(r"-\d+-of-(?P<total>\d+)(?:-[0-9a-f]+)?\.parquet$")
 _BATCH_ROWS = 64  # in memory at a time
-# of a row group at most: the writer remembers something of each until its end
+# Most rows of a row group. Groups are not made smaller than they have to be, since the writer keeps
+# something of each group in memory until its end.
 _MAX_GROUP_ROWS = 4096
 _MAX_GROUP_IMAGE_BYTES = 2**24
 # what the bytes of the output depend on

@@ -24,7 +24,8 @@ DEFAULT_FAMILY = "qwen2_5_vl"
 SMALLEST_TOKEN_SIDE = min(vision.unit for vision in VISION_BY_FAMILY.values())
 # The largest pixel limit that is accepted; no image that can be decoded has as many.
 MAX_PIXELS = 2**31
-# Above this ratio of the sides the model's processor raises, in the middle of a training.
+# With a larger ratio of the sides the model's processor raises an error, in the middle of a
+# training.
 MAX_ASPECT_RATIO = 200
 
 
@@ -69,8 +70,8 @@ def model_size(
         width: of the picture, in pixels.
         height: of the picture.
         unit: pixels of an image token's side; the new sides are multiples of it.
-        min_pixels: the limits on the product of the sides.
-        max_pixels: likewise.
+        min_pixels: the least product of the sides.
+        max_pixels: the largest product of the sides.
     """
     # Importing it takes seconds, so it is done only where it is needed.
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
@@ -81,6 +82,8 @@ def model_size(
 
 def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: object) -> int:
     """Count the tokens that a picture takes in a prompt, by the processor's own rule.
+
+    A picture of 448 x 280 pixels within the limits, with a `unit` of 28, takes 16 * 10 tokens.
 
     Args:
         size: width and height of the picture.
@@ -114,8 +117,10 @@ def size_to_store(
 ) -> tuple[int, int]:
     """Return the width and height, in pixels, at which to store a picture.
 
-    A picture within the limits keeps its size. Outside of them it gets the size that the model's
-    processor would resize it to, so that this has nothing left to do.
+    A picture within the limits keeps its size. Any other gets the size to which the model's
+    processor would resize it, so that the processor has nothing left to do. For example, with
+    tokens of 28 x 28 pixels and at most 100,000 pixels, 300 x 200 stays. 1000 x 500 becomes
+    420 x 196.
 
     Args:
         width: of the picture.

@@ -178,10 +178,12 @@ def load_rows(
 def _count_by_dataset(chosen_rows: Sequence[int], datasets: Sequence[Dataset]) -> list[int]:
     """Return how many of the chosen rows come from each data set.
 
-    `chosen_rows`: ascending row numbers of the data sets one behind another.
+    `chosen_rows`: ascending numbers of rows, which go on from one data set to the next. For
+    example, two data sets of 5 rows have the numbers 0 to 4 and 5 to 9, and the chosen rows 1, 4, 5
+    are 2 and 1 of them.
     """
     dataset_ends = accumulate(len(dataset) for dataset in datasets)
-    # The rows of the first data sets stand before the first row number at or above their end.
+    # So many chosen rows have a number below the end of each data set.
     chosen_ends = [bisect_left(chosen_rows, end) for end in dataset_ends]
     return [end - start for start, end in pairwise([0, *chosen_ends])]
 

@@ -29,7 +29,11 @@ REMEMBERED_ROWS = 10_000
 
 @dataclass(frozen=True)
 class LengthCheck:
-    """Compares the prompts of a data set with the context limit."""
+    """Compares the prompts of a data set with the context limit.
+
+    For example, with a limit of 1000 tokens and answers of up to 200, a prompt of 1000 tokens or
+    more is too long, and one of 801 to 999 may have its answer cut.
+    """
 
     limit: ContextLimit
     measured: PromptLengths
@@ -37,7 +41,10 @@ class LengthCheck:
 
     @cached_property
     def too_long_numbers(self) -> list[int]:
-        """Numbers of the prompts without room for one answer token: vLLM raises an error for them."""
+        """Numbers of the prompts without room for one token of an answer.
+
+        vLLM raises an error for them.
+        """
         limit = self.limit.tokens
         return [
             number for number, length in enumerate(self.measured.prompt_tokens) if length >= limit
@@ -45,9 +52,9 @@ class LengthCheck:
 
     @cached_property
     def cut_numbers(self) -> list[int]:
-        """Numbers of the prompts that fit, but leave less than `max_completion_length`.
+        """Numbers of the prompts that fit, but leave less room than `max_completion_length`.
 
-        vLLM ends longer answers at the limit.
+        vLLM ends an answer at the limit.
         """
         longest_uncut = self.limit.tokens - self.limit.completion_tokens
         return [

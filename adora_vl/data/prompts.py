@@ -352,7 +352,9 @@ def conversation_with_images(
 ) -> list[Message]:
     """Return the messages for a problem with one image part per image, as chat templates expect.
 
-    The parts stand at each `<image>` of the problem, or before the text where it has none.
+    An image part stands at each `<image>` of the problem, or all stand before a text without any.
+    For example, `In <image>, find x.` has a text part `In `, an image part and a text part
+    `, find x.`
     """
     messages = conversation(problem, system_prompt)
     messages[-1] = {"role": "user", "content": _message_parts(problem, n_images)}

@@ -153,7 +153,8 @@ def has_choices(table: pa.Table) -> bool:
 def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
     """Yield a list for each row, with True for an image that is there and None for a null image.
 
-    A row whose list is null gives None. `chunk`: a part of the column `images`.
+    A row whose list is null gives None. For example, a row with a picture and a null image gives
+    [True, None], and a row without images gives []. `chunk`: a part of the column `images`.
     """
     lengths = pc.list_value_length(chunk).to_pylist()
     values = chunk.flatten()
