@@ -294,7 +294,7 @@ def test_the_figures_of_a_pass_over_some_rows_weigh_by_the_tokens_of_these_rows(
 
     generation_logps = trainer.parts.generation_logps
     context = replace(generation_logps.context, log_part=keep_weight)
-    micro_batches = trainer.parts.micro_batcher.split(make_generation(), "0/0")
+    micro_batches = trainer.parts.micro_batcher.split(make_generation(), FIRST_GENERATION)
     replace(generation_logps, context=context).add_to_later_updates(micro_batches)
     compared_rows = trainer.parts.recorder.measured_rows
     assert len(compared_rows) < ROWS // 2, "some rows of the second update have no signal"
