@@ -57,11 +57,11 @@ TRAINER_ARGUMENTS = (
     "log_extra",
     "log_metric",
 )
-# From this likeness on an option is taken for a misspelt argument: `targat` has 0.83 to `target`, and
-# `max_words` has 0.78 to `min_words`.
+# From this likeness on an option is taken for a misspelt argument: `targat` has 0.83 to `target`,
+# and `max_words` has 0.78 to `min_words`.
 _MISSPELLING_LIKENESS = 0.82
-# The rewards that each function can give; of `steps` the least and the largest. Those of a judge or
-# of a function of the user's are unknown.
+# The values that each reward can have; for `steps` only the smallest and the largest one. The
+# values of a judge and of a user's function are unknown.
 _REWARDS_BY_NAME: dict[str, tuple[float, ...]] = {
     **PRESETS,
     "knights": (RIGHT_REWARD, COMPLETE_REWARD, NO_ANSWER_REWARD),
@@ -109,8 +109,9 @@ def bind_options(
     ]
     checked_options = list(options)
     if _takes_any_argument(function):
-        # An option may be meant for `**kwargs`, unless it is nearly the name of an argument that
-        # has a default and is not set itself. The others may be columns of the data.
+        # An option with another name may be meant for `**kwargs`. Only an option whose name is
+        # nearly that of an argument with a default, which is not set itself, is taken for a
+        # mistake. An argument without a default may be a column of the data.
         unset_names = [
             parameter.name
             for parameter in parameters
@@ -137,9 +138,12 @@ def _takes_any_argument(function: Callable[..., Any]) -> bool:
 def check_columns(entry: str, function: Callable[..., Any], columns: Collection[str]) -> None:
     """Raise `UserError` where a call with these columns of the data set cannot work.
 
-    A function must not need a column that the data set lacks, must not take a required argument by
-    position, and must accept the columns that it does not name in `**kwargs`. Its bound options
-    must not have the name of a column.
+    The rules in the order of the code:
+
+    - A bound option must not have the name of a column.
+    - A required argument must not be positional-only.
+    - A required argument must be a column of the data set, or an argument that TRL passes.
+    - The function must end with `**kwargs`, which take all other columns.
     """
     # `bind_options` makes a partial of a function with options, whose keywords are the options.
     options = set(function.keywords) if isinstance(function, partial) else set()
@@ -153,8 +157,8 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin may not say what it takes
         return
-    # TRL passes each column to the function, and some arguments of its own. It passes `prompts` and
-    # `completions` in place of these two columns.
+    # TRL passes each column to the function, and some arguments of its own. In place of the columns
+    # `prompt` and `completion` it passes `prompts` and `completions`.
     available = {*TRAINER_ARGUMENTS, *columns} - {"prompt", "completion"}
     for parameter in signature.parameters.values():
         takes_several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
@@ -181,9 +185,9 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
 class RewardSet:
     """The reward functions of a run in the order of `adora_reward`.
 
-    `entries` and `functions` are parallel. `hashes` has a hash of each file that functions come
-    from, with its neighbours. `from_python` holds the entries of functions that were passed as
-    Python objects.
+    `entries` and `functions` are parallel. `hashes` has, for each file that functions come from, a
+    hash of the file and the modules beside it. `from_python` has the entries of functions that were
+    passed as Python objects.
     """
 
     entries: tuple[str, ...]
@@ -212,8 +216,8 @@ class RewardSet:
 class RequestedReward(NamedTuple):
     """A reward that a run asks for.
 
-    `name`: its name, or FILE.py:FUNCTION. `options`: of a function of the user's the arguments that
-    they bind.
+    `name` is the name of one of our rewards, or FILE.py:FUNCTION. `options` are the converted
+    options of our reward, or a mapping of the keyword arguments for a user's function.
     """
 
     name: str
@@ -238,7 +242,7 @@ def read_rewards(entries: Sequence[RewardEntry]) -> list[RequestedReward]:
                 f"{', '.join(REWARD_NAMES)}{did_you_mean(name, REWARD_NAMES)}"
             )
         key = f"adora_reward.{name}"
-        # An option without a value, as `timeout:` in YAML, has its default.
+        # An option without a value, such as `timeout:` in YAML, gets its default.
         set_options = {option: value for option, value in options.items() if value is not None}
         converted_options = convert(key, set_options, _OPTIONS_CLASS_BY_NAME[name])
         requested.append(RequestedReward(name, converted_options))
@@ -283,7 +287,7 @@ def choose_rewards(
     hash_by_file: dict[str, str] = {}
     function: Callable[..., Any]
     for name, options in rewards:
-        if isinstance(options, Mapping):  # those of a user's function are converted by itself
+        if isinstance(options, Mapping):  # a user's function, whose options are not converted
             user_function = load_from_file("adora_reward", name)
             hash_by_file[user_function.file] = user_function.hash
             function = in_trl_form(bind_options(name, user_function.value, options))
@@ -303,8 +307,8 @@ def choose_rewards(
             function = REWARD_FUNCTION_BY_NAME[name]
         functions.append(function)
         function_names.append(function.__name__)
-    # The names of functions may be equal where those of the entries are not: a user may have written
-    # a function `accuracy_reward`, as that of `accuracy` is named.
+    # Two entries with different names may still have functions of the same name: the function of
+    # `accuracy` is `accuracy_reward`, and a user may have written another function of that name.
     _refuse_repeated_names(names, function_names)
     return RewardSet(tuple(names), tuple(functions), hash_by_file)
 
@@ -401,8 +405,8 @@ def call_once(
     rewards: list[float | None] = (
         asyncio.run(call(**arguments)) if is_async(function) else call(**arguments)
     )
-    # A mistake of the user's is explained in words of its own; other failures are errors in the
-    # function, told with the row at which they came.
+    # A `UserError` explains the mistake itself. Any other failure is an error in the function, and
+    # the message names the row.
     if failures and failures[0].is_users_mistake:
         raise UserError(failures[0].reason)
     if failures:
@@ -435,9 +439,10 @@ def _refuse_repeated_names(entries: Sequence[str], names: Sequence[str]) -> None
 
 
 def reward_range(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
-    """Return the smallest and the largest weighted sum of the rewards; None where it is unknown.
+    """Return the smallest and the largest weighted sum of the rewards, None if they are unknown.
 
-    It is unknown as soon as one function with a weight other than 0 has no known range.
+    Two rewards of 0 or 1 with the weights 1 and -0.5 give (-0.5, 1.0). The sums are unknown if a
+    reward with a weight other than 0 has no known values.
     """
     smallest = 0.0
     largest = 0.0
@@ -456,10 +461,10 @@ def reward_range(entries: Sequence[str], weights: Sequence[float]) -> tuple[floa
 def check_reward_sums(
     entries: Sequence[str], weights: Sequence[float] | None, correct_above: float
 ) -> None:
-    """Raise `UserError` where the reward could not tell a correct rollout from a wrong one.
+    """Raise `UserError` if the rewards cannot tell a correct rollout from a wrong one.
 
-    That is so if all weights are 0, or if the threshold `adora_correct_above` lies outside of the
-    sums that the rewards can reach, so that every rollout or none would be correct.
+    They cannot if all weights are 0, or if the threshold `adora_correct_above` is outside of the
+    range of their sums, so that every rollout or no rollout would be correct.
     """
     weights = [1.0] * len(entries) if weights is None else weights
     if len(weights) != len(entries):

@@ -59,22 +59,22 @@ class RewardValueError(Exception):
 def copy_of_argument(value: object, shared_objects: Sequence[object] = ()) -> Any:
     """Copy an argument before a user's function gets it, since the function may edit it.
 
-    The next function, the next step and the record then still get the original. Lists, mappings,
-    sets, dataclasses, pictures, arrays and tensors are copied with their contents, and an object
-    that occurs twice is copied twice. Objects of any further class are not copied, nor are
+    The original goes to the next function, to the next step and into the record. Lists, mappings,
+    sets, dataclasses, pictures, arrays and tensors are copied with their contents. An object that
+    occurs twice is copied twice. Objects of any other class are returned as they are, and so are
     `shared_objects`.
     """
     if any(value is shared for shared in shared_objects):
         return value
     if isinstance(value, list):
-        # A short cut for lists of token ids, which are long.
+        # Lists of token ids are long, and a plain copy is enough for them.
         if set(map(type, value)) <= _IMMUTABLE_TYPES:
             return value[:]
         return [copy_of_argument(item, shared_objects) for item in value]
     if type(value) is tuple:  # a named tuple is not built from one iterable
         return tuple(copy_of_argument(item, shared_objects) for item in value)
     if isinstance(value, dict):
-        # A short cut for the entries of a run's log, which are thousands.
+        # A run's log has thousands of such entries, and a plain copy is enough for them.
         if set(map(type, value.values())) <= _IMMUTABLE_TYPES:
             return dict(value)
         return {key: copy_of_argument(item, shared_objects) for key, item in value.items()}
@@ -91,7 +91,7 @@ def copy_of_argument(value: object, shared_objects: Sequence[object] = ()) -> An
 def _copy_of_leaf(value: object) -> object:
     """Return a copy of a picture, an array, a tensor, a set or a bytearray.
 
-    Any further object is returned itself.
+    Any other object is returned itself.
     """
     from PIL import Image  # late, for commands that import this module and touch no image
 
@@ -101,7 +101,7 @@ def _copy_of_leaf(value: object) -> object:
         return lend_copy(value)
     if isinstance(value, set | bytearray):
         return value.copy()
-    # Without the library in `sys.modules` the value cannot be of one of its types.
+    # If a library has not been imported, the value cannot have one of its types.
     numpy = sys.modules.get("numpy")
     torch = sys.modules.get("torch")
     if numpy is not None and isinstance(value, numpy.ndarray):
@@ -121,7 +121,7 @@ def _copy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return copies
 
 
-# Figures of a step that every log has, and that other parts of a run read there.
+# Metrics that the trainer logs at every step, and that other parts of a run read from the log.
 _LOGGED_BY_TRAINER = frozenset(
     {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "reward", "reward_std"}
 )
@@ -130,12 +130,13 @@ _LOGGED_BY_TRAINER = frozenset(
 def _checking_logged(arguments: Mapping[str, Any], counts: Counter[str]) -> dict[str, Any]:
     """Return the arguments of one call with logging hooks that check what the function logs.
 
-    Fewer values than completions would move those of all later completions in the table, and a
-    metric with the name of one of the trainer's would replace it in the log.
+    Two mistakes are found. A column with fewer values than completions would shift the values of
+    all later completions in the table; `counts` shows it after the call. A metric with the name of
+    one of the trainer's metrics would replace it in the log; it raises `RewardValueError` at once.
 
     Args:
-        arguments: of the call. Without the hooks they are returned as they are.
-        counts: filled while the function logs: the number of values of each column.
+        arguments: the arguments of the call. Without the hooks they are returned as they are.
+        counts: gets the number of values of each column while the function logs.
     """
     log_extra = arguments.get("log_extra")
     log_metric = arguments.get("log_metric")
@@ -180,8 +181,8 @@ def safe_call(
         name: its name in messages.
         timeout: seconds for each call, None for no limit.
         failures: the list to which a failure is added.
-        unscored: filled with the number of each completion in whose place the function returned an
-            exception, and the reason; TRL gets None there.
+        unscored: gets the reason for each completion for which the function returned an exception
+            instead of a number, by the number of the completion. TRL gets None for it.
     """
     safe_function = _SafeFunction(
         function=function,
@@ -225,11 +226,12 @@ class _SafeFunction:
                 return self._read_rewards(returned, len(arguments["completions"]), counts)
         except KeyboardInterrupt:
             raise
-        # asyncio's cancellation and a panic of compiled code are no `Exception`.
+        # asyncio's cancellation and a panic of compiled code are no subclasses of `Exception`.
         except BaseException as error:
-            row = None  # the number of a completion that fails alone, where it is known
-            # These kinds of error say themselves where they come from. For any other, each
-            # completion is tried alone to find the first that fails.
+            row = None  # the number of a completion that also fails alone, None if unknown
+            # These errors need no search: a call that is overdue would be so again, a wrong value
+            # names its row, and a `UserError` is about no row. For any other error each completion
+            # is tried alone, to find the first that fails.
             if not isinstance(error, OverdueError | RewardValueError | UserError):
                 with (
                     returning_to(self.folder),
@@ -261,8 +263,8 @@ class _SafeFunction:
         except BaseException as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                raise  # the caller cancels the call; it is no failure of the function
-            # The kind of error does not tell: a TimeoutError may be the function's own.
+                raise  # the caller has cancelled the call, so the function has not failed
+            # A TimeoutError may come from the function itself, so the limit has to be asked.
             if time_limit.expired():
                 return self._note_failure(OverdueError(), arguments, None)
             row = None
@@ -275,14 +277,14 @@ class _SafeFunction:
     ) -> list[float | None]:
         """Return what the function returned as one reward per completion.
 
-        A completion with an exception in place of its reward gets None, and its number and the
-        reason go into `unscored`. Raises `RewardValueError` where a reward is no number, and where
-        a column that the function has logged has no value for each completion.
+        If the function returned an exception for a completion, its reward is None, and the text of
+        the exception goes into `unscored`. Raises `RewardValueError` for a reward that is no
+        number, and for a logged column with more or fewer values than completions.
 
         Args:
             returned: what the function returned.
             count: the number of completions.
-            logged_counts: how many values the function has logged, by the column.
+            logged_counts: the number of values that the function has logged in each column.
         """
         for column, logged_count in logged_counts.items():
             if logged_count != count:
@@ -319,9 +321,9 @@ class _SafeFunction:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call returns a coroutine.
+    """Return whether a call of the function returns a coroutine.
 
-    The function may also be partial, or an object with an async `__call__`.
+    Besides an `async def` it may be a partial of one, or an object with an async `__call__`.
     """
     while isinstance(function, partial):
         function = function.func
@@ -408,10 +410,10 @@ def _describe_failure(
 
 
 def _failed_rows(arguments: Mapping[str, Any], row: int | None) -> str:
-    """Return which rows of the data set a failed call was about, in words.
+    """Return in words which rows of the data set a failed call was about.
 
-    A row is named by its id, where it has one, else by its place in the batch. `row` is the number
-    of a completion that also fails alone, None if unknown: it may be all of them together.
+    With ids it is `row 12`, without ids `completion 3 of 8`. If `row` is None, no completion is
+    known to fail alone, and it is `8 completions together, of row 12 and others`.
     """
     count = len(arguments["completions"])
     ids = arguments.get("id")
@@ -425,8 +427,8 @@ def _failed_rows(arguments: Mapping[str, Any], row: int | None) -> str:
 def _error_location(function: Callable[..., Any], error: BaseException) -> str:
     """Return where in the user's file an error came from, as ` (reward.py, line 7)`.
 
-    It is the last line of that file in the traceback, since what lies below is a library's. Empty
-    if no line of the traceback is in the file.
+    It is the last line of that file in the traceback, since the lines after it are in libraries.
+    Returns "" if no line of the traceback is in the file.
     """
     while isinstance(function, partial):
         function = function.func
@@ -443,8 +445,10 @@ def _error_location(function: Callable[..., Any], error: BaseException) -> str:
 def _single_completions(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield for each completion the arguments of a call with it alone.
 
-    Arguments with one value per completion are cut to its value; all others stay as they are. The
-    logging hooks do nothing, since the completion has been logged already.
+    With two completions, `completions=[a, b], answer=["1", "2"], step=5` gives first
+    `completions=[a], answer=["1"], step=5` and then the same with b and 2: a list or tuple with one
+    value per completion is cut to one value, and any other argument stays as it is. The logging
+    hooks do nothing, since the completions have been logged already.
     """
     count = len(arguments["completions"])
     columns = {}  # the arguments with one value per completion
@@ -466,7 +470,7 @@ def _first_to_fail(
 ) -> int | None:
     """Call the function with each completion alone, and return the number of the first that fails.
 
-    None if none does, or if a call takes too long.
+    Returns None if no completion fails, or if a call takes too long.
     """
     for row, single_arguments in enumerate(_single_completions(arguments)):
         try:
