@@ -45,15 +45,15 @@ _ORDINAL_PATTERN = re.compile(
     rf"\b({'|'.join(_ORDINAL_WORDS)}|last)\s+(?:option|choice|answer|one)\b|第([{_CHINESE_ORDINALS}])(?:个)?选?项",
     re.IGNORECASE,
 )
-# The most characters of a response that says no more than `Option B`, and `The third option.`; a
-# longer one may be a sentence.
+# The longest response that counts as a letter alone (`Option B`), and as a position alone (`The
+# third option.`). A longer one may be a sentence.
 _MAX_LETTER_ANSWER_CHARS = 39
 _MAX_ORDINAL_ANSWER_CHARS = 59
-# The characters before a letter in brackets in which words may rule it out.
+# Words such as `not` within this many characters before a letter in brackets may rule it out.
 _RULING_OUT_CHARS = 60
-# What gives the reason of a statement, which may name other choices.
+# Words that begin the reason of a statement. A reason may name other choices.
 _REASON_WORDS_PATTERN = re.compile(r",?\s+(?:since|because|given that)\b", re.IGNORECASE)
-# A word of a choice, so that the choice is more than a value; no LaTeX command is one.
+# A word of four letters or more. A choice with one is not only a value. A LaTeX command is no word.
 _WORD_OF_CHOICE_PATTERN = re.compile(r"(?<![\\a-z])[a-z]{4}")
 # Words that begin a conclusion.
 _CONCLUSION_WORDS_PATTERN = re.compile(
@@ -67,14 +67,14 @@ _NEGATION_PATTERN = re.compile(
 
 
 def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
-    """Split a text such as `A: a park, B: a dam` into its options, in the order of their letters.
+    """Split a text into its options, in the order of their letters.
 
-    The list is empty where the text has none.
+    `A: a park, B: a dam` gives `a park` and `a dam`. A text without options gives [].
 
     Args:
         text: The text that lists the options.
-        mark: Matches what stands before each option, with its letter as a group. Only letters that
-            follow one another from A on count, so that an `A: ` inside an option does no harm.
+        mark: Matches the mark before each option, such as `A: `, with the letter as its group. The
+            marks have to come in the order A, B, C, ...; any other match is part of an option.
     """
     marks: list[re.Match[str]] = []
     for match in mark.finditer(text):
@@ -90,15 +90,22 @@ def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
 def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     """Extract the letter of the choice that a response means, with the name of the rule.
 
-    Where the response means no choice, the text of the extraction is its last number or sentence
-    under the rule `nearest`; a benchmark may take the choice that is nearest to it. It is empty for
-    a refusal, or where several letters are stated. No response raises an error.
+    For the choices `a park` and `a dam`, `The answer is (B)` gives `B` by the rule `stated_letter`,
+    and `the answer is a dam` gives `B` by the rule `stated_text`.
+
+    If no rule finds a choice, the text of the extraction is:
+
+    - empty for a response that states several letters, or that is a refusal
+    - else the last number or sentence, under the rule `nearest`. A benchmark may take the choice
+      that is nearest to it.
+
+    No response raises an error.
 
     Args:
         response: The response of the model, without a block of thinking.
         choices: The texts of 1 to 26 choices, empty where only their number is known.
     """
-    # The `<answer>` block counts where there is one, and the `answer` of a JSON object.
+    # If there is an `<answer>` block or a JSON object with an `answer`, only that is read.
     response = (answer_block(response) or response)[-MAX_RESPONSE_CHARS:].strip()
     response = find_answer_in_json(response) or response
     if not response:
@@ -108,8 +115,8 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     if not text:
         return Extraction("", "no_answer")
     unmatched_value = _boxed_value_of_no_choice(matcher, response)
-    # With such a value in the box only the rules that read a statement are tried. The weaker ones
-    # would take a choice that the response mentions on its way to the value.
+    # If the box has a value that is no choice, only the rules that read a statement are tried. The
+    # weaker rules would take a choice that the response mentions on its way to the value.
     rules = _STATEMENT_RULES if unmatched_value else _ALL_RULES
     for name, rule in rules:
         # A box is looked for before markup is removed.
@@ -133,9 +140,9 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
 
 
 def _boxed_value_of_no_choice(matcher: ChoiceMatcher, response: str) -> str:
-    """Return the value in the last box of a response, if all choices are values and none is it.
+    """Return the value in the last box of a response if it is none of the choices, else "".
 
-    The text is empty in any other case.
+    It is also "" if the box has no value, or if the choices are not all values.
     """
     box = last_boxed(response) or ""
     if not may_be_value(box):
@@ -168,8 +175,8 @@ def _choice_in_last_box(matcher: ChoiceMatcher, response: str) -> int | None:
 def _choice_by_stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that is stated as the answer, as in `the answer is (B)`.
 
-    A correction behind it, such as `wait, C`, counts before it. In `The answer is A circle` the `A`
-    is no letter but an article, and the choice is the circle.
+    A correction behind it, such as `wait, C`, replaces it. In `The answer is A circle` the `A` is
+    an article if one of the choices is `circle`, and then that is the choice.
     """
     matches = [
         match
@@ -190,7 +197,8 @@ def _choice_by_stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
 def _choice_by_stated_text(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice whose text or value is stated as the answer, as in `the answer is a kite`.
 
-    The last sentence with such a statement that names exactly one choice counts.
+    Sentences are searched from the last to the first. The first one with a statement that names
+    exactly one choice decides.
     """
     for sentence in reversed(split_sentences(text)):
         statements = list(_ANSWER_WORDS_PATTERN.finditer(sentence))
@@ -200,7 +208,7 @@ def _choice_by_stated_text(matcher: ChoiceMatcher, text: str) -> int | None:
         index_of_equal_value = matcher.choice_of_value(statement.strip(" .:"))
         if index_of_equal_value is not None:
             return index_of_equal_value
-        # `not a circle but a kite` mentions two choices, of which one is denied.
+        # `not a circle but a kite` mentions two choices. Without the denied one, one is left.
         for count_denied in (True, False):
             indices = set(matcher.mentioned_choices(statement, count_denied=count_denied))
             if len(indices) == 1:
@@ -209,9 +217,9 @@ def _choice_by_stated_text(matcher: ChoiceMatcher, text: str) -> int | None:
 
 
 def _choice_called_right(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice that is called right, where all others with a verdict are called wrong.
+    """Return the only choice that a text calls right while it goes through the choices.
 
-    Such a text goes through the choices: `A: no. B: yes. C: no.`
+    In `A: no. B: yes. C: no.` it is B. At least two choices need a verdict.
     """
     is_right_by_index: dict[int, bool] = {}
     for match in matcher.patterns.with_verdict.finditer(text):
@@ -285,11 +293,13 @@ def _choice_by_yes_or_no(matcher: ChoiceMatcher, text: str) -> int | None:
 
 
 def _choice_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice of the last sentence that mentions exactly one.
+    """Return the choice of the last sentence that mentions exactly one choice.
 
-    Sentences that conclude are searched before all others. A sentence with several choices is
-    searched again without those that it denies, and then only up to where it gives a reason, as in
-    `a square, since a circle has no sides`.
+    Conclusions are searched before all other sentences. Each sentence is searched three times:
+
+    1. as a whole
+    2. without the choices that it denies: `not a circle but a kite`
+    3. up to the words that begin a reason: `a square, since a circle has no sides`
     """
     for sentence in _sentences_conclusions_first(text):
         before_reason = _REASON_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
@@ -302,16 +312,17 @@ def _choice_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
 
 
 def _sentences_conclusions_first(text: str) -> list[str]:
-    """Return the sentences of a text from the last to the first, those that conclude before all."""
+    """Return the conclusions of a text from the last to the first, then all its sentences so."""
     from_last = split_sentences(text)[::-1]
     conclusions = [sentence for sentence in from_last if _CONCLUSION_WORDS_PATTERN.search(sentence)]
     return [*conclusions, *from_last]
 
 
 def _choice_by_all_words(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice of the last sentence that has all the words of exactly one, in any order.
+    """Return the choice all of whose words are in one sentence, in any order.
 
-    Only choices of several words count.
+    Sentences are searched from the last to the first. The first one with all words of exactly one
+    choice decides. Only choices of several words are looked for.
     """
     for sentence in reversed(split_sentences(text)):
         words = set(re.findall(r"\w+", sentence.lower()))
@@ -326,9 +337,10 @@ def _choice_by_all_words(matcher: ChoiceMatcher, text: str) -> int | None:
 
 
 def _choice_by_negation(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return `no` for a text with a negation and `yes` for any other, if these are the choices.
+    """Return the choice `no` for a text with a negation, and `yes` for any other text.
 
-    The last conclusion decides, or the first sentence of a text without one.
+    The last conclusion decides, or the first sentence if there is no conclusion. Returns None if
+    the choices are not `yes` and `no`.
     """
     if set(matcher.choice_keys) != {"yes", "no"} or is_refusal(text):
         return None

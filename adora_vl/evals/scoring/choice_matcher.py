@@ -19,16 +19,16 @@ _CALLED_WRONG_PATTERN = re.compile(
     r")?(?:incorrect|wrong|false|not)\b",
     re.IGNORECASE,
 )
-# Words at the end of a text that deny what follows: `not`, `rather than`.
+# A text that ends in words such as `not` or `rather than` denies the choice behind it.
 _DENIAL_PATTERN = re.compile(
     r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+$"
 )
 # Words behind a letter that only suppose it to be right: `answer B would be right if ...`.
 _SUPPOSITION_PATTERN = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
-# Characters of a text that may be a value. Comparing values takes long, and a sentence is none.
+# A text with more characters is a sentence and no value. Comparing values takes long.
 _MAX_VALUE_CHARS = 100
-# The characters around a letter or a choice in which other words say what it is. The bounds keep the
-# search fast: a list does not need more than its neighbours.
+# How many characters before or behind a letter (or a choice) are searched for a list that it is
+# part of, for a denial, and for words that call it wrong. The bounds keep the search fast.
 _LIST_BEHIND_CHARS = 60
 _LIST_BEFORE_CHARS = 30
 _DENIAL_CHARS = 20
@@ -52,8 +52,8 @@ class ChoiceMatcher:
         """Take the texts of the choices, whose letters go from A on."""
         self.choices = without_letters(choices)
         self.letters = "".join(chr(ord("A") + i) for i in range(len(self.choices)))
-        # The texts of the choices in one spelling, by which they are looked for. A choice that is
-        # itself one of the letters gets an empty one: a lone `B` is option B, whatever it says.
+        # The key of a choice is its text in one spelling, for which responses are searched. A
+        # choice that is itself a letter has an empty key, because a lone `B` always means option B.
         keys = [normalise_choice_text(choice) for choice in self.choices]
         self.choice_keys = [
             "" if len(key) == 1 and key.upper() in self.letters else key for key in keys
@@ -83,7 +83,7 @@ class ChoiceMatcher:
 
     def is_one_of_several(self, text: str, match: re.Match[str]) -> bool:
         """Return whether a letter stands in a list, as in `A or C` and `(A) (B) (C) (D)`."""
-        # Each spelling of a letter has a group in the pattern, and the one that matched is set.
+        # Each spelling of a letter has its own group in the pattern, and only one of them is set.
         group_number = next(number for number, group in enumerate(match.groups(), 1) if group)
         start, end = match.span(group_number)
         if self.patterns.list_behind.match(text, end, end + _LIST_BEHIND_CHARS) is not None:
@@ -113,8 +113,15 @@ class ChoiceMatcher:
     def choice_of_short_text(self, text: str) -> int | None:
         """Return the choice that a short text, such as the content of a box, means.
 
-        It is found by the text of the choice, by a letter, by its value, because the text mentions
-        it, or by its number without a unit, in this order. None where a step finds several.
+        The steps in the order of the code:
+
+        1. The text is the text of a choice.
+        2. The text is a letter, or begins or ends with one.
+        3. The value of the text equals the value of one choice.
+        4. The text mentions a choice.
+        5. The number of the text, without a unit, is the number of one choice.
+
+        Returns None if a step finds several choices, or if no step finds any.
         """
         plain_text = without_markup(text)
         key = normalise_choice_text(plain_text)
@@ -156,8 +163,8 @@ class ChoiceMatcher:
     def choice_of_value(self, text: str) -> int | None:
         r"""Return the only choice whose value equals that of a short text.
 
-        The grader of a training compares the values. `2\pi` equals `2 \pi`, and `0.5` equals
-        `\frac{1}{2}` and `1:2`.
+        The grader of the training compares the values: `0.5` is the choice `\frac{1}{2}` or `1:2`.
+        Returns None if no choice, or several choices, have the value.
         """
         if len(text) > _MAX_VALUE_CHARS or not may_be_value(text):
             return None
@@ -191,13 +198,13 @@ class ChoiceMatcher:
     def mentioned_choices(self, text: str, *, count_denied: bool = True) -> list[int]:
         """Return the choices whose text stands in `text`, in the order of their mentions.
 
-        A choice is returned once for each mention. Within the mention of a longer choice it does
-        not count.
+        For the choices `circle`, `square` and `circle sector`, `not a circle but a square` gives 0
+        and 1, or only 1 without the denied choices. `a circle sector` gives only 2, since the
+        circle is a part of the longer choice. A choice is returned once for each mention.
 
         Args:
             text: The text to search.
-            count_denied: Whether a choice behind a word such as `not` counts, as the circle in `not
-                a circle but a kite`.
+            count_denied: Whether a choice behind a word such as `not` counts.
         """
         text = normalise_choice_text(without_markup(text), keep_end=True)
         mentions: list[tuple[int, int]] = []  # the position of each, and the index of its choice
@@ -217,7 +224,7 @@ class ChoiceMatcher:
                 is_denied = _DENIAL_PATTERN.search(text_before) is not None
                 if count_denied or not is_denied:
                     mentions.append((start, index))
-            # Characters that no choice has keep all other positions as they are.
+            # The mentions are overwritten with as many null characters, so positions stay the same.
             text = re.sub(pattern, "\0" * len(key), text)
         return [index for _, index in sorted(mentions)]
 
@@ -240,7 +247,8 @@ def is_called_wrong(text: str, match: re.Match[str]) -> bool:
 def _build_options_pattern(choices: Sequence[str], letters: str) -> re.Pattern[str] | None:
     """Build the pattern of the list of all options with their letters, as a question shows them.
 
-    None where there is one option, or an option has no text.
+    It matches `A. a park B. a dam`, for example. Returns None if there is only one option, or if an
+    option has no text.
     """
     if len(choices) < 2 or not all(choice.strip() for choice in choices):
         return None
@@ -255,7 +263,8 @@ def _build_options_pattern(choices: Sequence[str], letters: str) -> re.Pattern[s
 def normalise_choice_text(text: str, *, keep_end: bool = False) -> str:
     """Bring a text into one spelling, by which choices are compared.
 
-    Case, spaces, thousands separators, `.0`, degree words and markup do not count.
+    Case, repeated spaces, thousands separators, `.0`, degree words and markup do not count:
+    `**5.0** degrees` becomes `5`.
 
     Args:
         text: A choice, or a text that may mention one.
@@ -278,9 +287,9 @@ def may_be_value(text: str) -> bool:
 
 
 def _without_unit(key: str) -> str:
-    """Strip the key of a choice to its number, without a unit behind it or a name before it.
+    """Strip the key of a choice to its number, without a name before it and a unit behind it.
 
-    `x= 5 cm` gives `5`. The result is empty where there is no digit.
+    `x= 5 cm` gives `5`. A key without a digit gives "".
     """
     number = re.sub(r"^[a-z∠ ]+= *", "", key)
     number = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", number)

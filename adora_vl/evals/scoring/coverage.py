@@ -9,9 +9,9 @@ from typing import Any
 
 
 def describe_missing_answers(score: Mapping[str, Any]) -> str | None:
-    """Say how many answers a score lacks of those that its run asked for.
+    """Say how many of the answers that its run asked for a score is lacking.
 
-    None where it has all, or where that is not known.
+    Returns None if it has all of them, or if that is not known.
     """
     coverage = score.get("coverage") or {}
     n_answers = coverage.get("answers")
@@ -48,7 +48,7 @@ def partial_score_notes(score: Mapping[str, Any]) -> list[str]:
 def describe_scored_part(score: Mapping[str, Any]) -> str | None:
     """Say which part of the data a score is over, such as `60 of 512` answers.
 
-    None for a score over all of them, or where it is not known.
+    Returns None for a score over all the data, or if that is not known.
     """
     coverage = score.get("coverage") or {}
     n_answers = coverage.get("answers")
@@ -59,9 +59,9 @@ def describe_scored_part(score: Mapping[str, Any]) -> str | None:
 
 
 def noun_of_counts(scores: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the counts of scores are of: `problems`, or `answers` where one has several of each.
+    """Return the noun for the counts in score files: `problems` or `answers`.
 
-    `scores`: the contents of score files.
+    It is `answers` if one of the scores has several answers to a problem.
     """
     has_samples = any(score.get("samples") for score in scores)
     return "answers" if has_samples else "problems"

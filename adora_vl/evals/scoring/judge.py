@@ -96,7 +96,7 @@ def extract_answers(
         judge: The judge, in place of the one that the options name.
 
     Returns the rows, each with its `Extraction` under the key `parsed_answer`. Raises `UserError`
-    where a row has no stored extraction, or the judge cannot be asked.
+    if extractions should be stored in the rows and one is missing, or if the judge cannot be asked.
     """
     if options.extraction == "judge":
         questions: list[Question | None] = []
@@ -130,10 +130,10 @@ def describe_extraction(options: ExtractionOptions) -> dict[str, Any]:
 
 
 def extract_by_rules(question: Question) -> Extraction:
-    """Extract the answer of a response by rules of our own, by the kind of the question.
+    """Extract the answer of a response by our own rules for the kind of the question.
 
-    Only the `<answer>` block is read if there is one. The answer to a question that asks for a text
-    is its last box, or else all of it.
+    If there is an `<answer>` block, only that is read. For a question that asks for a text the
+    answer is the last box, or the whole response if there is no box.
     """
     response = answer_block(question.response) or question.response
     question = question._replace(response=response)
@@ -151,7 +151,7 @@ def extract_by_rules(question: Question) -> Extraction:
         return Extraction(box, "box")
     extraction = extract_number(response, question.text)
     if question.kind == "integer":
-        # `5.0` is the integer 5, also by rules whose `int` does not take it.
+        # `5.0` becomes `5`, because rules that use `int` would refuse `5.0`.
         integer = re.sub(r"^(-?\d+)\.0+$", r"\1", extraction.text)
         return Extraction(integer, extraction.method)
     return extraction
@@ -160,8 +160,8 @@ def extract_by_rules(question: Question) -> Extraction:
 def extract_exactly(question: Question) -> Extraction | None:
     """Extract an answer that is the whole response: the text of a choice, or a number.
 
-    This is what MathVista's official code does before it asks a language model. None where it would
-    ask one.
+    MathVista's official code does the same before it asks a language model. Returns None for a
+    response for which it would ask the model.
     """
     response = question.response
     if not response:
@@ -179,8 +179,8 @@ def extract_exactly(question: Question) -> Extraction | None:
 
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
 _NO_ANSWER_WORD = "NONE"
-_MAX_REPORT_CHARS = 200  # characters; an extraction that is longer is an essay, not an answer
-# What the judge is asked to do; the form of the answer is filled in.
+_MAX_REPORT_CHARS = 200  # a longer report is an essay, not an answer
+# The system prompt of the judge; `{form}` becomes a sentence of `_REQUEST_BY_KIND`.
 _JUDGE_INSTRUCTION = (
     "You are given a question and a reply to it. Report the final answer that the reply commits "
     "to, and nothing else: no explanation, no judgement of whether it is right, no repair of its "
@@ -225,11 +225,11 @@ def create_judge_client(options: ExtractionOptions) -> ChatClient:
 
 
 def extract_with_judge(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
-    """Extract the answer to each question, asking the judge where an answer is not exact.
+    """Extract the answer to each question; the judge is asked for all that are not exact.
 
-    A question is None for a problem that was never asked, which has no answer.
+    A question is None for a problem that was never asked. Its extraction has no text.
     """
-    # What needs no judge is extracted at once; the judge gets a conversation for each of the others.
+    # Each question has an extraction or a conversation with the judge, and None in the other list.
     extractions: list[Extraction | None] = []
     conversations: list[Messages | None] = []
     for question in questions:
@@ -246,7 +246,7 @@ def extract_with_judge(questions: Sequence[Question | None], judge: ChatClient) 
     all_extractions: list[Extraction] = []
     for extraction, report in zip(extractions, reports, strict=True):
         answer = extraction or report
-        assert answer is not None  # one of the two is there for each question
+        assert answer is not None  # a question without an extraction has a report
         all_extractions.append(answer)
     return all_extractions
 
@@ -254,15 +254,14 @@ def extract_with_judge(questions: Sequence[Question | None], judge: ChatClient) 
 def ask_judge(
     conversations: Sequence[Messages | None], judge: ChatClient, parse_reply: Callable[[str], str]
 ) -> list[Extraction | None]:
-    """Ask the judge all conversations at once, and return what it reports, in their order.
+    """Send all conversations to the judge at once, and return its reports in their order.
 
     A reply of an earlier run is taken from the judge's cache. A call that fails becomes an
     extraction with the method `JUDGE_FAILED`, and the failures are printed as one warning. Raises
-    `UserError` where the judge would answer no other call: it refuses the key, or is not there.
+    `UserError` if no call can succeed, because the judge refuses the key or is not there.
 
     Args:
-        conversations: The messages to the judge; None where there is nothing to ask, and so nothing
-            is reported.
+        conversations: The messages of each conversation. None gives None in the result.
         judge: The client of the judge.
         parse_reply: Returns the report in a reply. It raises `EndpointError` for a reply without
             one, and the judge is asked again.
@@ -271,7 +270,7 @@ def ask_judge(
     with tqdm(total=len(conversations), unit="row", desc="judge", disable=None) as bar:
 
         def ask_or_look_up(messages: Messages) -> Extraction:
-            """Return the judge's report on one conversation, now or of an earlier run."""
+            """Return the judge's report on one conversation, from its cache if it is there."""
             cached_report = judge.cached(messages)
             if cached_report is not None:
                 return Extraction(cached_report, "judge_cached")
@@ -315,7 +314,7 @@ def build_extraction_messages(question: Question) -> list[dict[str, str]]:
 
 
 def read_report(text: object) -> str:
-    """Return what a judge reports between `<answer>` and `</answer>`; empty for no answer.
+    """Return the report between `<answer>` and `</answer>`, which is empty if it says `NONE`.
 
     Raises `EndpointError` for a reply without a report, or with one that is too long to be an
     answer.

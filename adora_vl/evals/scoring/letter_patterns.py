@@ -1,4 +1,4 @@
-"""The patterns by which a response names a choice by its letter, for so many choices as there are."""
+"""The patterns by which a response names a choice by its letter, for any number of choices."""
 
 import re
 from functools import cache
@@ -19,7 +19,7 @@ _ANSWER_WORDS_REGEX = (
     r"\s*[:：=为是–—-]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
     r"(?:not\s+[(（]?[A-Z][)）]?,?\s+but\s+(?:rather\s+)?)?"
 )
-# Words behind which a letter is the answer, where it ends its clause: `therefore I think it is B`,
+# Words behind which a letter is the answer if it ends its clause: `therefore I think it is B`,
 # `Therefore: B`.
 _CONCLUSION_WORDS_REGEX = (
     r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleaves\b"
@@ -27,12 +27,13 @@ _CONCLUSION_WORDS_REGEX = (
     r"\s*[:：]?\s*(?:(?:option|choice|letter)\s+)?"
 )
 _CORRECTION_WORDS_REGEX = r"\b(?:wait|actually|correction|i mean|sorry|no)\b[\s,:：–—-]*"
-# What joins a letter to the next one, so that neither is the answer: `A or C`, `(A) (B)`, `A, B`.
+# Words and signs that join two letters to a list, so that neither is the answer: `A or C`, `(A)
+# (B)`, `A, B`.
 _OR_REGEX = r"\s*(?:/|,?\s*\b(?:or|and/or)\b|或)\s*"
 _AND_REGEX = (
     r"\s*(?:[,，、;；&+]|,?\s*\band\b|和|与|及|(?<=[)）])(?=\s*[(（]))\s*(?:\b(?:and|or)\b\s*)?"
 )
-# What ends a list of letters, and not `A and B are wrong`.
+# The end of a list of letters that is given as the answer, unlike the end of `A and B are wrong`.
 _LIST_END_REGEX = (
     r"\s*(?:[.。!?)）}\]\"']|\n|$|\b(?:are|is) (?:all |both )?(?:correct|right|true|possible))"
 )
@@ -41,9 +42,10 @@ _WRONG_WORDS_REGEX = r"(?:no|incorrect|wrong|false|not (?:correct|right|true)|�
 
 
 class LetterPatterns(NamedTuple):
-    """The patterns of a letter. Those with the letter have a group for each way to write it.
+    """The patterns of a letter.
 
-    One of the groups has matched, such as that of `(B)` or that of `B.`
+    Most have several groups for the letter, one for each way to write it, such as `(B)` and `B.`
+    In a match one of these groups is set.
     """
 
     stated: re.Pattern[str]
@@ -65,9 +67,9 @@ class LetterPatterns(NamedTuple):
     with_verdict: re.Pattern[str]
     """`A: no` and `B is true`, with the group `yes` where the letter is called right."""
     list_behind: re.Pattern[str]
-    """What follows a letter that is one of several, as in `A or C` and `A, B and C.`"""
+    """The rest of a list behind a letter: ` or C` in `A or C`."""
     list_before: re.Pattern[str]
-    """What stands before such a letter."""
+    """The beginning of a list before a letter: `A or ` in `A or C`."""
 
 
 @cache

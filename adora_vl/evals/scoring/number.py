@@ -29,7 +29,8 @@ _EXPLANATION_WORDS_PATTERN = re.compile(
     re.IGNORECASE,
 )
 _BRACKETS_PATTERN = re.compile(r"\([^()]*\)")
-_NUMBER_PATTERN = re.compile(  # no exponent, as that of `cm^2`
+# A number that stands alone: not the 2 of `cm^2`, nor the 1 of `x_1` or `A1`.
+_NUMBER_PATTERN = re.compile(
     r"(?<![A-Za-z0-9_.^])(?<!\^\{)-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
 )
 _FORMULA_SIGN_PATTERN = re.compile(r"\\(?:sqrt|pi)(?![A-Za-z])|[√π]")
@@ -61,7 +62,7 @@ _VERB_PATTERN = re.compile(
 )
 # The words of the numbers from zero to twenty.
 _NUMBER_WORDS = list(DIGITS_BY_NUMBER_WORD)[:21]
-# Words that say nothing of what a question is about.
+# Words that do not tell what a question is about.
 _FUNCTION_WORD_PATTERN = re.compile(
     "the|and|are|was|were|has|have|had|how|many|much|what|which|that|this|there|with|from|for|does"
     "|did|not|its|can|all"
@@ -79,7 +80,7 @@ class _PlacedNumber(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A part of a response in which its answer should stand."""
+    """A part of a response that probably has its answer."""
 
     rule: str
     """The name of the rule that chose the part."""
@@ -88,15 +89,20 @@ class _Candidate(NamedTuple):
 
 
 def extract_number(response: str, question: str = "") -> Extraction:
-    """Extract the number that a response gives as its answer, with the name of the rule.
+    r"""Extract the number that a response gives as its answer, with the name of the rule.
 
-    The text is a number as `float` reads it, and empty where there is none. Rules are tried from
-    the surest to the weakest: the whole response, its last box, a statement of the answer and the
-    like (`_find_candidates`), and the last sentence with a number.
+    The text is a number as `float` reads it, and empty if there is none. The rules are tried in
+    this order:
+
+    1. `exact`: the whole response is a number.
+    2. `box`: the last box has a number. `\boxed{5\sqrt{3}}` gives 8.66...
+    3. The rules of `_find_candidates`: `The answer is 5` gives 5 by the rule `stated`.
+    4. `refusal`: the response says that there is no answer.
+    5. `last_sentence`: the last sentence with a number.
 
     Args:
         response: The response of the model, without a block of thinking.
-        question: The question. Its numbers count only where a sentence has no other.
+        question: The question. Its numbers count only if a sentence has no other number.
     """
     response = response[-MAX_RESPONSE_CHARS:].strip()
     response = find_answer_in_json(response) or response
@@ -114,7 +120,7 @@ def extract_number(response: str, question: str = "") -> Extraction:
     question_numbers = set(_find_numbers(without_markup(question)))
     sentences = split_sentences(text)
     for rule, part in _find_candidates(own_part, sentences, question):
-        number: str | None = ""  # empty or None where this part has no number
+        number: str | None = ""  # stays empty, or becomes None, if this part has no number
         # A stated formula such as `5\sqrt{3}` has a value. Its single numbers say little.
         if rule == "stated" and _FORMULA_SIGN_PATTERN.search(part):
             number = _evaluate_as_number(part.strip(" .:"))
@@ -133,7 +139,7 @@ def extract_number(response: str, question: str = "") -> Extraction:
 def _find_number_in_last_box(response: str) -> str:
     """Return the value of the last box of a response, or else the last number in it.
 
-    The text is empty without a box or a number.
+    It is empty if there is no box, or no number in it.
     """
     box = last_boxed(response)
     if box is None:
@@ -153,8 +159,8 @@ def _without_commas(match: re.Match[str]) -> str:
 def _evaluate_as_number(text: str) -> str:
     r"""Evaluate an answer by the grammar and units of the rewards, to a number as `float` reads it.
 
-    It is `8.660254037844386` for `5\sqrt{3}`, and 15 for `15 \text{ cm}^2`. The text is empty where
-    the answer has no real value.
+    `5\sqrt{3}` gives `8.660254037844387`, and `15 \text{ cm}^2` gives `15`. An answer without a
+    real value gives an empty text.
     """
     answer = amount_of_money(read_value(text))
     if answer.number is None or not answer.number.is_real:
@@ -179,7 +185,15 @@ def concluding_number(text: str) -> str | None:
 
 
 def _find_candidates(marked_up: str, sentences: list[str], question: str) -> list[_Candidate]:
-    """Choose the parts of a response where its answer should stand, the surest first.
+    """Choose the parts of a response that probably have its answer, the surest first.
+
+    The rules, each of which adds a part if it finds one:
+
+    1. `stated`: the last statement such as `the answer is ...`
+    2. `first_line`: the first sentence, if it is a number
+    3. `bold`: a bold text with one number, if all such texts have the same number
+    4. `conclusion`: the last sentence with a word such as `therefore`
+    5. `restated`: the sentence that repeats the words of the question
 
     Args:
         marked_up: The response with its markup, in which bold text can be found.
@@ -195,7 +209,7 @@ def _find_candidates(marked_up: str, sentences: list[str], question: str) -> lis
     bold_texts = [without_markup(bold) for bold in _BOLD_PATTERN.findall(marked_up)]
     numbers_of_bold_texts = [_find_numbers(bold_text) for bold_text in bold_texts]
     bold_numbers = [numbers for numbers in numbers_of_bold_texts if len(numbers) == 1]
-    # Bold numbers count only where all are the same.
+    # Bold numbers count only if all are the same.
     if bold_numbers and all(numbers == bold_numbers[0] for numbers in bold_numbers):
         first_index = numbers_of_bold_texts.index(bold_numbers[0])
         candidates.append(_Candidate("bold", bold_texts[first_index]))
@@ -213,9 +227,10 @@ def _find_candidates(marked_up: str, sentences: list[str], question: str) -> lis
 
 
 def _find_statements(sentences: list[str]) -> list[str]:
-    """Return what stands behind words such as `the answer is`, or behind a heading `Answer`.
+    """Return the texts behind words such as `the answer is`, and behind a heading `Answer`.
 
-    It is the rest of the sentence, or the next sentence where nothing follows.
+    A text is the rest of the sentence, or the next sentence if the rest is empty: the sentences
+    `The answer is 5`, `Answer` and `6 cm` give `5` and `6 cm`.
     """
     statements: list[str] = []
     for index, sentence in enumerate(sentences):
@@ -232,8 +247,8 @@ def _find_statements(sentences: list[str]) -> list[str]:
 def _find_restatement(sentences: list[str], question: str) -> str | None:
     """Return the sentence that repeats the most words of what is asked, the first of several.
 
-    An answer may say `The total volume is 5` to `What is the total volume?` None where no sentence
-    repeats half of the words, or where the sentence is a refusal.
+    For the question `What is the total volume?` it is `The total volume is 5`. Returns None if no
+    sentence repeats at least half of the words, or if the sentence is a refusal.
     """
     last_sentence_of_question = (split_sentences(question) or [""])[-1]
     question_words = _content_words(last_sentence_of_question)
@@ -246,17 +261,22 @@ def _find_restatement(sentences: list[str], question: str) -> str | None:
 
 
 def _content_words(text: str) -> set[str]:
-    """Return the words of a text that carry its meaning, in lower case."""
+    """Return the words of a text in lower case, without words such as `the` and `what`."""
     words = re.findall(r"[a-z]{3,}", text.lower())
     return {word for word in words if not _FUNCTION_WORD_PATTERN.fullmatch(word)}
 
 
 def _find_answer_number(sentence: str, question_numbers: set[str]) -> str | None:
-    """Return the number that a sentence gives as an answer; None where it has none.
+    """Return the number that a sentence gives as an answer, None if it has no number.
 
-    It is the first number behind the last verb or `=` that has one behind it, or else the last
-    number. Numbers of the question count only where there is no other, and number words such as
-    `three` only where there are no digits, apart from those of the question.
+    Which numbers count:
+
+    - numbers in digits that are not in the question
+    - if there are none, number words such as `three`
+    - if there are none either, the numbers of the question
+
+    Among these it is the first one behind the last verb or `=` with a number behind it: 7 in
+    `So 3 + 4 = 7 cm`. If no verb has a number behind it, it is the last number.
     """
     sentence = _write_as_decimals(_STEP_HEADING_PATTERN.sub("", sentence))
     sentence = _without_explanation(sentence)
@@ -285,9 +305,10 @@ def _find_number_words(text: str) -> list[_PlacedNumber]:
 
 
 def _without_explanation(sentence: str) -> str:
-    """Remove what only explains the number of a sentence, such as `which is a third of 180`.
+    """Remove the explanation of the number in a sentence, and the words in brackets.
 
-    Words in brackets are removed too. As much is removed as leaves a number in the sentence.
+    `x is 60, which is a third of 180` becomes `x is 60`. If no number is left, only the brackets or
+    only the explanation are kept, or else the whole sentence is returned.
     """
     before_explanation = _EXPLANATION_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
     for shorter_sentence in (
@@ -315,7 +336,7 @@ def _write_as_decimals(text: str) -> str:
     """
 
     def quotient(match: re.Match[str]) -> str:
-        r"""Return a `\frac` as a decimal; of one with the denominator 0 only the sign stays."""
+        r"""Return a `\frac` as a decimal; if the denominator is 0, only the sign is left."""
         sign = match[1]
         numerator = float(match[2])
         denominator = float(match[3])
@@ -336,7 +357,8 @@ def _write_as_decimals(text: str) -> str:
 def extract_list(response: str) -> Extraction:
     """Extract the last list in brackets of a response, with the spaces that Python prints.
 
-    A list in the last box counts before one in JSON, and that before any other.
+    `so [1,2] then [3, 4]` gives `[3, 4]`. The last box is searched first, then the answer in JSON,
+    then the whole response.
     """
     response = response[-MAX_RESPONSE_CHARS:]
     lists = (

@@ -3,8 +3,8 @@
 import re
 
 MAX_RESPONSE_CHARS = 50_000  # of the end of a response; a longer one is a loop
-# The beginning of a question that a model asks itself behind its answer, in the words of the prompt.
-# A heading of Markdown, such as `### Final Answer`, is none.
+# The beginning of a question that a model asks itself behind its answer, in the words of the
+# prompt. A heading of Markdown, such as `### Final Answer`, is none.
 _NEXT_QUESTION_PATTERN = re.compile(
     r"\n[^\S\n]*(?:Hint: Please answer|(?:###\s*)?(?:Question|Human|User|Instruction|Input)\b\s*:?\s*"
     r"(?:(?<=:)|(?<=:\s)|(?=\n)|$)|###\s*$)"
@@ -41,7 +41,7 @@ _JSON_ANSWER_PATTERN = re.compile(
 def find_answer_in_json(response: str) -> str | None:
     """Return the answer in a response that has an object of JSON, such as `{"answer": "B"}`.
 
-    The last answer counts. None for a response without one.
+    If there are several answers, the last one is returned: `B` here. Returns None if there is none.
     """
     if "{" not in response or "}" not in response:
         return None
@@ -62,10 +62,11 @@ def cut_before_next_question(response: str) -> str:
 
 
 def without_markup(text: str) -> str:
-    """Remove bold, dollar and degree signs and LaTeX wrappers from a text.
+    r"""Remove bold, dollar and degree signs and LaTeX wrappers from a text.
 
-    Minus signs and fractions of several kinds become one kind. A run of spaces becomes one space,
-    and one of line ends one line end, so that no later pattern takes long over them.
+    `**5** $\text{cm}$` becomes `5 cm`. All kinds of minus signs become `-`, and `\dfrac` becomes
+    `\frac`. Several spaces become one, and so do several line ends, so that later patterns are
+    fast.
     """
     text = re.sub(r"[^\S\n]+", " ", text)
     text = re.sub(r" ?\n[ \n]*", "\n", text)
@@ -77,7 +78,10 @@ def without_markup(text: str) -> str:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into its non-empty sentences and lines. A decimal point ends no sentence."""
+    """Split a text into its sentences and lines, without empty ones.
+
+    A decimal point does not end a sentence: `It is 1.5. So` gives `It is 1.5.` and `So`.
+    """
     sentences = [sentence.strip() for sentence in _SENTENCE_END_PATTERN.split(text)]
     return [sentence for sentence in sentences if sentence]
 

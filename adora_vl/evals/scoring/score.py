@@ -1,6 +1,7 @@
 """Computes the score of predictions, which has the same form for every benchmark.
 
-It has counts of right answers, over all and by group, lengths, and what could not be judged.
+A score counts the right answers, over all and by group, and the answers that could not be judged.
+It also describes the lengths of the answers.
 """
 
 import statistics
@@ -37,7 +38,7 @@ from adora_vl.rewards.thinking import closes_unopened_block, final_part
 def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | None:
     """Compute the mean, median, 90th percentile and maximum of the lengths of answers in tokens.
 
-    None where there is no answer.
+    Returns None if there is no answer.
     """
     if not token_counts:
         return None
@@ -51,21 +52,22 @@ def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | N
     }
 
 
-# The finish reasons of an answer that was cut off: at the limit on its length, at a call of a tool
-# beyond the last that is answered, and at a call whose answer has no room.
+# The finish reasons of an answer that was cut off: by the limit on its length, by a tool call after
+# the last one that is answered, and by a tool call whose answer does not fit the context.
 _CUT_OFF_REASONS = ("length", "calls", "room")
 
 
 def reflection_figures(
     rows: Sequence[Prediction], problems: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Compute the share of responses with reflective words, such as `wait`, and how often each occurs.
+    """Compute the share of responses with reflective words, such as `wait`, with its interval.
 
-    The occurrences of a word are per 1,000 responses. None where there is no response.
+    The result also has the occurrences of each word per 1,000 responses. Returns None if there is
+    no response.
 
     Args:
         rows: The rows with the responses.
-        problems: The problem of each row, over which the interval of the share is.
+        problems: The problem of each row, for the interval (`wilson_over_problems`).
     """
     if not rows:
         return None
@@ -125,8 +127,8 @@ def score(
         _describe_answer(benchmark, row, item)
         for row, item in zip(prepared_rows, graded, strict=True)
     ]
-    # The order of the keys is that of the score file. The benchmark's own figures may replace
-    # others.
+    # The score file has the keys in this order. The figures of the benchmark may replace those
+    # before them.
     content = {
         "benchmark": benchmark.name,
         **summarise_grades(graded),
@@ -159,7 +161,7 @@ def _figures_as_cells(summary: BenchmarkFigures) -> dict[str, dict[str, Any]]:
 def _extraction_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Count how answers were extracted, and how often the judge failed.
 
-    There are no figures for a benchmark whose answers are not extracted in a step of its own.
+    Returns {} for a benchmark without a separate extraction.
     """
     methods = Counter(
         item.grade.extraction.method for item in graded if item.grade.extraction is not None
@@ -178,8 +180,7 @@ def grade_rows(
     """Grade all rows by a benchmark, without their blocks of thinking.
 
     A response is replaced by its final part (`final_part`), since a block of thinking is no answer.
-    A response without an answer behind its thinking is wrong by all rules, also by those that would
-    take the nearest choice for it.
+    If nothing is left, the answer is wrong, even by rules that would guess the nearest choice.
 
     Returns the rows as the benchmark has prepared them, and their grades in the same order.
     """
@@ -198,9 +199,10 @@ def grade_rows(
 
 
 def _note_thinking(item: GradedAnswer, *, has_answer: bool) -> GradedAnswer:
-    """Return the grade of a response that had a block of thinking, which says so.
+    """Return the grade of a response with its field `thinking` set.
 
-    `has_answer`: whether the response says anything behind the block. If not, it is wrong.
+    `has_answer` says whether the response has a text behind its block of thinking. If not, the
+    answer is wrong.
     """
     if has_answer:
         return replace(item, thinking="set_aside")
@@ -214,10 +216,10 @@ def _note_thinking(item: GradedAnswer, *, has_answer: bool) -> GradedAnswer:
 def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
     """Guess whether the prompts of these predictions ended in `<think>`.
 
-    Each response then begins inside a block of thinking. Neither a server nor the predictions of
-    other programs say so. It is assumed where most of the responses that came to an end close a
-    block that they have not opened. Responses that were cut off say nothing, since the end of the
-    block may be missing.
+    If so, each response begins inside a block of thinking. Servers and predictions of other
+    programs do not say it. It is assumed if more than half of the finished responses close a block
+    that they have not opened. Responses that were cut off are left out, since they may lack the end
+    of the block.
     """
     unfinished_reasons = (*_CUT_OFF_REASONS, *NOT_ASKED_REASONS)
     finished_responses = [
@@ -230,7 +232,8 @@ def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
 def _remove_thinking(row: Prediction, template_opens: bool) -> Prediction:
     """Return a row whose response is replaced by its final part, without a block of thinking.
 
-    `template_opens`: whether all responses begin inside such a block. A row may say so itself.
+    `template_opens` says that all responses begin inside such a block. If it is false, a row may
+    still say so in its own field `thinking_opened`.
     """
     thinking_opened = template_opens or row.get("thinking_opened", False)
     return {**row, "response": final_part(row["response"], thinking_opened)}
@@ -239,7 +242,7 @@ def _remove_thinking(row: Prediction, template_opens: bool) -> Prediction:
 def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> GradedAnswer:
     """Grade one row by a benchmark, and add the groups that every benchmark has.
 
-    The verdict is `FAILED` where the problem was never asked, or where the judge failed.
+    The verdict is `FAILED` if the problem was never asked, or if the judge failed.
     """
     grade = benchmark.grade(row, options)
     grade = grade._replace(groups={**grade.groups, **common_groups(row)})
@@ -279,10 +282,11 @@ def verdict_of(is_right: bool) -> str:
 
 
 def find_benchmark_cells(score: Mapping[str, Any]) -> dict[str, dict[str, AccuracyCell]]:
-    """Return the cells of a benchmark's own figures in a score, by the key of the score and by name.
+    """Return the cells of a benchmark's own figures in a score, by its key and by name.
 
-    A cell is a mapping with an `accuracy`. Nothing else says which keys are a benchmark's own, so
-    that this also works on a score that was read from a file.
+    For example, `{"variants": {"worst_case": {"accuracy": 0.4}}}` in a score is returned as it is.
+    A key counts as the benchmark's own if its value is a mapping with cells, and a cell is a
+    mapping with an `accuracy`. So the function also works on a score that was read from a file.
     """
     cells_by_key: dict[str, dict[str, Any]] = {}
     for key, figures in score.items():
@@ -308,8 +312,8 @@ def describe_extracted_answer(row: Prediction, graded: GradedAnswer) -> dict[str
 def _describe_answer(benchmark: Benchmark, row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
     """Describe one answer for the score file, in the benchmark's own way if it has one.
 
-    The number of a sample is left out for the first answer to a problem, and the problem for a
-    benchmark that asks each in one version alone.
+    Two keys are left out if they would say nothing: `sample` for the first answer to a problem, and
+    `problem` if the benchmark has no versions of its problems.
     """
     item: dict[str, Any] = {"pid": graded.pid}
     if benchmark.version_of is not None or graded.problem != graded.pid:
@@ -330,7 +334,8 @@ def _describe_answer(benchmark: Benchmark, row: Prediction, graded: GradedAnswer
 def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
     """Return the groups of a row by some fields of its metadata.
 
-    A field may have one value or a list of them; the row counts in the group of each.
+    The metadata `{"skills": ["a", "b"], "grade": 5}` give `{"skills": ["a", "b"], "grade": ["5"]}`:
+    a row with a list of values counts in the group of each value.
     """
     metadata = row.get("metadata") or {}
     groups: dict[str, list[str]] = {}
@@ -354,7 +359,7 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
         groups["called"] = ["yes" if row["calls"] else "no"]
     if row.get("image_size"):
         width, height = row["image_size"]
-        # The groups are in ascending order of their limits, in pixels: the first that fits counts.
+        # The groups are in ascending order of their limits, so the first that fits is the group.
         fitting_groups = [name for limit, name in _IMAGE_SIZE_GROUPS if width * height <= limit]
         groups["image_size"] = [fitting_groups[0] if fitting_groups else "over 1024x1024"]
     return groups
@@ -396,8 +401,8 @@ def summarise_grades(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
 def answer_figures(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Compute the figures on the answers themselves, over the problems that were asked.
 
-    They are the lengths of right and of wrong answers, the share that was cut off, reflective words
-    and empty responses. The share is None where no answer says why it ended.
+    They are the lengths of right and of wrong answers, the share of answers that was cut off, the
+    reflective words, and the number of empty responses.
     """
     asked_rows: list[Prediction] = []
     asked_problems: list[str] = []
@@ -428,11 +433,13 @@ def answer_figures(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -
 def _truncation_figures(
     rows: Sequence[Prediction], problems: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Compute the share of answers that were cut off; None where no answer says why it ended.
+    """Compute the share of answers that were cut off, among those with a finish reason.
+
+    Returns None if no answer has a finish reason.
 
     Args:
         rows: The rows of the answers.
-        problems: The problem of each, over which the interval is.
+        problems: The problem of each row, for the interval (`wilson_over_problems`).
     """
     are_cut_off: list[bool] = []
     problems_with_reason: list[str] = []
@@ -464,7 +471,8 @@ def accuracy_cell(items: Sequence[GradedAnswer]) -> AccuracyCell:
 def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> AccuracyCell | None:
     """Compute an accuracy from counts, with its Wilson interval over the problems.
 
-    None if there is nothing to count, or the counts contradict each other.
+    With 2 answers to each problem, 4 right answers of 8 have the interval of 2 right answers of 4.
+    Returns None if `total` is 0, or if `correct` is not between 0 and `total`.
     """
     if total <= 0 or not 0 <= correct <= total:
         return None
@@ -489,8 +497,9 @@ def answers_per_problem(graded: Iterable[GradedAnswer]) -> int:
 def _sample_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Compute avg@k and pass@j for j = 1, 2, 4, ... k, with intervals over the problems.
 
-    k is the largest number of answers to a problem. Problems with fewer answers are counted as
-    incomplete and left out. There are no figures if each problem has one answer.
+    k is the largest number of answers to a problem: with k = 6 there are pass@1, pass@2, pass@4 and
+    pass@6. Problems with fewer answers are left out, and counted as `incomplete`. Returns {} if
+    each problem has one answer.
     """
     k = answers_per_problem(graded)
     if k == 1:
@@ -506,7 +515,7 @@ def _sample_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     }
     shares = [sum(answers) / k for answers in complete.values()]
     figures[f"avg@{k}"] = mean_with_interval(shares, problems)
-    # All powers of two up to k, and k itself, which may be none.
+    # j runs through the powers of two up to k, and k itself.
     powers_of_two = {1 << power for power in range(k.bit_length())}
     for j in sorted(powers_of_two | {k}):
         chances = [pass_at(j, samples=k, correct=sum(answers)) for answers in complete.values()]
@@ -517,11 +526,11 @@ def _sample_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
 def mean_with_interval(values: Sequence[float], problems: Sequence[str]) -> dict[str, Any]:
     """Compute the mean of shares, with its 95 % interval over the problems.
 
-    It is a Wilson interval if all values are 0 or 1, because the bootstrap of few or equal values is
-    too narrow. Otherwise it is a bootstrap interval.
+    If all values are 0 or 1 it is a Wilson interval, since a bootstrap interval of few or equal
+    values is too narrow. Otherwise it is a bootstrap interval.
 
     Args:
-        values: The share of right answers to each version of a problem, or a chance.
+        values: A share or a chance for each version of a problem.
         problems: The problem of each value. Values of one problem are not independent.
     """
     mean = sum(values) / len(values)

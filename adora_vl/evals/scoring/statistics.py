@@ -8,10 +8,11 @@ from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
 _NORMAL_QUANTILE_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
-# The resamples of a bootstrap. The ends of an interval vary by about a tenth of its width.
+# The number of resamples of a bootstrap. With another seed the ends of an interval would move by
+# about a tenth of its width.
 BOOTSTRAP_RESAMPLES = 2000
-BOOTSTRAP_SEED = 0  # of every bootstrap
-# Values that differ by less are equal: sums of shares are rounded.
+BOOTSTRAP_SEED = 0  # the same for every bootstrap, so that an interval can be reproduced
+# A spread below this counts as none, because sums of shares have rounding errors.
 _ROUNDING = 1e-9
 
 
@@ -53,8 +54,9 @@ _STUDENT_QUANTILES_95 = (
 def student_quantile(degrees_of_freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t distribution.
 
-    Degrees of freedom that are no whole number, as in Welch's test, are rounded down, which makes
-    the quantile larger. Beyond the table it is at most 4 % too large.
+    4 degrees of freedom give 2.776. Fractions of a degree, as in Welch's test, are rounded down,
+    which makes the quantile a little larger. Over 30 degrees the last entry of the table is
+    returned, which is at most 4 % too large.
     """
     whole_degrees = min(max(1, int(degrees_of_freedom)), len(_STUDENT_QUANTILES_95))
     return _STUDENT_QUANTILES_95[whole_degrees - 1]
@@ -68,7 +70,7 @@ def student_half_width(values: Sequence[float]) -> float:
 def paired_t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean of at least two paired differences, by Student's t.
 
-    None where the differences are equal, since t needs a spread to say how far the mean may be off.
+    Returns None if all differences are equal, because Student's t needs a spread.
     """
     mean = fmean(differences)
     half = student_half_width(differences)
@@ -80,8 +82,8 @@ def paired_t_interval(differences: Sequence[float]) -> tuple[float, float] | Non
 def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95 % interval of mean(second) - mean(first), by Welch's t.
 
-    Each has at least two values, and their variances may differ. None where the values of both are
-    equal among themselves, since t needs a spread to say how far the means may be off.
+    Each sequence has at least two values, and the two variances may differ. Returns None if neither
+    sequence has any spread, because Student's t needs one.
     """
     difference = fmean(second) - fmean(first)
     # The squared standard error of each mean.
@@ -101,10 +103,12 @@ def wilson_interval(correct: float, total: float) -> tuple[float, float]:
     """Return the 95 % score interval of an accuracy (Wilson 1927, without continuity correction).
 
     Args:
-        correct: The number of right answers. It may be a fraction, where several answers to a
-            problem count as one.
-        total: The number of answers, more than 0. It may be a fraction too, where answers are not
+        correct: The number of right answers. It may be a fraction if several answers to a problem
+            count as one.
+        total: The number of answers, more than 0. It may be a fraction if answers are not
             independent and count as fewer (see `wilson_over_problems`).
+
+    For example, 6 of 10 right answers give (0.313, 0.832).
     """
     share = correct / total
     spread = _NORMAL_QUANTILE_95**2 / total
@@ -119,10 +123,11 @@ def wilson_interval(correct: float, total: float) -> tuple[float, float]:
 def wilson_over_problems(
     are_counted: Sequence[bool], problems: Sequence[str]
 ) -> tuple[float, float]:
-    """Return the 95 % score interval of the share of answers that are counted, over the problems.
+    """Return the 95 % score interval of a share of answers, over the problems.
 
-    Answers to one problem, or to versions of it, are not independent. The interval is therefore
-    that of as many independent answers as are worth them.
+    Several answers to one problem are not independent, so they say less than as many answers to
+    different problems. The interval is that of a smaller number of independent answers, with the
+    same share (`_independent_answers`).
 
     Args:
         are_counted: Whether each answer is counted, such as whether it is right; at least one.
@@ -131,7 +136,8 @@ def wilson_over_problems(
     n_answers = len(are_counted)
     count = sum(are_counted)
     n_independent = _independent_answers(are_counted, problems)
-    # The ends stay exact where all answers are independent or counted, or none is.
+    # The first two cases are the last one without its rounding: all answers are independent, or all
+    # are counted. If none is counted, the last one is exact too.
     if n_independent == n_answers:
         return wilson_interval(count, n_answers)
     if count == n_answers:
@@ -140,12 +146,15 @@ def wilson_over_problems(
 
 
 def _independent_answers(are_counted: Sequence[bool], problems: Sequence[str]) -> float:
-    """Return how many independent answers would know the share of counted ones as exactly as these.
+    """Return how many independent answers would give the share as exactly as these answers do.
 
-    It is the number of answers by the design effect: the variance of the share over its variance
-    for independent answers (Kish 1965), here from the sums of the residuals of each problem. With
-    few problems that variance is itself uncertain, which Student's t accounts for (Korn and
-    Graubard 1998).
+    Two answers to each of two problems, both right for one problem and both wrong for the other,
+    count as 2 independent answers. Four answers to four problems count as 4.
+
+    The result is the number of answers divided by the design effect (Kish 1965): the variance of
+    the share divided by its variance for independent answers. The variance is estimated from the
+    residuals summed over each problem. With few problems this estimate is itself uncertain, which
+    the quantile of Student's t accounts for (Korn and Graubard 1998).
     """
     n_answers = len(are_counted)
     share = sum(are_counted) / n_answers
@@ -157,16 +166,16 @@ def _independent_answers(are_counted: Sequence[bool], problems: Sequence[str]) -
     n_problems = len(answers_by_problem)
     if n_problems == n_answers:
         return n_answers
-    # The least number is that for answers which are equal within each problem. If each problem has
+    # The smallest possible number: all answers to a problem are the same. If each problem has
     # equally many answers, it is the number of problems.
     least_number = n_answers**2 / sum(n**2 for n in answers_by_problem.values())
-    # Without any spread of the answers, or with one problem alone, no variance can be estimated.
+    # No variance can be estimated if all answers are the same, or if there is only one problem.
     if share in (0.0, 1.0) or n_problems == 1:
         return least_number
     squared_residuals = sum(residual**2 for residual in residual_by_problem.values())
     variance_of_share = squared_residuals * n_problems / (n_problems - 1) / n_answers**2
     independent_variance = share * (1 - share) / n_answers
-    # Answers that differ within a problem more than chance would are not worth more than others.
+    # A design effect below 1 would make the answers count for more than their number.
     design_effect = max(1.0, variance_of_share / independent_variance)
     quantile_ratio = _NORMAL_QUANTILE_95 / student_quantile(n_problems - 1)
     return max(least_number, n_answers / design_effect * quantile_ratio**2)
@@ -180,7 +189,9 @@ class ProblemSums(NamedTuple):
 
 
 def sum_by_problem(values: Sequence[float], problems: Sequence[str]) -> list[ProblemSums]:
-    """Sum the values of each problem, in the order in which the problems come first.
+    """Sum the values of each problem, in the order in which the problems first occur.
+
+    The values 1, 0 and 0.5 of the problems a, b and a give (1.5, 2) for a and (0, 1) for b.
 
     Args:
         values: The values, such as the share of right answers to each version of a problem.
@@ -198,15 +209,15 @@ def mean_interval(
 ) -> tuple[float, float]:
     """Return the 95 % interval of the mean of values, over the problems, by resampling.
 
-    Problems are drawn, each with all its values (a cluster bootstrap). Where all problems have the
-    same mean, resampling would say that nothing is uncertain. The interval is then that of
-    `interval_of_equal_values`.
+    It is a cluster bootstrap: whole problems are drawn, each with all its values. If all problems
+    have the same mean, every draw has it too, and the interval would have no width. Then it is that
+    of `interval_of_equal_values`.
 
     Args:
-        values: At least one.
+        values: At least one value.
         problems: The problem of each value.
-        lowest: The least value that there may be.
-        highest: The largest one.
+        lowest: The lowest possible value.
+        highest: The highest possible value.
     """
     sums = sum_by_problem(values, problems)
     means = [total / count for total, count in sums]
@@ -218,17 +229,18 @@ def mean_interval(
 def interval_of_equal_values(
     value: float, count: int, *, lowest: float, highest: float
 ) -> tuple[float, float]:
-    """Return a 95 % interval of the mean where all values that were seen are the same.
+    """Return a 95 % interval of the mean if all values that were seen are the same.
 
-    Of all problems a share could have other values that none of `count` drawn ones shows: up to
-    3.84 / (count + 3.84), the upper end of Wilson's interval for none (the rule of three). In the
-    worst case their values are the lowest ones, or the highest.
+    Other problems could have other values, although none of `count` values shows it. Their share of
+    all problems is at most 3.84 / (count + 3.84), the upper end of Wilson's interval for 0 of
+    `count`. In the worst case all their values are `lowest`, or all are `highest`. For example, 10
+    values of 1.0 between 0 and 1 give (0.72, 1.0).
 
     Args:
         value: The value.
         count: How often it was seen.
-        lowest: The least value that there may be.
-        highest: The largest one.
+        lowest: The lowest possible value.
+        highest: The highest possible value.
     """
     _, unseen_share = wilson_interval(0, count)
     low = value - unseen_share * (value - lowest)
@@ -240,14 +252,13 @@ def paired_answers_interval(only_first: int, only_second: int, total: int) -> tu
     """Return the 95 % interval of the difference of two accuracies on the same items, second - first.
 
     It is the adjusted Wald interval of Bonett and Price (2012), Journal of Educational and
-    Behavioral Statistics 37, equation 3: one item is added to those that only the first run has
-    right, and one to those that only the second has. It is no point where the runs agree on all
-    items, and does not exclude 0 for four items that only one of them has right, as resampling
-    does.
+    Behavioral Statistics 37, equation 3, which adds one item to each of the two counts. Resampling
+    would give an interval without width for two runs that agree on all items. It would also exclude
+    0 if only one run has four of ten items right; this interval is then (-0.02, 0.69).
 
     Args:
         only_first: The number of items that only the first run has right.
-        only_second: The number of those that only the second has right.
+        only_second: The number of items that only the second run has right.
         total: The number of all items.
     """
     lost_share = (only_first + 1) / (total + 2)
@@ -263,8 +274,8 @@ def difference_interval(
 ) -> tuple[float, float]:
     """Return the 95 % interval of the mean of paired differences from -1 to 1, over the problems.
 
-    For single answers, one to a problem, it is that of `paired_answers_interval`, else that of
-    `mean_interval`.
+    With one answer to each problem it is the interval of `paired_answers_interval`, otherwise that
+    of `mean_interval`.
 
     Args:
         differences: The difference in the share of right answers to each version of a problem.
@@ -285,14 +296,17 @@ def ratio_interval(
 ) -> tuple[float, float]:
     """Return the 95 % interval of sum(numerators) / sum(denominators), over the problems.
 
-    Where each denominator is 0 or 1 and each numerator a part of it, the ratio is a share of
-    answers, with the interval of `wilson_over_problems`. Otherwise problems are drawn, each with
-    all its pairs. Where all draws have the same ratio, as many problems as none of those drawn
-    shows could still have other numerators (see `interval_of_equal_values`).
+    The cases in the order of the code:
+
+    - All values are 0 or 1, and no numerator is over its denominator: the ratio is a share of the
+      answers whose denominator is 1, with the interval of `wilson_over_problems`.
+    - Otherwise whole problems are drawn, each with all its pairs.
+    - All draws have the same ratio: the interval is widened by the problems that could have other
+      numerators without being seen (see `interval_of_equal_values`).
 
     Args:
-        numerators: From 0 to 1.
-        denominators: From 0 to 1, with a sum above 0.
+        numerators: Values from 0 to 1.
+        denominators: Values from 0 to 1, with a sum above 0.
         problems: The problem of each pair.
     """
     pairs = list(zip(numerators, denominators, strict=True))
@@ -324,11 +338,9 @@ def ratio_interval(
 def _bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the 95 % percentile interval of the ratio of two sums, by resampling pairs.
 
-    A draw whose denominators sum to 0 has no ratio and is left out. If that is so for all draws,
-    the interval is from 0 to infinity. The seed is fixed, so that the same values always have the
-    same interval.
-
-    `pairs`: a numerator and a denominator each.
+    Each pair is a numerator and a denominator. A draw whose denominators sum to 0 has no ratio and
+    is left out. If all draws are left out, the interval is from 0 to infinity. The seed is fixed,
+    so that the same values always have the same interval.
     """
     generator = random.Random(BOOTSTRAP_SEED)
     ratios: list[float] = []
@@ -353,7 +365,9 @@ def pass_at(k: int, samples: int, correct: int) -> float:
     Args:
         k: The number of answers that are drawn, at most `samples`.
         samples: The number of answers to the problem.
-        correct: The number of them that are right.
+        correct: The number of right answers among them.
+
+    For example, one right answer among four gives a pass@2 of 0.5.
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
@@ -361,7 +375,8 @@ def pass_at(k: int, samples: int, correct: int) -> float:
 def mcnemar_p(only_first: int, only_second: int) -> float:
     """Return the exact two-sided p of McNemar's test for two runs on the same items.
 
-    The arguments are the numbers of items that only the first run, and only the second, has right.
+    The arguments are the number of items that only the first run has right, and the number that
+    only the second run has right. For example, 1 and 5 give 0.219.
     """
     total = only_first + only_second
     tail = sum(comb(total, i) for i in range(min(only_first, only_second) + 1))

@@ -1,4 +1,4 @@
-"""Counts what answers claim of their figures: how much is true, how much false, and who has luck.
+"""Counts the true and the false claims of answers on their figures, and right answers by luck.
 
 The claims are those that the reward `steps` counts (`adora_vl.rewards.steps`), such as `angle ABC =
 40`. They are checked on the solved figures that prepared problems may have.
@@ -18,15 +18,17 @@ from adora_vl.rewards.steps import ClaimCheck, check_claims_if_possible
 def step_figures(
     rows: Sequence[Prediction], graded: Sequence[GradedAnswer]
 ) -> dict[str, Any] | None:
-    """Compute the figures on the claims of answers; None where no problem has a solved figure.
+    """Compute the figures on the claims of answers.
 
     The figures are:
 
     - `answers`: the number of answers to problems with solved figures.
-    - `true` and `false`: the new claims and the errors of an answer, as a mean over problems with
-      its bootstrap interval. A claim is new if the problem does not say it.
-    - `lucky`: the right answers that err or claim nothing new, with the Wilson interval of their
-      share; None without a right answer.
+    - `true` and `false`: the number of new true claims and of false claims in an answer, as a mean
+      over problems with its bootstrap interval. A claim is new if the problem does not say it.
+    - `lucky`: the share of right answers with a false claim or without a new one, with its Wilson
+      interval; None if no answer is right.
+
+    Returns None if no problem has a solved figure.
     """
     answers: list[tuple[GradedAnswer, ClaimCheck]] = []
     for row, item in zip(rows, graded, strict=True):
@@ -63,13 +65,15 @@ def _mean_over_problems(
     """Compute the mean number of claims in an answer, with its bootstrap interval over problems.
 
     Args:
-        answers: The answers, each with its claims. Several to one problem count as their mean.
+        answers: The answers, each with its claims. Several answers to a problem count as their
+            mean.
         field: The field of the claims that is counted: `new_count` or `false_count`.
     """
     counts_by_problem: dict[str, list[float]] = defaultdict(list)
     for item, check in answers:
         counts_by_problem[item.problem].append(float(getattr(check, field)))
     means = [sum(counts) / len(counts) for counts in counts_by_problem.values()]
-    # Where all counts are the same, problems that were not drawn could have none or one more.
+    # The bounds matter only if all means are the same: other problems could then have no claims, or
+    # one more.
     interval = mean_interval(means, list(counts_by_problem), lowest=0.0, highest=max(means) + 1.0)
     return {"value": sum(means) / len(means), "interval_95": list(interval)}
