@@ -31,8 +31,8 @@ Row = dict[str, Any]
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 # The name of a file that begins with that of a split.
 _SPLIT_NAME_PATTERN = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
-_MOST_NAMED_FILES = 5  # that a message lists
-_MAX_PATH_CHARS = 300  # a longer text is Base64
+_MOST_NAMED_FILES = 5  # in a message
+_MAX_PATH_CHARS = 300  # a longer text in an image column is the image itself in Base64
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class _LoadedRows:
     origin: str
     """Where the data come from, for messages."""
     folder: Path | None
-    """The folder in which paths of images lead; None for data from the hub, which has no files."""
+    """The folder that paths of images are relative to; None for data from the hub."""
 
     def encoded_image(self, index: int, columns: Sequence[str]) -> list[bytes]:
         """Return the first usable image of a row, encoded, as a list of one.
@@ -73,11 +73,11 @@ class _LoadedRows:
                 return [value]
             if not isinstance(value, str) or not value:
                 continue
-            # A text is a path or, if it has not the form of one, the image in Base64.
+            # A short text is a path, and a long one is the image in Base64.
             if not _is_path(value):
                 return [base64.b64decode(value, validate=True)]
             file = None if self.folder is None else file_within(self.folder, value)
-            # A missing file is an error only where no further column can have the image.
+            # A missing file is an error only if it is the last column that could have the image.
             is_last_value = value == values[-1]
             if file is not None and (is_last_value or file.is_file()):
                 return [file.read_bytes()]
@@ -99,9 +99,9 @@ def load_problems(
 ) -> LoadedProblems:
     """Load the problems of a benchmark from `options.data`, with a hash of the data.
 
-    The data are a hub id, a file or a folder. A folder has Parquet files named after the split (or
-    one named after no split), or `{split}.json`, `.jsonl`, whose rows name image files within the
-    folder.
+    The data are a hub id, a file or a folder. A folder has Parquet files that are named after the
+    split, or a single one that is named after no split, or a file `{split}.json` or `{split}.jsonl`
+    whose rows name image files within the folder.
 
     Args:
         options: Where the data are.
@@ -110,23 +110,23 @@ def load_problems(
         prompt: Returns the text that is asked of a row.
         stored_columns: The columns that a prediction keeps; by default the needed ones. It keeps
             the id in any case, as `pid`.
-        check: Returns what is wrong with a row, which has the fields of a prediction with an empty
-            response; None where nothing is.
+        check: Returns what is wrong with a row, or None. The row has the fields of a prediction,
+            with an empty response.
         id_column: The column with the id.
         config: The part of a dataset on the hub that has several.
         image_folder: A folder beside a file of rows, in which their images are.
-        our_names: The names of columns here by those in the data, where they differ.
+        our_names: Our names of columns by their names in the data, if they differ.
 
     Raises:
-        UserError: Rows lack a column, `check` finds a fault in them, or they cannot be asked. It has
-            a line for each such row, before any answer is paid for.
+        UserError: Rows lack a column, `check` finds a fault in them, or they cannot be asked. The
+            message has a line for each such row.
     """
     loaded = _load_split(options, image_columns=image_columns, id_column=id_column, config=config)
     loaded = _adapt_layout(loaded, image_folder=image_folder, our_names=our_names or {})
     has_image = bool(image_columns)  # the question may then be empty, as a part of the picture
 
     def fault_of(row: Row) -> str | None:
-        """Return the first thing that is wrong with a row; None where nothing is."""
+        """Return the first fault of a row, None if it has none."""
         answered_row = _as_prediction(row, id_column)
         return (
             describe_missing_fields(row, needed)
@@ -154,7 +154,7 @@ def _build_problem(
     Args:
         loaded: The rows.
         index: The index of the row.
-        fields: What a prediction keeps of it.
+        fields: The fields that a prediction keeps.
         prompt: The text that is asked.
         image_columns: The columns that may hold the image.
     """
@@ -165,9 +165,9 @@ def _build_problem(
 
 
 def _refuse_faulty_rows(loaded: _LoadedRows, fault_of: Callable[[Row], str | None]) -> None:
-    """Raise `UserError` where rows have faults, with a line for each, or where there are no rows.
+    """Raise `UserError` if rows have faults, with a line for each row, or if there are no rows.
 
-    `fault_of` returns what is wrong with a row, and None where nothing is.
+    `fault_of` returns what is wrong with a row, or None.
     """
     faults: list[str] = []
     for number, row in enumerate(loaded.rows, start=1):
@@ -198,7 +198,8 @@ def _adapt_layout(
 def _as_prediction(row: Row, id_column: str) -> Row:
     """Return a row in the form of a prediction with an empty response, for the checks of one.
 
-    Its id is the text `pid`. A value that is no id stays as it is, so that the check names it.
+    Its `pid` is the id as a text. A value that is no id stays as it is, so that the check can name
+    it.
     """
     stored_id = row.get(id_column)
     is_number = isinstance(stored_id, int) and not isinstance(stored_id, bool)
@@ -211,15 +212,16 @@ def _load_split(
 ) -> _LoadedRows:
     """Load the rows of a split from the file, the folder or the hub id in `options.data`.
 
-    The other arguments are those of `load_problems`. Raises `UserError` for data that are nothing
-    of these.
+    The other arguments are those of `load_problems`. Raises `UserError` if the data are none of the
+    three.
     """
     path = Path(options.data)
     if path.exists():
         return _load_local_rows(
             path, split=options.split, image_columns=image_columns, id_column=id_column
         )
-    # A path with a slip has the form of a hub id too, if it has one slash.
+    # `data/tset` may be a hub id, or a path with a typing error. It is a path if the folder `data`
+    # exists.
     if HUB_ID_PATTERN.fullmatch(options.data) and not path.parent.is_dir():
         revision = options.data_revision if isinstance(options, HubDataOptions) else None
         return _load_hub_rows(
@@ -245,7 +247,7 @@ def problem_with_images(
     """Build a problem whose images are read and decoded only when they are asked for.
 
     Args:
-        fields: What a prediction keeps of the row, with its `pid`.
+        fields: The fields of the row that a prediction keeps, with its `pid`.
         prompt: The text that is asked.
         n_images: The number of images.
         read_images: Reads the encoded images. As in a training the first frame of each is shown.
@@ -267,10 +269,10 @@ def _read_and_convert(
 
 
 def _find_path_fault(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
-    """Return what is wrong with the image path of a row that leads out of `folder`.
+    """Return what is wrong if an image path of a row leads out of `folder`, such as `../x.png`.
 
-    Such a path could show the model any file of this machine. None where all paths are inside, and
-    for data from the hub, which have no folder.
+    Such a path could show the model any file of this machine. Returns None if all paths are inside,
+    and for data from the hub, which have no folder.
     """
     if folder is None:
         return None
@@ -284,17 +286,17 @@ def _find_path_fault(row: Row, image_columns: Sequence[str], folder: Path | None
 
 
 def find_prompt_fault(prompt: object, *, has_image: bool = True) -> str | None:
-    """Return why a model cannot be asked this text; None where it can.
+    """Return why a model cannot be asked this text, None if it can.
 
-    The text may be empty if there is an image, since a question can be a part of its picture. A
-    literal `<image>` in it is only text: the chat template puts in the placeholders of images.
+    The text may be empty if there is an image, since the question may be written in the picture. A
+    literal `<image>` in the text is no placeholder: the chat template adds the placeholders.
     """
     if not isinstance(prompt, str):
         return f"has the question {prompt!r:.60}, expected a text"
     text = prompt.replace(IMAGE_PLACEHOLDER, " ")
     if has_image and not text.strip():
         text = "-"
-    # The check is that of a row of the training, whose other fields are filled in.
+    # Rows of the training are checked by the same function, so the other fields get values.
     return problem_with_row({"id": "-", "problem": text, "answer": "-", "images": []})
 
 
@@ -314,7 +316,8 @@ def _load_local_rows(
         raise UserError(f"data: {str(path)!r} {fault}")
     if files[0].suffix != ".parquet":
         return _rows_from_json(files[0], id_column)
-    # Hashed before they are read, so that a change in between gives another hash at the next load.
+    # The files are hashed before they are read. If they change in between, the next load gives
+    # another hash.
     file_hash = content_hash(files)
     return _rows_from_table(
         _read_tables(files),
@@ -328,8 +331,15 @@ def _load_local_rows(
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     """Return the files of a split in a folder, or in the folder `data` in it.
 
-    They are named after the split. The only Parquet file of a folder counts too, unless it is named
-    after another split. Parquet comes before JSON. Raises `UserError` where there are none.
+    The first of these that exists, for the split `test`:
+
+    1. `test-*.parquet`
+    2. `test.parquet`
+    3. `test.jsonl`
+    4. `test.json`
+    5. the only Parquet file, unless it is named after another split
+
+    Raises `UserError` if none of them exists.
     """
     patterns = (f"{split}-*.parquet", f"{split}.parquet", f"{split}.jsonl", f"{split}.json")
     directories = [directory for directory in (folder, folder / "data") if directory.is_dir()]
@@ -382,7 +392,7 @@ def _load_hub_rows(
     """Load the rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
     from datasets import load_dataset
 
-    # Without a network the library would try for minutes. What is in its cache is found even so.
+    # Without a network the library would try for minutes. Data in its cache are found even so.
     why_no_hub()
     try:
         dataset = load_dataset(name, config, split=split, revision=revision)
@@ -410,7 +420,7 @@ def _rows_from_table(
         image_columns: The columns that may hold images.
         data_hash: The hash of the data.
         origin: Where the table comes from, for messages.
-        folder: The folder in which paths of images lead, if there is one.
+        folder: The folder that paths of images are relative to, if there is one.
 
     Raises `UserError` for a text that is not UTF-8.
     """
@@ -418,14 +428,14 @@ def _rows_from_table(
     for name in image_columns:
         if name not in table.column_names:
             continue
-        # A column of texts stays with the rows: it has paths, or Base64.
+        # A column of texts has paths or Base64, so it stays in the rows.
         if not pa.types.is_string(table.schema.field(name).type):
             image_column_by_name[name] = table.column(name)
     try:
         rows = table.drop_columns(list(image_column_by_name)).to_pylist()
     except UnicodeDecodeError as error:
         raise UserError(f"data: {origin} has a text that is not UTF-8 ({error})") from None
-    # The rows have the names of these columns with None, since a check may ask for the fields.
+    # The rows get None for these columns, since a check may ask whether a row has the field.
     for row in rows:
         row.update(dict.fromkeys(image_column_by_name))
     return _LoadedRows(
@@ -438,7 +448,7 @@ def _rows_from_table(
 
 
 def _data_hash_with_images(loaded: _LoadedRows, image_columns: Sequence[str]) -> str:
-    """Return the hash of the rows, extended by one of the image files that they name, if any."""
+    """Return the hash of the rows; if they name image files, with `+` and the hash of these."""
     folder = loaded.folder
     if folder is None:
         return loaded.hash
@@ -461,7 +471,7 @@ def _rows_from_json(path: Path, id_column: str) -> _LoadedRows:
     file_hash, content = _read_json_file(path)
     rows = content
     if isinstance(content, dict):
-        # The keys are the ids of the rows; a value that is no row is refused below.
+        # The keys are the ids of the rows. A value that is no row is refused below.
         rows = [
             {id_column: row_id, **row} if isinstance(row, dict) else row
             for row_id, row in content.items()
@@ -475,7 +485,7 @@ def _rows_from_json(path: Path, id_column: str) -> _LoadedRows:
 
 
 def _read_json_file(path: Path) -> tuple[str, Any]:
-    """Return the hash of a JSON file, and its content; a list for one with an object per line.
+    """Return the hash and the content of a JSON file. A `.jsonl` file gives a list of its lines.
 
     Raises `UserError` for a file that cannot be read.
     """

@@ -22,12 +22,12 @@ from adora_vl.utils.files import naming_write_errors, replace_file, unwritable_e
 PREDICTIONS_FILE = "predictions.jsonl"
 SCORE_FILE = "score.json"
 REQUIRED_FIELDS = ("pid", "answer", "response")
-# The finish reasons of a problem that was never asked: its image is broken, or its prompt leaves no
-# room for an answer.
+# The finish reasons of a problem that was never asked. Its image is broken, or its prompt is so
+# long that the context has no room for an answer.
 IMAGE_FAILED = "image_failed"
 PROMPT_TOO_LONG = "prompt_too_long"
 NOT_ASKED_REASONS = (IMAGE_FAILED, PROMPT_TOO_LONG)
-# The id of a problem, and the number of an answer among those to it, from 0 on.
+# The id of a problem, and the number of one of the answers to it, from 0 on.
 RowKey = tuple[str, int]
 
 
@@ -52,19 +52,20 @@ def read_predictions(
     """Read all rows of a file of predictions, and check them.
 
     The file has an object a line, or one list of objects, or one object with a row under each id,
-    as MathVista publishes them. It may also be a table (.xlsx, .tsv, .csv), as VLMEvalKit writes it.
+    as MathVista publishes them. It may also be a table (.xlsx, .tsv, .csv), as VLMEvalKit writes
+    it.
 
     Args:
         path: The file.
-        check: Returns what a benchmark finds wrong with a row, and None where nothing is.
+        check: Returns what a benchmark finds wrong with a row, or None.
         id_column: The field from which a missing `pid` is taken.
-        columns: The names of fields in the file by our names, where they differ. A dot in one leads
-            into an object or a list.
+        columns: The names of fields in the file by our names, if they differ, such as
+            `{"answer": "meta.answers.0"}`. A dot leads into an object or a list.
 
     Returns the rows in the order of the file, with numbers as ids turned into texts and null
     responses into empty ones. Raises `UserError` with a line for each row that is no JSON object,
-    has a fault (`find_row_fault`), or has the key of an earlier row, and for a name in `columns` that
-    no row has.
+    has a fault (`find_row_fault`), or has the key of an earlier row, and for a name in `columns`
+    that no row has.
     """
     if not path.is_file():
         raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
@@ -129,7 +130,7 @@ def refuse_rows(where: str, faults: Sequence[str]) -> None:
 
 
 def describe_missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
-    """Say which of the needed fields a row lacks; None where it has all of them."""
+    """Say which of the needed fields a row lacks; None if it has all of them."""
     missing = [field for field in needed if field not in row]
     if not missing:
         return None
@@ -187,7 +188,7 @@ def find_field_fault(row: Prediction, kinds: Mapping[str, FieldKind]) -> str | N
         row: The row.
         kinds: The kind of each field that it has to have, by name.
 
-    Returns None where nothing is wrong.
+    Returns None if nothing is wrong.
     """
     missing = describe_missing_fields(row, tuple(kinds))
     if missing:
@@ -199,9 +200,9 @@ def find_field_fault(row: Prediction, kinds: Mapping[str, FieldKind]) -> str | N
 
 
 def _read_objects(path: Path) -> Iterator[Prediction | str]:
-    """Yield the objects of a file of predictions, in any of the forms that `read_predictions` names.
+    """Yield the rows of a file of predictions, in any of the forms that `read_predictions` names.
 
-    Where one is no object, a text that says so is yielded in its place.
+    For a row that is no object, a text that says what is wrong is yielded instead.
     """
     if is_table(path):
         yield from read_table_rows(path)
@@ -241,10 +242,11 @@ def _parse_line(line: bytes) -> Prediction | str:
 
 
 def _find_column_fault(row: Prediction, columns: Mapping[str, str]) -> str | None:
-    """Say which field that `columns` names a row lacks, while it has another field of our name.
+    """Say what is wrong if a row lacks a field that `columns` names, but has a field of our name.
 
-    That other field would else be taken in its place: the answer of the model, say, as the
-    reference answer. None where nothing is wrong.
+    With `answer=gold`, a row without `gold` but with `answer` has this fault. Its own `answer`,
+    which may be that of the model, would be taken for the reference answer. Returns None if nothing
+    is wrong.
     """
     for our_name, path in columns.items():
         if our_name in row and not _find_values(row, path):
@@ -256,11 +258,12 @@ def _find_column_fault(row: Prediction, columns: Mapping[str, str]) -> str | Non
 
 
 def _rename_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
-    """Give a row our names of its fields, its id as a text, and a response that is a text.
+    """Change a row in place: our names of its fields, its id as a text, and its response as a text.
 
-    The arguments are those of `read_predictions`. The row itself is changed.
+    The arguments are those of `read_predictions`. Returns the row.
     """
-    # All are read before any is written: `answer=gold response=answer` names the row's own answer.
+    # All fields are read before any is written. With `answer=gold response=answer` the response is
+    # the old `answer` of the row, not the new one.
     renamed_fields: dict[str, Any] = {}
     for our_name, path in columns.items():
         for value in _find_values(row, path):
@@ -277,10 +280,11 @@ def _rename_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) 
 
 
 def _find_values(content: object, path: str) -> list[Any]:
-    """Return the value at a path such as `meta.answers.0`, as a list of one, since it may be null.
+    """Return a list with the value at a path, or an empty list if there is none.
 
-    A part of the path is a key of an object or an index of a list. A key may have dots itself. The
-    list is empty where there is no such value.
+    It is a list because the value itself may be None. In `{"meta": {"answers": ["a"]}}` the path
+    `meta.answers.0` gives `["a"]`. A part of the path is a key of an object or an index of a list.
+    A key may have dots itself.
     """
     if isinstance(content, dict) and path in content:
         return [content[path]]
@@ -295,9 +299,10 @@ def _find_values(content: object, path: str) -> list[Any]:
 
 
 def parse_columns(words: Sequence[str]) -> dict[str, str]:
-    """Parse words such as `pid=index response=prediction` into their names by ours.
+    """Parse words such as `pid=index` into the names of fields in a file, by our names.
 
-    Raises `UserError` for a word of another form.
+    `pid=index response=prediction` gives `{"pid": "index", "response": "prediction"}`. Raises
+    `UserError` for a word of another form.
     """
     their_name_by_ours: dict[str, str] = {}
     for word in words:
@@ -309,7 +314,7 @@ def parse_columns(words: Sequence[str]) -> dict[str, str]:
 
 
 def find_row_fault(row: Prediction) -> str | None:
-    """Say what is wrong with the fields that are the same for every benchmark; None if nothing is."""
+    """Say what is wrong with the fields that every benchmark has; None if nothing is wrong."""
     fault = find_field_fault(row, dict.fromkeys(REQUIRED_FIELDS, TEXT_VALUE))
     if fault:
         return fault
@@ -366,7 +371,7 @@ class PredictionLog:
             self._file.truncate(end_of_last_line)
             self.done = {row_key(row) for row in read_rows(self.path)}
         except BaseException as error:
-            # The holder of the lock is looked for before the file is closed.
+            # The process that holds the lock has to be looked up before the file is closed.
             message = f"output: {_describe_lock_holder(self._file)} is writing {self.path}"
             self._file.close()
             if isinstance(error, BlockingIOError):
@@ -400,7 +405,7 @@ class PredictionLog:
 
 
 def _describe_lock_holder(file: BinaryIO) -> str:
-    """Name the process that has locked a file, with its command, as far as Linux says it."""
+    """Name the process that has locked a file, with its command, or "another process"."""
     inode = str(os.fstat(file.fileno()).st_ino)
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
@@ -414,7 +419,7 @@ def _describe_lock_holder(file: BinaryIO) -> str:
 
 
 def read_rows(path: Path) -> list[Prediction]:
-    """Read the rows of a file of predictions; none where there is no file or it is empty."""
+    """Read the rows of a file of predictions; [] if there is no file, or if it is empty."""
     return read_predictions(path) if path.is_file() and path.stat().st_size else []
 
 
@@ -426,8 +431,8 @@ def rank_file_path(folder: Path, rank: int) -> Path:
 def merge_rank_files(folder: Path, log: PredictionLog) -> bool:
     """Move the answers that the ranks have written into files of their own to `log`.
 
-    Such a file is removed only when its rows are on the disk in the log. A run that is killed here
-    therefore loses nothing, and the next one appends nothing twice.
+    The file of a rank is removed only when its rows are on the disk in the log, so a run that is
+    killed here loses nothing. The next run skips rows that the log already has.
 
     Returns whether there were such files.
     """
@@ -440,9 +445,9 @@ def merge_rank_files(folder: Path, log: PredictionLog) -> bool:
 
 
 def sort_rows(path: Path, keys: Sequence[RowKey]) -> None:
-    """Rewrite a file of predictions in the order of these keys, leaving out keys without a row.
+    """Rewrite a file of predictions in the order of these keys; keys without a row are skipped.
 
-    The new file replaces the old one at once.
+    The new file replaces the old one atomically.
     """
     row_by_key = {row_key(row): row for row in read_rows(path)}
     lines = [json.dumps(row_by_key[row_key]) + "\n" for row_key in keys if row_key in row_by_key]

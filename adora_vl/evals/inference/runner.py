@@ -67,14 +67,14 @@ class AnswerSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """How many answers a run of `infer` has, and how long they took."""
+    """The number of answers of a run of `infer`, and the time that they took."""
 
     total: int
-    """The answers that the run is for."""
+    """The number of answers that the run is for: problems times samples."""
     resumed: int
-    """Those of them that an earlier run had got."""
+    """How many of them were there already, from an earlier run."""
     pending: int
-    """Those of them that this run asked for."""
+    """How many of them this run asked for."""
     image_failed: int
     """The problems of this run that were not asked, because an image cannot be decoded."""
     seconds: float
@@ -101,9 +101,11 @@ class _Answerer:
     def answer_slice(self, samples: Sequence[AnswerSample], earlier_keys: set[RowKey]) -> float:
         """Answer this rank's share of the samples into a file of its own.
 
+        With 3 ranks, rank 1 answers the samples 1, 4, 7 and so on.
+
         Args:
-            samples: The samples of all ranks. This rank answers every `world`-th of them.
-            earlier_keys: The keys of the answers that an earlier run had got.
+            samples: The samples of all ranks.
+            earlier_keys: The keys of the answers that are there from an earlier run.
 
         Returns the seconds of generation.
         """
@@ -128,8 +130,8 @@ class _Answerer:
         # `disable=None` shows no bar where stderr is not a terminal.
         no_bar = self.ranks.rank > 0 or None
         with tqdm(total=len(samples), initial=resumed_count, unit="answer", disable=no_bar) as bar:
-            # The whole list is divided into batches, and not only what is missing. A resumed run
-            # has the same batches so, and rounding can depend on what else is in a batch.
+            # All samples are divided into batches, not only the missing ones. So a resumed run has
+            # the same batches, which matters because rounding can depend on the rest of a batch.
             for start_index in range(0, len(samples), batch_size):
                 batch = samples[start_index : start_index + batch_size]
                 missing_samples = [sample for sample in batch if sample.key not in log.done]
@@ -148,7 +150,7 @@ class _Answerer:
     def _build_engine(self, *, has_predictions: bool) -> AnswerEngine:
         """Build the engine, and add the settings that it took from the model to the fingerprint.
 
-        Raises `UserError` where they are not those of the predictions that the folder has already.
+        Raises `UserError` if the folder has predictions that were made with other such settings.
         """
         is_rank_0 = self.ranks.rank == 0
         # The libraries print much while they load a model.
@@ -178,9 +180,10 @@ def infer(
     problems_in_data: int | None = None,
     ranks: Ranks = SINGLE_PROCESS,
 ) -> Summary:
-    """Get every answer to the problems that the folder `output` does not have yet.
+    """Get all answers to the problems that are not in the folder `output` yet.
 
-    With several ranks each answers a share into a file of its own, and rank 0 merges the files.
+    With several ranks, each rank answers its share into a file of its own, and rank 0 merges the
+    files.
 
     Args:
         problems: The problems to ask.
@@ -235,8 +238,8 @@ def _answer_as_rank_0(
         samples: The number of answers to each problem.
         answers_to_all_data: The number of answers to all problems of the data.
 
-    Raises `UserError` if the folder has predictions that were made with other settings, or that this
-    run does not ask for.
+    Raises `UserError` if the folder has predictions that were made with other settings, or that
+    this run does not ask for.
     """
     output = answerer.output
     ranks = answerer.ranks
@@ -255,7 +258,8 @@ def _answer_as_rank_0(
             n_answers=n_answers,
             n_resumed=resumed_count,
         )
-        # A run that was refused leaves the counts of the one before, which a score goes by.
+        # The counts are written only after the checks: a run that is refused must not change the
+        # counts of the earlier run, which a score reads.
         with naming_write_errors("output", output):
             write_fingerprint(
                 output,
@@ -272,9 +276,9 @@ def _answer_as_rank_0(
             seconds = answerer.answer_slice(answer_samples, earlier_keys)
         ranks.barrier("end")  # every rank has written its file
         has_merged_parts |= merge_rank_files(output, log)
-        # Answers that an earlier run missed, and further samples, are at the end of the file.
         is_server = answerer.settings.endpoint is not None
-        # A server may have failed to give some, which a later run adds behind the others.
+        # A resumed run may append answers that belong before the others: answers that a server
+        # failed to give in the earlier run, and further samples of the same problems.
         has_late_rows = resumed_count and pending_count and (is_server or samples > 1)
         if has_merged_parts or has_late_rows:
             sort_rows(output / PREDICTIONS_FILE, [sample.key for sample in answer_samples])
@@ -299,9 +303,9 @@ def _summary_of_run(
 
     Args:
         rows: All rows of the file of predictions.
-        earlier_keys: The keys of those that were there before the run.
+        earlier_keys: The keys of the rows that were there before the run.
         total: The number of answers that the run is for.
-        pending: The number of those that it asked for.
+        pending: The number of answers that this run asked for.
         seconds: The time of generation.
     """
     finish_reason_counts = Counter(
@@ -321,7 +325,8 @@ def _summary_of_run(
 def _answer_beside_rank_0(answerer: _Answerer, samples: Sequence[AnswerSample]) -> Summary:
     """Answer the share of a rank other than 0, between the same barriers as rank 0.
 
-    The summary counts nothing of this run: rank 0 merges the answers, and returns what is printed.
+    The counts of this summary are not those of the run: only rank 0, which merges the answers, has
+    them.
     """
     ranks = answerer.ranks
     ranks.barrier("start")
@@ -348,15 +353,15 @@ def _print_counts(n_problems: int, samples: int, *, resumed: int, pending: int) 
 def _refuse_predictions_of_more(
     output: Path, *, n_predictions: int, n_answers: int, n_resumed: int
 ) -> None:
-    """Raise `UserError` where a folder has predictions that this run does not ask for.
+    """Raise `UserError` if a folder has predictions that this run does not ask for.
 
-    The score would be over those too.
+    The score would count those too.
 
     Args:
         output: The folder.
-        n_predictions: The predictions in it.
-        n_answers: The answers that this run is for.
-        n_resumed: The predictions that are such answers.
+        n_predictions: The number of predictions in it.
+        n_answers: The number of answers that this run is for.
+        n_resumed: The number of predictions that are such answers.
     """
     if n_predictions > n_resumed:
         raise UserError(
@@ -375,7 +380,7 @@ def _removed_if_unanswered(output: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
-        # An error here would hide the user's mistake. A file that vanished meanwhile is one.
+        # An error here, such as a file that has vanished meanwhile, would hide the user's mistake.
         with suppress(OSError, KeyError):
             path_by_name = {path.name: path for path in output.iterdir()}
             has_only_our_files = path_by_name.keys() <= {
@@ -403,11 +408,12 @@ def answer_batch(
     Args:
         engine: The engine.
         batch: The samples to answer.
-        seed: The seed of the run, from which each answer has one of its own.
+        seed: The seed of the run, from which the seed of each answer is derived.
         system_prompt: The system prompt of all prompts.
     """
     rows: list[Prediction] = []
-    # The requests, and the positions of their rows: a problem with a broken image has none.
+    # The requests, and the positions of their rows in `rows`. A problem with a broken image has a
+    # row but no request.
     requests: list[AnswerRequest] = []
     requested_positions: list[int] = []
     for position, sample in enumerate(batch):
@@ -444,8 +450,8 @@ def answer_batch(
 def _fill_with_reply(row: Prediction, reply: Reply) -> None:
     """Add the fields of a reply to the row of its problem.
 
-    Only a model with tools has `calls`, and only one that thinks has `thinking_opened`: whether the
-    prompt ended inside a block of thinking, which the response then begins in.
+    `calls` is set only for a model with tools. `thinking_opened` is set only if the prompt ended
+    inside a block of thinking, so that the response begins inside it.
     """
     row.update(
         response=reply.text,
@@ -460,16 +466,16 @@ def _fill_with_reply(row: Prediction, reply: Reply) -> None:
 
 
 def _fill_without_answer(row: Prediction, finish_reason: str, error: str) -> None:
-    """Add the fields of an answer to a row whose problem could not be asked, and why it could not."""
+    """Add the fields of an empty answer, and the reason, to a row that could not be asked."""
     row.update(response="", finish_reason=finish_reason, n_tokens=0, n_prompt_tokens=0, error=error)
 
 
 def _answer_seed(sample: AnswerSample, run_seed: int) -> int:
     """Derive the 32-bit seed of one answer from the seed of the run.
 
-    Each answer has a seed of its own, so that a resumed run samples what an uninterrupted one would.
-    The number of the first answer to a problem is left out of the hash, so that it has the same
-    seed as in a run with one answer to each problem.
+    The seed is a hash of the text `7/p3` for the first answer to the problem `p3` with the run's
+    seed 7, and of `7/p3/1` for the second one. So a resumed run samples the same answers as an
+    uninterrupted one, and the first answer is the same for any number of samples.
     """
     name = f"{run_seed}/{sample.problem.pid}"
     if sample.number:
@@ -502,10 +508,10 @@ def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None
 def with_engine_bounds(
     settings: AnswerEngineSettings, problems: Sequence[Problem]
 ) -> AnswerEngineSettings:
-    """Return the engine's settings with the bounds that it needs to fit all problems.
+    """Return the engine's settings with bounds that hold for all problems.
 
-    They are the most images of a problem, and the bytes of the longest prompt with the system
-    prompt. vLLM sets its context length from them.
+    The bounds are the largest number of images in a problem, and the bytes of the longest prompt
+    plus those of the system prompt. vLLM sets its context length by them.
     """
     longest_prompt = max(len(problem.prompt.encode()) for problem in problems)
     system_bytes = len((settings.system_prompt or "").encode())

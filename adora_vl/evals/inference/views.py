@@ -27,10 +27,10 @@ DESCRIPTION_BY_VIEW = {
 
 
 def show_in_view(problems: Sequence[Problem], view: str) -> list[Problem]:
-    """Change problems to what one of the `DESCRIPTION_BY_VIEW` shows of them.
+    """Change problems so that they show what a view shows (`DESCRIPTION_BY_VIEW`).
 
-    Problems without facts in words are left out of `text` and `both`. Raises `UserError` where no
-    problem has what the view needs.
+    The views `text` and `both` leave out problems without facts in words. Raises `UserError` if no
+    problem has the facts or the images that the view needs.
     """
     if view == "image":
         return list(problems)
@@ -59,9 +59,9 @@ def show_in_view(problems: Sequence[Problem], view: str) -> list[Problem]:
 def _prompt_with_facts(problem: Problem, *, without_picture: bool) -> str:
     """Return the prompt of a problem with the facts of its picture in words.
 
-    Where the prompt has the placeholder of a picture, the facts come last, so that they do not
-    stand before the picture. In any other prompt they come first. `without_picture` removes the
-    placeholder.
+    The facts come before the question: `What the picture shows: ...`. If the prompt has the
+    placeholder of a picture, they come last, so that they follow the picture. `without_picture`
+    removes the placeholder.
     """
     question = problem.prompt
     if without_picture:
