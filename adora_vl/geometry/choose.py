@@ -26,9 +26,9 @@ _ROUNDED_ANSWER_TOLERANCE = 2e-3  # share by which answers of such figures may d
 _DOUBLE_ROOT_TOLERANCE = 3e-4  # share by which answers at a double root may differ
 _ANSWER_TOLERANCE = 1e-5  # share by which other equal answers may differ
 _DISTANCE_PER_FAULT = 0.1  # a fault of kind counts as so much distance from the picture
-# a figure that is so much nearer to the picture is the one that is meant
+# A figure is no rival of the best one if it is this many times as unlike the picture.
 _CLEARLY_NEARER_RATIO = 1.5
-_NEGLIGIBLE_DISTANCE = 0.02  # and this counts as no distance at all
+_NEGLIGIBLE_DISTANCE = 0.02  # a difference in unlikeness that never decides
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Outcome:
         value: The answer, or the likeliest one of several; None without a figure.
         solution: The figure with this answer.
         rival_values: The answers of other figures that fulfil the facts as well.
-        alternatives: Where no picture chooses a figure, the others with this answer. What is not
-            asked for may be otherwise in them.
+        alternatives: Other figures with the same answer, where no picture chooses one. They may
+            differ in what is not asked for.
         at_double_root: The answer is known to about four digits alone, since the equations have a
             double root there.
-        disordered_lines: Lines on which the only figures have the points in another order, which is
-            a conflict with what lies on them.
+        disordered_lines: Lines whose points have another order in the figure than in the facts or
+            in the picture. With such a line the status is `conflict`.
     """
 
     status: Status
@@ -62,10 +62,10 @@ def choose_outcome(
 ) -> Outcome:
     """Search for figures that fulfil the facts, and choose the one that is meant.
 
-    `budget` counts the evaluations that are left, and `starts` how many searches there are, by
-    default as many as the picture needs. `rounded`: facts may be off by as much as a book rounds
-    them. Figures fit that have the points of a line in another order than the facts or the picture
-    say; the outcome is a conflict then.
+    `budget` counts the evaluations that are left. `starts` is the number of searches; by default it
+    depends on how much the picture shows. With `rounded` the facts may be off by as much as a book
+    rounds them. The outcome is a conflict where the chosen figure has the points of a line in
+    another order than the facts or the picture.
     """
     result = _choose_by_likeness(problem, budget=budget, starts=starts, rounded=rounded)
     if result.solution is None or result.status in ("conflict", "collapsed"):
@@ -80,9 +80,9 @@ def choose_outcome(
 def _choose_by_likeness(
     problem: FigureProblem, budget: Budget, *, starts: int | None, rounded: bool
 ) -> Outcome:
-    """Return the outcome before the order of points on lines is looked at.
+    """Return the outcome without a check of the order of points on lines.
 
-    Figures that have collapsed count for nothing, and those without a fault come before all others.
+    Figures that have collapsed are ignored, and figures without a fault come before all others.
     """
     max_residual = _MAX_RESIDUAL_OF_ROUNDED_FACTS if rounded else MAX_RESIDUAL
     solutions = problem.solutions(budget, starts, max_residual)
@@ -122,19 +122,19 @@ def _choose_by_likeness(
 
 
 def _unlikeness(solution: Solution) -> tuple[float, int]:
-    """Return how unlike the picture a figure is, with the number of its start.
+    """Return how unlike the picture a figure is, and the number of its start.
 
-    Among equally unlike figures the earlier start comes first.
+    In comparisons the start decides between equally unlike figures: the earlier one is better.
     """
     unlikeness = solution.picture_distance + _DISTANCE_PER_FAULT * solution.faults
     return round(unlikeness, 6), solution.start
 
 
 def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
-    """Tell whether a figure with another answer is about as much like the picture as the best one.
+    """Tell whether a figure has another answer, and is about as much like the picture as the best.
 
-    `share` is how much of an answer counts as rounding. Of a positive and a negative answer the
-    positive one is meant, and a figure that may still move says nothing.
+    `share` is the relative difference of answers that counts as rounding. A figure whose goal may
+    still move is no rival. Neither is a negative answer beside a positive one, which is meant.
     """
     if answers_agree(solution.value, best.value, share) or is_goal_free(solution):
         return False
@@ -146,7 +146,7 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
 
 
 def _rival_values(candidates: Sequence[Solution], best: Solution, share: float) -> list[float]:
-    """Return the answers that differ from the best one by more than a share, rounded, each once."""
+    """Return the answers that differ from the best one by more than `share`, sorted, each once."""
     return sorted(
         {
             round(solution.value, 6)

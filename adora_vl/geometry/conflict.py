@@ -17,21 +17,22 @@ from adora_vl.geometry.reading import Reading, read_facts
 from adora_vl.geometry.solve import FigureProblem, answers_agree, is_collapsed
 
 _MAX_FACTS_TRIED = 14  # facts of one kind that are left out one by one
-# of a form without a fact, of which many are tried; two that agree end a search
+# How many searches begin for a form without a fact. They are few, since many such forms are tried.
 _STARTS_WITHOUT_FACT = 4
-# A contradiction that is named has to hold: few facts are cheap to search from many starts.
+# How many begin for the named facts alone. A figure must not be missed, and few facts are cheap.
 _STARTS_ALONE = 24
 _EVALUATIONS_ALONE = 4000
 _MAX_FACTS_NAMED = 6  # facts that a person still reads
-# share of the largest residual that a fact has to have to count as involved
+# A fact counts as missed if its residual is more than this share of the largest one.
 _MIN_RESIDUAL_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
 class Repair:
-    """Facts that were left out so that a figure fits, and what the figure says then.
+    """A figure that fits without some facts, and its answer.
 
-    `left_out` are the numbers of these facts.
+    `left_out` has the numbers of these facts. `outcome` is the result of the search without them,
+    and `problem` has the equations of the other facts.
     """
 
     left_out: tuple[int, ...]
@@ -41,13 +42,16 @@ class Repair:
 
 @dataclass(frozen=True)
 class Conflict:
-    """What contradicts: the numbers of facts each of which alone, left out, lets a figure fit.
+    """Which facts contradict each other, and the figures that fit without some of them.
 
-    Where no fact does, they are the facts that are involved. `is_certain`: these facts exclude each
-    other by themselves. Where they do not, a figure may exist that the search has missed.
+    `facts` has the numbers of the contradicting facts: leaving out any one of them makes a figure
+    fit. Where no single fact does so, they are the facts that the nearest figure misses.
 
-    `repairs` are the figures without a fault that then fit. `repair` is one of them where all of
-    one kind have the same answer.
+    `is_certain` tells whether these facts alone exclude each other. Otherwise a figure may exist
+    that the search has missed.
+
+    `repairs` has the figures without a fault that fit. `repair` is one of them whose answer may be
+    reported, since all figures of its group have the same answer.
     """
 
     facts: tuple[int, ...]
@@ -59,10 +63,15 @@ class Conflict:
 def find_conflict(form: LogicForm, reading: Reading, budget: Budget) -> Conflict:
     """Leave out facts until figures fit, and say which facts contradict each other.
 
-    All lengths beside angles go first, or the other way round, then one fact at a time: first the
-    values that facts give, then the relations of the figure, and last what the question itself
-    supposes. `budget` counts evaluations for all trials together; a trial that finds it spent
-    counts as one that does not fit.
+    These are left out in turn:
+
+    1. all lengths if the goal is an angle, or all angles if it is a length,
+    2. one value after the other, such as `AB = 5`,
+    3. one relation after the other, such as "AB is parallel to CD",
+    4. one fact after the other that the question itself supposes.
+
+    `budget` counts the evaluations of all trials together. Once it is spent, no figure fits any
+    more.
     """
     missed_facts = _facts_missed_by_nearest_figure(FigureProblem(reading), budget)
     repairs: list[Repair] = []
@@ -73,7 +82,7 @@ def find_conflict(form: LogicForm, reading: Reading, budget: Budget) -> Conflict
         repairs_of_group = [repair for repair in attempts if repair is not None]
         repairs += repairs_of_group
         answered = [repair for repair in repairs_of_group if repair.outcome.status == "answered"]
-        # The first kind of fact that helps decides; later ones are named, but answer nothing.
+        # The first group with an answer decides on it. Facts of later groups are only named.
         if answered and not is_settled:
             is_settled = True
             first_value = answered[0].outcome.value
@@ -99,10 +108,11 @@ def find_conflict(form: LogicForm, reading: Reading, budget: Budget) -> Conflict
 def _groups_to_leave_out(
     reading: Reading, missed_facts: Sequence[int]
 ) -> list[list[tuple[int, ...]]]:
-    """Return which facts are left out together, by their numbers, in the order of trial.
+    """Return the trials in four groups, as `find_conflict` lists them.
 
-    The first group has all lengths or all angles at once. The others have single facts: those that
-    give values, those that say relations, and those of the question.
+    A trial has the numbers of the facts that are left out together. For example, where facts 0 and
+    1 are lengths, fact 2 is an angle, fact 3 a relation, and the goal is an angle, the groups are
+    [(0, 1)], [(0,), (1,), (2,)], [(3,)] and [].
     """
     terms = reading.drawing.terms
     first_of_question = len(reading.drawing.fact_terms)
@@ -123,10 +133,10 @@ def _groups_to_leave_out(
 
 
 def _exclude_each_other(form: LogicForm, reading: Reading, named: Sequence[int]) -> bool:
-    """Tell whether no figure fulfils these facts alone, with what lies on their lines and circles.
+    """Tell whether no figure fulfils some facts alone, with what lies on their lines and circles.
 
-    `named` are the numbers of the facts. So few facts are fulfilled by many starts if by any
-    figure, which a whole diagram is not.
+    `named` has the numbers of these facts. If a figure fulfils so few facts, some of many starts
+    will find it. That cannot be said of a whole diagram.
     """
     terms = reading.drawing.terms
     points = {point for number in named for point in points_in_term(terms[number])}
@@ -152,10 +162,10 @@ def gives_size(term: Term) -> bool:
 
 
 def _facts_of_other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the facts of the kind that the goal is not: lengths for an angle, angles for a length.
+    """Return the facts that give lengths if the goal is an angle, or else those that give angles.
 
-    `values` are the numbers of all facts that give sizes. The result is a list with one group of
-    numbers, or empty where only one kind is there.
+    `values` has the numbers of all facts that give sizes. The result is a list with one tuple of
+    numbers. It is empty unless there are both lengths and angles.
     """
     terms = reading.drawing.terms
     lengths = tuple(number for number in values if unit_of_term(terms[number]) == "length")
@@ -166,7 +176,7 @@ def _facts_of_other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[
 
 
 def _unit_of_goal(reading: Reading) -> str:
-    """Return the unit of the goal; that of a letter is the unit of the first fact that has it."""
+    """Return the unit of the goal. A letter has the unit of the first fact with it."""
     goal = reading.goal_term
     if goal is None or goal.arguments or not re.fullmatch("[a-z]", goal.head):
         return reading.unit
@@ -179,9 +189,9 @@ def _unit_of_goal(reading: Reading) -> str:
 
 
 def _try_without_facts(form: LogicForm, left_out: Iterable[int], budget: Budget) -> Repair | None:
-    """Search a figure without some facts; None where none fits without a fault.
+    """Search for a figure without some facts; return None where no figure without a fault fits.
 
-    `left_out` are the numbers of these facts.
+    `left_out` has the numbers of these facts.
     """
     numbers = tuple(left_out)
     if budget.remaining <= 0:
@@ -197,9 +207,9 @@ def _try_without_facts(form: LogicForm, left_out: Iterable[int], budget: Budget)
 
 
 def _facts_missed_by_nearest_figure(problem: FigureProblem, budget: Budget) -> list[int]:
-    """Return the numbers of the facts that the nearest figure misses, the worst missed first.
+    """Return the numbers of the facts that do not hold in the nearest figure, the worst first.
 
-    The nearest figure misses all facts together as little as it can.
+    The nearest figure is the one with the least sum of squared residuals that two searches find.
     """
     system = problem.system
     least_residuals: np.ndarray | None = None
@@ -214,7 +224,7 @@ def _facts_missed_by_nearest_figure(problem: FigureProblem, budget: Budget) -> l
     if least_residuals is None or not len(least_residuals):
         return []
     reading = problem.reading
-    # By identity, since two facts may say equal relations.
+    # The keys are identities of objects, since two facts may have equal relations.
     fact_by_relation_id = {
         id(relation): number
         for relation, number in zip(reading.relations, reading.fact_numbers, strict=True)

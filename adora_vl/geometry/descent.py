@@ -15,9 +15,8 @@ from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.system import System
 
 _MAX_DAMPINGS_TRIED = 7  # dampings that one step tries
-# a step that went downhill lets the next one be so much bolder
-_DAMPING_DIVISOR_AFTER_SUCCESS = 8.0
-_DAMPING_FACTOR_AFTER_FAILURE = 6.0  # and one that did not makes it so much more careful
+_DAMPING_DIVISOR_AFTER_SUCCESS = 8.0  # after a step downhill the next one is bolder
+_DAMPING_FACTOR_AFTER_FAILURE = 6.0  # after a trial that failed the next one is more careful
 _MIN_DAMPING = 1e-12
 _NEGLIGIBLE_RESIDUAL = 1e-13  # largest residual at which nothing is left to gain
 _MIN_STEPS_BEFORE_GIVING_UP = 15  # steps before slow progress ends the search
@@ -26,7 +25,7 @@ _MIN_STEPS_BEFORE_GIVING_UP = 15  # steps before slow progress ends the search
 class Budget:
     """How many evaluations of the equations a search may still do.
 
-    Work is counted so, and not in seconds, that every machine ends at the same place.
+    Work is not counted in seconds, so that every machine ends at the same place.
     """
 
     def __init__(self, evaluations: int) -> None:
@@ -42,8 +41,8 @@ class Budget:
 class _Objective:
     """What a search makes small: the residuals of a system, and how far the unknowns have moved.
 
-    The first unknowns, those before `first`, do not move. The squares of the ways from `begin`
-    count `weights` times beside those of the residuals.
+    The unknowns before `first` do not move. The squared distances of the others from `begin` are
+    multiplied by `weights` and added to the squared residuals.
     """
 
     system: System
@@ -102,8 +101,8 @@ def descend(
         budget: How many evaluations of the equations are left; each step takes one.
         steps: How many steps the search may take.
         first: The unknowns before this one stay as they are.
-        pull: Holds the points near where they began: the squares of their ways count so much
-            beside the squares of the residuals.
+        pull: The weight of the squared distances of the points from where they began, beside the
+            squared residuals. It holds the points near their beginning.
     """
     weights = np.zeros(system.count)
     weights[: system.first_unknown] = pull
@@ -123,11 +122,11 @@ def descend(
         squares_after = objective.sum_of_squares(next_position.state, next_position.residuals)
         gain = squares_before - squares_after
         position = next_position
-        # A search that hardly gains while far from a solution is stuck beside one.
+        # A search that hardly improves while the residuals are large is stuck.
         is_far = squares_before > 1e-8
         if gain < 1e-9 * squares_before and is_far and step > _MIN_STEPS_BEFORE_GIVING_UP:
             break
-        # A pulled search is only to bring the points near; the next one goes on.
+        # A search with a pull need not be exact, since another one follows it.
         if pull and gain < 1e-3 * squares_before:
             break
     return Descent(state=position.state, residual=position.largest_residual)
@@ -137,7 +136,7 @@ def _step_downhill(objective: _Objective, position: _Position) -> _Position | No
     """Return the position after one step downhill, as bold as one of the trials allows.
 
     The step solves the damped normal equations. More damping makes it shorter and turns it towards
-    the steepest way down. None where the place is flat, or no trial leads downhill.
+    the steepest way down. Returns None where the slope is 0, or where no trial leads downhill.
     """
     first = objective.first
     weights = objective.weights

@@ -1,7 +1,7 @@
 """What kind of fact a relation is, as far as it matters for whether a claim says something new.
 
-A value is arithmetic's to use. A line, a right angle or a circle is none: what they make of values
-has to be found out.
+A claim that follows from given values by arithmetic says nothing new. What follows from a line, a
+right angle or a circle has to be found out, so it may be new.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adora_vl.geometry.quantities import (
 
 
 def gives_value(relation: Relation) -> bool:
-    """Tell whether a fact says of one name which number it is."""
+    """Tell whether a fact gives one name a number: `AB = 5`, and not `AB + BC = 5`."""
     sides = list(sides_of_equation(relation))
     has_number = any(number_of_quantity(side) is not None for side in sides)
     return has_number and any(not isinstance(side, Arithmetic) for side in sides)
@@ -36,9 +36,9 @@ def joins_names(relation: Equal) -> bool:
 
 
 def gives_expression(relation: Relation) -> bool:
-    """Tell whether a fact says of one name which expression of letters it is: `AB = 2x + 1`.
+    """Tell whether a fact gives one name an expression of letters: `AB = 2x + 1`.
 
-    What a letter's value makes of it is arithmetic on what is known.
+    Once the letters are known, the value of the name follows by arithmetic.
     """
     sides = list(sides_of_equation(relation))
     return any(
@@ -62,7 +62,7 @@ def is_collinear(relation: Relation) -> bool:
 
 
 def names_angle(relation: Relation) -> bool:
-    """Tell whether a fact only says which angle a number in the picture stands for."""
+    """Tell whether a fact only gives an angle its number in the picture: `angle 1 = angle ABC`."""
     sides = list(sides_of_equation(relation))
     numbers = [side for side in sides if isinstance(side, Unknown)]
     is_numbered = any(side.name.startswith("angle ") for side in numbers)

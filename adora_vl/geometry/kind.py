@@ -22,8 +22,8 @@ from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, s
 FAULTS_OF_COLLAPSE = 10  # faults of a figure in which points fall together
 _MIN_SEGMENT_SHARE = 0.015  # share of the figure's size; a shorter segment has fallen together
 _MIN_BEND = 1e-3  # radians; a corner that bends less is none
-_MAX_SEGMENTS_COMPARED = 30  # segments of a picture whose pairs are not compared any more
-_MIN_SINE_OF_CORNER = 0.2  # sine of a drawn corner that is too flat to be compared
+_MAX_SEGMENTS_COMPARED = 30  # with so many segments in a picture their pairs are not compared
+_MIN_SINE_OF_CORNER = 0.2  # a drawn corner with a smaller sine is too flat to be compared
 
 
 class DrawnTurn(NamedTuple):
@@ -75,8 +75,8 @@ class KindOfFigure:
     def _seen_orders(self) -> list[list[str]]:
         """Return the points of each line in order.
 
-        Of a line with a point without a place it is known which points lie between its ends, and
-        not in which order.
+        Where a point of a line has no place, the order of the points between its ends is not known.
+        Then each of them gives a row of its own: end, point, end.
         """
         rows = [row for row in self.drawing.drawn_lines if len(row) > 2]
         triples = [
@@ -107,7 +107,7 @@ class KindOfFigure:
         """Return the pairs of drawn segments that do not cross, as four ends."""
         apart: list[tuple[str, str, str, str]] = []
         placed = [line for line in self.segments if set(line) <= self.places.keys()]
-        # Pairs grow with the square, and a crowded picture has other marks of its kind.
+        # The number of pairs grows with the square. A crowded picture shows its kind in other ways.
         if len(placed) >= _MAX_SEGMENTS_COMPARED:
             return apart
         rows = [set(row) for row in self.drawing.drawn_lines]
@@ -125,11 +125,10 @@ class KindOfFigure:
     def faults(self, state: Vector) -> int:
         """Count how much the figure at `state` differs in kind from the picture, or from the words.
 
-        Each line with its points in another order counts one, and so does each corner that turns to
-        the other side, and each crossing that is not drawn. A figure that has collapsed counts
-        `FAULTS_OF_COLLAPSE` for each reason, so that it is worse than any that is merely drawn
-        otherwise in a few places. 0 without anything that is drawn, since nothing is there to
-        compare.
+        Each of these counts 1: a line with its points in another order, a corner that turns to the
+        other side, two segments that cross and do not cross in the picture. Each sign of a collapse
+        counts `FAULTS_OF_COLLAPSE`, so that a collapsed figure is worse than one that differs in a
+        few places. The count is 0 where nothing is drawn, since there is nothing to compare.
         """
         if not self.used_points:
             return 0
@@ -139,7 +138,7 @@ class KindOfFigure:
         )
 
     def _collapses(self, state: Vector, location_by_name: Mapping[str, complex]) -> int:
-        """Count the reasons for which the figure is none: points or radii that fall together.
+        """Count the signs of a collapse: segments or radii without length, and points on one line.
 
         `location_by_name` has the places of the used points at `state`, the values of all unknowns.
         """
@@ -159,7 +158,7 @@ class KindOfFigure:
         return count
 
     def _differences(self, state: Vector, location_by_name: Mapping[str, complex]) -> int:
-        """Count what is drawn otherwise in the figure at `state` than in the picture or in words."""
+        """Count how often the figure at `state` differs from the picture, or from the words."""
         width, height = extent_of(location_by_name.values())
         # Compared with a product of two areas, which grows with the fourth power of lengths.
         tolerance = 1e-9 * max(width, height) ** 4
@@ -193,7 +192,7 @@ class KindOfFigure:
             turns.append(phase(sides[i] * sides[i - 1].conjugate()))
         always_left = min(turns) > _MIN_BEND
         always_right = max(turns) < -_MIN_BEND
-        # Once round is a full turn; a pentagram, which also bends to one side alone, goes round twice.
+        # A pentagram also bends to one side alone, but goes round twice.
         goes_round_once = abs(sum(turns)) < 1.5 * math.tau
         return (always_left or always_right) and goes_round_once
 

@@ -32,12 +32,13 @@ class _MatchedPolygons(NamedTuple):
 
 
 class Likeness(Regions):
-    """The picture of a logic form: how much its polygons look like their kind, or like each other."""
+    """Tells how much the polygons of a picture look like their kind, or like each other."""
 
     def _most_alike_polygon(self, kind: str, corner_count: int) -> list[str] | None:
         """Return the corners of the drawn polygon that looks most like a kind such as `Kite`.
 
-        It has so many corners, and is the largest among equals. None without such a polygon.
+        It has `corner_count` corners. Of equally alike polygons it is the largest. Returns None
+        where no polygon has so many corners.
         """
         polygons = [names for names in self.polygons if len(names) == corner_count]
         if not polygons:
@@ -53,8 +54,8 @@ class Likeness(Regions):
     def _unlikeness_to_kind(self, kind: str, names: Sequence[str]) -> float:
         """Return how far a drawn quadrilateral is from its kind; 0 for any other polygon.
 
-        Sines of sides that should be parallel, cosines of those that should be perpendicular and
-        logarithms of the ratios of those that should be equal are added up.
+        It is a sum over pairs of sides: of sines where they should be parallel, of cosines where
+        they should be perpendicular, and of logarithms of their ratio where they should be equal.
         """
         if len(names) != 4:
             return 0.0
@@ -84,9 +85,13 @@ class Likeness(Regions):
     def similar_pair(self) -> tuple[list[str], list[str]]:
         """Return the corners of two drawn shapes that are meant to be similar, in the same order.
 
-        A shape that was placed as a copy of another one goes with it. Else facts may make the
-        corners equal one by one; else the two shapes are those that look most alike. Raises
-        `UnreadError` where no two shapes look alike.
+        The first of these that exists is taken:
+
+        1. A shape, and another one that was placed as its copy.
+        2. Two shapes whose angles are equal one by one in the facts.
+        3. The two shapes that look most alike.
+
+        Raises `UnreadError` where no two shapes look alike.
         """
         if self.copied_pair is not None:
             first_copied, second_copied = self.copied_pair
@@ -147,7 +152,8 @@ class Likeness(Regions):
     def _match_corners(self, first: list[str], second: list[str]) -> _MatchedPolygons:
         """Match the corners of two polygons so that they are as little unlike as possible.
 
-        Each corner of the second is tried as the partner of the first one's first, both ways round.
+        Each corner of the second polygon is tried as the partner of the first polygon's first
+        corner, clockwise and anticlockwise.
         """
         best: _MatchedPolygons | None = None
         for direction in (second, second[::-1]):

@@ -20,8 +20,9 @@ from adora_vl.geometry.relations import (
 from adora_vl.geometry.shapes import Circle
 from adora_vl.geometry.vectors import cosine
 
-# Degrees from a right angle to the radius: of "what appears to be tangent", where the question says
-# so and most lines of a circle are meant; and where nobody says it, which has to look exact.
+# How many degrees a tangent may be off the right angle with the radius. Where the question says
+# that lines "appear to be tangent", most lines at a circle are meant. Otherwise a tangent has to
+# look exact.
 MAX_DEGREES_OF_STATED_TANGENT = 22.0
 MAX_DEGREES_OF_SEEN_TANGENT = 9.0
 # Degrees that a right angle and two parallels may be off and still be drawn so on purpose. A picture
@@ -122,7 +123,7 @@ def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
 
 
 def _seen_parallels(measures: Measures) -> Iterator[tuple[Relation, str]]:
-    """Yield rows without a common point that look parallel."""
+    """Yield drawn lines without a common point that look parallel."""
     drawing = measures.drawing
     for first, second in combinations(drawing.drawn_lines, 2):
         if (

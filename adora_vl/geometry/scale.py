@@ -40,8 +40,13 @@ class Scale:
 def estimate_scale(relations: Sequence[Relation], places: Mapping[str, complex]) -> Scale:
     """Estimate how large a figure is from the lengths that its facts give.
 
-    Where the ends of given lengths have places, their scale to the picture says it; else the
-    lengths themselves do.
+    The first of these that is known is taken:
+
+    1. The scale of given lengths to the picture, times the size of the picture. For example, AB = 5
+       is 100 pixels long in a picture of 300 pixels, so the size is 15.
+    2. The same with given sums of lengths, or given areas.
+    3. 1.5 times the median of the given lengths.
+    4. A default size.
     """
     pixels = 1.0
     if places:
@@ -74,9 +79,9 @@ def estimate_scale(relations: Sequence[Relation], places: Mapping[str, complex])
 
 
 def _scales_of_measure(relation: Relation, places: Mapping[str, complex]) -> Iterator[float]:
-    """Yield how many units of the problem a pixel is, as a sum of lengths or an area says.
+    """Yield how many units of the problem a pixel has, by a given sum of lengths or a given area.
 
-    Nothing is yielded for another relation, and where the picture lacks one of the points.
+    Nothing is yielded for any other relation, or where a point has no place in the picture.
     """
     if not isinstance(relation, Equal) or relation.unit not in ("length", "area"):
         return
@@ -89,9 +94,9 @@ def _scales_of_measure(relation: Relation, places: Mapping[str, complex]) -> Ite
 
 
 def _as_drawn(quantity: Quantity, places: Mapping[str, complex]) -> Quantity:
-    """Return a quantity with the numbers that the picture has for its lengths and areas.
+    """Return a quantity with its lengths and areas replaced by their numbers in the picture.
 
-    What the picture does not show stays as it is.
+    For example, `AB + BC` becomes `100.0 + 50.0`. Any other part of it stays as it is.
     """
     if not set(points_in_quantity(quantity)) <= places.keys():
         return quantity

@@ -26,10 +26,11 @@ from adora_vl.geometry.quantities import (
 
 
 def split_midpoints(relations: Iterable[Relation]) -> Iterator[Relation]:
-    """Yield the relations, with a midpoint as two equal lengths.
+    """Yield the relations, and replace each midpoint by two equal lengths.
 
-    How far a point is from the middle turns with the figure, so that its gradient is not that of
-    the claim where the claim is false.
+    For example, that M is the midpoint of AB becomes `AM = AB / 2` and `BM = AB / 2`. The residual
+    of a `Mean` is a vector, which turns with the figure. So its gradient is not that of the claim
+    where the claim is false.
     """
     for relation in relations:
         if not isinstance(relation, Mean) or len(relation.points) != 2:
@@ -43,9 +44,9 @@ def split_midpoints(relations: Iterable[Relation]) -> Iterator[Relation]:
 
 
 def signature(quantity: Quantity) -> str:
-    """Return a text that is the same for quantities that are the same by their form.
+    """Return a text that is equal for quantities of equal form.
 
-    `AB` and `BA`, angles ABC and CBA, sums and products in any order are the same.
+    `AB` and `BA` are equal, and so are the angles ABC and CBA, and sums and products in any order.
     """
     value = number_of_quantity(quantity)
     if value is not None:
@@ -66,7 +67,7 @@ def signature(quantity: Quantity) -> str:
 
 
 def relation_signature(relation: Relation) -> str:
-    """Return a text that is the same for relations that are the same by their form."""
+    """Return a text that is equal for relations of equal form, such as `AB = 5` and `5 = BA`."""
     if isinstance(relation, Equal):
         return " = ".join(sorted((signature(relation.left), signature(relation.right))))
     if isinstance(relation, Parallel | Perpendicular):

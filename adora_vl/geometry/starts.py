@@ -21,7 +21,7 @@ from adora_vl.geometry.system import System
 _SHIFT_BY_START = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
 # How much larger than the picture the figure begins at each start.
 _STRETCH_BY_START = (1.0, 1.0, 1.5, 1.0, 1.0, 1.0)
-# The same where no length is given, so that nobody knows how large the figure is.
+# The same where the facts give no length, so that the size of the figure is unknown.
 _WIDE_STRETCH_BY_START = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
 # Points without a place are moved onto their lines in so many rounds.
 _PULL_ROUNDS = 60
@@ -119,8 +119,8 @@ class Starts:
     def _unknown(self, name: str, *, number: int, random_value: float, state: Vector) -> float:
         """Return where a letter, a radius or a numbered angle begins.
 
-        A radius begins as its circle's points in `state` lie. The first two starts try round
-        numbers for letters, later ones random numbers.
+        A radius begins with the mean distance of its circle's points in `state`. A letter begins
+        with a round number in the first two starts, and with a random number in later ones.
         """
         circle = self.circle_by_radius.get(name)
         if circle is not None and circle.points:
@@ -144,8 +144,8 @@ class Starts:
     def moved_onto_lines(self, state: Vector, number: int) -> Vector:
         """Return the start `state` with points moved onto the lines and circles that they are on.
 
-        Points without a place have to begin so, or they come to lie in another order. In each round
-        every line and circle moves its points half the way; points with a place stay.
+        Points without a place have to begin there, or the search may bring them into another order.
+        In each round every line and circle moves its points half the way. Points with a place stay.
         """
         random = np.random.default_rng(number)
         position = self.system.position
