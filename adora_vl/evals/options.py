@@ -27,11 +27,12 @@ def option(
     The field `max_tokens` becomes the option `--max-tokens`.
 
     Args:
-        default: The value of the field where none is given. Without it, code has to give one. The
-            choices of a field whose type is a `Literal` are those of the type.
+        default: The value of the field where none is given. Without it, code has to give one.
         help: What `--help` says of the option.
         parser_default: The value of the option where none is given, if that differs from `default`.
-        arguments: Further arguments of `add_argument`.
+        arguments: Further arguments of `add_argument`. A field whose type is a `Literal` needs no
+            `choices`, except in a file with `from __future__ import annotations`, where its type is
+            a text.
     """
     if parser_default is MISSING:
         parser_default = None if default is MISSING else default

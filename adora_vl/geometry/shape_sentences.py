@@ -25,9 +25,9 @@ def special(draft: Draft, adjectives: str, kind: str | None, names: str) -> None
     """Add a shape of a special kind, such as "regular hexagon ABCDEF".
 
     `adjectives` are one or two words such as "right isosceles". Without a kind the number of
-    corners says it. Which parts of a triangle are equal
-    or right may be told by another sentence, so these two are settled after the last one. A cyclic
-    shape gets a circle through its corners, whose centre is a new point.
+    corners says it. Which parts of a triangle are equal or right may be told by another sentence,
+    so these two are settled after the last one. A cyclic shape gets a circle through its corners,
+    whose centre is a new point.
 
     Raises `SentenceError` where the kind has another number of corners.
     """

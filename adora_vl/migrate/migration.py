@@ -123,7 +123,7 @@ class Migration:
         return value
 
     def name_of(self, key: str) -> str:
-        """Return the other trainer's name in `names` for one of our keys, or a word in capitals."""
+        """Return the other trainer's name for `key`: one of our keys, or a word in capitals."""
         name, _ = self.names[key]
         return name
 

@@ -27,7 +27,8 @@ PRECISION_BITS = 320  # of mpmath's numbers, about 96 decimal digits
 _SPARE_BITS = 16
 # It is added to each error, so that the error of an inexact value never becomes 0.
 _LEAST_ERROR = sys.float_info.min
-# The sine of an angle with a larger imaginary part would overflow a float.
+# The largest imaginary part of an angle. The exponential of it, which bounds the slope of a sine,
+# fits a float.
 _MAX_IMAGINARY_ANGLE = MAX_BITS / 2
 _LOGARITHM_ERROR = 2.0**-50  # bounds the rounding error of `math.log2` of a magnitude
 # An error d of a sine near 1 makes an error of about sqrt(2 d) in the angle. The factor 8 is well
