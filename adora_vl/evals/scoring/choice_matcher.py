@@ -198,9 +198,11 @@ class ChoiceMatcher:
     def mentioned_choices(self, text: str, *, count_denied: bool = True) -> list[int]:
         """Return the choices whose text stands in `text`, in the order of their mentions.
 
-        For the choices `circle`, `square` and `circle sector`, `not a circle but a square` gives 0
-        and 1, or only 1 without the denied choices. `a circle sector` gives only 2, since the
-        circle is a part of the longer choice. A choice is returned once for each mention.
+        For the choices `a circle`, `a square` and `a circle sector`, `not a circle but a square`
+        gives 0 and 1, or only 1 without the denied choices. `a circle sector` gives only 2, since
+        the circle is a part of the longer choice. A choice is returned once for each mention.
+
+        A choice is denied only by a word right before it: `not a circle` does not deny `circle`.
 
         Args:
             text: The text to search.
