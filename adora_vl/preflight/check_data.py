@@ -222,7 +222,7 @@ def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -
     limits = ConversationLimits(
         completion_key="max_completion_length",
         max_completion=config.max_completion_length,
-        # That of a server comes before the key, as where rollouts are sampled.
+        # A server's limit takes precedence over the key, as it does when rollouts are sampled.
         context=prompts.overlong.limit if config.use_vllm else None,
         shortest_prompt=min(prompt_lengths, default=None),
         fewest_pictures=python_inputs.fewest_images(data.train),

@@ -81,7 +81,7 @@ def _check_unsupported(config: AdoraGRPOConfig) -> None:
 def _check_evaluation(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys with which nothing could be evaluated during training.
 
-    It is about this project's evaluation on benchmarks, and not that of TRL.
+    This is about this project's evaluation on benchmarks, and not about TRL's evaluation.
     """
     if not config.evaluates:
         return
@@ -103,8 +103,8 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
 
 def _check_rollouts(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of sampling that contradict each other."""
-    # The drift guard compares the log-probabilities of the policy with those that vLLM returns. A run
-    # whose loss does not depend on the latter (`learns_by_engine`) does not have them.
+    # The drift guard compares the log-probabilities of the policy with those that vLLM returns. A
+    # run has vLLM's only if its loss depends on them (`learns_by_engine`).
     lacks_engine_logps = config.use_vllm and not config.learns_by_engine
     if lacks_engine_logps and config.adora_max_drift is not None:
         raise UserError(
@@ -166,8 +166,8 @@ def check_servers(config: AdoraGRPOConfig) -> None:
 def check_refill(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys that do not go with `adora_rollouts.refill`.
 
-    With it groups whose advantages are all zero are replaced by further ones. So each process needs
-    whole groups, and the loss must not depend on which rows share a micro-batch.
+    With this option, groups whose advantages are all zero are replaced by further groups. So each
+    process needs whole groups, and the loss must not depend on which rows share a micro-batch.
     """
     refill = config.adora_rollouts.refill
     if refill == 0:
@@ -180,7 +180,7 @@ def check_refill(config: AdoraGRPOConfig) -> None:
             f"time and num_generations is {config.num_generations}; make "
             "per_device_train_batch_size a multiple of it"
         )
-    # the setting by which the loss depends on the rows of a micro-batch; empty if there is none
+    # The setting because of which the loss depends on the rows of a micro-batch; empty without one.
     obstacle = regroup_obstacle(config)
     if obstacle:
         raise conflict_error(key, f"{obstacle}, which depends on the rows of a micro-batch")
@@ -207,9 +207,9 @@ _PARAMETERS_FOR_CONTINUED_ANSWERS = {
 def check_budget(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys that do not go with `adora_rollouts.budget`.
 
-    With it a generation stops after so many tokens, and unfinished answers are continued in the
-    next one, by newer weights. So the loss has to correct for the difference of the weights, token
-    by token. And a group has to stay together until its last answer is finished.
+    With this option a generation stops after so many tokens, and the next generation continues the
+    unfinished answers with newer weights. So the loss has to correct for the difference of the
+    weights, token by token. And a group has to stay together until its last answer is finished.
     """
     budget = config.adora_rollouts.budget
     if budget is None:
@@ -248,8 +248,10 @@ def _check_continued_answers(config: AdoraGRPOConfig, key: str) -> None:
 def _check_groups_that_wait(config: AdoraGRPOConfig, key: str) -> None:
     """Raise `UserError` if a group cannot wait as a whole until its last answer is finished.
 
-    It stays together only in micro-batches of whole groups. Some settings forbid these, and some
-    keys have to ask for them. `key`: the key that lets groups wait, with its value.
+    A group stays together only in micro-batches of whole groups. No setting may forbid such
+    micro-batches, and one of some keys has to ask for them (`asks_for_regrouping`).
+
+    `key`: the key that lets groups wait, with its value.
     """
     obstacle = regroup_obstacle(config)
     if obstacle:
@@ -267,9 +269,10 @@ def _check_groups_that_wait(config: AdoraGRPOConfig, key: str) -> None:
 def _refuse_steps_across_generations(config: AdoraGRPOConfig, key: str) -> None:
     """Raise `UserError` where an optimizer step may begin in one generation and end in the next.
 
-    Rollouts that wait for a later generation carry the number of their own, which is computed from
-    the number of optimizer steps before it. That needs steps of equal length, but with such keys
-    the last step of an epoch may be shorter.
+    A rollout that waits for a later generation carries the number of the generation in which it
+    began. That number is computed from the number of optimizer steps so far, so all steps need the
+    same length. If a step may begin in one generation and end in the next, the last step of an
+    epoch may be shorter. For example, 6 micro-batches of a generation and 4 of a step are refused.
 
     `key`: the key that lets rollouts wait, with its value.
     """
@@ -298,9 +301,9 @@ def conflict_error(
 def check_sampling_ahead(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys that do not go with `adora_rollouts.ahead`.
 
-    With it vLLM servers sample further generations while the policy learns, by older weights. So
-    the weights have to reach the servers by files, which does not stop the trainer, and the loss
-    has to correct for the difference of the weights.
+    With this option vLLM servers sample further generations, with older weights, while the policy
+    learns. So the weights have to reach the servers by files, which do not stop the trainer. And
+    the loss has to correct for the difference of the weights.
     """
     ahead = config.adora_rollouts.ahead
     if ahead == 0:

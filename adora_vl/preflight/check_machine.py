@@ -140,7 +140,10 @@ def check_optimizer(config: AdoraGRPOConfig) -> None:
 
 
 def _check_optimizer_arguments(optim_args: str) -> None:
-    """Raise `UserError` unless `optim_args` is NAME=VALUE,NAME=VALUE, without NaN and infinity."""
+    """Raise `UserError` unless `optim_args` is a list such as `beta=0.9,eps=1e-8`.
+
+    NaN and infinity are refused too.
+    """
     if not optim_args:
         return
     for pair in optim_args.replace(" ", "").split(","):
@@ -155,7 +158,7 @@ def _check_optimizer_arguments(optim_args: str) -> None:
 def check_several_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
     """Raise `UserError` for FSDP, and for keys that do not go with several machines.
 
-    `processes`: their number on all machines together.
+    `processes`: the number of processes on all machines together.
     """
     if config.fsdp:
         raise UserError(f"fsdp: {config.fsdp} {FSDP_IS_UNSUPPORTED}")

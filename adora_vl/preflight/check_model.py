@@ -62,7 +62,7 @@ def check_model(
         runs_here=context.on_this_machine,
     )
     model = replace(model, four_bit=is_in_four_bit)
-    # Adapters that do not go on training are merged into the base before it.
+    # An adapter that does not go on training would be merged into the base.
     _refuse_merge_into_four_bit(model)
     check_extensions(extensions, model.config)
     check_tensor_parallel(config, model.config, context.sharding.processes)
@@ -158,10 +158,10 @@ def _continues_adapter(request: RunRequest) -> bool:
 
 
 def _named_adapters(request: RunRequest, context: RunContext) -> tuple[Adapter, ...]:
-    """Return the adapter that the user named in place of a model, and those that it is on top of.
+    """Return the adapter that the user named in place of a model, and the adapters below it.
 
-    The named one comes first. Empty for any other model. The user is told what becomes of the
-    adapter. Raises `UserError`.
+    The named adapter comes first. The result is empty if the user named no adapter. A note for the
+    user says whether the adapter goes on training or is merged. Raises `UserError`.
     """
     keys = request.model.keys
     name = str(keys.model_name_or_path or "")
@@ -189,12 +189,12 @@ def check_parts(
     model: ModelFacts,
     context: RunContext,
 ) -> None:
-    """Check how the model is loaded, which of its parts are trained, and the keys about both.
+    """Check how the model is loaded and which of its parts are trained.
 
-    How it is loaded: the attention kernel and the arguments of `from_pretrained`. What is trained:
-    frozen parts, layers with an adapter, the reference model of a KL term.
+    The loading is about the attention kernel and the arguments of `from_pretrained`. The training
+    is about frozen parts, layers with an adapter, and the reference model of a KL term.
 
-    The user is told of keys that do nothing with this model. Raises `UserError`.
+    Notes for the user name the keys that do nothing with this model. Raises `UserError`.
     """
     config = request.config
     keys = request.model.keys
@@ -239,7 +239,7 @@ def check_parts(
 def _check_dropout(config: AdoraGRPOConfig, peft_config: PeftConfig | None) -> None:
     """Raise `UserError` for an adapter's dropout if vLLM's log-probabilities are the old ones.
 
-    vLLM has no dropout, so the policy's would be noise in each ratio of new to old policy.
+    vLLM has no dropout, so the policy's dropout would be noise in each ratio of new to old policy.
     """
     dropout = getattr(peft_config, "lora_dropout", 0.0)
     has_dropout = dropout > 0 and not config.disable_dropout
@@ -272,8 +272,8 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
 def check_model_files(request: RunRequest, model: ModelFacts, context: RunContext) -> None:
     """Raise `UserError` for model files that are damaged or incomplete, and for a GPU in use.
 
-    The weights of the model and of its adapters have to be complete, and its generation config one
-    that a checkpoint can have.
+    The weights of the model and of its adapters have to be complete. Its generation config has to
+    be valid, since Transformers writes it into each checkpoint.
     """
     # In a launch enough memory of the GPU has to be free for the engine. A dry run takes none.
     if context.on_this_machine and not context.dry_run:
@@ -307,7 +307,7 @@ def check_tensor_parallel(
         "processes": processes,
         "attention heads of the model": text_config.num_attention_heads,
     }
-    # If there are fewer key-value heads than ranks, vLLM copies each to the same number of ranks.
+    # vLLM can copy each key-value head to the same number of ranks, such as 2 heads to 4 ranks.
     copies_evenly = engine_ranks % key_value_heads == 0
     if not copies_evenly:
         count_by_part["key-value heads of the model"] = key_value_heads

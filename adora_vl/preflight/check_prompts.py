@@ -95,9 +95,9 @@ def _overlong_prompts(
     system_prompt: str | None,
     pixel_limits: ResizeLimits,
 ) -> OverlongPrompts:
-    """Build what finds the prompts that leave no room for an answer. Collective with a server.
+    """Build the object that finds prompts without room for an answer. Collective with a server.
 
-    A line is printed if there is no limit on the length, or if the model's image tokens cannot be
+    A line is printed if nothing limits the length, or if the model's image tokens cannot be
     counted.
 
     `pixel_limits`: the smallest and largest image that the processor resizes to.
@@ -128,7 +128,7 @@ def _overlong_prompts(
 
 
 def _load_processor(model: ModelFacts, context: RunContext) -> ProcessorMixin | None:
-    """Load the model's processor, or that of the adapter if it has one of its own.
+    """Load the processor of the adapter, or of the model if the adapter has none.
 
     None, with a line for the user, if a dry run cannot reach the hub. Raises `UserError`.
     """
@@ -136,7 +136,7 @@ def _load_processor(model: ModelFacts, context: RunContext) -> ProcessorMixin | 
     try:
         processor: ProcessorMixin = load_processor(name, model.revision)
     except UserError:
-        # A folder that is here has a fault, which a dry run reports too.
+        # A folder on this machine that cannot be loaded has a fault, which a dry run reports too.
         is_on_hub = not Path(name).is_dir()
         if not context.dry_run or not is_on_hub:
             raise
@@ -169,8 +169,9 @@ def _token_counter(
 ) -> TokenCounter:
     """Return the function that counts the tokens of prompts.
 
-    It counts exactly with a processor. Without one it estimates by the number of characters.
-    `system_prompt`: that of a command; the prompts of Python code have theirs already.
+    With a processor it counts exactly. Without one it estimates by the number of characters.
+
+    `system_prompt`: the system prompt of a command. Prompts of Python code contain theirs already.
     """
     template_kwargs = request.config.chat_template_kwargs
     if request.script is None:
@@ -189,7 +190,7 @@ def _context_limit(
     its reply.
     """
     config = request.config
-    # None without a server, and if it does not answer.
+    # It is None without a server, and if the server does not answer.
     server_tokens = None
     if config.uses_servers and context.on_this_machine:
         if request.is_main_process:

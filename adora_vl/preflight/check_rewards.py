@@ -43,7 +43,7 @@ def check_rewards(request: RunRequest) -> RewardSet:
     script = request.script
     if script is None:
         return python_inputs.rewards_from_python(request.rewards, output_dir)
-    # If the prompts ask for <answer> tags, the answer is graded that stands in them.
+    # If the prompts ask for <answer> tags, the text inside the tags is graded.
     has_answer_tags = asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt)
     return choose_rewards(script.adora_reward, answer_tags=has_answer_tags, output_dir=output_dir)
 
@@ -51,7 +51,7 @@ def check_rewards(request: RunRequest) -> RewardSet:
 def check_tools(request: RunRequest) -> ToolSet:
     """Load the tools that the model may call, and build the first environment.
 
-    Raises `UserError` for one that cannot be called.
+    Raises `UserError` for a tool that cannot be called.
     """
     config = request.config
     environments = build_environments(request.environment, config.adora_tool_options.seconds)
@@ -61,11 +61,11 @@ def check_tools(request: RunRequest) -> ToolSet:
 def with_environment_reward(
     rewards: RewardSet, tools: ToolSet, config: AdoraGRPOConfig
 ) -> RewardSet:
-    """Return the reward functions, with that of the environments added if they have one.
+    """Return the reward functions, and with them the reward of the environments if there is one.
 
-    An environment class has one if it has a method `get_reward`. Its weight is 1, as in TRL, unless
-    `reward_weights` has a value for it already. The weight is written into the config, where TRL
-    and the fingerprint read it.
+    An environment class has a reward if it has a method `get_reward`. The weight of this reward is
+    1, as in TRL, unless `reward_weights` has a value for it already. The weight is written into the
+    config, where TRL and the fingerprint read it.
 
     Raises `UserError` if there is no reward at all, or two have the same name.
     """
@@ -122,8 +122,9 @@ def check_user_code(
 ) -> None:
     """Call the user's environments, tools and reward functions once, on two rows of the data.
 
-    A judge is asked too. What fails here would otherwise fail after the weights are loaded and
-    answers are sampled. The user is told of unsteady tools. Raises `UserError`.
+    A judge is asked too. An error here would otherwise come after the weights are loaded and
+    answers are sampled. A note for the user names tools that answer the same call differently.
+    Raises `UserError`.
     """
     config = request.config
     rows = _first_rows(rewards, tools, prompts, data)

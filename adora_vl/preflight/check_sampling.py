@@ -115,15 +115,17 @@ def notes_on_filters(config: AdoraGRPOConfig) -> list[str]:
     """Return a note for the start of a run if filters make the engine's log-probabilities larger.
 
     With a temperature or a penalty vLLM returns log-probabilities after its filters, such as top_p.
-    The filters give the probability of the tokens that they remove to the remaining ones. The
-    trainer has no filters, so its ratio of policy to engine is too small by the same share. The
-    list is empty where this does not happen.
+    A filter removes tokens and gives their probability to the remaining tokens. The trainer has no
+    filters, so its ratio of policy to engine is too small by the same share. For example, if top_p
+    removes tokens with a probability of 0.1 in all, the ratio is 0.9 and not 1.
+
+    The list is empty where this does not happen.
     """
     generation_kwargs = dict(config.generation_kwargs or {})
-    # The loss then has no ratio of policy to engine.
+    # Without an engine that the loss depends on, there is no ratio of policy to engine.
     if not config.use_vllm or not config.learns_by_engine:
         return []
-    # vLLM then returns its log-probabilities from before the filters.
+    # With such keys vLLM returns its log-probabilities from before the filters.
     if engine_scores_raw(config.temperature, config.repetition_penalty, generation_kwargs):
         return []
     filters: list[str] = []

@@ -210,8 +210,8 @@ class ResolvedRun:
     def system_prompt(self) -> str | None:
         """The system prompt of the run's prompts, with a description of the tools; None without one.
 
-        It is that of the command's key, or the system message of the first row that Python code
-        passed.
+        For a command it is the text of the key. For Python code it is the system message of the
+        first row.
         """
         if self.script is not None:
             return self.prompts.system_prompt
@@ -221,8 +221,8 @@ class ResolvedRun:
     def policy(self) -> Any:
         """Return the model argument for TRL's trainer: a name, or a model that is loaded here.
 
-        TRL loads a model by its name. It cannot load one with an adapter that goes on training or
-        is merged first, nor a base in 4 bits, so these are loaded here.
+        TRL loads a model by its name. It cannot load a base in 4 bits, nor a model with an adapter
+        that goes on training or is merged first. So these are loaded here.
         """
         model = self.model
         keys = self.request.model.keys
@@ -236,7 +236,7 @@ class ResolvedRun:
         # A base in 4 bits is read from a folder whose own config says how it is quantised.
         init_kwargs.pop("quantization_config", None)
         if self.context.sharding.processes > 1:
-            # As TRL does: each process loads onto its own device.
+            # Each process loads onto its own device, as in TRL.
             init_kwargs["device_map"] = None
         base = model.name
         if keys.load_in_4bit and not is_four_bit(model.config):

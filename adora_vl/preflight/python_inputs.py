@@ -54,9 +54,8 @@ class Datasets:
 def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
     """Return the reward functions that Python code passes to the trainer as `reward_funcs`.
 
-    An entry of it may be anything that TRL takes, a function or the name of a reward model, and
-    anything that the key `adora_reward` takes: a preset, FILE.py:FUNCTION, or a mapping of these to
-    their options.
+    An entry may be what TRL takes, a function or the name of a reward model. It may also be what
+    the key `adora_reward` takes: a preset, FILE.py:FUNCTION, or a mapping of these to options.
 
     `reward_funcs`: an entry, a list of entries, or None. Raises `UserError` for anything else.
     """
@@ -102,7 +101,8 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
 def _entry_of_python_reward(reward: object) -> str:
     """Return the name of a function or reward model that Python code passes, as TRL takes them.
 
-    It differs from all names of the presets. Raises `UserError` for anything else.
+    The name differs from all names of the presets: a function with the name of a preset becomes
+    `NAME of Python`. Raises `UserError` for anything else.
     """
     if not isinstance(reward, str) and not callable(reward):
         raise UserError(
@@ -118,7 +118,8 @@ def rewards_text(reward_funcs: object) -> str:
     """Return the entries of `reward_funcs` in their order as JSON, for a fingerprint.
 
     Options of an entry count, but not the address of a judge, which may change in the middle of a
-    run. A function or a model is there by its name: `RewardSet.hashes` has its content.
+    run. A function or a model is written by its name, since `RewardSet.hashes` has its content. For
+    example, `[accuracy, my_function]` becomes `["accuracy", "my_function"]`.
     """
     rewards = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     entries: list[Any] = []
@@ -215,8 +216,8 @@ def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[A
     has_system_message = system_text is not None
     content: Any = with_tools(system_text, schemas)
     if not isinstance(first_content, str):
-        # Contents are lists of parts here. Arrow wants the same keys in the parts of all messages,
-        # so the new part has the keys of another one, with None as their values.
+        # Contents are lists of parts here. Arrow wants the same keys in the parts of all messages.
+        # So the new part gets all keys of an old part, with None as their values.
         null_by_key = dict.fromkeys(first_content[0])
         content = [{**null_by_key, "type": "text", "text": content}]
     remaining_messages = prompt[1:] if has_system_message else prompt
@@ -275,7 +276,7 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
         for part in dataset.values():
             refuse_unusable_prompts(key, part, tokens)
         return
-    # The rows of a command have a transform, but one that decodes images and changes no text.
+    # The rows of a command have a transform, but it only decodes images, and changes no text.
     are_texts_as_stored = is_plain_table(dataset) or only_decodes(dataset)
     if not are_texts_as_stored or "prompt" not in dataset.column_names:
         return
@@ -340,7 +341,10 @@ def fewest_images(dataset: object) -> int | None:
 
 
 def _image_counts(table: pa.Table) -> list[int]:
-    """Return the number of images of each row of a table; no image is decoded."""
+    """Return the number of images of each row of a table; no image is decoded.
+
+    For example, a column `images` with the lists [a, b], [] and null gives 2, 0, 0.
+    """
     name = "images" if "images" in table.column_names else "image"
     column_type = table.schema.field(name).type
     if pa.types.is_list(column_type) or pa.types.is_large_list(column_type):
@@ -357,8 +361,7 @@ def _image_sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
     if "images" in table.column_names and pa.types.is_list(table.schema.field("images").type):
         return sizes_in(table)
     if "image" in table.column_names:
-        # The images become a column of lists with one image each: list i goes from offset i to i +
-        # 1.
+        # The images become a column of lists with one image each. List i goes from i to i + 1.
         images = table["image"].combine_chunks()
         offsets = pa.array(range(len(images) + 1), pa.int32())
         lists = pa.ListArray.from_arrays(offsets, images)
@@ -369,7 +372,7 @@ def _image_sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
 def _arrow_tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yield the rows of a data set in their order, as they are stored, up to `_TABLE_ROWS` at once.
 
-    `columns`: the columns to read, those that the data set has of them; None: all.
+    `columns`: the columns to read; None: all. Columns that the data set lacks are ignored.
     """
     names = [name for name in dataset.column_names if columns is None or name in columns]
     arrow_rows = dataset.select_columns(names).with_format("arrow")
@@ -388,7 +391,7 @@ def is_plain_table(dataset: object) -> bool:
 def identity_of_rows(dataset: Dataset | IterableDataset) -> str:
     """Return a text that tells these rows from others: their number and a hash of all of them.
 
-    For an image that is a file the bytes of the file count. A stream is known by its columns alone.
+    If an image is a file, the bytes of the file count. A stream is known by its columns alone.
     """
     if not isinstance(dataset, Dataset):
         return f"a stream of {dataset.column_names}"
@@ -421,7 +424,7 @@ def _image_paths(table: pa.Table) -> Iterator[str]:
 def identity_of_processor(processor: ProcessorMixin) -> str:
     """Return a text that tells a processor, or a tokenizer, from others: a hash of what it does.
 
-    That is its chat templates, its vocabulary, and the settings of its images. How it was used
+    The hash is of its chat templates, its vocabulary, and the settings for images. How it was used
     before, such as with padding, does not count.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -441,7 +444,7 @@ def identity_of_model(model: torch.nn.Module) -> str:
     """Return a text that tells a model object from others: its class and a hash of its content.
 
     The content is its config, the configs of its adapters, and every byte of its weights and stored
-    buffers. Under ZeRO-3 a rank has no whole tensors, so that they do not count.
+    buffers. Under ZeRO-3 a rank has no whole tensors, so the weights do not count.
     """
     config = getattr(model, "config", None)
     adapter_configs = getattr(model, "peft_config", {})

@@ -118,9 +118,9 @@ def request_from_command(
 def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
     """Return a copy of the config that Python code passes to the trainer as `args`.
 
-    The trainer writes into it, and the user may make another trainer with the same object. For None
-    it is a config with an `output_dir` that is named after the model, as in TRL. Raises `UserError`
-    for a config of another class, such as TRL's own.
+    It is a copy because the trainer writes into it, and the user may make another trainer with the
+    same object. If `args` is None, the config has an `output_dir` that is named after the model, as
+    in TRL. Raises `UserError` for a config of another class, such as TRL's own.
     """
     if args is None:
         model_name = _name_of_model(model).split("/")[-1]
@@ -180,7 +180,7 @@ def model_source(
     quantization_config: object,
 ) -> ModelSource:
     """Return where the policy of a run from Python comes from; the arguments are the trainer's."""
-    # A copy: PEFT writes into it what it was trained on.
+    # A copy, because PEFT writes the name of the base model into it.
     peft_config = deepcopy(peft_config)
     return ModelSource(
         keys=model_keys(model, config, peft_config, quantization_config),
@@ -201,9 +201,9 @@ def model_keys(
     Args:
         model: A name, or a model that is loaded already.
         config: The training keys; its `model_init_kwargs` say how a named model is loaded.
-        peft_config: Of an adapter to make; None for none.
-        quantization_config: How the model is quantised, as `BitsAndBytesConfig`; None: as
-            `model_init_kwargs` say.
+        peft_config: The config of a new adapter; None for no adapter.
+        quantization_config: How the model is quantised, a `BitsAndBytesConfig`. None: that of
+            `model_init_kwargs`, if they have one.
 
     Raises `UserError` for a quantisation that is not supported.
     """

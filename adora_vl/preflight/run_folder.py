@@ -60,8 +60,9 @@ class RunFolder:
 
         Args:
             config: The run's config, which names the folder.
-            fingerprint: The run's fingerprint, by which a checkpoint is recognised as its own. A
-                function, where it may not be needed: to compute it reads all weights.
+            fingerprint: The run's fingerprint, by which a checkpoint is recognised as its own. It
+                may be a function, which is called only if the fingerprint is needed: computing it
+                reads all weights.
             inputs: Folders that the run reads, which it must not replace.
         """
         self.path = Path(config.output_dir)
@@ -99,7 +100,7 @@ class RunFolder:
                 return StartPoint(checkpoint=None)
             # Values such as true or auto name no checkpoint.
             names_a_folder = str(resume_from_checkpoint).lower() not in _WORDS_FOR_NO_FOLDER
-            # To compute the fingerprint takes a while. Without a checkpoint it is not compared.
+            # Computing the fingerprint takes a while. Without a checkpoint it is not compared.
             fingerprint: Fingerprint = {}
             if names_a_folder or checkpoints(self.path):
                 fingerprint = self.fingerprint
@@ -131,8 +132,8 @@ class RunFolder:
             if is_folder_of_run:
                 self._locks.append(lock_output_dir(self.path))
             refuse_users_files(self.path, self.overwrite)
-            # Another folder only after it: locking makes a file, and the folder may be the user's.
-            # A second lock is harmless, since this process already has it.
+            # Any other folder may be the user's. It is locked only after the check, since locking
+            # makes a file. For a run's folder this is a second lock, which is harmless.
             if self.path.is_dir():
                 self._locks.append(lock_output_dir(self.path))
             # A new run of Python code must not write over an earlier one, unless it says so.
@@ -186,8 +187,8 @@ class RunFolder:
     def _decide_together(self, choose: Callable[[], _Choice]) -> _Choice:
         """Call `choose` on rank 0, and return its result on every rank.
 
-        Collective. A `UserError` of `choose` is raised on every rank too: raised on rank 0 alone,
-        it would leave the other ranks waiting forever.
+        Collective. A `UserError` of `choose` is raised on every rank too. If it were raised on rank
+        0 alone, the other ranks would wait forever.
         """
         choice: _Choice | None = None
         error_text = ""

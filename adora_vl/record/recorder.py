@@ -151,8 +151,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         """Return the record's columns that are tensors of the batch, from all ranks. Collective.
 
         `drift` is the mean difference between the log-probabilities of the engine, which sampled
-        the rollout, and those of the policy, in nats per token. It is left out where the policy's
-        are known only from the forward pass of the loss: `on_step_end` fills it in then.
+        the rollout, and those of the policy, in nats per token. The policy's log-probabilities may
+        be known only after the forward pass of the loss. `on_step_end` then fills in the drift.
         """
         gather = self.accelerator.gather
         columns: RecordColumns = {}
@@ -193,9 +193,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
         Args:
             batch: this rank's rollouts that the loss uses, with their numbers.
-            advantages: those of all ranks' rollouts, in the order of the gathered batches.
+            advantages: the advantages of all ranks' rollouts, in the order of the gathered batches.
             table: TRL's `_logs`, the table of completions. It has only the rollouts that were
-                graded last, so the others' values go into the record alone.
+                graded last. The values of earlier rollouts go into the record alone.
         """
         numbers = self.accelerator.gather(batch["rollout_number"]).tolist()
         trl_advantages_PG = advantages.assessment.trl_advantages_PG
@@ -224,7 +224,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         drift_B = rollout_drift(
             logps_BC, micro_batch["sampling_per_token_logps"], engine_comparison_mask(micro_batch)
         )
-        # One tensor of both, so that the host waits for the GPU once. float64 has every number.
+        # Numbers and drift go into one tensor, so that the host waits for the GPU once. float64
+        # holds every number exactly.
         numbers_and_drift_B2 = torch.stack(
             [micro_batch["rollout_number"].double(), drift_B.double()], dim=1
         )
@@ -289,8 +290,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     def _store_images(self, images: Sequence[object], row_id: str | None = None) -> list[str]:
         """Store images in the record's folder and return the names of their files.
 
-        `row_id`: of the dataset's row, whose images are stored once; None for images that a tool
-        has made. Where the disk is full the list is empty: that is no reason to end a training.
+        The list is empty where the disk is full, since that is no reason to end a training.
+
+        `row_id`: the id of the dataset's row, whose images are stored once; None for images that a
+        tool has made.
         """
         try:
             return self.record.diagrams.store(row_id, images)
@@ -306,8 +309,8 @@ def _graded_columns(
 ) -> RecordColumns:
     """Return the record's columns that grading gives, of the N rollouts of all ranks.
 
-    `advantage` is 0 in all of them, until `Recorder.add_final_advantages` fills in the final ones
-    of those rollouts that the loss uses.
+    The column `advantage` is 0 until `Recorder.add_final_advantages` fills in the final advantages
+    of the rollouts that the loss uses.
 
     Args:
         facts: rewards, lengths and ends of the rollouts.
@@ -344,11 +347,11 @@ def _graded_columns(
 
 
 def _recorded_value(column: str, value: object) -> object:
-    """Return a value that a reward function has logged as the column of the record has it.
+    """Convert a value that a reward function has logged to the type of its column in the record.
 
-    A function of the user's may log other values under these names. They become texts, except in
-    the columns `new`, `false` and `steps`: there a value in another form than the reward `steps`
-    writes becomes None.
+    A function of the user's may log any value under the name of a column. In the columns `new`,
+    `false` and `steps`, a value in another form than the reward `steps` writes becomes None. In any
+    other column a value becomes a text.
     """
     if value is None:
         return None

@@ -37,8 +37,11 @@ LogEntries = Sequence[Mapping[str, Any]]
 def describe_result(folder: Path, log: LogEntries) -> str | None:
     """Return in one line what a run has achieved; None where nothing was logged.
 
-    Of three sources the first that the run has is taken: a score of held-out problems in its folder,
-    the evaluations during the training, the pass rate or the reward of the training itself.
+    The first of these sources that the run has is taken:
+
+        1. a score of held-out problems in its folder
+        2. the evaluations during the training
+        3. the pass rate or the reward of the training itself
 
     Args:
         folder: the output_dir of the run.
@@ -58,9 +61,9 @@ def is_noise(change: Difference) -> bool:
 def training_change(folder: Path, log: LogEntries, key: str) -> Difference | None:
     """Return how a figure changed from the first to the last fifth of a run's logged steps.
 
-    The 95 % interval of the change comes from the means of the recorded groups of these steps. A
-    group, the answers to one problem, has one value, since these answers are not independent of
-    each other. Without a record the interval comes from the logged values of the steps.
+    The 95 % interval of the change comes from the recorded groups of these steps. A group has one
+    value, the mean of its answers, since answers to one problem are not independent of each other.
+    Without a record the interval comes from the logged values of the steps.
 
     Args:
         folder: the output_dir of the run.
@@ -68,8 +71,8 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
         key: `adora/pass_rate` or `reward`.
 
     Returns:
-        the change, without an interval where a fifth has a single value, or where both have equal
-        ones; None for a log of fewer than two steps.
+        the change; None for a log of fewer than two steps. It has no interval where a fifth has a
+        single value, or where all values of each fifth are equal.
     """
     lines = [line for line in log if kind_of_entry(line) != "eval" and _is_number(line.get(key))]
     if len(lines) < 2:
@@ -112,8 +115,9 @@ def _change_with_interval(
     """Return the change between two means, with an interval as wide as Welch's for the samples.
 
     The means are those of the log. The means of the samples may differ from them a little, as the
-    record also has groups that were replaced, so only the width of their interval is taken. There
-    is none where one side has fewer than two samples, or where the samples of each are equal.
+    record also has groups that were replaced. So only the width of the samples' interval is taken.
+    There is no interval where one side has fewer than two samples, or where the samples of each
+    side are equal.
     """
     first_count = len(samples.first)
     last_count = len(samples.last)
@@ -144,19 +148,20 @@ def _recorded_groups(
 ) -> _FigureSamples | None:
     """Return a figure of each recorded group in the first and in the last fifth of the steps.
 
-    None where the record lacks one of the two: when it is full, its oldest steps are deleted.
+    None where the record lacks one of the two fifths: when it is full, its oldest steps are
+    deleted.
 
     Args:
         folder: the output_dir of the run.
         end_of_first_fifth: the last step of the first fifth.
-        begin_of_last_fifth: the first step of the last one.
+        begin_of_last_fifth: the first step of the last fifth.
         key: `adora/pass_rate` or `reward`.
     """
     column = "pass_rate" if key == PASS_RATE_KEY else REWARD_KEY
     try:
         groups = _means_of_groups(folder, column)
-    # A damaged file, one of an older version without the column, or one that a run that goes on
-    # has just merged into another.
+    # A file is damaged, or of an older version without the column. Or a run that still trains has
+    # just merged it into another.
     except (UserError, OSError, pa.ArrowException):
         return None
     first_groups = groups.filter(pc.field("step") <= end_of_first_fifth)
@@ -174,6 +179,7 @@ def _means_of_groups(folder: Path, column: str) -> pa.Table:
     """Return the mean of a column of the record for each group that has a value in it.
 
     Groups are numbered within their step. The columns of the table are `step`, `group` and `mean`.
+    For example, if the rewards of group 0 in step 3 are 1, 0, 0 and 1, its row is 3, 0, 0.5.
     """
     tables = [
         read_part(part, ["step", "group", column]) for part in list_parts(folder / ROLLOUTS_FOLDER)
@@ -219,8 +225,8 @@ def _read_score(file: Path) -> ScoreFile | None:
 def _evaluation_result(log: LogEntries) -> str | None:
     """Return in one line how the accuracy changed from the first to the last evaluation in the log.
 
-    Where the run evaluates several ways to ask the problems, the accuracy with their pictures goes
-    first. None where the log has no evaluation.
+    Where the run evaluates several ways to ask the problems, the accuracy with their pictures is
+    taken. None where the log has no evaluation.
     """
     # keys such as `eval_NAME_accuracy`, without those of the interval's bounds
     keys = {key for line in log for key in line if _ACCURACY_KEY_PATTERN.fullmatch(key)}
@@ -238,7 +244,7 @@ def _evaluation_result(log: LogEntries) -> str | None:
 def _evaluation_change(
     first_line: Mapping[str, Any], last_line: Mapping[str, Any], key: str
 ) -> Difference:
-    """Return the change between two logged accuracies, with an interval that is made of theirs.
+    """Return the change between two logged accuracies, with an interval made of their intervals.
 
     It is Newcombe's interval (1998, method 10) for two independent shares. The evaluations ask the
     same problems, so a paired interval would be narrower, but the log does not say which of the
@@ -246,7 +252,7 @@ def _evaluation_change(
 
     Args:
         first_line: the log's line of the first evaluation.
-        last_line: that of the last one, which may be the same line.
+        last_line: the log's line of the last evaluation, which may be the same line.
         key: the accuracy's key; the bounds of its interval have the suffixes `_low` and `_high`.
     """
     change = Difference(first=first_line[key], second=last_line[key], over="no interval")
@@ -260,8 +266,8 @@ def _evaluation_change(
         return change
     if not _is_number(last_low) or not _is_number(last_high):
         return change
-    # The interval reaches as far as the distances of both accuracies to their bounds, which add up
-    # like the sides of a right angle: as the root of the sum of their squares.
+    # Each accuracy has a distance to its bound. The two distances make the distance of the change
+    # to its bound: it is the root of the sum of their squares.
     distance_below = hypot(change.second - last_low, first_high - change.first)
     distance_above = hypot(last_high - change.second, change.first - first_low)
     return Difference(

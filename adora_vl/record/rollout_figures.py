@@ -29,9 +29,9 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
     """Return the figures of ADORA for the log: shares of groups, and mean lengths in tokens.
 
     `tds_share` is the share of the groups that ADORA's criteria call temporarily disadvantageous
-    (TDS) to learn from. `ties` is the share of those whose longest correct rollout is exactly as
-    long as the mean of the wrong ones, so that only the rule for ties decides. A group without any
-    reward counts in no figure.
+    (TDS) to learn from. In a tie the longest correct rollout of a group is exactly as long as the
+    mean of the wrong ones, so that only the rule for ties decides. `ties` is the share of ties
+    among the groups that may tie (`_may_tie_P`). A group without any reward counts in no figure.
     """
     groups = weighting.groups
     has_reward_P = groups.has_reward_PG.any(dim=1)
@@ -57,8 +57,8 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
 def _may_tie_P(weighting: AdoraWeighting) -> Tensor:
     """Return which groups could be ties of length, bool, (P,).
 
-    A tie takes correct and wrong rollouts whose lengths are compared. Only groups that ADORA calls
-    temporarily disadvantageous (`tds_P`) count, since a tie is one of the ways to become that.
+    A tie needs correct and wrong rollouts whose lengths are compared. Only groups that ADORA calls
+    temporarily disadvantageous (`tds_P`) count, since a tie makes a group disadvantageous.
     """
     groups = weighting.groups
     return weighting.tds_P & groups.correct_PG.any(dim=1) & groups.wrong_PG.any(dim=1)
@@ -79,7 +79,7 @@ class TieNotice:
         """Start the count.
 
         Args:
-            options: those of the run's ADORA, with the mode `off` where the run has none.
+            options: the options of the run's ADORA. Their mode is `off` in a run without ADORA.
             speaks: whether this is the first rank, which alone prints.
         """
         # The criterion `working` compares numbers of true steps instead of tokens. They are small,
@@ -151,7 +151,7 @@ def assessment_figures(
         # 0 where no rollout came to its end, as in TRL
         terminated_length = reduce(terminated_lengths).item() if len(terminated_lengths) else 0.0
         figures[f"completions/{name}_terminated_length"] = terminated_length
-    # Only rollouts that have not left their group count: the others are NaN here.
+    # Rollouts that have left their group do not count: their rewards are NaN here.
     for name, rewards_N in zip(function_names, facts.counted_rewards_NF.unbind(dim=1), strict=True):
         figures |= _mean_and_deviation(
             rewards_N, mean_name=f"rewards/{name}/mean", deviation_name=f"rewards/{name}/std"
@@ -170,8 +170,10 @@ def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
     """Return what a run with tools logs about their calls, by the names in the log.
 
     Names that begin with `tools/` are those of stock TRL. `adora/tool_gain` says what calls are
-    worth: the mean reward of a group's rollouts that called a tool minus that of its rollouts that
-    did not, on average over the groups that have both. It is left out where no group has both.
+    worth. In a group it is the mean reward of the rollouts that called a tool minus the mean reward
+    of those that did not. For example, rewards (1, 1, 0, 1) of which the first two rollouts called
+    a tool give 1 - 0.5 = 0.5. The figure is the mean over the groups that have both kinds of
+    rollouts, and is left out where no group has both.
 
     Args:
         rewards_PG: the rewards of all rollouts, (P, G), NaN where a rollout has none.

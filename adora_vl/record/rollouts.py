@@ -82,9 +82,9 @@ def describe_turns(
 ) -> list[dict[str, Any]]:
     """Return a rollout with tools as a conversation, for the column `turns` of the record.
 
-    Each segment of the rollout becomes one turn, either of the model, whose tokens were sampled, or
-    of the tools that it called. Calls and pictures name the segment that they stand in by its
-    index, `span`.
+    Each segment of the rollout becomes one turn. It is a turn of the model if its tokens were
+    sampled, and else of the tools that the model called. The `span` of a call or picture is the
+    index of the segment that it stands in.
 
     Args:
         rollout: the rollout.
@@ -121,8 +121,8 @@ def criteria_columns(groups: Groups) -> RecordColumns:
     the mean length of its wrong ones that were not truncated. Where the reward `steps` counts a
     rollout's true new claims less its errors (its "work"), the same two values of work follow.
 
-    Each column has one value per rollout, P x G of them, equal within a group. It is NaN where a
-    group has no such rollout, which the record writes as null.
+    Each column has one value per rollout, P x G of them, equal within a group. The value is NaN
+    where a group has no such rollout. The record writes NaN as null.
     """
     columns_P = {
         "pass_rate": groups.pass_rate_P,
@@ -145,8 +145,8 @@ def make_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]
     """Return rollouts as an Arrow table with the columns and types of the record.
 
     Args:
-        columns: the values by column. A column that the record has and these lack becomes null; one
-            that only these have, as `reward/<function>`, becomes a float.
+        columns: the values by column. A column of the record that is missing here becomes null. A
+            column that the record does not know, such as `reward/<function>`, becomes a float.
         settings: the run's settings, which become the metadata of the table.
     """
     row_count = len(columns["step"])
@@ -212,11 +212,14 @@ class Record:
     def add(self, columns: RecordColumns, group_size: int, numbers: Sequence[int] = ()) -> None:
         """Add a batch of rollouts, which waits until `flush` writes it.
 
+        For example, a second batch of 4 rows in groups of 2, after a first batch of 6 rows, gets
+        the groups 3, 3, 4, 4 and the rollouts 0, 1, 0, 1.
+
         Args:
             columns: the values of the rollouts of all ranks by column, group after group. The
                 columns `group` and `rollout` are added to it.
             group_size: rollouts of a group.
-            numbers: a number of each rollout, by which `fill_in` finds it; none where nothing is
+            numbers: a number of each rollout, by which `fill_in` finds it; empty where nothing is
                 filled in.
         """
         # The groups of a step are numbered through all of its batches.

@@ -73,8 +73,8 @@ def _evaluator_words(benchmark: str) -> list[str]:
     """Return the words that start the evaluator of a benchmark from the current folder.
 
     They are `python -m eval.<benchmark>`. Where the current folder has an `eval.py` or a package
-    `eval/` of the user's own, Python would run that one instead. The installed command
-    `adora-vl` does not look into the current folder, so it is taken then.
+    `eval/` of the user's own, Python would run the user's. Then the installed command `adora-vl` is
+    returned, which does not look into the current folder.
     """
     for module in (Path("eval.py"), Path("eval/__init__.py")):
         is_of_user = module.exists() and module.resolve().parent != BENCHMARK_FOLDER
@@ -229,9 +229,8 @@ def _figure_lines(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[st
 def _command_for_longer_run(config: AdoraGRPOConfig, command: str) -> str | None:
     """Return the run's command with twice as many steps, which continues this run.
 
-    None where that run would not go on as this one would have: without a checkpoint it begins anew,
-    and a schedule of the learning rate that depends on the number of steps would have been another
-    one from the start.
+    None where the longer run would not continue this one. Without a checkpoint it begins anew. If
+    the learning rate depends on the number of steps, a longer run has other rates from the start.
 
     Args:
         config: the run's settings.

@@ -166,8 +166,9 @@ def set_final_values(table: Mapping[str, Any], name: str, values: Sequence[float
 def unify_message_contents(prompts: MutableSequence[Any]) -> None:
     """Make the contents of all messages lists of parts, in place, if any of them is a list.
 
-    A column of a tracker's table has one type, and TRL leaves both: it turns texts into lists of
-    parts on a rank whose batch has an image, and on no other rank.
+    For example, the content `"Find x."` becomes `[{"type": "text", "text": "Find x."}]`. A column
+    of a tracker's table has one type, but TRL leaves texts and lists in it: it turns texts into
+    lists of parts only on a rank whose batch has an image.
     """
     messages = [message for prompt in prompts if is_conversation(prompt) for message in prompt]
     has_parts = any(isinstance(message.get("content"), list) for message in messages)
@@ -209,12 +210,12 @@ def _as_json_value(value: object) -> Any:
 def restore_table(text: str, logs: Mapping[str, Any], function_names: Collection[str]) -> None:
     """Replace the rows of TRL's `_logs` by those that `table_to_json` has saved in a checkpoint.
 
-    An empty text changes nothing: the checkpoint has no rows. Some keys of `_logs` have a column,
-    others a dict of columns by their names.
+    An empty text changes nothing: the checkpoint has no rows. A key of `_logs` has a column, or a
+    dict of columns by their names.
 
-    `function_names`: of the reward functions of the run. A checkpoint of an earlier version may
-    name a reward's column otherwise. The column of the run would then stay empty, and TRL can make
-    no table of unequal columns.
+    `function_names`: the names of the run's reward functions. A checkpoint of an earlier version
+    may have another name for a reward's column, which is therefore translated. Otherwise the run's
+    column would stay empty, and TRL can make no table of unequal columns.
     """
     if not text:
         return
