@@ -115,7 +115,7 @@ def fingerprint(
 
     Args:
         settings: The dataclasses with the run's config keys.
-        data: The folders of its data sets in their order, or other texts that identify the data.
+        data: The folders of the run's data sets in order, or other texts that identify the data.
         model: The folder or hub id of the model.
         revision: The model's revision on the hub.
         processes: The number of processes.
@@ -151,10 +151,10 @@ def fingerprint(
 
 
 def _values_by_dotted_key(settings: Sequence[Any]) -> dict[str, Any]:
-    """Return the values of config dataclasses by key, those in a mapping under dotted names.
+    """Return the values of config dataclasses by key.
 
-    Secrets are masked, and the judge's address is removed from the rewards: it may change in the
-    middle of a run.
+    The values in a mapping get dotted names, such as `adora_rollouts.budget`. Secrets are masked.
+    The address of a judge is removed from the rewards, since it may change in the middle of a run.
     """
     values: dict[str, Any] = {}
     for section in settings:
@@ -174,7 +174,8 @@ def _ignored_keys(values: Mapping[str, Any], *, has_further_tools: bool) -> set[
     environment, or tools that Python code has passed.
     """
     ignored = set(_IGNORED_KEYS)
-    # The length of a run matters if something depends on its last step.
+    # The length of a run matters if something depends on its last step, such as a learning rate
+    # that falls to 0 there, or an extension, of which nothing is known.
     rate_is_constant = spelled_in_config(values.get("lr_scheduler_type")) == "constant"
     has_extensions = any(key.startswith("adora_extensions.") for key in values)
     if rate_is_constant and not has_extensions:
@@ -200,7 +201,8 @@ def sharding_of(config: TrainingArguments) -> str:
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     """Return a line `key: before -> now` for every key that differs between two fingerprints.
 
-    The keys of this project come first, as the user has more likely set one of these.
+    For example: `beta: 0.0 -> 0.1`. The keys of this project come first, since the user has more
+    likely set one of them.
     """
     before = _with_comparable_rewards(before)
     now = _with_comparable_rewards(now)
@@ -217,7 +219,7 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
 def _with_comparable_rewards(fingerprint: Fingerprint) -> Fingerprint:
     """Return a fingerprint in which the rewards have their present names.
 
-    A checkpoint may have been saved when one of them had another name.
+    A checkpoint may have been saved when a reward had another name.
     """
     comparable = {**fingerprint}
     for key in ("adora_reward", "reward_funcs"):
@@ -249,7 +251,7 @@ def leave_token_file(output_dir: Path) -> str:
     Raises `OSError`.
     """
     for old_token in output_dir.glob(f"{_SHARED_FILE_PREFIX}*"):
-        # of a start that was killed
+        # A start that was killed has left this file.
         old_token.unlink(missing_ok=True)
     name = f"{_SHARED_FILE_PREFIX}{secrets.token_hex(8)}"
     (output_dir / name).touch()
@@ -270,10 +272,10 @@ def check_ranks(
 
     Args:
         output_dir: The run's folder, as this rank sees it.
-        token: The name of a file that the first rank has made in it (`leave_token_file`).
+        token: The name of a file that the first rank has made in the folder (`leave_token_file`).
         first: The fingerprint of the first rank, its settings that influence the steps.
         mine: The fingerprint of this rank.
-        patience_s: Seconds to wait for the file, which a network disk may show late.
+        patience_s: Seconds to wait for the file, since a network disk may show it late.
     """
     view = RankView(
         machine=socket.gethostname(),
@@ -281,7 +283,8 @@ def check_ranks(
         differences=differences(first, mine),
     )
     views: list[RankView] = gather_object([view])
-    # The rank that comes first deletes it; all have looked for it before they gathered.
+    # Every rank has looked for the file before it gathered, so the file can go. The first rank to
+    # come here deletes it.
     with contextlib.suppress(OSError):
         (output_dir / token).unlink(missing_ok=True)
     problem = problem_among_ranks(views, output_dir)
@@ -292,8 +295,8 @@ def check_ranks(
 def problem_among_ranks(views: Sequence[RankView], output_dir: Path) -> str | None:
     """Return an error line for the first rank that cannot take part in a run; None if all can.
 
-    A rank cannot if it has another folder or other settings than rank 0. `views`: what the ranks
-    see, by rank. `output_dir`: the run's folder, for the line.
+    A rank cannot take part if it has another folder or other settings than rank 0. `views`: what
+    the ranks see, by rank. `output_dir`: the run's folder, for the line.
     """
     remedy = (
         "all machines write into one checkpoint, so name a folder on a disk that they share, by "

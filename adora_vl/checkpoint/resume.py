@@ -215,7 +215,8 @@ def _refuse_to_replace(inputs: Sequence[InputFolder], output_dir: Path) -> None:
     deleted_paths = {path.resolve() for path in run_entries(output_dir)}
     for key, name in inputs:
         folder = Path(name).resolve()
-        # A parent outside of output_dir is the target of a link; the link alone would be deleted.
+        # A parent outside of output_dir is the target of a link. Deleting the run would delete the
+        # link alone.
         parents_inside = [parent for parent in folder.parents if resolved_dir in parent.parents]
         is_below_deleted = any(parent in deleted_paths for parent in parents_inside)
         if folder == resolved_dir or folder in deleted_paths or is_below_deleted:
@@ -236,11 +237,11 @@ def _start_over(
         resume_word: `resume_from_checkpoint` as a word.
         current: The run's fingerprint, its settings that influence the steps.
 
-    Raises `UserError` for a checkpoint of the run that would be replaced, so that none is deleted
-    which the user named.
+    Raises `UserError` for a checkpoint of the run that would be replaced. Otherwise the checkpoint
+    that the user named would be deleted.
     """
     named = resume_word
-    is_replaced = resume_word == "true"  # it means a checkpoint of the run in the folder
+    is_replaced = resume_word == "true"  # `true` means a checkpoint of the run in the folder
     if user_checkpoint is not None:
         named = str(user_checkpoint)
         is_replaced = output_dir.resolve() in user_checkpoint.resolve().parents
@@ -285,8 +286,8 @@ def _start_at(checkpoint: Path, current: Fingerprint) -> StartPoint:
 def _refuse_other_shards(checkpoint: Path, saved: Fingerprint, current: Fingerprint) -> None:
     """Raise `UserError` if DeepSpeed could not load a checkpoint's shards in this run.
 
-    That is so for another ZeRO stage or number of processes. `saved`, `current`: the fingerprints
-    of the checkpoint and of this run.
+    It cannot load them with another ZeRO stage or another number of processes. `saved`, `current`:
+    the fingerprints of the checkpoint and of this run.
     """
     saved_processes = saved.get("processes")
     saved_sharding = saved.get("sharding")
@@ -294,7 +295,7 @@ def _refuse_other_shards(checkpoint: Path, saved: Fingerprint, current: Fingerpr
     sharding = current.get("sharding")
     where = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
     export = f"python -m adora_vl.export {quote(str(checkpoint))} OUT"
-    # None: the checkpoint's fingerprint does not have it.
+    # A value of None is missing in the checkpoint's fingerprint, and is not compared.
     if saved_sharding not in (None, sharding):
         raise UserError(
             f"{where} with sharding {saved_sharding} and this run has {sharding}; "

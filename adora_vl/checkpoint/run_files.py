@@ -98,8 +98,8 @@ def list_users_files(folder: Path, entries: Iterable[Path] | None = None) -> lis
 
     Args:
         folder: The run's folder.
-        entries: The files and folders in it to look through. By default all that have names which
-            runs use.
+        entries: The files and folders to look through. By default these are all entries of the
+            folder with names that runs use.
 
     Returns the names relative to the folder. Raises `OSError` if a folder cannot be listed.
     """
@@ -131,11 +131,12 @@ def first_names_in_words(names: Sequence[str]) -> str:
 def recording_saved_files(output_dir: Path, saves_model: bool) -> Iterator[None]:
     """Record in `written.json` which files the `with` block saves of a model into `output_dir`.
 
-    With it a later run can tell the files of the model from the user's own. If the process is
-    killed inside of the block, every file that was not there before counts as the run's, so that
-    the run can be resumed. If a second process is killed too, the files of both are the run's.
+    From `written.json` a later run can tell the files of the model from the user's own. If the
+    process is killed inside of the block, every file that was not there before counts as the run's,
+    so that the run can be resumed. If a second process is killed too, the files of both processes
+    count as the run's.
 
-    `saves_model`: whether this process does; if not, nothing happens. Raises `OSError`.
+    `saves_model`: whether this process saves the model. If not, nothing happens. Raises `OSError`.
     """
     if not saves_model:
         yield
@@ -149,14 +150,14 @@ def recording_saved_files(output_dir: Path, saves_model: bool) -> Iterator[None]
         yield
     finally:
         versions_after = _model_file_versions(output_dir)
-        # A killed process may have left files that this one has not saved again. They are recorded
-        # with those that it has saved.
+        # A killed process may have left files that this process has not saved again. They are not
+        # among the known names, so they are recorded too.
         known_names = {*unknown_names, *recorded_files}
         saved_files: list[Path] = []
         for name, version in versions_after.items():
             if name not in known_names or versions_before.get(name) != version:
                 saved_files.append(output_dir / name)
-        # Files of an earlier save, which this one has left as they were.
+        # Files of an earlier save that this save has left as they were.
         older_files = {
             name: entry for name, entry in recorded_files.items() if name in versions_after
         }
@@ -170,11 +171,11 @@ def _names_of_others(notes: Mapping[str, Any], names: Iterable[str]) -> list[str
 
     Args:
         notes: The content of `written.json` before a save; empty if a run did not write it.
-        names: Those of the files of a model that are there.
+        names: The names of the files of a model that are in the folder.
     """
     if "others" in notes:
-        # The process before this one was killed while it saved. What it has left is the run's, and
-        # only what it has found was not.
+        # The process before this one was killed while it saved. The files that it has left are the
+        # run's. Only the files that it has found (`others`) are not.
         return list(notes["others"])
     recorded_files = notes.get("files", {})
     return [name for name in names if name not in recorded_files]
@@ -204,7 +205,7 @@ class _FileVersion(NamedTuple):
 def _model_file_versions(output_dir: Path) -> dict[str, _FileVersion]:
     """Return the version of each file of a final model, by its name in the run's folder.
 
-    By comparing versions one can tell which files were written in between.
+    Two versions of a file are equal unless the file was written in between.
     """
     versions: dict[str, _FileVersion] = {}
     for entry in model_entries(output_dir):
@@ -236,8 +237,8 @@ def _files_below(path: Path) -> Iterator[Path]:
 def _users_files_of_checkpoint(checkpoint: Path) -> list[Path]:
     """Return the files in a `checkpoint-N` folder that are not named by a checkpoint's manifest.
 
-    If it has no such manifest, the folder itself is returned, unless it is empty. Whether the
-    checkpoint is complete does not matter: a damaged one is a run's too.
+    If the folder has no such manifest, the folder itself is returned, unless it is empty. The files
+    of a damaged checkpoint are a run's too.
     """
     files = list(_files_below(checkpoint))
     run_files: set[Path] = set()
@@ -279,7 +280,7 @@ def _is_written_by_run(path: Path, name: str, notes: Mapping[str, Any]) -> bool:
         entry = notes["files"].get(name)
         if entry is None or entry["bytes"] != path.stat().st_size:
             return False
-        # Hashed last, only where the size is the same: a model is large.
+        # The file is hashed last, and only if its size is the same, because a model is large.
         return bool(hash_and_size_by_name(path.parent, [path])[path.name] == entry)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         # The file cannot be read, or the notes are not as a run writes them.
@@ -314,10 +315,10 @@ def _is_record_file(path: Path, top_name: str, name_inside: str) -> bool:
         columns_of_trl = {"step", "prompt", "completion", "advantage"}
         return columns_of_trl <= set(pq.read_schema(path).names)
     if name_inside:
-        # The other names of the record are files, and here one is a folder.
+        # The other names of the record are names of files, so a folder of that name is no run's.
         return False
     if top_name == "metrics.jsonl":
-        # Nothing stands behind the last line break, unless a crash has cut off a line.
+        # The last part is empty, unless a crash has cut off a line.
         *lines, last_part = path.read_bytes().split(b"\n")
         all_are_metrics = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
         return all_are_metrics and (bool(lines) or not last_part)
@@ -330,7 +331,7 @@ def _is_record_file(path: Path, top_name: str, name_inside: str) -> bool:
 def _is_rollout_file(path: Path, name: str) -> bool:
     """Return whether a file in `rollouts/` is a run's: a table of rollouts, or an image of one.
 
-    `name`: its name relative to `rollouts/`.
+    `name`: the file's name relative to `rollouts/`, such as `rollouts-00000001-00000004.parquet`.
     """
     if re.fullmatch(r"rollouts-\d+-\d+\.parquet", name):
         # A run writes its settings into the metadata of the table.
@@ -361,8 +362,9 @@ def has_complete_checkpoint(output_dir: Path) -> bool:
 def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
     """Raise `UserError` for files of the user's that this run would write over or delete.
 
-    These are files with names which runs use, but that no run is known to have written. A run that
-    resumes writes over the final model alone, so only those files are looked through.
+    These files have names that runs use, but no run is known to have written them. A run that
+    resumes writes over the final model alone, so only the files of a final model are looked
+    through.
 
     `overwrite`: whether the run replaces the one in the folder.
     """
@@ -385,8 +387,8 @@ def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
 def _users_hidden_files(output_dir: Path) -> list[str]:
     """Return the user's own files in the two hidden folders that a run deletes.
 
-    One has an old run that was moved aside, and the other has files that are being written. The
-    latter counts as the user's if no run has begun here.
+    `SET_ASIDE_FOLDER` has an old run that was moved aside. `STAGING_FOLDER` has files that are
+    being written, and counts as the user's if no run has begun here.
     """
     aside = output_dir / SET_ASIDE_FOLDER
     staging = output_dir / STAGING_FOLDER

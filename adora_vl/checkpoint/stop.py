@@ -83,8 +83,8 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Install the handlers of the signals that stop a run."""
-        # Under nohup a run ignores SIGHUP. Not so with torch's elastic launcher: it handles SIGHUP
-        # even then, and kills processes that outlast it.
+        # Under nohup a run ignores SIGHUP. With torch's elastic launcher it does not, since the
+        # launcher handles SIGHUP even then, and kills processes that do not end.
         ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not under_elastic()
         for number in _STOP_SIGNALS:
             if number == signal.SIGHUP and ignores_hangup:
@@ -97,8 +97,8 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def release(self) -> None:
         """Restore the signal handlers, when all ranks have written everything.
 
-        A run that a signal has stopped ignores further ones instead: the launcher sends one to the
-        other ranks as soon as the first rank has ended, and it would change their exit code.
+        A run that a signal has stopped ignores further signals instead. The launcher sends a signal
+        to the other ranks as soon as the first rank has ended, which would change their exit code.
         """
         was_stopped = self.stopped or self.received is not None
         for number, handler_before in self._handlers_before.items():
@@ -112,8 +112,8 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
         Collective: the ranks decide together, because a signal may reach them in different steps.
         """
-        # Before anything is logged: writing to a terminal that was closed would fail, and it is
-        # gone before its SIGHUP arrives.
+        # This comes before anything is logged. Writing to a closed terminal would fail, and a
+        # terminal is closed before its SIGHUP arrives.
         mute_lost_outputs()
         has_signal = torch.tensor([int(self.received is not None)], device=PartialState().device)
         if bool(gather(has_signal).any()):
@@ -122,10 +122,13 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
             control.should_training_stop = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first signal `number`; end the process for one that comes much later.
+        """Remember the first signal; end the process at a signal that comes much later.
 
-        A signal within `REPEATED_SIGNAL_S` seconds counts as the same one, since launchers repeat
-        it. SIGHUP never ends the process, since a launcher that dies may send several.
+        A signal within `REPEATED_SIGNAL_S` seconds counts as the first one, since launchers repeat
+        a signal. SIGHUP never ends the process, since a launcher that dies may send it several
+        times.
+
+        `number`: the number of the signal.
         """
         mute_lost_outputs()
         if self.received is not None:

@@ -76,7 +76,7 @@ def publish_checkpoint(
         final: Where the checkpoint belongs.
         facts: What the manifest says of the run, besides hashes and sizes of the files.
         written: Names of the files that all machines have written. On a network disk this machine
-            may see those of the others some seconds later, so they are waited for.
+            may see the files of another machine some seconds late, so it waits for them.
 
     Raises `OSError` if one of the files does not appear.
     """
@@ -164,8 +164,8 @@ def save_for_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
 def load_for_rank(checkpoint: Path, kind: str, rank: int) -> Any:
     """Return what `save_for_rank` wrote for a rank, with its tensors on the CPU.
 
-    None if it wrote nothing, such as with fewer ranks than now. `kind`: what was saved, the
-    beginning of the file's name.
+    None if nothing was saved for the rank, such as in a run with fewer ranks than now. `kind`: what
+    was saved, the beginning of the file's name.
     """
     import torch
 

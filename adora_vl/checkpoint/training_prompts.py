@@ -25,8 +25,8 @@ _PROMPT_KEYS = (
 def read_training_config(model: str | None) -> dict[str, Any]:
     """Read the config of the training that wrote a model; empty for any other model.
 
-    The model may be the folder of the run, or a checkpoint or the folder `merged` in it. Of a model
-    that was exported to another folder the keys of its prompts are known.
+    The model may be the folder of the run, or a checkpoint or the folder `merged` in it. For a
+    model that was exported to another folder, only the keys of its prompts are known.
     """
     folder = Path(model) if model else None
     if folder is None or not folder.is_dir():

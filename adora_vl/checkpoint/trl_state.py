@@ -62,7 +62,7 @@ class MovingReference:
             moves: Whether TRL moves it towards the policy. Otherwise it is the base model, and
                 needs no saving.
             is_main: Whether this is rank 0.
-            gather: Makes parameters that ZeRO-3 shards whole, to be read.
+            gather: A context manager in which parameters that ZeRO-3 shards can be read whole.
         """
         self.model = model
         self.moves = moves and model is not None
@@ -101,8 +101,8 @@ class MovingReference:
             )
         if not files or self.model is None:
             return
-        # Even if TRL does not move it any more, it differs from the base model, so that it has to
-        # be saved again.
+        # This reference model differs from the base model, even if TRL does not move it any more.
+        # So it has to be saved again.
         self.moves = True
         remaining_parameters = dict(self.model.named_parameters())
         for file in files:
@@ -136,7 +136,7 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     def facts(self) -> dict[str, Any]:
         """Return the sums of this rank for the manifest of a checkpoint; none before the training.
 
-        `with_all_ranks` puts those of all ranks in their place before the manifest is written.
+        `with_all_ranks` replaces them by the sums of all ranks before the manifest is written.
         """
         trainer = self._trainer
         if not hasattr(trainer, "_tr_loss"):
@@ -144,8 +144,8 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         sums = {
             "logged": trainer._total_loss_scalar,  # of the steps up to the last log
             "since": trainer._globalstep_last_logged,  # the step of that log
-            # Of the steps since then. A tensor until it is written: its value as a number would
-            # have to wait for the device.
+            # The sum over the steps since then. It stays a tensor until it is written, since
+            # reading its value waits for the device.
             "rest": trainer._tr_loss.detach().clone(),
         }
         return {LOSSES_KEY: sums}
@@ -193,8 +193,11 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 def _unlogged_sum_of_rank(sums: Sequence[float], rank: int, ranks: int) -> float:
     """Return the sum of losses since the last log with which a rank goes on.
 
-    `sums`: those of the ranks of the checkpoint. If there were another number of ranks, each rank
-    gets their mean: the log has the mean over the ranks, which stays the same.
+    With as many ranks as before, each rank goes on with its own sum. With another number, each rank
+    gets the mean of the sums, so that the mean over the ranks, which is logged, stays the same. For
+    example, sums of (1, 3) give 2 to each of three ranks.
+
+    `sums`: the sums of the checkpoint's ranks.
     """
     if len(sums) == ranks:
         return sums[rank]

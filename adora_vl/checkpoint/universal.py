@@ -39,11 +39,11 @@ _ALSO_CODE_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 def refusing_pickled_code(checkpoint: Path | str) -> Iterator[None]:
     """Inside the `with` block, keep `torch.load` from running code that a checkpoint contains.
 
-    DeepSpeed unpickles its checkpoints, and a pickle may run any code. Here it yields tensors,
-    plain values and the classes that checkpoints of DeepSpeed 0.19 have, even if a caller passes
-    `weights_only=False`.
+    DeepSpeed unpickles its checkpoints, and a pickle may run any code. Inside the block a pickle
+    can only contain tensors, plain values and the classes that checkpoints of DeepSpeed 0.19 have,
+    even if a caller passes `weights_only=False`.
 
-    `checkpoint`: for the error. Raises `UserError` for a file that contains more.
+    `checkpoint`: the checkpoint, for the error. Raises `UserError` for a file that contains more.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -115,7 +115,8 @@ def write_universal(checkpoint: Path, output: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
     with replacing_folder(output) as staged:
-        # Everything but the shards, and the manifest and the mark, which are written anew.
+        # Everything is copied but the shards, and the manifest and the mark, which are written
+        # anew.
         left_out = shutil.ignore_patterns(
             _SHARD_FOLDER_PATTERN, MANIFEST_FILE, COMPLETE_FILE, "latest", "zero_to_*.py"
         )
@@ -131,8 +132,8 @@ def write_universal(checkpoint: Path, output: Path) -> None:
             strict=True,
             inject_missing_state=True,
         )
-        # The converter unpickles the shards. That the checkpoint's hashes are right does not say
-        # who made it, so no code in it may run.
+        # The converter unpickles the shards. Even a checkpoint with the right hashes may be a
+        # stranger's, so no code in it may run.
         with contextlib.redirect_stdout(sys.stderr), refusing_pickled_code(checkpoint):
             convert(options)
         facts = {key: value for key, value in manifest_of(checkpoint).items() if key != "files"}

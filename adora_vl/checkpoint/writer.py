@@ -95,8 +95,9 @@ class CheckpointWriter:
         The files are written into a hidden folder, which becomes `checkpoint-N` when it is
         complete.
 
-        `step`: the optimizer step N. `write_files`: writes those of this rank. Raises `RunError` if
-        a file cannot be written; older checkpoints are then as they were.
+        `step`: the optimizer step N. `write_files`: writes the files of this rank, and returns
+        facts for the manifest. Raises `RunError` if a file cannot be written; older checkpoints are
+        then as they were.
         """
         from accelerate.utils import gather_object
 
@@ -142,7 +143,8 @@ class CheckpointWriter:
         """
         if self.last_saved_step != step:
             save()
-        # The first rank that raises an error ends the others, so that none may still be writing.
+        # The first rank that raises an error ends the others, so all of them must have finished
+        # writing.
         self.accelerator.wait_for_everyone()
         return self.output_dir / f"{_CHECKPOINT_PREFIX}-{step}"
 

@@ -35,8 +35,8 @@ class DifferentSetting(NamedTuple):
 def config_differences(a: Side, b: Side) -> list[DifferentSetting]:
     """Return the settings in which the sides differ, in alphabetical order.
 
-    The seed is none of them. Options of a method that only some of the runs use are left out: that
-    they use different methods is a difference of its own, `adora_method`.
+    The seed is left out. Options of a method that only some of the runs use are left out too, since
+    `adora_method` already shows that the methods differ.
     """
     runs = (*a.runs, *b.runs)
     all_keys = {key for run in runs for key in run.settings}
@@ -60,7 +60,7 @@ def between_seeds(a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]
 
     Args:
         a_by_seed: the values of the runs of side A by their seeds.
-        b_by_seed: those of side B, from which A's mean is subtracted.
+        b_by_seed: the values of the runs of side B. The difference is B's mean minus A's.
     """
     mean_of_a = fmean(a_by_seed.values())
     mean_of_b = fmean(b_by_seed.values())
@@ -88,7 +88,8 @@ def at_budget(
     """Return the value of a figure once a run has spent a budget, such as a number of rollouts.
 
     It is the mean over the last part of the budget, the window, to average out noise. If the window
-    has no value, the newest value before it is returned.
+    has no value, the newest value before it is returned. For example, the points (80, 1), (95, 2),
+    (100, 4) and (110, 9) with a budget of 100 and a window of 0.1 give 3, the mean of 2 and 4.
 
     Args:
         points: pairs of what the run had spent and the figure's value then, in their order.
@@ -135,9 +136,9 @@ class ComparedFigure(NamedTuple):
 def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
     """Return how the trained models differ on held-out problems, for each benchmark of all runs.
 
-    A benchmark has a row whose interval is over problems. If each side has several seeds, a row
-    whose interval is over seeds comes before it, or behind it where the seeds agree and there is no
-    such interval.
+    A benchmark has a row whose interval is over problems. If each side has several seeds, it also
+    has a row whose interval is over seeds. That row comes first, but last where it has no interval,
+    because all seeds agree.
 
     Raises:
         UserError: the runs have answered different problems of a benchmark.
@@ -155,11 +156,11 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
             )
         over_seeds = between_seeds(_accuracies(a, benchmark), _accuracies(b, benchmark))
         figure = f"{benchmark}, held out"
-        # It comes first, because what another seed would give is the wider question.
+        # The row over seeds comes first: what another seed would give is the wider question.
         if over_seeds.low is not None:
             rows.append(ComparedFigure(figure, over_seeds))
         rows.append(ComparedFigure(figure, over_problems))
-        # Without an interval it decides nothing, and only the table has it.
+        # Without an interval the row over seeds decides nothing, and is only shown in the table.
         if over_seeds.low is None and min(len(a.runs), len(b.runs)) > 1:
             rows.append(ComparedFigure(figure, over_seeds))
     return rows
@@ -181,9 +182,9 @@ def _shared_benchmarks(a: Side, b: Side) -> list[str]:
 def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
     """Return how the sides differ during the training, after equal numbers of rollouts or seconds.
 
-    The figures are the evaluations during the training and the pass rate in training. Each gets two
-    rows: one at the number of rollouts that the shortest run has spent in all, and one at the
-    seconds of training steps that the fastest has. So all runs have a value there.
+    The figures are the evaluations during the training and the pass rate in training. Each gets a
+    row at a number of rollouts, and a row at a number of seconds of training steps. That number is
+    what the run that has spent least has spent in all, so every run has a value there.
     """
     all_runs = (*a.runs, *b.runs)
     rows: list[ComparedFigure] = []
@@ -239,7 +240,7 @@ def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]
 
     Args:
         first: the folders of the runs of side A, or of all runs.
-        second: those of side B. Where there are none, `make_sides` divides the runs in `first`.
+        second: the folders of side B. If there are none, `make_sides` divides the runs in `first`.
 
     Raises:
         UserError: a folder is no run, or the runs cannot be compared.
@@ -274,7 +275,7 @@ def _answer_paragraph(
         a: the side that is compared with.
         b: the side of which the paragraph speaks.
         held_out: the differences on held-out problems, from `held_out_rows`; the first one decides.
-        at_budgets: those during the training at equal budgets, from `budget_rows`.
+        at_budgets: the differences during the training at equal budgets, from `budget_rows`.
         keys: the settings in which the sides differ.
     """
     if not held_out:
@@ -309,8 +310,8 @@ def _answer_paragraph(
 def _verdict_words(difference: Difference) -> str:
     """Say whether side B is better or worse than side A.
 
-    It is, if the whole 95 % interval of B - A lies on one side of 0. Otherwise the sides cannot be
-    told apart.
+    B is better if the whole 95 % interval of B - A lies above 0, and worse if it lies below 0.
+    Otherwise the sides cannot be told apart.
     """
     assert difference.low is not None
     assert difference.high is not None

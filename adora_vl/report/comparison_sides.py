@@ -187,7 +187,8 @@ def rollouts_per_step(config: Mapping[str, Any]) -> float:
 
     A generation samples `generation_batch_size` rollouts. They are used for `steps_per_generation`
     micro-batches, `num_iterations` times, and an optimizer step takes
-    `gradient_accumulation_steps` micro-batches.
+    `gradient_accumulation_steps` micro-batches. For example, a generation of 64 rollouts with 4
+    steps per generation, 1 iteration and 2 accumulation steps gives 64 x 2 / 4 = 32.
     """
 
     def value_of(key: str) -> float:
@@ -202,7 +203,7 @@ def rollouts_per_step(config: Mapping[str, Any]) -> float:
 def _curves(lines: Sequence[dict[str, Any]], step_rollouts: float) -> dict[str, list[Point]]:
     """Return the pass rate in training and the accuracies of evaluations, each as points over the run.
 
-    Seconds are those of training steps, so that an evaluation adds nothing to them.
+    The seconds are those of training steps alone. An evaluation adds nothing to them.
 
     Args:
         lines: the lines of the run's `metrics.jsonl`.
@@ -230,8 +231,11 @@ def _seconds_of_training(lines: Sequence[dict[str, Any]]) -> list[float]:
     """Return for each line of the log how many seconds the training steps up to it took.
 
     A line of training has the mean seconds of the steps since the training line before it. The line
-    of an evaluation may stand between two of these. Its seconds are then interpolated by the steps;
-    those of the evaluation itself do not count.
+    of an evaluation may stand between two lines of training. Its seconds are then interpolated by
+    the steps. The seconds of the evaluation itself do not count.
+
+    For example, training lines at the steps 10 and 20 with a mean of 2 and 4 seconds give 20 and
+    60, and an evaluation at step 15 gives 40.
 
     `lines`: the lines of the run's `metrics.jsonl`.
     """
@@ -287,8 +291,8 @@ def make_sides(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> t
 
     Args:
         first: the runs of side A, or all runs.
-        second: those of side B. If there are none, two runs are a side each, and more runs are
-            divided by their config.
+        second: the runs of side B. If there are none, the runs in `first` are divided: two runs
+            are a side each, and more runs are divided by their config.
 
     Raises:
         UserError: the runs have not exactly two configs, or a side has two runs of one seed.
@@ -310,11 +314,11 @@ def _split_by_config(
 ) -> tuple[Sequence[ComparedRun], Sequence[ComparedRun]]:
     """Divide runs into two sides by their configs; the side of the first run comes first.
 
-    Runs of one config may have been made on different devices and by different versions and commits,
-    so these do not divide them. Two runs are a side each, whatever their configs.
+    Two runs are a side each, whatever their configs. Runs with one config may differ in device,
+    versions and commit, so these do not count as config here.
 
     Raises:
-        UserError: more than two runs have not exactly two configs.
+        UserError: there are more than two runs, and they do not have exactly two configs.
     """
     if len(runs) == 2:
         return runs[:1], runs[1:]

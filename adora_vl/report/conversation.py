@@ -70,9 +70,12 @@ class TurnReader:
             pictures: the names of the pictures that the rollout has so far.
 
         Returns:
-            `text`, such as `zoom(0, 49, 7, 56)`; `picture`, the name of the picture, and `points`
-            in it, in shares of its width and height, both None where the call has none; `region`,
-            whether the points are corners of a region.
+            a dictionary with these keys:
+
+        - `text`, such as `zoom(0, 49, 7, 56)`
+        - `picture`: the name of the picture; None where the call has no points
+        - `points`: points in the picture, in shares of its width and height, or None
+        - `region`: whether the points are corners of a region; only there with points
         """
         try:
             name, arguments = read_call(call_text)
@@ -94,9 +97,9 @@ class TurnReader:
         """Return the points that a call names, as x and y in shares of the picture's width and height.
 
         Args:
-            arguments: those of the call, whose coordinates are in the units that the model sees.
+            arguments: the arguments of the call. Coordinates are in the units that the model sees.
             picture: the name of the picture.
-            view: the size at which the model sees a picture, which says these units.
+            view: the size at which the model sees a picture, from which the units follow.
 
         Returns:
             the points; empty where one lies outside of the picture, or its size is not known.
@@ -132,8 +135,9 @@ class TurnReader:
 def spelled_call(name: str, arguments: Mapping[str, Any]) -> str:
     """Return a call of a tool as Python code, such as `zoom(0, 49, 7, 56)`.
 
-    Arguments of this package's tools have no names as long as they stand in the order of the tool's
-    parameters. All arguments of another tool have their names, since its parameters are not known.
+    For a tool of this package, arguments that stand in the order of its parameters have no names.
+    For any other tool all arguments have names, such as `search(query="circle")`, since the
+    parameters are not known.
     """
     parameters: list[str] = []
     if name in BUILT_IN_TOOLS:

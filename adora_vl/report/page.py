@@ -121,14 +121,16 @@ def formulas(texts: Iterable[str | None], answers: Iterable[str | None] = ()) ->
 def mathml(source: str) -> Tree | None:
     """Convert a formula from LaTeX to a tree of MathML; None if any part is not understood.
 
-    `source`: with its delimiters, such as `$x$`, or without any.
+    For example, `$x$` gives `["math", {}, ["mrow", {}, ["mi", {}, "x"]]]`.
+
+    `source`: the formula with its delimiters, such as `$x$`, or without any.
     """
     from latex2mathml.converter import convert_to_element
 
     latex = source
     delimited = _DELIMITED.fullmatch(source)
     if delimited is not None:
-        # one group for each pair of delimiters; all but one are None
+        # The pattern has a group for each pair of delimiters, and all groups but one are None.
         latex = next(content for content in delimited.groups() if content is not None)
     if not latex.strip() or len(latex) > _MAX_CHARACTERS or _REFUSED.search(latex):
         return None
@@ -153,8 +155,8 @@ class _TreeBuilder:
     def build(self, element: Element) -> Tree:
         """Return an element of MathML and all that is in it as a tree: [name, attributes, ...].
 
-        The text comes from a model's answer, so only elements and attributes go into the page that
-        are known to be harmless.
+        The text comes from a model's answer. So only elements and attributes that are known to be
+        harmless go into the page.
 
         Raises:
             ValueError: an element is not allowed, or there are more than `max_nodes`.
@@ -251,8 +253,8 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
     }
     template = (_VIEWER / "page.html").read_text(encoding="utf-8")
     html, *pieces = template.split("{{")
-    # All placeholders `{{NAME}}` are replaced in one pass. A value may contain such a text itself,
-    # which has to stay.
+    # All placeholders `{{NAME}}` are replaced in one pass. If a value contains such a text itself,
+    # that text has to stay.
     for piece in pieces:
         placeholder, _, rest = piece.partition("}}")
         html += value_by_placeholder[placeholder] + rest

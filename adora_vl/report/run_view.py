@@ -203,8 +203,9 @@ def _count_rollouts(record_parts: list[RecordPart]) -> dict[int, int]:
 def _spread_steps(rollouts_by_step: Mapping[int, int], max_rollouts: int) -> list[int]:
     """Choose steps, spread evenly over the run, with about `max_rollouts` rollouts at most.
 
-    All steps are taken to have the same number of rollouts. The first and the last step are chosen,
-    unless only one step fits. At least one step is chosen.
+    All steps are assumed to have the same number of rollouts. The first and the last step are
+    chosen, unless only one step fits. At least one step is chosen. For example, of the steps 1 to 9
+    with 10 rollouts each and at most 30 rollouts, 1, 5 and 9 are chosen.
     """
     steps = sorted(rollouts_by_step)
     total_rollouts = sum(rollouts_by_step.values())
@@ -288,8 +289,9 @@ class _ClaimSpan(NamedTuple):
 def _claim_spans(row: Json) -> list[_ClaimSpan] | None:
     """Return the claims of a rollout's answer for the page; None where the run did not check any.
 
-    The record counts places in characters, as Python does. The page is read by JavaScript, which
-    counts units of UTF-16, so they are converted.
+    The record counts places in characters, as Python does. JavaScript, which reads the page, counts
+    units of UTF-16, so the places are converted. For example, a claim at the characters 2 to 5 of a
+    text that begins with an emoji gets the units 3 to 6.
     """
     recorded = row.get("steps")
     text = row["completion"] or ""
@@ -311,8 +313,11 @@ def _utf16_length(text: str) -> int:
 def _luck(row: Json) -> str | None:
     """Say where a rollout's answer and the claims on its way to it do not fit together.
 
-    `lucky`: the answer is right, though a claim is false or none is true. `true-steps`: it is not
-    right, though claims are true and none is false. None otherwise, or where nothing was checked.
+    The result is one of these:
+
+        lucky         the answer is right, but a claim is false or no claim is true
+        true-steps    the answer is not right, but claims are true and none is false
+        None          they fit together, or nothing was checked
     """
     # claims that are true and new, and claims that are false, as the reward `steps` counts them
     true_claims = row.get("new")
@@ -332,9 +337,9 @@ def _compared_parts(row: Json) -> list[tuple[str, str, str]] | None:
     An answer such as `x = 3, y = 4` has several parts. Each is a tuple: the part of the answer, that
     of the reference answer, and why the grader calls them equal or not.
 
-    None for an answer of one number, and where the grader of today decides otherwise than the
-    record. The record does not say how the run read its answers (with answer tags, with rounding),
-    so each way is tried until one gives the recorded verdict and reason.
+    The record does not say how the run read its answers (with answer tags, with rounding), so each
+    way is tried until one gives the recorded verdict and reason. None if no way does, since today's
+    grader decides otherwise. None also for an answer of one number.
     """
     response = row["completion"]
     reference = row["answer"]

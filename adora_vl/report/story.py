@@ -50,8 +50,8 @@ class GroupFacts:
     def has_signal(self) -> bool:
         """Whether there is something to learn.
 
-        Most methods learn from rewards that differ alone. Some also learn from equal ones, as DAPO
-        does with its penalty for long answers.
+        Most methods learn only from rewards that differ. Some methods also learn from equal
+        rewards, such as DAPO with its penalty for long answers.
         """
         return self.rewards_differ or self.advantages_differ
 
@@ -59,9 +59,9 @@ class GroupFacts:
     def is_left_out(self) -> bool:
         """Whether the loss did not get the group, though it has signal.
 
-        That happens to groups that `refill`, which replaces groups without signal, has sampled
-        beyond those that it needed. With a weight of 0 all advantages are 0 too, but the loss did
-        get the group.
+        The option `refill` replaces groups without signal. It may sample more groups than it needs,
+        and leaves out the rest. A group with the weight 0 is no such group: its advantages are 0
+        too, but the loss did get it.
         """
         return self.has_signal and self.advantage_after == 0 and self.weight != 0
 
@@ -102,7 +102,7 @@ def _group_facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
     """Summarize one group from the recorded rows of its rollouts."""
     # step, weight and `tds` are the same in all rows of a group
     first_row = rows[0]
-    # A rollout whose reward is missing says nothing of whether the rewards differ.
+    # Whether the rewards differ is decided without the rollouts that have no reward.
     rewarded_rows = [row for row in rows if row["reward"] is not None]
     rewards = {row["reward"] for row in rewarded_rows}
     lengths_by_kind: dict[str, list[float]] = {}
@@ -124,9 +124,10 @@ def _group_facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
 def advantages_differ(rewarded_rows: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the loss gets the rollouts of a group with different advantages.
 
-    Equal rewards may leave advantages of up to 6e-4 in TRL's float32, which are equal too.
+    They are not compared with 0: if all rewards are equal, rounding in TRL's float32 may leave
+    advantages of up to 6e-4, but these are equal too.
 
-    `rewarded_rows`: the recorded rows of those rollouts of a group that have a reward.
+    `rewarded_rows`: the recorded rows of the group's rollouts that have a reward.
     """
     return len({row["advantage"] for row in rewarded_rows}) > 1
 
@@ -247,9 +248,12 @@ def _lengths_of_kind(groups: Sequence[GroupFacts], kind: str) -> list[float]:
 def _length_change(first_lengths: Sequence[float], last_lengths: Sequence[float]) -> str:
     """Say whether lengths became longer or shorter, with their means in tokens.
 
-    They did, if the 95 % interval of the difference (by Welch's t) lies on one side of 0. Otherwise
-    the change may be chance. There is no interval where the lengths of each fifth are equal. Each
-    argument has a mean length for each group.
+    They became longer if the 95 % interval of the difference (by Welch's t) lies above 0, and
+    shorter if it lies below 0. Otherwise the change may be chance. There is no interval where the
+    lengths of each fifth are equal.
+
+    Each argument has the mean length of each group. An example of the text is `became longer
+    (210 → 260 tokens)`.
     """
     first_mean = fmean(first_lengths)
     last_mean = fmean(last_lengths)

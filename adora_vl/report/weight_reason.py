@@ -18,10 +18,11 @@ def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Explain in one to three sentences why ADORA gave a group its weight, for the page of a run.
 
     Args:
-        group: `step` (from 1 on), `weight`, `tds`, `pass_rate`, `longest_right` and `mean_wrong` as
-            recorded; `equal`: whether all rewards are the same; `learned`: whether its rollouts
-            have different advantages all the same; `left`: how many of its `size` rollouts have
-            left the group, since they have no reward.
+        group: the group's recorded values `step` (from 1 on), `weight`, `tds`, `pass_rate`,
+            `longest_right` and `mean_wrong`, and besides
+            `equal`: whether all rewards are the same,
+            `learned`: whether the rollouts have different advantages nevertheless,
+            `left`: how many of the `size` rollouts have left the group, since they have no reward.
         settings: the keys of the run, as its record has them.
     """
     if group["left"] == group["size"]:
@@ -65,7 +66,7 @@ def _weight_sentence(group: Mapping[str, Any], settings: Mapping[str, Any]) -> s
         verb = "Amplified to"
     else:
         verb = "Kept at weight"
-    # Runs that test the criteria may assign the weights in another way, and the criteria only judge.
+    # Runs that test the criteria may assign the weights in another way, such as by chance.
     assigned_words = _WORDS_BY_ASSIGN.get(options["assign"])
     if assigned_words is not None:
         return f"{verb} {weight:g} {assigned_words}; ADORA's criteria say {verdict}."
@@ -90,8 +91,8 @@ def _criteria_verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> s
     criteria = list(options["criteria"])
     if criteria == ["working"] and options["no_figure"] == "keep" and not _has_work(group):
         return "neither TAS nor TDS, since no work is measured on the problem"
-    # Without a right rollout only the criterion of difficulty says something, since the others
-    # compare right rollouts with wrong ones. Then it has to be enough alone.
+    # Without a right rollout only the criterion of difficulty can judge, since the others compare
+    # right rollouts with wrong ones. It decides only if its own verdict is enough.
     one_criterion_decides = criteria == ["difficulty"] or options["combine"] == "any"
     difficulty_can_decide = (
         "difficulty" in criteria and one_criterion_decides and not options["needs_correct"]
@@ -178,8 +179,8 @@ def _comparison_reason(
 
     Args:
         group: its recorded values, as `weight_reason` takes them.
-        options: ADORA's options. `ties` and `empty_wrong` say how a group counts where the two are
-            equal, and where there is no wrong rollout to compare with.
+        options: ADORA's options. `ties` says how a group counts where the two values are equal.
+            `empty_wrong` says it where there is no wrong rollout to compare with.
         words: the words for the measure.
         largest_right: the largest value among the right rollouts; None where none is right.
         mean_wrong: the mean of the wrong rollouts that were not cut off; None where there is none.
