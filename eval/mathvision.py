@@ -111,9 +111,10 @@ def official_answer(response: str) -> str:
     Source: evaluation/evaluate.py in mathllm/MATH-V. Its faults are:
 
     - The word `is` anywhere before a number counts as a statement of the answer.
-    - The letter of an option is only known where the response ends with ` (B).` or begins with a
-      line `(B)`.
-    - All of a long response counts as the answer where it has neither a box nor such words.
+    - The letter of an option is found only if the response ends with ` (B).` or begins with a line
+      `(B)`.
+    - If a response has neither a box nor words such as `the answer is`, all of it is the answer,
+      however long it is.
     """
     answer = response.strip()
     # The letter of an option at the end or at the beginning.
@@ -158,9 +159,9 @@ def _text_behind_phrase(answer: str, phrase: str) -> str:
 def _without_latex(answer: str) -> str:
     """Reduce an answer to the plain expression that the official score compares.
 
-    Only the content of a box counts, and of an equation only what stands behind the last `=` or
-    `\\approx`. Capitals, spaces, units and dollars are removed. The steps and their order are those
-    of the official code.
+    Only the content of the last box is kept, and of an equation only the text behind the last `=`
+    or `\\approx`. Letters become lower case, and spaces, units and dollars are removed. The steps
+    and their order are those of the official code.
     """
     answer = answer.lower().replace("{}", "")
     # The official code looks for the part `oxed{` of `\boxed{`.
@@ -219,10 +220,10 @@ def _with_latex_fractions(answer: str) -> str:
 
 
 def _with_braces(text: str, n_arguments: int) -> str:
-    """Put the arguments of a LaTeX command into braces, where each is a single character.
+    """Put the arguments of a LaTeX command into braces; each argument is a single character.
 
-    `text` is what stands behind the command. For one argument `2+x` becomes `{2}+x`, and for two
-    `12` becomes `{1}{2}`. A text that begins with a brace has its arguments in braces already.
+    `text` is the text behind the command. With one argument `2+x` becomes `{2}+x`, and with two
+    arguments `12` becomes `{1}{2}`. A text that begins with a brace is returned as it is.
     """
     if not text or text.startswith("{"):
         return text
@@ -239,8 +240,8 @@ def _with_braces(text: str, n_arguments: int) -> str:
 def are_officially_equal(first: str, second: str) -> bool:
     """Compare two answers as the official score does.
 
-    They are equal as texts without regard to capitals, as tuples of numbers, or as numbers. Numbers
-    are rounded to two places. An empty answer equals nothing.
+    They are equal if they are the same text in lower case, the same tuple of numbers, or the same
+    number. Numbers are rounded to two places: `1/3` equals `0.33`. An empty answer equals nothing.
     """
     first = first.lower()
     second = second.lower()
@@ -308,10 +309,10 @@ REQUIRED_COLUMNS = {
 
 
 def check_row(row: Prediction) -> str | None:
-    """Return what is wrong with the fields of a row; None where nothing is.
+    """Return what is wrong with the fields of a row, None if nothing is wrong.
 
-    The reference answer to a multiple-choice question has to be the letter of one of its options.
-    That to a free-form question, which has no options, may be any text.
+    The reference answer of a multiple-choice question has to be the letter of one of its options. A
+    free-form question has no options, and its reference answer may be any text.
     """
     fault = find_field_fault(row, REQUIRED_COLUMNS)
     if fault or not row["options"]:
@@ -361,8 +362,9 @@ def _extract_by_official_rules(row: Prediction) -> Extraction:
 def _extract_by_our_rules(row: Prediction) -> Extraction:
     """Extract the answer of a response by our own rules.
 
-    They read a choice, a box, or else the number that a free-form response states. The general
-    rules would take the whole response as the answer there, since a question may ask for a text.
+    A response with a box, or to a question with options, is read by the general rules. From any
+    other response the number that it states is taken: the general rules would take all of it, since
+    a question may ask for a text.
     """
     has_box = last_boxed(row["response"]) is not None
     if row["options"] or has_box:

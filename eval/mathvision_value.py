@@ -68,8 +68,8 @@ _FUNCTION_NAMES_REGEX = (
     "arc?(?:sin|cos|tan)h|[bpv]?matrix|ceil|cols|diag|eig|eye|floor|gcd|lcm|norm|nullspace|ones|orth|[hv]stack|rank|"
     "rows|rref|svd|tr|zeros"
 )
-# Tokens that may follow a whole expression; the official grammar ignores them and the rest. The last
-# token of a text is the empty one, which the pattern matches too.
+# Tokens that may follow a whole expression; the official grammar ignores them and the rest. The
+# last token of a text is the empty one, which the pattern matches too.
 _MAY_FOLLOW_EXPRESSION_PATTERN = re.compile(
     rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_FUNCTION_NAMES_REGEX}|"
 )
@@ -92,15 +92,15 @@ _TOKEN_PATTERN = re.compile(
 
 
 def evaluate_latex(text: str) -> Number | None:
-    """Evaluate a LaTeX expression in lower case; None if it has no value.
+    r"""Evaluate a LaTeX expression in lower case; None if it has no value.
 
-    The value is an `int` where Python would print one.
+    `\frac{1}{2}` gives 0.5, `2^3` gives the `int` 8, and `x` gives None.
     """
     try:
         parser = _Parser(text)
         value = parser.parse_sum()
         next_token = parser.tokens[0]
-        # What follows the expression is ignored if it begins as the official grammar allows it.
+        # The text behind the expression is ignored if it begins with one of certain tokens.
         ends_well = _MAY_FOLLOW_EXPRESSION_PATTERN.fullmatch(next_token) is not None
         # `isfinite` raises for an integer that is too large for a float.
         return value if ends_well and math.isfinite(value) else None
@@ -111,8 +111,8 @@ def evaluate_latex(text: str) -> Number | None:
 class _Parser:
     """Evaluates an expression by recursive descent, with one method for each rule of the grammar.
 
-    Each method takes its tokens from the front of `tokens`, and returns their value. The last token
-    is an empty text, so that there always is a next one.
+    Each method removes its tokens from the front of `tokens`, and returns their value. The last
+    token is an empty text, so that there is always a next token.
     """
 
     def __init__(self, text: str) -> None:
@@ -165,8 +165,8 @@ class _Parser:
     def _is_at_factor(self, *, allow_functions: bool) -> bool:
         """Return whether the next token begins another factor, without a sign before it.
 
-        A letter and an unknown command begin one too. They have no value, so that the expression
-        has none.
+        That is so for the `(` in `3(4)`. A letter and an unknown command begin a factor too: they
+        have no value, and then the whole expression has none.
         """
         symbol = self.tokens[0]
         is_sign = symbol in (*_MULTIPLICATION_SIGNS, *_DIVISION_SIGNS)
@@ -193,7 +193,7 @@ class _Parser:
         return value
 
     def _parse_exponent(self) -> Number:
-        """Evaluate what stands behind `^`: an expression in braces, a number or a constant."""
+        """Evaluate the exponent behind `^`: an expression in braces, a number or a constant."""
         if self.tokens[0] == "{":
             return self._parse_group("{")
         return self._parse_atom()
@@ -247,8 +247,8 @@ class _Parser:
     def _parse_argument(self) -> Number:
         """Evaluate the argument of a function.
 
-        It is an expression in round brackets, or the factors up to the next function, plus or
-        minus.
+        It is an expression in round brackets. Without brackets it ends before the next plus, minus
+        or function.
         """
         if self.tokens[0] == "(":
             return self._parse_group("(")
@@ -279,7 +279,7 @@ class _Parser:
         return value
 
     def _take(self, *tokens: str) -> str:
-        """Remove the next token if it is one of `tokens`, and return it; else return an empty text."""
+        """Remove and return the next token if it is one of `tokens`, else return an empty text."""
         return self.tokens.popleft() if self.tokens[0] in tokens else ""
 
     def _expect(self, symbol: str) -> None:
@@ -291,8 +291,8 @@ class _Parser:
 def _power(base: Number, exponent: Number) -> Number:
     """Return `base ** exponent`.
 
-    Raises `_NoValueError` for a power that is too large to compute, or complex: the official score
-    has no value for either.
+    Raises `_NoValueError` for a power that is too large to compute or complex, because the official
+    score has no value for it.
     """
     if isinstance(base, int) and isinstance(exponent, int):
         n_bits = base.bit_length() * exponent

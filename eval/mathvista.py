@@ -36,7 +36,7 @@ from adora_vl.evals.scoring.score import (
 )
 
 _NUMBER_REQUEST = "requiring a floating-point number with {} and provide the final value, e.g., {}"
-# What the hint of the official prompt asks for, by the kind of answer.
+# The words of the hint in the official prompt, by the kind of the answer.
 _REQUEST_BY_KIND = {
     "choice": "and provide the correct option letter, e.g., A, B, C, D",
     "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3",
@@ -53,9 +53,8 @@ def build_query(row: dict[str, Any]) -> str:
     The hint says which form the answer should have.
     """
     kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
-    # What is left is a float or a text.
+    # Any other kind is a float or a text. The official code gives a text the hint for two places.
     if kind not in ("choice", "integer", "list"):
-        # A number with decimal places. A text gets the hint for two places in the official code.
         kind = "one place" if row["precision"] == 1 else "two places"
     hint = f"Hint: Please answer the question {_REQUEST_BY_KIND[kind]}, at the end."
     question = f"Question: {row['question']}"
@@ -69,7 +68,7 @@ def build_query(row: dict[str, Any]) -> str:
 
 RuleSet = Literal["official", "published_2023", "vlmevalkit", "vlmevalkit_1680"]
 _VLMEVALKIT_RULE_SETS = ("vlmevalkit", "vlmevalkit_1680")  # before and after its pull request 1680
-# The texts that VLMEvalKit takes for no answer at all.
+# A response with one of these texts is no answer for VLMEvalKit.
 _REFUSAL_TEXTS = (
     "Failed to obtain answer via API",
     "Sorry, I can't help with images of people yet.",
@@ -125,8 +124,8 @@ def compare_with_reference(row: dict[str, Any], extraction: object, rules: RuleS
 def official_choice(extraction: object, choices: Sequence[str]) -> int:
     """Return the index of the choice that an extracted answer means by the official rules.
 
-    A letter alone, or the first one in brackets, means its choice. Any other text means the choice
-    with the smallest edit distance to it, however large that is.
+    `B` and `it is (b)` mean the second choice. Any other text means the choice with the smallest
+    edit distance, however large that distance is.
     """
     text = extraction.strip() if isinstance(extraction, str) else str(extraction)
     letter_in_brackets = _BRACKETED_LETTER_PATTERN.search(text)
@@ -152,7 +151,7 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
     Unlike the official rules these never guess the nearest choice.
     """
     text = str(extraction)
-    # The model that extracted the answer said that there is none.
+    # The model that extracted the answer has found none.
     if any(phrase in text for phrase in _REFUSAL_TEXTS):
         return None
     words = re.sub(r"[.()\[\],:;!*#{}]", " ", text).split()
@@ -160,11 +159,11 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
     letters_in_text = [letter for letter in letters if letter in words]
     if len(letters_in_text) == 1:
         letter = letters_in_text[0]
-        # Further ahead a letter may be a word, as `A` is.
+        # Earlier in the text a letter may be a word, such as `A`.
         is_near_end = words.index(letter) > len(words) - 5
         if is_near_end:
             return letters.index(letter)
-    # The extracting model is asked to write `Z` where no choice is meant.
+    # The extracting model is asked to write `Z` if no choice is meant.
     if not letters_in_text and "Z" in words:
         return None
     stated_letter = _STATED_LETTER_PATTERN.search(text)
@@ -183,8 +182,9 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
 def edit_distance(first: str, second: str) -> int:
     """Compute Levenshtein's distance: the fewest characters to insert, delete or replace.
 
-    Two rows of the table of distances are kept. `current_row[j]` is the distance between the first `i`
-    characters of `first` and the first `j` of `second`; `previous_row` is the row of `i - 1`.
+    `kitten` and `sitting` have the distance 3. Two rows of the table of distances are kept.
+    `current_row[j]` is the distance between the first `i` characters of `first` and the first `j`
+    of `second`; `previous_row` is the row of `i - 1`.
     """
     previous_row = list(range(len(second) + 1))
     for i, first_char in enumerate(first, start=1):
@@ -203,11 +203,13 @@ def edit_distance(first: str, second: str) -> int:
 def _write_as_reference(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
     """Write an extracted answer as the reference answer is written, as a text.
 
-    Numbers are rounded as the row asks for. None for an answer that is not a number where one is
-    asked for, and for no answer.
+    With the `answer_type` `float` and a `precision` of 1, `1.25` becomes `1.2`; with `integer`,
+    `5.0` becomes `5`. Returns None if there is no answer, or if a number is asked for and the
+    answer is none.
 
     Args:
-        row: Its `answer_type` says what is asked for, and `precision` the decimal places.
+        row: Its `answer_type` says which form the answer has, and `precision` how many decimal
+            places.
         extraction: The extracted answer, which may be any value of JSON.
         strict_int: Refuse `5.0` as an integer.
     """
@@ -215,7 +217,7 @@ def _write_as_reference(row: dict[str, Any], extraction: Any, *, strict_int: boo
         if row["answer_type"] == "integer":
             return str(int(extraction) if strict_int else int(float(extraction)))
         if row["answer_type"] == "float":
-            # `round` needs an `int` here. In a file that pandas wrote it is a float.
+            # `round` needs an `int`, but in a file that pandas wrote the precision is a float.
             places = int(float(row["precision"]))
             return str(round(float(extraction), places))
     except _CONVERSION_ERRORS:
@@ -279,10 +281,10 @@ _MAX_DECIMAL_PLACES = 15  # decimal places that a float holds
 
 
 def check_row(row: Prediction) -> str | None:
-    """Return what is wrong with the fields of a row; None where nothing is.
+    """Return what is wrong with the fields of a row, None if nothing is wrong.
 
-    Beside the columns that each row needs, a multiple-choice question needs choices, and an answer
-    of the type `float` a number of decimal places.
+    Each row needs some columns. A multiple-choice question needs choices too, and an answer of the
+    type `float` needs a number of decimal places.
     """
     fault = find_field_fault(row, REQUIRED_COLUMNS)
     if fault:
@@ -359,14 +361,14 @@ def _summary(
         groups = item.grade.groups
         count = groups.get("task", []).count(_GEOMETRY_TASK)
         count += groups.get("skills", []).count(_GEOMETRY_SKILL)
-        id_items += count * [item]  # not at all, once or twice
-    # The interval of the cell knows that an item that counts twice is one problem.
+        id_items += count * [item]  # 0, 1 or 2 times
+    # An item that counts twice is still one problem, over which the interval is.
     id_cell = accuracy_cell(id_items) if id_items else None
     id_correct = sum(item.correct for item in id_items)
     id_total = len(id_items)
     n_answers = answers_per_problem(graded)
-    # What is left for OOD may be negative in a small set, where many problems count twice. Its cell
-    # is None then.
+    # OOD is all answers minus those of ID. In a small set, where many problems count twice in ID,
+    # its counts may be negative, and then its cell is None.
     ood_correct = sum(item.correct for item in graded) - id_correct
     ood_total = len(graded) - id_total
     ood_cell = cell_from_counts(ood_correct, ood_total, n_answers)
@@ -384,7 +386,7 @@ def _describe_rules(options: MathVistaScoreOptions) -> dict[str, Any]:
     }
 
 
-# The column `query` is the official prompt where the data has it.
+# The column `query` has the official prompt, if the data have this column.
 load = partial(
     load_problems,
     needed=("pid", *REQUIRED_COLUMNS),

@@ -76,14 +76,14 @@ def read_choices(row: Prediction) -> list[str]:
 def official_letter(response: str, choices: Sequence[str]) -> str | None:
     """Extract the letter of a response as the official score does.
 
-    Source: mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU. The first of these rules that finds a letter
-    decides:
+    Source: mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU. The first of these rules that finds a
+    letter decides:
 
     1. The only letter behind the last `Answer:`.
     2. The last letter in a form such as `(B)` (see `_last_letter_in_form`).
     3. In a response of more than five words, the letter of the option whose text comes last.
 
-    None where no rule finds one; the official code draws a letter at random there.
+    Returns None if no rule finds a letter. The official code then draws one at random.
     """
     letters = ascii_uppercase[: len(choices)]
     _, mark, text_behind_mark = response.rpartition("Answer:")
@@ -109,11 +109,12 @@ def official_letter(response: str, choices: Sequence[str]) -> str | None:
 def _last_letter_in_form(response: str, letters: str) -> str | None:
     """Return the letter that comes last in the first of three forms that the response has.
 
-    The forms are a letter in brackets, before a space, and before a full stop. The official code
-    uses one pattern to find a letter and another to find its last position. A letter whose position
-    is not found counts as the first. None where no letter has any of the forms.
+    The forms are `(B)`, `B ` and `B.` in this order. The official code finds a letter by one
+    pattern and its last position by another. If the second one does not match, the position is -1,
+    so that any other letter comes later. Returns None if no letter has any of the forms.
     """
-    forms = (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} "))  # to find, and to find the last of
+    # Each form is the pattern that finds a letter, and the pattern that finds its last position.
+    forms = (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} "))
     for form, form_of_position in forms:
         position_by_letter: dict[str, int] = {}
         for letter in letters:
@@ -125,7 +126,7 @@ def _last_letter_in_form(response: str, letters: str) -> str | None:
 
 
 def check_row(row: Prediction) -> str | None:
-    """Return what is wrong with the fields of a row; None where nothing is.
+    """Return what is wrong with the fields of a row, None if nothing is wrong.
 
     The options have to be a list, and the answer the letter of one of them.
     """
@@ -180,7 +181,8 @@ def _summary(
 def load(options: MMMUProDataOptions) -> LoadedProblems:
     """Load the problems of a split.
 
-    Each is asked the same text, since its question and options stand in its picture.
+    All problems have the same prompt, since the question and the options are written in the
+    picture.
     """
     return load_problems(
         options,

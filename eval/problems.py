@@ -84,7 +84,7 @@ def grade(row: Prediction, options: GraderOptions) -> RowGrade:
 
 
 def _rules(options: GraderOptions) -> dict[str, Any]:
-    """Describe the rules of a score; `answer_tags` is there only where it is on."""
+    """Describe the rules of a score; `answer_tags` is left out if it is off."""
     rules = {"rounding": options.rounding}
     if options.answer_tags:
         rules["answer_tags"] = True
@@ -96,12 +96,12 @@ def _summary(
 ) -> BenchmarkFigures:
     """Describe the rules and the data of a score, and compare problems with their variants.
 
-    A warning counts the reference answers that the grader cannot read, which no answer can meet.
+    A warning counts the reference answers that the grader cannot read: no answer is right for them.
     """
     rules = "rounded decimals accepted" if options.rounding else "exact answers"
     if options.answer_tags:
         rules += ", in <answer> tags too"
-    # The grader's reason begins with `gold_` where the reference answer is at fault.
+    # The grader's reason begins with `gold_` if the reference answer is at fault.
     n_unreadable = sum(item.grade.reason.startswith("gold_") for item in graded)
     warnings: list[str] = []
     if n_unreadable:
@@ -118,7 +118,7 @@ def _summary(
 def _describe_data(rows: Sequence[Prediction]) -> dict[str, Any]:
     """Describe the data of a score: its sources, its splits, and the number of its problems.
 
-    The score needs it, as published figures are quoted only beside a score of a whole split.
+    The score needs this, because published figures are shown only beside a score of a whole split.
     """
     metadata_of_rows = [row.get("metadata") or {} for row in rows]
     return {
@@ -131,23 +131,23 @@ def _describe_data(rows: Sequence[Prediction]) -> dict[str, Any]:
 def _find_groups(row: Prediction) -> dict[str, list[str]]:
     """Return the groups in which a row is counted.
 
-    They are its goal, its shapes, its family and kind if it is a drawn problem, and the form of its
-    reference answer.
+    They are its goal, its shapes and the form of its reference answer. A drawn problem also has its
+    family and its kind.
     """
     metadata = row.get("metadata") or {}
     groups = metadata_groups(row, _METADATA_GROUPS)
     family = metadata.get("family")
-    # The kind of a variant is the id of its original, of which there are too many for groups.
+    # The kind of a variant is the id of its original problem, which would give too many groups.
     if metadata.get("kind") and family != "variant":
         groups["kind"] = [f"{family}, {metadata['kind']}"]  # such as `crossing, vertical`
     return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))]}
 
 
 def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
-    """Say why a score cannot be compared with the published figures; None where it can.
+    """Say why a score cannot be compared with the published figures, None if it can.
 
-    The published figures are of open questions. A prompt whose template has a placeholder for the
-    choices shows them to the model.
+    The published figures were measured without showing the choices. Here the model sees them if the
+    template of the prompt has a placeholder for them.
     """
     fingerprint = score.get("fingerprint") or {}
     prompt = (fingerprint.get("fields") or {}).get("prompt") or ""

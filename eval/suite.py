@@ -33,8 +33,8 @@ from adora_vl.utils.cli import Parser, exit_code_of, optional, path
 from adora_vl.utils.errors import UserError
 from eval.command import parse_command
 
-# The benchmarks of each suite, in the order of its columns, with the hub id of their data. They are
-# those of the tables of autumn 2026.
+# The benchmarks of each suite, in the order of its columns, with the hub id of their data. Papers
+# of autumn 2026 have these benchmarks in their tables.
 HUB_ID_BY_BENCHMARK_BY_SUITE = {
     "reasoning": {
         "mathvista": "AI4Math/MathVista",
@@ -63,7 +63,7 @@ class _SuiteTask(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command on the words of `argv`, or on those of the process.
+    """Run the command on the words of `argv`; None: on the command line of the process.
 
     Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
     """
@@ -148,7 +148,8 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
             options=task.ask_options,
             settings=settings,
             selection=selection,
-            # With the name of the benchmark, the barriers of one run differ from those of another.
+            # The ranks wait at barriers that have the name of the run, so each benchmark needs its
+            # own.
             processes=replace(processes, run=task.benchmark.name),
             build=lambda _: shared_engine(),
         )
@@ -197,7 +198,7 @@ def _parse_task(
 def _read_runs(suite_output: Path, tasks: Sequence[_SuiteTask]) -> list[ScoreFile]:
     """Read the scores that another run of the suite has in its output folder, in the order of tasks.
 
-    All of them are named after that folder. Raises `UserError` where one is missing.
+    All of them are named after that folder. Raises `UserError` if one is missing.
     """
     return [
         read_run(str(suite_output / task.benchmark.name), name=str(suite_output)) for task in tasks
@@ -212,7 +213,7 @@ def table_lines(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()
         beside_runs: The scores of another model in the same order. They get a row of their own, and
             a row of the paired differences between the models.
     """
-    # Each row is its name, and a cell for each benchmark.
+    # A row begins with its name, and has a cell for each benchmark.
     rows: list[list[str]] = [["", *(run.score["benchmark"] for run in runs)]]
     for model_runs in (beside_runs, runs):
         if model_runs:
@@ -234,7 +235,7 @@ def table_lines(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()
 def _difference_text(difference: Difference | None) -> str:
     """Format a difference in percentage points with its interval.
 
-    It is `-` for None, which stands for two runs without a common problem.
+    For example, `+1.2 [-0.3, +2.7]`. None gives `-`: the two runs have no problem in common.
     """
     if difference is None:
         return "-"

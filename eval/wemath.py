@@ -39,7 +39,7 @@ Option: {option}
 Regarding the format, please answer following the template below, and be sure to include two <> symbols:
 <Thought process>: <<your thought process>> <Answer>: <<your option>>"""
 _OPTION_MARK_PATTERN = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
-_OPTIONS_WITHOUT_TEXT = [""] * 5  # of a question whose options have no text; no question has more
+_OPTIONS_WITHOUT_TEXT = [""] * 5  # no question without texts of its options has more than five
 REQUIRED_COLUMNS = {
     "ID": TEXT_VALUE,
     "key": matching_text(
@@ -51,7 +51,7 @@ REQUIRED_COLUMNS = {
     "answer": matching_text("[A-H]", "a letter from A to H"),
 }
 check_row = partial(find_field_fault, kinds=REQUIRED_COLUMNS)
-# The brackets of the official form of an answer; its group is what stands inside them.
+# The brackets of the official form of an answer. One of the groups is the text inside them.
 _TEMPLATE_BRACKETS_PATTERN = re.compile(
     r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>"
 )
@@ -64,11 +64,11 @@ def prompt(row: dict[str, Any]) -> str:
 
 
 def official_letter(response: str) -> str | None:
-    """Extract the letter of a response by the official rule; None where there is none.
+    """Extract the letter of a response by the official rule, None if there is none.
 
-    The letter is the first character behind the last word `Answer`, where `<`, `>`, `:` and `.` do
-    not count. The rule is made for answers in the form of the official prompt. It does not find the
-    letter of `boxed{B}`.
+    It is the first character behind the last word `Answer`, apart from `<`, `>`, `:` and `.`:
+    `<Answer>: <<B>>` gives `B`. The rule is made for this form of the official prompt. `boxed{B}`
+    gives None.
     """
     text_behind_answer = response.split("Answer")[-1].strip()
     without_signs = re.sub(r"[<>:.]", "", text_behind_answer).strip()
@@ -112,13 +112,13 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
 
 
 def _remove_template(response: str) -> str:
-    """Remove the brackets of the official answer template, and keep what stands inside them.
+    """Remove the brackets of the official answer template, and keep the text inside them.
 
     `<Answer>: <<B>>` becomes `Answer: B`.
     """
 
     def text_inside(match: re.Match[str]) -> str:
-        """Return the one group that has matched, which is what stands inside the brackets."""
+        """Return the text inside the brackets, which is the one group that has matched."""
         return match[1] or match[2] or match[3] or ""
 
     return _TEMPLATE_BRACKETS_PATTERN.sub(text_inside, response)
@@ -129,12 +129,10 @@ def diagnose(are_steps_right: Sequence[bool], is_whole_right: bool, *, strict: b
 
     The diagnoses are those of Qiao et al. 2024, We-Math, section 3.3:
 
-    - IK, insufficient knowledge: the whole is wrong, and so is a step.
-    - IG, inadequate generalisation: the whole is wrong, though all steps are right.
-    - CM, complete mastery: the whole is right, and so are all steps (loose: at least one).
-    - RM, rote memorisation: the whole is right, though a step is wrong (loose: all are).
-
-    `strict` chooses between the strict and the loose reading of CM and RM.
+    - IK, insufficient knowledge: the whole is wrong, and at least one step is wrong.
+    - IG, inadequate generalisation: the whole is wrong, although all steps are right.
+    - CM, complete mastery: the whole is right. Strict: all steps are right. Loose: at least one is.
+    - RM, rote memorisation: the whole is right. Strict: a step is wrong. Loose: all steps are.
     """
     if not is_whole_right:
         return "IG" if all(are_steps_right) else "IK"
@@ -182,7 +180,7 @@ def _summary(
     for name in ("strict", "loose"):
         diagnoses = _diagnoses(list(complete_answers.values()), strict=name == "strict")
         cells |= _diagnosis_cells(diagnoses, name, n_answers)
-        # The score is the mean of what each problem counts, by its diagnosis.
+        # The score is the mean of the points of the problems. A diagnosis has 0, 0.5 or 1 points.
         points_by_id = _points_of_problems(complete_answers, diagnoses)
         figure = mean_with_interval(list(points_by_id.values()), list(points_by_id))
         scores[name] = figure["value"]
@@ -237,14 +235,14 @@ def _has_all_answers(is_right_by_key: dict[str, bool]) -> bool:
     return len(is_right_by_key) == n_steps + 1
 
 
-# What each diagnosis counts in We-Math's score.
+# The points of each diagnosis in We-Math's score.
 _POINTS_BY_DIAGNOSIS = {"CM": 1.0, "IG": 0.5, "IK": 0.0, "RM": 0.0}
 
 
 def _points_of_problems(
     problem_samples: Iterable[_ProblemSample], diagnoses: Sequence[str]
 ) -> dict[str, float]:
-    """Return what each problem counts in We-Math's score, which is the mean of its samples.
+    """Return the points of each problem in We-Math's score: the mean over its samples.
 
     Samples of one problem are not independent, so the interval of the score is over the problems.
 
@@ -262,8 +260,8 @@ def _diagnoses(problems: Sequence[dict[str, bool]], *, strict: bool) -> list[str
     """Return the diagnosis of each problem, such as `CM` (see `diagnose`).
 
     Args:
-        problems: For each problem, whether the answer to each of its parts is right. The keys are
-            those of the parts, such as `3steps_1` for a step and `3steps_multi` for the whole.
+        problems: For each problem, whether the answer to each of its parts is right, such as
+            `{"3steps_1": True, ..., "3steps_multi": False}`, which has the whole last.
         strict: Whether to use the strict diagnosis.
     """
     diagnoses: list[str] = []
