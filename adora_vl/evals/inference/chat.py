@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
     from adora_vl.evals.inference.requests import AnswerEngineSettings
 
-# More tokens than any chat template and the rounding of image sizes add to a prompt.
+# An upper bound of the tokens that a chat template and the rounding of image sizes add to a prompt.
 _MAX_TEMPLATE_TOKENS = 256
 
 
 def _combine_limits(
     model_limits: Mapping[str, int], user_limits: Mapping[str, int]
 ) -> dict[str, int]:
-    """Combine the pixel limits of the user with those of the model, where the user gave none.
+    """Combine pixel limits: those of the user, and those of the model where the user gave none.
 
-    The keys are `min_pixels` and `max_pixels`. Raises `UserError` where the model sees no images,
-    or the lower limit is over the upper one.
+    The keys are `min_pixels` and `max_pixels`. Raises `UserError` if the user gave limits for a
+    model that sees no images, or if the lower limit is over the upper one.
     """
     if user_limits and not model_limits:
         raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
@@ -115,7 +115,7 @@ class ChatProcessor:
         revision: str | None,
         processor: ProcessorMixin | PreTrainedTokenizerBase | None,
     ) -> None:
-        """Load the configuration of a model, and its processor where none is given.
+        """Load the configuration of a model, and its processor if `processor` is None.
 
         A model that sees no images has a tokenizer in place of a processor. Raises `UserError` for
         a model that cannot be loaded.
@@ -136,7 +136,7 @@ class ChatProcessor:
             )
             self._image_processor: Any = None if self.text_only else self.processor.image_processor
         except UserError:
-            raise  # it says already what is wrong
+            raise  # its message already says what is wrong
         except Exception as error:  # a damaged file raises errors of many kinds
             reason = why_missing(model, error)
             raise UserError(
@@ -190,7 +190,8 @@ class ChatProcessor:
     def prompt_ids(self, messages: list[Message], images: Sequence[Image.Image]) -> list[int]:
         """Return the token ids of a conversation.
 
-        The placeholder of each image is repeated as often as the model has tokens for the image.
+        The placeholder of each image is repeated once for each token of the image: with two tokens
+        for the image, the ids 5, P, 7 of the template become 5, P, P, 7.
         """
         template_ids: list[int] = self._tokenizer(self.render(messages))["input_ids"]
         image_token_counts = iter([self.image_token_count(image) for image in images])
@@ -240,9 +241,9 @@ class ChatProcessor:
         return text
 
     def resolve_dtype(self, name: str) -> str:
-        """Return the name of a dtype, which for `auto` is that in which the model was saved.
+        """Return the name of a dtype; for `auto` it is the dtype in which the model was saved.
 
-        It is not left to vLLM, whose own `auto` would turn float32 into a dtype of 16 bits.
+        vLLM has an `auto` of its own, which would turn float32 into a dtype of 16 bits.
         """
         if name != "auto":
             return name
@@ -260,7 +261,7 @@ class ChatProcessor:
     def why_too_long(self, ids: Sequence[int], context: int) -> str | None:
         """Say why a prompt leaves no room for an answer in a context of `context` tokens.
 
-        None where there is room.
+        Returns None if there is room.
         """
         if len(ids) < context:
             return None
@@ -277,7 +278,7 @@ class ChatProcessor:
         )
 
     def needed_context(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
-        """Return the context length that all prompts with their answers need, as an upper bound.
+        """Return an upper bound of the context length that any prompt with its answer needs.
 
         Args:
             max_images: The most images of a prompt.

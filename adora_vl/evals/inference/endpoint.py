@@ -31,17 +31,17 @@ from adora_vl.utils.openai_client import (
 )
 
 _DEFAULT_BATCH_SIZE = 64  # answers that are written at once
-# What a fingerprint says of a server that does not name its program.
+# The name of the program in a fingerprint, for a server that does not say it.
 UNKNOWN_SERVER = "unknown"
-# The options that only an engine in this process obeys.
+# These options work only for an engine in this process, not for a server.
 _LOCAL_OPTIONS = ("min_pixels", "max_pixels", "revision", "dtype")
 
 
 def build_endpoint(options: EngineOptions) -> Endpoint | None:
     """Return the endpoint that the options name; None for an engine in this process.
 
-    Raises `UserError` for an address that is missing or of no use, and for options that only an
-    engine in this process obeys.
+    Raises `UserError` for an address that is missing or not used, and for options that do not work
+    with a server.
     """
     if options.engine != "openai":
         if options.base_url:
@@ -79,8 +79,8 @@ class EndpointEngine:
         self.batch_size = settings.batch_size or _DEFAULT_BATCH_SIZE
         self._client = ChatClient(settings.endpoint)
         program = self._client.name_server_program()
-        # What the fingerprint of a run says of its engine. Nothing is said, and nothing compared,
-        # of a server that was too busy to tell its program.
+        # The settings of the engine that go into the fingerprint of a run. The program is left out,
+        # and so not compared later, if the server was too busy to tell it.
         self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
         if program is not None:
             self.resolved["server"] = program or UNKNOWN_SERVER
@@ -101,10 +101,11 @@ class EndpointEngine:
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
         """Return the replies to requests in their order, with None for a call that failed.
 
-        Failures are printed as one warning. Raises `UserError` if all calls failed, since the
-        server is not there then, or takes no call with this key.
+        Failures are printed as one warning. Raises `UserError` if all calls failed: then the server
+        is not there, or refuses the key.
         """
-        # Not printed by the constructor, whose output goes into the log of the start.
+        # The constructor does not print the note, because its output goes into the log of the
+        # start.
         if self._pending_note is not None:
             print(self._pending_note, file=sys.stderr)
             self._pending_note = None
@@ -141,8 +142,8 @@ def _note_on_server_defaults(endpoint: Endpoint, program: str | None) -> str:
 
     Args:
         endpoint: The server and the model on it.
-        program: What the server's list of models says of the program; empty where it says nothing,
-            and None where the server gave no list.
+        program: The program that the server's list of models names; empty if it names none, and
+            None if the server gave no list.
     """
     if program:
         server_text = f"names its program {program!r}, which is not known here"

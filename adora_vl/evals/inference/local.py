@@ -49,11 +49,11 @@ class ConversationEngine:
         Args:
             chat: Turns prompts into tokens, and tokens into answers.
             sample: Samples one turn for each request.
-            max_length: The most tokens of an answer, with what tools say in it.
+            max_length: The most tokens of an answer, including the answers of tools in it.
             batch_size: The number of requests that the caller should hand over at once.
-            stop: Says whether a turn has come to its end, for a sampler that does not say so.
-            any_rank: Returns whether its argument holds on any rank. Every rank has to call it,
-                since with tools all ranks sample as often as the one with the most turns.
+            stop: Decides whether a turn has ended, for a sampler that does not say it itself.
+            any_rank: Returns whether its argument is true on any rank. It is a collective call:
+                with tools all ranks sample as many turns as the rank with the most turns.
         """
         self.chat = chat
         self.sample = sample
@@ -67,8 +67,8 @@ class ConversationEngine:
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
         """Return one answer per request, in their order.
 
-        A prompt that does not fit the model's context is not asked. It is called with no requests
-        too, since other ranks may have some.
+        A prompt that does not fit the model's context is not asked. A rank without requests calls
+        this function too, because other ranks may have some and `any_rank` is collective.
         """
         chat = self.chat
         prompts = [chat.prompt_ids(request.messages, request.images) for request in requests]
@@ -98,9 +98,9 @@ class ConversationEngine:
             prompt: The token ids of the prompt.
         """
         finish_reason = rollout.finish_reason
-        # After a call, the reason for which the conversation has ended is kept.
+        # If tools were called, the finish reason of the conversation is kept.
         ended_by_tools = bool(rollout.calls and rollout.has_ended)
-        # Without a call, an answer that did not stop by itself was cut off, whatever cut it off.
+        # Without a call, an answer that did not stop by itself was cut off, for whatever reason.
         if finish_reason is not FinishReason.STOP and not ended_by_tools:
             finish_reason = FinishReason.LENGTH
         calls: list[dict[str, Any]] = []
@@ -157,7 +157,7 @@ class ConversationTurns:
         return longer_rollouts
 
     def answer(self, key: int, rollout: Rollout) -> Rollout:
-        """Return the conversation with what tools answer to the calls of its last turn."""
+        """Return the conversation with the answers of tools to the calls of its last turn."""
         tool_loop = self.engine.tool_loop
         if tool_loop is None:
             return rollout
@@ -176,16 +176,17 @@ class ConversationTurns:
         return self._tokens_left(key, rollout) > 0
 
     def any_rank_continues(self, continues: bool) -> bool:
-        """Return whether any rank wants another turn; `continues`: whether this one does.
+        """Return whether any rank wants another turn; `continues` says whether this rank does.
 
-        Without tools there is one turn only, and no rank needs to ask the others.
+        Without tools there is only one turn, so no rank has to ask the others.
         """
         return self.engine.any_rank(continues) if self.engine.tool_loop else continues
 
     def _tokens_left(self, key: int, rollout: Rollout) -> int:
         """Return how many tokens the next turn of a conversation may have.
 
-        The bounds are the length of an answer, the model's context, and that of a turn with tools.
+        It is the least of three numbers: what is left of the length of an answer, of the model's
+        context, and with tools of the length of a turn.
         """
         context_left = self.engine.context_length - len(self.prompts[key])
         tokens_left = min(self.engine.max_length, context_left) - len(rollout.tokens)
@@ -231,7 +232,7 @@ class LocalEngine(ConversationEngine):
             max_length=settings.max_tokens,
             batch_size=settings.batch_size or default_batch_size,
         )
-        # What the fingerprint of a run says of its engine.
+        # The settings of the engine that go into the fingerprint of a run.
         self.resolved = chat.settings_in_use(settings.dtype)
         toolbox = settings.toolbox
         if toolbox is not None:
@@ -294,7 +295,8 @@ class VLLMEngine(LocalEngine):
             "temperature": settings.temperature,
             # A bias of -100 keeps a token from being sampled.
             "logit_bias": dict.fromkeys(chat.banned_ids, -100.0),
-            # Decoded here, as for the other engine; only strings that end an answer need the text.
+            # Answers are decoded by `_reply`. vLLM needs the text only to find strings that end an
+            # answer.
             "detokenize": bool(settings.stop_strings),
         }
         if settings.stop_strings:
@@ -329,7 +331,8 @@ class TransformersEngine(LocalEngine):
             trust_remote_code=False,
         )
         self._model = model.to(self._device).eval()
-        # As in a training and in vLLM: also the tokenizer's, which the config may lack.
+        # An answer ends at the tokenizer's end token too, as in a training and in vLLM. The
+        # generation config may lack it.
         self._eos_ids = [chat.eos_id]
         config_eos = model.generation_config.eos_token_id  # one, several or none
         if isinstance(config_eos, int):
@@ -346,9 +349,8 @@ class TransformersEngine(LocalEngine):
                 "top_k": 0,
                 "top_p": 1.0,
             }
-        # A fresh one, because `generate` fills in what is not given from the model's own:
-        # Qwen2.5-VL's has a repetition penalty of 1.05, which vLLM (given explicit sampling
-        # parameters) does not apply.
+        # The config is a new one, because `generate` takes missing settings from the model's own
+        # config. That of Qwen2.5-VL has a repetition penalty of 1.05, which vLLM does not apply.
         model.generation_config = GenerationConfig(
             eos_token_id=self._eos_ids,
             pad_token_id=chat.pad_id,
@@ -363,7 +365,8 @@ class TransformersEngine(LocalEngine):
         images = [image for request in requests for image in request.images]
         inputs = self.chat.batch_inputs([request.prompt_ids for request in requests], images)
         torch.manual_seed(requests[0].seed or 0)
-        # The batch is sampled up to the largest limit; shorter ones are applied afterwards.
+        # The batch is sampled up to the largest limit of a request. Smaller limits are applied
+        # below.
         max_tokens = max(request.max_tokens or self.max_length for request in requests)
         stopping: dict[str, Any] = {}
         if self._stop_strings:
@@ -383,8 +386,8 @@ class TransformersEngine(LocalEngine):
     def _result(self, completion_ids: list[int]) -> SamplingResult:
         """Cut a completion off where it ends, and say why it ended.
 
-        It ends behind its first end token, or behind the token that completes a string of the
-        model's training. A completion without either was cut off by the limit on its length.
+        It ends behind its first end token, or behind the token that completes a stop string,
+        whichever comes first. A completion without either was cut off by the limit on its length.
         """
         ends: list[int] = []
         for index, token in enumerate(completion_ids):

@@ -1,11 +1,11 @@
-"""The processes that answer one benchmark together: which of them this one is, and its GPU."""
+"""The rank and the GPU of this process among the processes that answer a benchmark together."""
 
 import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-_MAX_WAIT = timedelta(days=7)  # how long a rank waits for the slowest one
+_MAX_WAIT = timedelta(days=7)  # how long a rank waits for the slowest rank
 # The variables that a launcher such as torchrun sets.
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -27,15 +27,16 @@ class Ranks:
     world: int = 1
     """The number of processes."""
     store: Any = None
-    """The key-value store of torch at which the processes wait for each other; None for one."""
+    """Torch's key-value store, by which processes wait for each other; None for one process."""
     run: str = ""
-    """A name for each of several runs of the same processes, so that their barriers differ."""
+    """The name of the run. Several runs of the same processes need barriers of different names."""
 
     def barrier(self, point: str) -> None:
         """Wait until every process has come to the named point of the run.
 
-        The last process to arrive sets the key for which all of them wait. A single process has no
-        store, and does not wait.
+        Each process adds 1 to a counter in the store. The process that brings the counter to
+        `world` sets a key, for which all processes wait. A single process has no store and does not
+        wait.
         """
         if self.store is None:
             return
