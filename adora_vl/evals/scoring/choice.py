@@ -312,7 +312,7 @@ def _choice_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
 
 
 def _sentences_conclusions_first(text: str) -> list[str]:
-    """Return the conclusions of a text from the last to the first, then all its sentences so."""
+    """Return the conclusions of a text, last one first, and then all its sentences, last one first."""
     from_last = split_sentences(text)[::-1]
     conclusions = [sentence for sentence in from_last if _CONCLUSION_WORDS_PATTERN.search(sentence)]
     return [*conclusions, *from_last]
