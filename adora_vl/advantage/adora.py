@@ -223,7 +223,7 @@ class Adora(Method):
 
 
 def _shuffle(weights: Tensor, *, seed: int, step: int) -> Tensor:
-    """Return a vector of weights in a random order that the seed and the step alone decide.
+    """Return weights in a random order, which depends on the seed and the step alone.
 
     So all ranks shuffle alike, and the global random state is not touched.
     """
@@ -242,7 +242,12 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     `options.combine` says. It is temporarily disadvantageous (TDS) if they do not. A group to which
     no criterion applies is neither, and keeps the weight 1.
 
-    Attenuation multiplies TDS groups with the factor, amplification multiplies TAS groups.
+    Attenuation multiplies TDS groups with the factor, amplification multiplies TAS groups. For
+    example, by length and with attenuation by 0.1:
+
+        correct    wrong       verdict                                 weight
+        40 tokens  20, 30      TAS: 40 is longer than 25, the mean     1
+        20 tokens  20, 30      TDS: 20 is not longer than 25           0.1
 
     Args:
         groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`;
@@ -296,9 +301,10 @@ class _Verdict:
 
 
 def _judge_by_all_criteria(groups: Groups, options: Adora, step: int) -> _Verdict:
-    """Decide for each of P groups whether any or all criteria hold that apply to it.
+    """Decide for each of P groups whether any, or all, of the criteria that apply to it hold.
 
-    `options.combine` says which, `any` or `all`.
+    `options.combine` says whether `any` or `all`. For example, if `length` holds and `difficulty`
+    does not, the group is advantageous with `any` and not with `all`.
     """
     verdicts = [
         _judge_by_criterion(groups, options, criterion=name, step=step) for name in options.criteria

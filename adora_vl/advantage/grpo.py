@@ -23,8 +23,8 @@ TRL_EPS = 1e-4  # TRL adds it to a standard deviation by which it divides
 def is_constant(rewards_PG: Tensor) -> Tensor:
     """Return which groups have equal rewards, so that all their advantages are 0: bool, (P,).
 
-    NaN marks an unscored rollout, which does not count. A group without a scored rollout is
-    constant too.
+    NaN marks an unscored rollout, which does not count. For example, the groups [1, 1, NaN] and
+    [NaN, NaN, NaN] are constant, and [1, 0, NaN] is not.
     """
     has_reward_PG = ~torch.isnan(rewards_PG)
     highest_P = torch.where(has_reward_PG, rewards_PG, -torch.inf).amax(dim=1)
@@ -47,9 +47,11 @@ def nan_standard_deviation(rewards: Tensor, mean: Tensor) -> Tensor:
 def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = TRL_EPS) -> Tensor:
     """Return the advantages of GRPO, `(reward - mean of the group) / (std + eps)`: (P, G).
 
-    An unscored rollout gets 0. A group of equal rewards gets exactly 0: in float32 the mean of
-    seven times 0.1 is not 0.1, and dividing that rounding error by a tiny `eps` would invent
-    advantages near 1.
+    For example, the rewards 1, 0, NaN have the mean 0.5 and get about 0.707, -0.707, 0. An unscored
+    rollout (NaN) gets 0.
+
+    A group of equal rewards gets exactly 0. Without this rule, rounding would show: in float32 the
+    mean of seven times 0.1 is not 0.1, and that error divided by a tiny `eps` is near 1.
 
     Args:
         rewards: (P, G), NaN for a rollout that no reward function scored.
@@ -124,7 +126,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
     """Return DAPO's penalty for long completions, which is added to the reward.
 
     It is 0 up to `max_length - cache` tokens and falls linearly from there to -1 at `max_length`
-    (arXiv 2503.14476, equation 13). It has the shape of `lengths`. Raises `ValueError` for a
+    (arXiv 2503.14476, equation 13). For example, with `max_length` 100 and `cache` 20, the lengths
+    80, 90, 100 get 0, -0.5, -1. The result has the shape of `lengths`. Raises `ValueError` for a
     `cache` that is not above 0 and at most `max_length`.
     """
     if not 0 < cache <= max_length:

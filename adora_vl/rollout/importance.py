@@ -35,15 +35,16 @@ class Drift:
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
     """Sum the absolute differences of two tensors of log-probabilities over the sampled tokens.
 
-    Returns `[sum, count, largest]`, (3,) float64. Ranks have different numbers of tokens, so their
-    means could not be merged, but these can.
+    Returns `[sum, count, largest]`, (3,) float64. For example, the policy's -1.0 -2.0 -3.0 and the
+    engine's -1.5 -2.0 NaN give [0.5, 2, 0.5]. The means of ranks could not be merged, since ranks
+    have different numbers of tokens. These three can.
 
-    Tokens without a log-probability of the engine (NaN) are left out. The sum is infinite where
-    engine or policy gave no finite number, and where none of the sampled tokens can be compared.
+    Tokens without a log-probability of the engine (NaN) are left out. The sum is infinite if engine
+    or policy gave no finite number, or if none of the sampled tokens can be compared.
 
     Args:
         trainer_BC: the policy's log-probabilities.
-        engine_BC: the engine's.
+        engine_BC: the engine's log-probabilities.
         mask_BC: 1 at sampled tokens.
     """
     sampled_BC = mask_BC.bool()
@@ -63,7 +64,8 @@ def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Ten
     """Return the mean absolute difference of log-probabilities of each rollout, (B,).
 
     The arguments are those of `drift_sums`. Tokens without a log-probability of the engine (NaN)
-    are left out; a rollout without any other token gets NaN.
+    are left out. A rollout of such tokens alone gets NaN. For example, the policy's -1.0 -2.0 -3.0
+    and the engine's -1.5 -2.0 NaN give 0.25.
     """
     scored_BC = mask_BC.bool() & ~torch.isnan(engine_BC)
     gaps_BC = torch.where(scored_BC, (trainer_BC - engine_BC).abs(), 0.0)
@@ -110,7 +112,13 @@ def importance_ratio(
     """Return the importance sampling ratio exp(policy - engine), limited to bounds.
 
     The definitions are TRL's (`vllm_importance_sampling_mode`), after Yao et al., "Your Efficient
-    RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+    RL Framework Secretly Brings You Off-Policy RL Training" (2025). For example, two tokens have the
+    ratios 1.5 and 4, and the upper bound is 3:
+
+        token_truncate      1.5  3
+        token_mask          1.5  0
+        sequence_truncate   3       (the ratio of the sequence is 6)
+        sequence_mask       0
 
     Args:
         logps_BC: the policy's log-probabilities.
@@ -139,20 +147,22 @@ class RatioMetric(NamedTuple):
     """A metric of the importance ratio over the rollouts of all ranks."""
 
     name: str  # TRL's
-    value: float  # NaN, which the log leaves out, where nothing counts
-    weight: float  # how many tokens or rollouts it is of
+    value: float  # NaN where no token or rollout counts; the log leaves it out
+    weight: float  # how many tokens or rollouts count
 
 
 def ratio_sums(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """Return what the metrics of one rank's ratios are made of, (7,) float64.
+    """Return seven numbers of one rank, (7,) float64, from which TRL's metrics are computed.
 
-    They are sum, count and largest value of the differences of log-probabilities, then sum, count,
-    smallest and largest value of the ratios. Ranks have different numbers of tokens, so their
-    means could not be merged, but these can (`merge_ratio_sums`).
+        of the differences of log-probabilities:  sum, count, largest
+        of the ratios:                            sum, count, smallest, largest
+
+    The means of ranks could not be merged, since ranks have different numbers of tokens. These
+    numbers can (`merge_ratio_sums`).
 
     A rollout counts, with all of its tokens, if the engine gave a log-probability for at least one
-    of them. As in TRL a token without one has the ratio 1. What does not count is replaced, since
-    indexing with a mask would wait for the GPU.
+    of them. As in TRL a token without one has the ratio 1. Values that do not count are replaced by
+    0 or infinity, since indexing with a mask would wait for the GPU.
 
     Args:
         ratio: (B, C), or (B, 1) for a ratio of sequences.
@@ -162,8 +172,8 @@ def ratio_sums(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Te
     """
     in_loss_BC = mask_BC.bool()
     has_engine_logp_B1 = (in_loss_BC & ~sampling_BC.isnan()).any(dim=1, keepdim=True)
-    # As in TRL, a rollout without any token to learn from has the ratio 1 and counts. One whose
-    # engine has seen other images than the policy has no log-probabilities, and does not count.
+    # As in TRL, a rollout without any token to learn from has the ratio 1 and counts. If the engine
+    # has seen other images than the policy, a rollout has no log-probabilities and does not count.
     row_counts_B1 = has_engine_logp_B1 | ~in_loss_BC.any(dim=1, keepdim=True)
     token_counts_BC = in_loss_BC & row_counts_B1
     gaps_BC = (logps_BC - sampling_BC).abs().double()

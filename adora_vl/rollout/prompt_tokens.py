@@ -13,8 +13,8 @@ from adora_vl.utils.errors import RolloutError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# A sampled token of these has no image, so the training's forward pass would raise (trl issue
-# 3847).
+# If the policy sampled one of these tokens, it would have no image, and the training's forward pass
+# would raise an error (trl issue 3847).
 NEVER_SAMPLED_TOKENS = PICTURE_TOKENS
 
 
@@ -29,8 +29,8 @@ class PromptMismatchError(RolloutError):
 def refuse_prefill(dataset: object) -> None:
     """Raise `UserError` for the first row whose prompt ends with a turn of the assistant.
 
-    TRL makes two prompts of such a row. In the engine's it closes the turn and begins another one.
-    In the policy's, if the row has images, it leaves the turn open to be continued. The policy would
+    TRL makes two prompts of such a row. In the engine's prompt it closes the turn and begins another
+    one. In the policy's prompt, if the row has images, it leaves the turn open. The policy would
     then learn from answers to another prompt.
     """
     if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
@@ -86,8 +86,8 @@ def ignoring_generation_config(model: "PreTrainedModel") -> Iterator[None]:
 def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
     """Replace consecutive image tokens by one, which vLLM repeats for each image itself.
 
-    The image tokens of two images are never neighbours: each image is between a vision-start and a
-    vision-end token.
+    For example, with 9 for the image token, 1 9 9 9 2 1 9 9 2 becomes 1 9 2 1 9 2. The image tokens
+    of two images are never neighbours: each image is between a vision-start and a vision-end token.
     """
     collapsed: list[int] = []
     for token in ids:

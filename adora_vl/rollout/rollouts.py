@@ -113,7 +113,10 @@ class Call:
 class Rollout:
     """A completion so far, or to its end.
 
-    An unfinished one may pause between two segments, or wait for a tool.
+    An unfinished rollout may pause between two segments, or wait for a tool. For example, a rollout
+    with the tokens a b of the policy, x y of a tool, and c of the policy has three segments. Its
+    `tokens` are a b x y c, its `policy_mask` is 1 1 0 0 1, its `policy_tokens` are a b c, and its
+    `last_turn_tokens` are c.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -170,9 +173,10 @@ class Rollout:
     def stale_tokens(self, step: int) -> int:
         """Return how many tokens came before optimizer step `step`, from older weights.
 
-        They are the first tokens of a rollout that was paused. The tokens of tools count too. Where
-        the engine saw other images than the trainer, all tokens count, since the policy of `step`
-        would have sampled others.
+        They are the first tokens of a rollout that was paused; tokens of tools count too. For
+        example, segments of 5 tokens of step 3 and 2 tokens of step 4 have 5 stale tokens in step 4.
+        If the engine saw other images than the trainer, all tokens count, since with its own images
+        the policy would have sampled others.
         """
         if not self.saw_trainer_images:
             return len(self.tokens)
@@ -262,7 +266,9 @@ def new_groups_of_rows(
 ) -> list[RolloutGroup]:
     """Put the rows that a rank has drawn into groups of rollouts that have not begun.
 
-    A group may be divided between ranks; each of them then has a part of it.
+    A group may be divided between ranks; each of them then has a part of it. For example, with
+    groups of 4 and 6 rows per rank, rank 1 has the rows 6 to 11: the last two rollouts of slot 1,
+    with `first_member` 2, and all four of slot 2.
 
     Args:
         rows: a row for each rollout; those of the same problem are neighbours.
@@ -297,7 +303,8 @@ def unfinished_rollouts(
 ) -> dict[RolloutKey, Rollout]:
     """Return the rollouts that have not ended, of the groups with these numbers.
 
-    Those that were paused come first, since they are expected to take longest.
+    Rollouts that were paused come first, since they are expected to take longest. For example, of
+    group 0 with the rollouts new, ended, paused, the result has (0, 2) and then (0, 0).
     """
     paused: dict[RolloutKey, Rollout] = {}
     new: dict[RolloutKey, Rollout] = {}
@@ -357,7 +364,8 @@ def engine_logp(value: float | None) -> float:
     """Return a log-probability that an engine has returned, or minus infinity if it is not finite.
 
     Weights that overflow give NaN, which TRL's client reads as None. Elsewhere in this package None
-    and NaN mean that the engine was not asked, so such a token would not count as a disagreement.
+    and NaN mean that the engine was not asked, and such a token is not compared. Minus infinity
+    makes it count as a disagreement.
     """
     return -math.inf if value is None or not math.isfinite(value) else value
 
@@ -366,7 +374,7 @@ def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingReq
     """Divide requests into lists of neighbours that an engine may get as one request.
 
     The requests of a list have the same group, prompt, images and limit of tokens, and differ only
-    in their seeds.
+    in their seeds. For example, requests of the groups a a b a become [a a], [b], [a].
     """
     equal_neighbours = groupby(
         requests,

@@ -64,8 +64,8 @@ class StopCriteria:
     def has_stopped(self, ids: Sequence[int], text: str | None = None) -> bool:
         """Return whether an answer of these tokens was ended by one of the criteria.
 
-        Its last token then is one of `tokens`, or completes one of `strings`. An empty answer counts
-        too. An answer that was cut off at its limit, or because it repeats itself, does not.
+        It was if its last token is one of `tokens`, or completes one of `strings`, or if it is
+        empty. It was not if it was cut off at its limit, or because it repeats itself.
 
         `text`: the decoded tokens; None: they are decoded here.
         """
@@ -80,8 +80,8 @@ class StopCriteria:
     def rollout_has_stopped(self, rollout: Rollout, last_turn_text: str) -> bool:
         """Return whether the last turn of a rollout was ended by one of the criteria.
 
-        It is False for a rollout whose tool call got no answer, or that has no room left. Its last
-        turn may end with such a token, and yet it is not the answer to the problem.
+        The result is False for a rollout whose tool call got no answer, or that has no room left.
+        Its last turn may end with a stop token, but it is not an answer to the problem.
         """
         if rollout.finish_reason.is_unanswered:
             return False
@@ -91,10 +91,11 @@ class StopCriteria:
 def cut_behind_stop_string(
     ids: Sequence[int], strings: Sequence[str], decode: Callable[[Sequence[int]], str]
 ) -> int | None:
-    """Return how many of the tokens there are up to the one that first completes a string.
+    """Return how many tokens there are up to the one that first completes a string.
 
-    Transformers samples a batch of answers until all have ended, so an ended one has further tokens
-    to cut off. The result is None where no string is complete.
+    Transformers samples a batch of answers until all have ended, so an answer that has ended has
+    further tokens to cut off. For example, the tokens `a`, `</an`, `swer>`, `b` and the string
+    `</answer>` give 3. The result is None if no string is complete.
 
     Args:
         ids: the sampled tokens.
@@ -109,7 +110,8 @@ def cut_behind_stop_string(
 
     if not is_complete(len(ids)):
         return None
-    # What is complete stays so with more tokens: the number is found by halving.
+    # If a string is complete, it stays complete with more tokens. So the number is found by halving
+    # the range between a length that is incomplete and one that is complete.
     incomplete = 0
     complete = len(ids)
     while complete - incomplete > 1:

@@ -1,8 +1,8 @@
 """Several turns of a rollout: the policy samples a turn, tools answer its calls, and it goes on.
 
 The tokens of earlier turns stay as they were sampled, and the tokens of a tool's answer are put
-behind them, once. Nothing is decoded and encoded again, since one of sixteen completions would come
-back as other tokens. This file knows neither tools nor trainer.
+behind them, once. No tokens are decoded and encoded again, since one of sixteen completions would
+come back as other tokens. This file knows neither tools nor trainer.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -64,8 +64,9 @@ class TurnPlayer(Protocol[Key]):
 def run_turns(rollouts: Mapping[Key, Rollout], player: TurnPlayer[Key]) -> dict[Key, Rollout]:
     """Sample rollouts turn by turn, until no turn of any rank is answered by a tool.
 
-    All rollouts sample their first turn together. Those whose turn was answered sample the next one
-    together, and so on. Returns the rollouts by their keys.
+    All rollouts sample their first turn together. The rollouts whose turn was answered sample the
+    next turn together, and so on. For example, if only b of a, b and c calls a tool, the player
+    samples a b c, answers b, and samples b. Returns the rollouts by their keys.
 
     `player`: samples and answers one turn of each rollout.
     """
@@ -146,6 +147,10 @@ def _finish_reason_of_server(
     *, has_stopped: bool, is_context_full: bool, is_at_limit: bool
 ) -> FinishReason:
     """Return why a server has ended a result. Servers do not say it, so it follows from the limits.
+
+        the stop criteria hold, or no limit is reached    STOP
+        else the server's context is full                 CONTEXT
+        else as many tokens as were asked for             LENGTH
 
     Args:
         has_stopped: whether the turn ends as the stop criteria say. The last token that fits may

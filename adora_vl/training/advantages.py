@@ -32,7 +32,7 @@ class GroupAssessment:
     trl_advantages_PG: Tensor
     """TRL's advantages, before any method of this package changes them."""
     has_signal_P: Tensor
-    """Which groups have something to teach, bool: a group of equal rewards has not."""
+    """Which groups have something to teach, bool. A group of equal rewards has nothing to teach."""
     equal_reward_share: float
     """TRL's share of groups whose rewards do not differ."""
     num_ranks: int
@@ -41,7 +41,8 @@ class GroupAssessment:
     def signal_of(self, rank: int) -> list[bool]:
         """Return whether each group of a rank has signal, that is, an advantage other than 0.
 
-        `has_signal_P` has the groups of the first rank, then those of the second, and so on.
+        `has_signal_P` has the groups of the first rank, then of the second, and so on. For example,
+        of 6 groups on 3 ranks, rank 1 has the groups 2 and 3.
         """
         groups_per_rank, remainder = divmod(len(self.has_signal_P), self.num_ranks)
         assert remainder == 0, "every rank has equally many whole groups"
@@ -67,7 +68,9 @@ class Advantages:
     def has_signal_N(self) -> Tensor:
         """Which rollouts teach something, bool, (P x G,).
 
-        Their group has an advantage other than 0, and they have a reward.
+        A rollout teaches something if it has a reward, and any advantage of its group is not 0. For
+        example, in a group with the advantages 1, -1, 0, whose last rollout has no reward, the first
+        two do.
         """
         has_signal_P1 = self.final_PG.bool().any(dim=1, keepdim=True)
         return (has_signal_P1 & self.assessment.groups.has_reward_PG).flatten()
@@ -109,10 +112,10 @@ class AdvantageComputer:
         self.masks_truncated = config.mask_truncated_completions
 
     def assess(self, facts: RolloutFacts, group_size: int, step: int) -> GroupAssessment:
-        """Return advantages by TRL, weights by the methods, and signal of each group.
+        """Return TRL's advantages, the weights of the methods, and which groups have signal.
 
-        Groups are selected by it before their final advantages are computed, so this changes no
-        state of the methods.
+        The result says which groups are selected. It is computed more often than the final
+        advantages, so this changes no state of the methods.
 
         Args:
             facts: rewards and lengths of all ranks' rollouts.
@@ -161,9 +164,9 @@ class AdvantageComputer:
         """
         rewards_PG = groups.rewards_PG
         if not self.pipeline.sums_rewards:
-            # TRL normalises each function's rewards first, and has divided the sum of them by its
-            # standard deviation s plus 1e-4. It compares s with 0, but s is not at hand here. Where
-            # s is almost 0, the deviation of the quotients is about 1e4 times s.
+            # TRL compares the standard deviation s of the sums with 0. Here only its advantages are
+            # known, which are the sums divided by (s + 1e-4). Their deviation is s / (s + 1e-4),
+            # which for a small s is about 1e4 times s.
             deviation_of_quotients = nan_standard_deviation(
                 trl_advantages_PG.flatten(), trl_advantages_PG.mean()
             )
@@ -191,8 +194,8 @@ class AdvantageComputer:
         loss_tokens_PG = lengths_PG
         if self.masks_truncated:
             loss_tokens_PG = torch.where(has_no_end_PG, 0.0, lengths_PG)
-        # Surprisal is the mean of -log p over the tokens. It is NaN where the engine gives no
-        # log-probabilities, which is so for all rollouts or for none.
+        # Surprisal is the mean of -log p over the tokens. It is NaN if the engine gives no
+        # log-probabilities. Then it is NaN for all rollouts.
         surprisal_PG = facts.surprisal_N.view(-1, group_size)
         has_surprisal = not surprisal_PG.isnan().any()
         # Work is the number of true claims in a rollout less that of false ones. It is NaN for a
@@ -215,8 +218,9 @@ class AdvantageComputer:
     def _rewards_vary(self, rewards_NF: Tensor, group_size: int) -> Tensor | None:
         """Return which groups get unequal rewards from at least one function, bool, (P,).
 
-        Functions of weight 0 do not count. The result is None where TRL sums the rewards of the
-        functions before it normalises them: then a group's signal follows from the sums alone.
+        Functions of weight 0 do not count. For example, a group of two rollouts with the rewards
+        (1, 0) by one function and (0, 1) by another has unequal rewards, though both sums are 1. The
+        result is None if TRL normalises the sums: then a group's signal follows from the sums alone.
         """
         if self.pipeline.sums_rewards:
             return None

@@ -19,17 +19,18 @@ class TRLBonus(NamedTuple):
 
 
 class EntropyBonus:
-    """What TRL's bonus lacks to be the mean entropy over the tokens of an optimizer step.
+    """Adds what TRL's bonus lacks to be the mean entropy over the tokens of an optimizer step.
 
-    TRL takes the mean over the tokens of each micro-batch, and then the mean of those. A token of a
-    short answer that fills a micro-batch alone would weigh many times as much as one of a long
-    answer, and with half of a generation the micro-batches that are left out would count as 0.
+    TRL takes the mean over the tokens of each micro-batch, and then the mean of these means. So a
+    token in a short micro-batch weighs more than a token in a long one: of two micro-batches with 10
+    and 90 tokens each counts one half, where the first should count 0.1 and the second 0.9.
+    Micro-batches that are left out would count as 0.
     """
 
     def __init__(self, config: AdoraGRPOConfig, batcher: MicroBatcher) -> None:
         self.is_on = has_entropy_bonus(config)
-        # 1 at the tokens of the last pass that the bonus acts on; None: all. The trainer sets it,
-        # when TRL chooses the tokens of the highest entropy.
+        # 1 at the tokens of the last pass that the bonus acts on; None for all tokens. The trainer
+        # sets it when TRL chooses the tokens of the highest entropy.
         self.chosen_BC: Tensor | None = None
         self._batcher = batcher
         self._is_adaptive = config.use_adaptive_entropy
@@ -41,7 +42,7 @@ class EntropyBonus:
     ) -> TRLBonus:
         """Return the bonus that TRL adds to each loss of the present optimizer step.
 
-        An adaptive one is 0 while the entropy is above its target.
+        An adaptive bonus is 0 while the entropy is above its target.
 
         Args:
             coefficient: TRL's `entropy_coef`, which it changes at the end of a step.
@@ -71,9 +72,9 @@ class EntropyBonus:
             mask_BC = mask_BC * self.chosen_BC
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
-        # The tokens of this micro-batch over those that a micro-batch has on average. The average
-        # counts all tokens. Where TRL chooses those of the highest entropy, their share of all
-        # divides, so that chosen tokens are compared with chosen tokens.
+        # The tokens of this micro-batch divided by the mean tokens of a micro-batch. That mean counts
+        # all tokens. If TRL chooses some of them, dividing by their share makes both numbers count
+        # chosen tokens.
         weight_by_tokens = self._batcher.share_of_tokens(micro, token_count) / self._chosen_share
         missing_weight = weight_by_tokens - self._batcher.loss_weight(micro)
         missing_bonus: Tensor = (

@@ -22,8 +22,8 @@ from adora_vl.types import Batch, StepContext
 class GenerationLogps:
     """Computes old and reference log-probabilities, and compares the engine's with the policy's.
 
-    The old ones are those of the policy that has sampled the rollouts. TRL's loss takes the ratio of
-    the new policy to them, and with `beta` the distance of the new policy from the reference. All
+    The old policy is the one that has sampled the rollouts. TRL's loss takes the ratio of the new
+    policy to the old one, and with `beta` the distance of the new policy from the reference. All
     methods are collective: with sharded weights every rank has to make each pass.
     """
 
@@ -53,8 +53,9 @@ class GenerationLogps:
     def add_to_generation(self, batch: Batch, mode: str) -> None:
         """Add the log-probabilities that are computed before the rollouts are graded.
 
-        They are the old ones, unless later passes compute them, and those of the reference, if the
-        loss has a KL term. Raises `SharedUserError` for a reference that is not the policy's start.
+        The old log-probabilities are added, unless later passes compute them. The reference's are
+        added if the loss has a KL term. Raises `SharedUserError` for a reference that is not the
+        policy's start.
 
         Args:
             batch: the generation of this rank.

@@ -344,8 +344,8 @@ class GenerationSampler:
     ) -> DrawnGeneration | None:
         """Return the generation that comes `distance` after the present one, and its groups.
 
-        None on all ranks after the last generation of the training, and where any row on any rank
-        cannot be read. The step that draws such a row reports it.
+        The result is None on all ranks after the last generation of the training, or if any rank
+        cannot read a row. Such a row is reported by the step that draws it.
 
         Args:
             generation: the present one, in which all of these groups begin.
@@ -377,7 +377,8 @@ class GenerationSampler:
     def _draw_spare_groups(self, generation: Generation, later: Generation) -> list[RolloutGroup]:
         """Draw spare groups for a generation that is requested ahead.
 
-        They replace its groups without signal, for which there is no time to sample others then.
+        They replace groups without signal. When the rewards are known, there is no time any more to
+        sample other groups.
 
         Args:
             generation: the present one, in which the groups begin.
@@ -394,7 +395,7 @@ class GenerationSampler:
             spare_groups += self._draw_further_groups(
                 later.in_round(round_number), min(problems_per_round, missing_count)
             )
-        # They are drawn by the later generation's place in the run, but begin now.
+        # The later generation seeds their draw, but they begin in the present one.
         return [replace(group, began=generation.number) for group in spare_groups]
 
     def _draw_further_groups(self, generation: Generation, count: int) -> list[RolloutGroup]:

@@ -34,9 +34,9 @@ from adora_vl.types import StepContext
 class PromptReader:
     """Tokenizes prompts and processes their images, and remembers the last result.
 
-    The prompts that are sampled from are those of the batch too, unless groups wait. Older results
-    cannot be remembered: reading the prompts of a generation empties the image bank, and its first
-    results would refer to images that are gone.
+    Mostly the batch has the same prompts that were sampled from, so they are read once. Older
+    results cannot be remembered: reading the prompts of a new generation empties the image bank, and
+    older results would refer to images that are gone.
     """
 
     def __init__(self, images: DistinctImages) -> None:
@@ -391,9 +391,11 @@ class GroupTurns:
     def _max_tokens(self, parts: RequestParts, rollout: Rollout) -> int:
         """Return how many tokens the rollout may sample in its next turn.
 
-        It is the least that any of four limits leaves: that of a completion, of a generation
-        (`adora_rollouts.budget`), of a turn (`turn_tokens`), and of a server's context. Tokens that
-        tools have answered count towards the completion and the context only.
+        Four limits apply, and the smallest remainder counts. Two of them count all tokens, also the
+        answers of tools: the limits of the completion and of a server's context. The other two count
+        tokens of the policy: the limits of this generation (`adora_rollouts.budget`) and of a turn
+        (`turn_tokens`). For example, a completion of at most 512 tokens has 100 of the policy and 50
+        of a tool, so 362 are left; with a budget of 120 in its first generation, 20 are left.
         """
         max_completion_length: int = self.group_sampler.context.config.max_completion_length
         limits = [max_completion_length - len(rollout.tokens)]
@@ -405,8 +407,8 @@ class GroupTurns:
             limits.append(tool_loop.turn_tokens - len(rollout.last_turn_tokens))
         server_context = self.group_sampler.server_context
         if server_context is not None:
-            # A server refuses a text request that could pass its context. At least 1, so that it
-            # names the length of a prompt that leaves no room at all.
+            # A server refuses a request that could pass its context. If the prompt leaves no room at
+            # all, 1 token is requested: the server then refuses it, and names the prompt's length.
             context_left = server_context - len(parts.prompt_ids) - len(rollout.tokens)
             limits.append(max(1, context_left))
         return min(limits)

@@ -1,7 +1,8 @@
 """Decides where the old log-probabilities of rollouts come from.
 
-They are those of the policy that has sampled the rollouts. TRL's clipped loss takes the ratio of the
-new policy to them, and the engine's log-probabilities are compared with them.
+The policy that has sampled the rollouts is the old policy. TRL's clipped loss takes the ratio of the
+new policy's probabilities to the old ones. The engine's log-probabilities are compared with the old
+ones too.
 """
 
 from collections.abc import Sequence
@@ -39,8 +40,11 @@ class OldPass:
     def store(self, computed: Batch) -> None:
         """Copy what the pass has computed into the rows of the micro-batch.
 
-        `computed`: the result of `rows_as_batch`, to which the old log-probabilities were added
-        and, where the loss is corrected by them, the importance ratios to the engine.
+        For example, a pass over the rows 2 and 3 of a micro-batch of 4 replaces these two rows of
+        its columns.
+
+        `computed`: the result of `rows_as_batch`, to which the old log-probabilities were added, and
+        also the importance ratios to the engine if they correct the loss.
         """
         if computed is self.micro:
             return  # all rows needed the pass, so its columns are those of the micro-batch
@@ -67,7 +71,7 @@ class OldLogps:
     """Decides where the old log-probabilities of each micro-batch come from.
 
     Before the first optimizer step on a generation the weights are still those that have sampled
-    it. So the pass whose loss is learned from has the old log-probabilities too, and TRL takes them
+    it. So the pass that is learned from also gives the old log-probabilities, and TRL takes them
     from there. Micro-batches of later steps need a pass of their own before the weights change.
     Stock TRL makes this pass over the whole generation whenever vLLM samples. With
     `adora_rollouts.old_logps: engine` the engine's log-probabilities are used and there is no pass.
@@ -90,17 +94,18 @@ class OldLogps:
         self.uses_engine_logps = config.adora_rollouts.old_logps == "engine"
         # Whether the loss is corrected by the importance ratio of the policy to the engine.
         self.corrects_engine = config.use_vllm and config.vllm_importance_sampling_correction
-        # With an advantage of 0 the clipped loss is 0 whatever the ratio of new to old policy, and
-        # so is its gradient. Only TRL's corrected KL term multiplies by that ratio too.
+        # With an advantage of 0 the clipped loss and its gradient are 0, whatever the ratio of the
+        # new policy to the old one. So the old log-probabilities are not needed there, unless TRL's
+        # corrected KL term multiplies by that ratio too.
         corrects_kl = config.beta != 0.0 and config.use_bias_correction_kl
         self._skips_groups_without_signal = config.uses("skip_zero_signal") and not corrects_kl
 
     @property
     def loss_needs_any(self) -> bool:
-        """Whether the loss needs old log-probabilities from another pass than its own, as in TRL.
+        """Whether the loss needs old log-probabilities in stock TRL.
 
-        It does where it is corrected by the ratio to the engine, and where the weights change while
-        a generation is learned from.
+        It needs them if the ratio to the engine corrects it, or if the weights change while a
+        generation is learned from.
         """
         return self.corrects_engine or not self.layout.generation_has_one_step
 
@@ -117,7 +122,7 @@ class OldLogps:
         # Passes over some micro-batches need micro-batches that this package has cut.
         if cuts_generations(self.config):
             return OldLogpsSource.MICRO_BATCHES
-        # With one optimizer step the pass that is learned from has them, unless it has dropout.
+        # With one optimizer step the pass that is learned from gives them, unless it has dropout.
         if self.layout.generation_has_one_step and not self.has_dropout:
             return OldLogpsSource.MICRO_BATCHES
         return OldLogpsSource.GENERATION
@@ -130,19 +135,20 @@ class OldLogps:
     def passes_due(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
         """Return the passes that compute old log-probabilities before the policy learns. Collective.
 
-        They are equally many on all ranks. Micro-batches of the first optimizer step need none:
-        the pass that is learned from has them.
+        There are equally many passes on all ranks. Micro-batches of the first optimizer step need no
+        pass, since the pass that is learned from gives their old log-probabilities. For example, of
+        4 micro-batches in two optimizer steps, the last two need a pass.
 
         Args:
-            micro_batches: those of the generation in the order of learning. Some are empty, on all
-                ranks alike.
+            micro_batches: the micro-batches of the generation in the order of learning. Some are
+                empty, on all ranks alike.
         """
         if self.source is not OldLogpsSource.MICRO_BATCHES:
             return []
         first_due = self.layout.micro_batches_before_update
-        # With dropout the pass that is learned from is noisy. So passes without dropout are made
-        # where its log-probabilities would be compared with others: with the engine's, or with those
-        # of later passes over the same generation.
+        # With dropout the pass that is learned from is noisy. If its log-probabilities would be
+        # compared with the engine's, or with those of later iterations, all micro-batches get a pass
+        # without dropout.
         compares_others = self.corrects_engine or self.layout.num_iterations > 1
         if self.has_dropout and compares_others:
             first_due = 0
@@ -155,11 +161,12 @@ class OldLogps:
         ]
 
     def _passes_over_signal(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
-        """Return passes over the groups with signal, those with an advantage other than 0.
+        """Return passes over the groups with signal, which have an advantage other than 0. Collective.
 
-        A micro-batch that has such a group on any rank gets a pass on all ranks. The old
-        log-probabilities of all groups are marked as missing first, and the passes replace those of
-        groups with signal. Collective.
+        If a micro-batch has such a group on any rank, it gets a pass on all ranks. First the old
+        log-probabilities of all groups are marked as missing. Later the passes fill in those of the
+        groups with signal. For example, with two rows per unit, a micro-batch of 3 units, of which
+        only unit 1 has signal, gets a pass over the rows 2 and 3.
         """
         if not micro_batches:
             return []
@@ -190,18 +197,18 @@ class OldLogps:
         return passes
 
     def come_from_learning_pass(self, micro_step: int) -> bool:
-        """Return whether the old log-probabilities are those of the pass that is learned from.
+        """Return whether the pass that is learned from gives the old log-probabilities.
 
-        That is so before the first optimizer step on the generation, when the new policy is still
-        the old one. The ratio between the two is then exactly 1, even where the pass has dropout.
+        It does before the first optimizer step on the generation, when the new policy is still the
+        old one. The ratio of the two is then exactly 1, even where the pass has dropout.
 
         `micro_step`: how many micro-batches of the generation were learned from before this one.
         """
         is_before_update = micro_step < self.layout.micro_batches_before_update
         if self.uses_engine_logps or not is_before_update:
             return False
-        # Without `skip_old_pass` there are those of stock TRL's pass over the generation. That pass
-        # has no dropout, so with dropout they would differ from those of the pass with the loss.
+        # Without `skip_old_pass` stock TRL's pass over the generation gives them. But that pass has
+        # no dropout. If the policy has dropout, the ratio would not be 1, so they are not used.
         return self.has_dropout or self.config.uses("skip_old_pass")
 
     def compares_engine(self, micro_step: int) -> bool:
@@ -221,9 +228,11 @@ class OldLogps:
     def prepare_loss(self, micro: Batch, micro_step: int) -> None:
         """Give a micro-batch the old log-probabilities that its loss takes.
 
-        They are one of three: the engine's (`adora_rollouts.old_logps: engine`); those of the pass
-        that is learned from, which TRL takes where the column is missing, before the first update;
-        or those that an earlier pass has put into the column.
+        The cases, in the order of the code:
+
+        - `adora_rollouts.old_logps: engine`: the engine's log-probabilities.
+        - Before the first update: the column is removed. TRL then takes those of the pass itself.
+        - Else the column stays as an earlier pass has filled it.
 
         Args:
             micro: a copy of the micro-batch, for this one loss.
@@ -240,8 +249,8 @@ class OldLogps:
     def _mark_as_missing(self, micro: Batch) -> None:
         """Mark the old log-probabilities of all rows as missing, until a pass computes some.
 
-        They are NaN, which `fill_missing` replaces before the loss. The ratio to the engine is 1,
-        so that nobody computes it later from weights that have not sampled the rows.
+        They are set to NaN, which `fill_missing` replaces before the loss. The ratio to the engine
+        is set to 1, so that no later pass computes it: by then the weights have changed.
         """
         mask_BC = micro["completion_mask"]
         micro["old_per_token_logps"] = torch.full(
@@ -258,8 +267,9 @@ class OldLogps:
     def fill_missing(self, micro: Batch, logps_BC: Tensor) -> None:
         """Replace old log-probabilities that no pass has computed, NaN, by the present ones.
 
-        These rows have advantages of 0, so it does not matter that their ratio of new to old policy
-        becomes 1.
+        These rows have advantages of 0, so it does not matter that the ratio of the new policy to
+        the old one becomes 1. For example, [-0.5, NaN] with present values [-0.4, -0.2] becomes
+        [-0.5, -0.2].
 
         Args:
             micro: a copy of the micro-batch, for this one loss.
@@ -286,8 +296,8 @@ class OldLogps:
         """
         if self.layout.num_iterations == 1 or not self.come_from_learning_pass(micro_step):
             return
-        # `setdefault`: where the policy has dropout, the pass over the whole generation, which has
-        # none, has stored its log-probabilities before. They are the ones for later iterations.
+        # `setdefault`: if the policy has dropout, a pass without dropout over the whole generation
+        # may have stored its log-probabilities before. Later iterations use those.
         stored_micro.setdefault("old_per_token_logps", logps_BC)
         ratio = loss_micro.get("importance_sampling_ratio")
         if ratio is not None:

@@ -87,8 +87,8 @@ class Pool:
         """Keep the pool's present state, if this generation is the first of its optimizer step.
 
         A run that stops before it has learned from the step's generations resumes from that state.
-        In the first step of a run this also warns of groups that wait, if the run ends too early to
-        learn from them.
+        In the first step of a run this also warns if the run ends too early to learn from all groups
+        that wait.
         """
         is_first_of_run = self.step_of_state_before < 0
         # Groups wait only where rollouts may stay unfinished. Without refill every one of them needs
@@ -103,8 +103,10 @@ class Pool:
     def token_budget(self) -> int | None:
         """The most tokens of a rollout that the present generation samples; None for no limit.
 
-        With `budget: auto` it follows from the lengths of earlier rollouts. It is large enough for
-        the longest possible rollout to end before it is `staleness` generations old.
+        With `budget: auto` it follows from the lengths of earlier rollouts. It is so large that the
+        longest possible rollout ends before it is `staleness` generations old. For example, with
+        `staleness` 3 a rollout has 4 parts, so a completion of at most 1,000 tokens needs 250 tokens
+        in each.
         """
         budget: int | str | None = self.options.budget
         if budget is None or isinstance(budget, int):
@@ -167,8 +169,9 @@ class Pool:
         """Return how many groups have to begin in a generation that servers sample ahead.
 
         Together with the groups that continue in it, the generation then has `min_groups` groups,
-        the fewest that a rank may learn from. Complete groups that wait now are not counted on:
-        earlier generations may use them up.
+        the fewest that a rank may learn from. For example, if 4 are needed, and the ranks continue 3
+        and 1, every rank begins 3. Complete groups that wait now do not count, since earlier
+        generations may use them up.
 
         Collective with `ahead` and a token budget.
 
@@ -186,8 +189,10 @@ class Pool:
     def token_limits(self, generation: Generation, groups: Sequence[RolloutGroup]) -> TokenLimits:
         """Return how many tokens of each rollout are sampled now, by the number of its group.
 
-        None stands for all tokens up to the rollout's end: for a group that is as old as
-        `staleness` allows, and for all groups where all of them have to end now.
+        None means that a rollout is sampled to its end. It stands for all groups if there is no
+        budget, or if all groups have to end now. Otherwise it stands for groups that are as old as
+        `staleness` allows. For example, with a budget of 250 and `staleness` 1, a group of the
+        previous generation and a new one get {0: None, 1: 250}.
         """
         limit_by_group: TokenLimits = dict.fromkeys(range(len(groups)))  # None for each group
         budget = self.token_budget
@@ -210,8 +215,9 @@ class Pool:
     ) -> list[int]:
         """Return the numbers of unfinished groups that have to be sampled to their ends now.
 
-        They are the oldest ones, as many as are missing to learn from. In the first generation of a
-        training some always are.
+        They are the oldest unfinished groups, as many as are missing to learn from. For example, if
+        3 groups are needed and 1 of 5 is complete, the 2 oldest unfinished groups have to end. In
+        the first generation of a training some are always missing.
 
         Args:
             groups: groups of this rank, the oldest first.
@@ -253,8 +259,9 @@ class Pool:
     def count_spare_groups(self) -> int:
         """Return how many spare groups are requested with a generation that servers sample ahead.
 
-        They replace its groups without signal, whose rollouts get equal rewards: when these are
-        known, there is no time to sample others. Without `ahead` there is, and the result is 0.
+        They replace groups without signal, whose rollouts get equal rewards. With `ahead` there is
+        no time to sample other groups once the rewards are known. Without `ahead` there is time, and
+        the result is 0.
         """
         if not self.generations_ahead:
             return 0
@@ -298,7 +305,7 @@ class Pool:
     # ------------------------------------------------------------------------------- waiting groups
 
     def take_waiting(self) -> list[RolloutGroup]:
-        """Return the groups that wait, which no longer do."""
+        """Return the groups that wait, and remove them from the waiting ones."""
         waiting = list(self.state.waiting)
         self.state = replace(self.state, waiting=())
         return waiting
@@ -308,7 +315,9 @@ class Pool:
     ) -> list[RolloutGroup]:
         """Select the oldest complete groups, equally many on every rank. All others wait.
 
-        A group is complete if all of its rollouts have ended. Collective where some may not have.
+        A group is complete if all of its rollouts have ended. For example, if this rank has 5
+        complete groups and another rank has 3, the 3 oldest are selected. Collective, unless all
+        rollouts end in the generation in which they begin.
 
         Args:
             groups: this rank's groups, the oldest first.
@@ -336,7 +345,8 @@ class Pool:
         """Return how many groups with signal are missing on the rank that lacks most.
 
         A group has signal if its rollouts' rewards differ. A slot is the room for one group in a
-        batch. A free slot counts as a missing group too.
+        batch. A free slot counts as a missing group too. For example, with 4 slots, 3 groups and one
+        of them without signal, 2 groups are missing.
         """
         missing_by_rank = []
         for rank in range(assessment.num_ranks):
@@ -357,8 +367,8 @@ class Pool:
         give their slots to groups of the refill that have signal.
 
         Args:
-            assessment: that of the n groups of each rank, which have the numbers from 0 to n - 1.
-            refill: that of further groups, which are numbered from n on.
+            assessment: of the n groups of each rank, which have the numbers from 0 to n - 1.
+            refill: of further groups, which are numbered from n on.
         """
         # Only a run whose rollouts may wait for a later generation can have free slots.
         slots = self.max_groups if self.allows_stale_rollouts else 0
@@ -504,9 +514,9 @@ class Pool:
 def _fewest_groups(layout: BatchLayout, max_groups: int) -> int:
     """Return the fewest groups that a rank may learn from in a generation.
 
-    Gradients of fewer than half of `max_groups`, the most, would be too noisy. Besides, each of the
-    generation's optimizer steps needs at least one unit, the rows that stay in one micro-batch: a
-    group, or an equal part of one.
+    Gradients of fewer than half of the most groups (`max_groups`) would be too noisy. Besides, each
+    of the generation's optimizer steps needs at least one unit, which is a group or an equal part of
+    one. For example, with 8 groups at most, and 6 steps of one group each, the fewest are 6.
     """
     rows_for_all_steps = layout.optimizer_steps_per_pass * layout.rows_per_unit
     groups_for_all_steps = rows_for_all_steps / layout.num_generations
@@ -514,5 +524,8 @@ def _fewest_groups(layout: BatchLayout, max_groups: int) -> int:
 
 
 def list_row_numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:
-    """Return the number in the data set of each rollout's row."""
+    """Return for each rollout the number of its row in the data set.
+
+    For example, groups of two rollouts of the rows 7 and 4 give (7, 7, 4, 4).
+    """
     return tuple(group.problem.row_number for group in groups for _ in group.rollouts)

@@ -1,9 +1,9 @@
 """Chooses how many layers of the language model the backward pass computes again.
 
-Gradient checkpointing keeps the input of a layer alone and computes the layer a second time, which
-is a fifth and more of a step's work. Where the card has room for what a layer keeps, that work buys
-nothing. So for each micro-batch as few layers are recomputed as its tokens and the free memory
-allow, by the formulas of the dry run. A layer has the same values either way.
+Gradient checkpointing keeps only the input of a layer and computes the layer a second time, which
+is a fifth and more of a step's work. If the card has room for all activations of a layer, that work
+is wasted. So each micro-batch recomputes as few layers as its tokens and the free memory allow, by
+the formulas of the dry run. A layer has the same values either way.
 """
 
 import gc
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RECOMPUTED_LAYERS_FIGURE = "adora/recomputed_layers"
-# Of a card: gradients up to this share are copied before a pass, so that they can be restored when
-# it runs out of memory. Those of an adapter are smaller.
+# Gradients are copied before a pass, so that they can be restored when it runs out of memory. That
+# is done if they take at most this share of the card. An adapter's gradients do.
 _MAX_COPIED_SHARE = 0.02
 
 
@@ -55,8 +55,9 @@ def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 def card_bytes(device: torch.device) -> CardBytes:
     """Return how much memory of its GPU this process can still take, and how much the GPU has.
 
-    Memory of other processes, and of a sleeping engine in this one, is not free. What torch has
-    reserved and no tensor uses is, except the gaps within blocks that are partly in use.
+    Memory is free if the driver says so, or if torch has reserved it and no tensor uses it. The
+    gaps within reserved blocks that are partly in use do not count as free. For example, with 20 GB
+    free by the driver, 60 reserved, 50 allocated and 4 in gaps, 26 GB are free.
     """
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
@@ -70,8 +71,8 @@ def card_bytes(device: torch.device) -> CardBytes:
 class RecomputedLayers:
     """Decides for each pass that is learned from how many decoder layers are recomputed.
 
-    Gradient checkpointing of these layers is switched on or off for it. The vision tower stays as it
-    is. `count`: layers that were recomputed in the last such pass.
+    For each pass it switches gradient checkpointing of these layers on or off. The vision tower
+    stays as it is. `count`: how many layers were recomputed in the last such pass.
     """
 
     def __init__(
@@ -89,8 +90,8 @@ class RecomputedLayers:
             model: the policy, in whatever wrapper.
             shape: returns the sizes of the policy.
             sharding: how the run divides the weights among ranks.
-            read_card: returns the memory of this process's GPU; None on a CPU, whose memory is not
-                this process's alone, so that `auto` recomputes all layers there.
+            read_card: returns the memory of this process's GPU. None on a CPU, where `auto`
+                recomputes all layers, since other processes use the same memory.
         """
         config = context.config
         self._accelerator = context.accelerator
@@ -118,9 +119,9 @@ class RecomputedLayers:
         self._activation_memory: ActivationMemory | None = None
         if can_switch and requested == "auto" and read_card is not None:
             self._activation_memory = self._activation_memory_of(shape(), config)
-        # Whether a micro-batch that runs out of memory is run once more. A rank that did so alone
-        # would leave the others waiting. TRL's adaptive coefficient sums entropies in a pass, and
-        # would count those of both tries.
+        # Whether a micro-batch that runs out of memory is run once more. With several ranks it is
+        # not, since a rank that repeats a pass alone leaves the others waiting. With TRL's adaptive
+        # coefficient it is not, since TRL sums entropies in a pass and would count both tries.
         is_single_process = self._accelerator.num_processes == 1 and sharding.stage is None
         self._can_retry = is_single_process and not config.use_adaptive_entropy
 
@@ -139,7 +140,7 @@ class RecomputedLayers:
         It is called once for each micro-batch, on every rank together. A layer reads its flag in
         the forward pass alone, so all flags are as before when the block ends.
 
-        `size`: of the pass.
+        `size`: the size of the pass.
         """
         count = self._count_for(size)
         if count is None:
@@ -218,10 +219,10 @@ class RecomputedLayers:
     ) -> Tensor:
         """Train on a micro-batch, and once more with all layers recomputed if memory runs out.
 
-        What the first try has left in gradients and in the log is undone, and all layers are
-        recomputed in the rest of the run. A process that is one of several cannot go back alone: the
-        others would wait in the backward pass for its gradients, or under ZeRO-3 for its part of the
-        weights. There, and where all layers were recomputed already, the error ends the run.
+        The changes of the first try to gradients and log are undone, and all layers are recomputed
+        in the rest of the run. If all layers were recomputed already, the error ends the run. It
+        also does so with several processes: the others would wait in the backward pass for the
+        gradients of this one, or under ZeRO-3 for its part of the weights.
 
         Args:
             train_micro_batch: runs the micro-batch forward and backward, and returns its loss, ().

@@ -26,7 +26,8 @@ _ALONE_IN_GROUP = "no other rollout of its group has a reward"
 def rows_of_rank(values_N: Tensor, accelerator: Accelerator) -> Tensor:
     """Return this rank's part, (B,), of the values of all ranks' rollouts, (N,).
 
-    Every rank has B = N / processes rollouts. Those of the first rank come first.
+    Every rank has B = N / processes rollouts. For example, of 6 values on 3 ranks, rank 1 has the
+    third and the fourth.
     """
     rows_per_rank = len(values_N) // accelerator.num_processes
     first_row = accelerator.process_index * rows_per_rank
@@ -34,9 +35,10 @@ def rows_of_rank(values_N: Tensor, accelerator: Accelerator) -> Tensor:
 
 
 def weighted_sum(rewards_BF: Tensor, weights_F: Tensor) -> Tensor:
-    """Return one reward per rollout, (B,), as TRL sums those of F functions.
+    """Return one reward per rollout, (B,): the weighted sum of F rewards, as TRL computes it.
 
-    It is NaN where no function scored the rollout.
+    A NaN, for a function that gave no score, counts as 0. If all are NaN, the result is NaN. For
+    example, with the weights 1 and 2, the rewards (0.5, NaN) give 0.5.
     """
     rewards_B = (rewards_BF * weights_F.to(rewards_BF.device)).nansum(dim=1)
     is_unscored_B = torch.isnan(rewards_BF).all(dim=1)
@@ -123,7 +125,10 @@ class RolloutFacts:
         A rollout lacks a reward where a function that applies to its problem failed or returned
         None. A function that returns None for a whole group does not apply to its problem. A
         rollout that is taken out does not count in its group's mean, and its advantage is 0. If a
-        single rollout remains in its group, that one is taken out too.
+        single rollout remains in a group, it is taken out too.
+
+        For example, in a group of 3 rollouts a function gives 1, None, 0. The second rollout is
+        taken out. With 1, None, None all three are taken out.
 
         Args:
             reason_by_failed_call: the reason for each failed call of a reward function, by the
@@ -172,7 +177,7 @@ class RolloutFacts:
         )
 
     def append(self, appended: RolloutFacts) -> RolloutFacts:
-        """Return the facts of these rollouts followed by those of the appended ones."""
+        """Return the facts of these rollouts, followed by the facts of the appended rollouts."""
         appended_tensors = appended._tensors()
         joined_tensors: dict[str, Any] = {
             name: torch.cat([values, appended_tensors[name]])
@@ -185,10 +190,10 @@ class RolloutFacts:
         )
 
     def append_graded(self, appended: RolloutFacts) -> RolloutFacts:
-        """Return the facts of these rollouts followed by those of the appended ones, with metrics.
+        """Append facts as `append` does, and merge the metrics that reward functions have logged.
 
-        A metric that reward functions have logged becomes the mean over both, weighted by rollouts.
-        The extra columns are left out.
+        A metric becomes the mean over both, weighted by rollouts. For example, 0.5 over 8 rollouts
+        and 1.0 over 24 appended ones become 0.875. The extra columns are left out.
 
         Args:
             appended: the facts of rollouts that were graded later in the same generation.
@@ -197,7 +202,7 @@ class RolloutFacts:
         appended_rollouts = len(appended.length_N)
         metrics = dict(self.logged_metrics)
         for name, appended_mean in appended.logged_metrics.items():
-            # A metric that was not logged before is that of the appended rollouts.
+            # A metric that was not logged before gets the mean of the appended rollouts.
             mean = self.logged_metrics.get(name, appended_mean)
             total = mean * rollouts + appended_mean * appended_rollouts
             metrics[name] = total / (rollouts + appended_rollouts)
@@ -212,9 +217,9 @@ class RolloutFacts:
     def leaving_reasons(self) -> list[str | None]:
         """Why each rollout has left its group, so that nothing is learned from it; None if it has not.
 
-        A rollout leaves if its reward is missing or incomplete. One with a reward leaves too if no
-        other one of its group has any, since there is nothing to compare it with. Rollouts that have
-        left have NaN in all of `counted_rewards_NF`.
+        A rollout leaves if its reward is missing or incomplete. A rollout with a reward leaves too
+        if it is the only one of its group, since there is nothing to compare it with. Rollouts that
+        have left have NaN for all functions in `counted_rewards_NF`.
         """
         has_left_N = torch.isnan(self.counted_rewards_NF).all(dim=1).tolist()
         return [
@@ -258,8 +263,9 @@ class RolloutFacts:
 def _work_of_rollouts(extra_columns: Mapping[str, list[Any]], rollout_count: int) -> Tensor:
     """Return the work of N rollouts, (N,): their true claims about the figure less the false ones.
 
-    It is at least 0. The reward function `steps` logs how many new true claims a rollout makes as
-    `new`, and its false claims as `false`. Where it has not, the work is NaN.
+    It is at least 0. The reward function `steps` logs the number of new true claims of a rollout as
+    `new`, and of its false claims as `false`. If it has logged none, the work is NaN. For example,
+    `new` [3, 1, None] and `false` [1, 2, None] give 2, 0, NaN.
     """
     not_counted: list[Any] = [None] * rollout_count
     true_claims_by_rollout = extra_columns.get("new", not_counted)

@@ -33,8 +33,9 @@ def count_groups_to_begin(
     """Return how many groups begin in a generation.
 
     A slot is the room for one group in the batch of a generation. As many groups begin as there are
-    slots. Fewer begin where complete groups fill more than half of the slots already, and where the
-    training ends before all could be learned from.
+    slots. Fewer begin if complete groups fill more than half of the slots already, or if the
+    training ends before all could be learned from. For example, with 8 slots and 10 remaining
+    generations, 8 groups begin if 4 waiting groups are complete, and 6 if 6 are complete.
 
     Args:
         waiting_groups: groups of earlier generations that were not learned from.
@@ -56,6 +57,10 @@ def groups_to_complete(
 ) -> int:
     """Return how many groups have to be complete now, so that the training can learn from all.
 
+    For example, 20 groups have begun, a generation has 8 slots, and 2 generations remain. The last
+    one can learn from 8, so this one would need 12, but has room for 8: the result is 8. If 5
+    generations remain, `min_groups` are enough.
+
     Args:
         group_count: groups that have begun and were not learned from. It bounds the result.
         slots: the most groups that one generation learns from, since its batch has places for them.
@@ -71,8 +76,10 @@ def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int |
     """Return how many tokens of a rollout one generation samples with `budget: auto`.
 
     Nine of ten earlier completions were no longer than the budget, which is at least `min_budget`.
-    The result is None, no budget, where there are no lengths yet. It is None too where the longest
-    completions are not much longer than that: a budget would save little and delay whole groups.
+    For example, of the lengths 10, 20, ... 90 and 300 nine are at most 90, so the budget is 90.
+
+    The result is None, no budget, if there are no lengths yet. It is also None if the longest
+    completions are not much longer than the budget: it would save little and delay whole groups.
 
     Args:
         lengths: for each remembered generation the tokens of each completion.
@@ -92,8 +99,9 @@ def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int |
 def draw_further_rows(row_count: int, group_count: int, seed: str) -> list[int]:
     """Draw the row numbers of `group_count` further problems from a data set of `row_count` rows.
 
-    They are drawn without repetition until all rows are used. The `seed` names the position in the
-    run, so a resumed run draws the same.
+    They are drawn without repetition until all rows are used. Then the same rows come again in the
+    same order: 5 problems of 3 rows may be the rows 2 0 1 2 0. The `seed` names the position in the
+    run, so a resumed run draws the same rows.
     """
     shuffled_rows = torch.randperm(row_count, generator=generator_at(seed))
     drawn_rows: list[int] = shuffled_rows[:group_count].tolist()
@@ -105,12 +113,13 @@ def count_groups_for_signal(
 ) -> int:
     """Return how many groups to begin, so that on average `groups_with_signal` of them have signal.
 
-    A group has signal if its rollouts' rewards differ.
+    A group has signal if its rollouts' rewards differ. For example, if half of the groups had signal
+    so far, 8 groups have to begin to get 4 with signal.
 
     Args:
         groups_with_signal: the number that is wanted.
-        signal_shares: the share of groups with signal in each remembered generation. Without any,
-            every group is expected to have signal.
+        signal_shares: the share of groups with signal in each remembered generation. If it is
+            empty, every group is expected to have signal.
         max_groups: the most groups that begin.
     """
     mean_share = 1.0
@@ -126,8 +135,12 @@ def fill_slots(
 ) -> list[int]:
     """Choose the groups that are learned from, once further groups are graded too.
 
-    Further groups fill the free slots first, those with signal before the others. The rest of those
-    with signal replace groups of the batch that have none.
+    1. Further groups fill the free slots, groups with signal before the others.
+    2. The remaining further groups with signal replace groups of the batch without signal.
+
+    For example, the batch has the groups 0 and 1, of which only 0 has signal, and 3 slots. The
+    further groups 2, 3 and 4 have signal, none, and signal. Group 2 gets the free slot and 4
+    replaces 1: the result is [0, 4, 2].
 
     Args:
         has_signal: for each of the n groups of the batch, whether its rollouts' rewards differ.
@@ -135,8 +148,8 @@ def fill_slots(
         slots: groups that the batch has room for.
 
     Returns:
-        The number of the group in each slot: 0 to n - 1 are those of the batch, and further groups
-        are numbered from n on.
+        The number of the group in each slot. Groups of the batch have the numbers 0 to n - 1, and
+        further groups are numbered from n on.
     """
     further_with_signal = []
     further_without_signal = []

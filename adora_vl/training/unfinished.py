@@ -116,12 +116,13 @@ class UnfinishedGeneration:
     def _remaining(self, micro_batches: Sequence[Batch], learned_count: int) -> list[Batch]:
         """Return copies of the micro-batches that are still to be learned from.
 
-        With several iterations over a generation these are all of them, since each is learned from
-        again. With one, those that were learned from are empty in the result, so that the others
-        keep their numbers. `host_rows`, a copy on the CPU, is left out.
+        With several iterations over a generation all micro-batches are returned, since each is
+        learned from again. With one iteration those that were learned from become empty, so that
+        the others keep their numbers: of a b c d, with two learned from, {} {} c d remain. The
+        column `host_rows`, a copy on the CPU, is left out.
 
         Args:
-            micro_batches: those of the present generation.
+            micro_batches: the micro-batches of the present generation.
             learned_count: how many of them were learned from.
         """
         remaining = [
