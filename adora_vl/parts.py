@@ -443,15 +443,15 @@ class StepParts:
 
     @property
     def _decode(self) -> Callable[[Sequence[int]], str]:
-        """What makes token ids a text, without special tokens."""
+        """The function that decodes token ids to a text, without special tokens."""
         return partial(self._trainer._tokenizer.decode, skip_special_tokens=True)
 
     def _sample_turn_by_policy(self, prompts: PromptBatch) -> list[list[int]]:
         """Sample one turn from the policy itself, without an engine: token ids, (B,).
 
-        TRL takes settings from the model's folder where no key of the run sets them, and samples
-        with dropout. Log-probabilities are computed without dropout, and would not be those of the
-        samples.
+        TRL takes settings from the model's folder where no key of the run sets them. Here they are
+        ignored. TRL also samples with dropout. Here dropout is off, since log-probabilities are
+        computed without it and would belong to another distribution.
         """
         policy = self._trainer.model
         with ignoring_generation_config(policy), evaluation_mode(policy):
@@ -472,7 +472,8 @@ class StepParts:
     def _server_context(self) -> int | None:
         """How many tokens of a prompt with its completion the run's servers take.
 
-        None without servers, and where they do not say it. Collective: the first rank asks them.
+        The result is None without servers, and if the servers do not say it. Collective: the first
+        rank asks the servers.
         """
         config = self.context.config
         if not config.uses_servers:

@@ -413,9 +413,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         step_times_before = len(metrics["step_time"])
         trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
         loss = self._run_unless_empty(trl_step, inputs)
-        # TRL logs the time of a step whenever its count of micro-batches is a multiple of those of
-        # a step. In an epoch whose last step is shorter that is not where a step ends, so TRL's
-        # entry is removed, and ours is made where the weights change.
+        # TRL logs the time of a step after every `gradient_accumulation_steps` micro-batches. If the
+        # last step of an epoch is shorter, no step ends there. So TRL's entry is removed, and ours
+        # is added where the weights change.
         del metrics["step_time"][step_times_before:]
         self._seconds_of_step += time.perf_counter() - start_time
         if self.accelerator.sync_gradients:
@@ -444,12 +444,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
         """Return the loss of a micro-batch, (), with its weight among those of the step.
 
-        Stock TRL takes the ratio to the engine from an earlier pass, averages the loss over the
-        rows of a micro-batch, however many there are, and clips the ratio of new to old policy on
-        one side only. Ours computes the ratio to the engine in the policy's own pass, weighs a
-        micro-batch by its rows or tokens, and skips a step in which the ratio of new to old policy
-        explodes. Random numbers of a micro-batch, such as those of dropout, are seeded by its
-        position alone, so that a resumed run draws the same.
+        It differs from stock TRL in three points:
+
+        - TRL takes the ratio to the engine from an earlier pass. Ours computes it in this pass.
+        - TRL averages over the rows of a micro-batch, however many there are. Ours weighs a
+          micro-batch by its rows or tokens.
+        - TRL clips the ratio of new to old policy on one side only. Ours also skips a step in which
+          this ratio explodes.
+
+        Random numbers of a micro-batch, such as dropout's, are seeded by its position alone, so
+        that a resumed run draws the same ones.
         """
         micro = cast("Batch", {**inputs})  # columns are added for this loss alone
         parts = self.parts
@@ -460,7 +464,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         # How many micro-batches of the generation were learned from before this one.
         micro_step = self._step % self.layout.micro_batches_per_generation
         parts.generation_logps.old_logps.prepare_loss(micro, micro_step)
-        # Read before TRL's loss, which changes an adaptive one at the end of a step.
+        # This is read before TRL's loss, which changes an adaptive coefficient at the end of a step.
         trl_bonus = parts.entropy_bonus.of_trl(
             self.entropy_coef,
             last_entropy=self._last_world_entropy,
@@ -472,7 +476,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             loss: Tensor = super()._compute_loss(model, micro)
         entropies_BC = cast("Tensor", watched.entropies_BC)  # TRL's loss asks for them
         # A micro-batch with this column is weighed by its tokens. With an auxiliary loss of experts
-        # TRL's own figure stays: the loss has that in it too.
+        # `loss` also contains that loss, so TRL's own figure of the policy loss stays.
         if "share_of_tokens" in micro and not self.aux_loss_enabled:
             self._replace_policy_loss_figure(
                 parts.entropy_bonus.policy_loss_sums(micro, loss, entropies_BC, trl_bonus)
@@ -487,7 +491,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _replace_policy_loss_figure(self, sums_2: Tensor) -> None:
         """Replace the loss that TRL has logged by the average over the tokens of all ranks.
 
-        `sums_2`: of this rank, its policy loss times its tokens, and its tokens. Collective.
+        For example, ranks with the losses 0.5 and 0.1 over 10 and 30 tokens give 0.2. Collective.
+
+        `sums_2`: this rank's policy loss times its tokens, and its tokens: (5, 10) on the first.
         """
         total, token_count = self.accelerator.reduce(sums_2, reduction="sum").tolist()
         self._metrics["train"]["policy_loss"][-1] = total / max(token_count, 1.0)

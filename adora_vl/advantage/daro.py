@@ -34,15 +34,17 @@ from adora_vl.advantage.method import Method, RunKeys, TrlKeys, option
 if TYPE_CHECKING:
     from adora_vl.advantage.methods import AdvantagePipeline
 
-OUTSIDE_ALL_BINS = -1  # in place of a bin: of prompts whose rollouts are all right or all wrong
+# In place of the index of a bin, for prompts whose rollouts are all right or all wrong.
+OUTSIDE_ALL_BINS = -1
 
 
 def assign_bins(pass_rates: Tensor, group_size: int) -> Tensor:
     """Return the index of each prompt's bin, by its pass rate: int64, (P,), 0 to G - 2.
 
     The index is the number of right rollouts minus one. Prompts without a right rollout, and
-    prompts with only right ones, belong to no bin and get `OUTSIDE_ALL_BINS`. If some rollouts are
-    unscored, the pass rate may lie between two bins; the nearer one is taken.
+    prompts with only right ones, belong to no bin and get `OUTSIDE_ALL_BINS`. For example, with
+    groups of 4, the pass rates 0, 0.25, 0.75, 1 get -1, 0, 2, -1. If some rollouts are unscored, the
+    pass rate may lie between two bins; the nearer one is taken.
     """
     right_P = (pass_rates * group_size).round().long().clamp(1, group_size - 1)
     is_mixed_P = (pass_rates > 0) & (pass_rates < 1)
@@ -51,6 +53,8 @@ def assign_bins(pass_rates: Tensor, group_size: int) -> Tensor:
 
 def sum_by_bin(values_PG: Tensor, bins_P: Tensor, bin_count: int) -> Tensor:
     """Return the sum of the values in each of M bins of prompts: float64, (M,).
+
+    For example, prompts with the values (1, 2), (3, 4), (5, 6) in the bins 0, 0, 2 give 10, 0, 11.
 
     Args:
         values_PG: a value for each of the G rollouts of P prompts.
@@ -70,7 +74,8 @@ def losses_by_bin(
     """Return the loss L_mu of each of M bins of prompts, 0 for an empty bin: float64, (M,).
 
     It is the sum of advantage times tokens over the rollouts of the bin, divided by their tokens.
-    There are P prompts with G rollouts each.
+    There are P prompts with G rollouts each. For example, a bin with the advantages 1, -1 and 30, 10
+    tokens has 40 / 40 = 1 with `magnitude`, and 20 / 40 = 0.5 with `surrogate`.
 
     Args:
         advantages_PG: the advantages, normalised by group.

@@ -53,7 +53,11 @@ class Schedule:
         return f"{self.start:g}" if self.end is None else f"{self.start:g} to {self.end:g}"
 
     def at(self, step: int) -> float:
-        """Return the value in a step, counted from 0."""
+        """Return the value in a step, counted from 0.
+
+        For example, a line from 0.1 to 0.5 over the steps 10 to 20 has 0.1 in step 3, 0.3 in step
+        15, and 0.5 in step 30.
+        """
         if self.shape == "constant" or self.end is None:
             return self.start
         first_step, last_step = self.steps
@@ -125,7 +129,7 @@ class Groups:
 
     @property
     def pass_rate_P(self) -> Tensor:
-        """The share of correct rollouts among those scored; 0 where none is scored."""
+        """The share of correct rollouts among the scored ones; 0 where no rollout is scored."""
         return self.correct_PG.sum(dim=1) / self.has_reward_PG.sum(dim=1).clamp(min=1)
 
     @property
@@ -163,7 +167,8 @@ class Groups:
     def largest_correct_P(self, measure_PG: Tensor) -> Tensor:
         """Return the largest measure of a correct rollout in each group, float32.
 
-        It is -inf where no rollout is correct.
+        It is -inf where no rollout is correct. For example, of the measures 4, 9, 7, of which the
+        first and the last belong to correct rollouts, it is 7.
         """
         measure_PG = measure_PG.to(torch.float32)
         return torch.where(self.correct_PG, measure_PG, -torch.inf).amax(dim=1)
@@ -184,8 +189,9 @@ def find_missing_scores(
     """Return for each rollout and reward function whether a score is missing: bool, (N, F).
 
     A reward function that returns None for a whole group, without a failed call, does not apply to
-    the problem, and TRL leaves it out of the sum. Any other None is a missing score. The score of a
-    function with the weight 0 is never missing.
+    the problem, and TRL leaves it out of the sum. Any other None is a missing score. For example,
+    the scores 1, None, 0 of a group have a missing one, and None, None, None have none. The score of
+    a function with the weight 0 is never missing.
 
     Args:
         rewards_NF: the scores, group by group, NaN where a function returned None.
@@ -219,8 +225,9 @@ def rollouts_without_reward(rewards_NF: Tensor, is_missing_NF: Tensor, weights_F
 def rollouts_that_leave(is_unrewarded_N: Tensor, group_size: int) -> Tensor:
     """Return which rollouts are left out of their group: bool, (N,).
 
-    These are the rollouts without a reward. If that leaves a single rollout in a group, it is left
-    out too, since a group of one has no signal.
+    These are the rollouts without a reward. If a single rollout remains in a group, it is left out
+    too, since a group of one has no signal. For example, in groups of 3, if the rollouts 1, 3 and 4
+    have no reward, the rollouts 1, 3, 4 and 5 leave.
     """
     remaining_P = (~is_unrewarded_N).view(-1, group_size).sum(dim=1)
     # With `num_generations: 1` a group has one rollout and has lost none.

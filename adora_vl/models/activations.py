@@ -24,14 +24,14 @@ class DtypeBytes:
 
 @dataclass(frozen=True)
 class PassSize:
-    """The numbers of one forward pass that its memory depends on."""
+    """The size of one forward pass, from which its memory is computed."""
 
     rows: int
     row_length: int  # tokens of a row, with its padding
     scored_tokens: int  # completion tokens
     # keys that attention reads in a packed pass: every rollout has a copy of its prompt's keys
     repeated_keys: int = 0
-    patches: int = 0  # of the distinct images
+    patches: int = 0  # patches of the images that pass the vision tower
     has_padding_mask: bool = False  # attention with a padding mask (SDPA)
 
     @property
@@ -42,15 +42,23 @@ class PassSize:
 
 @dataclass(frozen=True)
 class PlannedMicroBatch:
-    """The sequences of one forward pass as they are planned: all as long as the longest."""
+    """The sequences of one forward pass as they are planned: all as long as the longest.
+
+    For example, 8 sequences of 4 per problem, with 10 prompt and 5 completion tokens:
+
+        packed:  2 rows of 10 + 4 x 4 = 26 tokens
+        padded:  8 rows of 10 + 5 = 15 tokens
+    """
 
     sequences: int
     prompt_tokens: int  # with the image tokens
     completion_tokens: int
     image_tokens: int = 0  # per sequence
-    # rollouts of one problem, whose image passes the vision tower once; 1: each has a copy
+    # Rollouts of one problem, whose image passes the vision tower once for all of them. With 1
+    # every sequence has its own copy of the image.
     sequences_per_problem: int = 1
-    # whether they are also one row with their prompt once (`adora_vl.packing.shared_prompt`)
+    # Whether the rollouts of a problem are one row, which has their prompt once
+    # (`adora_vl.packing.shared_prompt`).
     packed: bool = False
 
     @property
@@ -75,10 +83,10 @@ class PlannedMicroBatch:
         return images * self.image_tokens * merge_size**2
 
     def pass_size(self, merge_size: int, *, has_padding_mask: bool) -> PassSize:
-        """Return the numbers that the memory of this pass depends on.
+        """Return the size of this pass, from which its memory is computed.
 
         Args:
-            merge_size: patches of an image token's side.
+            merge_size: an image token covers `merge_size` x `merge_size` patches.
             has_padding_mask: whether attention takes a padding mask where rows have padding, as
                 SDPA does. A packed pass has no padding and needs none.
         """
@@ -152,9 +160,9 @@ def decoder_layer_bytes(tower: Tower, size: PassSize, dtypes: DtypeBytes) -> int
 def mask_bytes(size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool) -> int:
     """Return the bytes of a padding mask that no layer saves; 0 for a pass without a mask.
 
-    The boolean mask, (B, 1, T, T), lasts as long as the pass. On a GPU the present layer also has a
-    copy of its numbers whose rows are padded to a multiple of 16, as the memory-efficient kernel
-    wants them.
+    The boolean mask, (B, 1, T, T), is held during the whole pass. On a GPU the present layer also
+    has a copy of it as numbers. The memory-efficient kernel needs the rows of this copy padded to a
+    multiple of 16: rows of 100 become rows of 112.
     """
     if not size.has_padding_mask:
         return 0
@@ -274,7 +282,8 @@ def _layer_gradient_bytes(
 ) -> int:
     """Return the most bytes of gradients of a decoder layer's inner values at one time.
 
-    That is in the backward pass of its MLP. `casts_inputs`: result of `_adapters_cast_inputs`.
+    The most are held in the backward pass of the layer's MLP. `casts_inputs`: the result of
+    `_adapters_cast_inputs`.
     """
     text = shape.text
     # SwiGLU's product, or one of its factors
@@ -338,7 +347,8 @@ def head_saved_bytes(shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, o
     """Return what TRL's fused LM head saves for the backward pass, in bytes.
 
     It saves the hidden state, the label (int64) and two float32 results of each token that it
-    scores, never the logits. `on_gpu`: there it scores completion tokens alone, elsewhere all.
+    scores, never the logits. `on_gpu`: on a GPU it scores completion tokens alone, on a CPU all
+    tokens.
     """
     hidden_state = shape.text.width * dtypes.residual
     label = 8
@@ -350,12 +360,12 @@ def head_transient_bytes(
 ) -> int:
     """Return the most that the LM head's backward pass holds beside what it has saved, in bytes.
 
-    It holds one tile of logits, the float32 gradients of the hidden states and, where the head is
-    trained, of its weight, with their copies in the model's dtype.
+    It holds one tile of logits, and the gradients of the hidden states in float32 and in the
+    model's dtype. If the head is trained, it also holds the gradients of its weight in both dtypes.
 
-    `on_gpu`: there it scores completion tokens alone, and a kernel works in the tile itself.
-    Elsewhere it scores all tokens, and torch's own operations hold eight float32 values for each
-    logit of the tile at once.
+    `on_gpu`: on a GPU the head scores completion tokens alone, and a kernel works in the tile
+    itself. On a CPU it scores all tokens, and torch's own operations hold eight float32 values for
+    each logit of the tile at once.
     """
     tokens = _scored_tokens(size, on_gpu)
     width = shape.text.width

@@ -59,20 +59,21 @@ class Adapter:
 
     @property
     def commit(self) -> str | None:
-        """The commit of an adapter on the hub, which names its folder; None for one in a folder."""
+        """The commit of an adapter on the hub, which is its folder's name; None for a local one."""
         return None if self.folder == Path(self.name) else self.folder.name
 
 
 def read_adapters(key: str, name: str, revision: str | None = None) -> list[Adapter]:
     """Return the adapter that a user names as the model, and the adapters that it was trained on.
 
-    The list is empty for any other model. Adapters on the hub are fetched.
+    For example, an adapter `b` that was trained on an adapter `a` of a whole model gives [b, a]. The
+    list is empty for a whole model. Adapters on the hub are fetched.
 
     Args:
         key: the user's key, which errors begin with.
         name: folder or hub id of the model.
-        revision: of the adapter on the hub. For an adapter in a folder it is that of its base,
-            unless the adapter's config has one.
+        revision: the revision of an adapter on the hub. If `name` is a local folder, it is the
+            revision of the adapter's base, unless the adapter's config names one.
 
     Raises:
         UserError: where an adapter cannot be read, or is its own base.
@@ -90,7 +91,7 @@ def read_adapters(key: str, name: str, revision: str | None = None) -> list[Adap
 def _adapter_folder(key: str, name: str, revision: str | None) -> Path | None:
     """Return the folder of an adapter, fetched from the hub if need be; None for any other model.
 
-    The arguments are those of `read_adapters`. What has a model's config is a whole model.
+    The arguments are those of `read_adapters`. A folder with a model's config is a whole model.
     """
     local_folder = Path(name)
     if local_folder.is_dir():
@@ -196,8 +197,12 @@ def check_lora_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[s
 def _normalise_setting(value: Any) -> Any:
     """Return a LoRA setting in a form in which equal settings of user and adapter are equal.
 
-    That is a sorted list of texts (None for an empty one), an enumeration's value, or the setting
-    itself. A single name is a list of one, since PEFT stores it either way.
+    The cases, in the order of the code:
+
+        {"v_proj", "q_proj"}    ["q_proj", "v_proj"]; an empty collection becomes None
+        "q_proj"                ["q_proj"], since PEFT stores a single name either way
+        an enumeration's member its value
+        anything else, as 16    unchanged
     """
     if isinstance(value, list | tuple | set):
         return sorted(map(str, value)) or None
@@ -294,7 +299,7 @@ def _is_to_four_bit(conversion: object) -> bool:
 
 
 def load_policy(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str, Any]) -> Any:
-    """Return a `PeftModel` in which the first of `adapters` is trained; the others are merged.
+    """Return a `PeftModel` that trains the first of `adapters`, with the others merged into its base.
 
     The trained adapter has initial weights until `load_adapter_weights` loads its own. The
     arguments are those of `load_merged`.
@@ -310,7 +315,7 @@ def load_policy(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str
 def without_reference_adapter(policy: PeftModel) -> Iterator[None]:
     """Hide TRL's reference adapter `ref` from PEFT inside the block, so that it is not saved.
 
-    PEFT would look for it in the state that ZeRO-3 gathers, which has the policy's adapter alone.
+    PEFT would look for `ref` in the state that ZeRO-3 gathers, which has only the policy's adapter.
     """
     reference_config = policy.peft_config.pop("ref", None)
     try:

@@ -25,7 +25,8 @@ RESERVED_CARD_SHARE = 0.1
 def usable_bytes(card_bytes: int, free_bytes: int) -> int:
     """Return the bytes that a pass may take on a card of which `free_bytes` are free.
 
-    A share of the whole card is left free (`RESERVED_CARD_SHARE`).
+    A tenth of the whole card is left free (`RESERVED_CARD_SHARE`). For example, of 50 free bytes on
+    a card of 100, a pass may take 40.
     """
     return free_bytes - int(RESERVED_CARD_SHARE * card_bytes)
 
@@ -89,10 +90,14 @@ class ActivationMemory:
     def peaks(self, size: PassSize, recomputed_count: int) -> PassPeaks:
         """Return the moments of a pass at which its memory may be largest.
 
-        Gradients of weights are not counted, except those of a weight that head and embedding
-        share. `recomputed_count`: gradient checkpointing recomputes the first so many layers of the
-        language model. The first layers go back last, when the other layers have released what
-        they saved.
+        Gradients of weights are not counted, except of a weight that head and embedding share.
+
+        The moments follow the backward pass: the LM head, the last layer, the first recomputed
+        layer if not all are recomputed, and the vision tower and the embedding.
+
+        `recomputed_count`: how many layers of the language model gradient checkpointing recomputes,
+        counted from the first one. These go back last, when all other layers have released their
+        saved values.
         """
         layer_count = self.shape.text.layers
         saved = self._saved_bytes(size, recomputed_count)
@@ -147,16 +152,16 @@ class ActivationMemory:
     def fewest_recomputed_layers(self, size: PassSize, limit_bytes: int) -> int:
         """Return the fewest layers to recompute so that a pass takes at most `limit_bytes`.
 
-        They are all layers where no smaller number is enough.
+        If no smaller number is enough, the result is the number of all layers.
         """
 
         def fits(recomputed_count: int) -> bool:
             """Return whether the pass fits with so many recomputed layers."""
             return self.peak_bytes(size, recomputed_count) <= limit_bytes
 
-        # A binary search, since each further recomputed layer takes memory off the peak. The number
-        # of all layers is outside of its range: the last one takes nothing off, because it goes back
-        # first, when its values are there either way.
+        # A binary search over 0 to layers - 1, since each further recomputed layer lowers the peak.
+        # If none of these fits, `bisect_left` returns the number of all layers. That need not be
+        # tried: the model's last layer goes back first, when its values are in memory either way.
         return bisect_left(range(self.shape.text.layers), True, key=fits)
 
     def _saved_bytes(self, size: PassSize, recomputed_count: int) -> SavedBytes:

@@ -100,8 +100,8 @@ def _stand_in(
 ) -> Callable[[], None]:
     """Return a function with the name and docstring of a tool, and this signature.
 
-    Transformers reads the schema of a tool off it, since the tool itself has parameters of which
-    the model is not told. It is never called.
+    Transformers makes the schema of a tool from this function. It cannot make it from the tool
+    itself, which may have parameters that the model must not see. The function is never called.
     """
 
     def stand_in() -> None: ...
@@ -127,18 +127,25 @@ def _with_texts(schema: dict[str, Any], text_by_placeholder: Mapping[str, str]) 
 def find_calls(text: str) -> list[str]:
     """Return the text of each call in a turn, between `<tool_call>` and `</tool_call>`.
 
-    The last call may have no closing mark.
+    A call may lack its closing mark. For example, `so <tool_call>{1}</tool_call> and <tool_call>{2}`
+    has the calls `{1}` and `{2}`.
     """
     return [match[1].strip() for match in _CALL_PATTERN.finditer(text)]
 
 
 def remove_calls(text: str) -> str:
-    """Return the text of a turn without its calls."""
+    """Return the text of a turn without its calls.
+
+    For example, `so <tool_call>{1}</tool_call> it is` becomes `so  it is`.
+    """
     return _CALL_PATTERN.sub("", text).strip()
 
 
 def read_call(call_text: str) -> ToolCall:
-    """Read the JSON text of a call. Raises `CallError` where it is no call of a tool."""
+    """Read the JSON text of a call, such as `{"name": "add", "arguments": {"a": 1}}`.
+
+    Raises `CallError` if it is no call of a tool.
+    """
     if len(call_text) > _MAX_CALL_CHARS:
         raise CallError(f"the call has {len(call_text)} characters, at most {_MAX_CALL_CHARS}")
     try:
@@ -181,7 +188,8 @@ def _parse_finite_float(digits: str) -> float:
 def _is_nested_deeper(value: object, levels: int) -> bool:
     """Return whether a JSON value has lists and objects nested more than `levels` deep.
 
-    The recursion ends at that depth, since a model may nest them at any depth.
+    For example, `{"a": [1]}` is nested deeper than 1 level and not deeper than 2. The recursion
+    stops at `levels`, since a model may nest its lists too deep for Python.
     """
     items: Iterable[Any]
     if isinstance(value, dict):
@@ -196,8 +204,8 @@ def _is_nested_deeper(value: object, levels: int) -> bool:
 def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """Check the arguments of a call against its tool's schema, and return them in its types.
 
-    An integer may be written as 3.0. Raises `CallError` for an unknown or missing
-    argument and for a wrong type.
+    For example, `{"n": 3.0}` becomes `{"n": 3}` if the schema has an integer `n`. Raises `CallError`
+    for an unknown or missing argument and for a wrong type.
     """
     parameters = schema["function"]["parameters"]
     properties: Mapping[str, Any] = parameters["properties"]
@@ -228,7 +236,7 @@ def _check_argument(name: str, value: object, schema: Mapping[str, Any]) -> obje
         isinstance(value, _PYTHON_TYPES_BY_JSON_TYPE.get(json_type, any_python_type))
         for json_type in json_types
     )
-    # To Python `True` is an integer too, to a tool it is not.
+    # For Python `True` is an integer too. For a tool it is not.
     is_unwanted_boolean = isinstance(value, bool) and "boolean" not in json_types
     if json_types and (not has_a_right_type or is_unwanted_boolean):
         raise CallError(f"{name} is no {' or '.join(json_types)}")

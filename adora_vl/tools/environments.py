@@ -1,8 +1,8 @@
 """Environments in TRL's form: an object for each rollout, whose public methods the policy may call.
 
 Stock TRL resets the environment of each rollout by itself, and takes whatever `reset` then says.
-Ours resets those of one problem with the same random numbers, and refuses what differs: the
-rollouts of a group are compared with each other, so they have to begin alike.
+Ours resets all environments of one problem with the same random numbers, and refuses different
+texts: the rollouts of a group are compared with each other, so they have to begin alike.
 """
 
 import inspect

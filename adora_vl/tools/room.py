@@ -66,7 +66,8 @@ def refuse_no_room(
         _check_text_limit(toolbox, name, tool)
     if processor is None:
         return
-    # It only counts the tokens of texts here, so what concerns pictures and sampling stays empty.
+    # The loop only counts the tokens of texts here. Its settings for pictures and sampling are not
+    # read.
     tool_loop = ToolLoop(
         tools=toolbox,
         processor=processor,
@@ -196,7 +197,10 @@ def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> i
 
 
 def shortest_value(schema: Mapping[str, Any]) -> Any:
-    """Return a value of as few characters as the schema of an argument allows."""
+    """Return a value of as few characters as the schema of an argument allows.
+
+    For example, it is 0 for an integer, and "no" for a string that is one of "maybe" and "no".
+    """
     if schema.get("enum"):
         return min(schema["enum"], key=lambda value: len(str(value)))
     type_or_types = schema.get("type", "string")

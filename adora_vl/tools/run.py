@@ -59,9 +59,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 AnswerPart = str | Image.Image
-# The calls of one turn that are answered; a single line answers all beyond them.
+# The most calls of one turn that are answered. A single line answers all further calls.
 CALLS_PER_TURN = 4
-_MAX_ANSWER_PARTS = 10_000  # of an answer; empty texts count in no further limit
+# The most parts of an answer. The limits on text and pictures would not stop many empty texts.
+_MAX_ANSWER_PARTS = 10_000
 _TOOLS_FOR_PICTURES = [
     tool for tool in BUILT_IN_TOOLS.values() if "view" in signature(tool).parameters
 ]
@@ -71,7 +72,8 @@ _TOOLS_FOR_PICTURES = [
 class ToolSet:
     """The tools of a run."""
 
-    # By name; includes the methods of the first environment, which stand for those of every one.
+    # The tools by name. The methods of the first environment are among them. In a rollout the same
+    # methods of its own environment are called.
     functions: Mapping[str, Callable[..., Any]]
     # The hash of each file or function of the user, by its path or name.
     hashes: Mapping[str, str] = field(default_factory=dict)

@@ -72,7 +72,7 @@ def _different_answers(
 ) -> tuple[str, str] | None:
     """Make the same calls of a tool twice, and return the first two answers that differ.
 
-    Made-up calls are tried until the tool accepts one. None where no two answers differ.
+    Made-up calls are tried until the tool accepts one. The result is None if no two answers differ.
 
     Args:
         toolbox: the tools of the run.
@@ -99,8 +99,9 @@ def _different_answers(
 def _trial_arguments(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Make up arguments that fit the schema of a tool's parameters.
 
-    Returns one or two sets: plain values such as 1 and "a", then the shortest ones such as 0 and "",
-    if they differ.
+    For example, for a required integer `n` and string `s` the result is
+    [{"n": 1, "s": "a"}, {"n": 0, "s": ""}]: first plain values, then the shortest ones. If both are
+    equal, there is only one set.
     """
     properties = parameters["properties"]
     required = parameters.get("required", ())
