@@ -312,7 +312,7 @@ def _choice_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
 
 
 def _sentences_conclusions_first(text: str) -> list[str]:
-    """Return the conclusions of a text, last one first, and then all its sentences, last one first."""
+    """Return the conclusions of a text and then all its sentences, each from the last one on."""
     from_last = split_sentences(text)[::-1]
     conclusions = [sentence for sentence in from_last if _CONCLUSION_WORDS_PATTERN.search(sentence)]
     return [*conclusions, *from_last]
