@@ -410,7 +410,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         start_time = time.perf_counter()
         model.train()
         metrics = self._metrics["train"]
-        step_times_before = len(metrics["step_time"])
+        # The figure must not appear yet: a checkpoint that is written in this step, because it
+        # fails, would have it without a value.
+        step_times_before = len(metrics.get("step_time", ()))
         trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
         loss = self._run_unless_empty(trl_step, inputs)
         # TRL logs the time of a step after every `gradient_accumulation_steps` micro-batches. If the
