@@ -63,9 +63,13 @@ MAX_DIFFERENCE_BY_DTYPE = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 def agreement_bound(pair: EnginePair) -> float:
     """Return how far the log-probabilities of engine and policy may differ, in nats per token.
 
-    The bound on the mean difference follows from the coarser dtype of the two, and is at most
-    `adora_max_drift`. With a temperature, filters or penalties engine and policy differ by more
-    than rounding, and `adora_max_drift` alone is the bound.
+    It is the bound on the mean difference. The rounding bound is that of the coarser of the two
+    dtypes: 0.3, for example, for an engine in bfloat16 and a policy in float32.
+
+    - Without `adora_max_drift` the rounding bound holds.
+    - With a temperature, filters or penalties `adora_max_drift` holds, since engine and policy then
+      differ by more than rounding.
+    - Otherwise the smaller of the two holds.
     """
     assert pair.engine is not None
     args = pair.config
@@ -104,21 +108,22 @@ def distant_bound(pair: EnginePair) -> float:
 def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> Prompts | None:
     """Return the first `FAR_ROWS` prompts, with random tokens before each of them.
 
-    An answer to such a prompt begins at about `FAR_POSITION`, or as far on as policy and engine
-    take. The random tokens come from the text of the prompt itself. All prompts of all ranks get
-    equally many.
+    An answer to such a prompt begins at about `FAR_POSITION` (2,000), or earlier if policy or
+    engine takes no prompt of that length. The random tokens come from the text of the prompt
+    itself. All prompts of all ranks get equally many. For example, prompts of 300 and 500 tokens
+    get 1,500 each, and have 1,800 and 2,000 then.
 
     Args:
         pair: the policy and the engine.
         prompts: the prompts of this rank.
-        max_tokens: how many tokens are then sampled, for which room is left.
+        max_tokens: how many tokens of an answer need room after the prompt.
 
     Returns None where the prompts cannot be longer. Collective.
     """
     short_prompts = first_prompts(prompts, FAR_ROWS)
     longest_prompt = max(map(len, short_prompts.ids))
     max_prompt_length = min(FAR_POSITION, _context_length(pair) - max_tokens)
-    # It is the same number on all ranks, since their passes are collective.
+    # All ranks add the same number, and return None together, since their passes are collective.
     added_count = min(gather_object([max_prompt_length - longest_prompt]))
     if added_count <= 0:  # the model or the engine takes no longer prompts
         return None
@@ -153,7 +158,8 @@ def first_prompts(prompts: Prompts, count: int) -> Prompts:
     images = prompts.images
     if images is not None:
         images = images[:count]
-        # Grids have a row for each image, and pixels a row for each patch.
+        # Grids have a row for each image, and pixels a row for each patch. For example, images with
+        # the grids (1, 4, 6) and (1, 2, 2) have 24 and 4 rows of pixels.
         image_count = sum(prompts.num_images[:count])
         grids = fields["image_grid_thw"][:image_count]
         patch_count = int(grids.prod(dim=-1).sum())
@@ -170,7 +176,7 @@ def first_prompts(prompts: Prompts, count: int) -> Prompts:
 
 
 class OtherRankError(RolloutError):
-    """Another rank has failed, so that this one has nothing to compare."""
+    """Another rank has failed, and this one has nothing to compare."""
 
 
 def check_drift(name: str, drift: Drift, bound: float, remedy: str, note: str = "") -> Check:
@@ -292,7 +298,7 @@ class EngineProbe:
     def check_distant_agreement(self) -> Check:
         """Check that engine and policy agree on tokens at about position 2,000.
 
-        Where they agree at small positions and not there, their rotary frequencies differ.
+        If they agree at small positions, but not at large ones, their rotary frequencies differ.
         """
         prompts = lengthened_prompts(self.pair, self.prompts, self.max_tokens)
         if prompts is None:
@@ -310,7 +316,7 @@ class EngineProbe:
         )
 
     def check_all(self) -> list[Check]:
-        """Check the agreement, and where that passes also at large positions.
+        """Check the agreement at small positions, and if that passes, also at large ones.
 
         Returns each check's worst result of any rank, the same on all ranks.
         """
@@ -322,6 +328,9 @@ class EngineProbe:
 
 def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
     """Return the worst result that any rank has for each check, the same on all ranks. Collective.
+
+    For example, if two checks passed and failed on one rank, and both passed on the other rank, the
+    results are passed and failed.
 
     `checks`: the results of this rank. Every rank has the same checks in the same order.
     """
@@ -374,7 +383,7 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
 
 def _refusal_message(failed_checks: list[Check]) -> str:
-    """Return the message that says why training does not start, and how it would all the same."""
+    """Return the message that says why training does not start, and how to start it nevertheless."""
     lines = []
     for check in failed_checks:
         remedy = f"{check.remedy[0].upper()}{check.remedy[1:]}"

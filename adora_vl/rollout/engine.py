@@ -72,7 +72,8 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         self._engine_has_all_parameters = False  # whether a weight sync has sent every parameter
         self.tensors_sent = 0  # the number of tensors that the last weight sync has sent
         self.bytes_sent = 0
-        # As the config has them: `_logprobs_mode` sees in them what changes the distribution.
+        # As the config has them, without the bans that are added below. `_logprobs_mode` looks in
+        # them for parameters that change the distribution.
         self._config_generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         generation_kwargs = complete_generation_kwargs(
             self._config_generation_kwargs,
@@ -218,8 +219,8 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             # The first sync sends all weights, so vLLM need not read them from the checkpoint.
             options |= options_without_checkpoint(self.model, settings.revision)
         if self.tensor_parallel_size > 1 and segments_expand():
-            # vLLM's own all-reduce shares the memory of its CUDA graphs by handles that expandable
-            # segments do not have: it ends the process (vLLM issue 42609).
+            # vLLM's own all-reduce shares the memory of its CUDA graphs by handles. Expandable
+            # segments have none, and the process would end (vLLM issue 42609).
             options["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
             image_processor = getattr(self.processing_class, "image_processor", None)
@@ -230,9 +231,12 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         """Choose the kind of log-probabilities that vLLM returns, and return vLLM's name for it.
 
         The trainer applies the temperature to its log-probabilities, but no filter (`top_p`, ...)
-        and no ban. vLLM applies all of them ("processed"), as stock TRL asks it to, or none
-        ("raw"). Processed ones differ from the trainer's by the probability that the filters cut
-        off. So ours asks for raw ones where the temperature is 1, which changes nothing.
+        and no ban. vLLM applies all of them ("processed", which stock TRL asks for) or none
+        ("raw").
+
+        - With temperature 1 and no penalty ours asks for raw ones. They are the trainer's, while
+          processed ones would differ by the probability that the filters cut off.
+        - Otherwise ours asks for processed ones, since raw ones lack the temperature.
         """
         is_raw = engine_scores_raw(
             self.temperature, self.repetition_penalty, self._config_generation_kwargs
@@ -337,7 +341,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             settings: vLLM's sampling parameters; None: those of the run.
 
         Raises `PromptMismatchError` for the first request whose prompt the engine has read
-        otherwise, else `EngineError`.
+        differently, and `EngineError` where the engine fails.
         """
         settings = dict(self.sampling_settings if settings is None else settings)
         if self.mode == "server":
@@ -361,7 +365,9 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         """Sample from the engine of this process, and return the results of this rank.
 
         With tensor parallelism several ranks share one engine. Each of them has to sample the
-        requests of all of them, in the same order. Collective among these ranks.
+        requests of all of them, in the same order. For example, if rank 0 has 2 requests and rank 1
+        has 3, both ranks sample all 5, and rank 1 returns the last 3 results. Collective among
+        these ranks.
 
         Args:
             requests: the requests of this rank.
@@ -410,13 +416,13 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
     def greedy_settings(self) -> dict[str, Any]:
         """vLLM's sampling parameters of an evaluation: the likeliest tokens, without filters.
 
-        What ends a rollout of the training ends an answer too: the policy is rewarded for the text
-        up to there, and has never learned what comes behind it.
+        An answer ends at the same strings and tokens as a rollout of the training. The policy was
+        rewarded for the text up to there, and has never learned what comes after it.
         """
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         settings: dict[str, Any] = {
             "temperature": 0.0,
-            "logprobs": 0,  # that of the sampled token, without further candidates
+            "logprobs": 0,  # only the sampled token's, without further candidates
             "max_tokens": self.max_completion_length,
             "logit_bias": banning_logit_bias(never_sampled_ids(tokenizer)),
         }

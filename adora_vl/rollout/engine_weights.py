@@ -80,9 +80,9 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
     def sync_weights(self) -> None:
         """Send the policy's weights to the engine, and empty its caches.
 
-        Stock TRL loads tensor by tensor, which the CPU engine refuses, since it has repacked its
-        layers. It resets the prefix cache alone, so image features of the old vision tower stay in
-        the encoder cache. Raises `EngineError` where the engine fails.
+        Stock TRL loads tensor by tensor. The CPU engine refuses that, since it has repacked its
+        layers. Stock TRL also resets only the prefix cache, so image features of the old vision
+        tower stay in the encoder cache. Raises `EngineError` where the engine fails.
         """
         with self._timed("sync"), engine_call("the weight sync"):
             if self.mode == "colocate":
@@ -96,10 +96,11 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
     def _sync_colocated(self) -> None:
         """Send the weights, or the LoRA adapter, to the engine of this process."""
         if self.enable_sleep_mode:
-            vllm_generation.empty_cache()  # as TRL does: the engine needs the memory
+            vllm_generation.empty_cache()  # as TRL does, since the engine needs the memory
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-            # The sync sends parameters alone, and what sleep has left in buffers would be read.
+            # The sync sends only parameters. The engine would read from its buffers what the sleep
+            # has left in their memory.
             zero_discarded_buffers(self.llm)
         if self.adapter_settings is not None:
             self.tensors_sent = push_adapter(self.llm, self._tensors_to_send())

@@ -1,7 +1,7 @@
 """vLLM's `LLM` as the policy's engine.
 
-A prompt and its whole group are one request, images come with digests that are known already, and
-weights are not read from a checkpoint but come with the first sync.
+The rollouts of a prompt are sampled by one request. Images come with digests, so vLLM need not hash
+them. Weights come with the first sync, and are not read from a checkpoint.
 """
 
 import os
@@ -105,10 +105,10 @@ def loop_detection_params(options: Mapping[str, Any]) -> RepetitionDetectionPara
 def own_shared_memory() -> Iterator[None]:
     """Let the ranks of a CPU engine that is built in the block use shared memory of their own.
 
-    Stock vLLM names the memory alike in every run on a machine, and leaves the name behind when a
-    process is killed. Ours puts the process id of the launcher into the name, which all ranks of a
-    run share, and removes the name after the block. All ranks have mapped the memory by then, and
-    the system frees it when the last of them ends.
+    Stock vLLM gives the memory the same name in every run on a machine, and leaves the name behind
+    when a process is killed. Ours puts the launcher's process id into the name, since all ranks of
+    a run have the same launcher. After the block the name is removed. All ranks have mapped the
+    memory by then, and the system frees it when the last of them ends.
     """
     prefix = f"adora-{os.getppid()}"
     communicator_class = cpu_communicator._CPUSHMDistributed
@@ -158,7 +158,8 @@ def logps_of_tokens(logprobs: SampleLogprobs, tokens: list[int]) -> list[float |
         if np.isfinite(logprobs.logprobs).all():
             return list(logprobs.logprobs)
         return [engine_logp(value) for value in logprobs.logprobs]
-    # Of several candidates the first one is the likeliest, which need not be the sampled token.
+    # The first of several candidates is the likeliest one, and need not be the sampled token. For
+    # example, the token 7 with the candidates {5: -0.1, 7: -2.3} has the log-probability -2.3.
     positions = zip(logprobs, tokens, strict=True)
     return [engine_logp(candidates[token].logprob) for candidates, token in positions]
 
@@ -179,7 +180,8 @@ def sampling_result_of(
         logps = logps_of_tokens(rollout.logprobs, tokens)
     reason = FinishReason.STOP
     if rollout.finish_reason == "length":
-        # vLLM gives one reason for two limits: its context is full, or `max_tokens` are sampled.
+        # vLLM gives one reason for two limits: its context is full, or `max_tokens` are sampled. For
+        # example, 60 + 40 tokens fill a context of 100.
         is_context_full = len(prompt_ids) + len(tokens) >= max_length
         reason = FinishReason.CONTEXT if is_context_full else FinishReason.LENGTH
     return SamplingResult(
@@ -195,8 +197,9 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
 
     is_kept_awake = False  # True inside `awake()`
     # Whoever builds the engine sets the following.
-    adapter: LoRARequest | None = None  # the policy's, where a weight sync sends only the adapter
-    frozen_base: FrozenBase | None = None  # the policy's, off the GPU while the engine is awake
+    adapter: LoRARequest | None = None  # the policy's; None: syncs send weights
+    frozen_base: FrozenBase | None = None  # 4-bit weights of the policy; on the host
+    # while the engine is awake, since the GPU has room for one copy
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext  # counts an action's seconds
 
     @contextmanager
@@ -209,7 +212,7 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             self.is_kept_awake = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample with the policy's adapter; stock vLLM uses one only where a request names it."""
+        """Sample with the policy's adapter, which stock vLLM uses only where a request names it."""
         adapter = {} if self.adapter is None else {"lora_request": self.adapter}
         return super().generate(*args, **{**adapter, **kwargs})
 
@@ -252,11 +255,12 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
                 model.
         """
         options = dict(settings)
-        # One object for each token takes the host longer than a GPU takes to sample it.
+        # Flat lists, since the host would take longer to make an object for a token than a GPU takes
+        # to sample the token.
         options["flat_logprobs"] = True
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
-        # Greedy rollouts of a prompt are equal, and vLLM takes no greedy request for several.
+        # vLLM refuses a greedy request for several rollouts, which would all be equal.
         is_greedy = options["temperature"] == 0
         groups = [[request] for request in requests] if is_greedy else merge_requests(requests)
         prompts: list[dict[str, Any]] = []

@@ -30,9 +30,9 @@ SamplingSettings = Mapping[str, Any]
 class PendingSamples:
     """Samples that were requested and have not arrived.
 
-    Servers sample them while the trainer goes on, with the weights of an earlier step; any other
-    sampler begins when `join` is called. `join` waits for this rank's results, and raises a server's
-    error on all ranks. All ranks call it together; a second call returns the same results.
+    Servers sample them while the trainer goes on. Any other sampler begins when `join` is called.
+    `join` waits for this rank's results, and raises a server's error on all ranks. All ranks call
+    it together. A second call returns the same results.
     """
 
     step: int  # number of optimizer steps behind the weights that sample
@@ -147,9 +147,11 @@ class VLLMSampler:
 class AsyncServerSampler(VLLMSampler):
     """Samples on servers that get their requests before the rollouts are needed.
 
-    Weights and requests go into a queue. A thread of the first rank works on it in order, so which
-    weights sample a rollout does not depend on timing. The thread does nothing but HTTP, since
-    collective calls of its own could interleave with the policy's. Weights wait as files.
+    Weights and requests go into a queue, and a thread of the first rank handles them in order. So
+    timing never decides which weights sample a rollout. For example, in the queue (weights 3,
+    requests A, weights 4, requests B) weights 3 sample A, however long that takes. Weights wait in
+    the queue as files. The thread does nothing but HTTP, since collective calls of its own could
+    interleave with the policy's.
     """
 
     def __init__(
@@ -265,6 +267,7 @@ class AsyncServerSampler(VLLMSampler):
 
     def _remove_weights(self, folder: Path) -> None:
         """Remove the weight files in `folder`, if they are still there."""
+        # Without them it is an empty stack that is closed, which does nothing.
         self._stack_by_weight_folder.pop(folder, ExitStack()).close()
 
     def _queue_job(self, job: Callable[[ServerPool], Any]) -> Future[Any] | None:

@@ -57,7 +57,8 @@ def sampled_logps(
     """Select the log-probability of each sampled token from a server's reply.
 
     The server returns one or more candidates for each position, the likeliest first. So the sampled
-    token is looked up by its id.
+    token is looked up by its id. For example, the token 7 with the candidates 5 and 7, which have
+    the log-probabilities -0.1 and -2.3, gets -2.3.
 
     Args:
         tokens: the sampled tokens, by rollout and position.
@@ -145,6 +146,7 @@ class Server:
         """
         missing_options = []
         for name, least_value in requirements.lora_settings.items():
+            # True counts as 1. A server without the setting counts as one with 0.
             if self.lora.get(name, 0) < least_value:
                 option = f"--{name.replace('_', '-')}"
                 missing_options.append(option if least_value is True else f"{option} {least_value}")
@@ -223,20 +225,22 @@ class Server:
         """
         image_ids = tuple(map(id, images))
         new_future = Future[Any]()
-        # It returns the future that another thread has put there, or else this one.
+        # `setdefault` returns the future that another thread has put there, or else the new one.
         future = features_by_image_ids.setdefault(image_ids, new_future)
         if future is new_future:
             set_outcome(new_future, partial(self.client.image_features, [images]))
-        features_of_prompts = future.result()  # of this one prompt
+        features_of_prompts = future.result()  # a list with one entry
         features: dict[str, Any] | None = features_of_prompts[0]
         return features
 
     def _checked_rollouts(
         self, reply: Mapping[str, Any], group_request: GroupRequest
     ) -> list[SamplingResult]:
-        """Return the rollouts in a server's reply to a request.
+        """Check the rollouts in a server's reply to a request, and return them.
 
-        Raises `UnusableServerError` where the policy would not have sampled them for this request.
+        Raises `UnusableServerError` where the policy cannot have sampled them for this request:
+        their number is wrong, a rollout is empty or not scored, a token is impossible, or the
+        server has read another prompt.
         """
         tokens_by_rollout = reply["completion_ids"]
         candidate_logps = reply["logprobs"]

@@ -30,7 +30,8 @@ class _ErrorKind(NamedTuple):
     other_ranks: type[Exception]
 
 
-# The other ranks get the number of an entry: the first one of which the error is an instance.
+# The other ranks get the number of the first entry whose `first_rank` class fits the error. For
+# example, they get 3 for a `ValueError`, and raise `EngineError`.
 _ERRORS_BY_KIND_NUMBER = [
     _ErrorKind(first_rank=NoServerError, other_ranks=NoServerError),
     _ErrorKind(first_rank=UserError, other_ranks=SharedUserError),
@@ -81,12 +82,14 @@ class ServerGroup:
     ) -> list[GroupRequest]:
         """Gather the requests of all ranks on the first rank, in the form that servers get.
 
-        Neighbouring requests for the same prompt become one request for several rollouts.
+        Neighbouring requests for the same prompt become one request for several rollouts. For
+        example, requests for the prompts A, A and B become one for two rollouts of A, and one for a
+        rollout of B.
 
         Args:
-            requests: those of this rank.
-            settings: vLLM's sampling parameters. A request's own seed and number of tokens replace
-                theirs.
+            requests: the requests of this rank.
+            settings: vLLM's sampling parameters. The seed and the number of tokens are replaced by
+                those of the request.
 
         Returns the requests of all ranks on the first rank, and an empty list on every other rank.
         """
@@ -123,6 +126,9 @@ class ServerGroup:
         self, rollouts_by_request: Sequence[Sequence[SamplingResult]], rollout_count: int
     ) -> list[SamplingResult]:
         """Select the rollouts that this rank has requested from those of all ranks.
+
+        For example, if rank 0 has requested 2 rollouts and rank 1 has requested 3, rank 1 gets the
+        last 3 of all 5.
 
         Args:
             rollouts_by_request: the sampled rollouts of each `GroupRequest` of `gather_requests`,

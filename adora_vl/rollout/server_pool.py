@@ -1,4 +1,4 @@
-"""The vLLM servers of a run, of which one that fails is left out until it is back.
+"""The vLLM servers of a run. A server that fails is left out until it answers again.
 
 They get requests prompt by prompt, and new weights after a step. Everything here is HTTP and runs
 on the first rank alone; what all ranks do together is in `server_group.py`.
@@ -61,8 +61,8 @@ class ServerPool:
             patience_s: how many seconds a weight sync waits for the first server to answer.
             answer_timeout_s: how many seconds a server may take to sample a request.
             vocabulary_size: the number of token ids that the policy has.
-            logprobs_mode: vLLM's name for the kind of log-probabilities that the trainer compares
-                with. A server with another kind is reported at its first sync.
+            logprobs_mode: vLLM's name for the kind of log-probabilities that the trainer needs. A
+                server that returns another kind is reported at its first sync.
         """
         self._servers = [
             Server(client, answer_timeout_s=answer_timeout_s, vocabulary_size=vocabulary_size)
@@ -136,11 +136,12 @@ class ServerPool:
     def _handle_restarted_servers(self, *, sends_only_changes: bool) -> bool:
         """Leave out servers that were started again, where the next sync would not be enough.
 
-        Such a server has a new `instance_id`, and the weights of its checkpoint. A sync of only the
-        weights that training changes would leave it the others. An adapter is always sent as a
-        whole.
+        Such a server has a new `instance_id`, and the weights of its checkpoint. If the sync sends
+        only the weights that training changes, the server would keep all other weights of its
+        checkpoint, so it is left out. If the sync sends an adapter, the server stays, since an
+        adapter is always sent as a whole.
 
-        Returns whether any server was started again, so that it lacks the weights of the last sync.
+        Returns whether any server was started again, and so lacks the weights of the last sync.
         Raises `NoServerError` where no server remains.
         """
         restarted_servers = [
@@ -183,8 +184,10 @@ class ServerPool:
     ) -> list[list[SamplingResult]]:
         """Sample the rollouts of each request, and return them in the order of the requests.
 
-        The requests are divided among the servers. Those that a server does not answer, or answers
-        without the policy's weights, are sent to the others, until all have an answer.
+        The requests are divided among the servers. If a server does not answer a request, or
+        answers it without the policy's weights, the request is sent to another server. For example,
+        of 5 requests server A gets 0, 2 and 4, and server B gets 1 and 3. If B fails, A gets 1 and
+        3 in a second round.
 
         Raises `NoServerError` where no server is left, and `RolloutError` for a request that every
         server would refuse.
@@ -216,9 +219,12 @@ class ServerPool:
     ) -> Exception | None:
         """Leave out each server that has failed to answer a request.
 
-        The arguments are the finished future and the server of each request, by its number. Returns
-        the problem of the last such server, None without any. Raises the error of a request that
-        every server would refuse.
+        Args:
+            futures: the finished future of each request, by the request's number.
+            server_by_number: the server of each request, by the request's number.
+
+        Returns the problem of the last server that is left out; None if none is. Raises the error
+        of a request that every server would refuse.
         """
         last_problem = None
         for number, future in futures.items():
@@ -227,6 +233,7 @@ class ServerPool:
                 continue
             problem = _error_of_this_server_alone(error)
             server = server_by_number[number]
+            # A server that failed to answer an earlier one of these requests is left out already.
             if server in self.servers_in_use:
                 last_problem = problem
                 self._leave_out(server, problem)
@@ -235,7 +242,7 @@ class ServerPool:
     def _leave_out_restarted(self, servers: Collection[Server]) -> Exception | None:
         """Leave out each of these servers that has lost the policy's weights in a restart.
 
-        Returns the problem of the last such server, None without any.
+        Returns the problem of the last server that is left out; None if none is.
         """
         last_problem = None
         servers_to_check = [server for server in self.servers_in_use if server in servers]
@@ -332,7 +339,8 @@ def _sample_unless_failed(
 
 
 def _error_of_this_server_alone(error: BaseException) -> Exception:
-    """Return an error after which another server may be asked; raise every other one."""
+    """Return the error if another server may still answer the request; raise it otherwise."""
+    # A `RolloutError` is about the run's settings. Others, such as `SystemExit`, end the program.
     if isinstance(error, RolloutError) or not isinstance(error, Exception):
         raise error
     if str(error).startswith(REFUSAL_PREFIX):  # every server would refuse this request
@@ -348,9 +356,9 @@ def _first_problem(problems: Mapping[Server, Exception | None]) -> Exception:
 def _problems_on_each(
     servers: Sequence[Server], action: Callable[[Server], None]
 ) -> dict[Server, Exception | None]:
-    """Run an action on all servers at the same time.
+    """Run an action on these servers at the same time.
 
-    Returns the exception that it raised for each server, None where it raised none.
+    Returns for each server the exception that the action raised; None where it raised none.
     """
 
     def problem_of(server: Server) -> Exception | None:

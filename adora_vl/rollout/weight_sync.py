@@ -70,11 +70,10 @@ def push_weights(
     Args:
         llm: the engine.
         tensors: the tensors by their names in Transformers.
-        is_whole_model: whether the tensors are all of the model's. It is then checked that each
-            parameter of a GPU engine got a value.
+        is_whole_model: whether the tensors are all that the model has. A GPU engine is then checked
+            for a parameter that got no value.
 
-    Raises `RolloutError` for a parameter without a value. After a sleep its memory would be
-    uninitialised.
+    Raises `RolloutError` for such a parameter. After a sleep its memory would be uninitialised.
     """
     runner = _model_runner(llm)
     if runner.device.type == "cpu":
@@ -92,9 +91,9 @@ def push_weights(
 def _push_to_cpu_engine(llm: "LLM", tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Load tensors into an engine on a CPU, and return how many there were.
 
-    The CPU engine repacks its layers after loading, which only vLLM's `reload_weights` can undo. It
-    keeps the tensors of a layer until all have come, by when the originals may have changed. So it
-    gets copies.
+    The CPU engine repacks its layers after loading, which only vLLM's `reload_weights` can undo.
+    `reload_weights` keeps the tensors of a layer until all of them have come. By then the originals
+    may have changed, so it gets copies.
     """
     count = 0
 
@@ -111,8 +110,11 @@ def _push_to_cpu_engine(llm: "LLM", tensors: Iterable[tuple[str, Tensor]]) -> in
 def adapter_only_settings(policy: "PeftModel") -> Mapping[str, Any] | None:
     """Return vLLM's LoRA settings for a policy whose adapter can be sent without the weights.
 
-    None where vLLM could not take everything that is trained. It takes the two LoRA factors of
-    linear layers, but no bias, no `modules_to_save`, no adapter of another kind and no weights.
+    vLLM takes the two LoRA factors of linear layers, but no bias, no `modules_to_save`, no adapter
+    of another kind and no weights. If anything of that is trained, the result is None.
+
+    For example, LoRA of rank 8 on linear layers of the language model gives `{"enable_lora": True,
+    "max_lora_rank": 8, "enable_tower_connector_lora": False}`.
     """
     if ADAPTER_NAME not in getattr(policy, "peft_config", ()):
         return None
@@ -140,9 +142,10 @@ def adapter_only_settings(policy: "PeftModel") -> Mapping[str, Any] | None:
 def adapter_tensors(policy: "PeftModel", gather: GatherParameters) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and values of the two LoRA factors of each layer of the policy's adapter.
 
-    Factor B comes multiplied by the scaling of its layer. vLLM would multiply it by alpha / r, and
-    ignore the scaling of single layers (`rank_pattern`, rsLoRA). So the engine gets the product,
-    with alpha = r.
+    The names are like `base_model.model.LAYER.lora_A.weight`. Factor B is multiplied by the scaling
+    of its layer here, for example by 2 for alpha 16 and rank 8. vLLM itself would multiply all
+    layers by one alpha / r, and ignore the scaling of single ones (`rank_pattern`, rsLoRA). So it is
+    told that alpha = r, which leaves the product as it is.
 
     `gather` makes sharded parameters whole, which is collective. So every rank has to iterate.
     """
@@ -203,8 +206,9 @@ def _adapter_layers(policy: "PeftModel") -> Iterator[tuple[str, Any]]:
 def _refuse_incomplete_sync(model: nn.Module, loaded_names: Collection[str]) -> None:
     """Raise `RolloutError` where a parameter of the engine's model was not loaded.
 
-    A tied parameter has two names and one memory, and is loaded under one of the names. So
-    parameters are compared by the address of their memory.
+    A tied parameter has two names and one memory, and is loaded under one of the names. For
+    example, an `lm_head` that is tied to the embedding has its value once the embedding is loaded.
+    So parameters are compared by the address of their memory.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     loaded_addresses = set()
@@ -242,8 +246,8 @@ def can_merge(
 ) -> bool:
     """Return whether PEFT can merge everything that this model trains into its weights.
 
-    Prompt tuning, for example, adds tokens instead of changing weights. Each kind of layer is tried
-    on one layer.
+    Prompt tuning, for example, adds tokens instead of changing weights. For each kind of layer with
+    an adapter a copy of one layer is merged, to see whether PEFT refuses.
 
     `gather` makes sharded parameters whole, which is collective: all ranks call this together.
     """
@@ -263,7 +267,8 @@ def can_merge(
     except (NotImplementedError, ValueError):  # what PEFT raises for an adapter it cannot merge
         return False
     except RuntimeError as error:
-        # It raises this one for a bias of LoRA (`lora_bias`) on a layer that has none.
+        # PEFT raises it, with a message about merging, for a bias of LoRA (`lora_bias`) on a layer
+        # that has no bias. Any other `RuntimeError` is a fault of its own.
         if "merge" not in str(error):
             raise
         return False
@@ -271,7 +276,7 @@ def can_merge(
 
 
 def _adapted_layer_of_each_kind(modules: Iterable[nn.Module]) -> Collection[nn.Module]:
-    """Return one layer with an adapter of each kind.
+    """Return one layer of each kind, out of those that have an adapter.
 
     Layers of one kind have the same class and parameters of the same names.
     """
@@ -307,7 +312,9 @@ def merged_parameters(
     """Yield the names and values of a model's parameters, with its active adapters merged in.
 
     The values are those of `merge_and_unload`. PEFT itself merges a copy of one layer at a time, in
-    float32. So the model stays as it is, and every kind of adapter works that PEFT can merge.
+    float32. So the model stays as it is, and every kind of adapter works that PEFT can merge. For
+    example, a layer `proj` with LoRA gives only `proj.weight`, with the sum of its weight and the
+    scaled product of the factors.
 
     Args:
         model: the policy.
@@ -354,7 +361,8 @@ def _modules_to_sync(module: nn.Module, prefix: str = "") -> Iterator[_PrefixedM
 
     A layer with an adapter is yielded as a whole, without its children. Every other module is
     yielded for its own parameters, and then its children. A module in PEFT's `modules_to_save` is
-    replaced by the copy of it that is trained.
+    replaced by the copy of it that is trained. For example, a model with a layer `embed`, and a
+    layer `proj` with LoRA, gives ("", model), ("embed.", embed) and ("proj.", proj).
 
     `prefix`: the prefix of the names of the module's own parameters.
     """
