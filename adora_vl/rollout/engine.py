@@ -234,9 +234,9 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         and no ban. vLLM applies all of them ("processed", which stock TRL asks for) or none
         ("raw").
 
-        - With temperature 1 and no penalty ours asks for raw ones. They are the trainer's, while
-          processed ones would differ by the probability that the filters cut off.
-        - Otherwise ours asks for processed ones, since raw ones lack the temperature.
+        - With temperature 1, no penalty and no bias ours asks for raw ones. They are the trainer's,
+          while processed ones would differ by the probability that the filters cut off.
+        - Otherwise ours asks for processed ones, since raw ones lack these changes.
         """
         is_raw = engine_scores_raw(
             self.temperature, self.repetition_penalty, self._config_generation_kwargs

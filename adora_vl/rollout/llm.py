@@ -198,8 +198,8 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     is_kept_awake = False  # True inside `awake()`
     # Whoever builds the engine sets the following.
     adapter: LoRARequest | None = None  # the policy's; None: syncs send weights
-    frozen_base: FrozenBase | None = None  # 4-bit weights of the policy; on the host
-    # while the engine is awake, since the GPU has room for one copy
+    # The policy's 4-bit weights, which are on the host while the engine is awake.
+    frozen_base: FrozenBase | None = None
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext  # counts an action's seconds
 
     @contextmanager

@@ -88,8 +88,8 @@ class ServerGroup:
 
         Args:
             requests: the requests of this rank.
-            settings: vLLM's sampling parameters. The seed and the number of tokens are replaced by
-                those of the request.
+            settings: vLLM's sampling parameters. A request with a seed or a number of tokens of its
+                own replaces them.
 
         Returns the requests of all ranks on the first rank, and an empty list on every other rank.
         """

@@ -31,9 +31,12 @@ def decoded_completions(
 ) -> list[Any]:
     """Decode completions into what reward functions get as `completions`, (B,).
 
-    As in TRL a completion is a list with one message where the prompts are messages, and a text
-    where they are texts. A tokenizer with `response_template` or `response_schema` parses the
-    message, for example into thinking and content.
+    As in TRL a completion has the form of the prompts:
+
+    - If they are messages, it is a list with one message. A tokenizer with `response_template` or
+      `response_schema` parses it, for example into thinking and content. With any other tokenizer
+      it is like `[{"role": "assistant", "content": "4"}]`.
+    - If they are texts, it is a text.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     is_conversational = not isinstance(prompts.messages[0], str)
@@ -111,8 +114,9 @@ class BatchBuilder:
     ) -> list[bool]:
         """Return whether each rollout's text of the last turn begins inside a block of thinking.
 
-        The chat templates of thinking models end the prompt with `<think>`. Then the text begins
-        inside the block, unless the tokenizer has parsed the completion and removed the block.
+        The chat templates of thinking models end the prompt with `<think>`. If the policy then
+        samples `2 + 2</think>4`, that text begins inside the block. If the tokenizer parses the
+        completion and removes the block, the text is `4`, which is outside of it.
         """
         begins_inside: list[bool] = []
         decode = self.stop_criteria.decode
@@ -120,7 +124,8 @@ class BatchBuilder:
             last_turn_ids = rollout.last_turn_tokens
             earlier_ids = rollout.tokens[: len(rollout.tokens) - len(last_turn_ids)]
             is_inside = opens_thinking([*prompt_ids, *earlier_ids], decode)
-            # The tokens of the turn still have what the tokenizer may have removed from its text.
+            # The tokens of the turn still have the end of the block, also where parsing has removed
+            # it from the text.
             if is_inside and closes_block(decode(last_turn_ids)) and not closes_block(text):
                 is_inside = False  # the turn closes the block, and its text has lost the block
             begins_inside.append(is_inside)
@@ -135,7 +140,8 @@ class BatchBuilder:
     ) -> Batch:
         """Return the batch with all columns that are known before the rollouts are graded.
 
-        With `mask_truncated_completions` the loss counts no rollout that has not ended by itself.
+        With `mask_truncated_completions` the loss leaves out rollouts that have not ended by
+        themselves.
 
         Args:
             generation: the present one.
@@ -175,10 +181,15 @@ class BatchBuilder:
     ) -> dict[str, Tensor]:
         """Return columns that say how old rollouts are, (B,) each, on the device.
 
-        A rollout may have begun in an earlier generation (`adora_rollouts`). Then `stale_tokens`
-        is how many of its tokens earlier weights have sampled, `segments` in how many parts it was
-        sampled, and `age` how many generations ago its group began. Where no rollout can be older
-        than its generation, there are no such columns.
+        A rollout may have begun in an earlier generation (`adora_rollouts`):
+
+        - `stale_tokens`: how many of its tokens were sampled by earlier weights.
+        - `segments`: in how many parts it was sampled.
+        - `age`: how many generations ago its group began.
+
+        For example, a rollout that began in the previous generation, where earlier weights sampled
+        its first 250 tokens, has 250 stale tokens, 2 segments and age 1. A run in which no rollout
+        can be older than its generation has no such columns.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         values_by_column: dict[str, list[int]] = {}
@@ -189,8 +200,8 @@ class BatchBuilder:
                 rollout.stale_tokens(generation.key.step) for rollout in rollouts
             ]
         if self.allows_stale_rollouts:
-            # A segment is a part that was sampled at once, or what a tool has answered, which does
-            # not count.
+            # A segment is a part that was sampled at once, or an answer of a tool. Answers of tools
+            # do not count.
             values_by_column["segments"] = [
                 sum(segment.is_sampled for segment in rollout.segments) for rollout in rollouts
             ]
@@ -217,16 +228,16 @@ class BatchBuilder:
             prompts: the prompt of each rollout, with its images. Where a completion has images
                 too, they stand behind those of its prompt.
             completions: token ids, those of tools included.
-            logps: the engine's log-probabilities of the completions; None for a token that it was
-                not asked for, which becomes NaN.
+            logps: the engine's log-probabilities of the completions. A token that the engine
+                was not asked for, such as a tool's, has None, which becomes NaN.
             counts_in_loss: whether the loss counts a rollout; if not, its `completion_mask` is 0.
             policy_mask: which tokens the policy has sampled; None: all of them.
         """
         pad_id = self.context.pad_id
         image_id = getattr(self.processor, "image_token_id", None)
 
-        # The model computes the positions of image tokens from the mask. Where the mask leaves out
-        # a completion, image tokens in it would have none, so they become padding.
+        # The model computes the positions of image tokens from the mask. In a completion that the
+        # mask leaves out, image tokens would get no positions, so they become padding.
         completions = [
             ids if is_counted else [pad_id if token == image_id else token for token in ids]
             for ids, is_counted in zip(completions, counts_in_loss, strict=True)
@@ -260,9 +271,11 @@ class BatchBuilder:
     ) -> dict[str, Any]:
         """Return the processor's fields of the images, such as `pixel_values`.
 
-        Some of them (`_TOKEN_TYPE_FIELDS`) have a type for each token of the prompts. These are
-        continued over the completions, (B, P + C). In `mm_token_type_ids` the type is 1 at image
-        tokens, which have the id `image_id`, and 0 elsewhere; other types are 0 in completions.
+        Some of them (`_TOKEN_TYPE_FIELDS`) have a type for each token of the prompts. They are
+        extended to the completions, (B, P + C). In `mm_token_type_ids` the type is 1 at image
+        tokens, which have the id `image_id`, and 0 elsewhere. For example, with the image token 9, a
+        prompt with the types 0 1 1 and the completion 9 7 give 0 1 1 1 0. In the other field the
+        type is 0 in completions.
         """
         fields = dict[str, Any](prompts.fields)
         for name in _TOKEN_TYPE_FIELDS:
@@ -280,7 +293,8 @@ class BatchBuilder:
     ) -> Tensor:
         """Return rows of unequal lengths as one tensor, (B, longest row).
 
-        Shorter rows are padded with `fill` on the `side`, "left" or "right". None becomes NaN.
+        Shorter rows are padded with `fill` on the `side`, "left" or "right". For example, [1, 2] and
+        [3] with 0 on the left give [[1, 2], [0, 3]]. In a float dtype None becomes NaN.
         """
         # NumPy reads a list of numbers a few times as fast as torch.
         rows = [torch.from_numpy(np.array(row, dtype=dtype)) for row in values]

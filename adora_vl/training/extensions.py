@@ -164,11 +164,14 @@ def replaced_images(
 ) -> list[list[Any] | None]:
     """Return the images that extensions show the engine in place of the trainer's.
 
+    For example, if an extension shows the second of two rollouts a noisy image, the result is
+    `[None, [noisy]]`.
+
     Args:
         extensions: those of the run. If several replace a rollout's images, the last one counts.
         groups: groups of this rank.
         keys: for each rollout the number of its group, and its own number in the group.
-        trainer_images: for each rollout the images that it is learned from with.
+        trainer_images: for each rollout the images with which the policy learns from it.
 
     Returns:
         The images for each rollout; None where they are the trainer's.

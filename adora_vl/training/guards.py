@@ -34,8 +34,8 @@ from adora_vl.utils.errors import (
 from adora_vl.utils.files import disk_is_full
 from adora_vl.utils.stop_message import stopped_before, stopped_in
 
-# Nats per token between a policy and its reference before any update. They are the same weights in
-# the same pass, so float32 gives 0; what is above this is another model.
+# The largest distance of a policy from its reference before any update, in nats per token. Both are
+# the same weights in the same pass, so it is 0 in float32. A larger one means another model.
 MAX_START_DISTANCE = 1e-3
 
 
@@ -62,11 +62,11 @@ class GenerationGuard:
         Rows of a stream are seen here for the first time.
 
         Args:
-            rows: of this rank's generation.
+            rows: the rows of this rank's generation.
             step: optimizer steps that have been made.
 
         Raises:
-            RunError: an image cannot be read on some rank; names row and checkpoint.
+            RunError: an image cannot be read on some rank. The message names row and checkpoint.
             SharedUserError: a prompt cannot be used on some rank.
         """
         self._check_prompts(rows, step)
@@ -76,7 +76,7 @@ class GenerationGuard:
             return
         checkpoint = self.save_now()
         first_id, reason = ids_and_reasons[0]
-        # A row may be there once for each rollout of its group.
+        # A row may be listed once for each rollout of its group, and is counted once.
         other_rows = len({row_id for row_id, _ in ids_and_reasons}) - 1
         others_text = f" (and {other_rows} more rows)" if other_rows else ""
         raise RunError(
@@ -91,7 +91,8 @@ class GenerationGuard:
     def _check_prompts(self, rows: Sequence[Row], step: int) -> None:
         """Raise `SharedUserError` on all ranks if a prompt cannot be used on any rank. Collective.
 
-        Such a prompt has messages of another form, or control tokens of the model.
+        A prompt cannot be used if its messages have a wrong form, or if it has control tokens of the
+        model.
         """
         faults = []
         # The rows of a group share one prompt object, which is checked once.
@@ -176,8 +177,8 @@ class RewardGuard:
                 function,
                 name=name,
                 timeout=None if _limits_its_own_time(function) else self.timeout,
-                # Both are filled by the wrapper: where the whole call fails, and where it fails for
-                # single completions.
+                # The wrapper adds to `failures` when the whole call fails, and to `unscored` when
+                # it fails for single completions.
                 failures=self.failures,
                 unscored=reason_by_completion,
             )
@@ -190,7 +191,7 @@ class RewardGuard:
         `step`: optimizer steps that have been made, for the message.
 
         Raises:
-            RunError: names function, row and the checkpoint to go on from.
+            RunError: the message names function, row and the checkpoint to go on from.
             SharedUserError: the failure is a mistake of the user, such as a wrong key of an API.
         """
         # Gathering makes named tuples plain ones.
@@ -225,6 +226,8 @@ class RewardGuard:
 
         Returns:
             The reasons by the number of the rollout over all ranks and the number of the function.
+            For example, with 4 rollouts per rank, a failure of function 1 for completion 2 of rank 1
+            has the key (6, 1).
         """
         failed_calls = [
             (completion, function, reason)
@@ -275,7 +278,7 @@ class DriftGuard:
         self.accelerator = context.accelerator
         self.log_part = context.log_part
         self.save_now = context.save_now
-        # In nats per token on average; None only logs.
+        # The bound on the mean drift in nats per token. None: the drift is only logged.
         self.max_drift = context.config.adora_max_drift
 
     def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
@@ -325,15 +328,17 @@ class DriftGuard:
 def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
     """Return the largest importance ratio of a batch, (), float32; NaN if any is NaN.
 
-    It is at least 1, since tokens that do not count are given the ratio 1.
+    It is at least 1, since tokens that do not count are given the ratio 1. For example, the log
+    ratios 0.1 and -0.5 of a sequence give exp(0.1) by `token`. By `sequence` their mean is -0.2, and
+    the result is 1.
 
     Args:
-        log_ratios_BC: log-probabilities by the new policy less those by the old one.
+        log_ratios_BC: log-probabilities by the new policy minus those by the old one.
         mask_BC: 1 at the tokens of the loss.
-        level: TRL's `importance_sampling_level`: `token`, or `sequence` for the ratio of a
-            sequence's mean.
+        level: TRL's `importance_sampling_level`: `token`, or `sequence`, where a sequence has one
+            ratio, from the mean of its log ratios.
     """
-    # Replaced and not multiplied by the mask: a position that does not count may hold NaN.
+    # `where`, since a position that does not count may hold NaN, and NaN times 0 is NaN.
     log_ratios_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)
     if level == "sequence":
         tokens_B1 = mask_BC.sum(dim=1, keepdim=True).clamp(min=1)
@@ -400,7 +405,7 @@ class RatioGuard:
     def __init__(self, context: StepContext) -> None:
         self.accelerator = context.accelerator
         self.log = context.log
-        self.max_ratio = context.config.adora_max_ratio  # None only logs
+        self.max_ratio = context.config.adora_max_ratio  # None: it is only logged
         self.level = context.config.importance_sampling_level
         # A ratio above the bound in this optimizer step, if there was one.
         self.exceeding_ratio: float | None = None
@@ -447,11 +452,11 @@ def errors_with_step(
 
     Args:
         step: returns the optimizer steps that have been made.
-        where_to_go_on: returns the words of the message on the checkpoint.
+        where_to_go_on: returns the part of the message that says how to go on from a checkpoint.
     """
 
     def translate(error: Exception) -> Exception | None:
-        """Return the error to raise instead; None for one that says all this already."""
+        """Return the error to raise instead; None where the error itself is to be raised."""
         if isinstance(error, EngineError):
             run_error = RunError(stopped_in(step(), str(error), where_to_go_on()))
             run_error.__cause__ = error.__cause__ or error
@@ -461,7 +466,7 @@ def errors_with_step(
             return None
         if disk_is_full(error):
             return _full_disk_error(error, step(), where_to_go_on())
-        # The first message is empty, unless a rank has lost contact with another one.
+        # `lost_contact_message` is empty, unless a rank has lost contact with another one.
         reason = lost_contact_message(error) or in_one_line(error)
         run_error = RunError(stopped_in(step(), reason, where_to_go_on()))
         run_error.__cause__ = error

@@ -12,11 +12,11 @@ from adora_vl.models.shape import ModelShape
 
 # DeepSpeed's reduce_bucket_size, which it allocates whole, however small the model is
 REDUCE_BUCKET_PARAMETERS = 500_000_000
-# its stage3_max_live_parameters: how many are gathered for the layers at work
+# its stage3_max_live_parameters: how many parameters are gathered for the layers that compute
 MAX_LIVE_PARAMETERS = 1_000_000_000
-# its sub_group_size: how many one part of the optimizer step turns into float32
+# its sub_group_size: how many gradients are copied to float32 at a time in an optimizer step
 SUB_GROUP_PARAMETERS = 1_000_000_000
-ADAM_MOMENTS = 2  # of a parameter, in Adam
+ADAM_MOMENTS = 2  # how many numbers Adam keeps for each parameter
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ def predict_state_bytes(
     shape: ModelShape, sharding: Sharding, *, has_reference: bool, mixed_precision: bool
 ) -> ModelStateBytes:
     """Predict the bytes of weights, gradients, optimizer and reference model on one GPU.
+
+    For example, full training of 1e9 parameters in bfloat16 by ZeRO-2 on 4 GPUs: weights 2 GB,
+    gradients 1.5 GB (0.5 GB and a bucket of 1 GB), optimizer 3 GB, and 1 GB more during its step.
 
     Args:
         shape: Numbers of parameters: of the model, and of what is trained.

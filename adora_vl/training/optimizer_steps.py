@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from adora_vl.training.guards import RatioGuard
 from adora_vl.types import StepContext
 
-MAX_BAD_STEPS_IN_A_ROW = 3  # in a row, after which a run stops
+MAX_BAD_STEPS_IN_A_ROW = 3  # after so many a run stops
 
 
 class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -21,9 +21,10 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
     optimizer alone.
 
     After `MAX_BAD_STEPS_IN_A_ROW` of them in a row the run saves and stops, and `reason` says why.
-    DeepSpeed (0.19.8) finds and skips such a step itself, on all ranks, before a callback sees it:
-    there it is only counted. With float16 its search for a loss scale consists of such steps and
-    ends with an error of its own, so they do not stop a run.
+
+    DeepSpeed (0.19.8) finds and skips such a step itself, on all ranks, before a callback sees it.
+    With DeepSpeed the callback only counts these steps. With float16 they are part of DeepSpeed's
+    search for a loss scale, which ends with an error of its own. So they do not stop a run then.
     """
 
     def __init__(
@@ -87,13 +88,13 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Count steps that DeepSpeed has skipped, because the norm of the gradients is not finite.
+        """Count a step that DeepSpeed has skipped, since the norm of its gradients is not finite.
 
         If DeepSpeed has applied such gradients, the weights are lost, and the run stops unsaved.
         """
         if self.deepspeed_engine is None:
             return
-        # Over all ranks; None where DeepSpeed has not computed it.
+        # The norm over all ranks; None where DeepSpeed has not computed it.
         gradient_norm = self.deepspeed_engine().get_global_grad_norm()
         is_bad = gradient_norm is not None and not math.isfinite(gradient_norm)
         if is_bad and not self.accelerator.optimizer_step_was_skipped:
@@ -111,11 +112,11 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         """Count a step, and let the run save and stop after too many bad ones in a row.
 
         `is_bad`: whether the step was skipped, since its gradients are not finite. `RatioGuard`
-        also makes them so, for a step whose importance ratio is too large.
+        makes gradients not finite on purpose where an importance ratio is too large.
         """
         self.log("adora/skipped_steps", float(is_bad))
         self.bad_steps_in_a_row = self.bad_steps_in_a_row + 1 if is_bad else 0
-        # None unless `RatioGuard` has made the gradients not finite, for an importance ratio.
+        # None unless `RatioGuard` has made the gradients of this step not finite.
         exceeding_ratio = self.ratio_guard.take_exceeding_ratio()
         if self.bad_steps_in_a_row < self.max_bad_steps:
             return
@@ -139,8 +140,9 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Multiplies the rate of every parameter group for the time of one optimizer step.
 
-    Afterwards the rates are restored to the bit. Multiplying advantages would not do: Adam divides
-    by the size of the gradient, so a factor that stays the same over the steps changes nothing.
+    Afterwards the rates are restored to the bit. The advantages are not multiplied instead, since
+    Adam divides by the size of the gradient. A factor on the gradient that stays the same over the
+    steps would change nothing.
     """
 
     def __init__(self, factor: Callable[[], float]) -> None:

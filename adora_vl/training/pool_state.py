@@ -34,7 +34,7 @@ from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
 POOL_FILE_KIND = "pool"  # the files' kind in a checkpoint
-# Keys of the file whose words are not those of the fields here.
+# Keys of the file that differ from the names of the fields here.
 _MIN_COMPLETE_KEY = "complete"
 _SIGNAL_SHARES_KEY = "signal"
 _WAITING_GROUPS_KEY = "groups"
@@ -43,7 +43,8 @@ _SAMPLES_KEY = "ticket"
 _SEGMENTS_KEY = "spans"
 _SAW_TRAINER_IMAGES_KEY = "compared"
 
-# Tokens per rollout by the number of the group; None: to the rollouts' ends.
+# How many tokens each rollout of a group gets, by the group's number. None: rollouts are sampled to
+# their ends. For example, {0: None, 1: 250}.
 TokenLimits = dict[int, int | None]
 
 
@@ -155,9 +156,8 @@ class PoolState:
             num_ranks: number of processes now.
 
         Returns:
-            The state; the rows of its groups are empty. Where another number of processes wrote
-            it, the problems that were drawn for those and the generations that they requested are
-            left out.
+            The state; the rows of its groups are empty. If another number of processes wrote it,
+            drawn problems and pending generations are left out, since they belong to those ranks.
 
         Raises:
             UserError: another number of processes wrote unfinished rollouts.
@@ -175,8 +175,8 @@ class PoolState:
         # A rank that did not exist before takes what all ranks have in common from the first one.
         content = load_for_rank(checkpoint, POOL_FILE_KIND, rank) or content_of_first_rank
         if num_ranks_before != num_ranks:
-            # Each rank has its own of these, which do not fit to the ranks of now. The problems
-            # come again in a later epoch.
+            # Each earlier rank had its own drawn problems and pending generations. They do not fit
+            # the present ranks. The problems come again in a later epoch.
             content = {**content, "drawn": (), _PENDING_GENERATIONS_KEY: ()}
         image_by_digest = {
             digest: _decode_image(encoded) for digest, encoded in content["images"].items()
@@ -199,7 +199,8 @@ class PoolState:
 def _has_begun_rollouts(content: Mapping[str, Any]) -> bool:
     """Return whether a rank's file has rollouts that have begun and were not learned from.
 
-    They are those of waiting groups, and of requested generations where they have a segment.
+    Rollouts of waiting groups have begun. A rollout of a requested generation has begun if it has a
+    segment.
     """
     if content[_WAITING_GROUPS_KEY]:
         return True
@@ -213,13 +214,12 @@ def _has_begun_rollouts(content: Mapping[str, Any]) -> bool:
 def _pack_group(group: RolloutGroup) -> dict[str, Any]:
     """Return a group as a checkpoint has it.
 
-    Its row of the data set is left out: it is read again by its number. Tokens and
-    log-probabilities are tensors, of 4 bytes each as engines give them. Pictures are named by their
-    digests.
+    Its row is left out, and read from the data set again by its number. Tokens and
+    log-probabilities become tensors with 4 bytes per number. A picture is named by its digest.
     """
     rollouts = [
         {
-            # The step is that of the policy that sampled the segment.
+            # `step`: the optimizer step of the policy that sampled the segment.
             _SEGMENTS_KEY: [
                 (*_pack_segment(segment), segment.step) for segment in rollout.segments
             ],
@@ -235,7 +235,7 @@ def _pack_group(group: RolloutGroup) -> dict[str, Any]:
 
 
 def _unpack_problem(packed: Mapping[str, Any]) -> DrawnProblem:
-    """Return the problem that `asdict` made a mapping of."""
+    """Return the problem that `asdict` turned into a mapping."""
     return DrawnProblem(**{**packed, "key": StepKey(**packed["key"])})
 
 
@@ -246,9 +246,10 @@ def _decode_image(encoded: torch.Tensor) -> Image.Image:
 
 
 def _pack_segment(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return tokens and log-probabilities of a segment; NaN stands for an unknown one.
+    """Return tokens and log-probabilities of a segment as tensors.
 
-    There are no log-probabilities, None, for what a tool has answered.
+    NaN stands for an unknown log-probability: (-0.1, None) becomes (-0.1, NaN). A segment that a
+    tool has answered has none at all, and gets None in place of the second tensor.
     """
     tokens = torch.tensor(segment.tokens, dtype=torch.int32)
     if segment.logps is None:

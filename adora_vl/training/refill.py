@@ -69,13 +69,13 @@ class Refill:
             complete_groups = pool.select_complete(
                 [*pool.state.waiting, *sampled_groups], max_groups
             )
-            # On all ranks: none of this round was complete within the token budget.
+            # No group is complete within the token budget. It is the same on all ranks.
             if not complete_groups:
                 continue
             further_groups = score(round_of_generation, complete_groups)
             completion_lengths += further_groups.facts.length_N.int().tolist()
-            # Where one of the two batches has no images on some rank, their columns differ, and
-            # rows cannot be joined. Collective: then no rank joins any.
+            # If one of the two batches has no images on some rank, their columns differ, and their
+            # rows cannot be joined. Collective: then no rank joins rows.
             has_same_columns = further_groups.batch.keys() == scored_groups.batch.keys()
             if not all(gather_object([has_same_columns])):
                 continue
@@ -124,11 +124,13 @@ class Refill:
 def count_replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int) -> int:
     """Return how many groups of all ranks a refill has replaced.
 
-    Groups in slots that were free before do not count.
+    Groups in slots that were free before do not count. For example, two ranks with 2 groups each
+    and the choices [0, 3] and [0, 1, 2] give 1: group 3 replaces group 1 on the first rank, and
+    group 2 of the second rank takes a free slot.
 
     Args:
-        chosen_by_rank: for each rank the number of the group in each slot. Where a group stays, its
-            number is that of the slot.
+        chosen_by_rank: for each rank the number of the group in each slot. A group that stays has
+            the number of its slot.
         groups_per_rank: groups that each rank had before.
     """
     replaced_count = 0

@@ -78,8 +78,9 @@ class RewardFunctions:
         )
         extra_columns: dict[str, list[Any]] = {}
         for logged_columns in columns_by_function:
-            # If two functions log a column of the same name, that of the later one is taken.
+            # If two functions log a column of the same name, the later function's column is taken.
             extra_columns |= logged_columns
+        # One row for each function. It is transposed below: a batch has a row for each rollout.
         rewards_FB = [
             [torch.nan if reward is None else reward for reward in rewards]
             for rewards in rewards_by_function
@@ -96,10 +97,10 @@ class RewardFunctions:
         arguments: Mapping[str, Any],
         columns_by_function: Sequence[dict[str, list[Any]]],
     ) -> list[list[float | None]]:
-        """Return the rewards of each function.
+        """Return the rewards of each function, in the order of the functions.
 
-        Coroutine functions run concurrently, after the others. Reward models get prompts and
-        completions alone.
+        Reward models get only prompts and completions. Coroutine functions run after the others,
+        concurrently.
 
         Args:
             built_groups: the rollouts.
@@ -173,8 +174,9 @@ class RewardFunctions:
 def _function_arguments(built_groups: BuiltGroups) -> dict[str, Any]:
     """Return the keyword arguments of reward functions that have a value for each rollout.
 
-    As in TRL they are `prompts`, `completions`, `completion_ids`, and the columns of the rows. Ours
-    also has `thinking_opened`: whether each completion begins inside a block of thinking.
+    As in TRL they are `prompts`, `completions`, `completion_ids`, and the columns of the rows. For
+    example, two rollouts of a row with the answer "4" give `answer=["4", "4"]`. Ours also has
+    `thinking_opened`: whether each completion begins inside a block of thinking.
     """
     rollouts = built_groups.rollouts
     rows = [
@@ -189,14 +191,14 @@ def _function_arguments(built_groups: BuiltGroups) -> dict[str, Any]:
     for name in rows[0]:
         if name not in _REPLACED_COLUMNS:
             arguments[name] = [row.get(name) for row in rows]
-    # Behind the columns of the rows, so that it wins over a column of its name.
+    # It is set after the columns of the rows, and replaces a column of the same name.
     arguments["thinking_opened"] = built_groups.thinking_opened
     return arguments
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Gathers the rewards and other facts of all ranks' rollouts, after this rank's are scored.
+    """Gathers rewards and other facts of all ranks' rollouts, once each rank has scored its own.
 
     A call is collective.
     """
@@ -217,8 +219,8 @@ class Scorer:
         Args:
             built_groups: this rank's rollouts and their batch.
             scores: what the reward functions return for them.
-            group_size: rollouts of a group.
-            step: optimizer steps that have been made.
+            group_size: how many rollouts a group has.
+            step: how many optimizer steps have been made.
 
         Raises:
             RunError: a function failed for all of its completions, or no rollout has a reward.
@@ -238,7 +240,9 @@ class Scorer:
 def measured_facts(built_groups: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
     """Return the facts of this rank's B rollouts.
 
-    `rewards_BF` are what the F reward functions gave them. The work of a rollout is not known yet:
+    `rewards_BF`: the rewards that the F reward functions gave them.
+
+    `work_N` comes from a column that the reward `steps` logs. It is NaN here, and
     `RolloutFacts.with_logged` fills it.
     """
 
@@ -267,8 +271,9 @@ def measured_facts(built_groups: BuiltGroups, rewards_BF: Tensor) -> RolloutFact
 def surprisal(batch: Batch) -> Tensor:
     """Return the mean surprisal of each rollout of this rank in nats per token, (B,).
 
-    It is the mean of -log p over the tokens of the loss, by the engine that sampled them. NaN where
-    the batch lacks the engine's log-probabilities.
+    It is the mean of -log p over the tokens of the loss, where p is the probability that the engine
+    gave to the token. For example, the log-probabilities -1 and -3 give 2. All are NaN if the batch
+    lacks the engine's log-probabilities.
     """
     logps_BC = batch.get("sampling_per_token_logps")
     mask_BC = loss_mask(batch)
@@ -283,8 +288,11 @@ def _logged_on_all_ranks(
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Gather what reward functions logged on all ranks: extra columns, and means of metrics.
 
-    Collective. A rank whose functions did not log a column gets None in all of its `rows_per_rank`
-    rollouts.
+    If a rank's functions did not log a column, it is None for all `rows_per_rank` rollouts of that
+    rank. For example, rank 0 logs a column with "a" and "b", and [1, 3] for a metric; rank 1 logs no
+    column, and [5] for the metric. Then the column is ["a", "b", None, None], and the mean is 3.
+
+    Collective.
     """
     gathered = gather_object([(dict(scores.extra_columns), dict(scores.logged_metrics))])
     columns_of_ranks = [extra_columns for extra_columns, _ in gathered]
