@@ -190,8 +190,8 @@ def _collect_fingerprint(
 ) -> FingerprintFields:
     """Collect what the answers of a run depend on, for its fingerprint.
 
-    A run is resumed only with equal fields. Those that few runs need are left out where they have
-    their usual value, so that older fingerprints stay equal.
+    A run is resumed only with equal fields. A field that few runs need, such as `view`, is left out
+    where it has its usual value, so that older fingerprints without it stay equal.
     """
     fields: FingerprintFields = {
         "benchmark": benchmark.name,

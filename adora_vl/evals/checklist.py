@@ -61,8 +61,8 @@ def build_checklist(problems: Sequence[Problem]) -> list[Problem]:
 def _problems_from_marks(problem: Problem) -> list[Problem]:
     """Return the questions on the marks in one problem's picture, each as a problem to ask.
 
-    A question takes the place of the problem's own one in its prompt. The id is that of the problem
-    with a number.
+    The question on a mark takes the place of the problem's question in the prompt. Its id is the id
+    of the problem with a number behind it, such as `geometry3k/test/15#2`.
     """
     stored_figure = problem.fields.get("figure")
     if not stored_figure:
@@ -142,7 +142,10 @@ def _questions_on_numbers(drawing: Drawing) -> Iterator[MarkQuestion]:
 
 
 def _yes_questions(drawing: Drawing) -> Iterator[MarkQuestion]:
-    """Yield questions on right angles and parallel lines that are marked, answered with yes."""
+    """Yield questions on right angles and parallel lines that are marked, answered with yes.
+
+    The fact `Perpendicular(Line(A, B), Line(B, C))` gives a question on the angle ABC.
+    """
     for fact in drawing.fact_terms:
         lines = [argument.names for argument in fact.arguments]
         if len(lines) != 2 or not all(len(line) == 2 for line in lines):
@@ -162,8 +165,9 @@ def _yes_questions(drawing: Drawing) -> Iterator[MarkQuestion]:
 def _no_questions(drawing: Drawing, figure: Figure) -> Iterator[MarkQuestion]:
     """Yield questions on right angles and parallel lines that are not there, answered with no.
 
-    They are asked only where the solved figure clearly is otherwise. An angle that is right without
-    a mark would be a question without an exact answer.
+    A right angle may hold without a mark, and a question about it would have no exact answer. So an
+    angle is asked about only if it is clearly no right angle in the solved figure, and two lines
+    only if they are clearly not parallel.
     """
     for corner in sorted(drawing.neighbours):
         for first_end, second_end in combinations(sorted(drawing.neighbours[corner]), 2):
@@ -186,7 +190,8 @@ def _angle_between(
 ) -> float | None:
     """Return the angle between two lines of a figure, in degrees from 0 to 180.
 
-    Each line is directed from its first point to its second. None where the figure does not place
+    Each line is directed from its first point to its second: between (C, A) and (C, B) lies the angle
+    ACB. None where the figure does not place
     all points, or the points of a line fall together.
     """
     if not {*first_line, *second_line} <= figure.coordinates.keys():

@@ -114,13 +114,14 @@ def _named_partial_notes(run: ScoreFile) -> list[str]:
 def _differing_settings(runs: Sequence[ScoreFile], may_differ: Sequence[str]) -> dict[str, str]:
     """Return the settings in which runs differ, each with a text of the values.
 
-    `may_differ` are the fields that are not compared. `auto` and a limit that is not given are the
-    model's own, which only the engine knows, so that what it resolved them to is compared too.
+    Both the options as given and the settings that the engine made of them are compared. An option
+    such as `auto`, or a limit that is not given, leaves the setting to the model, so that two runs
+    with equal options may differ in it. `may_differ` are the options that are not compared.
     """
     differing_fields = _differing_values(runs, "fields", ignored=may_differ)
     with_resolved = [run for run in runs if fingerprint_part(run.score, "resolved")]
     # The address of a server says nothing of its answers. An earlier version of this package wrote
-    # down fewer settings.
+    # down fewer settings, so only those that all runs have are compared.
     differing_resolved = _differing_values(
         with_resolved, "resolved", ignored=("base_url", *differing_fields), common_only=True
     )
@@ -138,7 +139,7 @@ def _differing_values(
         ignored: Keys that are not compared.
         common_only: Whether a key is compared only if all runs have it.
 
-    Each key has a text with the value of each run.
+    Each key has a text with the value of each run: `base "float32", tuned "bfloat16"` for `dtype`.
     """
     parts_of_runs = [(run.name, fingerprint_part(run.score, part)) for run in runs]
     keys = dict.fromkeys(key for _, values in parts_of_runs for key in values)
@@ -207,7 +208,11 @@ def compare_runs(runs: Sequence[ScoreFile], by: Sequence[str], *, published: boo
 def _published_figures(runs: Sequence[ScoreFile]) -> PublishedFigures | None:
     """Return the published figures to show beside these scores; None where none belong there.
 
-    They belong beside scores of all the problems that they are of, and of a benchmark of ours.
+    They are shown where all of these hold:
+
+    - the benchmark is one of ours, and has published figures
+    - each score is over all the data of its benchmark
+    - each score is of the problems of the figures, as far as the benchmark can tell (`applies`)
     """
     benchmark = runs[0].benchmark
     if benchmark not in BENCHMARK_NAMES:
@@ -227,8 +232,12 @@ def _table_rows(
 ) -> list[list[str]]:
     """Build the rows of the table: its head, the runs, and the quoted figures.
 
-    Each figure of a benchmark, such as `all`, has a column. Behind it is the gain of each run over
-    the first, where there are several.
+    Each figure of a benchmark, such as `all`, has a column. Where there are several runs, the next
+    column has the gain of each over the first:
+
+                all                       gain
+        base    61.2 [57.9, 64.4] of 850
+        tuned   63.5 [60.2, 66.7] of 850  +2.3
     """
     columns = list(dict.fromkeys(name for run in runs for name in run.cells))
     head = [""]
@@ -311,9 +320,9 @@ def _group_rows(runs: Sequence[ScoreFile], kind: str) -> list[list[str]]:
 def _test_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
     """Test the difference of two runs on their common problems, in lines.
 
-    They have the difference with its paired interval over the problems. For runs with one answer to
-    each problem they also have McNemar's test, and for runs with and without tools what tools
-    change.
+    The first line has the difference with its paired interval over the problems. If only one of the
+    runs had tools, further lines say what tools change. Otherwise McNemar's test is added to the
+    line, if each run has one answer to each problem.
     """
     difference = difference_between([first], [second])
     if difference is None:

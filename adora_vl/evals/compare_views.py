@@ -55,8 +55,8 @@ def group_runs_by_view(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
 def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
     """Compare the views of one model, and say whether it sees and whether it reasons, in lines.
 
-    They are over the problems that the model answered in all views; there are no lines where it
-    has none. `run_by_view` is a group of `group_runs_by_view`.
+    Only the problems that the model answered in all views count; without any there are no lines.
+    `run_by_view` is a group of `group_runs_by_view`.
     """
     common_pids = common_problems(list(run_by_view.values()))
     if not common_pids:
@@ -75,6 +75,7 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
     if {"text", "image"} <= views:
         from_words = shares_by_view["text"]
         from_picture = shares_by_view["image"]
+        # How often both answers are right: 1 or 0 for single answers.
         from_both = [text * image for text, image in zip(from_words, from_picture, strict=True)]
         solved_share = _ratio_text(from_both, from_words, problems)
         lines.append(f"of what it solves from words, it solves {solved_share} from the picture")
@@ -151,8 +152,10 @@ def _sees_or_reasons_verdict(
     """Say whether a model sees and whether it reasons.
 
     It reasons if it solves more from words than from a grey picture, which it can only guess at. It
-    sees if it solves more from the picture. Where both hold, the line says by which of the two the
-    model loses more.
+    sees if it solves more from the picture than from a grey one. Where both hold, the line says by
+    which of the two the model loses more. For example, if it solves the first two of four problems
+    from words, and the first alone from the picture, it loses 25 of 100 problems by seeing and 50
+    by reasoning.
 
     Args:
         shares_by_view: The shares of right answers for the views `text`, `image` and `blank`,

@@ -103,7 +103,8 @@ def paired_test(
 ) -> PairedTest:
     """Count the paired values that grew and shrank, and test by McNemar whether that is chance.
 
-    `problems` has the problem of each pair.
+    The values (0, 1, 0) before and (1, 1, 0) after give one gained and none lost. `problems` has
+    the problem of each pair.
     """
     gained = 0
     lost = 0
@@ -121,11 +122,12 @@ def paired_test(
 def solves_more(before: Sequence[float], after: Sequence[float], problems: Sequence[str]) -> bool:
     """Return whether significantly more is solved after than before.
 
-    The values are the shares of right answers to each problem. For single answers McNemar's test
-    decides, at 5 %. It does not apply to several answers to a problem or to versions of it, where
-    the interval of the difference has to lie over 0. `problems` has the problem of each pair.
+    The values are the shares of right answers to each problem. `problems` has the problem of each
+    pair.
     """
     test = paired_test(before, after, problems)
+    # McNemar's test does not apply to several answers to a problem, or to versions of it. Then the
+    # interval of the difference has to lie over 0.
     if test.p is None:
         return (paired_difference(before, after, problems).low or 0) > 0
     return test.gained > test.lost and test.p < 0.05

@@ -33,7 +33,10 @@ class ScoreFile:
 
     @classmethod
     def of(cls, name: str, score: Score) -> ScoreFile:
-        """Build a score file from its content, and compute the shares from its items."""
+        """Build a score file from its content, and compute the shares from its items.
+
+        Two items with the pid `15`, one `correct` and one `wrong`, give the share 0.5.
+        """
         verdicts_by_pid: dict[str, list[bool]] = {}
         problem_by_pid: dict[str, str] = {}
         for item in score["items"]:
@@ -59,8 +62,8 @@ class ScoreFile:
     def cells(self) -> dict[str, Any]:
         """The accuracies that get a column in a comparison, by name.
 
-        They are that over all answers, the benchmark's own, and avg@k and pass@k for the number k
-        of answers to a problem.
+        They are the accuracy over all answers (`all`), the benchmark's own figures, and avg@k and
+        pass@k, where k is the number of answers to a problem.
         """
         cell_by_name: dict[str, Any] = {"all": self.score}
         for cells in find_benchmark_cells(self.score).values():

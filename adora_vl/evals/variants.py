@@ -45,8 +45,10 @@ def parse_variant_id(pid: str) -> VariantId | None:
 def original_of(row: Prediction) -> str:
     """Return the id of the problem that a row is a version of.
 
-    A variant belongs to its original, and a question on the marks in a picture, whose id is that of
-    a problem with `#` and a number, to the problem of the picture. Any other row is its own problem.
+    - A variant belongs to its original: `geometry3k/test/15~3` gives `geometry3k/test/15`.
+    - A question on the marks in a picture (`CHECKLIST_VIEW`) belongs to the problem of the picture:
+      `geometry3k/test/15#2` gives `geometry3k/test/15`.
+    - Any other row is its own problem.
     """
     pid = str(row["pid"])
     metadata = row.get("metadata") or {}

@@ -22,7 +22,7 @@ _BRACE_OR_BOX_PATTERN = re.compile(
 )
 _UNFINISHED_BOX_PATTERN = re.compile(rf"{_BOX_OPENING_PATTERN.pattern}\s*\Z")
 _SPACE_CHARACTERS = (
-    " \t\n\r"  # a form feed at the start is what is left of `\frac` in careless JSON
+    " \t\n\r"  # no form feed: at the start it is what careless JSON has left of `\frac`
 )
 ANSWER_TAGS = ("<answer>", "</answer>")
 Completion = str | Sequence[Mapping[str, Any]]  # a text, or messages
@@ -90,10 +90,14 @@ class _OpenBox(NamedTuple):
 
 
 def _complete_boxes(response: str) -> list[_Box]:
-    r"""Return all complete `\boxed{}` of a response in the order in which they close."""
+    r"""Return all complete `\boxed{}` of a response in the order in which they close.
+
+    In `\boxed{x = \boxed{5}}` the inner box comes first.
+    """
     complete_boxes: list[_Box] = []
     open_boxes: list[_OpenBox] = []
-    # Of braces, counted from the first box on. A box ends at the brace that closes its own depth.
+    # The number of open braces, counted from the first box on. A box ends at the brace that closes
+    # its own depth.
     depth = 0
     first = _BOX_OPENING_PATTERN.search(response)
     if first is None:
@@ -153,7 +157,7 @@ def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -
         name = _NAME_BEFORE_BOX_PATTERN.search(
             response, max(0, box.start - MAX_CHARS_BETWEEN_BOXES), box.start
         )
-        if name is None:
+        if name is None:  # where one box has no name, none gets its name
             return contents
         named_contents.append(f"{name[1]} = {content}")
     return named_contents
@@ -182,10 +186,14 @@ def _last_joint_boxes(response: str) -> list[_Box]:
 def last_answer(response: str) -> str | None:
     r"""Return the answer of a response whose prompt asked for `<answer> </answer>`.
 
-    None without an answer. It is the content of the last complete block, or of a box in the block
-    or behind it, since that is what the model gives as its answer: `<answer>5</answer>` gives `5`,
-    and so does `<answer>\boxed{5}</answer>`. A box before the block does not count, as in
-    `<think>\boxed{4}? no</think><answer>5</answer>`. Without a block the function is `last_boxed`.
+    The last complete block decides:
+
+    - With a box in the block or behind it, the answer is the content of the last such box, since
+      that is what the model gives as its answer. `<answer>\boxed{5}</answer>` gives `5`, and
+      `<answer>5</answer> so \boxed{6}` gives `6`.
+    - Without such a box the answer is the content of the block. A box before the block does not
+      count: `\boxed{4}? no <answer>5</answer>` gives `5`.
+    - Without a block the answer is that of `last_boxed`, or None.
     """
     block = answer_block(response)
     boxed = last_boxed(response if block is None else block)
@@ -193,10 +201,10 @@ def last_answer(response: str) -> str | None:
 
 
 def answer_block(response: str) -> str | None:
-    """Return the content of the last complete `<answer>` block behind the thinking of a response.
+    r"""Return the content of the last complete `<answer>` block behind the thinking of a response.
 
-    None without a block. Where a box stands in the block or behind it, the rest of the response is
-    included.
+    None without a block. Where a box stands in the block or behind it, all that follows the opening
+    tag is returned: `<answer>5</answer> so \boxed{6}` gives `5</answer> so \boxed{6}`.
     """
     response = final_part(response)[-MAX_CHARS:]
     opening, closing = ANSWER_TAGS
@@ -214,7 +222,8 @@ def answer_block(response: str) -> str | None:
 def completion_text(completion: Completion | None) -> str:
     """Return the text of a completion, or of the last message of a prompt.
 
-    It is a string, or messages whose content is a string or a list of parts.
+    A completion is a string, or messages whose content is a string or a list of parts. The parts
+    that are not text, such as images, are left out.
     """
     if isinstance(completion, str):
         return completion
@@ -227,8 +236,11 @@ def completion_text(completion: Completion | None) -> str:
 def response_text(completion: Completion, thinking_opened: bool = False) -> str:
     """Return the text of a completion with its complete block of thinking.
 
-    The opening tag is put back where the prompt has it (`thinking_opened`), and so is the whole
-    block where the tokenizer has parsed the reasoning out of the message, as `reasoning_content`.
+    Two kinds of completions lack a part of the block, and both become `<think>2 + 3</think>5`:
+
+    - a message from which the tokenizer has parsed the reasoning: the content `5` with the
+      `reasoning_content` `2 + 3`
+    - `2 + 3</think>5` behind a prompt that ends in the opening tag (`thinking_opened`)
     """
     text = completion_text(completion)
     opening, closing = THINK_TAGS
@@ -259,9 +271,10 @@ def response_texts(
 
 
 def shows_working(text: str) -> bool:
-    """Return whether a response shows more than a bare answer.
+    r"""Return whether a response shows more than a bare answer.
 
-    It does if an equals sign stands before the last box, or anywhere if there is no box.
+    It does if an equals sign stands before the last box, or anywhere if there is no box:
+    `2 + 3 = \boxed{5}` shows its working, and `\boxed{x = 5}` does not.
     """
     before_box, box_command, _ = text.rpartition("\\boxed")
     return "=" in (before_box if box_command else text)
@@ -270,8 +283,9 @@ def shows_working(text: str) -> bool:
 def _text_behind_block(text: str, tags: tuple[str, str]) -> str | None:
     """Return the stripped text behind the block of tags that `text` begins with.
 
-    `tags` are the opening and the closing tag. None where the text does not begin with such a
-    block, and where the block is blank or has a tag of thinking or answer in it.
+    `<think>2 + 3</think> 5` gives `5`. `tags` are the opening and the closing tag. None where the
+    text does not begin with such a block, and where the block is blank or has a tag of thinking or
+    answer in it.
     """
     opening, closing = tags
     if not text.startswith(opening):
@@ -329,8 +343,8 @@ def think_answer_format_reward(
 
 
 # ADORA's authors watch such words grow more frequent (arXiv 2602.10019); the list is ours, and
-# fixed, so that two runs can be compared. Each word has the pattern that counts as it; an ending
-# such as `-ing` may follow.
+# fixed, so that two runs can be compared. Each word has the pattern by which it is counted; an
+# ending such as `-ing` may follow.
 _WORDS_WITHOUT_VARIANTS = (
     "wait",
     "verify",
@@ -363,7 +377,10 @@ _ODD_CASED_LETTERS_PATTERN = re.compile("[\u0130\u0131\u017f\u212a]")
 
 
 def reflective_words(text: str) -> dict[str, int]:
-    """Count the occurrences of each reflective word that occurs at all."""
+    """Count the occurrences of each reflective word that occurs at all.
+
+    `Wait, I check: no. Wait, I double-checked` gives `{"wait": 2, "check": 1, "double-check": 1}`.
+    """
     lower_text = text.lower()
     words = list(REFLECTIVE_WORD_PATTERN)
     # Looking for the stem of each word first spares most searches, which are slow. A stem could be

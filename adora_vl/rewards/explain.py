@@ -150,7 +150,10 @@ def explain_grade(
 def _comparison_lines(
     final_response: str, gold: str, *, rounding: bool, answer_tags: bool
 ) -> list[str]:
-    """Return the lines with both answers as they are read, and with each part that is compared."""
+    """Return the lines with both answers as they are read, and with each part that is compared.
+
+    The line of a part is such as `part 1     4 against -: different_part`.
+    """
     lines: list[str] = []
     content = last_answer(final_response) if answer_tags else last_boxed(final_response)
     if content is not None:
@@ -171,7 +174,12 @@ def _comparison_lines(
 
 
 def _answer_with_kind(answer: Answer) -> str:
-    """Return the canonical text of an answer with its kind, and its value where it is a number."""
+    r"""Return the canonical text of an answer with its kind, and its value where it is a number.
+
+    - `\frac{1}{2}` gives `\frac{1}{2}  [number, 0.5]`
+    - `(1, 2)` gives `(1, 2)  [ordered]`
+    - `2 + 3 = 5` gives `2+3=5  [working, 5]`: a chain of numbers has the value of its last side
+    """
     answer = amount_of_money(answer)
     text = _printable(answer.text_with_names if answer.is_structured else answer.text)
     kind: str = answer.kind
@@ -224,7 +232,7 @@ def trial_lines(
     arguments: dict[str, Any] = {
         "prompts": [[{"role": "user", "content": columns.get("problem", "")}]],
         "completions": [[{"role": "assistant", "content": response}]],
-        "completion_ids": [[0]],
+        "completion_ids": [[0]],  # one token in place of those that no model has made
         "thinking_opened": [thinking_opened],
         **{name: [value] for name, value in columns.items()},
         "trainer_state": None,
@@ -248,7 +256,7 @@ def trial_lines(
 
 
 def _read_entry(word: str) -> Any:
-    """Return an entry of `--reward`: a name, or a mapping in YAML."""
+    """Return an entry of `--reward`: a name, or a mapping such as `{steps: {gate: true}}`."""
     return yaml_value(word) if word.startswith("{") else word
 
 
@@ -271,7 +279,8 @@ def _read_response(word: str, *, may_be_file: bool) -> str:
         if may_be_file and Path(word).is_file():
             return Path(word).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        # A long response is no path: looking for a file of that name fails, and it is meant itself.
+        # Looking for a file fails too where the text is too long for a path. Such a text is the
+        # response itself.
         if "\n" not in word and len(word) < _MAX_PATH_CHARS:
             raise UserError(f"--response: {word!r} cannot be read ({error})") from error
     return word

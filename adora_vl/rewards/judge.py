@@ -35,11 +35,16 @@ _Count = Annotated[int, Field(ge=1)]
 class JudgeOptions:
     """The options of the entry `judge` in `adora_reward`.
 
-    `base_url`: the address of the endpoint. `model`: its name for the model. `instruction`: what
-    the judge is asked. `cache`: the file of its scores. `budget`: the calls of one process; None
-    and -1 set no limit. `concurrency`: calls at a time. `timeout`: seconds of a call. `attempts`:
-    how often a call is made. `wait`: seconds before the second attempt, which double each time.
-    `max_tokens`: of a reply.
+    - `base_url`: the address of the endpoint
+    - `model`: the name of the model at the endpoint
+    - `instruction`: what the judge is asked
+    - `cache`: the file in which the scores are kept
+    - `budget`: how many calls one process may make; None and -1 set no limit
+    - `concurrency`: how many calls are made at a time
+    - `timeout`: how many seconds a call may take
+    - `attempts`: how often a call is tried
+    - `wait`: seconds before the second attempt; they double before each further one
+    - `max_tokens`: how long a reply may be
     """
 
     base_url: Name
@@ -177,6 +182,7 @@ class JudgeReward:
         if self._budget is not None:
             replies = replies[: self._budget]
         scores = [self._trial_score(reply) for reply in replies]
+        # With a budget of one call there is one score, so that nothing can be compared.
         tells_replies_apart = len(set(scores)) == len(scores)
         if tells_replies_apart:
             return
@@ -188,7 +194,7 @@ class JudgeReward:
         )
 
     def _trial_score(self, answer: str) -> str:
-        """Return the score, as text, of an answer to a problem of ours, whose right answer is 5.
+        """Ask the judge to score an answer to `What is 2 + 3?`, and return the score as text.
 
         Raises `UserError` where the judge cannot be reached or gives no score.
         """
@@ -238,7 +244,8 @@ class JudgeReward:
 def read_score(text: str) -> str:
     """Return the score in a judge's reply as text, from its last `<score>` tags.
 
-    What the judge thinks before its reply is not read. Raises `EndpointError` where the reply has
+    `<score>0.2</score>, no, <score>0.7</score>` gives `0.7`. What the judge thinks before its reply
+    is not read. Raises `EndpointError` where the reply has
     no score from 0 to 1.
     """
     text = final_part(text)

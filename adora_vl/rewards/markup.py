@@ -31,7 +31,12 @@ _BAR_COMMAND_PATTERN = re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])")
 
 
 def without_layout(text: str) -> str:
-    """Return `text` with a space in the place of each command of layout."""
+    r"""Return `text` with a space in the place of each command of layout.
+
+    - `\textcolor{red}{\large 5}` becomes ` {  5}`
+    - `\begin{aligned} x &= 3 \end{aligned}` becomes ` x  = 3 `
+    - `\begin{cases} x = 3 \\ y = -4 \end{cases}` becomes `x = 3, y = -4`
+    """
     environment = _ONE_LINE_ENVIRONMENT_PATTERN.fullmatch(text)
     if environment:
         text = environment["line"].replace("&", " ")
@@ -46,9 +51,10 @@ def without_layout(text: str) -> str:
 
 
 def _write_cases_as_list(cases: re.Match[str]) -> str:
-    """Return the lines of `cases` as a list with commas, if each line is a name and its value.
+    r"""Return the lines of `cases` as a list with commas, if each line is a name and its value.
 
-    Any further `cases` stays as it is.
+    `x = 3 \\ y = -4` becomes `x = 3, y = -4`. Other `cases`, such as the branches of a function,
+    stay as they are.
     """
     lines = cases[1].rstrip().removesuffix(r"\\").split(r"\\")
     if not all(_NAMED_VALUE_PATTERN.fullmatch(line) for line in lines):

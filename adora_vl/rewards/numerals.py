@@ -65,7 +65,10 @@ def _recurring_decimal_as_fraction(decimal: re.Match[str]) -> str:
 
 
 def _fraction_of_recurring(integer: str, places: str, period: str) -> str:
-    """Return a recurring decimal as a fraction of LaTeX, or as an integer.
+    r"""Return a recurring decimal as a fraction of LaTeX, or as an integer.
+
+    For example, 0.1666... has the integer `0`, the places `1` and the period `6`. It is
+    1/10 + 6/90, so that the result is `\frac{1}{6}`.
 
     Args:
         integer: the digits before the point.
@@ -86,7 +89,10 @@ def minutes_to_degrees(text: str) -> str:
 
 
 def _angle_in_degrees_alone(match: re.Match[str]) -> str:
-    """Return an angle in degrees alone; one with 60 minutes or seconds or more stays as it is."""
+    """Return an angle in degrees alone; one with 60 minutes or seconds or more stays as it is.
+
+    The groups of the match are the degrees, the minutes, and the seconds or None.
+    """
     minutes = Fraction(match[2])
     seconds = Fraction(match[3] or 0)
     if minutes >= 60 or seconds >= 60:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 STEPS = "steps"
 FIGURE_COLUMN = "figure"
 REWARD_RANGE = (0.0, 1.0)
-_PRICE_OF_FALSE_CLAIM = 3  # of one false claim, in new ones
+_PRICE_OF_FALSE_CLAIM = 3  # how many new claims a false one weighs as much as
 _BOX_COMMAND = "\\boxed"
-_MAX_CHARS = 100_000  # of a response that are read
+_MAX_CHARS = 100_000  # how many characters of a response are read, from its start
 _CORRECT_VERDICT = "correct"
 
 
@@ -50,7 +50,10 @@ class ClaimCheck:
 
     @property
     def false_count(self) -> int:
-        """The number of errors; a claim that is false because of an earlier one counts as none."""
+        """The number of false claims.
+
+        A claim that is false because of an earlier one has the verdict `follows`, and is not counted.
+        """
         return sum(claim.verdict == "false" for claim in self.claims)
 
     @property
@@ -62,9 +65,9 @@ class ClaimCheck:
     def reward(self) -> float:
         """The reward of the claims, from 0 to 1; 0 where nothing is new.
 
-        It is the share of new claims among new and false ones, where a false one counts
-        `_PRICE_OF_FALSE_CLAIM` times. As a share it does not reward length: one new claim without an error earns
-        1, as ten do.
+        It is the share of new claims among new and false ones, where a false one counts three times
+        (`_PRICE_OF_FALSE_CLAIM`): 3 new claims and 1 false one give 3 / (3 + 3 * 1) = 0.5. A share
+        does not reward length: one new claim without an error earns 1, and so do ten.
         """
         if self.new_count == 0:
             return 0.0
@@ -78,7 +81,7 @@ class ClaimCheck:
     def verdicts_as_json(self) -> str:
         """Return the claims as a JSON list, for the record: start, end and verdict of each.
 
-        Start and end are positions in the response.
+        Start and end are positions in the response: `[[0, 6, "new"], [8, 14, "false"]]`.
         """
         records = []
         for checked_claim in self.claims:
@@ -88,7 +91,7 @@ class ClaimCheck:
 
 
 def _recorded_verdict(claim: CheckedClaim) -> str:
-    """Return the verdict on a claim for the record; a claim that is the answer has one of its own."""
+    """Return the verdict on a claim for the record: `answer` for a new claim that is the answer."""
     return "answer" if claim.verdict == "new" and claim.is_answer else claim.verdict
 
 
@@ -116,8 +119,9 @@ def check_claims(response: str, figure: str) -> ClaimCheck:
 def check_claims_if_possible(response: str, figure: str | None) -> ClaimCheck | None:
     """Check the claims of a response like `check_claims`, but return None if new ones are impossible.
 
-    That is so without a figure, and on a figure of which the given values already say everything.
-    Every right answer to such a problem would count as luck.
+    They are impossible where the row has no figure, and where the given values already say
+    everything about the figure. Then no claim could be new, so that every right answer would count
+    as luck.
     """
     if not figure:
         return None
@@ -128,7 +132,8 @@ def check_claims_if_possible(response: str, figure: str | None) -> ClaimCheck | 
 def text_up_to_answer(response: str) -> str:
     r"""Return a response up to the end of its last `\boxed{}`, or all of it without a box.
 
-    A claim behind the answer has not led to it, so it does not count.
+    A claim behind the answer has not led to it, so it does not count:
+    `AB = 5, so \boxed{5} as AC = 3` is cut behind `\boxed{5}`.
     """
     text = response[:_MAX_CHARS]
     box = text.rfind(_BOX_COMMAND)
@@ -159,7 +164,7 @@ class StepsReward:
     """The reward function `steps` in TRL's form.
 
     Without options the reward is `ClaimCheck.reward`. With `gate` a wrong answer earns 0, and a
-    right one from a half to 1, by the share.
+    right one 0.5 + 0.5 * `ClaimCheck.reward`.
     """
 
     def __init__(

@@ -104,8 +104,10 @@ def mark_upright_units(text: str) -> str:
 def parse_unit(text: str) -> Unit:
     """Return the unit in a text that `MEASURED_VALUE_PATTERN` has matched, or in `DEGREE_SIGN`.
 
-    Factors multiply, and so do dimensions: `km/h` is `length/time`, 5/18 of a metre per second. A
-    power without a name, as in `12 sq`, counts as one of a length of no definite size.
+    - `cm^2` has the dimension `length2` and the factor 1/10000, its size in square metres
+    - `km/h` has the dimension `length/time` and the factor 5/18, its size in metres per second
+    - `square units` has the dimension `length2` and the factor None
+    - `sq`, as in `12 sq`, names no unit. It counts as `square units` does
     """
     if text == DEGREE_SIGN:
         return Unit(text, "angle", Fraction(1))
@@ -113,7 +115,8 @@ def parse_unit(text: str) -> Unit:
     factor: Fraction | None = Fraction(1)
     dimensions = []
     numerator_and_denominator = re.split(r" ?(?:/|\bper ) ?", text)
-    # The sign is that of the exponent; most units have no denominator.
+    # The exponent of the numerator counts as positive, that of the denominator as negative. Most
+    # units have no denominator, so the two sequences may differ in length.
     for sign, unit_text in zip((1, -1), numerator_and_denominator, strict=False):
         exponent = _exponent_of_unit(unit_text)
         name = _POWER_OF_UNIT_PATTERN.sub("", unit_text)

@@ -68,7 +68,7 @@ def build_settings(options: EngineOptions) -> AnswerEngineSettings:
             f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it"
         )
     endpoint = build_endpoint(options)
-    # The name of a model on a server says nothing here.
+    # The name of a model on a server is no folder and no hub id, so it is not checked.
     model = check_model(options.model) if endpoint is None else options.model
     training_config = read_training_config(model)
     template_arguments = training_config.get("chat_template_kwargs") or {}
@@ -97,8 +97,8 @@ def build_settings(options: EngineOptions) -> AnswerEngineSettings:
 def _stop_of_training(training_config: Mapping[str, Any], *, is_server: bool) -> StopParameters:
     """Return what ended an answer in the model's training, and say so on stderr.
 
-    A server would cut the string off the answer, and a grader may need it, as `</answer>`. So a
-    server is not told of them, and a line says that.
+    For a server nothing is returned, and a line says that. A server would cut the string that ends
+    an answer off it, and a grader may need that string, such as `</answer>`.
     """
     from adora_vl.rollout.stopping import StopParameters
 
@@ -161,7 +161,7 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
     toolbox = Toolbox(
         tool_set=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
     )
-    # The answers of tools have to fit into what may be sampled; the rest is not known here.
+    # The answers of tools have to fit into `max_tokens`, the only limit that is known here.
     conversation = ConversationLimits(
         completion_key="max_tokens", max_completion=settings.max_tokens
     )

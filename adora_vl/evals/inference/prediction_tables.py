@@ -30,9 +30,10 @@ def is_table(path: Path) -> bool:
 def read_table_rows(path: Path) -> Iterator[Prediction]:
     """Yield the rows of a table of predictions, with the values that their cells stand for.
 
-    A table has no column of objects. Where it lacks the column `metadata`, all cells of a row are
-    its metadata, so that the groups of a score are found there. Raises `UserError` for a table that
-    cannot be read, and where openpyxl is missing.
+    Other programs write no column `metadata`, which holds an object. Without it all cells of a row
+    are its metadata, since the groups of a score are looked up there.
+
+    Raises `UserError` for a table that cannot be read, and where openpyxl is missing.
     """
     for cells in _read_table(path).to_dict(orient="records"):
         row: Prediction = {}
@@ -57,7 +58,7 @@ def _read_table(path: Path) -> DataFrame:
             f"predictions: {str(path)!r} is an Excel workbook, for which openpyxl is missing; pip "
             "install openpyxl (the extra 'excel'), or save it as .tsv"
         ) from error
-    except Exception as error:  # zipfile, the XML parser and the parsers of pandas have their own
+    except Exception as error:  # zipfile, the XML parser and pandas raise errors of their own
         raise UserError(
             f"predictions: {str(path)!r} cannot be read as a table "
             f"({in_one_line(error):.200}); save it again"
@@ -67,10 +68,12 @@ def _read_table(path: Path) -> DataFrame:
 def _parse_cell(name: str, cell: str) -> object:
     """Return what a cell stands for: None, a number, a list, an object, or its text.
 
-    Args:
-        name: The name of the column, which decides whether the cell is a number.
-        cell: The text. Empty it is None, and so is `nan`, which pandas writes for a missing value;
-            a response may really be that. A list or an object may be written in JSON or in Python.
+    - An empty cell is None, and so is `nan`, which pandas writes for a missing value. Only a response
+      may really be `nan`.
+    - `512.0` in the column `n_tokens` is 512. The name of the column decides whether a cell is a
+      number, so that the `answer` `5` stays a text.
+    - `['3', '5']` and `{"a": 1}` are a list and an object, in Python or in JSON.
+    - Any other cell is its text, such as `[3, 5)`.
     """
     if not cell or (cell == "nan" and name != "response"):
         return None

@@ -60,7 +60,8 @@ def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 FINGERPRINT_FILE = "fingerprint.json"
-# They come from the training of the model, and from the code of the benchmark.
+# The first two come from the training of the model, and the third from the code of the benchmark.
+# No message about them says `set it back`.
 _FIELDS_THAT_NO_OPTION_SETS = ("stop", "stop_token_ids", "prompt_revision")
 FingerprintFields = dict[str, Any]
 
@@ -82,8 +83,9 @@ def check_fingerprint(output: Path, fields: FingerprintFields) -> None:
             f"output: {str(output)!r} has predictions but no {FINGERPRINT_FILE}; use another --output"
         )
     stored_fields = read_fingerprint(path)["fields"]
-    # The names of either side, those of this run first.
+    # The fields of this run come first, then those that only the stored fingerprint has.
     for name in {**fields, **stored_fields}:
+        # A fingerprint without the field `samples` is of one answer to each problem.
         has_more_samples = name == "samples" and stored_fields.get(name, 1) <= fields.get(name, 1)
         if stored_fields.get(name) != fields.get(name) and not has_more_samples:
             remedy = "use another --output"
@@ -107,8 +109,8 @@ def write_fingerprint(
     Args:
         output: The folder.
         fields: What the answers depend on.
-        has_predictions: Whether the folder has some, of which `check_fingerprint` has approved. The
-            versions of the software then stay those of the first answers.
+        has_predictions: Whether the folder has predictions, which `check_fingerprint` has then
+            approved. The versions of the software stay those of the first answers.
         answer_counts: The numbers of answers that the run asks for, which may differ from one run
             to the next.
     """
@@ -130,9 +132,8 @@ def refuse_other_resolved_settings(
 ) -> None:
     """Raise `UserError` where an engine has other settings than that of the predictions.
 
-    The options of a run may be the same, and yet mean something else on another machine or of
-    another server. A setting that the fingerprint does not have, as one of an older version, is not
-    compared.
+    Equal options may mean different settings on another machine or with another server. A setting
+    that only one side has is not compared: an older version wrote down fewer of them.
 
     Args:
         output: The folder of the predictions.
@@ -153,10 +154,14 @@ def refuse_other_resolved_settings(
 def read_fingerprint(path: Path) -> dict[str, Any]:
     """Read a stored fingerprint.
 
-    Its keys are `fields`, what the answers depend on; `versions`, those of the software, which a
-    resumed run does not compare; `asked`, how many answers the run asks for; and `resolved`, the
-    settings that the options left to the model, as the engine had them. Raises `UserError` for a
-    file that is not such an object.
+    Its keys are:
+
+    - `fields`: what the answers depend on
+    - `versions`: the versions of the software, which a resumed run does not compare
+    - `asked`: how many answers the run asks for
+    - `resolved`: the settings that the options left to the model, as the engine had them
+
+    Raises `UserError` for a file that is not such an object.
     """
     try:
         fingerprint = json.loads(path.read_bytes())
