@@ -1,4 +1,4 @@
-"""What a checkpoint has of a run beside TRL's own state: all that it needs to go on exactly."""
+"""Saves and restores what TRL's own checkpoints lack, so that a resumed run goes on exactly."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from adora_vl.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointState:
-    """Writes what TRL does not into a checkpoint, and restores it. Collective."""
+    """Writes the state that TRL does not save into a checkpoint, and restores it. Collective."""
 
     pipeline: AdvantagePipeline
     """What the methods of the run remember."""
@@ -59,9 +59,10 @@ class CheckpointState:
 
         Args:
             folder: the folder of the checkpoint.
-            facts: those of the run; with the sums of losses of all ranks they are returned.
+            facts: what `facts` returned on this rank. The result has the sums of losses of all
+                ranks in place of this rank's.
             micro_step: TRL's `_step`, its count of micro-batches, at the last optimizer step.
-            micro_batches: those of the present generation; None without one.
+            micro_batches: the micro-batches of the present generation; None without a generation.
         """
         self.moving_reference.save(folder)
         table = trackers.table_to_json(self.table)
@@ -72,7 +73,10 @@ class CheckpointState:
         return {**LossSums.with_all_ranks(facts), **unfinished_facts}
 
     def restore(self, checkpoint: Path) -> RestoredGeneration | None:
-        """Restore what `save` wrote, and return the generation that is left to learn from, if any."""
+        """Restore what `save` wrote.
+
+        Returns the generation that the run was still learning from; None if there was none.
+        """
         facts = manifest_of(checkpoint)
         self.pipeline.load(facts.get("methods", {}))
         self.pool.load(checkpoint)
@@ -86,9 +90,10 @@ class CheckpointState:
         return unfinished
 
     def _present_metric(self, name: str) -> str:
-        """Return what a saved metric is called now: a reward function may have got another name.
+        """Return what a saved metric is called now, since a reward may have been renamed since.
 
-        Its name is part of `rewards/NAME/mean`; other metrics are called as before.
+        For example, `rewards/adora_reward/mean` is called `rewards/boxed_accuracy_reward/mean` now.
+        Metrics that are not of this form keep their names.
         """
         parts = name.split("/")
         if parts[0] != "rewards" or len(parts) != 3:

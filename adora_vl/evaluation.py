@@ -60,7 +60,8 @@ class _EvaluationEntry(NamedTuple):
     """What an entry of the key `adora_eval` asks for: `BENCHMARK=DATA`, or `BENCHMARK=DATA:views`.
 
     With `:views` the same problems are shown in several ways, such as the facts of the figure as
-    text.
+    text. For example, `problems=data/a:views` names the benchmark `problems` and the path `data/a`,
+    with views.
     """
 
     benchmark_name: str
@@ -98,7 +99,8 @@ def take_evaluations(
 ) -> EvaluationPlan | None:
     """Load the evaluations that the keys ask for, and switch Transformers' own evaluation off.
 
-    Transformers would evaluate too, on a second data set. So its keys in `config` are reset.
+    Transformers would evaluate too, on a second data set. So `eval_strategy` and `eval_on_start` in
+    `config` are reset, once they have been read.
 
     Args:
         config: the training arguments; `adora_eval` names benchmarks and their data.
@@ -140,14 +142,14 @@ def take_evaluations(
 
 
 def leave_out_overlong(plan: EvaluationPlan, overlong_prompts: OverlongPrompts) -> EvaluationPlan:
-    """Leave out the problems whose prompts are too long to leave the engine room for an answer.
+    """Return the plan without problems whose prompts leave the engine no room for an answer.
 
-    `overlong_prompts` decides by the keys of the run which those are, and may raise `UserError` for
-    them.
+    `overlong_prompts`: finds these problems by the keys of the run. Depending on the keys it raises
+    `UserError` for them.
     """
     tasks = []
     for task in plan.tasks:
-        # A generator: reading the sizes of images takes time.
+        # This is a generator, so that image sizes, which take time to read, are read only if needed.
         rows = ((problem.pid, problem.prompt, _image_sizes(problem)) for problem in task.problems)
         evaluation_name = f" of the evaluation {task.benchmark.name}"
         fitting_numbers = overlong_prompts.prompts_to_evaluate(
@@ -171,8 +173,9 @@ def _image_sizes(problem: Problem) -> Sequence[Size | None]:
 def _make_names_unique(tasks: Sequence[EvaluationTask]) -> list[EvaluationTask]:
     """Give each task a name of its own for the log.
 
-    A benchmark that is evaluated on several data sets gets the name of the folder behind its own.
-    Raises `UserError` if two tasks have the same name even so.
+    If a benchmark is evaluated on several data sets, the name of the folder is appended. For
+    example, `problems=data/my-set` and `problems=data/b` become `problems_my_set` and `problems_b`.
+    Raises `UserError` if two tasks still have the same name.
     """
     names = [task.benchmark.name for task in tasks]
     renamed_tasks: list[EvaluationTask] = []
@@ -267,7 +270,8 @@ class SamplerEngine(ConversationEngine):
             pair: the engine of the trainer, and its policy.
             group_sampler: the trainer's sampler of rollouts, which has the tools.
             chat: makes the prompts of problems.
-            end_tokens: end an answer, as do the tokens and strings of `generation_kwargs`.
+            end_tokens: the tokens that end an answer. The tokens and strings to stop at in
+                `generation_kwargs` end it too.
         """
         assert pair.engine is not None
         sample_greedily = partial(pair.sampler.sample, settings=pair.engine.greedy_settings)
@@ -371,7 +375,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     def _answer(self, task: EvaluationTask) -> list[dict[str, Any]]:
         """Sample the answers to this rank's share of a task's problems, and return them as rows.
 
-        Collective: every rank samples equally many batches. Its last ones may be empty.
+        For example, 2 ranks answer 5 problems: rank 0 the problems 0, 2 and 4, rank 1 the problems
+        1 and 3. Collective: every rank samples equally many batches, of which the last may be empty.
         """
         args = self.pair.config
         accelerator = self.pair.accelerator
@@ -389,7 +394,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         rows: list[dict[str, Any]] = []
         # Rank r answers the problems r, r + ranks, r + 2 ranks and so on.
         problems_of_rank = task.problems[accelerator.process_index :: accelerator.num_processes]
-        # As many as the rank with the most problems has: all go through equally many batches.
+        # All ranks go through as many batches as the rank with the most problems needs.
         most_problems = math.ceil(len(task.problems) / accelerator.num_processes)
         for first in range(0, most_problems, engine.batch_size):
             batch = [
@@ -407,8 +412,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         Args:
             task: the benchmark and its problems.
             step: optimizer steps that have been made.
-            figures: by name; accuracies are shares.
-            answered_count: problems that were answered, by all ranks.
+            figures: the figures by name; accuracies lie between 0 and 1.
+            answered_count: the number of problems that all ranks together have answered.
         """
         name = task.benchmark.name
         self.log_evaluation({f"eval_{key}": value for key, value in figures.items()})

@@ -1,10 +1,11 @@
 """`python -m adora_vl.export RUN OUT`: plain Hugging Face weights from a run or one of its
 checkpoints.
 
-RUN is a checkpoint folder, or an output_dir: of that the newest whole checkpoint, or the final
-model where none is. OUT loads offline with `from_pretrained` and with vLLM. A LoRA adapter is
-merged into its base model, unless --adapter. With --universal OUT is a checkpoint instead, from
-which DeepSpeed goes on with another number of processes.
+RUN is a checkpoint folder, or the output_dir of a run. From an output_dir the newest whole
+checkpoint is exported, or the final model if there is no checkpoint. OUT loads offline with
+`from_pretrained` and with vLLM. A LoRA adapter is merged into its base model, unless --adapter is
+given. With --universal OUT is a checkpoint instead: DeepSpeed can go on from it with another number
+of processes.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import ProcessorMixin
 
-# By default vLLM takes the repetition penalty of the model's own generation config, and listens on
-# every interface.
+# Without these flags vLLM would take the repetition penalty from the model's generation config, and
+# would listen on every network interface.
 _SERVE_FLAGS = ("--generation-config", "vllm", "--host", "127.0.0.1")
 _COPY_CHUNK_BYTES = 16 << 20  # bytes that are copied at a time
 _MODEL_FILE_PATTERNS = (
@@ -80,7 +81,8 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         run: a checkpoint, or the `output_dir` of a run.
         output: a folder that does not exist yet.
         adapter: whether a LoRA adapter stays an adapter. Otherwise it is merged into its base.
-        universal: whether a checkpoint is written with which another number of processes goes on.
+        universal: whether `output` becomes a checkpoint from which another number of processes can
+            go on.
 
     Returns:
         The folder that was exported.
@@ -100,7 +102,8 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
 
         write_universal(source, output)
         return source
-    # The last lines of a run propose this folder. Its files are recorded as those of the run.
+    # At its end a run proposes to export into its own folder `merged`. Files there are recorded as
+    # files of the run.
     belongs_to_run = output.resolve() == run.resolve() / MERGED_FOLDER and run_has_begun(run)
     # All is written into `staged`, which becomes `output` when the block ends.
     with recording_saved_files(run, saves_model=belongs_to_run), replacing_folder(output) as staged:
@@ -128,11 +131,14 @@ def save_merged(
 ) -> bool:
     """Write a PEFT model with its adapter merged in, and the processor, into `folder`.
 
-    Nothing is written for a model without an adapter, which is whole already. Under ZeRO-3 the
-    weights are divided among ranks, and a base in 4 bits would become a larger one: there
-    merging is left to the user (`python -m adora_vl.export`). The evaluators look for `folder`, so
-    it is written whole or not at all. Afterwards the model has no adapter any more. Collective: all
-    ranks call this together.
+    Nothing is written in three cases:
+
+    - The model has no adapter. It is whole already.
+    - ZeRO-3 divides the weights among ranks. The user can merge later (`python -m adora_vl.export`).
+    - The base is in 4 bits. Merged it would be larger, so this is left to the user too.
+
+    The evaluators look for `folder`, so it is written whole or not at all. Afterwards the model has
+    no adapter any more. Collective: all ranks call this together.
 
     Returns:
         Whether anything was written.
@@ -154,10 +160,12 @@ def save_merged(
 
 
 def merge_checkpoint(checkpoint: Path, folder: Path, dtype: str) -> None:
-    """Write into `folder` what `save_merged` writes, from the adapter of a run's last checkpoint.
+    """Merge the adapter of a run's last checkpoint, and write into `folder` as `save_merged` does.
 
-    `dtype`: in which the run has loaded its base, as the key says it. The folder is written whole
-    or not at all. One process calls this. Raises `UserError` where the base cannot be loaded.
+    The folder is written whole or not at all. One process calls this.
+
+    `dtype`: the run's key `dtype`, in which it has loaded the base. Raises `UserError` where the
+    base cannot be loaded.
     """
     with replacing_folder(folder) as staged:
         _merge_adapter(checkpoint, staged, dtype=dtype)
@@ -168,8 +176,8 @@ def merge_checkpoint(checkpoint: Path, folder: Path, dtype: str) -> None:
 def copy_model(checkpoint: Path, output: Path, *, with_arguments: bool = False) -> None:
     """Copy the weights (or the adapter) and the processor of a checkpoint into `output`.
 
-    The state of the optimizer, and what else only a resumed run needs, is left out.
-    `with_arguments`: whether `training_args.bin` is copied too, as a final model has it.
+    Files that only a resumed run needs, such as the state of the optimizer, are not copied.
+    `with_arguments`: whether `training_args.bin` is copied too. A final model has this file.
     """
     patterns = ["adapter_*.json", *_MODEL_FILE_PATTERNS, *_PROCESSOR_FILE_PATTERNS]
     if with_arguments:
@@ -180,8 +188,13 @@ def copy_model(checkpoint: Path, output: Path, *, with_arguments: bool = False) 
 def find_weights(run: Path) -> Path:
     """Return the folder whose weights are exported.
 
-    That is `run` itself if it is a checkpoint, else the newest whole checkpoint of the run, else its
-    final model. Raises `UserError` where there is none.
+    It is the first one that exists of these:
+
+    1. `run` itself, if it is a checkpoint;
+    2. the newest whole checkpoint of the run;
+    3. `run` itself, if the final model lies in it.
+
+    Raises `UserError` where none exists, and for a checkpoint that is not whole.
     """
     if not run.is_dir():
         raise UserError(f"RUN: no folder {str(run)!r}")
@@ -199,9 +212,10 @@ def find_weights(run: Path) -> Path:
 
 
 def _copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
-    """Copy the files of a folder whose names match a pattern, each whole or not at all.
+    """Copy the files of a folder whose names match one of the patterns.
 
-    A pattern may name a subfolder, which the copy then has too.
+    Each file is copied whole or not at all. A pattern may name a subfolder. For example, what
+    `additional_chat_templates/*.jinja` matches is copied into a subfolder of that name.
     """
     paths = {path for pattern in patterns for path in source.glob(pattern)}
     for path in sorted(paths):
@@ -214,10 +228,10 @@ def _copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
 def _merge_adapter(source: Path, target: Path, dtype: str) -> None:
     """Merge the adapter of a checkpoint into its base model.
 
-    The base of an adapter may be an adapter itself. All of them are merged. `dtype`: in which the
-    base is loaded; `auto` is its own.
+    The base of an adapter may be an adapter itself. All of these adapters are merged. `dtype`: the
+    dtype in which the base is loaded; `auto` for the base's own.
     """
-    adapters = read_adapters("RUN", str(source))  # the last one lies on the base model
+    adapters = read_adapters("RUN", str(source))  # the last one was trained on the base model
     base = resolve_model_name(adapters[-1].base)
     init_kwargs = {
         "revision": adapters[-1].revision,
@@ -242,7 +256,8 @@ def _merge_adapter(source: Path, target: Path, dtype: str) -> None:
 def serve_command(output: Path) -> str:
     """Return the command by which vLLM serves what was exported, or why there is none.
 
-    vLLM serves a single plain LoRA adapter from files. Any other adapter has to be merged.
+    For example, a whole model gives `vllm serve OUT --generation-config vllm --host 127.0.0.1`. vLLM
+    serves a single plain LoRA adapter from files. Any other adapter has to be merged.
     """
     if not (output / ADAPTER_CONFIG_FILE).is_file():
         return shlex.join(["vllm", "serve", str(output), *_SERVE_FLAGS])
@@ -270,8 +285,9 @@ def serve_command(output: Path) -> str:
 def _gather_sharded_weights(source: Path, target: Path) -> None:
     """Write the whole weights of a ZeRO-3 checkpoint that has only the parts of each rank.
 
-    DeepSpeed writes such a checkpoint without `zero3_save_16bit_model`. The parts are float32, and
-    are written in the model's dtype. The generation config of the checkpoint is taken along.
+    DeepSpeed writes such a checkpoint unless `zero3_save_16bit_model` is set. The parts are in
+    float32, and the whole weights are written in the model's dtype. The checkpoint's generation
+    config is copied.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -282,7 +298,8 @@ def _gather_sharded_weights(source: Path, target: Path) -> None:
     with refusing_pickled_code(source):
         model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(source)))
     model.save_pretrained(target)
-    # A model that is built from its config has only the generation config that follows from it.
+    # `save_pretrained` has written a default generation config, since the model was built from its
+    # config alone. The checkpoint's own one replaces it.
     _copy_files(source, target, ("generation_config.json",))
 
 

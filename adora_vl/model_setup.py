@@ -1,4 +1,4 @@
-"""What is done around TRL's constructor: our classes in place of its own, and the loaded models."""
+"""Puts our classes in place of TRL's while its constructor runs, and prepares the loaded models."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -29,9 +29,9 @@ def use_own_classes_in_trl(
 ) -> Iterator[None]:
     """Let TRL's `__init__`, called inside the block, build our vLLM class and our reference model.
 
-    Beside a model object stock TRL loads the reference from the folder that the object's config
-    names, whatever has become of the weights since, and fails where there is no folder. Ours is a
-    copy of the object.
+    If the policy is a model object, stock TRL loads the reference model from the folder that the
+    object's config names. The object's weights may have changed since, and the folder may not
+    exist. Our reference model is a copy of the object.
 
     Args:
         run: the checked run.
@@ -63,11 +63,18 @@ def prepare_models(
 ) -> list[PreTrainedModel]:
     """Prepare the loaded policy and the reference model for training, and return them.
 
-    An adapter that a run continues gets its weights, buffers get their precision back, parts of the
-    model are frozen (`adora_freeze`), and its generation config becomes one that is saved.
+    In the order of the code:
+
+    - an adapter that the run goes on training gets its saved weights, and the new adapter of a base
+      in 4 bits becomes float32;
+    - buffers that a cast has rounded get their precision back, in both models;
+    - the generation config becomes one that Transformers can save;
+    - an adapter's config gets the name of its base, gradient checkpointing gets a faster order
+      of its products (`compute_branches_first`), and an adapter that cannot be merged is refused;
+    - parts of the policy are frozen (`adora_freeze`).
 
     Args:
-        policy: as TRL has loaded it.
+        policy: the model that TRL has loaded.
         reference: None in a run without one.
         run: the checked run.
         gather_params: TRL's context in which sharded parameters are whole.

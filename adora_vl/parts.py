@@ -75,7 +75,7 @@ from adora_vl.types import StepContext
 class StepParts:
     """The objects that a training step consists of, about in the order in which it uses them.
 
-    Each is made once, from TRL's trainer and from others of them.
+    Each is made once. It gets what it needs of TRL's trainer, and other objects of this class.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class StepParts:
         """Make all objects, once TRL has loaded the models.
 
         Args:
-            trainer: TRL's part of the trainer, of which each object gets what it needs.
+            trainer: the trainer; only its attributes of TRL's class are used.
             run: the checked run.
-            context: accelerator, config, log and state, which every part of a training step gets.
+            context: accelerator, config, log and state. Every object gets it.
             clocks: what measures the phases of a step.
             models: the policy, and the reference model where there is one.
         """
@@ -101,7 +101,8 @@ class StepParts:
         self._models = models
         self.context = context
         self.clocks = clocks
-        # All are made now, and not when they are used first: an extension may refuse the run.
+        # A cached property makes its object when it is read first. All are read now, since an
+        # extension may refuse the run, and should do so before the training begins.
         for name, attribute in vars(StepParts).items():
             if isinstance(attribute, cached_property):
                 getattr(self, name)
@@ -110,7 +111,7 @@ class StepParts:
 
     @cached_property
     def images(self) -> DistinctImages:
-        """Processes each distinct image once, and has the patches of the present generation."""
+        """Processes each distinct image once, and stores the patches of the present generation."""
         return DistinctImages(
             models=self._models,
             processor=self._trainer.processing_class,
@@ -122,7 +123,7 @@ class StepParts:
 
     @cached_property
     def extensions(self) -> list[Extension]:
-        """Methods of the user's that reach into the step (`adora_extensions`)."""
+        """The user's methods that change the training step (`adora_extensions`), once started."""
         extensions = [*self._run.extensions.values()]
         for extension in extensions:
             extension.start(self.context, self.images)
@@ -198,7 +199,7 @@ class StepParts:
 
     @cached_property
     def generation_logps(self) -> GenerationLogps:
-        """Old and reference log-probabilities of a generation, and how far the engine's are off."""
+        """Computes old and reference log-probabilities, and compares the engine's with them."""
         trainer = self._trainer
         context = self.context
         rounding = rounding_bound(computing_dtype(context.accelerator, trainer.model))
@@ -206,7 +207,7 @@ class StepParts:
             context=context,
             policy=trainer.model,
             reference=trainer.ref_model,
-            # Looked up at each call: benchmarks wrap it.
+            # The method is looked up at each call, since benchmarks replace it by a wrapper.
             model_pass=lambda *args, **kwargs: trainer._get_per_token_logps_and_entropies(
                 *args, **kwargs
             ),
@@ -245,7 +246,7 @@ class StepParts:
 
     @cached_property
     def first_answers(self) -> FirstAnswers:
-        """Warns where not one of a run's first rollouts is right."""
+        """Warns if none of a run's first rollouts is right."""
         return FirstAnswers()
 
     @cached_property
@@ -300,8 +301,8 @@ class StepParts:
     def micro_batcher(self) -> MicroBatcher:
         """Stage 9: divides a generation into micro-batches, and weighs the loss of each."""
         trainer = self._trainer
-        # With a KL term, an entropy bonus or an auxiliary loss of experts a row adds to the loss
-        # even if its advantage is 0.
+        # With a KL term, an entropy bonus or an auxiliary loss of experts, a row contributes to the
+        # loss even if its advantage is 0. Then no group may be left out.
         has_kl_term = self.context.config.beta != 0.0
         every_row_counts = bool(
             has_kl_term or trainer._entropy_bonus_enabled or trainer.aux_loss_enabled
@@ -315,7 +316,7 @@ class StepParts:
 
     @cached_property
     def policy_pass(self) -> PolicyPass:
-        """The policy's forward pass, with shared prompts."""
+        """Runs the policy forward, computing the prompt of a group once where it can."""
         return PolicyPass(
             self.context.accelerator,
             self.context.config,
@@ -342,14 +343,14 @@ class StepParts:
 
     @cached_property
     def entropy_bonus(self) -> EntropyBonus:
-        """What TRL's entropy bonus lacks."""
+        """Adds the part of the entropy bonus that TRL's loss lacks."""
         return EntropyBonus(self.context.config, self.micro_batcher)
 
     @cached_property
     def skip_bad_steps(self) -> SkipBadSteps:
         """Skips optimizer steps whose gradients are not finite."""
         trainer = self._trainer
-        # A function, since DeepSpeed's engine exists only when the training begins.
+        # It is a function, since DeepSpeed's engine does not exist before the training begins.
         deepspeed_engine = (lambda: trainer.model_wrapped) if trainer.is_deepspeed_enabled else None
         return SkipBadSteps(self.context, self.ratio_guard, deepspeed_engine)
 
@@ -365,7 +366,7 @@ class StepParts:
 
     @cached_property
     def checkpoint_state(self) -> CheckpointState:
-        """What a checkpoint has beside TRL's own state."""
+        """Saves and restores what a checkpoint has beside TRL's own state."""
         trainer = self._trainer
         return CheckpointState(
             pipeline=self.advantage_computer.pipeline,
@@ -380,7 +381,7 @@ class StepParts:
 
     @cached_property
     def engine_pair(self) -> EnginePair:
-        """Engine and policy, for checks that compare them, and for evaluations."""
+        """The engine and the policy, for checks that compare them, and for evaluations."""
         trainer = self._trainer
         return EnginePair(
             context=self.context,
@@ -449,9 +450,12 @@ class StepParts:
     def _sample_turn_by_policy(self, prompts: PromptBatch) -> list[list[int]]:
         """Sample one turn from the policy itself, without an engine: token ids, (B,).
 
-        TRL takes settings from the model's folder where no key of the run sets them. Here they are
-        ignored. TRL also samples with dropout. Here dropout is off, since log-probabilities are
-        computed without it and would belong to another distribution.
+        It differs from stock TRL in two points:
+
+        - Where no key of the run sets a sampling option, TRL takes it from the generation config in
+          the model's folder. Here that config is ignored.
+        - TRL samples with dropout. Here dropout is off. Log-probabilities are computed without
+          dropout, and would not be those of the distribution that was sampled from.
         """
         policy = self._trainer.model
         with ignoring_generation_config(policy), evaluation_mode(policy):
@@ -470,10 +474,10 @@ class StepParts:
 
     @cached_property
     def _server_context(self) -> int | None:
-        """How many tokens of a prompt with its completion the run's servers take.
+        """The largest number of tokens of prompt and completion that the run's servers accept.
 
-        The result is None without servers, and if the servers do not say it. Collective: the first
-        rank asks the servers.
+        It is None without servers, and if the servers do not tell. Collective: the first rank asks
+        the servers.
         """
         config = self.context.config
         if not config.uses_servers:
@@ -542,6 +546,9 @@ class StepParts:
 
 
 def _to_device(trainer: GRPOTrainer) -> Callable[[Any], Any]:
-    """Return Transformers' own method that moves a batch to the device: TRL overrides it."""
+    """Return Transformers' own `_prepare_inputs`, which moves a batch to the device.
+
+    TRL overrides that method, so it is taken from the class above TRL's.
+    """
     to_device: Callable[[Any], Any] = super(GRPOTrainer, trainer)._prepare_inputs
     return to_device

@@ -2,12 +2,13 @@
 can be trusted.
 
     1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into micro-batches,
-                      and compute the old log-probabilities of those of later updates
+                      and compute old log-probabilities for micro-batches of later weight updates
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
 
 The objects that work in a step are `self.parts`, a `StepParts` of `parts.py`; this file has the order
-in which they work. Behind the step stand the whole run, its data and log, and checkpoints. Where a
-method of stock TRL is overridden, the docstring says what TRL does there and why that is not enough.
+in which they work. Methods of the whole run, of its data and log, and of checkpoints come after those
+of the step. Where a method of stock TRL is overridden, the docstring says what TRL does there and why
+that is not enough.
 """
 
 import time
@@ -86,9 +87,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     manifest: dict[str, Any]
     _step: int  # TRL's count of micro-batches
     _buffered_inputs: list[Batch] | None  # TRL's: the micro-batches of the present generation
-    # Of the micro-batches of the present optimizer step so far.
+    # The seconds that the present optimizer step has taken, up to its last micro-batch.
     _seconds_of_step: float = 0.0
-    # The values of `_step` at which the present generation is learned from.
+    # The values of `_step` at which the present generation is learned from, such as 4 to 7.
     _steps_of_generation: range = range(0)
 
     def __init__(
@@ -112,12 +113,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     ) -> None:
         """Take the parameters of stock TRL 1.16.
 
-        Stock TRL loads the weights first and builds its own generation class. Ours makes every
-        check of `adora_vl/preflight/run_checks.py` before, and puts its own class in place. The
-        configs that Python code passes stay as they are, so that a second trainer with them is of
-        the same run.
+        Stock TRL loads the weights first and builds its own generation class. Ours first makes all
+        checks of `adora_vl/preflight/run_checks.py`, and uses a generation class of its own. It
+        does not change the configs that Python code passes. So a second trainer that is built from
+        them belongs to the same run.
 
-        `run`: a run that the command has checked already; its data, rewards and adapter are taken.
+        `run`: a run that the command has checked already. Its data, rewards and adapter are used.
         Raises `UserError`, in one line, for what cannot work.
         """
         if run is None:
@@ -184,7 +185,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def _replace_callbacks(self) -> None:
         """Add this package's callbacks, and remove those of Transformers that print."""
-        # In a notebook it is another class than in a terminal.
+        # Transformers' progress bar has another class in a notebook than in a terminal.
         self.remove_callback(transformers_trainer.DEFAULT_PROGRESS_CALLBACK)
         self.remove_callback(PrinterCallback)
         for callback in self.parts.callbacks(self.models_by_role(), self.log_evaluation):
@@ -204,9 +205,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Return the micro-batch that is learned from next; a second call returns the same one.
 
-        Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded to
-        its longest row. Ours keeps groups together, leaves out those without signal, and cuts
-        padding.
+        Stock TRL shuffles the rows of a generation, divides them into micro-batches, and pads each
+        row to the longest of the generation. Ours keeps groups together, leaves out groups without
+        signal, and pads to the longest row of the micro-batch.
         """
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
@@ -224,24 +225,25 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Return the micro-batch that is learned from next, where this class cuts generations.
 
         If the present generation is used up, the next one is sampled from these rows. TRL counts
-        micro-batches through the whole run, in `_step`.
+        micro-batches through the whole run, in `_step`. For example, with 4 micro-batches per
+        generation `_step` 6 takes the one with the index 2.
         """
         if self._step not in self._steps_of_generation:
             self._buffered_inputs = self._sample_generation(rows)
             self._steps_of_generation = self.layout.micro_steps_of_generation(self._step)
         assert self._buffered_inputs is not None
         micro_batch = self._buffered_inputs[self._step % self.layout.steps_per_generation]
-        # An empty one has no work: its groups have no signal.
+        # A micro-batch is empty if all of its groups were left out for having no signal.
         if micro_batch:
-            # `_sample_generation` has made this check, unless a checkpoint had the generation.
+            # `_sample_generation` has made this check, except for a generation of a checkpoint.
             self.parts.generation_logps.check_shared_prompts(micro_batch)
         return micro_batch
 
     def _sample_generation(self, rows: list[Row]) -> list[Batch]:
         """Sample a generation of rollouts from these rows, and return its micro-batches.
 
-        Those that are left without groups, because groups without signal are left out, are empty.
-        With several iterations each micro-batch is learned from again.
+        Groups without signal are left out, and a micro-batch that gets no group is empty. With
+        several iterations (`num_iterations`) the same micro-batches are learned from again.
         """
         key = self._step_key
         self._means.begin()  # averages over the micro-batches that follow
@@ -261,11 +263,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         """Return the batch of a generation, sampled, graded and weighed.
 
-        Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the
-        old log-probabilities whenever vLLM samples, grades, and returns group-normalised
-        advantages. Ours processes each image once, makes that pass later, where it is needed at
-        all, replaces groups without signal, and then weighs all together. Every rank goes through
-        the stages together.
+        It differs from stock TRL in these points:
+
+        - TRL processes the image of every copy of a row twice. Ours processes each image once.
+        - Whenever vLLM samples, TRL makes a pass for the old log-probabilities here. Ours makes it
+          later, and only where it is needed.
+        - TRL keeps every group. Ours replaces groups without signal.
+        - TRL returns group-normalised advantages. Ours then weighs all groups together.
+
+        All ranks go through the stages together.
         """
         if not self.model.training:
             return self._sample_for_evaluation(inputs)
@@ -275,7 +281,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.prefetch.finish()
         trackers.empty_table(self._logs)
         if self._step == self._first_micro_step:
-            # A checkpoint that is written within this optimizer step begins the step again.
+            # A run that resumes from a checkpoint written within this step begins the step again.
             unfinished = parts.checkpoint_state.unfinished_generation
             unfinished.note_step_begin(self._step, self._facts())
         generation = pool.generation_numbers.generation_at(
@@ -283,14 +289,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         )
         # 1. Draw: rows become groups; an image that cannot be read ends the run.
         drawn_groups = generation_sampler.draw(generation, inputs)
-        # A run that dies before it learns from this generation goes on from here.
+        # A run that dies before it learns from this generation resumes at this point.
         pool.begin_step(generation)
         with generation_sampler.sampling():
             # 2. Schedule: which groups begin or go on, and for how many tokens.
             generation_sampler.schedule(generation, drawn_groups)
             # 3. Sample their rollouts, with all turns.
             groups = generation_sampler.sample(generation, drawn_groups)
-        # 4. Select complete groups, equally many on every rank; the others wait.
+        # 4. Select complete groups, equally many on every rank; other groups wait in the pool.
         complete_groups = pool.select_complete(groups, pool.max_groups)
         assert complete_groups, "stage 3 has completed some on every rank"
         # 5. Build the batch, and 6. score it.
@@ -320,7 +326,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _score(self, generation: Generation, groups: Sequence[RolloutGroup]) -> ScoredGroups:
         """Make groups into a batch, grade their rollouts, and compute TRL's advantages.
 
-        These are stages 5 and 6 of a generation. `_weigh`, stage 8, computes the final advantages.
+        This is stages 5 and 6 of a generation. Stage 8, `_weigh`, computes the final advantages.
         Collective: every rank has equally many groups.
 
         Args:
@@ -355,10 +361,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return scored_groups
 
     def _weigh(self, generation: Generation, scored_groups: ScoredGroups) -> Batch:
-        """Return the batch with its final advantages, which is stage 8. Collective.
+        """Compute the final advantages, and return the batch with them. Collective.
 
-        The weight of a group may depend on all others, so this is called once no group is replaced
-        any more.
+        This is stage 8 of a generation. The weight of a group may depend on all other groups, so all
+        groups must have their final rollouts before.
         """
         parts = self.parts
         advantages = parts.advantage_computer.compute(scored_groups.assessment)
@@ -371,9 +377,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return batch
 
     def _with_advantages(self, batch: Batch, advantages_PG: Tensor) -> Batch:
-        """Add this rank's part of the advantages of all ranks' groups to the batch. Collective.
+        """Add this rank's advantages to the batch, and the number of tokens of the loss. Collective.
 
-        TRL's losses also get the number of tokens that the loss counts over all ranks.
+        `advantages_PG`: those of all ranks' groups. TRL's losses divide by the number of tokens that
+        they count on all ranks together (`num_items_in_batch`).
         """
         advantages_B = rows_of_rank(advantages_PG.flatten(), self.accelerator)
         batch["advantages"] = advantages_B.to(self.accelerator.device, non_blocking=True)
@@ -382,7 +389,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     @property
     def _step_key(self) -> StepKey:
-        """The step and micro-batch at which the run stands; seeds are made of it."""
+        """The step and micro-batch at which the run is. Seeds are derived from it."""
         return StepKey(
             mode="train" if self.model.training else "eval",
             step=self.state.global_step,
@@ -391,9 +398,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     @property
     def _first_micro_step(self) -> int:
-        """TRL's `_step`, its count of micro-batches, where the present optimizer step began.
+        """The value of `_step`, TRL's count of micro-batches, at which the optimizer step began.
 
-        A run that resumes begins an optimizer step at its first micro-batch again.
+        For example, with 4 micro-batches per optimizer step it is 8 while `_step` is 8 to 11. A run
+        that resumes begins the step there.
         """
         return int(self._step - self._step % self.args.gradient_accumulation_steps)
 
@@ -402,22 +410,25 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def training_step(self, model: PreTrainedModel, inputs: Any, num_items_in_batch: Any) -> Tensor:
         """Run one micro-batch forward and backward, and return its loss, ().
 
-        Stock TRL runs every micro-batch, and counts them through all epochs. Ours skips those that
-        are empty, on all ranks alike. It counts as if every optimizer step had all of its
-        micro-batches, as a run does that resumes after a shorter one. A micro-batch that runs out
-        of a GPU's memory is run once more, with all layers recomputed.
+        It differs from stock TRL in these points:
+
+        - TRL runs every micro-batch. Ours skips empty ones, which are empty on all ranks.
+        - TRL counts the micro-batches that were run. Ours counts as if every optimizer step had
+          all of its micro-batches, because a run that resumes after a shorter step counts so.
+        - If a micro-batch runs out of a GPU's memory, ours runs it once more, with all layers
+          recomputed.
         """
         start_time = time.perf_counter()
         model.train()
         metrics = self._metrics["train"]
-        # The figure must not appear yet: a checkpoint that is written in this step, because it
-        # fails, would have it without a value.
+        # `get` does not create the entry. If this step fails, the checkpoint that is then written
+        # must not have an entry without a value.
         step_times_before = len(metrics.get("step_time", ()))
         trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
         loss = self._run_unless_empty(trl_step, inputs)
-        # TRL logs the time of a step after every `gradient_accumulation_steps` micro-batches. If the
-        # last step of an epoch is shorter, no step ends there. So TRL's entry is removed, and ours
-        # is added where the weights change.
+        # TRL logs the time of a step after every `gradient_accumulation_steps` micro-batches. The
+        # last step of an epoch may have fewer, so TRL's entries then come in the middle of steps.
+        # So TRL's entry is removed, and ours is added where the weights change.
         del metrics["step_time"][step_times_before:]
         self._seconds_of_step += time.perf_counter() - start_time
         if self.accelerator.sync_gradients:
@@ -430,14 +441,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _run_unless_empty(self, trl_step: Callable[[], Tensor], inputs: object) -> Tensor:
         """Run TRL's training step on the next micro-batch, and return its loss; 0 for an empty one.
 
-        Only a generation that this class cuts, and not TRL, has empty micro-batches.
+        Only generations that this class cuts have empty micro-batches. Those that TRL cuts have none.
         """
         run_with_retry = self.parts.recomputed_layers.run_with_retry
         if not cuts_generations(self.args):
             return run_with_retry(trl_step, self._means.snapshot)
         micro = self._prepare_inputs(inputs)
         if not micro:
-            self._step += 1  # TRL's step, which counts its micro-batch, is not run
+            self._step += 1  # TRL's step would count this micro-batch, but it is not run
             return torch.zeros((), device=self.args.device)
         # TRL's step calls `_prepare_inputs` again, which returns the same micro-batch.
         with self._means.joining(micro):
@@ -454,8 +465,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         - TRL clips the ratio of new to old policy on one side only. Ours also skips a step in which
           this ratio explodes.
 
-        Random numbers of a micro-batch, such as dropout's, are seeded by its position alone, so
-        that a resumed run draws the same ones.
+        The random numbers that a micro-batch draws, such as dropout's, are seeded by its position
+        alone, so that a resumed run draws the same ones.
         """
         micro = cast("Batch", {**inputs})  # columns are added for this loss alone
         parts = self.parts
@@ -463,7 +474,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             with parts.policy_pass.watch(micro):
                 evaluation_loss: Tensor = super()._compute_loss(model, micro)
             return evaluation_loss
-        # How many micro-batches of the generation were learned from before this one.
+        # The number of micro-batches of this generation that were learned from before this one.
         micro_step = self._step % self.layout.micro_batches_per_generation
         parts.generation_logps.old_logps.prepare_loss(micro, micro_step)
         # This is read before TRL's loss, which changes an adaptive coefficient at the end of a step.
@@ -477,8 +488,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         with parts.policy_pass.watch(micro, add_to_loss) as watched, self._draws_of_micro_batch():
             loss: Tensor = super()._compute_loss(model, micro)
         entropies_BC = cast("Tensor", watched.entropies_BC)  # TRL's loss asks for them
-        # A micro-batch with this column is weighed by its tokens. With an auxiliary loss of experts
-        # `loss` also contains that loss, so TRL's own figure of the policy loss stays.
+        # A micro-batch has this column if it is weighed by its tokens. With an auxiliary loss of
+        # experts `loss` contains more than the policy loss, so TRL's own figure stays.
         if "share_of_tokens" in micro and not self.aux_loss_enabled:
             self._replace_policy_loss_figure(
                 parts.entropy_bonus.policy_loss_sums(micro, loss, entropies_BC, trl_bonus)
@@ -493,15 +504,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _replace_policy_loss_figure(self, sums_2: Tensor) -> None:
         """Replace the loss that TRL has logged by the average over the tokens of all ranks.
 
-        For example, ranks with the losses 0.5 and 0.1 over 10 and 30 tokens give 0.2. Collective.
+        For example, let the first rank have the loss 0.5 over 10 tokens, and the second 0.1 over 30.
+        Their sums (5, 10) and (3, 30) give 8 / 40 = 0.2. Collective.
 
-        `sums_2`: this rank's policy loss times its tokens, and its tokens: (5, 10) on the first.
+        `sums_2`: this rank's policy loss times its number of tokens, and that number.
         """
         total, token_count = self.accelerator.reduce(sums_2, reduction="sum").tolist()
         self._metrics["train"]["policy_loss"][-1] = total / max(token_count, 1.0)
 
     def _draws_of_micro_batch(self) -> AbstractContextManager[None]:
-        """Return a context in which random numbers follow from the micro-batch's position."""
+        """Return a context that seeds random numbers by the micro-batch's position and the rank."""
         rank = self.accelerator.process_index
         return drawing_by_key(f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}")
 
@@ -517,16 +529,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Compute log-probabilities of completions, and entropies where they are asked for.
 
-        Stock TRL computes the prompt again with every rollout, and pads rows to one length. Ours
-        computes it once per group and without padding where that is less work and the model's
-        attention allows it.
+        Stock TRL computes the prompt again for every rollout, and pads rows to one length. Ours
+        computes a prompt once per group and without padding. It does so where that is less work and
+        the model's attention allows it.
         """
         return self.parts.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
         """Return the log-probabilities of a generation's completions by the policy, (B, C).
 
-        `pixels`: used in place of the batch's own images, if there are any.
+        `pixels`: used in place of the batch's own pixels; None for the batch's own.
         """
         return generation_logps(
             batch,
@@ -545,14 +557,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     ) -> TrainOutput:
         """Train, from the beginning or from a checkpoint.
 
-        Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from
-        the newest checkpoint in it, of whatever run. Ours holds `output_dir` for this run
-        alone, goes on from its own checkpoints with all that they have, and notes in
-        `manifest.json` how it ends.
+        Stock TRL leaves this to Transformers, which goes on from the newest checkpoint in the
+        folder, even if another run wrote it. Ours locks `output_dir` for this run, goes on from
+        checkpoints of this run alone and restores all that they hold, and notes in `manifest.json`
+        how the run ends.
 
-        From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin
-        anew. A run of the command has claimed its folder, and chosen a checkpoint, before. Raises
-        `UserError` for a folder of another run, and `RunError` where a step fails.
+        `resume_from_checkpoint` counts for a run from Python: True, "auto", or a folder; None and
+        False begin anew. For a run of the command, the command has locked the folder and chosen a
+        checkpoint already.
+
+        Raises `UserError` for a folder of another run, and `RunError` where a step fails.
         """
         if self.run.request.cli_args is not None:
             return self._train_in_folder(trial, ignore_keys_for_eval)
@@ -589,7 +603,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     ) -> TrainOutput:
         """Train in the folder that the run has claimed, and note in its manifest if that fails.
 
-        If this run replaces an older one in the folder, the older one's files are set aside first.
+        If this run replaces an older run in the folder, the older run's files are set aside first.
         The arguments are those of `train`.
         """
         run = self.run
@@ -608,7 +622,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         steps_of_checkpoint = _read_state(Path(checkpoint)).global_step if checkpoint else 0
 
         def steps_done() -> int:
-            # TRL's count is 0 until `super().train` has read the checkpoint's.
+            # TRL's count is 0 until `super().train` has read the count of the checkpoint.
             return max(int(self.state.global_step), steps_of_checkpoint)
 
         with noting_failure(
@@ -620,8 +634,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                     expect_universal_checkpoint(self)
             with errors_with_step(steps_done, self.parts.checkpoint_writer.where_to_go_on):
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
-            # None, unless too many steps in a row had unusable gradients: then the training has
-            # ended early without an error of its own.
+            # If too many steps in a row had unusable gradients, the training has ended early without
+            # an error of its own, and this has the reason. Else it is None.
             reason_to_stop = self.parts.skip_bad_steps.reason
             if reason_to_stop:
                 raise RunError(f"step {steps_done()}: {reason_to_stop}")
@@ -648,7 +662,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Return the data loader of a training or an evaluation.
 
         Stock TRL reads and decodes every copy of a row. Ours reads each row of a training batch
-        once, if possible while the policy learns from the batch before.
+        once. Where possible it reads them while the policy learns from the previous batch.
         """
         dataset = kwargs["dataset"]
         shares_rows = self.args.uses("cache_images")
@@ -656,7 +670,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         needs_numbers = self.parts.pool.allows_stale_rollouts
         has_length = hasattr(dataset, "__len__")  # a streamed data set has none
         is_training = kwargs.get("is_training", False)
-        # Only a training shares rows or reads them again, and a streamed row has no number.
+        # An evaluation neither shares rows nor reads them again. A streamed row has no number.
         if not is_training or not has_length or not (shares_rows or needs_numbers):
             return super()._get_dataloader(*args, **kwargs)
         rows = DistinctRows(dataset, numbered=needs_numbers, share=shares_rows)
@@ -680,10 +694,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def log_evaluation(self, figures: dict[str, float]) -> None:
         """Log the figures of an evaluation, as an entry of its own.
 
-        TRL's `log` would add averages of the training's figures so far, so this calls that of
-        Transformers.
+        TRL's `log` would add averages of the training's figures so far, so the `log` of
+        Transformers is called.
         """
-        # Transformers would take this entry for the log of the step, and leave that one out.
+        # Logging resets `should_log`. Then Transformers would not log the training's own figures of
+        # this step any more.
         should_log = self.control.should_log
         Trainer.log(self, figures)
         self.control.should_log = should_log
@@ -718,9 +733,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
         """Write the checkpoint of the present step.
 
-        Stock TRL writes into `checkpoint-N` itself and deletes older checkpoints on the way, so a
-        crash can leave an incomplete checkpoint, or none. Ours lets it write into another folder,
-        adds what a resumed run needs, renames the folder, and then deletes older checkpoints.
+        Stock TRL writes into `checkpoint-N` itself and deletes older checkpoints meanwhile, so a
+        crash can leave an incomplete checkpoint, or none. Ours lets TRL write into another folder,
+        adds what a resumed run needs, renames the folder to `checkpoint-N`, and then deletes older
+        checkpoints.
         """
         trl_save_checkpoint = super()._save_checkpoint
         state = self.parts.checkpoint_state
@@ -735,13 +751,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.parts.checkpoint_writer.write(self.state.global_step, write_files)
 
     def _forget_best_checkpoint(self, checkpoint: Path) -> None:
-        """Leave no folder of a best checkpoint in Transformers' state; its step and metric stay.
+        """Remove the folder of the best checkpoint from Transformers' state; step and metric stay.
 
         With `metric_for_best_model`, which early stopping needs, Transformers notes the folder that
-        it writes into, which is renamed afterwards. It would look there at the end of the run, and
-        with `save_total_limit: 1` delete every other checkpoint, the newest one too.
+        it writes into. That folder is renamed afterwards. Transformers would look for it at the end
+        of the run, and with `save_total_limit: 1` would delete every other checkpoint, also the
+        newest one.
 
-        `checkpoint`: the folder, which has the state already.
+        `checkpoint`: the folder that is being written. It has the file of the state already.
         """
         if self.state.best_model_checkpoint is None:
             return
@@ -750,7 +767,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self.state.save_to_json(str(checkpoint / TRAINER_STATE_NAME))
 
     def save_here(self) -> Path:
-        """Return the checkpoint of the present step, and write it unless it is there already.
+        """Return the folder of the present step's checkpoint, and write it if it is missing.
 
         All ranks call this together.
         """
@@ -761,8 +778,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _get_output_dir(self, trial: object) -> str:
         """Return the folder that Transformers writes into.
 
-        Stock TRL returns `output_dir`. Ours returns another folder while a checkpoint is written,
-        which is renamed when it is complete.
+        Stock TRL returns `output_dir`. While a checkpoint is written, ours returns a temporary
+        folder, which is renamed when it is complete.
         """
         staging = self.parts.checkpoint_writer.staging
         return str(staging) if staging is not None else str(super()._get_output_dir(trial))
@@ -776,10 +793,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     ) -> None:
         """Load the weights of a checkpoint.
 
-        Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the
-        file. Qwen2.5-VL's modules have other names, so a resumed run would only print a warning and
-        start from the untrained weights. Of several adapters it reads only those in folders of
-        their own, and not the one that is trained.
+        Stock TRL leaves this to Transformers 5.17, which has two faults here:
+
+        - It loads weights by their names in the file, but Qwen2.5-VL's modules have other names.
+          A resumed run would only print a warning and start from the untrained weights.
+        - If there are several adapters, it reads only those in subfolders. The adapter that is
+          trained lies in the checkpoint's folder itself, and would not be read.
         """
         model = self.model if model is None else model
         folder = Path(resume_from_checkpoint)
@@ -813,7 +832,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             recording = recording_saved_files(folder, self.args.should_save)
         hiding_reference: AbstractContextManager[None] = nullcontext()
         if self._dist.is_zero3 and is_peft_model(self.model):
-            # PEFT would save the reference adapter too, and what ZeRO-3 gathers lacks it.
+            # PEFT would save the reference adapter too, but the state that ZeRO-3 gathers lacks it.
             hiding_reference = without_reference_adapter(self.model)
         with recording:
             with hiding_reference:
@@ -825,8 +844,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push the model of a checkpoint to the hub.
 
-        Stock TRL copies the model into `output_dir` to push it. Ours also notes that this run wrote
-        these files.
+        Stock TRL copies the model into `output_dir` to push it. Ours also records these files as
+        files of this run.
         """
         with recording_saved_files(Path(self.args.output_dir), self.accelerator.is_main_process):
             super()._push_from_checkpoint(checkpoint_folder)

@@ -39,7 +39,7 @@ class Row(TypedDict, total=False):
 class Batch(TypedDict, total=False):
     """One rank's rollouts: a whole generation, or a micro-batch of it.
 
-    B rollouts, P prompt and C completion tokens.
+    There are B rollouts. Their prompts are padded to P tokens, their completions to C tokens.
     """
 
     prompt_ids: Tensor  # (B, P), padded on the left
@@ -48,9 +48,9 @@ class Batch(TypedDict, total=False):
     completion_mask: Tensor
     advantages: Tensor  # (B,), or (B, C) where tokens are weighed
     num_items_in_batch: Tensor  # (), tokens of the loss, of all ranks
-    old_per_token_logps: Tensor  # (B, C), of the policy that the generation was sampled with
-    ref_per_token_logps: Tensor  # (B, C), of the reference model
-    # (B, C), of the engine: NaN where it was not asked, minus infinity where it gave no number
+    old_per_token_logps: Tensor  # (B, C), by the policy before it learns from this generation
+    ref_per_token_logps: Tensor  # (B, C), by the reference model
+    # (B, C), by the engine: NaN where it was not asked, minus infinity where it gave no number
     sampling_per_token_logps: Tensor
     importance_sampling_ratio: Tensor  # (B, C) or (B, 1), policy over engine
     tool_mask: Tensor  # (B, C)
@@ -58,17 +58,19 @@ class Batch(TypedDict, total=False):
     pixel_values: Tensor  # patches, or references to them (adora_vl.packing.image_store)
     image_grid_thw: Tensor  # (images, 3)
     num_images: list[int]  # (B,)
-    # added by this package
-    # (B,), tokens at the beginning that are not compared with the engine: sampled by earlier weights
-    # (adora_rollouts.budget), or all of a rollout that saw other images (an extension)
+    # TRL has the columns above. This package adds those below.
+    # (B,), so many tokens at the beginning of a completion are not compared with the engine.
+    # Earlier weights have sampled them (adora_rollouts.budget). Where an extension changes the
+    # images of a rollout, none of its tokens are compared.
     stale_tokens: Tensor
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
     rollout_number: Tensor  # (B,), adora_vl.record.recorder
-    share_of_rows: float  # its rows over those that a micro-batch has on average
-    share_of_tokens: Tensor  # (), its tokens over those that a micro-batch has on average
-    loss_tokens: int  # of a micro-batch, over all ranks: the tokens that its loss counts
-    host_rows: HostRows  # of a micro-batch; left out of checkpoints
+    # Only a micro-batch has the columns below.
+    share_of_rows: float  # its number of rows, divided by the average of all micro-batches
+    share_of_tokens: Tensor  # (), its number of tokens, divided by the average
+    loss_tokens: int  # the number of tokens that its loss counts, on all ranks together
+    host_rows: HostRows  # checkpoints leave it out
 
 
 class RowImages(NamedTuple):
@@ -80,17 +82,19 @@ class RowImages(NamedTuple):
 
 @dataclass(frozen=True)
 class HostRows:
-    """A copy of what a pass has to know of B rows on the CPU, so that it never waits for the GPU.
+    """What a forward pass has to know of B rows, copied to the CPU.
 
-    The rows have P prompt and C completion tokens.
+    A pass that reads it from here never waits for the GPU. The prompts are padded to P tokens, the
+    completions to C tokens.
     """
 
     prompt_ids: Tensor  # (B, P)
     prompt_mask: Tensor  # (B, P)
     prompt_token_types: Tensor | None  # (B, P), 1 at the tokens of images
     completion_lengths: list[int]  # (B,), in tokens
-    images: list[RowImages | None]  # of each row, prompt and completion together
-    # (B, C), not 0 where the policy has sampled; None: everywhere
+    images: list[RowImages | None]  # of each row, those of its prompt and completion together
+    # (B, C), 1 at tokens that the policy sampled, 0 at tokens of tools; None in a run without tools,
+    # where the policy samples every token
     policy_mask: Tensor | None = None
     # (B, C), 1 at the tokens of images; None where no completion has images
     completion_token_types: Tensor | None = None
@@ -146,7 +150,10 @@ class HostRows:
         )
 
     def loss_tokens(self, row: int) -> int:
-        """Return how many tokens of a row's completion the loss counts."""
+        """Return how many tokens of a row's completion the loss counts.
+
+        For example, a completion of 4 tokens with the policy mask (1, 0, 1, 1) has 3.
+        """
         length = self.completion_lengths[row]
         if self.policy_mask is None:
             return length
@@ -156,7 +163,8 @@ class HostRows:
         """Return how many images the prompt of a row has.
 
         An image is a run of image tokens. Runs never touch, since tokens that mark the beginning
-        and the end of an image stand between them.
+        and the end of an image stand between them. For example, the token types (1, 1, 0, 1, 0)
+        have 2 images.
         """
         if self.prompt_token_types is None:
             return 0
@@ -166,9 +174,10 @@ class HostRows:
         return int(is_image_token[0] + begins_run.sum())
 
     def select(self, rows: Sequence[int], first_column: int = 0) -> HostRows:
-        """Return what is known of these rows alone.
+        """Return a `HostRows` of these rows alone.
 
-        Their prompts lose the columns before `first_column`, which are padding in all of these rows.
+        The columns of prompts before `first_column` are cut off. All of these rows have padding
+        there.
         """
         rows = list(rows)
         types = self.prompt_token_types
@@ -184,7 +193,7 @@ class HostRows:
 
 
 def _rows_of(column: Tensor | None, rows: list[int]) -> Tensor | None:
-    """Return these rows of a column; None of a column that there is not."""
+    """Return these rows of a column. Where the column is None, None is returned."""
     return None if column is None else column[rows]
 
 
@@ -193,13 +202,14 @@ def _split_token_types(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the token types of prompts, (B, P), and of completions, (B, C): 1 at image tokens.
 
-    They are None for a batch without images. Those of completions are None without tools too: only
-    a tool puts an image into a completion.
+    For example, a row with the types (0, 1, 0, 0, 1) and a prompt of 3 tokens is split into
+    (0, 1, 0) and (0, 1).
     """
     types = columns.get("mm_token_type_ids")
-    if types is None:
+    if types is None:  # a batch without images
         return None, None
     prompt_types = types[:, :prompt_width]
+    # Only a tool puts an image into a completion.
     if columns.get("tool_mask") is None:
         return prompt_types, None
     return prompt_types, types[:, prompt_width:]
@@ -229,6 +239,10 @@ def split_images_by_row(
 ) -> list[RowImages]:
     """Split the pixels (patches, D) and grids (images, 3) of a batch by row.
 
+    An image has as many patches as the product of its grid. For example, let the grids be
+    (1, 2, 2), (1, 2, 4) and (1, 2, 2). With the image counts (1, 2) the first row gets 4 patches,
+    and the second row 8 + 4.
+
     `image_counts`: the number of images of each row.
     """
     grids_by_row = torch.split(grids, list(image_counts))
@@ -243,7 +257,8 @@ def split_images_by_row(
 def _copy_to_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Copy tensors of whole numbers to the CPU, by their names; None stays None.
 
-    They travel as one tensor, so that the CPU waits for the GPU once.
+    They are copied as one flat tensor, so that the CPU waits for the GPU once. For example, tensors
+    of the shapes (2, 3) and (2,) are copied as 8 numbers, and get their shapes and dtypes back.
     """
     tensor_by_name = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     flat_tensors = [tensor.reshape(-1).long() for tensor in tensor_by_name.values()]
@@ -265,16 +280,19 @@ class LogPart(Protocol):
     """Gets a figure of some of a step's rollouts for the next log, the same on every rank."""
 
     def __call__(self, name: str, value: float, weight: float) -> None:
-        """Add it to what the log has of the others. `weight`: tokens or rollouts that it is of."""
+        """Add a value to the weighted average of this figure in the next log.
+
+        `weight`: the number of tokens or rollouts that the value describes.
+        """
 
 
 class PolicyLogps(Protocol):
-    """The policy without dropout, on a whole generation."""
+    """A function that runs the policy, without dropout, on a whole generation."""
 
     def __call__(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
-        """Log-probabilities of the completions, (B, C), without gradients.
+        """Return the log-probabilities of the completions, (B, C), without gradients.
 
-        `pixels` is taken in place of the batch's own, if it is given.
+        `pixels`: used in place of the batch's own pixels; None for the batch's own.
         """
 
 
@@ -286,7 +304,9 @@ class StepContext:
     config: AdoraGRPOConfig
     log: LogFigure
     pad_id: int
-    state: Callable[[], TrainerState]  # the trainer's, which is made anew when the training begins
+    # Returns the trainer's state. It is a function, since Transformers makes a new state when the
+    # training begins.
+    state: Callable[[], TrainerState]
     policy_logps: PolicyLogps
     save_now: SaveNow
     log_part: LogPart
@@ -298,7 +318,10 @@ class StepContext:
 
 
 def loss_mask(batch: Batch) -> Tensor:
-    """Return 1 at the completion tokens that the loss counts, else 0, (B, C)."""
+    """Return 1 at the completion tokens that the loss counts, else 0, (B, C).
+
+    For example, the completion mask (1, 1, 1, 0) and the tool mask (1, 0, 1, 1) give (1, 0, 1, 0).
+    """
     mask_BC = batch["completion_mask"]
     if "tool_mask" in batch:
         mask_BC = mask_BC * batch["tool_mask"]  # 0 at the tokens of tools
@@ -308,8 +331,9 @@ def loss_mask(batch: Batch) -> Tensor:
 def engine_comparison_mask(batch: Batch) -> Tensor:
     """Return where the engine's log-probabilities can be compared with the policy's, (B, C).
 
-    It is 1 at the tokens of the loss, but 0 at the first `stale_tokens` of a rollout. Those were
-    sampled by earlier weights, or the engine has seen other images than the policy.
+    It is the mask of the loss, with 0 at the first `stale_tokens` of a rollout. Earlier weights have
+    sampled these tokens, or the engine has seen other images than the policy. For example, the mask
+    (1, 0, 1, 1) with 1 stale token gives (0, 0, 1, 1), and with 3 stale tokens (0, 0, 0, 1).
     """
     mask_BC = loss_mask(batch)
     if "stale_tokens" in batch:

@@ -44,7 +44,7 @@ def assign_bins(pass_rates: Tensor, group_size: int) -> Tensor:
     The index is the number of right rollouts minus one. Prompts without a right rollout, and
     prompts with only right ones, belong to no bin and get `OUTSIDE_ALL_BINS`. For example, with
     groups of 4, the pass rates 0, 0.25, 0.75, 1 get -1, 0, 2, -1. If some rollouts are unscored, the
-    pass rate may lie between two bins; the nearer one is taken.
+    pass rate may lie between those of two bins. Then the prompt gets the nearer bin.
     """
     right_P = (pass_rates * group_size).round().long().clamp(1, group_size - 1)
     is_mixed_P = (pass_rates > 0) & (pass_rates < 1)
@@ -120,7 +120,8 @@ class DaroWeights:
 
         Args:
             losses_M: the loss L_mu of each of the M bins.
-            is_present_M: which bins occur in the batch, bool; the sum is over these alone.
+            is_present_M: which bins occur in the batch, bool. The sum is over these bins alone, and
+                the weights of the others stay as they are.
         """
         for log_weight, loss, is_present in zip(
             self.log_weights, losses_M.tolist(), is_present_M.tolist(), strict=True
@@ -212,7 +213,12 @@ class Daro(Method):
         There are P prompts with G rollouts each, and M bins. TRL's loss (`loss_type: dapo`) divides
         the sum over all tokens by their number T. L_mu, the loss of the bin mu, is divided by T_mu,
         the number of tokens of the scored rollouts in the bin. So the advantages of a bin are
-        multiplied by `w_mu T / T_mu`. With weights of 1 and both options off this is GRPO.
+        multiplied by `w_mu T / T_mu`. With weights of 1 and the options `by_bin_tokens` and
+        `drop_outside` off this is GRPO.
+
+        For example, let a prompt with (10, 20) tokens be alone in a bin of weight 2, and a prompt
+        with (30, 30) tokens lie outside of all bins. Advantages (1, -1) of the first become (6, -6),
+        as 2 * 90 / 30 = 6. Those of the second become 0.
 
         Args:
             advantages_PG: normalised by group. With rewards of 0 and 1 the weights absorb any scale
@@ -229,18 +235,18 @@ class Daro(Method):
             tokens_M = sum_by_bin(scored_tokens_PG, bins_P, bin_count=len(weights_M))
             all_tokens = tokens_PG.to(torch.float64).sum()
             factors_M = weights_M * all_tokens / tokens_M.clamp(min=1)
-        # A prompt outside of all bins may have advantages too, if its rewards are 0.0 and 0.1.
+        # Outside of all bins advantages are not 0 if rewards differ among wrong answers: 0.0 and 0.1.
         outside_factor = 0.0 if self.drop_outside else 1.0
         is_outside_P = bins_P == OUTSIDE_ALL_BINS
-        # Indices have to be 0 or more; what an outside prompt reads there is not used.
+        # An index has to be 0 or more. Outside prompts read the factor of bin 0, which is not used.
         factors_P = torch.where(is_outside_P, outside_factor, factors_M[bins_P.clamp(min=0)])
         return advantages_PG * factors_P.to(advantages_PG.dtype)[:, None]
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
-        """Weigh the advantages with the present weights, then update the weights on the same loss.
+        """Weigh the advantages by the present weights, then update the weights on the same loss.
 
-        It runs on the CPU. A GPU adds numbers in an order that changes from call to call, and all
-        ranks have to agree to the bit.
+        All of this runs on the CPU, because all ranks must have the same weights to the bit. A GPU
+        adds numbers in an order that changes from call to call.
         """
         group_size = advantages_PG.shape[1]
         # A bin for each number of right rollouts from 1 to G - 1.

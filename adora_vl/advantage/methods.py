@@ -36,12 +36,12 @@ class AdvantagePipeline:
         """Store the methods of a run and the settings that they read.
 
         Args:
-            methods: those of the run by name, in order.
+            methods: the methods of the run by name, in order.
             scale: TRL's `scale_rewards`.
             max_length: TRL's `max_completion_length`.
             sums_rewards: whether the advantages come from the sum of the rewards, so that a group
                 of equal sums gets 0.
-            seed: that of the run, for methods that draw at random.
+            seed: the seed of the run, for methods that draw at random.
         """
         self.methods = dict(methods)
         adora = self.methods.get("adora")
@@ -51,8 +51,8 @@ class AdvantagePipeline:
         self.max_length = max_length
         self.sums_rewards = sums_rewards
         self.seed = seed
-        # `compute_advantages` sets these three: what the learning rate of the generation's optimizer
-        # steps is multiplied with, the metrics to log by name, and ADORA's weights.
+        # `compute_advantages` sets these three. The learning rate of the generation's optimizer steps
+        # is multiplied by the first. The second has metrics to log, by name; the third ADORA's weights.
         self.learning_rate_factor = 1.0
         self.figures: dict[str, float] = {}
         self.weighting: AdoraWeighting | None = None
@@ -68,7 +68,7 @@ class AdvantagePipeline:
 
     @property
     def keeps_trl_advantages(self) -> bool:
-        """Whether no method changes TRL's advantages, so that they stay equal to the bit."""
+        """Whether no method changes TRL's advantages, which then stay the same to the bit."""
         return all(method.plain for method in self.methods.values())
 
     def weigh(self, groups: Groups) -> AdoraWeighting:
@@ -99,17 +99,16 @@ class AdvantagePipeline:
     def compute_advantages(self, groups: Groups, trl_advantages_PG: Tensor) -> Tensor:
         """Turn TRL's advantages of whole groups into the advantages to learn from, both (P, G).
 
-        Call it once in a generation, with exactly the groups that are learned from: some methods
-        weigh a group by the rest, and DARO updates its weights. Afterwards `weighting` has ADORA's
-        weights, `learning_rate_factor` what the learning rate is multiplied with, and `figures` the
-        metrics to log.
+        Call it once in a generation, with exactly the groups that are learned from. Some methods
+        weigh a group by the other groups, and DARO updates its weights at each call. The call also
+        sets `weighting`, `learning_rate_factor` and `figures`.
         """
         self.weighting = self.weigh(groups)
         self.learning_rate_factor = self.weighting.learning_rate_factor
         self.figures = {}
         if self.adora_options.assign == "rate":
             self.figures["rate_scale"] = self.learning_rate_factor
-        # Where no method changes advantages, as with plain GRPO, they stay TRL's to the bit.
+        # For example plain GRPO changes nothing. Its advantages are TRL's to the bit.
         if self.keeps_trl_advantages:
             return trl_advantages_PG
         # In a group of equal rewards the rounding of TRL's float32 mean leaves advantages of up to

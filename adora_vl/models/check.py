@@ -1,4 +1,4 @@
-"""What a model's config alone tells of a run that cannot work."""
+"""Refuses runs that cannot work, as far as the model's config alone tells."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -46,14 +46,20 @@ def check_family(
 ) -> list[str]:
     """Check that a model's architecture can be trained, and return notes: at most one line.
 
+    In the order of the code:
+
+        known family                                    fine, unless vLLM computes it otherwise
+        other family, reads text only                   fine, but prompts are not shared: a note
+        other family, images handled as by stock TRL    fine, with a note
+        other family, any other run                     refused
+
     Args:
         model: the keys of the model.
-        run_config: the run's.
-        config: the model's own.
+        run_config: the config of the run.
+        config: the config of the model.
 
     Raises:
-        UserError: for a model that reads images and is of no known family, unless the run handles
-            images as stock TRL does (`PARTS_THAT_NEED_FAMILY`), and for one that vLLM computes otherwise.
+        UserError: for a model or run that is refused.
     """
     name = model.model_name_or_path
     model_type = config.model_type
@@ -90,8 +96,8 @@ def check_family(
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
     """Return whether rounding would swallow nearly every update of the weights (`LOST_UPDATES_WARNING`).
 
-    It does in 16 bits, unless LoRA's own float32 weights are trained, or DeepSpeed keeps a float32
-    copy. `deepspeed`: whether the run uses it.
+    It does so if the weights are in 16 bits. It does not if LoRA is trained, whose own weights are
+    float32, or if DeepSpeed keeps a float32 copy. `deepspeed`: whether the run uses DeepSpeed.
     """
     dtype = config.dtype if model.dtype == "auto" else model.dtype
     has_16_bits = str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
@@ -126,15 +132,15 @@ def check_init_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any
     `from_pretrained` would hand it to the model's class, which fails. `init_kwargs`: the run's
     `model_init_kwargs`.
     """
-    # `from_pretrained` takes most of its arguments out of **kwargs, so that only its source has
-    # their names.
+    # `from_pretrained` takes most of its arguments out of **kwargs, so their names stand in its
+    # source and not in its signature.
     source = inspect.getsource(PreTrainedModel.from_pretrained)
     parameters = {
         *inspect.signature(PreTrainedModel.from_pretrained).parameters,
         "use_auth_token",
         "attn_implementation",
     }
-    # Masked, since the error below shows the value, which may be a token of the hub.
+    # Secrets are masked, since the error below shows the value, which may be a token of the hub.
     for key, value in without_secrets(init_kwargs).items():
         is_read = key in parameters or f'"{key}"' in source or hasattr(config, key)
         has_wrong_dtype = key == "dtype" and isinstance(value, str) and not is_dtype_name(value)
@@ -172,7 +178,8 @@ def check_model_parts(
         reason = str(error).strip().splitlines()[0][:200]
         remedy = ""
         is_single_name = isinstance(targets, str) and targets.isidentifier()
-        # PEFT matches it against whole names, while the user may mean names that end with it.
+        # PEFT takes a single name for a regular expression, and matches it against whole names of
+        # modules. The user probably means modules whose names end with it, so that is tried.
         if is_single_name:
             by_ending = replace(peft_config, target_modules=f".*{targets}")
             if _has_model_parts(model, config, by_ending, frozen):
@@ -255,10 +262,10 @@ def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig)
     The vision tower and the projector stay frozen, as in the recipes.
 
     Args:
-        peft_config: that of the adapter; the layers are written into it.
-        keys: the keys of the model. They get the layers too, so that manifest, fingerprint and
-            checkpoint have them.
-        config: the model's own.
+        peft_config: the config of the adapter. The layers are written into it.
+        keys: the keys of the model. The layers are written into them too, so that manifest,
+            fingerprint and checkpoint have them.
+        config: the config of the model.
 
     Returns:
         A note of one line for the user, or none.

@@ -1,6 +1,6 @@
-"""A base in 4 bits (bitsandbytes): when a run has one, and what it does not go with.
+"""A base model in 4 bits (bitsandbytes): when a run has one, and which settings it excludes.
 
-Trainer and engine read one copy, so that both compute with the same weights.
+Trainer and engine read the same quantised files, so that both compute with the same weights.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from trl import GRPOConfig
 
-# Modules that are not quantised. Transformers compares the beginnings of names, and vLLM's plugin
-# has names of its own, so the vision tower has two.
+# Modules that are not quantised: each whose name begins with one of these. The vision tower is here
+# twice, since vLLM's plugin calls it `visual` and Transformers `model.visual`.
 UNQUANTISED_MODULES = ("lm_head", "model.visual", "visual")
 
 
@@ -52,14 +52,15 @@ def check_four_bit(
 
     Args:
         model: the keys of the model.
-        run: the run's config.
-        config: the model's own.
-        peft_config: that of the adapter; None without one.
+        run: the config of the run.
+        config: the config of the model.
+        peft_config: the config of the adapter; None without an adapter.
         stage: DeepSpeed's ZeRO stage; None without DeepSpeed.
         runs_here: whether this machine will run it, so that packages must be installed.
 
     Raises:
-        UserError: for another quantisation, and for a setting that 4 bits do not go with.
+        UserError: for another quantisation, for a setting that a base in 4 bits excludes, and for
+            a package that is not installed.
     """
     is_saved_in_four_bit = is_four_bit(config)
     if model.load_in_8bit:
@@ -93,13 +94,13 @@ def check_four_bit(
 def _obstacle_to_four_bit(
     model: ModelConfig, run: "GRPOConfig", peft_config: "PeftConfig", stage: int | None
 ) -> str | None:
-    """Return the first setting that a base in 4 bits does not go with, and its remedy.
+    """Return the first setting that a base in 4 bits excludes, with its remedy; None for none.
 
-    The arguments are those of `check_four_bit`. None where everything goes with it.
+    For example, `fp16: true; set bf16: true`. The arguments are those of `check_four_bit`.
     """
     saved_modules = getattr(peft_config, "modules_to_save", None)
     adapter_kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
-    # Each line: whether the run has this setting, and the setting with its remedy.
+    # Each pair: whether the run has this setting, and the setting with its remedy.
     for is_obstacle, obstacle in (
         (
             model.dtype != "bfloat16",
@@ -147,7 +148,7 @@ def _obstacle_to_four_bit(
 def is_quantised_layer(layer: str) -> bool:
     """Return whether the linear layer of this name is quantised to 4 bits.
 
-    The output embedding and the vision tower are not.
+    Layers of the vision tower, and the output embedding, are not quantised.
     """
     return not layer.startswith(UNQUANTISED_MODULES)
 
@@ -155,12 +156,14 @@ def is_quantised_layer(layer: str) -> bool:
 def four_bit_parameter_bytes(nested: bool) -> float:
     """Return the bytes of a parameter in 4 bits, with its share of the scales.
 
-    `nested`: whether the scales are quantised too (`use_bnb_nested_quant`).
+    It is half a byte, and the bytes of a scale divided among the parameters of a block: 0.5625, or
+    about 0.516 with nested scales. `nested`: whether the scales are quantised too
+    (`use_bnb_nested_quant`).
     """
     block = 64  # parameters that share a scale
     scale_bytes = 4.0  # a float32
     if nested:
-        scale_bytes = 1 + 4 / 256  # a byte, and 256 of them share a float32
+        scale_bytes = 1 + 4 / 256  # one byte, and 256 scales share a float32 of 4 bytes
     return 0.5 + scale_bytes / block
 
 
@@ -175,7 +178,7 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
         model: the keys that say how it is quantised.
     """
     nested = model.use_bnb_nested_quant
-    # All that the weights in 4 bits depend on names the folder.
+    # The folder's name is a hash of everything that the weights in 4 bits depend on.
     key_parts = (
         model_hash(name, revision) or f"{name}@{revision}",
         model.bnb_4bit_quant_type,
@@ -235,8 +238,8 @@ def prevent_repacking(model: "PreTrainedModel") -> None:
 class FrozenBase:
     """The frozen parameters of a policy, which move to the host while the engine is awake.
 
-    There they are in pinned memory, so that the card holds one copy of the base at a time. On a CPU
-    nothing moves.
+    The engine has a copy of the base too, and so the card holds one copy at a time. On the host the
+    parameters are in pinned memory. If the policy runs on a CPU, nothing moves.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -245,7 +248,7 @@ class FrozenBase:
         self.device = next(model.parameters()).device
         self._host_copies: list[torch.Tensor] = []  # made by the first `move_to_host`
         self.is_on_host = False
-        self.moves = 0  # to the host and back, so far
+        self.moves = 0  # the number of moves so far, both to the host and back
 
     def move_to_host(self) -> None:
         """Give the card's memory back, before the engine wakes up."""

@@ -1,4 +1,4 @@
-"""Computed buffers that a cast has rounded: restored at the build, checked before the first step.
+"""Restores computed buffers that a cast has rounded, and checks them before the first step.
 
 Under ZeRO-3 DeepSpeed's `zero.Init` gives every float tensor that a constructor creates the
 training dtype, and `model.to(torch.bfloat16)` casts buffers along with the weights. In bfloat16 the
@@ -27,9 +27,9 @@ ModelsByRole = Mapping[str, nn.Module | None]
 def restore_buffers(model: nn.Module) -> list[str]:
     """Recompute every computed float buffer, such as rotary frequencies, from its module's config.
 
-    A cast may have rounded it. Buffers that a checkpoint contains (persistent ones) are not
-    computed. A module that needs more than its config to be built is left as it is. Returns the
-    names of the buffers that changed.
+    A cast may have rounded it. Two kinds of buffers stay as they are: persistent ones, which come
+    from a checkpoint, and those of a module that needs more than its config to be built. Returns
+    the names of the buffers that changed.
     """
     restored_names = []
     for name, buffer, expected_values in _computed_buffers(model):
@@ -45,8 +45,9 @@ def restore_buffers(model: nn.Module) -> list[str]:
 def describe_wrong_buffers(model: nn.Module) -> list[str]:
     """Return a line for every computed float buffer that differs from what its config gives.
 
-    A cast has rounded it then. If a module needs more than its config to be built, only the dtype
-    of its rotary buffers is checked, which has to be float32.
+    A cast has rounded such a buffer. For example: `rotary.inv_freq is bfloat16, not float32`. If a
+    module needs more than its config to be built, its expected values are unknown. Then only the
+    dtype of its rotary buffers is checked, which has to be float32.
     """
     lines = []
     for name, buffer, expected_values in _computed_buffers(model):
@@ -117,7 +118,8 @@ def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | 
     """Yield name, buffer and expected value of every computed float buffer of a model.
 
     A computed buffer is a non-persistent one: no checkpoint contains it, so the module computes it
-    when it is built. The expected value is None where that needs more than the module's config.
+    when it is built. To get the expected value, the module is built a second time from its config.
+    It is None where the module needs more than its config.
     """
     for prefix, module in model.named_modules():
         computed_buffers = {

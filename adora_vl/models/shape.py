@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # the public config.json of the models in our recipes, for planning offline
 SHAPES_FOLDER = Path(__file__).with_name("shapes")
 
-# The patches of one pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once
-# took 14 GiB (128 rollouts with an image of 1,280 tokens each, for the 7B model).
+# The number of patches in one pass of a frozen vision tower. It is enough to keep a GPU busy. A pass
+# with all images of a generation took 14 GiB (7B model, 128 rollouts, an image of 1,280 tokens each).
 PATCHES_PER_PASS = 16_000
 
 
@@ -48,7 +48,9 @@ class Tower:
     kv_heads: int
     head_size: int
     mlp_width: int
-    has_swiglu: bool = True  # with RMS norms; else two products around a GELU, with layer norms
+    # True: an MLP with SwiGLU, and RMS norms. False: an MLP of two products around a GELU, and
+    # layer norms.
+    has_swiglu: bool = True
     head_norms: bool = False  # queries and keys are normalised head by head
 
 
@@ -70,16 +72,16 @@ class ModelShape:
     head_is_trained: bool
     has_adapters: bool = False
     adapted_values: int = 0  # values per token that a decoder layer's adapters read
-    four_bit_parameters: int = 0  # of frozen layers in 4 bits
-    four_bit_bytes: float = 0.0  # of such a parameter, with its share of the scales
+    four_bit_parameters: int = 0  # the number of parameters in 4 bits, which are frozen
+    four_bit_bytes: float = 0.0  # bytes of one such parameter, with its share of the scales
     vision: Tower | None = None  # None for a text-only model
-    patch_size: int = 14  # pixels of a patch's side
-    merge_size: int = 2  # patches of an image token's side
+    patch_size: int = 14  # a patch has 14 x 14 pixels
+    merge_size: int = 2  # an image token has 2 x 2 patches
     # layers of the language model after which vision features are added once more
     deepstack_layers: int = 0
     # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
     patch_values: int = 1176
-    frames: int = 2  # of a patch; an image has one, which is repeated
+    frames: int = 2  # frames of a patch; the single frame of an image is repeated
 
     @property
     def total_parameters(self) -> int:
@@ -94,7 +96,10 @@ class ModelShape:
     def base_bytes(self, parameter_bytes: int) -> int:
         """Return the bytes of the base model, without the parameters of adapters.
 
-        `parameter_bytes`: of one parameter. Parameters in 4 bits take `four_bit_bytes` instead.
+        For example, let the base have 1,000 parameters, 800 of them in 4 bits with 0.5625 bytes each.
+        With 2 bytes for each of the others it has 200 * 2 + 450 = 850 bytes.
+
+        `parameter_bytes`: the bytes of a parameter that is not in 4 bits.
         """
         base = self.total_parameters
         if self.has_adapters:  # then nothing but the adapters is trained
@@ -104,17 +109,17 @@ class ModelShape:
 
     @property
     def image_token_pixels(self) -> int:
-        """The number of pixels that one image token covers."""
+        """The number of pixels that one image token covers, such as (14 * 2)**2 = 784."""
         return (self.patch_size * self.merge_size) ** 2
 
 
 def config_for_planning(
     name: str, revision: str | None = None
 ) -> tuple[PretrainedConfig, str | None]:
-    """Return the config of a model folder or hub id, offline too for the models of our recipes.
+    """Return the config of a model folder or hub id, and a note for the user or None.
 
-    Also returns a note for the user if the config is one that ships with this package; else None.
-    Raises `UserError` as `load_config` does, where no config of that name ships.
+    If the hub cannot be reached, the models of our recipes get the config that ships with this
+    package, and the note says so. For any other model `UserError` is raised, as by `load_config`.
     """
     try:
         return load_config(name, revision), None
@@ -140,10 +145,10 @@ def model_shape(
     language model.
 
     Args:
-        config: the model's own.
-        dtype: that of the weights; None for the one in `config`.
+        config: the config of the model.
+        dtype: the dtype of the weights; None for the one in `config`.
         frozen: components that are not trained.
-        peft_config: that of LoRA; None without adapters.
+        peft_config: the config of LoRA; None without adapters.
         four_bit_bytes: bytes of a parameter in 4 bits; 0 where no layer is in 4 bits.
     """
     model = _build_without_memory(config)
@@ -178,7 +183,7 @@ def model_shape(
 def _build_without_memory(config: PretrainedConfig) -> Any:
     """Build the model of a config on torch's meta device: real names and shapes, but no weights.
 
-    `SHARDED_BUILD` hides a DeepSpeed config from Transformers, which would shard the parameters.
+    If Transformers saw a DeepSpeed config, it would shard the parameters. `SHARDED_BUILD` hides it.
     """
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         return auto_class(config).from_config(config)
@@ -194,7 +199,10 @@ def _quantised_parameters(model: nn.Module) -> int:
 
 
 def _parameters_by_component(model: nn.Module, *, trained_only: bool) -> dict[str, int]:
-    """Return the number of parameters of each of `COMPONENTS`, or of those that are trained."""
+    """Return the number of parameters in each of `COMPONENTS`.
+
+    `trained_only`: whether only trained parameters are counted.
+    """
     count_by_component = dict.fromkeys(COMPONENTS, 0)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or not trained_only:
@@ -234,7 +242,8 @@ def _adapted_values(model: nn.Module) -> int:
 def language_layer_names(config: PretrainedConfig) -> list[str]:
     """Return the names of the language model's linear layers, without the output embedding.
 
-    Each name comes once, as `q_proj`, in alphabetical order.
+    A name is the last part of a module's name, such as `q_proj`. Each comes once, in alphabetical
+    order.
     """
     model = _build_without_memory(config)
     head = model.get_output_embeddings()
@@ -249,8 +258,9 @@ def language_layer_names(config: PretrainedConfig) -> list[str]:
 def layers_pattern(names: Sequence[str]) -> str:
     """Return a regular expression for `target_modules` of layers outside of a vision tower.
 
-    Some of the names also occur in the tower's MLP. PEFT matches the expression against the whole
-    name of a module.
+    The tower's MLP has layers of some of these names too. For example, with `up_proj` the pattern
+    matches `model.language_model.layers.0.mlp.up_proj` and not `model.visual.blocks.0.mlp.up_proj`.
+    PEFT matches it against the whole name of a module.
     """
     tower_names = {re.escape(vision.tower) for vision in vision_by_model_type().values()}
     towers = "|".join(sorted(tower_names))
@@ -260,7 +270,7 @@ def layers_pattern(names: Sequence[str]) -> str:
 def _check_module_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> None:
     """Raise `UserError` for a name in LoRA's lists of modules that no module of the model has.
 
-    PEFT ignores such a name as long as another one of the list fits.
+    PEFT ignores such a name if any other name of the list fits.
     """
     names = [name for name, _ in model.named_modules()]
     last_parts = {name.rpartition(".")[2] for name in names}
@@ -278,7 +288,7 @@ def _check_module_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> 
 
 
 def refuse_embedding_adapters(model: "PeftModel") -> None:
-    """Raise `UserError` for a `PeftModel` whose embeddings have an adapter that would be lost."""
+    """Raise `UserError` for a `PeftModel` with an adapter on an embedding that would be lost."""
     refuse_tied_adapters(model)
     refuse_head_adapters(model)
 
@@ -286,8 +296,8 @@ def refuse_embedding_adapters(model: "PeftModel") -> None:
 def refuse_head_adapters(model: "PeftModel") -> None:
     """Raise `UserError` for a `PeftModel` with an adapter on its output embedding.
 
-    TRL multiplies the hidden states by the weight of that module alone, so the adapter would never
-    be trained.
+    TRL multiplies the hidden states by the module's weight and does not call the module, so the
+    adapter would never be trained.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -373,7 +383,7 @@ def _vision_fields(config: PretrainedConfig, family: Family) -> dict[str, Any]:
 
     `config`: the tower's.
     """
-    # In Qwen2-VL `hidden_size` is the width of the tower's output, and `embed_dim` that of the tower.
+    # In Qwen2-VL `embed_dim` is the width of the tower, and `hidden_size` the width of its output.
     width = getattr(config, "embed_dim", None) or config.hidden_size
     # Qwen2-VL gives its MLP's width as a ratio.
     mlp_width = getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio)
