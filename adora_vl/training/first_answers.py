@@ -13,8 +13,8 @@ from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Row
 from adora_vl.utils.cli import shown
 
-_MAX_EXAMPLES = 5  # of reference answers in the warning
-_MAX_ANSWER_CHARS = 60  # of an answer
+_MAX_EXAMPLES = 5  # how many reference answers the warning shows
+_MAX_ANSWER_CHARS = 60  # a longer answer is cut in the warning
 
 
 class FirstAnswers:

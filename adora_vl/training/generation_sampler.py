@@ -94,7 +94,7 @@ class GenerationSampler:
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler of the rollouts: of the engine, of servers, or of Transformers."""
+        """What samples the rollouts: an engine, servers, or Transformers."""
         return self.group_sampler.sampler
 
     @contextmanager
@@ -102,8 +102,8 @@ class GenerationSampler:
         """Return the context in which all ranks sample.
 
         Its seconds are logged, and the run saves and ends where no server is left. An engine in
-        this process stays awake until the block ends, so that it gets the weights once, however
-        many calls sample.
+        this process stays awake until the block ends. So it gets the weights only once, also for
+        several calls of `sample`.
         """
         with self.phase("rollout"), self.guard.guarding_servers(), self.sampler.awake():
             yield
@@ -386,8 +386,9 @@ class GenerationSampler:
         """
         spare_groups: list[RolloutGroup] = []
         spare_count = self.pool.count_spare_groups()
-        # One round has as many problems as the generation has groups. The number of the round is
-        # part of the seed, so that each draws others.
+        # One round has as many problems as a generation has groups at most. For example, with 4 per
+        # round 6 spare groups are 4 of round 1 and 2 of round 2. The number of the round is part of
+        # the seed, so each round draws other problems.
         problems_per_round = self.pool.max_groups
         while len(spare_groups) < spare_count:
             round_number = 1 + len(spare_groups) // problems_per_round
@@ -404,7 +405,8 @@ class GenerationSampler:
         rows: list[Any] = self.pool.rows.__getitems__(drawn_row_numbers)
         self.guard.refuse_unusable(rows, generation.key.step)
         empty_rollouts = (Rollout(),) * generation.group_size
-        # Slots are numbered over all ranks. Each rank has `pool.max_groups` numbers of its own.
+        # Slots are numbered over all ranks. Each rank has `pool.max_groups` numbers of its own. For
+        # example, with 4 of them rank 1 has the slots 4 to 7.
         first_slot = self.context.accelerator.process_index * self.pool.max_groups
         groups = [
             RolloutGroup(
@@ -424,8 +426,8 @@ class GenerationSampler:
     ) -> list[RolloutGroup]:
         """Give every rollout an environment of its own, in a run with environments.
 
-        `begins_generation`: whether all environments are free again, since no rollout of an earlier
-        generation needs its own any more.
+        `begins_generation`: whether a generation begins here. All environments are free again then,
+        since no rollout of an earlier generation needs its own any more.
         """
         if self.environments is not None:
             with self.guard.guarding_user_code(step):

@@ -1,4 +1,4 @@
-"""Checks that servers and policy agree, in a run whose rollouts are all by older weights."""
+"""Checks that servers and policy agree, in a run where older weights sample all rollouts."""
 
 from adora_vl.rollout.agreement import CHECK_ROWS, CHECK_TOKENS
 from adora_vl.rollout.engine_pair import EnginePair, Prompts
@@ -10,10 +10,10 @@ from adora_vl.types import Row
 class LateDriftCheck:
     """Compares the servers' log-probabilities with the policy's, once in an optimizer step.
 
-    With `ahead` no generation has samples of the present weights, so a few short rollouts are
-    requested for the comparison. With `ahead: k` they are queued behind generation n + k - 1. For
-    k > 1 the policy would have to wait for that generation where it could learn from n, so the
-    result is joined at the end of the step.
+    With `ahead: k` no generation has samples of the present weights, so a few short rollouts are
+    requested for the comparison. While the policy learns from generation n, they wait in the queue
+    behind generation n + k - 1. For k > 1 the policy would have to wait for that generation before
+    it could learn from n, so they are compared at the end of the step instead.
     """
 
     def __init__(self, pair: EnginePair, drift_guard: DriftGuard) -> None:

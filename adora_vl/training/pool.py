@@ -1,14 +1,14 @@
 """A pool of groups that fills each generation, with the same number of groups on every rank.
 
 A data loader draws a problem, its group begins, and its rollouts are sampled until they end, or for
-as many tokens as one generation may take (`budget`). Such partial rollouts are those of Kimi k1.5
-(arXiv 2501.12599, section 2.6.2) and of APRIL (arXiv 2509.18521), which have them for texts. Ours
-keeps whole groups together, takes the images along, and drops nothing.
+as many tokens as one generation may take (`budget`). Kimi k1.5 (arXiv 2501.12599, section 2.6.2)
+and APRIL (arXiv 2509.18521) have such partial rollouts for texts. Ours keeps whole groups together,
+takes the images along, and drops nothing.
 
-The pool remembers the groups and has the rules; it neither samples nor scores. Every generation is
-pending before it is sampled: with `ahead: k` those of the k generations after the present one too.
-All ranks begin, score and learn from equally many groups, so a rank has to remember nothing but the
-groups themselves.
+The pool remembers the groups and has the rules; it neither samples nor scores. A generation is
+pending from the request of its rollouts until they are sampled. With `ahead: k` the k generations
+after the present one are pending too. All ranks begin, score and learn from equally many groups, so
+a rank has to remember nothing but its groups.
 """
 
 import math
@@ -39,8 +39,8 @@ from adora_vl.utils.errors import RolloutError, UserError
 class Pool:
     """Remembers the groups of a run, and decides which of them begin, go on, and are learned from.
 
-    Only three fields change: `state`, and `state_before_step` with the `step_of_state_before` to
-    which it belongs.
+    Only three fields change: `state`, `state_before_step`, and `step_of_state_before`, the number of
+    the step before which that state was kept.
     """
 
     def __init__(self, context: StepContext, dataset: Any, *, has_tools: bool = False) -> None:
@@ -135,7 +135,7 @@ class Pool:
             generation: the generation in which the groups begin.
             drawn_groups: groups of the problems that the data loader has drawn.
             waiting_count: how many groups have begun and were not learned from yet.
-            min_new_groups: groups that begin in any case.
+            min_new_groups: how many groups begin in any case.
 
         Returns:
             The groups that begin, those of the oldest problems first.
@@ -176,7 +176,7 @@ class Pool:
         Collective with `ahead` and a token budget.
 
         Args:
-            continuing_groups: have unfinished rollouts that go on in this generation.
+            continuing_groups: groups whose unfinished rollouts go on in this generation.
         """
         if not self.generations_ahead:
             return 0
@@ -367,8 +367,8 @@ class Pool:
         give their slots to groups of the refill that have signal.
 
         Args:
-            assessment: of the n groups of each rank, which have the numbers from 0 to n - 1.
-            refill: of further groups, which are numbered from n on.
+            assessment: assesses the n groups of each rank, which have the numbers from 0 to n - 1.
+            refill: assesses the further groups, which are numbered from n on.
         """
         # Only a run whose rollouts may wait for a later generation can have free slots.
         slots = self.max_groups if self.allows_stale_rollouts else 0
@@ -476,9 +476,8 @@ class Pool:
         if not has_learned:
             state = self.state_before_step
         arrived_count = 0
-        # Rollouts that servers still sample are waited for. If that fails, it does so on all ranks
-        # alike. Then this pending generation and later ones are left out, and a resumed run
-        # requests them again.
+        # Rollouts that servers still sample are waited for. If a request has failed, all ranks see
+        # it. Then its generation and later ones are left out, and a resumed run requests them again.
         with suppress(RolloutError, UserError):
             for pending in state.pending:
                 pending.samples.join()
