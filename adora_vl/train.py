@@ -168,7 +168,7 @@ def finish_from_checkpoint(run: ResolvedRun, checkpoint: Path) -> None:
     from transformers import TrainerState
     from transformers.trainer import TRAINER_STATE_NAME
 
-    from adora_vl.checkpoint.run_files import recording_saved_files
+    from adora_vl.checkpoint.run_files import read_run_manifest, recording_saved_files
     from adora_vl.checkpoint.store import manifest_of
     from adora_vl.export import copy_model, merge_checkpoint
     from adora_vl.models.load import MERGED_FOLDER
@@ -187,8 +187,11 @@ def finish_from_checkpoint(run: ResolvedRun, checkpoint: Path) -> None:
         model_folders = [output_dir]
         if run.merges_at_end:
             merged_folder = output_dir / MERGED_FOLDER
-            dtype = run.request.model.keys.dtype or "auto"
-            merge_checkpoint(checkpoint, merged_folder, dtype=dtype)
+            # Merging a large model takes minutes. A run that has finished has merged already.
+            has_finished = read_run_manifest(output_dir).get("status") == "finished"
+            if not has_finished or not merged_folder.is_dir():
+                dtype = run.request.model.keys.dtype or "auto"
+                merge_checkpoint(checkpoint, merged_folder, dtype=dtype)
             model_folders.append(merged_folder)
         end_run_from_checkpoint(output_dir, manifest_of(checkpoint), state)
         state.save_to_json(str(output_dir / TRAINER_STATE_NAME))

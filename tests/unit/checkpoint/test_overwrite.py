@@ -571,7 +571,9 @@ def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path,
     assert ended_manifest["steps"] == TINY_RUN_STEPS
     assert len(ended_manifest["starts"]) == 1
     contents = folder_contents(died)
-    assert main(arguments(died, **keys)) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("adora_vl.export.merge_checkpoint", fail_to_merge)
+        assert main(arguments(died, **keys)) == 0, "a finished run merges nothing again"
     assert folder_contents(died) == contents, "a start of a finished run changes nothing"
 
 
