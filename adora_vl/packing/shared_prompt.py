@@ -349,8 +349,8 @@ class _SequenceBuilder:
         start = row * self._row_width + self._prompt_width  # of the completion in `input_ids`
         self._token_index_parts.append(torch.arange(start, start + rollout_length))
         self._position_parts.append(positions)
-        # The columns of the completion whose tokens are scored. Tokens that a tool wrote are in the
-        # sequence, but they are not scored.
+        # The columns of the completion whose tokens are scored: 0 1 2 for `a1 a2 a3`. If a tool wrote
+        # a2, it is in the sequence but is not scored, and the columns are 0 2.
         scored_columns = torch.arange(completion_length)
         if self._host_rows.policy_mask is not None:
             scored_columns = self._host_rows.policy_mask[row, :completion_length].nonzero()[:, 0]
@@ -359,6 +359,7 @@ class _SequenceBuilder:
         # predicted by the token before it.
         rollout_positions = range(self._length, self._length + rollout_length)
         predicting_by_column = torch.tensor([prompt_end, *rollout_positions])
+        # A scored column of the row is found again among the labels by this index.
         labels_before = len(self._predicting_positions)
         self._predicting_positions += predicting_by_column[scored_columns].tolist()
         labels_after = len(self._predicting_positions)

@@ -47,13 +47,15 @@ def check_rows(
 ) -> DataFacts:
     """Load the rows to train on, without those whose prompts leave no room for an answer.
 
-    A dry run whose data set is not on this machine assumes the lengths of the prompts instead.
+    The rows are those of a data set that Python code passed, or of the data sets that a command, a
+    dry run or the doctor names by keys. A dry run whose data set is not on this machine assumes the
+    lengths of the prompts instead.
 
     `layout`: the sizes of the batches. Raises `UserError` for rows that cannot be trained on, and
     for too few.
     """
     script = request.script
-    if script is None:
+    if script is None:  # from Python
         data = _python_rows(request, model, prompts)
     else:
         # Collective: every rank waits here while the first one of each machine makes the data set.
@@ -70,7 +72,7 @@ def check_rows(
     try:
         check_row_count(layout, data.rows)
     except UserError as error:
-        # A dry run shows the memory all the same, and ends with this line.
+        # A dry run shows the memory all the same. Its last line is this error.
         if not context.dry_run:
             raise
         context.messages.refusals.append(str(error))

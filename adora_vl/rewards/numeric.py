@@ -389,7 +389,8 @@ def solve_linear(tree: Tree) -> tuple[Ball, int] | None:
     if zero_and_slope is None:
         return None
     zero, slope = zero_and_slope
-    # If the tree has a long decimal, the zero moves with its last digit.
+    # If the tree has a long decimal, such as 0.333333, its last digit may be rounded. So the zero says
+    # by how much it moves if that digit is raised by one: a comparison then allows for the rounding.
     raised_tree = _raise_last_digit(tree)
     raised_zero_and_slope = _zero_and_slope(raised_tree, name) if raised_tree else None
     if raised_zero_and_slope is not None:

@@ -23,7 +23,7 @@ from adora_vl.doctor.engine import (
 )
 from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from tests.support.engine_errors import lost_image_features
-from tests.support.parity import run_parity
+from tests.support.parity import KEYS_WITH_ENGINE, run_parity
 
 pytestmark = pytest.mark.slow
 # Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's
@@ -192,12 +192,14 @@ def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
     assert_parity(result)
     all_tensors = sum(result["tensors"].values())
     trained_tensors = all_tensors - result["tensors"]["projector"]
-    # the first sync sends all, later ones what is trained
+    # The first of the six steps sends all tensors, the other five what is trained.
     assert result["sent"] == [all_tensors] + [trained_tensors] * 5
     table = result["table"]  # of the last step, all ranks
     rewards_PG = torch.tensor(table["reward"]).view(-1, 4)
     lengths_PG = torch.tensor(table["length"]).view(-1, 4)
-    weights_P = weigh_groups(Groups(rewards_PG, lengths_PG, lengths_PG >= 22)).weights_P
+    # An answer is truncated from two tokens below the limit on, as in the reference.
+    truncated_PG = lengths_PG >= KEYS_WITH_ENGINE["max_completion_length"] - 2
+    weights_P = weigh_groups(Groups(rewards_PG, lengths_PG, truncated_PG)).weights_P
     is_constant_P = rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)
     assert torch.equal(torch.tensor(table["adora_weight"]).view(-1, 4)[:, 0], weights_P)
     unweighed_PG = torch.tensor(table["advantage_raw"]).view(-1, 4)

@@ -238,6 +238,7 @@ def data_words(trainer: str, file: Path) -> list[str]:
 
 @pytest.mark.parametrize("trainer", SCRIPTS)
 def test_a_published_example_is_read_whole(trainer, tmp_path, capsys):
+    """Migrating it writes the keys that the table `KEYS` expects, and prints its remarks."""
     config = migrated_config(trainer, tmp_path, [])
     printed = capsys.readouterr().out
     ours = yaml.safe_load(config.read_text())
@@ -254,7 +255,12 @@ def test_a_published_example_is_read_whole(trainer, tmp_path, capsys):
 
 @pytest.mark.parametrize("trainer", SCRIPTS)
 def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
+    """The last line that `migrate` prints is a command: a dry run, which has a verdict.
+
+    Its data set is a table of our own with 520 rows, in the columns that the trainer expects.
+    """
     monkeypatch.setattr("adora_vl.utils.hub.why_no_hub", lambda: "the hub does not answer")
+    # `verl megatron` is an example of verl.
     family = trainer.partition(" ")[0]
     table = table_of(family, tmp_path, rows=520)
     migrated_config(trainer, tmp_path, data_words(family, table))
