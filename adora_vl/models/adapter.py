@@ -25,15 +25,15 @@ if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command
     from peft import PeftConfig, PeftModel
     from trl import ModelConfig
 
-_MODEL_CONFIG_FILE = "config.json"  # what has it is a whole model, whatever else it has
-# Of an adapter on the hub: its weights, and its own processor if it has one.
+_MODEL_CONFIG_FILE = "config.json"  # a folder with this file is a whole model, not an adapter alone
+# The files that are fetched for an adapter on the hub: its weights, and its processor if it has one.
 _FETCHED_FILE_PATTERNS = (
     "adapter_model.safetensors",
     "*.json",
     "*.jinja",
     "*.txt",
 )
-# What a key of TRL's is called in an adapter_config.json.
+# The name in an adapter_config.json for each of TRL's keys.
 _PEFT_NAME_BY_KEY = {
     "lora_r": "r",
     "lora_alpha": "lora_alpha",
@@ -53,13 +53,16 @@ class Adapter:
 
     name: str  # its folder or hub id
     folder: Path  # that folder, or the local copy of an adapter on the hub
-    config: Any  # PEFT's, as the adapter will be trained
-    base: str  # folder or hub id of the model that it changes, which may be an adapter too
-    revision: str | None  # of the base on the hub
+    config: Any  # PEFT's config, with which the adapter goes on training
+    base: str  # folder or hub id of the model that it was trained on, which may be an adapter too
+    revision: str | None  # the revision of a base on the hub
 
     @property
     def commit(self) -> str | None:
-        """The commit of an adapter on the hub, which is its folder's name; None for a local one."""
+        """The commit of an adapter on the hub; None for a local one.
+
+        The hub's cache names the folder of a local copy after its commit.
+        """
         return None if self.folder == Path(self.name) else self.folder.name
 
 
@@ -91,7 +94,8 @@ def read_adapters(key: str, name: str, revision: str | None = None) -> list[Adap
 def _adapter_folder(key: str, name: str, revision: str | None) -> Path | None:
     """Return the folder of an adapter, fetched from the hub if need be; None for any other model.
 
-    The arguments are those of `read_adapters`. A folder with a model's config is a whole model.
+    A whole model also has a `config.json`, and an adapter has only an `adapter_config.json`. The
+    arguments are those of `read_adapters`.
     """
     local_folder = Path(name)
     if local_folder.is_dir():
@@ -120,7 +124,7 @@ def _adapter_folder(key: str, name: str, revision: str | None) -> Path | None:
 
 
 def _hub_has_file(name: str, revision: str | None, file: str) -> bool:
-    """Return whether a model of the hub has a file; False where that cannot be found out."""
+    """Return whether a model of the hub has a file; False if the hub cannot tell."""
     from transformers.utils import cached_file
 
     try:
@@ -128,7 +132,7 @@ def _hub_has_file(name: str, revision: str | None, file: str) -> bool:
             name, file, revision=revision, local_files_only=looks_only_on_this_machine(name)
         )
         return path is not None
-    except (OSError, ValueError):  # where there is no such model, loading it will say what is wrong
+    except (OSError, ValueError):  # if there is no such model, loading it will say what is wrong
         return False
 
 
@@ -162,7 +166,7 @@ def _read_adapter(key: str, name: str, folder: Path, revision: str | None) -> Ad
         )
     config.inference_mode = False
     base_revision = config.revision or None
-    # An adapter in a folder has no revision, so that the user's is that of its base.
+    # An adapter in a folder has no revision, so the user's revision is meant for its base.
     is_local = folder == Path(name)
     if not base_revision and is_local:
         base_revision = revision
@@ -216,9 +220,10 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def vllm_lora_rank(config: PeftConfig) -> int:
-    """Return the `max_lora_rank` for vLLM: the smallest one that is enough for every layer.
+    """Return the `max_lora_rank` for vLLM: the smallest rank that is enough for every layer.
 
-    Raises `UserError` for a rank above the largest that vLLM has kernels for.
+    For example, layers with the ranks 8 and 24 give 32. Raises `UserError` for a rank above the
+    largest that vLLM has kernels for.
     """
     # `rank_pattern` gives some layers a rank of their own.
     layer_ranks = (config.rank_pattern or {}).values()
@@ -235,17 +240,20 @@ def vllm_lora_rank(config: PeftConfig) -> int:
 def hash_adapters(adapters: Sequence[Adapter], base: str) -> str:
     """Return the commits, or content hashes, of adapters and their base as one text.
 
-    `adapters`: each was trained on the next one, and the last one on the base. `base`: its hash.
+    For example, adapters with the commits c1 and c2 on a base c3 give `c1 on c2 on c3`.
+
+    `adapters`: each was trained on the next one, and the last one on the base. `base`: the commit
+    or content hash of the base.
     """
     hashes = [adapter.commit or str(model_hash(str(adapter.folder))) for adapter in adapters]
     return " on ".join([*hashes, base])
 
 
 def find_processor_folder(adapters: Sequence[Adapter], base: str, *, reads_images: bool) -> str:
-    """Return where the processor is: in an adapter's folder if one has it, else in the base.
+    """Return the folder of the first adapter that has a processor, or the base if none has one.
 
-    An adapter's processor may have another chat template than the base's. `reads_images`: whether
-    the model reads images, and so needs an image processor.
+    The adapter's processor may have another chat template than the processor of the base.
+    `reads_images`: whether the model reads images, and so needs an image processor.
     """
     file_names = ["tokenizer_config.json"]
     if reads_images:
@@ -272,9 +280,9 @@ def load_merged(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str
     # In 4 bits the sum of weights and adapter would be rounded again.
     if adapters and getattr(model, "is_loaded_in_4bit", False):
         model = model.dequantize()
-        # To save the model, Transformers would convert it back to 4 bits. The public option against
-        # that, `save_original_format=False`, writes the names of modules, which are not those of
-        # the model's files. So the conversions to 4 bits are removed.
+        # When the model is saved, Transformers would convert it back to 4 bits. The public option
+        # `save_original_format=False` prevents this, but saves tensors under the names of modules,
+        # which are not their names in the model's files. So the conversions to 4 bits are removed.
         conversions = model._weight_conversions
         model._weight_conversions = [
             conversion for conversion in conversions if not _is_to_four_bit(conversion)
@@ -283,7 +291,7 @@ def load_merged(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str
         peft_model = get_peft_model(model, adapter.config)
         restore_adapter(peft_model, "default", adapter.folder)
         if is_deepspeed_zero3_enabled():
-            # A rank has a part of each weight, which PEFT could not merge: gather each layer first.
+            # PEFT cannot merge the part of a weight that a rank has, so each layer is gathered first.
             for layer in peft_model.modules():
                 if isinstance(layer, BaseTunerLayer):
                     with gathered_parameters(layer.parameters()):
@@ -326,11 +334,13 @@ def without_reference_adapter(policy: PeftModel) -> Iterator[None]:
 
 
 def record_base(policy: PeftModel, merged_adapters: Sequence[Adapter]) -> None:
-    """Write what the trained adapter was trained on into its config, for whoever loads it.
+    """Write into the config of the trained adapter on which model it was trained.
 
-    PEFT itself writes the name of the base, but neither merged adapters nor a commit.
-    `merged_adapters`: the adapters between the trained one and the base, that nearest to the
-    trained one first.
+    PEFT itself writes the name of the base, but no commit. If other adapters were merged into the
+    base before, the config gets the name of the nearest one, since the adapter belongs on top of it.
+
+    `merged_adapters`: the adapters between the trained one and the base, the nearest to the trained
+    one first.
     """
     config = policy.peft_config["default"]
     commit = getattr(policy.config, "_commit_hash", None)
@@ -346,8 +356,8 @@ def record_base(policy: PeftModel, merged_adapters: Sequence[Adapter]) -> None:
 def cast_trained_to_float32(policy: PeftModel) -> None:
     """Cast the trained parameters, and TRL's reference adapter `ref`, to float32.
 
-    Others leave them in bfloat16, where rounding would swallow nearly every update: PEFT does so
-    with `modules_to_save` on a bfloat16 base, and TRL with all adapters of a base in 4 bits.
+    In bfloat16 rounding would swallow nearly every update. But PEFT leaves `modules_to_save` in
+    bfloat16 if the base is, and TRL leaves all adapters of a base in 4 bits in it.
     """
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad or ".ref." in name:

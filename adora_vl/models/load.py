@@ -1,6 +1,6 @@
-"""A model by its name: its folder, config and processor.
+"""Finds and loads a model by its name: its folder, config, processor and weights.
 
-Also whether its files are whole, and how saved weights are put back into a model.
+It also checks that weight files are whole, and puts saved weights back into a model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TINY_TEXT_MODEL = "tiny_text"
 TINY_PERIMETER_MODEL = "tiny_perimeter"
 TINY_ZOOM_MODEL = "tiny_zoom"
 TINY_MODELS = (TINY_MODEL, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL, TINY_ZOOM_MODEL)
-# In a checkout three of them are there, so that a demo starts at once. A wheel has `tiny` alone; what
-# is missing is built at its first use and kept in the cache folder.
+# A checkout has these three models, so that a demo starts at once. A wheel has `tiny` alone. A missing
+# model is built at its first use and kept in the cache folder.
 PRETRAINED_FOLDER = Path(__file__).parents[1] / "builtin" / "pretrained"
 FOLDER_BY_TINY_MODEL = {
     TINY_MODEL: PRETRAINED_FOLDER,
@@ -55,17 +55,21 @@ _HASHED_FILE_PATTERNS = (
 )
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 MERGED_FOLDER = "merged"
-# Makes parameters that ZeRO-3 shards whole inside of a block, to be read, as TRL's trainers do.
+# Returns a context in which parameters that ZeRO-3 shards are whole, so that they can be read. It is
+# TRL's `gather_params`.
 GatherParameters = Callable[[Iterable[Any]], AbstractContextManager[Any]]
 
 
 def resolve_model_name(name: str) -> str:
     """Return the folder, or hub id, of the model that a user calls `name`.
 
-    Names of our own stand for a folder: `tiny` and its like for a tiny model, which is built if it
-    is missing (some minutes), and the output_dir of a run with LoRA for the merged model inside.
-    Any other name is returned as it is. Raises `UserError` if a tiny model cannot be built, and for
-    a LoRA adapter without a merged model.
+    In the order of the code:
+
+        `tiny`, `tiny_text`, ...                    its folder; a missing one is built (some minutes)
+        output_dir of a run with LoRA, such as RUN  the merged model in it, RUN/merged
+        anything else                               `name` itself
+
+    Raises `UserError` if a tiny model cannot be built, and for a LoRA adapter without a merged model.
     """
     shipped_folder = FOLDER_BY_TINY_MODEL.get(name)
     if shipped_folder is not None and (shipped_folder / "model.safetensors").is_file():
@@ -91,7 +95,7 @@ def resolve_model_name(name: str) -> str:
 def _build_tiny_model(name: str) -> str:
     """Return the folder of a tiny model, which `adora_vl.builtin` builds if it is missing.
 
-    It runs in a process of its own, since this module may not import it.
+    `adora_vl.builtin` runs in a process of its own, since this module may not import it.
     """
     build = subprocess.run(  # noqa: S603
         [sys.executable, "-m", "adora_vl.builtin", "--find", name],
@@ -139,8 +143,8 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
 def model_hash(model: str, revision: str | None = None) -> str | None:
     """Return a text that identifies the weights, settings and tokenizer of a model.
 
-    For a model folder it is the `content_hash` of its files. For a hub id it is the commit, because
-    a branch such as `main` moves; None if the commit is unknown.
+    For a model folder it is the `content_hash` of its files. For a hub id it is the commit that the
+    revision stands for now, since a branch such as `main` moves. It is None if the commit is unknown.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -180,16 +184,19 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return Transformers' auto class for a model of this config, by whether it takes images."""
+    """Return Transformers' auto class for a model of this config.
+
+    There is one class for models that see images, and one for models that read text alone.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def load_model(name: str, init_kwargs: Mapping[str, Any]) -> Any:
-    """Load a model as TRL does, but with the class that its own revision asks for.
+    """Load a model as TRL does, but with the class for the config of the given revision.
 
-    TRL reads the config of the newest revision to find the class. `init_kwargs`: arguments of
+    To find the class, TRL reads the config of the newest revision. `init_kwargs`: arguments of
     `from_pretrained`, such as the `revision`.
     """
     from trl.trainer.utils import create_model_from_path
@@ -215,7 +222,8 @@ def check_weights(key: str, name: str) -> None:
         raise UserError(
             f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model"
         )
-    # The file that is read, for the message. Only a model in several files has an index.
+    # `file` is the file that is read at present; the message below names it. Only a model in several
+    # files has an index.
     file = folder / "model.safetensors.index.json"
     try:
         indexed_names: list[str] = []
@@ -243,9 +251,9 @@ def check_weights(key: str, name: str) -> None:
 def restore_weights(model: PreTrainedModel, folder: Path) -> None:
     """Put the weights that `save_pretrained` wrote into `folder` back into a model.
 
-    Of a `PeftModel` every adapter is read: the one named `default` from `folder`, and all others
-    from the folder of their name in it. Raises `RunError` where a tensor is missing, or is not one
-    of the model's.
+    If the model is a `PeftModel`, only its adapters are read. For example, the adapter `default` is
+    read from `folder`, and the adapter `ref` from `folder/ref`. Raises `RunError` where a tensor of
+    an adapter is missing in the files, or has no place in the adapter.
     """
     from accelerate.utils import is_peft_model
 
@@ -262,8 +270,8 @@ def restore_weights(model: PreTrainedModel, folder: Path) -> None:
 def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
     """Put the weights in `folder` into the adapter of a `PeftModel` that is called `name`.
 
-    Collective under ZeRO-3, which shards parameters. Raises `RunError` where a tensor is missing,
-    or is not one of the adapter's.
+    Collective under ZeRO-3, which shards parameters. Raises `RunError` where a tensor of the adapter
+    is missing in the files, or a tensor of the files has no place in the adapter.
     """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
@@ -297,9 +305,10 @@ def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
 
 
 def gathered_parameters(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Gather parameters that ZeRO-3 shards, so that a block can change them on all ranks alike.
+    """Return a context in which parameters that ZeRO-3 shards are whole and can be changed.
 
-    Entering and leaving the block are collective calls. Without ZeRO-3 nothing has to be done.
+    When the context ends, all ranks get the values that rank 0 has. Entering and leaving it are
+    collective calls. Without ZeRO-3 it does nothing.
     """
     from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -309,7 +318,7 @@ def gathered_parameters(parameters: Iterable[Any]) -> AbstractContextManager[Any
 
     return cast(
         "AbstractContextManager[Any]",
-        # The values of rank 0 are kept.
+        # At the end the values of rank 0 are distributed.
         deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0),
     )
 
@@ -330,7 +339,7 @@ def load_processor(model: str, revision: str | None = None) -> Any:
             local_files_only=looks_only_on_this_machine(model),
             trust_remote_code=False,
         )
-    # Any error: a file of the tokenizer that is cut off raises another one for each kind of file.
+    # All errors are caught: a file that is cut off raises a different one for each kind of file.
     except Exception as error:
         raise UserError(
             f"model_name_or_path: the processor of {model!r} cannot be loaded "
@@ -339,9 +348,9 @@ def load_processor(model: str, revision: str | None = None) -> Any:
 
 
 def pixel_limits(image_processor: BaseImageProcessor) -> dict[str, int] | None:
-    """Return `min_pixels` and `max_pixels` of an image processor, by these names.
+    """Return the limits of an image processor, such as `{"min_pixels": 3136, "max_pixels": 12845056}`.
 
-    None without an image processor, and for one that does not limit pixels.
+    The result is None without an image processor, and for one that does not limit pixels.
     """
     size = dict(getattr(image_processor, "size", None) or {})
     if not {"shortest_edge", "longest_edge"} <= size.keys():

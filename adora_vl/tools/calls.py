@@ -1,4 +1,4 @@
-"""How a call is written, read and answered, in the form of Hermes, which Qwen's models know.
+"""Reads the tool calls in a turn, and writes tools' schemas, in the Hermes form that Qwen knows.
 
 A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in the turn of the policy. The
 answer is a turn of the user with `<tool_response>...</tool_response>`. A wrong call is answered by
@@ -25,10 +25,10 @@ from adora_vl.utils.cli import refuse_repeated_keys
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.seeding import keeping_random_state, number_at
 
-HIDDEN_PARAMETERS = ("images", "view")  # parameters of a tool that no model is told about
+HIDDEN_PARAMETERS = ("images", "view")  # the run passes these; no model is told of them
 _MAX_CALL_CHARS = 4000
 _MAX_ARGUMENT_NESTING = 8  # of lists and objects in the arguments of a call
-_MAX_ERROR_CHARS = 200  # of an error, as the model reads it
+_MAX_ERROR_CHARS = 200  # of an error line for the model
 _CALL_PATTERN = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _FOLDER_PATH_PATTERN = re.compile(r"(?<![\w<])(?:~|\.{1,2})?/(?:[\w.~+-]+/)*")
 _PYTHON_TYPES_BY_JSON_TYPE: dict[str, tuple[type, ...]] = {
@@ -81,7 +81,7 @@ def build_tool_schema(
         ]
         signature = signature.replace(parameters=parameters)
         schema: dict[str, Any] = get_json_schema(_stand_in(function, signature, hints))
-    except Exception as error:  # Transformers has classes of its own for what a docstring lacks
+    except Exception as error:  # Transformers raises errors of its own for an incomplete docstring
         raise UserError(
             f"tools: {entry!r} needs type hints and a docstring with `Args:` that says what each "
             f"of its parameters is ({in_one_line(error)[:_MAX_ERROR_CHARS]})"
@@ -115,7 +115,11 @@ def _stand_in(
 
 
 def _with_texts(schema: dict[str, Any], text_by_placeholder: Mapping[str, str]) -> dict[str, Any]:
-    """Return a schema in which texts replace the placeholders, such as `{points}`."""
+    """Return the schema with each placeholder in its texts replaced.
+
+    For example, with `{"points": "in its pixels"}` the text "Left side, {points}." becomes "Left
+    side, in its pixels.".
+    """
     schema_text = json.dumps(schema)
     for placeholder, text in text_by_placeholder.items():
         escaped_text = json.dumps(text).removeprefix('"').removesuffix('"')
@@ -173,12 +177,12 @@ def read_call(call_text: str) -> ToolCall:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    """Raise `ValueError` for `NaN` and infinities, which JSON does not have but Python reads."""
+    """Raise `ValueError` for `NaN` and infinities: JSON has none, but Python's reader takes them."""
     raise ValueError(f"{word} is no number")
 
 
 def _parse_finite_float(digits: str) -> float:
-    """Return the float of a number in JSON. Raises `ValueError` where it overflows."""
+    """Return the float of a number in JSON. Raises `ValueError` for an overflow, such as 1e999."""
     value = float(digits)
     if not math.isfinite(value):
         _refuse_constant("a number without an end")
@@ -231,7 +235,7 @@ def _check_argument(name: str, value: object, schema: Mapping[str, Any]) -> obje
     json_types = [type_or_types] if isinstance(type_or_types, str) else [*type_or_types]
     if "integer" in json_types and isinstance(value, float) and value.is_integer():
         value = int(value)
-    any_python_type = (object,)  # where JSON schema has no type of this name
+    any_python_type = (object,)  # for a type name that JSON schema does not have
     has_a_right_type = any(
         isinstance(value, _PYTHON_TYPES_BY_JSON_TYPE.get(json_type, any_python_type))
         for json_type in json_types
@@ -259,7 +263,10 @@ def _fits_a_float(value: int) -> bool:
 
 
 def error_line(reason: str) -> str:
-    """Return the line that tells a model of an error, without the paths of this machine."""
+    """Return the line that tells a model of an error, without the folders of this machine.
+
+    For example, the reason "no file /home/me/a.png" gives "Error: no file a.png".
+    """
     return clean("Error: " + " ".join(_FOLDER_PATH_PATTERN.sub("", reason).split()))[
         :_MAX_ERROR_CHARS
     ]
@@ -268,7 +275,8 @@ def error_line(reason: str) -> str:
 def clean(text: str) -> str:
     """Return a text that a tokenizer accepts.
 
-    JSON may contain half of a surrogate pair, which is no character. It becomes a question mark.
+    JSON may contain half of a surrogate pair, such as `\\ud83d`, which is no character. It becomes
+    a question mark.
     """
     # `str.encode` is called on the class, since a user's subclass of str may override it.
     return str.encode(text, "utf-8", "replace").decode()
@@ -278,9 +286,9 @@ def clean(text: str) -> str:
 def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
     """Run code of the user inside the block with a time limit and random states of its own.
 
-    Inside, the random states of `random`, NumPy and torch follow from `seed`; afterwards they are as
-    before, and so is the working folder. A process that the code forks ends with the block, since
-    it would go on as a second run.
+    Inside the block the random states of `random`, NumPy and torch are seeded by `seed`. After it
+    they are as before, and so is the working folder. A process that the code forks is ended with the
+    block, since it would go on as a second run.
 
     Args:
         label: names the code in messages.

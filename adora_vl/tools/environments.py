@@ -1,8 +1,8 @@
 """Environments in TRL's form: an object for each rollout, whose public methods the policy may call.
 
-Stock TRL resets the environment of each rollout by itself, and takes whatever `reset` then says.
-Ours resets all environments of one problem with the same random numbers, and refuses different
-texts: the rollouts of a group are compared with each other, so they have to begin alike.
+Stock TRL resets each rollout's environment separately, and accepts any text that `reset` returns.
+Ours resets all environments of one problem with the same random numbers, and refuses texts that
+differ. The rollouts of a group are compared with each other, so they have to begin alike.
 """
 
 import inspect
@@ -19,12 +19,12 @@ from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import function_name, load_from_file, source_hash
 
 ENVIRONMENT_KEY = "environment_factory"
-_HIDDEN_METHODS = ("reset", "get_reward")  # methods that no model is told of
+_HIDDEN_METHODS = ("reset", "get_reward")  # public methods that are no tools: the run calls them
 
 
 @dataclass
 class Environments:
-    """The environments of a run on one rank: an object of the user's for each rollout.
+    """The environments of a run on one rank: an object of the user's class for each rollout.
 
     The policy may call the public methods of its environment as tools. As in TRL an environment is
     built once, and reset for a new rollout in each generation.
@@ -108,7 +108,8 @@ class Environments:
     def _reset_for_group(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
         """Give each rollout of one group an environment, and append the text of `reset` to the prompt.
 
-        All of them are reset with the same random numbers, so that the rollouts begin alike.
+        All environments are reset with the same random numbers, so that the rollouts begin alike.
+        Raises `UserError` if their texts differ even so.
         """
         problem = group.problem
         where = f"{ENVIRONMENT_KEY}: row {group.row.get('id', problem.row_number)}"
@@ -132,7 +133,7 @@ class Environments:
     def _take_unused(self, where: str) -> Any:
         """Return an environment that no rollout of this generation has; build one if needed.
 
-        `where` begins the message if it cannot be built: the key, and the row that needed it.
+        `where`: the key and the row that needs it. It begins the message if building fails.
         """
         if self._in_use == len(self._instances):
             self._build_instance(where)
@@ -229,7 +230,11 @@ def build_environments(factory: object, seconds: float) -> Environments | None:
 
 
 def _append_to_prompt(row: Row, text: str) -> Row:
-    """Return the row with a text at the end of the last message of its prompt."""
+    """Return the row with a text at the end of the last message of its prompt.
+
+    For example, the message "Add 1 and 2. " and the text "You have 3 tries." become one message, "Add
+    1 and 2. You have 3 tries.". If the content is a list of parts, the text becomes a further part.
+    """
     if not text:
         return row
     *earlier_messages, last_message = row["prompt"]

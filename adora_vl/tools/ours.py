@@ -2,9 +2,10 @@
 
 None of them reads a file or the network, and nothing is evaluated by Python.
 
-Points come in the coordinates of the model's family (`Vision.relative`). Regions are cut from the
-original picture, so they show more than the model has seen where the picture was made smaller for
-it. `{points}` in the docstring of a tool is replaced by a text for the family.
+A model names points in the coordinates of its family: in pixels, or in thousandths of width and
+height (`Vision.relative`). In the docstring of a tool `{points}` is replaced by words for the unit.
+Regions are cut from the original picture. If the picture was made smaller for the model, a region
+shows more than the model has seen.
 """
 
 import math
@@ -52,7 +53,8 @@ class View:
     ) -> list[tuple[float, float]]:
         """Convert points from the model's coordinates to fractions of width and height, 0 to 1.
 
-        Raises `ValueError` for a point outside of the picture.
+        For example, (500, 250) in thousandths is (0.5, 0.25), and (28, 14) in pixels of a picture that
+        the model sees as 112 x 56 is (0.25, 0.25). Raises `ValueError` for a point outside of it.
         """
         max_x, max_y = self.largest_coordinates(image.size)
         for x, y in points:
@@ -220,7 +222,7 @@ def calculate(expression: str) -> str:
         result = _evaluate_as_answer(expression)
     # The result is a value with a bound on its error, or an exact fraction.
     if not result.is_exact and result.magnitude <= result.error:
-        return "0"  # as far as is known: cos(90) is computed as 6e-98, which is within its error
+        return "0"  # it may be 0: cos(90) is computed as 6e-98, which is within its error
     if result.is_exact and result.value.denominator == 1:
         return str(result.value)
     return f"{float(result.value):.{_ANSWER_DIGITS}g}"
@@ -229,7 +231,7 @@ def calculate(expression: str) -> str:
 def _evaluate_as_answer(expression: str) -> Ball:
     r"""Return the value of an answer that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
 
-    It is read as the grader reads it. Raises `ValueError` where it has no value.
+    The grader's reader is used. Raises `ValueError` where the answer has no value.
     """
     answer = read_value(expression)
     if answer.kind != "number" or answer.number is None:
@@ -242,7 +244,7 @@ def _no_value_message(reason: str) -> str:
     return f"the expression has no value here ({reason.replace('_', ' ')})"
 
 
-# The length of the shortest answer of a tool, for tools whose answers are long.
+# The number of characters of a tool's shortest answer, for the one tool whose answers are long.
 SHORTEST_ANSWER_CHARS = {"measure": len("1.0 degrees in the picture, which may not be to scale")}
 BUILT_IN_TOOLS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
 
@@ -256,7 +258,10 @@ def _picture_with_number(images: Sequence[Image.Image], number: int) -> Image.Im
 
 
 def _pixel_at(image: Image.Image, fraction: tuple[float, float]) -> tuple[float, float]:
-    """Return the pixel at these fractions of width and height."""
+    """Return the pixel at these fractions of width and height.
+
+    For example, in a picture of 101 x 51 pixels (0.5, 1) is the pixel (50, 50), in the last row.
+    """
     return fraction[0] * (image.width - 1), fraction[1] * (image.height - 1)
 
 

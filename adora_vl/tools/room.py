@@ -110,15 +110,17 @@ def _returns_a_picture(tool: Callable[..., Any]) -> bool:
     """Return whether the type hints of a tool say that it always returns a picture."""
     try:
         return_type = get_type_hints(tool).get("return")
-    except Exception:  # names of a file of the user's that only a type checker knows
+    # A hint in the user's file may name a class that is imported for type checks alone.
+    except Exception:
         return False
     return isinstance(return_type, type) and issubclass(return_type, Image.Image)
 
 
 def _check_text_limit(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> None:
-    """Raise `UserError` where each answer of a built-in tool is longer than the limit of text.
+    """Raise `UserError` if every answer of a built-in tool is longer than the limit of text.
 
-    Nothing is known of the answers of the user's tools, which may have the name of a built-in one.
+    A tool of the user is not checked, since the length of its answers is unknown. It may have the
+    name of a built-in tool.
     """
     max_text = toolbox.options.max_text
     is_built_in = BUILT_IN_TOOLS.get(name) is tool
@@ -164,7 +166,7 @@ def _check_token_limits(
             f"{limits.completion_key}: {limits.max_completion} leaves no room for an answer of "
             f"{need_in_words}; set it to {needed_tokens} or more"
         )
-    # The context is known only where vLLM samples, the prompt only where the data are known.
+    # The context is known only if vLLM samples, and the shortest prompt only if the data are known.
     if limits.context is None or limits.shortest_prompt is None:
         return
     if limits.context.tokens - limits.shortest_prompt < needed_tokens:
@@ -180,8 +182,11 @@ def _check_token_limits(
 def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> int:
     """Return the number of tokens of the shortest call that the schema of a tool allows.
 
-    The number depends on the spaces in the JSON, so the shortest spelling counts. The mark
-    `</tool_call>` is not counted, since a model may omit it.
+    For example, the shortest call of `calculate` without spaces is
+
+        <tool_call>{"name":"calculate","arguments":{"expression":""}}
+
+    The mark `</tool_call>` is not counted, since a model may omit it.
     """
     parameters = function["parameters"]
     properties = parameters["properties"]
@@ -190,7 +195,8 @@ def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> i
     call = {"name": function["name"], "arguments": arguments}
     with_spaces = json.dumps(call)
     without_spaces = json.dumps(call, separators=(",", ":"))
-    # Which spelling takes fewest tokens depends on the tokenizer.
+    # The spaces in the JSON change the number of tokens, and which spelling takes the fewest depends
+    # on the tokenizer.
     spellings = [with_spaces, f"\n{with_spaces}", without_spaces]
     fewest_tokens = min(tool_loop.count(f"{CALL_TAG}{text}") for text in spellings)
     return fewest_tokens + 1  # with the token that ends the turn
@@ -211,12 +217,14 @@ def shortest_value(schema: Mapping[str, Any]) -> Any:
 def _fewest_picture_tokens(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
     """Return the number of image tokens of the smallest picture that a tool can return.
 
-    It is 0 for a tool that may return anything else, and for a model that sees no images.
+    It is 0 for a tool that may return anything else, and for a model that sees no images. For
+    example, with an image token of 28 x 28 pixels and at least 3,136 pixels a picture has 4.
     """
     view = toolbox.view
     if view is None or not _returns_a_picture(tool):
         return 0
-    # A picture of one image token, which the model enlarges to the fewest pixels that it takes.
+    # The smallest picture has the size of one image token. The model enlarges it to the fewest
+    # pixels that it accepts.
     token_side = view.unit
     width, height = model_size(
         token_side, height=token_side, unit=token_side, min_pixels=view.low, max_pixels=view.high

@@ -72,8 +72,8 @@ _TOOLS_FOR_PICTURES = [
 class ToolSet:
     """The tools of a run."""
 
-    # The tools by name. The methods of the first environment are among them. In a rollout the same
-    # methods of its own environment are called.
+    # The tools by name. With environments, the methods of the first environment are among them. A
+    # call in a rollout runs the method of the same name of that rollout's own environment.
     functions: Mapping[str, Callable[..., Any]]
     # The hash of each file or function of the user, by its path or name.
     hashes: Mapping[str, str] = field(default_factory=dict)
@@ -128,8 +128,8 @@ def choose_tools(
 class _NamedTool(NamedTuple):
     """A tool, and its names."""
 
-    name: str  # by which a model calls it
-    label: str  # in messages: the user's entry
+    name: str  # the name by which a model calls it
+    label: str  # the user's entry, for messages
     function: Any
     hashes: Mapping[str, str] = {}  # the hash of the user's file or function, by its path or name
 
@@ -182,7 +182,9 @@ class _CallOutcome:
 def _number_pictures(parts: Sequence[AnswerPart], first: int) -> list[AnswerPart]:
     """Return the texts and pictures of an answer, with line breaks and numbers between them.
 
-    Each part gets a line of its own, and each picture its number, by which later calls name it.
+    Later calls name a picture by its number. For example, the text "sum" and a picture become "sum",
+    "\\n", "Picture 2: " and the picture, if `first` is 2.
+
     `first`: the number of the first picture.
     """
     lines: list[AnswerPart] = []
@@ -199,7 +201,10 @@ def _number_pictures(parts: Sequence[AnswerPart], first: int) -> list[AnswerPart
 
 
 def _call_record(outcome: _CallOutcome, call_text: str, *, seconds: float) -> Call:
-    """Return a call and its outcome as the record of the run has them.
+    """Return a call and its outcome in the form in which the run records them.
+
+    For example, an outcome of the text "sum" and a picture is recorded as "sum" and, on the next
+    line, "<image>".
 
     `call_text`: the call as the model wrote it. `seconds`: how long it took.
     """
@@ -251,7 +256,7 @@ class Toolbox:
                     f"tools: {name!r} has the model's own token {token} in its docstring or hints, "
                     "which the model is told; remove it from the text"
                 )
-        self._has_warned = False  # of a tool that was stopped by its time limit
+        self._has_warned = False  # whether a time limit has stopped a tool, and a warning was given
         for name, tool in tool_set.functions.items():
             if view is None and tool in _TOOLS_FOR_PICTURES:
                 raise UserError(f"tools: {name!r} needs a model that sees images; leave it out")
@@ -355,8 +360,8 @@ class Toolbox:
     ) -> list[AnswerPart]:
         """Call a tool, and return the texts and pictures of its result.
 
-        The arguments are those of `_run_call`. Raises `CallError` where the call is wrong or the
-        result no answer, and whatever the tool raises.
+        The arguments are those of `_run_call`. Raises `CallError` if the call is wrong, or if the
+        result cannot be shown to the model. Errors of the tool itself are not caught.
         """
         name = call.name
         if name not in self._schema_by_name:
@@ -378,7 +383,7 @@ class Toolbox:
                 raise CallError(str(error)) from error
         # Code of the user gets copies, so that it cannot change what the run has.
         kwargs = {key: copy_of_argument(value) for key, value in kwargs.items()}
-        # The result may be lazy, or slow to convert: that counts as the tool's time too.
+        # The result is read inside the limit, since reading a lazy result runs code of the user too.
         with run_limited(f"tool {name}", self.options.seconds, seed):
             return self._read_result(tool(**kwargs), len(images))
 
@@ -395,8 +400,10 @@ class Toolbox:
     def _read_result(self, result: object, picture_count: int) -> list[AnswerPart]:
         """Return the result of a tool as texts and pictures that the model's processor accepts.
 
-        `picture_count`: the number of pictures that the model has already. Raises `CallError`
-        beyond the limits of an answer, and whatever an object of the user raises when it is read.
+        For example, the result `["sum", 3]` becomes "sum" and "3".
+
+        `picture_count`: the number of pictures that the model has already. Raises `CallError` for a
+        result beyond the limits of an answer. Errors of the user's objects are not caught.
         """
         parts = list[AnswerPart]()
         text_length = 0
@@ -409,7 +416,7 @@ class Toolbox:
                 text_length += len(part)
             else:
                 new_picture_count += 1
-            # It is checked in the loop, since a list of a user's class may never end.
+            # The limits are checked in the loop, since a list of a user's class may never end.
             if text_length > self.options.max_text or len(parts) > _MAX_ANSWER_PARTS:
                 raise CallError(
                     f"the tool's text has {text_length} characters, at most {self.options.max_text}"
@@ -426,7 +433,7 @@ class Toolbox:
         A value that is neither becomes its JSON text. Raises `CallError` where it has none.
         """
         if isinstance(value, Mapping):
-            # It may be a part of a message in TRL's form: {"type": "text", "text": ...}.
+            # A mapping may be a part of a message in TRL's form: {"type": "text", "text": ...}.
             kind = value.get("type")
             if isinstance(kind, str) and kind in ("text", "image"):
                 value = value.get(kind)
@@ -460,7 +467,8 @@ class Toolbox:
                 ) from None
             raise CallError(f"the tool's picture cannot be read ({error})") from None
         (width, height) = image.size
-        # A side has at least one image token, and the image processor refuses a narrow strip.
+        # Each side must be as long as the side of an image token, and the image processor refuses a
+        # narrow strip.
         unit = self.view.unit
         shorter_side, longer_side = sorted((width, height))
         if shorter_side < unit or longer_side >= MAX_ASPECT_RATIO * shorter_side:
