@@ -224,6 +224,13 @@ def _write_words_of_key(
 ) -> list[str]:
     """Turn one key of the config file into words of the command line.
 
+    - `max_tokens: 512` becomes `--max-tokens=512`
+    - `min_pixels: null` becomes `--min-pixels=null`
+    - `tools: [zoom]` becomes `--tools zoom`
+    - `tool_options: {images: 4}` becomes `--tool-options={"images": 4}`
+    - `rounding: true` becomes `--rounding`, and `rounding: false` becomes `--no-rounding`
+    - `no_image: false` becomes nothing, since argparse has no word for it
+
     Args:
         key: The name of the option, with `_` for `-`.
         value: Its value in the file.
@@ -240,7 +247,7 @@ def _write_words_of_key(
     if isinstance(value, list | dict):
         fault = "no list of names; write one" if key == "tools" else "not one value; write one"
         raise UserError(f"config: {key}: {value!r:.60} in {str(config_file)!r} is {fault}")
-    # A switch named `no_...` is off where it is not given, and argparse has no word that says so.
+    # A switch named `no_...` is off where it is not given.
     if value is False and key.startswith("no_"):
         return []
     if is_switch and value is None:

@@ -69,18 +69,21 @@ def prompt(row: dict[str, Any]) -> str:
 def extract_short_answer(response: str) -> tuple[str, str]:
     """Extract the answer of a response as the official score does.
 
-    The prompt asks for JSON with the key `short answer`. For a response without such JSON the
-    official code takes the last line, but drops its last character. Source:
+    The prompt asks for JSON with the key `short answer`. For a response without JSON the official
+    code takes the last line, but drops its last character. Source:
     evaluation/opensource_json_eval.py in DynaMath/DynaMath.
 
-    Returns the answer, and how it was found: `json`, `last_line`, or `no_object` for JSON that is
-    not an object.
+    Returns the answer, and how it was found:
+
+    - `{"solution": "2 + 3", "short answer": "5"}` gives `5` by `json`
+    - `It is 5.` gives `It is 5` by `last_line`
+    - `[1, 2]`, which is JSON but no object, gives an empty answer by `no_object`
     """
     start = response.find("{")
     end = response.rfind("}")
     text = response
     if 0 <= start < end:
-        # The official code removes backslashes, since those of LaTeX are not valid in JSON.
+        # The official code removes backslashes, since LaTeX has some that JSON does not allow.
         text = response[start : end + 1].replace("\\", "")
     try:
         content = json.loads(text, strict=False)
@@ -98,10 +101,10 @@ def is_officially_right(answer: str, reference: str, answer_type: str) -> bool:
     Args:
         answer: The extracted answer.
         reference: The reference answer.
-        answer_type: What decides how both are compared. A `float` may differ by a thousandth, and
-            may be a multiple of π such as `2π`. For `multiple choice` the letter has to be among
-            the first three characters. Any other answer has to contain the reference.
+        answer_type: What decides how both are compared: `float`, `multiple choice` or another word.
     """
+    # A number may differ by a thousandth, and may be a multiple of π: `2π` is 6.2832. Words behind
+    # it are ignored, so `12 cm` is 12.
     if answer_type == "float":
         first_word = answer if answer.isdigit() else answer.split(" ")[0]
         number, pi_sign, _ = first_word.partition("π")
@@ -110,8 +113,10 @@ def is_officially_right(answer: str, reference: str, answer_type: str) -> bool:
             return abs(float(number) * factor - float(reference)) <= _FLOAT_TOLERANCE
         except ValueError:
             return False
+    # The letter has to be among the first three characters: `(B) a park` is B.
     if answer_type == "multiple choice":
         return answer == reference if len(answer) == 1 else reference in answer[:3]
+    # Any other answer has to contain the reference.
     return reference in answer
 
 
@@ -130,7 +135,7 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
 def _version_of(row: Prediction) -> str:
     """Return the id of the problem that a row has a variant of.
 
-    The id of a row begins with the split of its variant.
+    The id of a row begins with the split of its variant: `sample_variant3/17` gives `17`.
     """
     _, _, problem_id = str(row["pid"]).rpartition("/")
     return problem_id
@@ -142,8 +147,9 @@ def _summary(
     """Compute the worst case and the robustness.
 
     The worst case is the share of problems whose variants are all right. The robustness is the
-    worst case divided by the accuracy over all variants. The rows and the options, which each
-    benchmark's summary gets, are not needed.
+    worst case divided by the accuracy over all variants. For example, two problems of ten variants,
+    one with ten right and one with five, have the worst case 0.5, the accuracy 0.75 and the
+    robustness 0.67. The rows and the options, which each benchmark's summary gets, are not needed.
     """
     # Whether each variant is right, by the problem and the number of the sample.
     are_variants_right: dict[tuple[str, int], list[bool]] = defaultdict(list)

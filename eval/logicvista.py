@@ -51,10 +51,13 @@ def parse_letters(value: object) -> list[str]:
 
 
 def extract_letters(response: str) -> Extraction:
-    """Extract the letters that a response names as its answer, by rules of our own.
+    r"""Extract the letters that a response names as its answer, by rules of our own.
 
-    A question may have several right options. The letters stand in the last box, or they are stated
-    together, such as `B and D`. Where neither is so, the response names one letter at most.
+    A question may have several right options. The first of these rules that applies decides:
+
+    1. The last box has letters alone: `\boxed{B, D}` gives `B, D`.
+    2. The response states letters: `The answers are B and D.` gives `B and D`.
+    3. The response names one letter (`extract_choice`): `I choose C because` gives `C`.
     """
     response = answer_block(response) or response
     stated_letters = list(_STATED_LETTERS_PATTERN.finditer(response.strip()))
@@ -63,8 +66,8 @@ def extract_letters(response: str) -> Extraction:
         (stated_letters[-1][1] if stated_letters else "", "stated_letters"),
     )
     for text, rule in candidates:
-        # `\text{B}` becomes `B`, and brackets and spaces around the letters are removed: the group
-        # is empty where these match.
+        # `\text{B}` becomes `B`, and brackets and spaces around the letters are removed, since the
+        # group is empty where they match.
         letters = re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
         if re.fullmatch(_LETTERS_REGEX, letters):
             return Extraction(letters, rule)

@@ -120,13 +120,16 @@ def strip_to_value(answer: str) -> str:
 
 
 def is_same_answer(answer: str, reference: str) -> tuple[bool, str]:
-    """Compare a free-form answer with its reference by value.
+    r"""Compare a free-form answer with its reference by value.
 
-    The grader of a training compares two values. Points and intervals are compared value by value
-    here, and equations by the difference of their sides. A reference that is a rounded decimal is
-    also met by the exact value.
+    Returns whether both are the same, and the name of the rule that decided. In the order of the
+    rules:
 
-    Returns whether both are the same, and the name of the rule that decided.
+    - `X = 5` is the same as `5`: without a name and a unit it is the same text
+    - `(\frac{2}{2}, 2)` is the same as `(1, 2)`: points and intervals are compared value by value
+    - `x^2 + y^2 = 4` is the same as `x^2 + y^2 - 4 = 0`: their sides differ by the same
+    - `0.5` is the same as `\frac{1}{2}`: the grader of the training compares the values
+    - `\sqrt{2}` is the same as `1.41`: the exact value meets a reference that is rounded
     """
     value = strip_to_value(answer)
     reference_value = strip_to_value(reference)
@@ -176,8 +179,9 @@ def _subtract_sides(equation: str) -> str:
 def find_reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
     """Return the letter of the right option of a multiple-choice question.
 
-    The reference answer of a row is a letter, such as `C` or `(C)`, or the text of an option. None
-    where it is neither, as for a question with several right options.
+    The reference answer of a row is a letter, such as `C` or `(C)`, or the value of an option:
+    `5 cm` is `B` among the options 4, 5 and 6. None where it is neither, as for a question with several
+    right options.
     """
     reference = row["answer"]
     letter = re.fullmatch(r"\s*\(?([A-H])\)?\s*", reference)
@@ -311,11 +315,14 @@ def _read_one_or_zero(reply: str) -> str:
 
 
 def extract_by_rules(row: Prediction) -> Extraction:
-    """Extract the answer of a response by rules, without a judge.
+    r"""Extract the answer of a response by rules, without a judge.
 
-    The answer to a multiple-choice question is a letter. A free-form answer is, in this order: the
-    content of the last box, what follows words such as `the answer is`, the whole of a response
-    that is short, or the number that the response states.
+    The answer to a multiple-choice question is a letter. A free-form answer is, in this order:
+
+    1. the content of the last box: `so \boxed{5}` gives `5`
+    2. what follows words such as `the answer is`: `The answer is 3.5. Good.` gives `3.5`
+    3. the whole of a short response: `7 cm`
+    4. the number that the response states
     """
     response = row["response"]
     if row["question_type"] == "multi-choice":
@@ -341,7 +348,10 @@ def extract_by_rules(row: Prediction) -> Extraction:
 
 
 def _find_letter(answer: str, choices: Sequence[str]) -> str:
-    """Return the letter that an extracted answer is, or that of the option whose text it means."""
+    """Return the letter that an extracted answer is, or the letter of the option that it means.
+
+    `(C)` is `C`, and `5` is `B` among the options 4, 5 and 6.
+    """
     lone_letter = re.fullmatch(r"\W*([A-H])\W*", answer)
     if lone_letter:
         return lone_letter[1]

@@ -79,9 +79,10 @@ def official_letter(response: str, choices: Sequence[str]) -> str | None:
     Source: mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU. The first of these rules that finds a
     letter decides:
 
-    1. The only letter behind the last `Answer:`.
+    1. The only letter behind the last `Answer:`, as in `So. Answer: B`.
     2. The last letter in a form such as `(B)` (see `_last_letter_in_form`).
-    3. In a response of more than five words, the letter of the option whose text comes last.
+    3. In a response of more than five words, the letter of the option whose text comes last: with
+       `a dam` as option B, `It must be a dam, as the water is so high` is B.
 
     Returns None if no rule finds a letter. The official code then draws one at random.
     """
@@ -109,9 +110,10 @@ def official_letter(response: str, choices: Sequence[str]) -> str | None:
 def _last_letter_in_form(response: str, letters: str) -> str | None:
     """Return the letter that comes last in the first of three forms that the response has.
 
-    The forms are `(B)`, `B ` and `B.` in this order. The official code finds a letter by one
-    pattern and its last position by another. If the second one does not match, the position is -1,
-    so that any other letter comes later. Returns None if no letter has any of the forms.
+    The forms are `(B)`, `B ` and `B.` in this order: `I think (A), no (B)` gives B. The official
+    code finds a letter by one pattern and its last position by another. If the second pattern does
+    not match, the position is -1, so that any other letter with a position comes later. Returns
+    None if no letter has any of the forms.
     """
     # Each form is the pattern that finds a letter, and the pattern that finds its last position.
     forms = (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} "))

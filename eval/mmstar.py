@@ -86,9 +86,8 @@ class MMStarScoreOptions(ScoreOptions):
 def is_officially_right(response: str, answer: str) -> bool:
     """Return whether a response is right by the official rule.
 
-    The letter of the right answer has to stand at the beginning of the response, alone or behind
-    one of three phrases. In a longer response the rule takes the first letter of a word for the
-    answer: `Based on` is B.
+    The response has to begin with the right letter, as it is or in one of three forms: `B`, `(B`,
+    `option B` or `the answer is B`. So `It is B` is wrong, and `Based on` counts as B.
 
     Source: eval/mmstar_eval/evaluate in MMStar-Benchmark/MMStar.
     """
@@ -152,8 +151,9 @@ def _compute_leakage(
     """Compute the multi-modal gain MG = S_v - S_wv and the leakage ML = max(0, S_wv - S_t).
 
     Source: Chen et al. 2024, MMStar, section 3.3. Each S is an accuracy on the same problems: S_v
-    with the images, S_wv without them, and S_t that of the language model which the model was built
-    from. Both differences have an interval over the problems.
+    with the images, S_wv without them, and S_t by the language model that the model was built from.
+    S_v = 0.6, S_wv = 0.4 and S_t = 0.3 give MG = 0.2 and ML = 0.1. Both differences have an
+    interval over the problems.
 
     Args:
         rows: The predictions of this run.
@@ -165,7 +165,7 @@ def _compute_leakage(
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
-    # Each is the share of right answers to each problem, None for a run that was not named.
+    # Shares of right answers, one for each problem; None for a run that was not named.
     shares_without_image = _grade_other_run(
         options.without_image, rows=rows, options=options, option_name="without_image"
     )

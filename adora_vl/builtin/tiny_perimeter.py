@@ -30,7 +30,7 @@ class PerimeterStart:
     """The numbers of a training in two stages: on right workings, then on a teacher's answers."""
 
     steps: int = 400  # of the first stage
-    short_prompt_steps: int = 250  # of these, with a short prompt
+    short_prompt_steps: int = 250  # how many of these, at the start, have a short prompt
     teacher_steps: int = 200  # of the second stage
     guesses: float = 0.5  # share of the teacher's answers that are guesses
     slips: float = 0.35  # share of mistakes at each step of its other answers

@@ -251,7 +251,7 @@ def token_loss(
     Args:
         model: computes the loss.
         sequences: token ids, each (T,).
-        labels: likewise, of the same lengths.
+        labels: for each sequence its token ids again, with -100 at tokens that are not learned.
         image_inputs: the pixels and grids of images by their names in the model's forward.
     """
     pad = model.config.get_text_config().pad_token_id

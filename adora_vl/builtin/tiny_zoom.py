@@ -59,7 +59,7 @@ class Example(NamedTuple):
 class ZoomStart:
     """The numbers of a training in two stages: to read numbers, then to call the tool `zoom`."""
 
-    # Of the first stage. Its prompts are short, since a vision tower learns faster by them.
+    # The steps of the first stage. Its prompts are short, by which a vision tower learns faster.
     steps: int = 400
     teacher_steps: int = 250  # of the second stage, in which a teacher's conversations are learned
     calls: float = 0.7  # share of the teacher's answers with a call; the others are guesses
@@ -71,7 +71,8 @@ class ZoomStart:
 def zoom_call(corner: str) -> str:
     """Return the text of a call of the tool `zoom` for a corner of the picture.
 
-    Its coordinates are pixels of the picture as the model sees it.
+    Its coordinates are pixels of the picture as the model sees it: the corner `top right` has x from
+    49 to 56 and y from 0 to 7.
     """
     side = SEEN // CELLS_PER_SIDE  # of a corner
     x = 0 if "left" in corner else SEEN - side

@@ -52,7 +52,7 @@ class ClaimCheck:
     def false_count(self) -> int:
         """The number of false claims.
 
-        A claim that is false because of an earlier one has the verdict `follows`, and is not counted.
+        A claim that is false because of an earlier one has the verdict `follows` instead.
         """
         return sum(claim.verdict == "false" for claim in self.claims)
 

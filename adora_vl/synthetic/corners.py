@@ -13,8 +13,9 @@ from adora_vl.synthetic.drawing import PLAIN, Style
 from adora_vl.synthetic.families import SyntheticProblem
 
 CORNER_NAMES = ("top left", "top right", "bottom left", "bottom right")
-CELLS_PER_SIDE = 8  # of a side; a corner has one of them
-_NUMBER_START_RANGES = ((9, 18), (8, 17))  # of 56 pixels: where a number may begin
+CELLS_PER_SIDE = 8  # into how many cells a side is divided; each corner of the picture is one cell
+# Where a number may begin in a cell of 56 x 56 pixels: the range of x, then of y.
+_NUMBER_START_RANGES = ((9, 18), (8, 17))
 
 
 def draw_corner_cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:

@@ -77,7 +77,7 @@ class DrawnForm:
                 if centre not in circles_before:
                     self._sketch.circle(centre, points[0])
             self._draw_lines(new_facts, new_lines)
-            # A label is written as the sentence has it, and not as it is read.
+            # The label is what stands behind the `=` in the sentence, as it is written there.
             text = sentence.rpartition("=")[2].strip()
             for fact in new_facts:
                 self._draw_mark(fact, text)
@@ -91,7 +91,8 @@ class DrawnForm:
     def text(self) -> tuple[str, ...]:
         """Return the whole problem: where the points lie, in pixels, and all sentences.
 
-        Without places a sentence may fit two figures: a corner could be on either arc of a circle.
+        Without the places a sentence may fit two figures, since a corner could be on either arc of a
+        circle.
         """
         return (*self._sketch.places(), *self.sentences)
 
@@ -106,7 +107,7 @@ class DrawnForm:
         ]
         for corners in shapes:
             self._sketch.line("".join([*corners, corners[0]]))
-        # A point on a line that is drawn divides it, and adds none.
+        # A point on a line that is already drawn divides this line, so nothing new is to be drawn.
         divides_line = any(fact.head == "PointLiesOnLine" for fact in facts)
         if not shapes and not divides_line:
             for path in _join_lines(lines):
@@ -124,7 +125,7 @@ class DrawnForm:
             if measure.head == "LengthOf":
                 self._sketch.side("".join(names), text)
             if measure.head == "MeasureOf":
-                # An expression stands for degrees, but has no sign of them.
+                # `40` is written as `40°`. An expression such as `3x + 10` gets no sign of degrees.
                 label = f"{text}°" if text.isdigit() else text
                 self._sketch.angle("".join(names), label, self._label_distance(names[1]))
 
@@ -137,7 +138,7 @@ class DrawnForm:
 
 
 def _join_lines(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """Join lines that follow each other: AB and BC are the path ABC."""
+    """Join lines that follow each other: AB, BC and DE become the paths ABC and DE."""
     paths: list[str] = []
     for start, end in lines:
         if paths and paths[-1][-1] == start:

@@ -64,7 +64,11 @@ def write_ratio(above: int, below: int) -> str:
 
 
 def choose_wording(rng: random.Random, *parts: tuple[str, ...], **numbers: object) -> str:
-    """Draw one wording of each part of a text, join them, and fill in the numbers by name."""
+    """Draw one wording of each part of a text, join them, and fill in the numbers by name.
+
+    The parts `("apex {apex}. ", "the apex is {apex}. ")` and `("180 - {apex} = ",)` with `apex=40`
+    give `apex 40. 180 - 40 = ` or `the apex is 40. 180 - 40 = `.
+    """
     text = "".join(rng.choice(wordings) for wordings in parts)
     return text.format(**numbers)
 

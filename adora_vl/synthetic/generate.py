@@ -34,9 +34,11 @@ class Choices(NamedTuple):
 
 
 def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> Choices:
-    """Draw `count` different choices for a problem: its answer among wrong ones.
+    r"""Draw `count` different choices for a problem: its answer among wrong ones.
 
-    `slip` is a working with a typical mistake. Its answer, in a box, is always among the choices.
+    `slip` is a working with a typical mistake. Its answer, in a box, is always among the choices,
+    unless it means the same as the right one. The answer `70` with the slip `180 - 40 = \boxed{140}`
+    and a count of 4 may give the choices 140, 72, 60 and 70, of which `D` is right.
     """
     distractors: list[str] = []
     candidates = [last_boxed(slip) or "", *_similar_answers(answer, rng)]
@@ -58,8 +60,9 @@ def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> 
 def _similar_answers(answer: str, rng: random.Random) -> list[str]:
     """Return wrong answers that look like the right one: its first number is replaced.
 
-    The first ones, in random order, have typical mistakes: the number doubled, halved, taken from
-    180, or a little larger or smaller. Numbers further away follow.
+    The first ones, in random order, have typical mistakes: the number doubled, halved, subtracted
+    from 180, or a little larger or smaller. For `40` they are 80, 20, 140, 41, 42, 38, 50 and 30.
+    Then come the numbers from 43 to 51.
     """
     match = _NUMBER_PATTERN.search(answer)
     assert match, f"{answer!r} has no number"
@@ -137,7 +140,7 @@ def _row_of(
     """Make the row of a drawn problem, the one with the number `index` in its split.
 
     With a `choice_count` of 0 it is an open question. The random numbers for the choices come from
-    the row's own id, so that the other rows do not change them.
+    the id of the row, so that they do not depend on other rows.
     """
     row_id = f"synthetic/{seed}/{split}/{index}"
     choices = None

@@ -141,7 +141,7 @@ def roles_text(names: Sequence[str], is_knight: Sequence[bool]) -> str:
 def example_answer(names: Sequence[str]) -> str:
     """Show how an answer looks: `Ada is a knight, Ben is a knave, ...`.
 
-    The last person is never named, so that it cannot be a whole answer.
+    The last person is never named, so that the example cannot be a whole answer.
     """
     shown_names = names[: min(2, len(names) - 1)]
     shown_roles = (True, False)[: len(shown_names)]
@@ -283,8 +283,9 @@ def claim_holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
 def find_solutions(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
     """Return all solutions of a puzzle, in which person i makes claim i.
 
-    A solution says for each person whether that is a knight. What a knight claims is true in it,
-    and what a knave claims is false.
+    A solution says for each person whether that is a knight. Knights claim what is true, and knaves
+    what is false. If person 0 says that person 1 is a knave, and person 1 that person 0 is one, the
+    claims `(("lying", 1), ("lying", 0))` have the solutions (True, False) and (False, True).
     """
     solutions = []
     for is_knight in product((True, False), repeat=len(claims)):

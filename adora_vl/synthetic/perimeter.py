@@ -79,8 +79,9 @@ def perimeter_digit(
 def draw_sides(rng: random.Random, kind: str, end: int) -> tuple[int, ...]:
     """Draw the four sides of a quadrilateral, the first three of them below `end`.
 
-    The fourth side decides the last digit of the perimeter: in the kind `usual` one of the usual
-    digits, else any digit.
+    The fourth side decides the last digit of the perimeter. In the kind `usual` it is one of the
+    usual digits, else any digit. For example, the sides 7, 9 and 9 and the digit 7 need a fourth
+    side of 2, since 7 + 9 + 9 + 2 = 27.
     """
     while True:
         last_digit = rng.choice(USUAL_DIGITS) if kind == "usual" else rng.randrange(10)
@@ -100,14 +101,17 @@ SLIP_PLACES = 5  # of a working where a slip can happen: two readings and three 
 def write_working(
     rng: random.Random, sides: Sequence[int], slip_at: int | None = None, slip_share: float = 0.0
 ) -> str:
-    """Write a working that adds up the four sides step by step, in a random wording.
+    r"""Write a working that adds up the four sides step by step, in a random wording.
 
     A slip makes a number one too large, and the steps after it go on with that number. There are
     `SLIP_PLACES` where it can happen: reading each of the first two sides off the figure, and the
     sums.
 
-    `slip_at` is the place of a certain slip, None for none. `slip_share` is the probability of a
-    slip at each other place.
+    `slip_at` is the place of a certain slip, from 0 to 4, or None for none. `slip_share` is the
+    probability of a slip at each other place. The sides (3, 4, 5, 6) may give one of these:
+
+    - without a slip: `sides 3, 4. 3+4=7. 7+5=12. 12 + 6 = 18. \boxed{8}`
+    - with a slip at place 2, the first sum: `sides 3, 4. 3+4=8. 8+5=13. 13+6=19. \boxed{9}`
     """
     slips = []  # what is added by mistake in each place, 0 or 1
     for place in range(SLIP_PLACES):
@@ -128,7 +132,11 @@ def write_guess(rng: random.Random) -> str:
 
 
 def sides_in_problem(problem: str, solution: str) -> tuple[int, ...]:
-    """Return the four sides of a drawn problem, from its question and its worked solution."""
+    """Return the four sides of a drawn problem, from its question and its worked solution.
+
+    The first two numbers of the solution are the sides at the figure, and those of the question the
+    other two: `sides 3 and 4. ...` and `The other sides are 5 and 6. ...` give (3, 4, 5, 6).
+    """
     return tuple(
         int(number) for text in (solution, problem) for number in re.findall(r"\d+", text)[:2]
     )

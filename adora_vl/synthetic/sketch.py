@@ -9,7 +9,7 @@ from PIL import Image
 from adora_vl.synthetic.drawing import Box, Canvas, Point, Style, font_pixels
 
 LETTERED_FONT_SCALE = 0.62  # of the plain families' labels: a lettered figure has many
-_POINT_RANGE = (0.15, 0.85)  # where the points may lie; letters stand outside of them
+_POINT_RANGE = (0.15, 0.85)  # where x and y of the points may lie; letters stand outside of it
 
 
 class ClutteredError(Exception):
@@ -140,7 +140,9 @@ def _fit_into_picture(
 ) -> dict[str, complex]:
     """Turn points about the origin, and scale them without distortion into the unit square.
 
-    Their middle comes into its middle.
+    The middle of the points comes to 0.5 + 0.5j, and the longer side of their bounding box gets the
+    length 0.7. Without a turn, A (0, 0), B (2, 0) and C (0, 1) come to 0.15 + 0.325j, 0.85 + 0.325j
+    and 0.15 + 0.675j.
     """
     turned = {
         name: complex(-x if mirrored else x, y) * rect(1, turn) for name, (x, y) in points.items()
