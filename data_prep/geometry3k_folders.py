@@ -111,9 +111,10 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
 def _folders_in_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
     """Find the folders of problems in several zip files, by the authors' splits.
 
-    Where several files have a split, the one named after it is read, such as `train.zip`.
+    Where several files have problems of a split, the file named after the split is read, such as
+    `train.zip`.
 
-    Raises `UserError` where several have a split, and none is named after it.
+    Raises `UserError` where several files have a split, and none of them is named after it.
     """
     folders_by_file = {path: _folders_in_zip(path) for path in paths}
     folders_by_split = {}
@@ -134,8 +135,12 @@ def _folders_in_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
 def _folders_in_zip(path: Path) -> dict[str, list[ProblemFolder]]:
     """Find the folders of problems in a zip file, by the authors' splits.
 
-    The folder of a problem has a number for its name, and stands in the folder of its split. Where
-    the zip file has no folder of a split, its own name says the split.
+    The folder of a problem has a number for its name. For example:
+
+        geometry3k.zip with geometry3k/train/17/data.json   problem 17 of train
+        train.zip with 17/data.json                         problem 17 of train
+
+    In the second case, without any folder of a split, the name of the zip file says the split.
 
     Raises `UserError` for a file that cannot be read, or whose problems belong to no split.
     """
@@ -190,7 +195,7 @@ def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRo
     `diagram` is a key of `FILE_BY_DIAGRAM`: the picture as printed, or with a letter at every
     vertex.
 
-    Raises `UserError` as `problem_folders`.
+    Raises `UserError` where `problem_folders` does.
     """
     rows_by_split = {}
     for authors_split, folders in problem_folders(root).items():
@@ -206,8 +211,8 @@ def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRo
 def _read_folder(folder: ProblemFolder, *, split: str, diagram_file: str) -> RawProblem:
     """Read one problem: its `data.json`, its picture `diagram_file`, and its facts.
 
-    Raises `RowError` for a file or a field that cannot be used. It has the bytes that were read,
-    for the quarantine of unusable rows.
+    Raises `RowError` for a file or a field that cannot be used. The error has the bytes that were
+    read, for the quarantine of unusable rows.
     """
     row_id = f"geometry3k/{split}/{folder.number}"
     original_files: list[bytes] = []

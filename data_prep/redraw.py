@@ -148,8 +148,9 @@ class _DiagramDrawing:
     def picture(self) -> Image.Image:
         """Draw the figure, its marks, values and names, and cut off what stays white.
 
-        Facts without a mark stand below the figure. The order decides which label gives way: values
-        come before the names of points, and what stands below comes last.
+        Facts without a mark stand below the figure. A label takes the best place that the labels
+        before it have left. So values are written first, then the names of points, and the
+        sentences below come last.
         """
         for row in self.form.lines_with_points:
             self._draw_line(*(self.location_by_name[name] for name in row))
@@ -307,7 +308,10 @@ class _DiagramDrawing:
         return True
 
     def _write_beside(self, start: complex, end: complex, text: str) -> None:
-        """Write a text beside a segment, if possible on the side away from the diagram's middle."""
+        """Write a text beside a segment, if possible on the outer side.
+
+        That is the side away from the middle of the diagram.
+        """
         normal = rect(1, phase(end - start) + math.pi / 2)  # at a right angle to the segment
         # The real part of a * conj(b) is the scalar product of two vectors.
         outward = (((start + end) / 2 - self.middle) * normal.conjugate()).real
@@ -318,7 +322,8 @@ class _DiagramDrawing:
             abs(normal.real) * self._text_width(text) / 2
             + abs(normal.imag) * _LABEL_PIXELS / _PICTURE_PIXELS / 2
         )
-        # The nearest candidates come first, then those nearest to the middle of the segment.
+        # The nearest to the segment come first, among these the nearest to its middle, and of two
+        # that are equal the outer one.
         candidates = []
         for gap in (0.008, 0.014, 0.022):
             for share in (0.5, 0.4, 0.6, 0.3, 0.7):
@@ -377,7 +382,7 @@ class _DiagramDrawing:
         """Draw the marks of right angles, parallels, equal lengths and equal angles.
 
         These are squares, arrows, ticks and arcs. Parts that are equal or parallel have the same
-        number of them.
+        number of marks: with AB = CD and EF = GH, AB and CD have one tick, EF and GH two.
 
         Returns the facts that have such a mark.
         """
@@ -438,12 +443,15 @@ class _DiagramDrawing:
     ) -> tuple[list[Term], list[set[tuple[str, ...]]]]:
         """Find the facts that two parts of the diagram are equal or parallel: `AB = CD`, `CD = EF`.
 
-        `Equals(LengthOf(Line(A, B)), LengthOf(Line(C, D)))` has the `head` `Equals` and the `measure`
-        `LengthOf`. Parallel lines are not measured: `Parallel(Line(A, B), Line(C, D))` has the
-        `measure` `Line`. A part is named by `point_count` points.
+        Args:
+            head: the head of these facts, `Equals` or `Parallel`.
+            measure: the head of their two sides: `LengthOf` for
+                `Equals(LengthOf(Line(A, B)), LengthOf(Line(C, D)))`, and `Line` for
+                `Parallel(Line(A, B), Line(C, D))`.
+            point_count: how many points name a part, such as 2 for AB.
 
-        Returns these facts, and the parts in groups, each by the names of its points. Parts that
-        several facts connect, such as AB, CD and EF, are one group.
+        Returns these facts, and the parts in groups, each part by the names of its points. Parts
+        that several facts connect are one group: AB = CD and CD = EF give {AB, CD, EF}.
         """
         terms = []
         groups: list[set[tuple[str, ...]]] = []
@@ -466,9 +474,9 @@ class _DiagramDrawing:
         return terms, groups
 
     def _crossing(self, term: Term) -> complex | None:
-        """Return where the two lines of a fact meet, in a common point or by crossing.
+        """Return where the two lines of a fact meet: in a common point, or where they cross.
 
-        Returns None where they do neither.
+        Returns None where they do neither, or where a point has no place.
         """
         lines = [line.names for line in term.arguments]
         if len(lines) != 2:
@@ -523,7 +531,10 @@ class _DiagramDrawing:
 
 
 def latex_as_plain_text(value: str, *, words: bool = False) -> str:
-    r"""Write a value as a picture has it: `2√3` for `2\sqrt{3}`. Spaces stay if `words`."""
+    r"""Write a value as a picture has it, such as `2√3` for `2\sqrt{3}`.
+
+    Further examples are `1/2` for `\frac{1}{2}` and `x²+1` for `x^{2} + 1`. With `words` spaces stay.
+    """
     replacements: Sequence[tuple[str, str]] = _PLAIN_TEXT_BY_LATEX
     if words:
         replacements = replacements[:-1]  # the last one removes spaces

@@ -95,9 +95,10 @@ class SolvedProblem:
 def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
     """Read the facts and questions of a file, as logic forms by the names of their problems.
 
-    A file of JSON (.json, .json.gz) has logic forms. Any other file has the facts of one problem,
-    one a sentence. The names are the keys of the JSON, or the name of the file for a single
-    problem.
+        forms.json (.json.gz)   {"17": {"facts": ...}, ...}   many forms, named by their keys
+        kite.json (.json.gz)    {"facts": ...}                one form, named `kite`
+        17/logic_form.json      {"line_instances": ...}       one form of Geometry3K, named `17`
+        kite.txt (any other)    one fact in each sentence     one form, named `kite`
 
     Raises `UserError` with the problem and what is wrong with it.
     """
@@ -115,8 +116,8 @@ def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
         raise UserError(
             f"input: {str(file)!r} has no logic forms; give an object with one for each problem"
         )
-    # One form has these keys itself: ours has `facts`, that of Geometry3K `line_instances`. Else
-    # the keys are the names of problems.
+    # A single form has one of these keys: `facts` in our format, `line_instances` in that of
+    # Geometry3K. Otherwise the keys are the names of problems.
     is_single_form = "facts" in records or "line_instances" in records
     if is_single_form:
         # In Geometry3K the folder `17` has the file `logic_form.json` of problem 17.
@@ -211,8 +212,9 @@ def solve_forms(
 ) -> Iterator[SolvedProblem]:
     """Solve problems one by one by their facts, and yield each with its label.
 
-    Some problems have a value only if one assumes what their picture suggests, or leaves out or
-    rounds a contradicting fact. Such a value is a suggestion, and no answer by itself.
+    Some problems have a value only if one assumes what their picture suggests, or if one leaves out
+    or rounds a contradicting fact. Such a value is a suggestion, and counts as an answer only with
+    the matching option.
 
     Args:
         forms: The facts and the question of each problem, by the problem's name.
@@ -250,7 +252,10 @@ def write_report(problems: Sequence[SolvedProblem], *, has_labels: bool) -> str:
 
 
 def _describe_problem(problem: SolvedProblem) -> str:
-    """Return a problem in a line: its label, the value that was computed, and the reason."""
+    """Return a problem in a line: its label, the value that was computed, and the reason.
+
+    The line is `2401: label 5, value 4.5, REASON`.
+    """
     label = "" if problem.label is None else f"label {problem.label}, "
     value = ""
     if problem.verdict.value is not None:
@@ -259,7 +264,8 @@ def _describe_problem(problem: SolvedProblem) -> str:
     return f"{problem.id}: {label}{value}{problem.verdict.why}"
 
 
-# How the report says by what a problem was solved, where `Verdict.basis` is no phrase.
+# How the report says by what a problem was solved. Any other `Verdict.basis`, such as `without a
+# fact`, is a phrase itself.
 _PHRASE_BY_BASIS = {
     "": "",
     "facts": "by the facts",
@@ -271,7 +277,7 @@ _PHRASE_BY_BASIS = {
 def _count_by_status(problems: Sequence[SolvedProblem], *, has_labels: bool) -> str:
     """Return the lines that count the problems by their status and by what solved them.
 
-    `has_labels`: whether to say also how many of the values are those of the labels.
+    `has_labels`: whether to say also how many of the values equal their labels.
     """
     groups: dict[tuple[str, str], list[SolvedProblem]] = {}
     for problem in problems:
@@ -302,9 +308,9 @@ def _count_by_status(problems: Sequence[SolvedProblem], *, has_labels: bool) -> 
 
 
 def _count_agreements(problems: Sequence[SolvedProblem]) -> list[str]:
-    """Return the lines that count how many values are those of the labels.
+    """Return the two lines that count how many values equal their labels.
 
-    The first counts answers alone, the second also the values that are only suggested.
+    The first line counts answers alone. The second also counts values that are only suggested.
     """
     comparisons = [
         problem.agrees
@@ -368,9 +374,9 @@ def add_solve(commands: Commands) -> None:
 def _solve(arguments: argparse.Namespace) -> None:
     """Run `solve`: compute the answers of the problems in a file, and report them.
 
-    With labels (`--golds`) only the problems are solved that have one. `--output` gets all results
-    as lines of JSON. A text of facts is one problem, whose answer is printed and whose figure is
-    drawn; a file of logic forms has many, on which a table is printed.
+    With labels (`--golds`) only the problems that have a label are solved. `--output` gets all
+    results as lines of JSON. A text of facts is one problem, whose answer is printed and whose
+    figure is drawn. A file of logic forms has many problems, on which a report is printed.
 
     Raises `UserError` for labels of other problems, and for a picture of several problems.
     """

@@ -61,11 +61,11 @@ def solved_problems(
 ) -> dict[str, SplitRows]:
     """Solve logic forms, and return the problems whose facts determine their answer, by split.
 
-    A logic form has the facts of a diagram and the question. `forms` and `questions` are by the
-    number of the problem. Without `questions` the question of the form is put into words.
+    A logic form has the facts of a diagram and the question. The keys of `forms` and `questions`
+    are the numbers of the problems. Without `questions` the question of the form is put into words.
 
-    Prints how many problems are left out, and why. A row is drawn, and its label compared with the
-    computed answer, when it is read.
+    Prints how many problems are left out, and why. The picture of a row is drawn only when the row
+    is read, and its label is compared with the computed answer then.
     """
     readers_by_split: dict[str, list[Callable[[], RawProblem]]] = {}
     left_out: Counter[str] = Counter()
@@ -152,7 +152,8 @@ def _question_of_form(number: str, form: LogicForm) -> LabelledQuestion | None:
 def _split_of(number: str) -> str:
     """Return the split that Geometry3K's authors gave the problem of this number.
 
-    A form without a number, which is not theirs, is a training problem.
+    For example, 2401 is a test problem, 2101 one of validation, and 17 one of training. A form whose
+    name is no number is not theirs, and counts as a training problem.
     """
     if number.isdecimal():
         for split, first_number in _SPLITS_WITH_FIRST_NUMBER:
@@ -202,7 +203,11 @@ def _solved_row(question: LabelledQuestion, form: LogicForm, solution: Verdict) 
 
 
 def is_rounded_value(label: float, value: float) -> bool:
-    """Return whether a label is a computed value, rounded as text books round."""
+    """Return whether a label is a computed value, rounded as text books round.
+
+    For example, the label 4.5 fits the value 4.514: they may differ by 0.06, or by 0.6 % of the label
+    if that is more.
+    """
     tolerance = max(_MAX_DIFFERENCE_FROM_LABEL, _MAX_SHARE_FROM_LABEL * abs(label))
     return abs(value - label) <= tolerance
 

@@ -115,7 +115,8 @@ def survey_dataset(
     gallery_share = min(1.0, gallery / sum(sizes.values()))
     splits = {}
     for split, size in sizes.items():
-        # A small split has one row in the gallery at least.
+        # A small split has one row in the gallery at least. The rows are spread evenly: 3 of 10 are
+        # the rows 0, 3 and 6.
         gallery_rows = min(size, max(1, round(size * gallery_share))) if gallery else 0
         gallery_indices = {index * size // gallery_rows for index in range(gallery_rows)}
         splits[split] = _survey_of_split(
@@ -173,7 +174,8 @@ def _survey_of_split(
         if len(split_survey.image_sizes) < _MAX_IMAGE_SIZES_KEPT:
             split_survey.image_sizes.extend(sizes)
         entry = LongProblem(measure(row["problem"]), row["id"], row["problem"])
-        # A heap keeps the longest problems so far, with the shortest of them at its top.
+        # The heap has the longest problems so far, and the shortest of these is at its top. A new
+        # problem goes in, and the shortest goes out.
         if len(split_survey.longest) < LONGEST_PROBLEMS_KEPT:
             heapq.heappush(split_survey.longest, entry)
         else:
@@ -185,7 +187,10 @@ def _survey_of_split(
 
 
 def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str) -> int:
-    """Return how many tokens the images of a row take in a prompt; `sizes` is their pixels."""
+    """Return how many tokens the images of a row take in a prompt.
+
+    `sizes` has the width and height of each image, in pixels.
+    """
     vision = VISION_BY_FAMILY[family]
     total = 0
     for size in sizes:
@@ -233,7 +238,7 @@ def _count_properties(value_counts: Mapping[str, Counter[str]], row: Row) -> Non
 
 
 def _size_class(size: tuple[int, int]) -> str:
-    """Return the class of a picture by its longest side: `up to 512 px`."""
+    """Return the class of a picture by its longer side: 300 x 500 pixels are `up to 896 px`."""
     for side in _SIDES_OF_SIZE_CLASSES:
         if max(size) <= side:
             return f"up to {side} px"
@@ -299,12 +304,13 @@ def describe_counts(overview: Survey) -> str:
 def _describe_faults(overview: Survey) -> list[str]:
     """Return the lines on what is wrong with the splits of a data set, though each row is usable.
 
-    These are rows that are missing since the manifest was written, and ids that are not unique.
+    These are another number of rows than the manifest counts, ids that are not unique, and splits
+    whose file is missing.
     """
     lines = []
     manifest_counts = overview.manifest.get("counts") or {}
     for split, split_survey in overview.splits.items():
-        # A split that the manifest does not count cannot lack rows.
+        # A split that the manifest does not count has no expected number of rows.
         expected_count = manifest_counts.get(split, split_survey.row_count)
         if expected_count != split_survey.row_count:
             lines.append(
@@ -370,7 +376,7 @@ def describe_left_out_rows(manifest: Manifest) -> list[str]:
     return lines
 
 
-# Some lines of the table: by the label of a line its cells, one for each split.
+# Lines of the table, as {label: cells}; a line has one cell for each split.
 _Block = dict[str, list[str]]
 
 
@@ -402,14 +408,20 @@ def total_of_splits(name: str, splits: Mapping[str, SplitSurvey]) -> Counter[str
 
 
 def most_frequent_first(value_counts: Counter[str]) -> list[str]:
-    """Return the values that were counted; those of one count by the alphabet."""
+    """Return the values that were counted, the most frequent first; equal counts by the alphabet."""
     return sorted(value_counts, key=lambda value: (-value_counts[value], value))
 
 
 def _lines_of_table(block_by_title: Mapping[str, _Block], splits: Sequence[str]) -> list[str]:
     """Set the blocks of a table one below the other, with the names of the splits above.
 
-    A block with an empty title needs none.
+    For example, where the block `rows` has an empty title, which is not written:
+
+                     train    test
+        rows             8       2
+        goal
+          Angle          5       1
+          Length         3       1
     """
     labels = chain.from_iterable(block_by_title.values())
     label_width = max(len(label) for label in labels) + 4
@@ -429,7 +441,7 @@ def _lines_of_table(block_by_title: Mapping[str, _Block], splits: Sequence[str])
 def _property_cells(
     name: str, total_counts: Counter[str], splits: Mapping[str, SplitSurvey]
 ) -> _Block:
-    """Return how often a property has its most frequent values: by value, a cell for each split.
+    """Return how often a property has its most frequent values, as {value: a cell for each split}.
 
     `name` is one of `COUNTED_PROPERTIES`, and `total_counts` has its counts over all splits.
     """
@@ -444,7 +456,7 @@ def _property_cells(
 
 
 def _token_cells(image_tokens_by_split: Sequence[array[int]]) -> _Block:
-    """Return the least, median and most image tokens of a row: by label, a cell for each split."""
+    """Return statistics of the image tokens of a row, as {label: a cell for each split}."""
     statistics: dict[str, Callable[[array[int]], object]] = {
         "min": min,
         "median": lambda image_tokens: f"{median(image_tokens):g}",

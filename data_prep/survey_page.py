@@ -105,7 +105,7 @@ def _draw_bars(axes: Axes, splits: dict[str, SplitSurvey], name: str) -> None:
         row_count = max(1, split_survey.row_count)  # a split may be empty
         value_counts = split_survey.value_counts[name]
         axes.barh(
-            # Downwards from 0, since the y axis points up.
+            # The first value is at 0 and the next ones below it; the y axis points up.
             y=[-(rank + index * bar_height) for rank in range(len(values))],
             width=[100 * value_counts[value] / row_count for value in values],
             height=bar_height,
@@ -120,15 +120,15 @@ def _draw_bars(axes: Axes, splits: dict[str, SplitSurvey], name: str) -> None:
 
 
 def _draw_histogram(axes: Axes, numbers_by_split: dict[str, list[int]], unit: str) -> None:
-    """Draw how a number that each row has, such as its length, is spread over the rows of a split.
+    """Draw a histogram of a number that each row has, such as the length of its problem.
 
-    `unit` is what the number counts.
+    `numbers_by_split` has the numbers of all rows of each split, and `unit` is what they count.
     """
     filled = {split: numbers for split, numbers in numbers_by_split.items() if numbers}
     all_numbers = set[int]().union(*filled.values())
     low = min(all_numbers, default=0)
     high = max(all_numbers, default=0)
-    # The axis is 20 wide at least, so that nearly equal numbers do not look far apart.
+    # The axis is about 20 wide at least, so that nearly equal numbers do not look far apart.
     padding = max(0, 10 - (high - low) // 2)
     axes.hist(
         list(filled.values()),
@@ -257,7 +257,7 @@ def render_page(overview: Survey) -> str:
 
 
 def _render_row(row: Row, split: str) -> str:
-    """Return the HTML of one row: its pictures, its problem, its choices and what is known of it.
+    """Return the HTML of one row: its pictures, its problem, its choices and its properties.
 
     The right choice is marked.
     """
@@ -265,7 +265,8 @@ def _render_row(row: Row, split: str) -> str:
         f"<img alt='diagram' src='{_picture_as_data_uri(image['bytes'])}'>"
         for image in row["images"][:4]
     )
-    # The letter of the right choice, or its value. A folder that is not ours may lack it.
+    # `answer_raw` may be the letter of the right choice or its value. A folder that is not ours may
+    # lack this column.
     answer_in_source = str(row.get("answer_raw") or "")
     right_choice = answer_in_source or row["answer"]
     is_letter = len(right_choice) == 1 and right_choice.isupper()

@@ -181,7 +181,7 @@ def _finished_variants(
 
 
 def _return_finished(variant: RawProblem) -> RawProblem:
-    """Return the argument. A `partial` of this can be pickled, which a lambda cannot."""
+    """Return the argument. A `partial` of this function can be pickled; a lambda could not."""
     return variant
 
 
@@ -269,8 +269,9 @@ def _try_variant(
 def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | None:
     """Change the numbers in the facts of a geometry problem, and return the facts and the question.
 
-    Equal lengths or angles stay equal, and a whole number stays whole. The returned form still has
-    the points of the old diagram: the solver begins with them, and moves them to the new numbers.
+    For example, AB = 12, CD = 12 may become AB = 14, CD = 14: equal lengths or angles stay equal, and
+    a whole number stays whole. The returned form still has the points of the old diagram: the
+    solver begins with them, and moves them to the new numbers.
 
     Returns None where no number has changed.
     """
@@ -278,7 +279,7 @@ def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | N
     new_values: dict[_OldValue, str] = {}
 
     def with_other_number(fact: str) -> str:
-        """Return `Equals(measure, number)` with another number, and any other fact as it is."""
+        """Return `Equals(measure, number)` with another number; any other fact as it is."""
         terms = list(parse_terms([fact]))
         if len(terms) != 1 or not terms[0].is_equation:
             return fact
@@ -455,8 +456,8 @@ def _has_point_near_line(
 ) -> bool:
     """Return whether a point lies beside a line, but so near that it seems to lie on it.
 
-    `points` has a place for each name. `points_on_line` are the names of those on the line, from
-    one end to the other. `size` is the longer side of the diagram, which "near" is a share of.
+    `points` has the place of each point. `points_on_line` are the names of the points on the line,
+    from one end to the other. `size` is the longer side of the diagram; "near" is 3 % of it.
     """
     start = points[points_on_line[0]]
     direction = points[points_on_line[-1]] - start

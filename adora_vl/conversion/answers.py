@@ -54,10 +54,10 @@ def read_answer(
     """Return the reference answer of a record, however its table spells it.
 
     The value may be the answer alone, a whole solution (with `<answer>`, `\\boxed{}` or `####`), or
-    a conversation whose last turn has the answer. With `has_truth_values` the column may have True
-    and False. `refuse` makes the error of a value that cannot be used.
+    a conversation whose last turn has the answer. With `has_truth_values` the column may also have
+    True and False. `refuse` makes the error of a value that cannot be used.
 
-    Raises `RowError` where the value is no text and no finite number.
+    Raises `RowError` where the value gives neither a text nor a finite number.
     """
     column = columns.answer
     value = record.get(column, MISSING)
@@ -84,8 +84,16 @@ def read_answer(
 def _answer_in_solution(text: str, *, takes_sentences: bool) -> TableAnswer:
     """Return the answer out of a text that may be a whole solution, or the answer alone.
 
-    With `takes_sentences` a sentence such as `The answer is 4` is itself the answer. Without, the
-    answer is what stands behind its announcement.
+    The first rule that fits decides:
+
+    1. `So \\boxed{4}` gives 4, and several boxes give their contents with commas between them
+    2. a last line `#### 4` gives 4
+    3. `The answer is 4` gives 4, whose announcement is noted; with `takes_sentences` the whole
+       sentence is the answer
+    4. any other text is the answer itself
+
+    Before these rules the text is what stands inside of `<answer>`, if it is such a block, and
+    behind a block of thinking.
     """
     answer_block = _ANSWER_BLOCK.fullmatch(text)
     if answer_block:
@@ -112,9 +120,13 @@ _BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]|\\\{[^{}]*\\\}")
 
 
 def with_decimal_points(text: str, refuse: Refuse) -> str:
-    """Rewrite an answer with decimal commas: `1.234,5` as 1234.5, and `(2,5; 3)` as (2.5, 3).
+    """Rewrite an answer with decimal commas as one with decimal points.
 
-    In brackets without a `;` or `|`, such as `(2,3)`, a comma separates two entries and stays.
+        1.234,5     1234.5
+        1.234.567   1234567
+        2,5; 3      2.5, 3
+        (2,5; 3)    (2.5, 3)
+        (2,3)       (2,3)       without `;` or `|` the comma separates two entries, and stays
 
     Raises `RowError` for `1.234`, which may be 1234 or 1.234.
     """
@@ -130,7 +142,7 @@ def with_decimal_points(text: str, refuse: Refuse) -> str:
     brackets: list[str] = []
 
     def put_aside(match: re.Match[str]) -> str:
-        """Return brackets that have another separator than commas, and a NUL for the others."""
+        """Return brackets with a `;` or `|` as they are; put others aside, and return a NUL."""
         if re.search(r"(?<!\\);|\|", match[0]):
             return match[0]
         brackets.append(match[0])
@@ -152,7 +164,8 @@ def with_decimal_points(text: str, refuse: Refuse) -> str:
 def number_or_text(value: object, has_truth_values: bool = False) -> str | None:
     """Return the text of a cell that holds a text or a finite number; None for anything else.
 
-    A truth value becomes `True` or `False` with `has_truth_values`, and None without.
+    For example, 3.0 gives `3`, 1e-07 gives `0.0000001`, and NaN gives None. A truth value gives
+    `True` or `False` with `has_truth_values`, and None without.
     """
     if isinstance(value, str):
         return value if storable(value) else None
@@ -173,8 +186,8 @@ def number_or_text(value: object, has_truth_values: bool = False) -> str | None:
 def _shortest_digits(value: float) -> str:
     """Write a float with the fewest digits that give it back, as its table would show it.
 
-    A column of float32 holds 0.1 as 0.10000000149011612. A number of many digits that is exactly a
-    float32 is therefore taken for one, and written as 0.1.
+    A column of float32 holds 0.1 as 0.10000000149011612. So a number of many digits that is exactly
+    a float32 is taken for one, and written with the fewest digits of a float32: 0.1.
     """
     digits = repr(value)
     if len(digits) < _DIGITS_OF_A_DOUBLE or abs(value) > _LARGEST_SINGLE:
@@ -199,16 +212,18 @@ _LONGEST_LIST = 100_000  # characters of a list in Python's spelling
 
 
 def list_in_cell(value: object, texts_only: bool) -> Any:
-    """Return the list that the text of a cell spells, in JSON or as Python does; else the cell.
+    """Return the list that the text of a cell spells; any other cell as it is.
 
-    Only with `texts_only`, in a table whose cells are all texts such as CSV, is a text read so.
+    The list may be JSON, `["3", "4"]`, or a list of Python, `['3', '4']`. A text is read so only
+    with `texts_only`, which says that all cells of the table are texts, as in CSV.
     """
     if not texts_only or not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
         items = read_json(value)
     except GivenTwiceError as error:
-        # No reader accepts a list with an error in it, so the row is refused with its words.
+        # An object in the list has a key twice. No reader accepts a list with an error in it, so
+        # the row is refused, and the message shows the words of the error.
         return [error]
     except (ValueError, RecursionError):
         if len(value) >= _LONGEST_LIST:
@@ -276,8 +291,9 @@ def read_choices(
 def _value_of_choices(record: Record, names: Sequence[str], *, texts_only: bool) -> Any:
     """Return the value of the columns `names` for options: a list if the record is as it should be.
 
-    Several columns have one option each, and the last ones may be empty. Returns None where there
-    is no option.
+    A single column holds all options. Several columns hold one option each, and the last ones may
+    be empty: columns A to D with 3, 4, null, null give ["3", "4"]. Returns None where there is no
+    option.
     """
     if not names:
         return None
@@ -290,7 +306,10 @@ def _value_of_choices(record: Record, names: Sequence[str], *, texts_only: bool)
 
 
 def _without_letters(options: list[str]) -> list[str]:
-    """Take the letters off options such as `A. 3`, if all have one and these are A, B, C, ..."""
+    """Take the letters off the options, if they are A, B, C, ... without a gap.
+
+    `A. 3` and `B. 4` become 3 and 4. `A. 3` and `C. 4` stay as they are.
+    """
     matches = [_LETTERED.match(option) for option in options]
     for match, letter in zip(matches, ascii_uppercase, strict=False):
         if match is None or match[1] != letter:
@@ -301,9 +320,17 @@ def _without_letters(options: list[str]) -> list[str]:
 def option_letter(answer: str, choices: Sequence[str], answer_is: str, refuse: Refuse) -> str:
     """Return the letter of the right option, which an answer names by letter, text or index.
 
-    `answer_is` is one of `ANSWER_IS`: whether a whole number is an option's text or its index. It
-    is empty where the user did not say. A number that is the text of one option and could be the
-    index of another is then refused.
+    `answer_is` says what a whole number is: `value` (the text of an option), `index` or
+    `index-from-1`. It is empty where the user did not say. For example:
+
+        answer   options   answer_is      result
+        B, (b)   3, 4                     B
+        4        3, 4                     B
+        B. 4     3, 4                     B
+        1        3, 4      index          B
+        1        3, 4      index-from-1   A
+        1        1, 2      value          A
+        1        1, 2                     refused: option A, or the index of B (from 0)
 
     Raises `RowError` for an answer that names no option, or that may name two.
     """
@@ -323,7 +350,7 @@ def option_letter(answer: str, choices: Sequence[str], answer_is: str, refuse: R
         raise refuse("letter_without_choice", wrong, "correct it in")
     answer = _in_capital_letter(answer, choices)
     named = _named_letters(answer, choices, letters)
-    # The letters that a whole number may mean as an index, from 0 and from 1.
+    # The letters that a whole number may mean: as an index from 0, and as one from 1.
     letters_by_index = []
     if index is not None and not answer_is:
         positions = (index, index - 1)
@@ -375,14 +402,15 @@ def _named_letters(answer: str, choices: Sequence[str], letters: str) -> _NamedL
     match = _LETTER.fullmatch(answer)
     by_letter = match[1] if match and match[1] in letters else None
     by_text = [letter for letter, choice in zip(letters, choices, strict=True) if choice == answer]
-    # A prepared folder has the canonical form of the right option, which may be spelt otherwise.
+    # The answer in a prepared folder is the canonical form of the right option, whose own spelling
+    # may differ. So where no text is equal, canonical forms are compared.
     if not by_text and not by_letter:
         by_text = [
             letter
             for letter, choice in zip(letters, choices, strict=True)
             if canonical_gold(choice) == canonical_gold(answer)
         ]
-    labelled = _LETTERED.match(answer)  # `B. 4`
+    labelled = _LETTERED.match(answer)  # `B. 4`: the letter counts if 4 is the text of option B
     if labelled and labelled[1] in letters:
         choice = choices[letters.index(labelled[1])]
         text = answer[labelled.end() :].strip()
@@ -398,7 +426,8 @@ def gold_of_option(letter: str, choices: Sequence[str]) -> str:
     """Return the reference answer for the option of this letter.
 
     It is the text of the option, since a model may answer with that. It is the letter where the
-    text cannot be graded, or would itself be taken for a letter.
+    text cannot be graded, or would itself be taken for a letter. For example, option A of 3 and 4
+    gives 3, and option A of D and E (names of points) gives A.
     """
     text = choices[ascii_uppercase.index(letter)]
     cannot_be_graded = verify_gold(text, choices) is not None

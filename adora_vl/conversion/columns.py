@@ -161,8 +161,9 @@ PRESETS = {
 def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
     """Read a mapping from our names to the table's columns, with the options beside them.
 
-    Every name that is neither ours nor an option becomes an extra column. `key` is the option or
-    key that the user wrote the mapping under, with which error messages begin.
+    Every name that is neither ours nor an option becomes an extra column: {problem: question,
+    answer: label, level: grade} has the extra column `level`, from the table's column `grade`.
+    `key` is the option or key of a config that has the mapping; error messages begin with it.
 
     Raises `UserError` for a missing problem or answer, a wrong value of an option, a value that
     names no column or too many, and a name that an extra column cannot have.
@@ -219,6 +220,8 @@ def _options_from(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _table_names(name: str, value: object, key: str) -> tuple[str, ...]:
     """Return the names of the table's columns in one entry of a mapping: a text, `a,b`, or a list.
+
+    For example, choices=A,B and choices=[A, B] both give ("A", "B").
 
     Raises `UserError` for anything else, and for several columns where only one may be named.
     """
@@ -328,8 +331,8 @@ def _feature_of_items(feature: object) -> Any:
 def _class_name(value: object, names: Sequence[str]) -> object:
     """Return the class name for a number, a number in digits (as in CSV), or each item of a list.
 
-    The number -1, with which `datasets` marks a missing class, gives None. Any other value is
-    returned as it is.
+    For example, with the names cat and dog "1" gives dog, and [0, -1] gives [cat, None]: -1 is the
+    mark of `datasets` for a missing class. Any other value is returned as it is.
     """
     if isinstance(value, list):
         return [_class_name(item, names) for item in value]

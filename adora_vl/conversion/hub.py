@@ -32,15 +32,16 @@ def open_hub(
         columns: the columns to read.
         revision: a branch, tag or commit; None is the newest commit.
         subset: one of its configurations; None is the default one.
-        splits: the name of the data set's split by the name that it gets here. If it is empty, the
-            splits with a usual name are taken.
+        splits: which splits to read. {"train": "all"} reads the data set's split `all` as our split
+            `train`. If it is empty, the splits with a usual name are read.
 
     Raises:
         UserError: the data set cannot be loaded, or lacks a split or a column.
     """
     from datasets import load_dataset
 
-    # Why the hub cannot be reached, if it cannot: checked first, since the library tries for minutes.
+    # Says why the hub cannot be reached, or is empty. It is checked first, since the library of the
+    # hub would try for minutes.
     no_hub_reason = why_no_hub()
     try:
         commit = commit_of(name, revision)
@@ -49,7 +50,7 @@ def open_hub(
         parts = {}
         row_counts = {}
         files = FileRoot(stored=f"hf://datasets/{name}@{commit}/", fetch=_fetch)
-        for ours, theirs in chosen.items():
+        for ours, theirs in chosen.items():  # our name of the split, and the name in the data set
             stream = loaded[theirs].decode(False)  # pictures stay encoded
             if stream.column_names is None:  # only the first rows say which columns there are
                 stream = stream._resolve_features()
@@ -93,8 +94,8 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
         raise UserError(
             f"input: {name!r} has no Parquet file on the hub; give another id, or a downloaded copy"
         )
-    # The files are links into a folder beside all snapshots, and the folder of a snapshot has the
-    # name of its commit.
+    # In the cache CACHED/snapshots/COMMIT/x.parquet is a link to CACHED/blobs/HASH. So links may lead
+    # into CACHED, and the name of the folder is the commit.
     opened = open_local(folder, columns, root=folder.parents[1].resolve())
     return replace(opened, kind="hub", revision=folder.name)
 
@@ -118,9 +119,11 @@ def commit_of(name: str, revision: str | None) -> str:
 
 
 def _chosen_splits(name: str, present: list[str], splits: Mapping[str, str]) -> dict[str, str]:
-    """Return which splits of a data set are read: their names in it, by the names that they get.
+    """Return which splits of the data set `name` are read: its names for them, by our names.
 
-    `present` are all its splits, and `splits` those that the user has named, if any.
+    `present` has all splits of the data set. `splits` has those that the user has named, by our
+    names; if it is empty, those with a usual name are read. For example, a data set with `train`,
+    `dev` and `extra` gives {"train": "train", "validation": "dev"}.
 
     Raises `UserError` for a split that the data set lacks, or where none has a usual name.
     """

@@ -20,9 +20,14 @@ _KEEP_ONE = "keep the right value in"  # the remedy for a key that an object has
 
 
 def open_json(path: Path, columns: Columns) -> Table:
-    """Open a table of JSON: one object a line, or one text that holds all rows.
+    """Open a table of JSON.
 
-    The ending of the file's name does not decide which of the two it is.
+    The ending of its name and its first sign say how the file is read:
+
+        .jsonl, .json with any other first sign     one object a line
+        .json that begins with `[`                  one list of objects
+        .json that begins with `{`                  one object that holds the rows, unless the first
+                                                    line is an object and another line follows
 
     Raises `UserError` for a file in UTF-16.
     """
@@ -82,8 +87,9 @@ def _has_object_per_line(file: BinaryIO) -> bool:
 def _records_of_list(path: Path) -> Records:
     """Yield the objects of a file with one JSON list, without the whole list in memory.
 
-    The file is read piece by piece. Where an item is not complete in the text so far, the next piece
-    is twice as long. Otherwise a long item would be decoded again from its beginning for each piece.
+    The file is read piece by piece. An item that is not complete in the text so far is decoded
+    again from its beginning once more text is there. Each time the next piece is twice as long, so
+    that a long item is decoded only a few times.
 
     Raises `UserError` where the file is not one list.
     """
@@ -103,7 +109,8 @@ def _records_of_list(path: Path) -> Records:
                 item, item_end = decoder.raw_decode(text)
                 rest = text[item_end:].lstrip()
                 sign = rest[:1]
-                # A number at the end of a piece may go on, so the sign behind it is awaited.
+                # An item counts only once the `,` or `]` behind it is read: a number at the end
+                # of a piece may go on in the next piece.
                 if (sign or is_end_of_file) and sign not in (",", "]"):
                     raise json.JSONDecodeError("Expecting ',' delimiter", text, item_end)
             except (ValueError, RecursionError) as error:
@@ -140,10 +147,13 @@ def _object_or_fault(item: object, remedy: str) -> dict[str, Any] | BadRecord:
 def _records_in_object(path: Path, columns: Columns) -> Records:
     """Yield the rows of a file that is one JSON object.
 
-    The object is a row itself, has a single list of rows under one of its keys, or has a row under
-    each key. It is a row if it has one of the wanted `columns`.
+    The first of these that fits is read, here for the columns `problem` and `answer`:
 
-    Raises `UserError` where it is none of them, or no JSON.
+        {"problem": ..., "answer": ...}         one row, since it has one of the wanted `columns`
+        {"version": 1, "data": [{...}, {...}]}  the rows of its only list of objects
+        {"17": {...}, "18": {...}}              a row under each key
+
+    Raises `UserError` where none fits, or where the file is no JSON.
     """
     try:
         content = json.loads(path.read_bytes(), object_pairs_hook=_object_with_unique_keys)

@@ -60,8 +60,14 @@ class FileRoot:
 def picture_bytes(value: object, files: FileRoot) -> bytes:
     """Return the encoded picture that a value of a table holds or names.
 
-    The value is bytes, a struct of `datasets`, a data URL, Base64, a path or a file URL. An address
-    in the web is not downloaded. `files` says where paths lead.
+    `files` says where paths lead. These values are told apart, in this order:
+
+    - bytes, also inside of a struct of `datasets` such as {"bytes": ..., "path": ...}
+    - `data:image/png;base64,...`
+    - `hf://datasets/...`, a file of the data set on the hub that is read
+    - any other address in the web, which is refused: nothing is downloaded
+    - a text of more than 1024 characters, which is Base64
+    - a shorter text: Base64 if that decodes to a picture, else a path or a file URL
 
     Raises `PictureError` where the value gives no picture.
     """
@@ -91,8 +97,8 @@ def picture_bytes(value: object, files: FileRoot) -> bytes:
         raise PictureError("not_a_file", why, "put the picture itself into")
     if len(text) > _LONGEST_PATH:
         return _from_base64(text, "is a text that is neither a path nor Base64")
-    # A short text may be a path or the Base64 of a small drawing. It is the latter if it decodes to
-    # a picture; if not, the error of the decoding says nothing.
+    # A short text may be a path or the Base64 of a small drawing. An error of the decoding only
+    # means that it is a path, so it is not shown.
     with suppress(PictureError):
         decoded = _from_base64(text, why="")
         if is_picture(decoded):
@@ -114,8 +120,9 @@ def _unpacked(value: Any) -> Any:
 def listed_pictures(value: object) -> list[Any]:
     """Return the pictures of a cell as a list.
 
-    A cell may be a list, a list in JSON, or paths with `;`, `,`, `|` or line breaks between them;
-    any other cell is one picture.
+    A cell may be a list, a list in JSON, or paths with `;`, `,`, `|` or line breaks between them:
+    `a.png; b.png` is two pictures. It is a list of paths only if each of them ends as a picture
+    does, so that `a, b.png` is one path. Any other cell is one picture too.
     """
     if isinstance(value, list | tuple):
         return list(value)
@@ -131,7 +138,7 @@ def listed_pictures(value: object) -> list[Any]:
 
 
 def _path_in(value: object) -> str:
-    """Return the path in a value, a text or a struct; an empty text where the value has none."""
+    """Return the path that a text or a struct holds; an empty text where there is none."""
     name = value
     if isinstance(value, dict) and value.get("bytes") is None:
         name = picture_of(value)
@@ -153,9 +160,10 @@ def named_files(value: object, files: FileRoot) -> list[Path]:
 
 
 def other_spelling(value: object, files: FileRoot) -> str:
-    """Return the name of the file that a path means, where the path spells it otherwise.
+    """Return the right path of a file whose path in the table is spelt in another way.
 
-    The text is empty for a path that is right, and for any other value.
+    For example, `Images/A.PNG` gives `images/a.png` where only this file exists. The text is empty
+    for a path that is right, and for a value that is no path.
     """
     with suppress(PictureError, OSError):
         name = _path_in(value)
@@ -210,7 +218,10 @@ _ABSOLUTE_PATH = re.compile(r"/|[A-Za-z]:[\\/]")  # of any system
 
 
 def _longest_tail(path: str, folder: Path) -> str:
-    """Return the longest end of a path that is a file in `folder`; empty where none is."""
+    """Return the longest end of a path that is a file in `folder`; empty where none is.
+
+    For example, `/home/ann/data/train/1.png` gives `train/1.png` where `folder` has that file.
+    """
     parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
     tails = ("/".join(parts[start:]) for start in range(len(parts)))
     return next((tail for tail in tails if (folder / tail).is_file()), "")
@@ -219,8 +230,8 @@ def _longest_tail(path: str, folder: Path) -> str:
 def located(name: str, files: FileRoot) -> Path:
     r"""Return the file that a path of a table means, also where the table spells it otherwise.
 
-    Other spellings are `a\b.PNG`, `a%20b.png` and a decomposed ä. Where no file fits, the path
-    itself is returned.
+    Other spellings are `a\b.PNG` of `a/b.png`, `a%20b.png` of `a b.png`, and an ä that is stored as
+    two characters, a and its dots. Where no file fits, the path itself is returned.
 
     Raises `PictureError` where the path leads out of the input, or several files fit.
     """
@@ -269,7 +280,7 @@ def _listed(folder: Path, modified_ns: int) -> dict[str, list[str]]:
 
 
 def _folded(name: str) -> str:
-    """Return a name without what two spellings of it may differ in: capitals, composed letters."""
+    """Return a name in small letters and composed characters, so that its spellings are equal."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
@@ -293,10 +304,11 @@ def _from_file(name: str, files: FileRoot) -> bytes:
 
 
 def _near(file: Path, folder: Path | None) -> str:
-    """Return the end of an error message that proposes where a missing file may be.
+    """Return the end of an error message, which proposes where a missing file may be.
 
-    A file of its name may be in another folder beside the table, or one with a similar name in the
-    same folder. The text is empty where there is neither. `folder` is that of the table.
+    The proposal is a file of the same name in another folder beside the table, or else a file with
+    a similar name in the same folder. The text is empty where there is neither. `folder` is the
+    folder of the table.
     """
     assert folder is not None, "without files there is no path"
     file_name = _folded(file.name)

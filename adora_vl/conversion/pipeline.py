@@ -74,7 +74,7 @@ def read_and_clean(
     A `RowError` is returned instead of raised. This runs in a worker process, and the error of an
     unusable row has to come back in the order of the rows, as a usable row does.
 
-    `near` says whether to hash the pictures also such that a scaled copy has nearly the same hash.
+    With `near` each picture also gets a hash that is nearly the same for a scaled copy of it.
     """
     try:
         raw = read()
@@ -106,12 +106,19 @@ _NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNO
 
 
 def _answer_notes(row: Row) -> dict[str, str]:
-    """Find what a user should know of a row's reference answer, which is usable all the same.
+    """Return what a user should know of a row's reference answer, which is usable all the same.
 
-    Such an answer may count right answers of a model as wrong: the answer is `3 apples`, say, and
-    the model writes `3`.
+    With such an answer a model's right answers may count as wrong. These are the notes, which are
+    keys of `NOTES`, with an answer that gets each:
 
-    Returns the names of notes, which are keys of `NOTES`, with this row as the example of each.
+        percent     40%        the problem does not ask for a percentage
+        words       3 apples   the model may write `3`
+        no_answer   n/a        the table has none
+        letter      B          the problem lists no options
+        signs       3→4        the grader does not read the arrow
+
+    A problem with choices gets at most the first note. The value of a note is this row, as its
+    example.
     """
     answer = str(row["answer"])
     raw_answer = row["answer_raw"]
@@ -120,7 +127,7 @@ def _answer_notes(row: Row) -> dict[str, str]:
     asks_for_percent = re.search("%|per ?cent", problem, re.IGNORECASE) is not None
     if answer.rstrip().endswith("%") and not asks_for_percent:
         notes["percent"] = row["id"]
-    # With choices the answer is one of them, so that its spelling does not matter.
+    # The answer to a problem with choices is one of them, so its spelling does not matter.
     if row["choices"] is not None:
         return notes
     reference = read_reference(answer)  # as the grader of the training reads it
@@ -168,7 +175,7 @@ class Deduplicator:
         self.rows_read = 0
 
     def _note(self, name: str, example: str) -> None:
-        """Count a row that the note `name` of `NOTES` is true of; the first one is its example."""
+        """Count a row for the note `name`, a key of `NOTES`; the first row is the note's example."""
         assert name in NOTES, name
         self.notes.setdefault(name, {"rows": 0, "example": example})
         self.notes[name]["rows"] += 1
@@ -210,8 +217,13 @@ class Deduplicator:
     def _error_of_repetition(self, split: str, cleaned: CleanedRow) -> RowError | None:
         """Return the error for a row that must go because of an earlier row; None if it may stay.
 
-        It must go if an earlier row has its id, or if it is a training row and a held-out row has
-        its diagram and question (a leak). A leak between two held-out splits is only counted.
+        It must go in two cases:
+
+        - An earlier row has its id.
+        - It is a training row, and a held-out row has its diagram and question (a leak). With
+          `keep_leaks` it stays, and is counted.
+
+        A row that two held-out splits have stays in both, and is counted.
         """
         if not self.seen_rows.is_new(cleaned.row["id"]):
             return cleaned.refuse(
@@ -371,9 +383,9 @@ def prepare(
 
 
 def _held_out_first(splits: Iterable[str]) -> list[str]:
-    """Return splits in the order in which they are read.
+    """Return splits in the order in which they are read: train and test become test and train.
 
-    A training row is compared with all held-out rows, so these come first.
+    A training row is compared with all held-out rows, so the held-out splits come first.
     """
     return sorted(splits, key=lambda split: split not in HELD_OUT)
 
@@ -394,8 +406,8 @@ def _write_split(
     with tqdm(results, desc=split, total=total, unit="row", disable=None) as bar:
         rows = deduplicator.rows_to_store(split, bar)
         row_count = write_split(rows, folder=folder, split=split, features=features)
-    # Rows that ask the same question, with different answers. They are known only now that all rows
-    # are read, so the split is written again without them.
+    # Rows with the same question and different answers. They are known only now that all rows are
+    # read, so the split is written again without them.
     contradicting = deduplicator.seen_rows.contradicting(split)
     if contradicting:
         row_count = write_without_contradictions(

@@ -215,7 +215,7 @@ def storable(value: str) -> bool:
 def reads_as_letter(text: str) -> bool:
     """Return whether a choice would be taken for the letter of a choice.
 
-    `D`, the name of a point, would be.
+    For example, the choice `D`, which is the name of a point.
     """
     return re.fullmatch(r"[A-Z]|\([A-Z]\)", canonical_gold(text)) is not None
 
@@ -223,8 +223,8 @@ def reads_as_letter(text: str) -> bool:
 def _gold(raw: RawProblem) -> str:
     """Return the canonical gold answer of a problem.
 
-    Where the answer is the letter of a choice, the gold is the choice's value, unless that would
-    itself be taken for a letter.
+    Where the answer is the letter of a choice, the gold is the choice's value: B of the choices 3
+    and 4 gives 4. It stays the letter where the value would itself be taken for a letter.
 
     Raises `RowError` where no answer could meet it.
     """
@@ -244,11 +244,15 @@ def _gold(raw: RawProblem) -> str:
 def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
     """Return the canonical form of an open question's answer.
 
-    Raises `RowError` (made by `refuse`) where nobody could meet it: the grader finds no answer
-    equal to it, or it is a number among signs that are not read, so that only the same signs would
-    be right.
+    For example, `3, -4` gives `3,-4`.
+
+    Raises `RowError`, which `refuse` makes, in two cases:
+
+    - The grader finds no answer equal to it. `3,5` may be a decimal or two answers.
+    - It has digits or mathematical signs that cannot be read, as `x#$`. Then only an answer with
+      the same signs would be right.
     """
-    # Empty braces mean nothing, and stand inside an answer such as `45${}^\circ$`.
+    # Empty braces mean nothing. Without them `45${}^\circ$` is read as 45 degrees.
     if read_reference(gold).reason == "not_read":
         without_braces = re.sub(r"\{\s*\}", " ", gold).strip()
         if read_reference(without_braces).kind in ("number", "expression", "percentage"):
@@ -271,8 +275,8 @@ _A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5, and severa
 def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
     """Return the arguments of `RawProblem.refuse` for a reference answer that cannot be graded.
 
-    These are the kind of the fault, what is wrong, and what to do. `reason` is the rule of the
-    grader, and after a colon the spelling that it proposes.
+    These are the kind of the fault, what is wrong, and what to do. `reason` comes from the grader:
+    its rule, and after a colon the remedy that it proposes, as `decimal_comma: write 3.5`.
     """
     rule, _, remedy = reason.partition(": ")
     if rule == "decimal_comma":

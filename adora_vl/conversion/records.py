@@ -265,7 +265,13 @@ def _question_with_gold(
     rest_is_faultless: bool,
     refuse: Refuse,
 ) -> _Question:
-    """Return the question with its answer, which is the text of the right option if it has options.
+    """Return the question with its answer and its options, if it has any.
+
+    - `What? A. 3 B. 4` with the answer B becomes `What?` with the options 3 and 4 and the answer 4,
+      unless the table has a column for options, or the user keeps options in the text.
+    - With `choices` the answer B becomes the text of option B.
+    - The answer to an open question stays as it is. A sentence is refused, unless the user wants
+      such answers.
 
     The answer to an open question is usually checked later, when `to_row` makes the row. But a row
     with another fault never comes so far. Without `rest_is_faultless` the answer is therefore
@@ -333,7 +339,7 @@ def _refusal(
         if name not in record or name in columns.images:
             continue
         value = record[name]
-        # They will stand in a line of JSON, which knows neither bytes nor NaN.
+        # The quarantine writes these values as a line of JSON, which knows neither bytes nor NaN.
         is_json = isinstance(value, (type(None), str, int))
         shown_values[name] = value if is_json else f"{value!r:.200}"
     return RowError(
@@ -348,13 +354,15 @@ def _refusal(
 def _row_id(record: Record, context: Context, numbered_id: str, refuse: Refuse) -> str:
     """Return `DATA_SET/SPLIT/ID` for the id in the record; `numbered_id` where it has none.
 
-    Raises `RowError` for an id that is no short text and no whole number.
+    For example, both `17` and `geo/train/17` give `geo/train/17`.
+
+    Raises `RowError` for an id that is neither a short text nor a whole number.
     """
     column = context.columns.id
     value = None if column is None else record.get(column)
     if value is None or value == "":
         return numbered_id
-    # Python counts True as a whole number, and an id it is not.
+    # True is an `int` in Python, but no id.
     is_text_or_number = isinstance(value, str | int) and not isinstance(value, bool)
     text = str(value) if is_text_or_number else ""
     if not text.strip() or len(text) > _LONGEST_ID or not storable(text):
@@ -369,10 +377,10 @@ def _row_id(record: Record, context: Context, numbered_id: str, refuse: Refuse) 
 
 
 def _read_problem(record: Record, context: Context, refuse: Refuse) -> ProblemAndInstruction:
-    """Return the text of the problem, also out of a conversation, and the instruction in it.
+    """Return the text of the problem and the instruction in it; a conversation has both too.
 
-    The instruction says how to answer, such as `Put the answer in \\boxed{}`. It stays in the text
-    too, unless the user drops it.
+    The instruction says how to answer, such as `Put the answer in \\boxed{}`. It is returned beside
+    the text, and it also stays in the text unless the user drops it.
 
     Raises `RowError` where there is no such text.
     """
@@ -434,8 +442,8 @@ def _read_pictures(record: Record, context: Context, refuse: Refuse) -> _Picture
 
     `refuse` makes the error of a record from the rule, what is wrong, and what to do.
 
-    Raises `RowError` for a picture that cannot be read, for pictures in both places, and for none
-    where every row has to have one.
+    Raises `RowError` for pictures in both places, for a picture that cannot be read, and where
+    every row has to have a picture and this one has none.
     """
     pictures_in_columns = pictures_beside(record, context.columns, texts_only=context.texts_only)
     pictures_in_question = question_in(record, context.columns).pictures
@@ -462,7 +470,9 @@ def _read_pictures(record: Record, context: Context, refuse: Refuse) -> _Picture
 
 
 def _extra_text(value: object, column: str, refuse: Refuse) -> str | None:
-    """Return the value of a user's further column as a text: JSON where it is none already.
+    """Return the value of a user's further column as a text; a value that is no text as JSON.
+
+    For example, `easy` stays as it is, and the list [1, 2] gives `[1, 2]`.
 
     Raises `RowError` for a value that cannot be stored as a text.
     """

@@ -78,7 +78,7 @@ def is_test_question(index: int, share: float, seed: int) -> bool:
     example, a share of 0.25 draws one of the questions 0 to 3, one of 4 to 7, and so on. So the
     test split gets its exact share, and later questions do not change it.
     """
-    # As a fraction, since 0.7 as a float would put some questions into the block beside their own.
+    # A fraction, since rounding errors of the float 0.7 would put some questions into the wrong block.
     exact_share = Fraction(str(share))
     block = floor(index * exact_share)
     first_index = ceil(block / exact_share)
@@ -96,7 +96,7 @@ class DrawnTests:
     """
 
     def __init__(self, share: float, seed: int, columns: Columns) -> None:
-        """Begin before the first row. `share` is that of the questions that become tests."""
+        """Begin before the first row. `share` is the share of the questions that become tests."""
         self._share = share
         self._seed = seed
         self._columns = columns
@@ -104,9 +104,10 @@ class DrawnTests:
         self._is_test_row: list[bool] = []  # for each row that was read so far
 
     def contains(self, row_index: int, record: Record | BadRecord, part: TablePart) -> bool:
-        """Return whether a row of the training split, counted from 0, becomes a test row.
+        """Return whether a row of the training split becomes a test row.
 
-        The rows have to come in order. `part` is the table of the record.
+        `row_index` is the number of the row in that split, from 0. The rows have to come in order.
+        `part` is the table of the record.
         """
         if row_index == len(self._is_test_row):  # the row is read for the first time
             identity = self._question_and_pictures(row_index, record, part)
@@ -122,7 +123,7 @@ class DrawnTests:
     ) -> bytes:
         """Return bytes that are equal for two rows with the same question and pictures."""
         if isinstance(record, BadRecord):
-            return f"broken {row_index}".encode()
+            return f"broken {row_index}".encode()  # equal to no other row
         question = question_in(record, self._columns)
         pieces = [without_punctuation(str(question.text)).encode("utf-8", "replace")]
         pictures = pictures_beside(record, self._columns, texts_only=part.texts_only)
@@ -130,18 +131,18 @@ class DrawnTests:
             try:
                 pieces.append(hashlib.sha256(picture_bytes(picture, part.files)).digest())
             except PictureError:
-                pieces.append(repr(picture).encode())
+                pieces.append(repr(picture).encode())  # its path, say, in place of its bytes
         return b"\0".join(pieces)
 
 
 def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened:
     """Open a file, or a folder with tables and the pictures that they name.
 
-    `root` is the folder that no link and no path in a table may lead out of; by default it is that
-    of the input.
+    No link and no path in a table may lead out of the folder `root`. By default it is the input
+    folder, or the folder of the input file.
 
     Raises `UserError` where there is no table, for a format that is not known, for a link out of
-    the folder, and as `open_table`.
+    the folder, and where `open_table` raises it.
     """
     if path.is_file():
         root = root or path.parent.resolve()
@@ -204,13 +205,13 @@ def row_readers(
 ) -> RowReaders:
     """Yield for each row of a split a function that reads it, in the order of the tables.
 
-    `name` is that of the data set, with which row ids begin. `drawn_tests` says which rows of the
-    training split become the split `test`; None where the data has its own. At most `limit` rows
-    are yielded.
+    `name` is the name of the data set, with which row ids begin. `drawn_tests` says which rows of
+    the training split become the split `test`; it is None where no test split is drawn. At most
+    `limit` rows are yielded.
     """
     # Rows of a drawn test split come from the training split too.
     source_split = split if drawn_tests is None else "train"
-    row_index = -1  # in the source, where rows of both splits may stand
+    row_index = -1  # counts all rows of `source_split`, also those that are not yielded
     yielded_count = 0
     for part in opened.parts[source_split]:
         context = Context(
@@ -226,7 +227,8 @@ def row_readers(
         for index_in_part, (position, record) in enumerate(part.begin()):
             row_index += 1
             if index_in_part == 0 and not isinstance(record, BadRecord):
-                # The first row decides, so that a stray true among texts is still refused.
+                # Only if the first answer is true or false may the others be so. A true that
+                # comes later, among texts, is a mistake, and is refused.
                 has_truth_values = isinstance(record.get(columns.answer), bool)
                 context = replace(context, has_truth_values=has_truth_values)
             is_in_split = True
@@ -262,7 +264,11 @@ def with_split_name(opened: Opened, split: str | None) -> Opened:
 def output_splits(opened: Opened, share: float) -> list[str]:
     """Return the splits that will be written, if `share` of the training split becomes `test`.
 
-    Raises `UserError` where the data has no training split to take it of, or has a test split.
+    For example, data with train and validation gives train, validation and test. A share of 0 draws
+    no test split.
+
+    Raises `UserError` where the data has no training split to take the share from, or has a test
+    split already.
     """
     if not share:  # no test split is drawn
         return list(opened.parts)
@@ -284,7 +290,7 @@ def output_splits(opened: Opened, share: float) -> list[str]:
 def _part(file: Path, source: Path, root: Path, columns: Columns) -> TablePart:
     """Open one table of the file or folder `source`.
 
-    Raises `UserError` as `open_table`, and where the folder for images does not exist.
+    Raises `UserError` where `open_table` does, and where the folder for images does not exist.
     """
     # A folder of `save_to_disk` is named in messages in place of the file inside.
     shown_path = file.parent if format_of(file) == SAVED else file
@@ -312,18 +318,25 @@ def _part(file: Path, source: Path, root: Path, columns: Columns) -> TablePart:
 
 
 def _split_named(stem: str) -> str | None:
-    """Return the split that a file's or folder's name says (`val-00000`), or None."""
+    """Return the split that the name of a file or folder says; None where it says none.
+
+    For example, `val-00000` and `dev` say validation, `Test` says test, and `training` says none.
+    """
     match = _NAMED.fullmatch(stem)
     return SPLIT_OF[match[1].lower()] if match else None
 
 
 def _tables(folder: Path) -> dict[str, list[Path]]:
-    """Find the tables of a folder, by the splits that they or their folders are named after.
+    """Find the tables of a folder, by split.
 
-    A single table without such a name is the training split.
+    The first of these that the folder has is taken:
 
-    Raises `UserError` where there is no table, where several have no split, and where a split has
-    tables in two formats.
+    1. a data set that `save_to_disk` of `datasets` wrote
+    2. tables that are named after a split, or stand in a folder that is
+    3. a single table with any name, which is the training split
+
+    Raises `UserError` where there is no table, where several tables name no split, and where a
+    split has tables in two formats.
     """
     tables_of_datasets = _tables_saved_to_disk(folder)
     if tables_of_datasets:
@@ -357,8 +370,11 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
 def _tables_by_name(folder: Path) -> dict[str, list[Path]]:
     """Find the tables that are named after a split, or stand in a folder that is.
 
-    Tables in `folder` itself go before those in its folder `data`, and all of these before the
-    tables in a folder such as `train`.
+    A split is taken from the first of these places that has it:
+
+    1. tables in `folder` itself, such as `train.csv`
+    2. tables in `folder/data`; these are looked for only where the first place has no split at all
+    3. tables in a folder that is named after the split, such as `train/rows.csv`
     """
     tables: dict[str, list[Path]] = {}
     subfolders = sorted(path for path in folder.iterdir() if path.is_dir())

@@ -45,9 +45,9 @@ def _choices_of_row(row: Row) -> list[str] | None:
 
 
 def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
-    """Check that the grader takes each row's reference answer as correct, and a wrong one not.
+    """Check that the grader accepts each row's reference answer, and does not accept a wrong answer.
 
-    `rounding`: whether the run's grader also takes a rounded decimal.
+    `rounding`: whether the run's grader also accepts a rounded decimal.
     """
     title = f"grader on {len(rows)} reference answers"
     remedy = (
@@ -90,8 +90,9 @@ def check_rewards(
 ) -> Check:
     """Check that right answers get a total reward above `adora_correct_above`, and wrong ones not.
 
-    ADORA counts a rollout above this line as correct. Two presets whose sum lifts wrong answers
-    over it would make every rollout count as correct.
+    ADORA counts a rollout with a reward above `adora_correct_above` as correct. For example, a run
+    may add a reward for the form of an answer. If this alone exceeds `adora_correct_above`, every
+    rollout would count as correct.
 
     Args:
         rows: Rows to answer, with their reference answers.
@@ -108,7 +109,7 @@ def check_rewards(
         columns[FIGURE_COLUMN] = [row[FIGURE_COLUMN] for row in rows]
 
     def total_rewards(answers: Sequence[str]) -> list[float]:
-        """Return the total reward of an answer to each row."""
+        """Return the total reward of each row for its answer in `answers`."""
         totals = [0.0] * len(rows)
         for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
             scores = function(
@@ -329,7 +330,7 @@ def check_optional_libraries(
     These are vLLM (in its build for GPUs or for CPUs), DeepSpeed, PEFT, and with `four_bit` those
     that load a base model in 4 bits.
     """
-    # the build that is installed, or else the one to install
+    # The build of vLLM that is installed (for GPUs or for CPUs); without one, the build to install.
     vllm = installed_vllm() or "vllm"
     is_needed = {vllm: use_vllm, "deepspeed": use_deepspeed, "peft": use_peft}
     if four_bit:
@@ -339,9 +340,9 @@ def check_optional_libraries(
 
 
 def check_four_bit() -> Check:
-    """Check that a layer in 4 bits computes the same as its weights in bfloat16 do.
+    """Check that a layer with 4-bit weights computes nearly what the same weights in bfloat16 compute.
 
-    It is computed on a GPU if there is one, and else on the CPU.
+    The check runs on a GPU if there is one, and else on the CPU.
     """
     import torch
     from bitsandbytes.functional import dequantize_4bit

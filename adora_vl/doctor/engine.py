@@ -25,8 +25,8 @@ from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
-# Nats per token by which a changed weight has to change the policy's log-probabilities: by less it
-# would not be noticed if the engine had the old weight.
+# By so many nats per token a changed weight has to change the policy's log-probabilities. With a
+# smaller change nobody would notice that the engine still had the old weight.
 MIN_POLICY_CHANGE = 0.1
 
 # Names of checks, and below them what to do where one fails.
@@ -63,7 +63,9 @@ NOISE_SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> Check:
-    """Check that each prompt has as many image tokens as the vision tower gives it features.
+    """Check that each prompt has as many image tokens as the vision tower makes features of its images.
+
+    For example, an image of 1 x 16 x 24 patches with `merge` 2 has 16 * 24 / 4 = 96 features.
 
     Args:
         prompts: Tokenized prompts with the processor's fields for their images.
@@ -128,7 +130,7 @@ class Examination(EngineProbe):
     def check_after_change(self, *, vision: bool) -> Check:
         """Check that the engine agrees with the policy after a weight was changed and synced.
 
-        The weight is one of the vision tower or projector with `vision`, else of the language
+        With `vision` the weight belongs to the vision tower or projector, else to the language
         model. In the end it has its old value again, in the engine too.
         """
         check_name = VISION_CHECK if vision else LANGUAGE_CHECK
@@ -171,8 +173,8 @@ class Examination(EngineProbe):
     ) -> float:
         """Add more and more noise to a weight, until the policy's log-probabilities change clearly.
 
-        `set_noise`: sets the noise of the weight to a scale. Returns by how much the policy's
-        log-probabilities of `rollouts` have changed, as a mean in nats per token.
+        `set_noise` replaces the weight by its old value plus noise of a scale. Returns by how much
+        the policy's log-probabilities of `rollouts` have changed, as a mean in nats per token.
         """
         logps_before_BC = self.pair.policy_logps(rollouts)
         policy_change = 0.0
@@ -207,9 +209,9 @@ class Examination(EngineProbe):
     def check_banned_tokens(self) -> Check:
         """Check that the engine never samples a token that is banned, such as one for images.
 
-        The engine may only choose among the banned tokens and a single other one, the one that the
-        policy finds least likely. It samples greedily, so without the ban it would hardly choose
-        that one.
+        The engine may choose only among the banned tokens and one other token, which is the one
+        that the policy finds least likely. It samples greedily. So it chooses this token only if
+        the ban works; without the ban it would nearly always choose a banned one.
         """
         banned_ids = never_sampled_ids(self.pair.tokenizer)
         if not banned_ids:
@@ -326,9 +328,9 @@ def _examination_steps(examination: Examination, merge: int) -> list[_Examinatio
 def examine_in_order(examination: Examination, merge: int) -> list[Check]:
     """Make the checks of engine and trainer in their order, and return their results.
 
-    After a check that an exception has ended, or prompts that differ, the remaining ones are
-    skipped, since the engine may be broken. Without an engine in this process only the checks of
-    the trainer alone are made.
+    The remaining checks are skipped once an exception has ended a check, or once the prompts of
+    engine and trainer differ, since the engine may be broken. Without an engine in this process
+    only image features and buffers are checked, which need none.
 
     `merge`: how many patches along a side become one image token.
     """
@@ -358,7 +360,7 @@ _STOPPED_PREFIX = "stopped: "
 
 
 def _may_have_broken_engine(check: Check) -> bool:
-    """Return whether no checks should follow this one, as the engine may be broken.
+    """Return whether the checks after this one are skipped, since the engine may be broken.
 
     That is so if the prompts of engine and trainer differ, or if an exception ended the check.
     """

@@ -23,12 +23,13 @@ class NamedParameter(NamedTuple):
 def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParameter | None:
     """Choose a trained weight matrix whose change moves the answers of a model most directly.
 
-    That is the last matrix in the layers of the language model, or with `vision` the last one of
-    the projector. If the projector is not trained, it is the last matrix of the remaining vision
-    parts. Those whose features enter at later layers of the language model ("DeepStack") are added
-    to much larger numbers there, and hardly move an answer.
+    - Without `vision` it is the last matrix in the layers of the language model.
+    - With `vision` it is the last matrix of the projector, though other vision parts may come
+      later. Parts of "DeepStack" give their features to later layers of the language model, where
+      they are added to much larger numbers and hardly move an answer.
+    - With `vision` and a projector that is not trained it is the last matrix of any vision part.
 
-    None if no such matrix is trained.
+    Returns None if no such matrix is trained.
     """
     candidates: list[NamedParameter] = []
     for name, parameter in model.named_parameters():

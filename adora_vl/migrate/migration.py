@@ -99,9 +99,10 @@ class Migration:
 
         Args:
             name: the other trainer's name, dotted where its keys are in groups.
-            default: the other trainer's default. It is returned where the config lacks the name, and
-                where a shell or OmegaConf would compute the value; a remark asks for the value then.
-                If it is a number, a text is read as a number.
+            default: the other trainer's default, which is returned where the config lacks the name.
+                It is also returned where a shell or OmegaConf would compute the value, as in
+                `${a.b}`, and a remark then asks for the value. If the default is a number, a text
+                such as `1e-6` is read as a number.
 
         Raises:
             UserError: a number is needed, and the value is none.
@@ -128,7 +129,7 @@ class Migration:
         return name
 
     def value_of(self, key: str) -> Any:
-        """Return what the other trainer's config has under the name in `names`, as `get` does."""
+        """Return the value of the other trainer's name for `key`, or the default in `names`."""
         return self.get(*self.names[key])
 
     def count_of(self, name: str, default: int) -> int:
@@ -145,12 +146,15 @@ class Migration:
     def put(self, key: str, value: object, *names: str, note: str = "") -> None:
         """Set one of our keys, and remember where its value came from.
 
+        `put("beta", 0.04, "kl_coef", note="theirs")` has the source `kl_coef (default); theirs` if
+        the other trainer's config has no `kl_coef`.
+
         Args:
             key: our key.
             value: its value.
-            names: the other trainer's names that the value comes from. One that its config does not
-                have is marked as a default.
-            note: what to say beside them, in the comment behind the value.
+            names: the other trainer's names that the value comes from. A name that its config does
+                not have is marked as a default.
+            note: what to say behind the names, in the comment behind the value.
         """
         sources = [name if name in self.values else f"{name} (default)" for name in names]
         source_text = ", ".join(sources)
@@ -193,9 +197,10 @@ class Migration:
     def split_off(self, names: list[str], sign: str) -> tuple[list[str], list[str]]:
         """Divide names such as `geometry3k@train` at a sign, such as `@`.
 
+        For example, `geometry3k@train` and `mine` give ["geometry3k", "mine"] and ["train"].
+
         Returns:
-            the part before the sign of each name, and the different parts behind the sign, of those
-            names that have it.
+            for each name the part before the sign, and then the different parts behind the sign.
         """
         heads: list[str] = []
         tails: list[str] = []
@@ -216,9 +221,9 @@ class Migration:
             self.unmatched[name] = f"{value:.{_LONGEST_VALUE}}: {meaning}"
 
     def is_default(self, name: str) -> bool:
-        """Return whether the config could leave out a name of the other trainer.
+        """Return whether the other trainer's config could as well leave out a name.
 
-        That is so if its value is empty, or the other trainer's default.
+        That is so if the name's value is empty, or is the other trainer's default.
         """
         value = self.values.get(name)
         if value is None or value in ("", [], {}):

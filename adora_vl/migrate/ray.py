@@ -41,8 +41,8 @@ class Layout:
 def convert_model(migration: Migration) -> None:
     """Convert the keys of model, optimizer and engine that have one counterpart each.
 
-    They are those of `migration.names`, but for names in capitals, which are none of our keys, and
-    for those of LoRA, which `convert_lora` converts.
+    These are the keys of `migration.names`, with two exceptions: names in capitals are none of our
+    keys, and `convert_lora` converts the keys of LoRA.
     """
     for key, (name, default) in migration.names.items():
         is_our_key = key.islower()
@@ -61,11 +61,16 @@ def convert_model(migration: Migration) -> None:
 def convert_lora(migration: Migration) -> None:
     """Convert the LoRA adapter, if the run has one.
 
-    An adapter of this package without a list of layers is on every linear layer of the language
-    model, and not on the vision tower.
+    Without `lora_target_modules` an adapter of this package is on every linear layer of the language
+    model, and on none of the vision tower. So the layers become:
 
-    In `migration.names` `LORA` is the rank, 0 without an adapter, and `EXCLUDED` a regular
-    expression of layers that have none, which verl alone knows.
+        all linear layers               lora_target_modules: all-linear
+        all linear layers, not vision   no key, and a remark
+        a list of layers                lora_target_modules: that list
+        a list of layers, not vision    that list, and adora_freeze: vision tower and projector
+
+    In `migration.names` `LORA` is the rank, which is 0 without an adapter. `EXCLUDED` is a regular
+    expression of the layers without adapter; only verl has it.
     """
     rank = migration.value_of("LORA")
     targets_name, all_linear = migration.names["lora_target_modules"]
@@ -106,11 +111,17 @@ def convert_lora(migration: Migration) -> None:
 def convert_batches(migration: Migration) -> Layout:
     """Convert the sizes of batches, and return how a generation is divided.
 
-    EasyR1 and verl count the prompts of a generation and of an optimizer step. TRL counts passes of
-    `per_device_train_batch_size` answers over all GPUs.
+    EasyR1 and verl count the prompts of a generation and of an optimizer step. TRL counts passes, in
+    each of which every GPU has `per_device_train_batch_size` answers. For example, 8 GPUs with 4
+    answers each make a pass of 32 answers. With 5 answers to a prompt:
 
-    In `migration.names` `PROMPTS` are those of a generation, and `MINIBATCH` those of an optimizer
-    step.
+        512 prompts of a generation       512 x 5 / 32 = 80   steps_per_generation
+        128 prompts of an optimizer step  128 x 5 / 32 = 20   gradient_accumulation_steps
+
+    A generation then has 512 / 128 = 4 optimizer steps, times `num_iterations`.
+
+    In `migration.names` `PROMPTS` names the prompts of a generation, and `MINIBATCH` the prompts of
+    an optimizer step.
 
     Raises:
         UserError: the answers of a step or of a generation are no whole number of passes.
@@ -175,8 +186,8 @@ def convert_loss(migration: Migration) -> None:
 def _convert_policy_loss(migration: Migration) -> None:
     """Convert how the loss uses the ratio of the new to the old policy: clipped, GSPO, CISPO, SAPO.
 
-    EasyR1 and verl have one key for that and one for the averaging, and TRL's `loss_type` says both.
-    A loss that TRL lacks becomes the clipped loss, and a remark says so.
+    EasyR1 and verl have one key for the ratio and one for the averaging. TRL's `loss_type` says
+    both. A loss that TRL lacks becomes the clipped loss, and a remark says so.
 
     In `migration.names` `POLICY_LOSS` is the loss.
     """
@@ -190,7 +201,8 @@ def _convert_policy_loss(migration: Migration) -> None:
     elif loss == "cispo":
         bound_name = migration.name_of("epsilon_high")
         cap = 1 + migration.value_of("epsilon_high")
-        # TRL's key is the cap of the ratio itself, and its loss has no lower and no second bound
+        # Theirs is how far the ratio may exceed 1, TRL's key is the largest ratio itself. TRL's CISPO
+        # has no lower bound, and no second bound (`delta`).
         migration.put("epsilon_high", cap, bound_name, note="1 + theirs: TRL caps the ratio itself")
         migration.put("loss_type", "cispo", name)
         migration.keys.pop("delta", None)
@@ -233,7 +245,7 @@ def convert_reward_function(
 
 
 def _convert_kl(migration: Migration) -> None:
-    """Convert the KL term of the loss, whose gradient in TRL is another one by default.
+    """Convert the KL term of the loss, and set the key with which TRL's gradient of it is theirs.
 
     In `migration.names` `KL` says whether there is a KL term, `KL_COEF` is its coefficient, and
     `KL_KIND` how the KL is estimated.
@@ -334,9 +346,9 @@ def _convert_warmup(migration: Migration, layout: Layout) -> None:
     """Convert the warm-up of the learning rate, which is in steps or a share of the run.
 
     Transformers has one key for both, and reads a number below 1 as a share. Its schedule `constant`
-    has no warm-up, while that of the other trainers has one.
+    never warms up, while `constant` of the other trainers does if they have a warm-up.
 
-    In `migration.names` `WARMUP_STEPS` and `WARMUP_SHARE` are those of the warm-up.
+    In `migration.names` `WARMUP_STEPS` and `WARMUP_SHARE` name the length of the warm-up.
     """
     steps_name = migration.name_of("WARMUP_STEPS")
     share_name = migration.name_of("WARMUP_SHARE")

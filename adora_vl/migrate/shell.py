@@ -84,8 +84,9 @@ def read_script(text: str, name: str) -> Script:
 def _read_line(script: Script, words: list[str]) -> None:
     """Read a whole line: set its variables, and add its command to those of the script.
 
-    Of a line with several commands only the first is read: behind `|`, `&&` or `;` stand those that
-    log or clean up.
+    If a line has several commands, only the first is read. Commands behind `|`, `&&` or `;` usually
+    log or clean up. For example, `LR=1e-6 python train.py --lr $LR | tee log` sets LR, and adds the
+    command `python train.py --lr 1e-6`.
 
     Args:
         script: what was read so far; it is changed.
@@ -120,8 +121,9 @@ def _read_line(script: Script, words: list[str]) -> None:
 def _read_array_word(script: Script, word: str) -> bool:
     """Add a word to an array of the script, and return whether it belongs to one.
 
-    `NAME=(` begins an array, and a word that ends with `)` is its last one. The words of a script
-    have to come in order, since `script.open_array` says whether an array has begun.
+    For example, the words `ARGS=(`, `lr=1`, `n=8)` are the array ARGS of `lr=1` and `n=8`; the array
+    ends with a word that ends with `)`. The words of a script have to come in order, since
+    `script.open_array` says whether an array has begun.
     """
     beginning = _ARRAY.fullmatch(word) if script.open_array is None else None
     if beginning is not None:
@@ -139,9 +141,14 @@ def _read_array_word(script: Script, word: str) -> bool:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Return a text in which the values of variables stand for `$NAME` and `${NAME:-default}`.
+    """Return a text with the values of variables in place of `$NAME` and `${NAME:-default}`.
 
-    A variable that is not known becomes its default; without one it stays as it is written.
+    For example, where A is x and B is not known:
+
+        $A/y      x/y
+        ${B:-7}   7      the default
+        ${B:-$A}  x      the default has a variable itself
+        $B        $B     stays as it is
     """
 
     def value_of(match: re.Match[str]) -> str:

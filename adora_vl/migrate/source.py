@@ -101,8 +101,8 @@ def _is_script(config: Path) -> bool:
 def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
     """Read the command of a script that trains into `source`: the one that has the most keys.
 
-    A script may also prepare data or start a server. A remark tells where a second command has
-    almost as many keys.
+    Other commands of a script may prepare data or start a server. If a second command has more than
+    half as many keys, a remark says so.
 
     Args:
         source: what is read; its values, variables and launcher are set.
@@ -144,10 +144,11 @@ def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
 
 
 def _with_lost_lines(source: Source, commands: list[list[str]], name: str) -> list[list[str]]:
-    """Return the commands of a script, each that begins with a key joined to the one before it.
+    """Return the commands of a script; one that begins with a key is joined to the one before it.
 
-    Such a "command" is the rest of a command whose line above has lost its backslash. A shell would
-    start the training without these keys, which cannot be what the author wants. A remark says so.
+    A "command" such as `--lr 1e-6` is the rest of a command whose line before has lost the backslash
+    at its end. A shell would start the training without these keys, which cannot be what the author
+    wants. A remark says so.
 
     Args:
         source: gets the remarks.
@@ -173,10 +174,14 @@ def _is_key(word: str) -> bool:
 
 
 def _keys_of_command(words: list[str]) -> list[str]:
-    """Return the words of a command that belong to the trainer: those behind its program.
+    """Return the words of a command that belong to the trainer: the words behind its program.
 
-    Before the program stand the launcher and its options, as in `accelerate launch --num_processes
-    8 train.py --model m`. Where the words begin with a key, or name no program, all are returned.
+        accelerate launch --num_processes 8 train.py --model m   --model m
+        python -m verl.trainer.main a.b=1                        a.b=1
+        swift rlhf --model m                                     --model m
+        --model m                                                --model m
+
+    All words are returned where the first is a key, or where no program is among them.
     """
     if not words:
         return words
@@ -239,8 +244,8 @@ def _read_words_over(source: Source, words: list[str], *, nested: bool) -> None:
 def _take_config_names(values: dict[str, Any]) -> list[str]:
     """Return the names of the config files that a command builds on, and remove them from `values`.
 
-    EasyR1 writes `config=FILE`, TRL and ms-swift `--config FILE`, verl `--config-path` and
-    `--config-name`.
+    EasyR1 writes `config=FILE`, and TRL and ms-swift write `--config FILE`. In verl `--config-path conf
+    --config-name ppo` is the file `conf/ppo.yaml`.
     """
     names: list[str] = []
     folder = values.pop("config_path", None)
@@ -256,6 +261,9 @@ def _take_config_names(values: dict[str, Any]) -> list[str]:
 
 def _values_of(words: Sequence[str]) -> dict[str, Any]:
     """Return the values of `key=value`, `--key value ...`, `--key=value` and `--flag` by their keys.
+
+    For example, `a.b=1 --lr=0.5 --names x y --flag` gives {"a.b": 1, "lr": 0.5, "names": ["x", "y"],
+    "flag": True}.
 
     Raises:
         UserError: a word belongs to no key.
@@ -291,7 +299,7 @@ def _value_of(words: list[str]) -> Any:
     """Return the value that the words behind a key stand for: True for no word, a list for several.
 
     Raises:
-        UserError: the words are a list with an opening bracket only.
+        UserError: the words are a list whose opening bracket is never closed.
     """
     if not words:
         return True
@@ -312,11 +320,13 @@ def _value_of(words: list[str]) -> Any:
 def options_of(words: Sequence[str]) -> dict[str, str]:
     """Return the values of a launcher's options by their names, such as those of `accelerate launch`.
 
-    They are written `--key value` or `--key=value`. An option without a value has an empty text, and
-    words that belong to no option are left out.
+    They are written `--key value` or `--key=value`. Words that belong to no option are left out. For
+    example, `accelerate launch --num_processes 8 --use_cpu --x=3 train.py` gives {"num_processes":
+    "8", "use_cpu": "", "x": "3"}.
     """
     value_by_option: dict[str, str] = {}
-    # the option that the next word is the value of, unless it has one already; empty for none
+    # The option to which the next word belongs; empty for none. An option that has a value already,
+    # as `--x=3`, keeps it.
     option = ""
     for word in words:
         if word.startswith("--"):
