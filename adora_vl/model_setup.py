@@ -69,8 +69,8 @@ def prepare_models(
       in 4 bits becomes float32;
     - buffers that a cast has rounded get their precision back, in both models;
     - the generation config becomes one that Transformers can save;
-    - an adapter's config gets the name of its base, gradient checkpointing gets a faster order
-      of its products (`compute_branches_first`), and an adapter that cannot be merged is refused;
+    - an adapter's config gets the name of its base, its branches are computed first with gradient
+      checkpointing (`compute_branches_first`), and an adapter that cannot be merged is refused;
     - parts of the policy are frozen (`adora_freeze`).
 
     Args:

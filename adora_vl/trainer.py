@@ -363,8 +363,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _weigh(self, generation: Generation, scored_groups: ScoredGroups) -> Batch:
         """Compute the final advantages, and return the batch with them. Collective.
 
-        This is stage 8 of a generation. The weight of a group may depend on all other groups, so all
-        groups must have their final rollouts before.
+        This is stage 8 of a generation. The weight of a group may depend on all other groups, so this
+        is called after the last group without signal was replaced.
         """
         parts = self.parts
         advantages = parts.advantage_computer.compute(scored_groups.assessment)

@@ -238,8 +238,8 @@ def prevent_repacking(model: "PreTrainedModel") -> None:
 class FrozenBase:
     """The frozen parameters of a policy, which move to the host while the engine is awake.
 
-    The engine has a copy of the base too, and so the card holds one copy at a time. On the host the
-    parameters are in pinned memory. If the policy runs on a CPU, nothing moves.
+    The engine has a copy of the base too. With these moves the card holds one copy at a time. On
+    the host the parameters are in pinned memory. If the policy runs on a CPU, nothing moves.
     """
 
     def __init__(self, model: nn.Module) -> None:
