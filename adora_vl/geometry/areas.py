@@ -24,7 +24,8 @@ from adora_vl.geometry.shapes import (
 )
 from adora_vl.geometry.vectors import cross
 
-# A circle may reach over a side by this share of its radius, and still look as if it lay inside.
+# A circle looks as if it lay inside a polygon if its centre is at least this share of its radius
+# away from each side. So a tenth of the radius may reach over a side.
 _MIN_RADIUS_SHARE_INSIDE = 0.9
 
 if TYPE_CHECKING:
@@ -39,9 +40,15 @@ def has_coloured_part(term: Term) -> bool:
 def area_or_perimeter(measures: Measures, term: Term) -> Quantity:
     """Return the quantity of `AreaOf(...)` or `PerimeterOf(...)` a shape, circle, sector or region.
 
-    The order of trial matters: a coloured region may be written as a shape, and a shape in a
-    drawing with circles may have round sides, so the plain polygon comes last. Raises `UnreadError`
-    where the form does not say which region is meant.
+    The first of these that fits is taken:
+
+    1. a circle that is not coloured
+    2. a sector
+    3. a coloured region
+    4. a shape in a drawing with circles, whose sides may be round
+    5. a plain polygon
+
+    Raises `UnreadError` where the form does not say which region is meant.
     """
     inner = term.arguments[0]
     shape = unwrap_shape(inner)
@@ -59,8 +66,8 @@ def area_or_perimeter(measures: Measures, term: Term) -> Quantity:
 def _sector_area_of_term(measures: Measures, term: Term) -> Quantity:
     """Return the area of a sector, such as that of `Sector(A, O, B)`.
 
-    The centre stands among its three points. A sector without points is the one whose angle at the
-    centre a fact marks. Raises `UnreadError` where none of the points is a centre.
+    One of its three points is the centre. A sector without three points is the one whose angle at
+    the centre a fact gives. Raises `UnreadError` where none of the three points is a centre.
     """
     names = term.names
     if len(names) == 3:
@@ -88,8 +95,9 @@ def _sector_area(measures: Measures, circle: Circle, angle: Quantity) -> Quantit
 def _marked_central_angle(measures: Measures, circle: Circle) -> Quantity:
     """Return the one angle at a centre whose size a fact gives.
 
-    It is over 180 degrees where the fact says so. Raises `UnreadError` where facts mark no angle at
-    this centre, or several.
+    For example, it is the angle AOB of `Equals(MeasureOf(Angle(A, O, B)), 120)`. With 240 in place
+    of 120 it is the angle round the other side, 360 degrees less the inner angle. Raises
+    `UnreadError` where facts give the size of no angle at this centre, or of several.
     """
     # The size that a fact gives each angle, by its three points; None where it is no number.
     size_by_points: dict[tuple[str, ...], float | None] = {}
@@ -104,7 +112,7 @@ def _marked_central_angle(measures: Measures, circle: Circle) -> Quantity:
         raise UnreadError("the form does not say which sector is meant")
     ((points, size),) = size_by_points.items()
     first, corner, last = points
-    # This is the inner angle, so the way round the other side is the rest of the turn.
+    # `angle_between` is the inner angle, at most 180 degrees. The other way round is the rest of the full turn.
     angle = measures.angle_between(first, corner, last)
     if size is not None and size > 180:
         return minus(Constant(360.0), angle)
@@ -114,10 +122,12 @@ def _marked_central_angle(measures: Measures, circle: Circle) -> Quantity:
 def _measure_rounded_shape(measures: Measures, term: Term, shape: Term) -> Quantity:
     """Return the area or perimeter of the shape of a drawing with a circle.
 
-    It is the marked sector, the disc, or a polygon with half discs on it.
+    It is the sector whose angle a fact gives, else the disc where there is no outline, else the
+    outline as a polygon with a half disc on a side for each circle. Raises `UnreadError` for any
+    other drawing.
     """
     drawing = measures.drawing
-    # `Shape(A)` does not list its corners; where one angle at the centre is marked, it is a sector.
+    # `Shape(A)` does not list its corners. If a fact gives one angle at the centre, it is a sector.
     if shape.names == ["A"]:
         with suppress(UnreadError):
             circle = drawing.circle()
@@ -138,7 +148,8 @@ def _measure_rounded_shape(measures: Measures, term: Term, shape: Term) -> Quant
 def _half_disc_area(measures: Measures, circle: Circle, outline: Sequence[str]) -> Quantity | None:
     """Return the area of half of a disc that stands on a side of an outline.
 
-    The side is a diameter of the circle, so that the centre lies on it. None where no side is one.
+    That side is a diameter of the circle: its ends are on the circle, and the centre lies between
+    them. Returns None where no side is a diameter.
     """
     for i in range(len(outline)):
         side = {outline[i - 1], outline[i]}
@@ -149,7 +160,10 @@ def _half_disc_area(measures: Measures, circle: Circle, outline: Sequence[str]) 
 
 
 def _measure_coloured_region(measures: Measures, term: Term, shape: Term) -> Quantity:
-    """Return the area of a coloured region, by what lies inside what.
+    """Return the area of a coloured region.
+
+    With a fact `Similar` it is the area or perimeter of the similar shape that no fact gives.
+    Otherwise it is the area between the outermost shape and what lies inside it.
 
     `term` is the whole measure such as `AreaOf(Shaded(Shape($)))`, and `shape` the shape in it.
     `measures.assumed` says which region was taken. Raises `UnreadError` where the form does not say
@@ -166,9 +180,9 @@ def _measure_coloured_region(measures: Measures, term: Term, shape: Term) -> Qua
 
 
 def _measure_unmeasured_twin(measures: Measures, term: Term) -> Quantity:
-    """Return the area or perimeter of the one of two similar shapes for which no fact gives it.
+    """Return the area or perimeter of one of two similar shapes: the one that no fact gives.
 
-    Raises `UnreadError` where facts give it for both shapes, or for none.
+    Raises `UnreadError` where facts give it for both shapes, or for neither.
     """
     first, second = measures.drawing.similar_pair()
     measured = [
@@ -187,8 +201,13 @@ def _measure_unmeasured_twin(measures: Measures, term: Term) -> Quantity:
 def _area_between_outline_and_inside(measures: Measures, term: Term) -> Quantity:
     """Return the area between the outermost shape of a drawing and what lies inside it.
 
-    It may be a ring between two circles, a circle without the polygon in it, or a polygon without
-    the circles in it. Raises `UnreadError` for any other picture.
+    The first of these that fits is taken:
+
+    1. two circles with one centre: the ring between them
+    2. one circle with all corners of the polygon on it: the circle without the polygon
+    3. a polygon with all circles inside of it: the polygon without the circles
+
+    Raises `UnreadError` for any other picture.
     """
     drawing = measures.drawing
     outline = _polygon_for_region(measures)
@@ -213,9 +232,10 @@ def _area_between_outline_and_inside(measures: Measures, term: Term) -> Quantity
 
 
 def _note_assumed_region(measures: Measures, words: str) -> None:
-    """Note in words what is assumed of a region, unless the question names shapes that bound it.
+    """Note in words what is assumed of a region, unless the question names a polygon.
 
-    If the region were one of these shapes, the question would ask for it by its name.
+    A question that names the polygon, and still asks for a coloured region, cannot mean the polygon
+    itself. So nothing is assumed then.
     """
     heads = {part.head for term in measures.drawing.question_terms for part in term.walk()}
     names_shape = bool(heads & {*CORNER_COUNT_BY_SHAPE, "Polygon", "Regular"})
@@ -238,8 +258,9 @@ def _is_within(measures: Measures, circle: Circle, outline: Sequence[str]) -> bo
     radius = measures.drawing.drawn_radius(circle)
     if radius is None or not set(outline) <= places.keys():
         return False
-    # The cross product is the distance from a side times its length, positive on the inner side of
-    # an outline against the clock; for one with the clock the sign is turned.
+    # The cross product is the distance of the centre from a side, times the length of the side. It
+    # is positive on the inner side if the outline runs anticlockwise; `around` turns the sign of a
+    # clockwise one.
     around = 1 if measures.drawing.signed_area(outline) > 0 else -1
     for i in range(len(outline)):
         start = places[outline[i - 1]]

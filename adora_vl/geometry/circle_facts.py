@@ -22,8 +22,7 @@ from adora_vl.geometry.shapes import sides_of_polygon
 def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a point lies on a circle, as the fact `PointLiesOnCircle(A, Circle(O))` does.
 
-    Several circles may have the same centre. Then it is the one on which the annotation has the
-    point.
+    Several circles may have the same centre. Then the circle is meant that lists the point.
     """
     name = term.names[0]
     target = term.arguments[1]
@@ -39,7 +38,7 @@ def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
 def tangent(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a line touches a circle, as the fact `Tangent(Line(A, B), Circle(O))` does.
 
-    `Line($)` names no line. All lines are meant then that look like tangents in the picture.
+    `Line($)` names no line. It means all lines that look like tangents in the picture.
     """
     line = term.arguments[0]
     if line.head == "Line" and line.names[:1] == ["$"]:
@@ -77,7 +76,7 @@ def chord(measures: Measures, term: Term) -> Iterator[Relation]:
 def secant(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say which ends of a secant lie on the circle, as `Secant(Line(P, B), Circle(O))` does.
 
-    They are those that the annotation has on the circle already.
+    An end lies on the circle if the circle lists it as one of its points.
     """
     circle = measures.drawing.circle(term.arguments[1])
     for name in measures.drawing.ends_of_line(term.arguments[0]):

@@ -26,8 +26,8 @@ def on_circle(draft: Draft, points: str, centre: str | None) -> None:
 def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> None:
     """Add that a point lies on the longer or shorter arc between two others: "C on major arc AB".
 
-    The angle that the ends have there tells the two arcs apart. It is half the shorter arc, seen
-    from the longer one, and what that lacks to 180 degrees, seen from the shorter one.
+    The angle ACB tells the two arcs apart. With C on the longer arc it is half the shorter arc AB.
+    With C on the shorter arc it is 180 degrees minus that half.
     """
     centre = next((name for name, points in draft.circles.items() if start in points), None)
     for name in (start, end, point):
@@ -60,8 +60,8 @@ def tangent(
 ) -> None:
     """Add that a line touches a circle: "DA tangent to circle O at A".
 
-    `at` is the point where it touches. Without one it is the end of the line that lies on the
-    circle. Raises `SentenceError` where neither says where the line touches.
+    `at` is the point where the line touches the circle. Without `at` it is the end of the line that
+    lies on the circle. Raises `SentenceError` where there is no such end either.
     """
     circle = draft.name_circle(centre)
     name = circle.names[0]
@@ -101,8 +101,8 @@ def two_tangents(
 def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> str | None:
     """Return the end of a tangent at which it touches the circle; None where nothing says which.
 
-    It is the end on the circle, else the one that it does not share with `second_line`, which
-    touches the circle as well.
+    For the tangents PA and PB it is A: the end that lies on the circle, or else the end that is not
+    an end of `second_line`, the other tangent.
     """
     name = draft.name_circle(centre).names[0]
     on_circle = [point for point in split_point_names(line) if point in draft.circles[name]]

@@ -99,8 +99,9 @@ class RelationReader:
     def read(self, start: int) -> ReadRelation | None:
         """Read the relation that begins at a position; None where none does.
 
-        A word may mean several things, as "isosceles" does not say which sides are equal. Then the
-        result has an alternative for each. It is None also where a point is not in the figure.
+        A word may mean several things: "isosceles" does not say which sides are equal. Then the
+        result has an alternative for each meaning. The result is None also where the relation names
+        a point that is not in the figure.
         """
         repeats_subjects = self.sides.word_at(start) == "and" and bool(self.subjects)
         if repeats_subjects:
@@ -134,7 +135,8 @@ class RelationReader:
     def _read_subjects(self, start: int) -> tuple[list[Term], int] | None:
         """Read the subjects of a sentence: "triangles ABC and DEF", "AB", "angles 1 and 2".
 
-        All are of the same kind. Returns them with the position behind them.
+        All subjects are of the same kind; reading ends before a thing of another kind. Returns
+        them with the position behind them.
         """
         cursor = start
         kind = _KIND_BY_NOUN.get(self.sides.word_at(cursor))
@@ -172,7 +174,8 @@ class RelationReader:
     def _read_thing(self, kind: str | None, start: int) -> ReadThing | None:
         """Read one thing of a kind such as `Line`, by its letters or, for an angle, its number.
 
-        Without a kind, the number of letters says it: two are a line, three a triangle.
+        Without a kind, the number of letters says it: A is a point, AB a line, ABC a triangle, and
+        ABCD a polygon.
         """
         token = self.sides.token_at(start)
         if kind == "Angle" and token.kind == "number":
@@ -219,8 +222,9 @@ class RelationReader:
     def _skip_position_words(self, start: int) -> int:
         """Return the position behind words such as "vertical angles and are".
 
-        Where angles lie is said in passing, and is no claim. Without a second "are" behind them
-        the words are all that the sentence says, so that nothing is skipped.
+        In "angles 1 and 2 are vertical angles and are equal" the claim is "equal", and "vertical
+        angles and are" is skipped. In "angles 1 and 2 are vertical angles" no second "are" follows.
+        There these words are all that the sentence says, and nothing is skipped.
         """
         if self.sides.word_at(start) not in _POSITION_WORDS:
             return start
@@ -381,7 +385,11 @@ class RelationReader:
         return ReadRelation(alternatives=(relations,), end=target.end)
 
     def _read_bisector(self, line: Term, start: int) -> ReadRelation | None:
-        """Read "bisector of" an angle or a segment, with "perpendicular" before it or not."""
+        """Read "bisector of angle ABC", "bisector of AB" or "perpendicular bisector of AB".
+
+        `start` is the position of "bisector". The word before it decides whether the line is also
+        perpendicular to the segment.
+        """
         if self.sides.word_at(start) != "bisector" or self.sides.word_at(start + 1) != "of":
             return None
         bisected = self._read_bisected(line, start + 2)
@@ -399,8 +407,8 @@ class RelationReader:
     ) -> ReadRelation | None:
         """Read that lines are radii, diameters or tangents of a circle.
 
-        A circle that is not named is the only one of the figure. `word` is the one that says what
-        the lines are, and `start` the position behind it.
+        For example, "a radius of circle O". Where the circle is not named, the only circle of the
+        figure is meant. `word` is "radius" or the like, and `start` is the position behind it.
         """
         circles = self.reading.drawing.circles
         end = start
@@ -424,15 +432,16 @@ class RelationReader:
     ) -> tuple[Relation, ...]:
         """Return the relations by which a segment is a radius, a diameter or a tangent.
 
-        Empty where the figure does not show what is meant, as for a radius that has no end on the
-        circle.
+        The result is empty where the figure does not show what is meant. For example, a radius has
+        no end on the circle.
         """
         target = Term(head="Circle", arguments=(Term(circle.centre),))
         start, end = line.names
         on_circle = [name for name in (start, end) if name in circle.points]
         if word.startswith("radi"):
             if circle.centre not in (start, end) and len(on_circle) == 2:
-                # A chord is no radius. The claim is judged as one that its end is the centre.
+                # A chord is called a radius, which is wrong. The claim becomes an equation that
+                # is false: the distance of its end from the centre is 0.
                 distance = self.reading.measures.distance(start, circle.centre)
                 return (Equal(left=distance, right=Constant(0.0), unit="length"),)
             return self._relations_of_fact("IsRadiusOf", line, target) if on_circle else ()
@@ -441,7 +450,8 @@ class RelationReader:
                 return ()
             return self._relations_of_fact("IsDiameterOf", line, target)
         if len(on_circle) == 2:
-            # A line through two points of a circle is no tangent, which this equation says.
+            # A line through two points of the circle is called a tangent, which is wrong. The claim
+            # becomes an equation that is false: its distance from the centre is the radius.
             distance_to_line = LineDistance(point=circle.centre, start=start, end=end)
             radius = self.reading.measures.radius(circle)
             return (Equal(left=distance_to_line, right=radius, unit="length"),)

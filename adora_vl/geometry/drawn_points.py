@@ -26,14 +26,16 @@ from adora_vl.geometry.shapes import (
 from adora_vl.geometry.vectors import cross, dot, extent_of
 
 _POINT_PATTERN = re.compile(r"[A-Z]'?|point_\d+")
-# share of a segment's length that a point may lie beside it and still seem to be on it
+# A point seems to lie on a segment if it is less than this share of the segment's length beside it.
 _MAX_BEND_OF_STRAIGHT = 0.025
-# share of a squared length; a corner that is less high has no foot worth drawing
+# The foot of a perpendicular is drawn only if its top is at least this share of the segment's
+# length away from the segment.
 _MIN_HEIGHT_SHARE = 0.05
-# widths of a figure that its copy is placed to the right, clear of it
+# The copy of a figure is placed so many of its widths to the right, where it is clear of it.
 _COPY_OFFSET_IN_WIDTHS = 1.6
 _MIN_LENGTH = 1e-9  # pixels; a segment that is shorter has no direction
-_MAX_OFFSET_FROM_LINE = 1.0  # the same share, of a point that cannot be meant to be on the segment
+# A point that is more than this share of a segment's length beside it cannot be meant to be on it.
+_MAX_OFFSET_FROM_LINE = 1.0
 
 
 class _CircleName(NamedTuple):
@@ -84,7 +86,8 @@ class DrawnPoints:
             self.neighbours[end].add(start)
         self.points_on_segment = self._points_on_segments()
         self.circles = self._circles()
-        # Places are imagined for points on segments, and the last one needs all places.
+        # The order matters: `_imagine_places` needs the points on segments, and
+        # `_find_collinear_as_drawn` needs all places.
         self._imagine_places()
         self.collinear_as_drawn = self._find_collinear_as_drawn()
         self.corners_by_shape = self._corners_by_shape()
@@ -177,7 +180,7 @@ class DrawnPoints:
     def _circles(self) -> list[Circle]:
         """Return the circles of the form with their points.
 
-        Circles with the same centre have radii of their own: `radius O`, `radius O 2`.
+        Two circles around O have the radii `radius O` and `radius O 2`.
         """
         circles = []
         count_by_centre: dict[str, int] = defaultdict(int)
@@ -194,8 +197,13 @@ class DrawnPoints:
     def _points_by_circle(self) -> dict[_CircleName, list[str]]:
         """Map each circle of the form to the points that facts put on it.
 
-        Facts that name the radius come first. A fact without a radius is of the first circle with
-        its centre, and one of the circle `$` is of the only circle.
+        Facts `PointLiesOnCircle` are read in this order:
+
+        1. A, Circle(O, r): A is on the circle with the centre O and the radius r
+        2. A, Circle(O): A is on the first circle with the centre O, which is new if there is none
+        3. A, Circle($): A is on the only circle
+
+        Before the second kind the circles that the form lists are added, with no points yet.
         """
         points_by_circle: dict[_CircleName, list[str]] = {}
         facts_without_radius: list[tuple[str, str]] = []
@@ -230,9 +238,14 @@ class DrawnPoints:
     def circle(self, term: Term | None = None) -> Circle:
         """Return the circle that a term such as `Circle(O)` names.
 
-        Of circles with the same centre it is the largest one. A term without a name, or none at
-        all, means the only circle. Raises `UnreadError` where the form does not say which circle is
-        meant.
+        The first of these that fits is returned:
+
+        1. the largest circle with this centre
+        2. the only circle of the form, also for a term without a name or for no term
+        3. a new circle without points around this point
+        4. the largest circle, where all circles have the same centre
+
+        Raises `UnreadError` where the form does not say which circle is meant.
         """
         name = term.names[0] if term is not None and term.names else "$"
         name = self.centre_by_alias.get(name, name)
@@ -264,7 +277,7 @@ class DrawnPoints:
     def circle_of_arc(self, names: Sequence[str]) -> Circle:
         """Return the circle that an arc lies on.
 
-        Raises `UnreadError` where none or several have its ends.
+        Raises `UnreadError` where no circle has its ends, or several circles have them.
         """
         ends = {names[0], names[-1]}
         circles = [circle for circle in self.circles if ends <= set(circle.points)]
@@ -278,10 +291,10 @@ class DrawnPoints:
         return circles[0]
 
     def _imagine_places(self) -> None:
-        """Give a point without a place one that its facts suggest.
+        """Give points without a place a place that the facts suggest.
 
-        It is a similar figure's copy, or a foot on a line. The order matters: places that are slips
-        go first, so that such points get a place on their line.
+        That is the place in a copy of a similar figure, or a place on their segment. The order
+        matters: wrong places are dropped first, so that these points get a place on their segment.
         """
         self._drop_misplaced_points()
         self._copy_similar()
@@ -290,9 +303,9 @@ class DrawnPoints:
             self._place_points_on_segments()
 
     def _drop_misplaced_points(self) -> None:
-        """Forget the place of a point that lies far beside the segment that it is on.
+        """Drop the place of a point that is drawn far from the segment on which a fact puts it.
 
-        Such a place is a slip of the annotation.
+        Such a place is a mistake of the annotation.
         """
         for (first, last), points in sorted(self.points_on_segment.items()):
             for name in sorted(points):
@@ -316,10 +329,11 @@ class DrawnPoints:
                     self.imagined_points.add(name)
 
     def _foot_along_segment(self, name: str, first: str, last: str) -> float:
-        """Return how far along a segment the foot of a perpendicular lies, from 0 to 1.
+        """Return how far along a segment a point lies, from 0 at `first` to 1 at `last`.
 
-        A fact says that the line from `name`, which is the foot, to a point with a place stands on
-        the segment. Without such a fact the foot is taken to be the middle.
+        For example, let the point be D on the segment AB. If a fact says that CD is perpendicular
+        to another line, and C has a place, then D is the foot of the perpendicular from C on AB.
+        Without such a fact D is taken to be the middle, 0.5.
         """
         start = self.places[first]
         way = self.places[last] - start
@@ -395,8 +409,9 @@ class DrawnPoints:
     def separate_arcs(self) -> list[SeparateArcs]:
         """Return the pairs of arcs of given sizes that have no common end.
 
-        Where no picture shows them they lie beside each other: who gives the sizes of AC and BD
-        does not mean arcs one of which holds an end of the other.
+        For example, facts give the sizes of the arcs AC and BD of one circle. Where no picture
+        shows them, these arcs lie beside each other: a person who gives their sizes does not mean
+        arcs that overlap.
         """
         centre_by_ends: dict[tuple[str, str], str] = {}
         equations = [fact for fact in self.fact_terms if fact.head == "Equals"]
@@ -412,10 +427,10 @@ class DrawnPoints:
         ]
 
     def _find_collinear_as_drawn(self) -> list[tuple[str, str, str]]:
-        """Return the lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
+        """Return the points that the picture alone shows on a line, each as (B, A, C).
 
-        The facts do not say so, but the picture shows it. The points B are added to
-        `points_on_segment`.
+        The lines AB, BC and AC are drawn, and B seems to lie on AC between A and C, but no fact says
+        so. B is also added to the points on AC in `points_on_segment`.
         """
         straight = []
         for first, last in self.form.lines:

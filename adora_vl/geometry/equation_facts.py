@@ -25,12 +25,16 @@ from adora_vl.geometry.triangle_facts import foot_relations
 def equals(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that two sides of an equation are equal, as `Equals(LengthOf(Line(A, B)), 5)` does.
 
-    Some equations only give a line a role, such as `Equals(Line(A, D), AltitudeOf(...))`: these say
-    that the line is an altitude, a hypotenuse, a base or a leg. Others only say which shape is
-    called so, which the drawing knows.
+    The first rule that fits decides:
 
-    A number over 180 for an angle means the other side of it. Raises `UnreadError` unless there are
-    two sides.
+    1. `Equals(Circle(O), ...)` and other shapes: only a name, which the drawing knows; says nothing
+    2. `Equals(Line(A, D), AltitudeOf(...))`: the line is an altitude
+    3. `Equals(Line(A, B), HypotenuseOf(...))`: the angle opposite of it is right
+    4. `Equals(Line(A, B), BaseOf(Isosceles(...)))`, or `LegOf`: which sides are equal
+    5. any other equation: both sides are equal; a number over 180 for an angle means the other way
+       round it
+
+    Raises `UnreadError` unless there are two sides.
     """
     if len(term.arguments) != 2:
         raise UnreadError(f"{term} has not two sides")
@@ -106,7 +110,8 @@ def angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
 def _is_shorter_arc(measures: Measures, term: Term) -> bool:
     """Tell whether an arc of three letters is the shorter way round, by its size alone.
 
-    No picture shows where its middle point lies; it is read as the longer way without a size.
+    This is so for `Equals(MeasureOf(Arc(A, B, C)), 100)` where no picture shows the place of B. An
+    arc whose size does not say so is the longer way round.
     """
     measure, size = term.arguments
     arc = measure.arguments[0] if measure.head == "MeasureOf" and measure.arguments else measure
@@ -121,7 +126,8 @@ def _is_shorter_arc(measures: Measures, term: Term) -> bool:
 def _means_other_side(measure: Term, size: Term) -> bool:
     """Tell whether a number over 180 says that the other side of an angle or an arc is meant.
 
-    Angles and arcs of two letters are measured as the smaller of both ways round.
+    Angles, and arcs with two letters, are measured as the shorter of the two ways round. So 240
+    degrees are the longer way.
     """
     degrees = number_in_text(size.head) if not size.arguments else None
     if degrees is None or degrees <= 180:

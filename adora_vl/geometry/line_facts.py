@@ -77,8 +77,8 @@ def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
 def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a point is a midpoint, as the fact `IsMidpointOf(Point(M), Line(A, B))` does.
 
-    `LegOf(...)` or `SideOf(...)` in place of the line name a shape, of which the side is meant that
-    the point lies on. Raises `UnreadError` for anything else.
+    In place of the line may stand `LegOf(...)` or `SideOf(...)` with a shape. This means the side of
+    the shape on which the point lies. Raises `UnreadError` for anything else.
     """
     point = point_of_term(measures, term.arguments[0])
     target = term.arguments[1]
@@ -127,7 +127,8 @@ def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
     last = angle[2]
     yield same_angle(measures, (first, corner, far_end), (far_end, corner, last))
     if not drawing.places:
-        # Without a picture the line could as well lie opposite, outside of the angle.
+        # Two equal angles alone would also allow a line on the opposite side of the corner, outside
+        # of the angle. A picture excludes that; without one each half is said to be half the angle.
         half = over(measures.angle_between(first, corner, last), Constant(2.0))
         angle_at_line = measures.angle_between(first, corner, far_end)
         yield Equal(left=angle_at_line, right=half, unit="degrees")
@@ -161,9 +162,12 @@ def _bisected_angle(drawing: Drawing, term: Term, line: tuple[str, str]) -> Sequ
 def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a line is the perpendicular bisector of a segment, or of all sides of a triangle.
 
-    The fact is `IsPerpendicularBisectorOf(Line(A, B), Line(C, D))`, or has a triangle as its second
-    part. Then its perpendicular bisectors meet in the point of a fact `IntersectAt`, which is as
-    far from all corners. Raises `UnreadError` where no fact names that point.
+    - `IsPerpendicularBisectorOf(Line(A, B), Line(C, D))`: AB is perpendicular to CD, and A is as far
+      from C as from D.
+    - With a triangle in place of `Line(C, D)` the perpendicular bisectors of its sides meet in the
+      point that a fact `IntersectAt` names. That point is equally far from all corners.
+
+    Raises `UnreadError` where no fact names that point.
     """
     names = term.arguments[1].names
     if term.arguments[1].head == "Triangle" and len(names) == 3:
@@ -181,7 +185,7 @@ def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]
 def _bisectors_meet(measures: Measures, corners: Sequence[str]) -> Iterator[Relation]:
     """Say that the perpendicular bisectors of a triangle meet where a fact `IntersectAt` says.
 
-    That point is as far from each corner. Raises `UnreadError` where no fact names it.
+    That point is equally far from all corners. Raises `UnreadError` where no fact names it.
     """
     meeting_points = [
         fact.arguments[-1].names[0]
@@ -201,10 +205,11 @@ def _bisectors_meet(measures: Measures, corners: Sequence[str]) -> Iterator[Rela
 def _midpoint_of_drawn_foot(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
-    """Say that the point on a side that looks like its midpoint is the midpoint.
+    """Say of the drawn point that looks like the midpoint of a side that it is the midpoint.
 
-    A perpendicular bisector is drawn through that point. There is at most one such point for the
-    side from `start` to `end`; `names` are the corners of the triangle, which are no feet.
+    The perpendicular bisector of the side is drawn through that point. The side goes from `start` to
+    `end`. `names` are the corners of the triangle, none of which is such a point. Nothing is said
+    where no point looks like the midpoint.
     """
     places = drawing.places
     # How much the two parts of the side differ at each point on it, as a share.

@@ -44,7 +44,8 @@ def collinear(draft: Draft, points: str) -> None:
 def extended(draft: Draft, start: str, end: str, beyond: str | None, point: str) -> None:
     """Add that a segment goes on to a point: "BC is extended to D".
 
-    It goes on beyond the end that is named, else beyond its second end.
+    C then lies between B and D. `beyond` is the end beyond which the segment goes on; by default it
+    is the second end.
     """
     behind = beyond or end
     before = start if behind == end else end
@@ -86,8 +87,8 @@ def diagonals_meet(draft: Draft, point: str) -> None:
 def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
     """Add that a line halves an angle: "BD bisects angle ABC".
 
-    An angle that is named by its corner alone is that of the last polygon which has the corner.
-    Raises `SentenceError` for two points, or for more than three.
+    An angle may be named by its corner alone. Then it is the angle of the last polygon with this
+    corner. Raises `SentenceError` for two points, or for more than three.
     """
     corners = split_point_names(names)
     line = draft.draw_line(start, end)
@@ -104,8 +105,8 @@ def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
 def sides_at(draft: Draft, corner: str, inside: str) -> list[str]:
     """Return the angle of the last polygon with this corner, by three points.
 
-    The polygon must not have the point `inside`, to which the bisector goes. Without such a polygon
-    the corner alone is returned.
+    For example, the corner B of triangle ABC gives A, B, C. Polygons that have the point `inside`, to
+    which the bisector goes, are passed over. Without such a polygon the corner alone is returned.
     """
     for shape in reversed(draft.polygons):
         if corner in shape.names and inside not in shape.names:
@@ -117,8 +118,8 @@ def sides_at(draft: Draft, corner: str, inside: str) -> list[str]:
 def bisects_line(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -> None:
     """Add that a line halves a segment: "AC bisects BD at E".
 
-    Without a point E it is the end of the line that an earlier sentence has put on the segment,
-    else the second end.
+    Without "at E" the midpoint of BD is the end of the line AC that an earlier sentence has put on
+    BD, or else C, the second end.
     """
     foot = at or next((end for end in (b, a) if term_on(draft, end, c, d)), b)
     if foot not in (a, b):

@@ -24,8 +24,8 @@ from adora_vl.geometry.relations import (
 )
 from adora_vl.geometry.shapes import UnreadError, unwrap_shape
 
-# Shares of a polygon's size that a drawn point may be off and still be its centre, or a middle of
-# a side. Annotated places are off by a few pixels.
+# A drawn point counts as the centre of a polygon, or as the middle of a side, if it is less than
+# this share of the polygon's size away. Annotated places are off by a few pixels.
 _MAX_OFFSET_FROM_CENTRE = 0.07
 _MAX_OFFSET_FROM_MIDDLE = 0.05
 
@@ -41,7 +41,8 @@ def parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
     if term.head in ("Rectangle", "Square"):
         yield Perpendicular(a=a, b=b, c=b, d=c)
     if term.head in ("Rhombus", "Square"):
-        # All four, though one would do: angles alone go by pairs of equal sides.
+        # One pair of equal sides would be enough. All four are said, since the solver that works with
+        # angles alone looks for pairs of equal sides.
         sides = [(a, b), (b, c), (c, d), (d, a), (a, b)]
         for side, next_side in pairwise(sides):
             yield same_length(measures, side, next_side)
@@ -63,8 +64,9 @@ def kite(measures: Measures, term: Term) -> Iterator[Relation]:
 def _equal_sides_meet_at_second(measures: Measures, corners: tuple[str, str, str, str]) -> bool:
     """Tell whether a kite's equal sides meet at its second and fourth corner.
 
-    A fact that calls two sides equal decides. Without such a fact, it is the pairing whose sides
-    differ less in the picture.
+    With the corners A, B, C, D that is AB = BC and CD = DA. They do if a fact says one of these
+    equations. Without such a fact they do if these sides differ less in the picture than AB from DA
+    and BC from CD.
     """
     a, b, c, d = corners
     drawing = measures.drawing
@@ -93,8 +95,8 @@ def trapezoid(measures: Measures, term: Term) -> Iterator[Relation]:
 def isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that two sides of a triangle are equal, as the fact `Isosceles(Triangle(A, B, C))` does.
 
-    Of a trapezoid the legs are equal, and so are the diagonals. Of a triangle nothing is said where
-    other facts tell already which sides or angles are equal.
+    In an isosceles trapezoid the legs are equal, and so are the diagonals. Nothing is said of a
+    triangle for which other facts say already which sides or angles are equal.
     """
     names = measures.drawing.corners_of_shape(inner_shape(term))
     if len(names) == 4:
@@ -116,7 +118,7 @@ def inner_shape(term: Term) -> Term:
 def right(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a triangle has a right angle, as the fact `Right(Triangle(A, B, C))` does.
 
-    It is at the corner that a fact marks, else at the one that looks most like it.
+    It is at the corner that a fact marks as right, else at the corner that looks most like it.
     """
     names = measures.drawing.corners_of_shape(inner_shape(term))
     corner = measures.drawing.right_corner(names)
@@ -127,11 +129,12 @@ def right(measures: Measures, term: Term) -> Iterator[Relation]:
 def regular(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a polygon is regular: `Regular(Polygon(...))` or `Equilateral(Triangle(A, B, C))`.
 
-    All sides are equal. Where these do not say so by themselves, all angles are.
+    All sides are equal. All angles are also said to be equal where equal sides do not make a polygon
+    regular: with more than four corners, and for a quadrilateral that is called `Regular`.
     """
     corners = measures.drawing.corners_of_shape(inner_shape(term))
-    # Equal sides make a triangle regular, and of four corners a rhombus: "Square" says its right
-    # angles elsewhere.
+    # Equal sides make a triangle regular, and four of them only make a rhombus. A fact `Square` says
+    # its right angles elsewhere.
     is_regular_quadrilateral = len(corners) == 4 and term.head == "Regular"
     yield from all_equal(measures, corners, angles=len(corners) > 4 or is_regular_quadrilateral)
 
@@ -141,12 +144,12 @@ def all_equal(
 ) -> Iterator[Relation]:
     """Say that all sides are equal, and with `angles` all angles.
 
-    A drawn centre and drawn middles of sides are taken to be such.
+    A drawn point that looks like the centre, or like the middle of a side, is said to be that.
 
     Args:
         measures: makes the quantities.
         corners: names of the polygon's corners, in the order round it.
-        angles: whether to say it of the angles; None: where there are more than three.
+        angles: whether all angles are said to be equal; None: only with more than three corners.
     """
     count = len(corners)
     for i in range(1, count):
@@ -165,7 +168,7 @@ def all_equal(
 
 
 def _drawn_centre_and_middles(measures: Measures, corners: Sequence[str]) -> Iterator[Relation]:
-    """Say of points at a polygon's centre, and at the middles of its sides, that they are there.
+    """Say that points which look like a polygon's centre, or like the middle of a side, are that.
 
     All corners have places in the picture.
     """
@@ -242,7 +245,7 @@ def _similar_polygons(
     """Say that two polygons have the same ratio for all their sides, and equal angles.
 
     `corners` and `partners` name the corners of both polygons in the same order. Each relation
-    compares the ratio of one pair of sides with that of the pair before it.
+    compares the ratio of one pair of sides with the ratio of the pair before: AB / DE = BC / EF.
     """
     for i in range(len(corners)):
         ratios = [
@@ -268,9 +271,9 @@ def _equal_angles_at_corner(
 
 
 def diagonal(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say what a shape says, given one of its diagonals: `IsDiagonalOf(Line(A, C), Square(...))`.
+    """Yield the shape of a fact such as `IsDiagonalOf(Line(A, C), Square(A, B, C, D))` as a term.
 
-    That a segment is a diagonal says nothing more by itself. So the shape is yielded as a term
-    alone.
+    The kind of the shape says something, here equal sides and right angles. That a segment is its
+    diagonal says nothing more.
     """
     yield term.arguments[1]

@@ -97,7 +97,7 @@ def read_sentence(draft: Draft, sentence: str) -> None:
         plain = question[2]
     clauses = _split_into_clauses(plain, _MAX_CLAUSES)
     if clauses is None and "=" not in plain and "congruent" in plain:
-        # Of measures, congruent says no more than equal.
+        # Angles or lengths that are called congruent are equal, so the word becomes an equals sign.
         plain = plain.replace("congruent", "=")
     if clauses is None and "=" not in plain:
         raise SentenceError(_describe_fault(plain))
@@ -108,7 +108,10 @@ def read_sentence(draft: Draft, sentence: str) -> None:
 
 
 def _split_into_clauses(plain: str, limit: int) -> list[str] | None:
-    """Split a sentence into facts, as few as possible; None where a part is none."""
+    """Split a sentence into at most `limit` facts, the first as long as possible.
+
+    Returns None where it cannot be split so that each part is a fact.
+    """
     if _is_one_clause(plain):
         return [plain]
     if limit <= 1:
@@ -168,9 +171,10 @@ def _describe_fault(plain: str) -> str:
 
 
 def _add_equation(draft: Draft, text: str) -> None:
-    """Note an equation of two or more sides: each side equals the one before it.
+    """Note an equation of two or more sides.
 
-    Sides such as `AB : BC` are ratios, which agree part by part.
+    `AB = CD = 5` gives AB = CD and CD = 5. With ratios `AB : BC : CA = 3 : 4 : 5` gives AB : BC = 3 : 4
+    and BC : CA = 4 : 5.
     """
     sides = [_read_ratio(draft, _note_and_drop_roles(draft, side)) for side in text.split("=")]
     for parts, partners in pairwise(sides):
@@ -185,12 +189,15 @@ def _add_equation(draft: Draft, text: str) -> None:
 
 
 def _read_ratio(draft: Draft, side: str) -> list[Term]:
-    """Return the parts of a side between colons; of most sides there is one."""
+    """Return the parts of a side between colons, such as 3, 4, 5 of `3 : 4 : 5`; most have one."""
     return [read_side(draft, part) for part in side.split(":")]
 
 
 def _note_and_drop_roles(draft: Draft, side: str) -> str:
-    """Return a side without words such as "diameter", which are noted as facts."""
+    """Return a side without words such as "diameter", and note the facts that they say.
+
+    For example, `diameter AB` becomes `AB`, and the fact that AB is a diameter is noted.
+    """
 
     def take(match: re.Match[str]) -> str:
         """Note the fact, and leave the segment."""
@@ -206,12 +213,12 @@ _ROLE_PATTERN = (
 
 
 def _add_role(draft: Draft, role: str, segment: str) -> None:
-    """Note that a segment is called a diameter or the like, of the only shape that has one."""
+    """Note that a segment is called a diameter, a radius, an altitude or the like."""
     start, end = split_point_names(segment)
     if role == "diameter":
         diameter(draft, start, end)
     elif role == "radius":
-        # One end is the centre of a circle that is known; else the second end is taken for it.
+        # The first end is the centre if a circle with that centre is known; else the second end is.
         centre = start if start in draft.circles else end
         draft.name_circle(centre)
         point_on_circle = end if centre == start else start
@@ -250,8 +257,8 @@ def _add_angle_ratio(draft: Draft, first: str, second: str, third: str, ratio: s
 
 
 def _add_pair_of_measures(draft: Draft, first: str, second: str, word: str) -> None:
-    """Note that two angles are supplementary or complementary; two measures are equal."""
-    # In "angle A and B" the word stands once for both.
+    """Note that two angles are supplementary or complementary, or that two measures are equal."""
+    # "angle A and B" means two angles, so B becomes "angle B".
     if first.startswith("angle") and not second.startswith("angle"):
         second = f"angle {second}"
     measures = [read_side(draft, first), read_side(draft, second)]

@@ -24,10 +24,10 @@ from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 def special(draft: Draft, adjectives: str, kind: str | None, names: str) -> None:
     """Add a shape of a special kind, such as "regular hexagon ABCDEF".
 
-    `adjectives` are one or two words such as "right isosceles". Without a kind the number of
-    corners says it. Which parts of a triangle are equal or right may be told by another sentence,
-    so these two are settled after the last one. A cyclic shape gets a circle through its corners,
-    whose centre is a new point.
+    `adjectives` are one or two words such as "right isosceles". Without `kind` the number of corners
+    says the kind. Later sentences may say which sides of an isosceles triangle are equal, or which
+    corner of a right one is right. So these two words are settled after the last sentence. A cyclic
+    shape gets a circle through its corners, whose centre is a new point.
 
     Raises `SentenceError` where the kind has another number of corners.
     """
@@ -112,8 +112,8 @@ def diagonal(
 def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) -> None:
     """Add that a segment lies opposite a right angle: "AB is the hypotenuse of triangle ABC".
 
-    Without a triangle it is the last one that has the segment as its side. Raises `SentenceError`
-    where no triangle has it.
+    Without `triangle` the last triangle with this side is meant. Raises `SentenceError` where no
+    triangle has the side.
     """
     if triangle is not None:
         draft.add_shape("triangle", triangle)
@@ -214,7 +214,7 @@ def two_roles_meet(
     """Add that two medians, altitudes or bisectors of one triangle meet in a point.
 
     `role` is the word in the plural, such as "medians". The two lines go from a to b and from c to
-    d. Without a triangle each line is one of the only triangle that has its first point.
+    d. Without `triangle` a line belongs to the only triangle that has its first point.
     """
     for start, end in ((a, b), (c, d)):
         names = triangle or "".join(draft.triangle_with(start))
@@ -261,7 +261,7 @@ def midsegment(
 
 
 def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: str) -> None:
-    """Add a midsegment by the side of the triangle that it is parallel to."""
+    """Add a midsegment and the side parallel to it: "DE is a midsegment of ABC parallel to AB"."""
     corners = split_point_names(names)
     base_ends = split_point_names(base)
     tops = [name for name in corners if name not in base_ends]
