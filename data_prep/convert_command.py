@@ -161,7 +161,7 @@ def _add_hub_options(command: argparse.ArgumentParser) -> None:
 
 
 def _split_pair(word: str) -> tuple[str, str]:
-    """Return our split and the data set's from `OURS=THEIRS`.
+    """Return our split and the data set's split from `OURS=THEIRS`, such as `test=testmini`.
 
     Raises the error that argparse shows for anything else.
     """

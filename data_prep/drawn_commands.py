@@ -149,7 +149,7 @@ def _split_names(word: str) -> tuple[str, ...]:
 
 
 def _people_range(word: str) -> tuple[int, int]:
-    """Return the least and the largest number of people, from `A-B` or from one number."""
+    """Return the least and the largest number of people: (3, 5) for `3-5`, and (3, 3) for `3`."""
     both_ends = word if "-" in word else f"{word}-{word}"
     return number_range(both_ends, separator="-", convert=whole(*PEOPLE_RANGE))
 

@@ -123,8 +123,8 @@ def _check_filter_arguments(arguments: argparse.Namespace) -> None:
     if arguments.predictions is None:
         return
     for name in ("prompt", "system_prompt"):
-        # Stored answers were sampled with prompts of their own. An option that was not given has
-        # this very object for its value.
+        # Stored answers were sampled with prompts of their own. The default of both options is the
+        # object `PROMPT_OF_TRAINING`, so any other object was given by the user.
         is_given = getattr(arguments, name) is not PROMPT_OF_TRAINING
         if is_given:
             option = name.replace("_", "-")

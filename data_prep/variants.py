@@ -400,8 +400,9 @@ def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> com
     """
     longest = 0.0
     rotation = 1 + 0j
-    # Points are complex numbers. Where the picture has a point, its place counts and not that of
-    # the solved figure, since the picture shows which lines are level. In a picture y points down.
+    # Points are complex numbers. If the picture has a point, its place in the picture replaces its
+    # place in the solved figure, since the picture shows which lines are level. In a picture y
+    # points down.
     original_points = {name: complex(x, y) for name, (x, y) in original.coordinates.items()}
     original_points |= {name: complex(x, -y) for name, (x, y) in original.form.points.items()}
     for points_on_line in original.form.lines_with_points:

@@ -135,11 +135,11 @@ class DrawnPoints:
 
     @cached_property
     def centre_by_alias(self) -> dict[str, str]:
-        """Other names of the only circle: those of the question that the picture does not have.
+        """The centre of the only circle, by each other name that the question has for it.
 
-        A question may ask for the area of circle O while the picture calls its centre A. Maps each
-        such name to the centre. Empty where circles have different centres, since nothing says
-        which of them is meant.
+        For example, {"O": "A"} where the question asks for the area of circle O, and the picture
+        calls the centre A and has no point O. Empty where circles have different centres, since
+        nothing says which of them is meant.
         """
         centres = {circle.centre for circle in self.circles}
         if len(centres) != 1:
@@ -157,7 +157,7 @@ class DrawnPoints:
         return dict.fromkeys(sorted(names_in_question - drawn_names), centre)
 
     def require_point(self, name: str) -> str:
-        """Return the name of a point as the picture has it; another name of a centre is its alias.
+        """Return the name of a point as the picture has it, also for an alias of a centre.
 
         Raises `UnreadError` where the form has no such point.
         """

@@ -25,8 +25,9 @@ from adora_vl.geometry.shapes import UnreadError
 def median(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say what a median or an altitude is, as `IsMedianOf(Line(A, M), Triangle(A, B, C))` does.
 
-    It goes from a corner to the opposite side. The median of a trapezoid joins the middles of the
-    legs instead. A triangle may be unnamed; an unnamed trapezoid is the drawn one.
+    It goes from a corner of the triangle to the opposite side. The median of a trapezoid joins the
+    middles of the legs instead. Where the fact does not name the corners, the picture shows the
+    triangle or trapezoid.
     """
     drawing = measures.drawing
     line, shape = term.arguments
@@ -84,7 +85,7 @@ def foot_relations(
     Args:
         measures: makes the quantities.
         line: the two ends of the line.
-        corners: of the triangle; empty where the form does not name it.
+        corners: the corners of the triangle; empty where the form does not name it.
         is_median: whether the line is a median; else it is an altitude.
 
     Raises:

@@ -144,9 +144,14 @@ class _DividedWords(NamedTuple):
 def _divide_words(arguments: Sequence[str]) -> _DividedWords:
     """Divide the words of a command line into this command's and the other trainer's.
 
-    argparse cannot do it, since the other trainer's words look like options too. The first word
-    that is no option of this command is the trainer. The next one is the config, unless it is a key
-    or begins a launch line.
+    argparse cannot do it, since the other trainer's words look like options too. For example:
+
+        words                               this command's          the other trainer's
+        swift a.sh --all --beta 0.1         --all swift a.sh        --beta 0.1
+        trl accelerate launch a.py --lr 1   trl                     accelerate launch a.py --lr 1
+
+    The first word that is no option of this command is the trainer. The next one is the config,
+    unless it is a key or begins a launch line.
     """
     options: list[str] = []
     trainer_and_config: list[str] = []

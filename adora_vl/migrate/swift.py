@@ -69,7 +69,7 @@ _COLUMNS = {
     "images": "images|image",
 }
 _HUBS = ("hf::", "ms::")  # before an id: the Hugging Face hub, or ModelScope
-# What is behind a colon in `owner/name:train` is a split where it has such a name, else a subset.
+# In `owner/name:train` the word behind the colon is a split if it is one of these, else a subset.
 _SPLITS = ("train", "test", "validation", "val")
 # Our name of a part of the model, and whether ms-swift freezes it by default, by the key there.
 _MODEL_PARTS = {
@@ -184,7 +184,7 @@ def _convert_loss(migration: Migration) -> None:
 def _convert_data(migration: Migration) -> None:
     """Convert data sets, prompt, rewards and the sizes of images."""
     data_words = words_in(migration.get("dataset") or [])
-    # `hf::owner/name:train#500` is a hub, an id, a split or subset, and a number of rows
+    # `hf::owner/name:train#500` is a hub, an id, a split (or a subset), and a number of rows
     names, counts = migration.split_off(data_words, "#")
     names = [_without_hub(name) for name in names]
     names, parts = migration.split_off(names, ":")

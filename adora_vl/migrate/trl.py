@@ -74,8 +74,12 @@ def convert_trl(migration: Migration) -> LaunchPlan:
 def _launch_of(migration: Migration) -> LaunchPlan:
     """Return how `accelerate launch` or `torchrun` starts the run.
 
-    The command says how many processes, or its file for accelerate does. TRL's own files that
-    shard start eight.
+    The number of processes is the first of these that there is:
+
+    1. `--num_processes` or `--nproc_per_node` of the command
+    2. `num_processes` of its file for accelerate, if the file is found
+    3. 8, where the name of the file says that it shards the model, as TRL's own files do
+    4. 1
     """
     options = options_of(migration.source.launcher)
     file = str(options.get("config_file", ""))
@@ -96,8 +100,8 @@ def _launch_of(migration: Migration) -> LaunchPlan:
 def sharding_of(name: str) -> str:
     """Return the file of `configs/accelerate` that divides the model as another config does.
 
-    `name`: the name of a config file of accelerate or DeepSpeed, which says how in most cases:
-    `deepspeed_zero3.yaml`. The result is empty where it does not.
+    `name` is the name of a config file of accelerate or DeepSpeed. For example, `deepspeed_zero3.yaml`
+    and `fsdp2.yaml` give `zero3`. The result is empty where the name does not say how.
     """
     for stage in ("zero3_offload", "zero3", "zero2"):
         if stage in name:
@@ -105,7 +109,7 @@ def sharding_of(name: str) -> str:
     # FSDP divides what ZeRO-3 does
     if "fsdp" in name:
         return "zero3"
-    # there is no file for stage 1, and stage 2 needs less memory
+    # There is no file for stage 1. Stage 2 computes the same with less memory.
     return "zero2" if "zero1" in name else ""
 
 
@@ -125,8 +129,8 @@ def name_data(migration: Migration, name: str, columns: Mapping[str, str]) -> No
     Args:
         migration: the config that is converted.
         name: the other trainer's key of the data set.
-        columns: the name of a column in the data by our name of it; `a|b` is whichever of the two
-            the data has.
+        columns: the name of a column in the data by our name of it. `a|b` means the column a or the
+            column b, whichever the data has.
     """
     data_names = words_in(migration.get(name) or [])
     if not data_names:
