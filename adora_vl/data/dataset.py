@@ -444,26 +444,25 @@ def _require_pictures(dataset: Dataset, folder: Path, split: str) -> None:
     images = dataset.data.column("images")
     image_counts = pc.list_value_length(images)
     if pc.max(image_counts).as_py():
-        raise UserError(
-            f"dataset: the column 'images' of {str(folder)!r} split {split!r} is "
-            f"{str(images.type)!r:.80}, not a list of images; prepare it with "
-            "`python -m data_prep`"
-        )
+        raise _no_images_error(images.type, folder, split)
+
+
+def _no_images_error(column_type: pa.DataType, folder: Path, split: str) -> UserError:
+    """Return the error for a split whose column `images` has another type than lists of images."""
+    return UserError(
+        f"dataset: the column 'images' of {str(folder)!r} split {split!r} is "
+        f"{str(column_type)!r:.80}, not a list of images; prepare it with `python -m data_prep`"
+    )
 
 
 def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
     """Raise `UserError` where a split lacks a column, or its images are no lists."""
-    where = f"{str(folder)!r} split {split!r}"
-    remedy = "prepare it with `python -m data_prep`"
     missing = next((column for column in REQUIRED_COLUMNS if column not in schema.names), None)
     if missing is not None:
         raise UserError(
-            f"dataset: {where} lacks the column {missing!r}; it has {', '.join(schema.names)}; "
-            f"{remedy}"
+            f"dataset: {str(folder)!r} split {split!r} lacks the column {missing!r}; it has "
+            f"{', '.join(schema.names)}; prepare it with `python -m data_prep`"
         )
     images = schema.field("images").type
     if not (pa.types.is_list(images) or pa.types.is_large_list(images)):
-        raise UserError(
-            f"dataset: the column 'images' of {where} is {str(images)!r:.80}, not a list of "
-            f"images; {remedy}"
-        )
+        raise _no_images_error(images, folder, split)

@@ -104,20 +104,23 @@ def with_rivals(figure: Figure, candidates: Iterable[Figure]) -> Figure:
 
 def _are_same(first: Figure, second: Figure) -> bool:
     """Tell whether all distances of points, and all values, are the same in two figures."""
-    pairs = list(combinations(first.coordinates, 2))
-    first_distances, second_distances = [
-        [math.dist(figure.coordinates[start], figure.coordinates[end]) for start, end in pairs]
-        for figure in (first, second)
-    ]
-    tolerance = _SAME_SHARE * max(first_distances, default=0.0)
-    have_same_distances = all(
-        abs(first_distance - second_distance) <= tolerance
-        for first_distance, second_distance in zip(first_distances, second_distances, strict=True)
-    )
-    return have_same_distances and all(
+    first_distances = _distances_by_points(first)
+    second_distances = _distances_by_points(second)
+    tolerance = _SAME_SHARE * max(first_distances.values(), default=0.0)
+    for points, distance in first_distances.items():
+        if abs(distance - second_distances[points]) > tolerance:
+            return False
+    return all(
         math.isclose(value, second.values[name], rel_tol=_SAME_SHARE, abs_tol=_SAME_SHARE)
         for name, value in first.values.items()
     )
+
+
+def _distances_by_points(figure: Figure) -> dict[tuple[str, str], float]:
+    """Return the distance of each two points of a figure, by their names in alphabetical order."""
+    pairs = combinations(sorted(figure.coordinates), 2)
+    places = figure.coordinates
+    return {(start, end): math.dist(places[start], places[end]) for start, end in pairs}
 
 
 def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:

@@ -359,10 +359,11 @@ def _columns_of_first_rows(rows: int, inputs: PassInputs) -> dict[str, Any]:
     `pixel_values` has an entry per patch, and `image_grid_thw` one per image. All others have one
     per row.
     """
-    images = [images for images in inputs.host_rows.images[:rows] if images is not None]
+    images_by_row = inputs.host_rows.images[:rows]
+    rows_with_images = [row_images for row_images in images_by_row if row_images is not None]
     entry_counts = {
-        "pixel_values": sum(len(row_images.pixels) for row_images in images),
-        "image_grid_thw": sum(len(row_images.grids) for row_images in images),
+        "pixel_values": sum(len(row_images.pixels) for row_images in rows_with_images),
+        "image_grid_thw": sum(len(row_images.grids) for row_images in rows_with_images),
     }
     first_columns: dict[str, Any] = {}
     for name, values in inputs.columns.items():

@@ -300,7 +300,7 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
                 return "different"
             compared_points += 1
         elif isinstance(answer_value, Ball) or isinstance(reference_value, Ball):
-            # Only one of the trees has a value. The other is undefined here, or nobody knows.
+            # Only one of the trees has a value. The other is undefined here, or was not computed.
             return "too_large" if takes_too_long else "different"
         elif takes_too_long:
             # Neither has a value: the point is skipped.

@@ -254,20 +254,16 @@ class MicroBatcher:
         )
         units = self._units_to_learn_from(host_rows, has_signal, key)
         self.log("adora/skipped_groups", 1 - len(units) / unit_count)
-        size_by_unit = unit_sizes(
-            host_rows, layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
-        )
-        # The sizes of each rank's units, in its order of learning. All ranks cut this order at the
-        # same positions.
-        sizes_by_rank = gather_object([[size_by_unit[unit] for unit in units]])
+        # All ranks cut their orders of learning at the same positions.
+        sizes_by_rank = self._sizes_by_rank(host_rows, units)
         plan = plan_micro_batches(
             len(units),
             optimizer_steps=layout.optimizer_steps_per_pass,
             micro_batches_per_step=layout.micro_batches_per_update,
             cut=self._choose_cut(sizes_by_rank),
         )
-        used_count = sum(bool(positions) for positions in plan)
-        self.log("adora/micro_batches", used_count / layout.optimizer_steps_per_pass)
+        used = [positions for positions in plan if positions]
+        self.log("adora/micro_batches", len(used) / layout.optimizer_steps_per_pass)
         reader = RowReader(batch)
         micro_batches: list[Batch] = []
         for positions in plan:
@@ -310,6 +306,16 @@ class MicroBatcher:
             optimizer_steps=optimizer_steps,
             seed=f"micro-batches/{self.config.seed}/{key}",
         )
+
+    def _sizes_by_rank(self, host_rows: HostRows, units: Sequence[int]) -> list[list[UnitSize]]:
+        """Return the sizes of each rank's units, in its order of learning. Collective."""
+        size_by_unit = unit_sizes(
+            host_rows, self.layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
+        )
+        sizes_by_rank: list[list[UnitSize]] = gather_object(
+            [[size_by_unit[unit] for unit in units]]
+        )
+        return sizes_by_rank
 
     def _choose_cut(self, sizes_by_rank: Sequence[Sequence[UnitSize]]) -> Cut:
         """Return the function that divides the units of an optimizer step into micro-batches.

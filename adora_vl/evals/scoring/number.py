@@ -61,12 +61,13 @@ _VERB_PATTERN = re.compile(
     re.IGNORECASE,
 )
 # The words of the numbers from zero to twenty.
-_NUMBER_WORDS = list(DIGITS_BY_NUMBER_WORD)[:21]
+_NUMBER_WORDS = [word for word, digits in DIGITS_BY_NUMBER_WORD.items() if int(digits) <= 20]
 # Words that do not tell what a question is about.
-_FUNCTION_WORD_PATTERN = re.compile(
-    "the|and|are|was|were|has|have|had|how|many|much|what|which|that|this|there|with|from|for|does"
-    "|did|not|its|can|all"
-)
+_FUNCTION_WORDS = {
+    *("the", "and", "with", "from", "for", "not", "its", "can", "all", "how", "many", "much"),
+    *("what", "which", "that", "this", "there"),
+    *("are", "was", "were", "has", "have", "had", "does", "did"),
+}
 _NUMBER_WORD_PATTERN = re.compile(rf"\b({'|'.join(_NUMBER_WORDS)})\b", re.IGNORECASE)
 
 
@@ -263,7 +264,7 @@ def _find_restatement(sentences: list[str], question: str) -> str | None:
 def _content_words(text: str) -> set[str]:
     """Return the words of a text in lower case, without words such as `the` and `what`."""
     words = re.findall(r"[a-z]{3,}", text.lower())
-    return {word for word in words if not _FUNCTION_WORD_PATTERN.fullmatch(word)}
+    return set(words) - _FUNCTION_WORDS
 
 
 def _find_answer_number(sentence: str, question_numbers: set[str]) -> str | None:
