@@ -165,11 +165,12 @@ def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
 
     Args:
         prompt_mask: (B, P), 0 at padding.
-        lengths: completion tokens of each row. One column remains even where all are 0.
+        lengths: completion tokens of each row. Two columns remain even where all are shorter, since
+            TRL takes a tensor of one column for values of whole answers, and counts masked answers.
     """
     return UsedColumns(
         first_of_prompts=int(prompt_mask.any(dim=0).int().argmax()),
-        completion_columns=max(*lengths, 1),
+        completion_columns=max(*lengths, 2),
     )
 
 

@@ -19,9 +19,9 @@ _CALLED_WRONG_PATTERN = re.compile(
     r")?(?:incorrect|wrong|false|not)\b",
     re.IGNORECASE,
 )
-# A text that ends in words such as `not` or `rather than` denies the choice behind it.
+# A text that ends in words such as `not` or `rather than the` denies the choice behind it.
 _DENIAL_PATTERN = re.compile(
-    r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+$"
+    r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+(?:(?:an?|the)\s+)?$"
 )
 # Words behind a letter that only suppose it to be right: `answer B would be right if ...`.
 _SUPPOSITION_PATTERN = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
@@ -202,7 +202,8 @@ class ChoiceMatcher:
         gives 0 and 1, or only 1 without the denied choices. `a circle sector` gives only 2, since
         the circle is a part of the longer choice. A choice is returned once for each mention.
 
-        A choice is denied only by a word right before it: `not a circle` does not deny `circle`.
+        A choice is denied only by a word right before it, or before its article: `not circle` and
+        `not a circle` deny `circle`, and `not a large circle` does not.
 
         Args:
             text: The text to search.

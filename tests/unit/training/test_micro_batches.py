@@ -243,10 +243,11 @@ def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both
     assert uncut["completion_ids"].shape == (3, 4), "the longest completion has no padding"
 
 
-def test_a_batch_of_empty_completions_keeps_a_column():
+def test_a_batch_of_empty_completions_keeps_two_columns():
+    """TRL would take one column for values of whole answers, and count answers without a token."""
     batch = three_rollouts()
     batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
-    assert cut_padding(batch)["completion_ids"].shape == (3, 1)
+    assert cut_padding(batch)["completion_ids"].shape == (3, 2)
 
 
 # (for each group of the batch whether it has signal, the same for each further group, slots, the
