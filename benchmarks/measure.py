@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -22,17 +22,22 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Clock:
-    """Seconds by phase, each without the phases inside it.
+    """Counts seconds by phase, each without the phases inside it.
 
-    `now`: `time.perf_counter`, or `time.process_time` for the seconds of all the process's threads,
-    which other work on the machine disturbs less.
+    For example, a phase of 5 seconds with another one of 2 seconds inside it counts 3.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """Start without any phase.
+
+        `now`: `time.perf_counter`, or `time.process_time` for the seconds of all the process's
+        threads, which other work on the machine disturbs less.
+        """
         self.now = now
         self.seconds: dict[str, float] = defaultdict(float)
-        self.phases: list[str] = []  # that the present moment is in, the innermost last
-        self._seconds_inside: list[float] = []  # of phases inside each of `phases`
+        self.phases: list[str] = []  # the phases of the present moment, the innermost last
+        # For each of `phases` the seconds of phases inside it that are over.
+        self._seconds_inside: list[float] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -51,83 +56,84 @@ class Clock:
         finally:
             seconds = self.now() - start
             self.phases.pop()
-            self.seconds[name] += seconds - self._seconds_inside.pop()
-            if self._seconds_inside:  # of the phase around this one
+            seconds_inside = self._seconds_inside.pop()
+            self.seconds[name] += seconds - seconds_inside
+            if self._seconds_inside:
+                # The phase around this one does not count these seconds.
                 self._seconds_inside[-1] += seconds
 
     def around(self, owner: Any, method: str, name: str | Callable[[Clock], str]) -> None:
-        """Time every call of `owner.method`.
+        """Time every call of a method of an object or class.
 
-        `name`: of the phase, or what names it at the time of the call.
+        Args:
+            owner: the object or class.
+            method: the name of the method.
+            name: the name of the phase, or a function that returns it at the time of each call.
         """
         original = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(name if isinstance(name, str) else name(self)):
+            phase_name = name if isinstance(name, str) else name(self)
+            with self.phase(phase_name):
                 return original(*args, **kwargs)
 
-        setattr(
-            owner,
-            method,
-            staticmethod(timed) if isinstance(owner, type) and _is_static(owner, method) else timed,
-        )
+        is_static = isinstance(vars(owner).get(method), staticmethod)
+        setattr(owner, method, staticmethod(timed) if is_static else timed)
 
 
-def _is_static(owner: type, method: str) -> bool:
-    return isinstance(vars(owner).get(method), staticmethod)
-
-
-def resident_bytes(*, mapped: bool = True) -> int:
-    """Return the memory of this process.
-
-    `mapped`: with mapped files and shared memory, such as weights that are read.
-    """
-    resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
-    return (int(resident) - (0 if mapped else int(shared))) * _PAGE_BYTES
+def resident_bytes() -> int:
+    """Return the memory of this process, with mapped files such as weights that are read."""
+    resident_pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(resident_pages) * _PAGE_BYTES
 
 
 class PeakMemory:
     """The most memory of this process since the last `restart`, looked at every few milliseconds.
 
     With `MALLOC_MMAP_THRESHOLD_` at 65536 large blocks go back to the system when they are freed,
-    so this follows what tensors there are. `apart`: whether the present moment belongs to a part of
-    the step whose memory is not to count in `peak_of_rest`.
+    so this follows what tensors there are.
+
+    Attributes:
+        peak: the most bytes.
+        peak_of_rest: the most bytes outside of the part of the step that is left out.
     """
 
-    def __init__(
-        self,
-        *,
-        mapped: bool = True,
-        every: float = 0.002,
-        apart: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.peak = self.peak_of_rest = 0
-        self._mapped = mapped
-        self._every = every
-        self._apart = apart
+    INTERVAL_S = 0.002
+
+    def __init__(self, leaves_out: Callable[[], bool] = lambda: False) -> None:
+        """Start to watch.
+
+        `leaves_out`: returns whether the present moment belongs to a part of the step whose memory is
+        not to count in `peak_of_rest`.
+        """
+        self.peak = 0
+        self.peak_of_rest = 0
+        self._leaves_out = leaves_out
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
+        """Look at the memory for as long as the process lives."""
         while True:
-            before = self._apart()
-            now = self.now()
-            self.peak = max(self.peak, now)
-            if not before and not self._apart():
-                self.peak_of_rest = max(self.peak_of_rest, now)
-            time.sleep(self._every)
+            # The part may begin or end while the memory is read.
+            was_left_out = self._leaves_out()
+            used_bytes = self.now()
+            self.peak = max(self.peak, used_bytes)
+            if not was_left_out and not self._leaves_out():
+                self.peak_of_rest = max(self.peak_of_rest, used_bytes)
+            time.sleep(self.INTERVAL_S)
 
-    def restart(self) -> int:
-        """Begin anew. Returns the peak until now."""
-        peak = max(self.peak, self.now())
-        self.peak = self.peak_of_rest = 0
-        return peak
+    def restart(self) -> None:
+        """Forget the peaks so far."""
+        self.peak = 0
+        self.peak_of_rest = 0
 
     def now(self) -> int:
-        return resident_bytes(mapped=self._mapped)
+        """Return the bytes that the process has now."""
+        return resident_bytes()
 
 
 def run_seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """Seconds of a call, until the device has finished it."""
+    """Return the seconds of a call, until the device has finished it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -140,18 +146,27 @@ def run_seconds(device: torch.device, run: Callable[[], object]) -> float:
 def fastest_by_turns(
     device: torch.device, ways: Mapping[str, Callable[..., object]], repeats: int
 ) -> dict[str, float]:
-    """Median seconds of each, after one run that is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    """Return the median seconds of each way, whose calls come by turns.
+
+    Args:
+        device: where the ways compute.
+        ways: a function for each way, by its name.
+        repeats: how many calls of each are counted, after a first one that is not.
+    """
+    seconds_by_way: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         for name, run in ways.items():
-            spent = run_seconds(device, run)
-            if turn:
-                times[name].append(spent)
-    return {name: statistics.median(spent) for name, spent in times.items()}
+            seconds = run_seconds(device, run)
+            if turn > 0:
+                seconds_by_way[name].append(seconds)
+    return {name: statistics.median(seconds) for name, seconds in seconds_by_way.items()}
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
-    """Return the most that tensors took on top of what was there: torch's allocator on a GPU."""
+    """Return the most bytes that new tensors had at once during a call.
+
+    On a GPU they are those of torch's allocator.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -159,36 +174,41 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with NewTensors() as new:
+    with NewTensors() as new_tensors:
         run()
-    return new.peak
+    return new_tensors.peak
 
 
 class NewTensors(TorchDispatchMode):
-    """Bytes of the tensors that operations have made and that are still there; `peak`: the most at
-    a time.
+    """Follows the tensors that operations make inside the block, until they are freed.
+
+    `peak`: the most bytes that they had at once.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._sizes = dict[int, int]()
+        self._bytes_by_storage: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and count the storages that it has made."""
         result = func(*args, **(kwargs or {}))
-        input_storages = {
-            _storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-        }
-        for leaf in tree_leaves(result):
-            if (
-                isinstance(leaf, Tensor)
-                and (number := _storage(leaf)) not in input_storages | self._sizes.keys()
-            ):
-                self._sizes[number] = leaf.untyped_storage().nbytes()
-                weakref.finalize(leaf.untyped_storage(), self._sizes.pop, number, None)
-        self.peak = max(self.peak, sum(self._sizes.values()))
+        known_storages = _storages_in((args, kwargs)).keys() | self._bytes_by_storage.keys()
+        for number, storage in _storages_in(result).items():
+            if number not in known_storages:
+                self._bytes_by_storage[number] = storage.nbytes()
+                weakref.finalize(storage, self._bytes_by_storage.pop, number, None)
+        self.peak = max(self.peak, sum(self._bytes_by_storage.values()))
         return result
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _storages_in(tree: object) -> dict[int, UntypedStorage]:
+    """Return the storages of the tensors in nested values, by their numbers."""
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {storage._cdata: storage for storage in storages}

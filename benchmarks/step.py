@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -43,36 +43,22 @@ WORDS_BY_CASE: dict[str, list[str]] = {
     "P 700, C 400 long-tailed, 8 updates": ["--image", "650", "--updates", "8"],
     "P 700, C 400 long-tailed, all activations kept": ["--image", "650", "--keep-activations"],
 }
-TINY_MODEL_WORDS = [
-    "--width",
-    "64",
-    "--layers",
-    "2",
-    "--blocks",
-    "1",
-    "--vocabulary",
-    "640",
-    "--image",
-    "16",
-]
-TINY_MODEL_WORDS += ["--completion", "12", "--limit", "40", "--generations", "4"]
-STEP_PHASES = [
-    "data",
-    "image",
-    "grading",
-    "old pass",
-    "old pass, head",
-    "policy forward",
-    "policy forward, head",
-]
-STEP_PHASES += ["backward", "backward, head", "optimizer", "other"]
+TINY_MODEL_WORDS = (
+    *("--width", "64", "--layers", "2", "--blocks", "1", "--vocabulary", "640"),
+    *("--image", "16", "--completion", "12", "--limit", "40", "--generations", "4"),
+)
+STEP_PHASES = (
+    *("data", "image", "grading", "old pass", "old pass, head", "policy forward"),
+    *("policy forward, head", "backward", "backward, head", "optimizer", "other"),
+)
 POLICY_PHASES = [phase for phase in STEP_PHASES if phase.startswith(("old", "policy", "backward"))]
 MEMORY_TITLES = {
     "step_bytes": "memory of the step",
     "step_bytes_outside_head": "the same, outside the head's passes",
     "peak_bytes": "peak of the process",
 }
-STEP_WAYS = ["stock", "stock, as on a card", "ours"]
+STOCK_AS_ON_A_CARD = "stock, as on a card"
+STEP_WAYS = ("stock", STOCK_AS_ON_A_CARD, "ours")
 
 
 def mrope_sections(head_size: int) -> list[int]:
@@ -86,8 +72,9 @@ def mrope_sections(head_size: int) -> list[int]:
 def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[int]:
     """Return the tokens of each rollout of a group.
 
-    All have the median, if `equal`. Else they are the quantiles of a log-normal distribution (sigma
-    0.8) that is cut off at the limit, with the longest one at the limit.
+    If `equal`, all have the median. Otherwise they are quantiles of a log-normal distribution (sigma
+    0.8) that is cut off at the limit, and the longest one is at the limit. For example, a median of
+    400 and a limit of 1,024 give 8 rollouts 117, 197, ... and 1,024 tokens.
     """
     if equal:
         return [median] * rollouts
@@ -109,18 +96,15 @@ def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
         "MALLOC_TRIM_THRESHOLD_": "65536",
     }
     environment.setdefault("OMP_WAIT_POLICY", "passive")  # a waiting thread is not to count as work
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.step_run",
-        "--way",
-        way,
-        "--output",
-        str(file.resolve()),
-        *words,
-    ]
+    command = [sys.executable, "-m", "benchmarks.step_run"]
+    options = ["--way", way, "--output", str(file.resolve())]
     process = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [*command, *options, *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if process.returncode:
         sys.exit(f"{way}: exit code {process.returncode}\n{process.stderr[-3000:]}")
@@ -144,42 +128,46 @@ def medians(turns: list[dict[str, Any]], kind: str) -> dict[str, float]:
 
 
 def table(name: str, ways: dict[str, dict[str, float]]) -> str:
-    """Return a table of the ways beside each other, with the ratios of ours to the others."""
-    rows: list[tuple[str, dict[str, float], float, str]] = []
-    for phase in STEP_PHASES:
-        rows.append((phase, {way: figures[phase] for way, figures in ways.items()}, 1.0, "s"))
-    rows.append(
-        ("policy step", {way: policy_seconds(figures) for way, figures in ways.items()}, 1.0, "s")
-    )
-    rows.append(
-        ("whole step", {way: figures["whole step"] for way, figures in ways.items()}, 1.0, "s")
-    )
-    for key, label in MEMORY_TITLES.items():
-        rows.append((label, {way: figures[key] for way, figures in ways.items()}, 2.0**20, "MiB"))
+    """Return a table of the ways beside each other, with the ratios of ours to the others.
+
+    Args:
+        name: the case, which stands above the table.
+        ways: the medians of each way, from `medians`.
+    """
     other_ways = [way for way in ways if way != "ours"]
-    lines = [
-        f"{name:<40}"
-        + "".join(f"{way[-14:]:>16}" for way in ways)
-        + "".join("   ours/ " for _ in other_ways)
-    ]
-    for label, figures, scale, unit in rows:
-        number_format = ".2f" if unit == "s" else ".0f"
-        line = f"  {label:<38}" + "".join(
-            f"{figures[way] / scale:>16{number_format}}" for way in ways
-        )
-        for way in other_ways:
-            line += (
-                f"{figures['ours'] / figures[way]:>9.2f}"
-                if figures[way] > 1e-3 * scale
-                else " " * 9
-            )
-        lines.append(f"{line} {unit}")
+    head = f"{name:<40}" + "".join(f"{way[-14:]:>16}" for way in ways)
+    lines = [head + "   ours/ " * len(other_ways)]
+    for phase in STEP_PHASES:
+        seconds = {way: figures[phase] for way, figures in ways.items()}
+        lines.append(_table_line(phase, seconds, other_ways, "s"))
+    seconds_of_policy = {way: policy_seconds(figures) for way, figures in ways.items()}
+    lines.append(_table_line("policy step", seconds_of_policy, other_ways, "s"))
+    seconds_of_step = {way: figures["whole step"] for way, figures in ways.items()}
+    lines.append(_table_line("whole step", seconds_of_step, other_ways, "s"))
+    for key, title in MEMORY_TITLES.items():
+        mebibytes = {way: figures[key] / 2**20 for way, figures in ways.items()}
+        lines.append(_table_line(title, mebibytes, other_ways, "MiB"))
     return "\n".join(lines)
+
+
+def _table_line(
+    title: str, figures: dict[str, float], other_ways: list[str], unit: Literal["s", "MiB"]
+) -> str:
+    """Return a line of the table: the figure of each way, and the ratios of ours to the others.
+
+    A ratio to a figure of less than 0.001 is left out.
+    """
+    number_format = "16.2f" if unit == "s" else "16.0f"
+    line = f"  {title:<38}" + "".join(f"{figure:{number_format}}" for figure in figures.values())
+    for way in other_ways:
+        has_ratio = figures[way] > 1e-3
+        line += f"{figures['ours'] / figures[way]:9.2f}" if has_ratio else " " * 9
+    return f"{line} {unit}"
 
 
 def page_row(ways: dict[str, dict[str, float]], prompt: int, answers: list[int]) -> str:
     """Return the row of docs/speed.md: ours beside stock as on a card."""
-    stock = ways["stock, as on a card"]
+    stock = ways[STOCK_AS_ON_A_CARD]
     ours = ways["ours"]
     stock_seconds = policy_seconds(stock)
     our_seconds = policy_seconds(ours)
@@ -229,10 +217,13 @@ def main() -> None:
     """Measure all cases, and print and write their medians."""
     options, words = parse()
     options.output.mkdir(parents=True, exist_ok=True)
-    ways = [way for way in STEP_WAYS if options.as_on_a_card or way != "stock, as on a card"]
+    ways = [way for way in STEP_WAYS if options.as_on_a_card or way != STOCK_AS_ON_A_CARD]
     results: dict[str, Any] = {}
     for name in tqdm(options.cases, desc="cases", file=sys.stderr):
-        words_of_case = [*WORDS_BY_CASE[name], *(TINY_MODEL_WORDS if options.tiny else []), *words]
+        words_of_case = [*WORDS_BY_CASE[name]]
+        if options.tiny:
+            words_of_case += TINY_MODEL_WORDS
+        words_of_case += words
         turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         for _ in range(options.turns):
             for way in ways:

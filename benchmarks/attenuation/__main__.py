@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def train_or_read(settings: ExperimentSettings, job: Trial, output: Path) -> dict[str, Any]:
-    """Return the figures of one arm: those of its file, or else those of a training."""
+    """Return the result of one arm, from its file if it was trained before; else train it."""
     from benchmarks.attenuation.run import run_job, write_result
 
     file = output / "runs" / f"{job.name}.json"
@@ -54,6 +54,7 @@ def result_lines(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
+    """Train the arms that the command names, and print the figures of each."""
     settings = read_settings()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.attenuation",
@@ -80,10 +81,8 @@ def main() -> int:
             model=options.model,
             reward=options.reward,
         )
-        print(
-            "\n".join(result_lines(train_or_read(settings, job, options.output.resolve()))),
-            flush=True,
-        )
+        result = train_or_read(settings, job, options.output.resolve())
+        print("\n".join(result_lines(result)), flush=True)
     return 0
 
 

@@ -1,26 +1,31 @@
-"""One run: the trainer and the engine that every user has, on the task.
-
-The engine of a process serves all its runs.
-"""
+"""Trains one arm of the experiment, with the trainer and the engine that every user has."""
 
 import gc
 import json
 import math
 import tempfile
 import time
-from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.utils.files import replace_file
 from benchmarks.attenuation.task import (
+    FAMILIES,
+    SHARE_OF_FAMILY_A,
     ChainProblem,
     ExperimentSettings,
     Trial,
@@ -29,6 +34,7 @@ from benchmarks.attenuation.task import (
     is_right,
 )
 
+# Figures of the trainer's log that the result has for each generation
 LOGGED_FIGURES = (
     "adora/tds_share",
     "adora/weight_mean",
@@ -49,7 +55,7 @@ def keep_one_engine() -> None:
     build = AdoraVLLMGeneration._build_llm
     engines: list[Any] = []
 
-    def build_once(self: Any, **kwargs: Any) -> Any:
+    def build_once(self: AdoraVLLMGeneration, **kwargs: Any) -> Any:
         if not engines:
             engines.append(build(self, **kwargs))
         return engines[0]
@@ -57,111 +63,136 @@ def keep_one_engine() -> None:
     AdoraVLLMGeneration._build_llm = build_once  # type: ignore[method-assign]
 
 
+@dataclass
+class FamilyCounts:
+    """The answers to the problems of one family: how many chains and guesses, how many right."""
+
+    chains: int = 0
+    guesses: int = 0
+    right: int = 0
+
+    @property
+    def answers(self) -> int:
+        return self.chains + self.guesses
+
+
 class AnswerCounts:
-    """What the rollouts of a batch are: counts by family and kind of answer, right by what the run
-    rewards. Of chains those are counted too whose every step is right.
+    """Counts the answers of a batch, by family of problem and kind of answer.
+
+    `whole_chains` counts the chains whose every step is right, whatever the run rewards. The other
+    right answers are right by the reward of the run.
     """
 
     def __init__(self, reward: str) -> None:
         self.reward = reward
-        self.counts: dict[str, float] = defaultdict(float)
+        self.family_counts = {family: FamilyCounts() for family in FAMILIES}
+        self.whole_chains = 0
+        self.tokens = 0
 
     def add(self, text: str, problem: ChainProblem, tokens: int) -> bool:
-        kind = "chain" if is_chain(text) else "guess"
+        """Count an answer to a problem, and return whether it is right."""
+        counts = self.family_counts[problem.family]
         right = is_right(text, problem, self.reward)
-        chain_key = "whole_chains" if text == problem.chain else ""
-        family_key = f"{kind}_{problem.family}"
-        for key in (
-            family_key,
-            f"{family_key}_right" if right else "",
-            chain_key,
-            "tokens_" + kind,
-        ):
-            if key:
-                self.counts[key] += tokens if key.startswith("tokens") else 1
+        if is_chain(text):
+            counts.chains += 1
+        else:
+            counts.guesses += 1
+        if right:
+            counts.right += 1
+        if text == problem.chain:
+            self.whole_chains += 1
+        self.tokens += tokens
         return right
 
     def figures(self, share_a: float | None = None) -> dict[str, float | None]:
-        """Accuracy, share and accuracy of chains, and mean lengths.
+        """Return accuracy and share of chains by family and of all, and the mean length in tokens.
 
-        `share_a`: the weight of family A in them.
+        A figure is None where there was no such answer.
+
+        `share_a`: the weight of family A in the figures of all; None for its share of the answers.
         """
-        n = {f: self.counts[f"chain_{f}"] + self.counts[f"guess_{f}"] for f in "AB"}
-        weight = (
-            {"A": share_a, "B": 1 - share_a}
-            if share_a
-            else {f: n[f] / max(1, sum(n.values())) for f in "AB"}
-        )
-        out: dict[str, float | None] = {}
-        for f in "AB":
-            right = self.counts[f"chain_{f}_right"] + self.counts[f"guess_{f}_right"]
-            out[f"accuracy_{f}"] = right / n[f] if n[f] else None
-            out[f"chains_{f}"] = self.counts[f"chain_{f}"] / n[f] if n[f] else None
-        for key in ("accuracy", "chains"):
-            out[key] = sum(weight[f] * (out[f"{key}_{f}"] or 0.0) for f in "AB")
-        chains, guesses = (
-            sum(self.counts[f"{kind}_{f}"] for f in "AB") for kind in ("chain", "guess")
-        )
-        out["chain_accuracy"] = self.counts["whole_chains"] / chains if chains else None
-        total = self.counts["tokens_chain"] + self.counts["tokens_guess"]
-        out["tokens"] = total / max(1, chains + guesses)
-        return out
+        answers = sum(counts.answers for counts in self.family_counts.values())
+        chains = sum(counts.chains for counts in self.family_counts.values())
+        if share_a is None:
+            share_a = self.family_counts["A"].answers / max(1, answers)
+        weight_by_family = {"A": share_a, "B": 1 - share_a}
+        figures: dict[str, float | None] = {}
+        accuracy = 0.0
+        chain_share = 0.0
+        for family, counts in self.family_counts.items():
+            figures[f"accuracy_{family}"] = share_of(counts.right, counts.answers)
+            figures[f"chains_{family}"] = share_of(counts.chains, counts.answers)
+            accuracy += weight_by_family[family] * (figures[f"accuracy_{family}"] or 0.0)
+            chain_share += weight_by_family[family] * (figures[f"chains_{family}"] or 0.0)
+        figures["accuracy"] = accuracy
+        figures["chains"] = chain_share
+        figures["chain_accuracy"] = share_of(self.whole_chains, chains)
+        figures["tokens"] = self.tokens / max(1, answers)
+        return figures
+
+
+def share_of(count: int, total: int) -> float | None:
+    """Return a count as a share of a total; None where the total is 0."""
+    return count / total if total > 0 else None
 
 
 class HeldOutCurve(TrainerCallback):
-    """Evaluates on held-out problems, with answers sampled as in training, every time from the same
-    random numbers.
+    """Evaluates the policy on held-out problems at the start, in between and at the end.
+
+    Answers are sampled as in training, from the same random numbers each time.
     """
 
     def __init__(self, settings: ExperimentSettings, job: Trial) -> None:
         self.settings = settings
         self.job = job
-        regime = settings.regimes[job.regime]
-        self.held_out = [
-            problem
-            for family in "AB"
-            for problem in draw_chain_problems(
-                settings.eval_problems, regime, f"held out/{job.regime}/{job.seed}", family
+        self.held_out: list[ChainProblem] = []
+        for family in FAMILIES:
+            self.held_out += draw_chain_problems(
+                settings.eval_problems,
+                settings.regimes[job.regime],
+                seed=f"held out/{job.regime}/{job.seed}",
+                family=family,
             )
-        ]
         self.points: list[dict[str, Any]] = []
-        self.trainer: Any = None
+        self.trainer: AdoraGRPOTrainer | None = None  # until it is built
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: AdoraGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.evaluate(0)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (
-            state.global_step % self.settings.eval_every == 0
-            or state.global_step == state.max_steps
-        ):
+    def on_step_end(
+        self, args: AdoraGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        is_last = state.global_step == state.max_steps
+        if is_last or state.global_step % self.settings.eval_every == 0:
             self.evaluate(state.global_step)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> None:
         """Sample answers to the held-out problems, and note the accuracy at this step."""
-        model = self.trainer.model
+        assert self.trainer is not None
         tokenizer = self.trainer.processing_class
         inputs = tokenizer([problem.prompt for problem in self.held_out], return_tensors="pt")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.job.seed)
-            out_BT = model.generate(
+            sequences_BT = self.trainer.model.generate(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs["attention_mask"],
                 do_sample=True,
                 top_k=0,
                 max_new_tokens=self.trainer.max_completion_length,
             )
-        tally = AnswerCounts(self.job.reward)
-        for problem, ids in zip(
-            self.held_out, out_BT[:, inputs["input_ids"].shape[1] :], strict=True
-        ):
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            tally.add(text, problem, int((ids != tokenizer.pad_token_id).sum()))
-        self.points.append({"step": step, **tally.figures(share_a=0.75)})
+        counts = AnswerCounts(self.job.reward)
+        answers_BT = sequences_BT[:, inputs["input_ids"].shape[1] :]
+        for problem, answer_T in zip(self.held_out, answers_BT, strict=True):
+            text = tokenizer.decode(answer_T, skip_special_tokens=True)
+            tokens = int((answer_T != tokenizer.pad_token_id).sum())
+            counts.add(text, problem, tokens)
+        self.points.append({"step": step, **counts.figures(share_a=SHARE_OF_FAMILY_A)})
 
 
-def _config(settings: ExperimentSettings, job: Trial, folder: Path) -> Any:
+def _config(settings: ExperimentSettings, job: Trial, folder: Path) -> AdoraGRPOConfig:
     """Return the config of the trainer for one trial."""
     regime = settings.regimes[job.regime]
     rows = settings.prompts * settings.generations
@@ -178,6 +209,7 @@ def _config(settings: ExperimentSettings, job: Trial, folder: Path) -> Any:
         vllm_importance_sampling_mode="token_truncate",
         per_device_train_batch_size=rows,
         num_generations=settings.generations,
+        # A step such as `4+7=1;` has six tokens. Six more leave room for the end.
         max_completion_length=6 * regime.operations + 6,
         temperature=1.0,
         lr_scheduler_type="constant",
@@ -192,77 +224,109 @@ def _config(settings: ExperimentSettings, job: Trial, folder: Path) -> Any:
     )
 
 
+class CountingReward:
+    """The reward of a run, 1 for a right answer and 0 for another one, which counts each batch.
+
+    `batches` has the figures of each batch that was rewarded.
+    """
+
+    __name__ = "graded"  # in the log of the trainer
+
+    def __init__(self, problems: Sequence[ChainProblem], reward: str) -> None:
+        """Take the problems of the training, in the order of their numbers, and the reward's name."""
+        self.problems = problems
+        self.reward = reward
+        self.batches: list[dict[str, Any]] = []
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        number: Sequence[int],
+        **kwargs: Any,
+    ) -> list[float]:
+        """Reward completions. `number`: the number of each one's problem."""
+        counts = AnswerCounts(self.reward)
+        rewards = []
+        for text, token_ids, problem_number in zip(
+            completions, completion_ids, number, strict=True
+        ):
+            right = counts.add(text, self.problems[problem_number], len(token_ids))
+            rewards.append(1.0 if right else 0.0)
+        self.batches.append(counts.figures())
+        return rewards
+
+
 def run_job(
-    settings: ExperimentSettings,
-    job: Trial,
-    start: Path,
-    facts: dict[str, str],
+    settings: ExperimentSettings, job: Trial, start: Path, facts: dict[str, str]
 ) -> dict[str, Any]:
     """Train one arm from a start.
 
-    Returns its figures: held-out points, and what each generation was like.
+    Args:
+        settings: the settings of the experiment.
+        job: which arm, regime and seed.
+        start: the folder of the model that the training starts from.
+        facts: what else the result is to have.
 
-    `facts`: what else to write down.
+    Returns:
+        The result: `held_out` has the figures of each evaluation, `steps` those of each generation.
     """
-    began = time.perf_counter()
-    processor = time.process_time()
-    number = settings.training(job)["max_steps"] * settings.prompts
-    drawn = draw_chain_problems(
-        number, settings.regimes[job.regime], f"train/{job.regime}/{job.seed}"
+    started_at = time.perf_counter()
+    processor_time_before = time.process_time()
+    problems = draw_chain_problems(
+        settings.training(job)["max_steps"] * settings.prompts,
+        settings.regimes[job.regime],
+        seed=f"train/{job.regime}/{job.seed}",
     )
-    rows = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(drawn)])
-    batches: list[dict[str, Any]] = []
-
-    def graded(
-        prompts: Any, completions: Any, completion_ids: Any, number: Any, **kwargs: Any
-    ) -> list[float]:
-        tally = AnswerCounts(job.reward)
-        answers = zip(completions, number, completion_ids, strict=True)
-        rewards = [float(tally.add(text, drawn[row], len(ids))) for text, row, ids in answers]
-        batches.append(tally.figures())
-        return rewards
-
-    watch = HeldOutCurve(settings, job)
+    rows = [{"prompt": problem.prompt, "number": number} for number, problem in enumerate(problems)]
+    reward = CountingReward(problems, job.reward)
+    curve = HeldOutCurve(settings, job)
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         trainer = AdoraGRPOTrainer(
             model=model,
-            reward_funcs=graded,
+            reward_funcs=reward,
             args=_config(settings, job, Path(folder)),
-            train_dataset=rows,
+            train_dataset=Dataset.from_list(rows),
             processing_class=AutoTokenizer.from_pretrained(start),
-            callbacks=[watch],
+            callbacks=[curve],
         )
-        batches.clear()  # of the two answers that a reward is tried on
-        watch.trainer = trainer
+        reward.batches.clear()  # before a run its reward is tried on two answers
+        curve.trainer = trainer
         trainer.train()
-        history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    for batch, entry in zip(batches, history, strict=True):
-        batch |= {key.removeprefix("adora/"): entry[key] for key in LOGGED_FIGURES if key in entry}
-    del trainer, watch.trainer, model
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for batch, entry in zip(reward.batches, log, strict=True):
+        for key in LOGGED_FIGURES:
+            if key in entry:
+                batch[key.removeprefix("adora/")] = entry[key]
+    # The next run of this process needs the memory.
+    curve.trainer = None
+    del trainer, model
     gc.collect()
     return {
         **asdict(job),
         **facts,
-        "held_out": round_figures(watch.points),
-        "steps": round_figures(batches),
-        "seconds": round(time.perf_counter() - began, 1),
-        "processor_seconds": round(time.process_time() - processor, 1),
+        "held_out": round_figures(curve.points),
+        "steps": round_figures(reward.batches),
+        "seconds": round(time.perf_counter() - started_at, 1),
+        "processor_seconds": round(time.process_time() - processor_time_before, 1),
     }
 
 
 def round_figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """To four digits; what is not finite is left out."""
-    return [
-        {
-            k: round(v, 4) if isinstance(v, float) else v
-            for k, v in row.items()
-            if v is not None and math.isfinite(v)
-        }
-        for row in rows
-    ]
+    """Round figures to four digits behind the point; those that are not finite are left out."""
+    rounded_rows = []
+    for row in rows:
+        rounded = {}
+        for name, value in row.items():
+            if value is not None and math.isfinite(value):
+                rounded[name] = round(value, 4) if isinstance(value, float) else value
+        rounded_rows.append(rounded)
+    return rounded_rows
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a result as a line of JSON; the file appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(result) + "\n")

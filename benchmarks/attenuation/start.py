@@ -1,8 +1,7 @@
-"""The start of a seed: a small language model that copies the teacher, the same for all arms and
-regimes.
+"""The model that a run starts from: small, and the same for all arms and regimes of a seed.
 
 It learns in two stages: first to compute, which one model does for many seeds, and then to answer
-as the teacher does.
+as the teacher does, who guesses and slips.
 """
 
 import hashlib
@@ -11,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -37,9 +36,11 @@ from benchmarks.attenuation.task import (
 )
 
 HEADS = 4
+IGNORED_LABEL = -100  # a token with this label is left out of Transformers' loss
 
 
-def _problem(rng: random.Random, start: TeachingPlan) -> ChainProblem:
+def _draw_problem(rng: random.Random, start: TeachingPlan) -> ChainProblem:
+    """Draw a problem to learn from, of any length of the plan, with a label half of the time."""
     labelled = rng.random() < 0.5
     return draw_chain_problem(rng, Regime(rng.choice(start.operations), labelled=labelled))
 
@@ -53,49 +54,66 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _config(tokenizer: PreTrainedTokenizerFast, start: TeachingPlan) -> Qwen2Config:
+    """Return the config of the small language model."""
     config = Qwen2Config(**language_settings(tokenizer))
     config.num_hidden_layers = start.layers
     config.layer_types = config.layer_types[:1] * start.layers
     config.hidden_size = start.width
     config.intermediate_size = 4 * start.width
     config.head_dim = start.width // HEADS
-    config.num_attention_heads = config.num_key_value_heads = HEADS
+    config.num_attention_heads = HEADS
+    config.num_key_value_heads = HEADS
     return config
 
 
 def _teach(
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     start: TeachingPlan,
     steps: int,
-    example: Callable[[], tuple[ChainProblem, str]],
+    draw_example: Callable[[], tuple[ChainProblem, str]],
 ) -> float:
-    """Train in place on what `example` draws. Returns the mean loss of the last 50 steps."""
+    """Train a model in place on drawn examples. Returns the mean loss of the last 50 steps.
 
-    def loss_of(step: int) -> Tensor:
-        examples = [example() for _ in range(start.batch_size)]
+    `draw_example`: returns a problem and the answer to learn.
+    """
+
+    def loss_of_step(step: int) -> Tensor:
+        """Return the loss of one batch, over the tokens of the answers."""
+        examples = [draw_example() for _ in range(start.batch_size)]
         prompt_ids = tokenizer([problem.prompt for problem, _ in examples])["input_ids"]
         answer_ids = tokenizer([answer + END_OF_TURN for _, answer in examples])["input_ids"]
-        pairs = list(zip(prompt_ids, answer_ids, strict=True))
-        ids_BT = pad_sequence([torch.tensor(a + t) for a, t in pairs], True, tokenizer.pad_token_id)
-        labels_BT = pad_sequence([torch.tensor([-100] * len(a) + t) for a, t in pairs], True, -100)
-        mask_BT = pad_sequence([torch.ones(len(a + t), dtype=torch.long) for a, t in pairs], True)
-        loss: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
+        ids = []
+        labels = []
+        masks = []
+        for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
+            ids.append(torch.tensor(prompt + answer))
+            labels.append(torch.tensor([IGNORED_LABEL] * len(prompt) + answer))
+            masks.append(torch.ones(len(prompt + answer), dtype=torch.long))
+        loss: Tensor = model(
+            input_ids=pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id),
+            attention_mask=pad_sequence(masks, batch_first=True),
+            labels=pad_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL),
+        ).loss
         return loss
 
-    return fit(model, loss_of=loss_of, steps=steps, learning_rate=start.learning_rate)
+    return fit(model, loss_of=loss_of_step, steps=steps, learning_rate=start.learning_rate)
 
 
 def arithmetic_folder(output: Path, number: int) -> Path:
-    return output / "starts" / (f"arithmetic-{number}" if number else "arithmetic")
+    """Return the folder of the arithmetic model of a number."""
+    name = f"arithmetic-{number}" if number else "arithmetic"
+    return output / "starts" / name
 
 
 def start_folder(output: Path, job: Trial) -> Path:
-    return output / "starts" / (f"{job.model}-{job.seed}" if job.model else str(job.seed))
+    """Return the folder of the model from which a trial starts."""
+    name = f"{job.model}-{job.seed}" if job.model else str(job.seed)
+    return output / "starts" / name
 
 
 def hash_of_weights(folder: Path) -> str:
-    """Of a model's weights.
+    """Return eight digits of the hash of a model's weights.
 
     The same seed gives other weights on another machine, and then other starts.
     """
@@ -103,12 +121,10 @@ def hash_of_weights(folder: Path) -> str:
 
 
 def build_arithmetic(folder: Path, start: TeachingPlan, number: int = 0) -> None:
-    """Train a model that writes every chain without a slip, which starts are made of.
+    """Train a model that writes every chain without a slip, from which starts are made.
 
-    One of this plan that is there stays.
-
-    A teacher that slips from the beginning does not get the arithmetic across: after 600 steps no
-    chain was right.
+    A model of this plan that is there already stays. The stage is needed, since a teacher that slips
+    from the beginning does not get the arithmetic across: after 600 steps no chain was right.
     """
     if is_built(folder, asdict(start)):
         return
@@ -118,8 +134,8 @@ def build_arithmetic(folder: Path, start: TeachingPlan, number: int = 0) -> None
         partial(Qwen2ForCausalLM, _config(tokenizer, start)), tokenizer, seed=number
     )
 
-    def example() -> tuple[ChainProblem, str]:
-        problem = _problem(rng, start)
+    def draw_example() -> tuple[ChainProblem, str]:
+        problem = _draw_problem(rng, start)
         return problem, problem.chain
 
     save_built(
@@ -128,7 +144,11 @@ def build_arithmetic(folder: Path, start: TeachingPlan, number: int = 0) -> None
         processor=tokenizer,
         plan=start,
         loss=_teach(
-            model, tokenizer=tokenizer, start=start, steps=start.arithmetic_steps, example=example
+            model,
+            tokenizer=tokenizer,
+            start=start,
+            steps=start.arithmetic_steps,
+            draw_example=draw_example,
         ),
     )
 
@@ -140,12 +160,12 @@ def build_start(folder: Path, arithmetic: Path, start: TeachingPlan, seed: int) 
     """
     if is_built(folder, asdict(start)):
         return
-    model: Any = AutoModelForCausalLM.from_pretrained(arithmetic, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(arithmetic, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arithmetic)
     rng = random.Random(f"start/{seed}")
 
-    def example() -> tuple[ChainProblem, str]:
-        problem = _problem(rng, start)
+    def draw_example() -> tuple[ChainProblem, str]:
+        problem = _draw_problem(rng, start)
         return problem, teacher_answer(rng, problem)
 
     save_built(
@@ -154,5 +174,11 @@ def build_start(folder: Path, arithmetic: Path, start: TeachingPlan, seed: int) 
         processor=tokenizer,
         plan=start,
         seed=seed,
-        loss=_teach(model, tokenizer=tokenizer, start=start, steps=start.steps, example=example),
+        loss=_teach(
+            model,
+            tokenizer=tokenizer,
+            start=start,
+            steps=start.steps,
+            draw_example=draw_example,
+        ),
     )

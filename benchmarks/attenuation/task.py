@@ -16,41 +16,42 @@ SETTINGS_FILE = Path(__file__).with_name("settings.yaml")
 # operations; prompts of shorter chains are filled up, so that all prompts have the same number of
 # tokens
 LONGEST_CHAIN = 5
-ANSWERS_OF_FAMILY_A = (7, 3)  # the answers of family A, the more frequent one first
+FAMILIES = "AB"  # of problems: two answers are possible in family A, all ten digits in B
+SHARE_OF_FAMILY_A = 0.75  # of the problems
+ANSWERS_OF_FAMILY_A = (7, 3)  # the more frequent one first
 SLIP_RATE = 0.35  # how often the teacher's result of a step is one too large
 GUESS_PREFIX = "guess: "
 
 
 @dataclass(frozen=True)
 class ChainProblem:
-    """`chain` is what a chain has to say to be right, and `answer` its last digit.
-
-    `family` is A or B.
-    """
+    """A chain of operations modulo ten, of which the last digit is asked for."""
 
     prompt: str
-    chain: str
-    answer: int
-    family: str
+    chain: str  # the text of a chain whose every step is right, such as `4+7=1;1-5=6`
+    answer: int  # its last digit
+    family: str  # A or B
 
 
 @dataclass(frozen=True)
 class Regime:
-    """One of the experiment's four.
-
-    operations: length of the chains. first_option: how often the answer of an A problem is the
-    first of its two options. hidden_slips: the results that count as right slip as the teacher's
-    do, so that no chain can be relied on. labelled: the prompt says which family a problem is of.
-    """
+    """One of the experiment's four kinds of problems."""
 
     operations: int
+    """The length of the chains."""
     first_option: float = 0.5
+    """How often the answer of an A problem is the first of its two options."""
     hidden_slips: bool = False
+    """Whether the results that count as right slip as the teacher's do, so that no chain can be
+    relied on."""
     labelled: bool = False
+    """Whether the prompt says which family a problem is of."""
 
 
 def _apply(value: int, sign: str, operand: int) -> int:
-    return (value + operand if sign == "+" else value - operand) % 10
+    """Return the right result of one step: `_apply(4, "+", 7)` is 1."""
+    result = value + operand if sign == "+" else value - operand
+    return result % 10
 
 
 def chain_text(
@@ -58,59 +59,79 @@ def chain_text(
 ) -> tuple[str, int]:
     """Return the written chain and its last digit.
 
-    A step that slips is one too large, and the next step goes on from it.
+    A step that slips is one too large, and the next step goes on from it. For example, 4 with the
+    operations + 7 and - 5 is `4+7=1;1-5=6`, and `4+7=2;2-5=7` if the first step slips.
+
+    Args:
+        start: the first digit.
+        operations: the sign and the operand of each step.
+        slips: whether each step slips.
     """
     steps = []
     value = start
     for (sign, operand), slip in zip(operations, slips, strict=True):
-        result = (_apply(value, sign, operand) + slip) % 10
+        result = _apply(value, sign, operand)
+        if slip:
+            result = (result + 1) % 10
         steps.append(f"{value}{sign}{operand}={result}")
         value = result
     return ";".join(steps), value
 
 
 def chain_form(start: int, operations: Sequence[tuple[str, int]]) -> str:
-    """Return the chain as a form to fill in: `4+7=?;?-5=?`.
+    """Return the chain as a form to fill in: `4+7=?;?-5=?;_____;_____;_____`.
 
-    It has `_` for the steps that a shorter chain lacks.
+    Each of the steps that a shorter chain lacks is five times `_`.
     """
-    steps = [
-        f"{'?' if number else start}{sign}{operand}=?"
-        for number, (sign, operand) in enumerate(operations)
-    ]
-    return ";".join([*steps, *["_____"] * (LONGEST_CHAIN - len(steps))])
+    steps = []
+    first_digit = str(start)
+    for sign, operand in operations:
+        steps.append(f"{first_digit}{sign}{operand}=?")
+        first_digit = "?"
+    lacking_steps = ["_____"] * (LONGEST_CHAIN - len(steps))
+    return ";".join(steps + lacking_steps)
 
 
 def read_chain_form(prompt: str) -> tuple[int, list[tuple[str, int]]]:
-    """Return the first digit and the operations of a prompt."""
-    steps = [step for step in prompt.split()[1].split(";") if "_" not in step]
+    """Return the first digit and the operations of a prompt: 4, and + 7 and - 5."""
+    form = prompt.split()[1]  # behind the label
+    steps = [step for step in form.split(";") if "_" not in step]
+    # A step is a digit, a sign and a digit, then `=?`.
     return int(steps[0][0]), [(step[1], int(step[2])) for step in steps]
 
 
 def draw_chain_problem(
-    rng: random.Random, regime: Regime, share_a: float = 0.75, family: str | None = None
+    rng: random.Random, regime: Regime, family: str | None = None
 ) -> ChainProblem:
     """Return one problem.
 
     The last operand makes the answer what the family asks for, and all else is drawn alike in both
     families, so that nothing but the computed answer tells them apart.
+
+    `family`: A or B; None to draw it.
     """
-    family = family or ("A" if rng.random() < share_a else "B")
-    first = rng.random() < regime.first_option
-    digit = ANSWERS_OF_FAMILY_A[0 if first else 1] if family == "A" else rng.randrange(10)
+    if family is None:
+        family = "A" if rng.random() < SHARE_OF_FAMILY_A else "B"
+    has_first_option = rng.random() < regime.first_option
+    if family == "B":
+        digit = rng.randrange(10)
+    elif has_first_option:
+        digit = ANSWERS_OF_FAMILY_A[0]
+    else:
+        digit = ANSWERS_OF_FAMILY_A[1]
     start = rng.randrange(10)
     operations = [(rng.choice("+-"), rng.randrange(10)) for _ in range(regime.operations)]
     slips = [regime.hidden_slips and rng.random() < SLIP_RATE for _ in operations]
     _, value = chain_text(start, operations[:-1], slips[:-1])
-    before_slip = (digit - slips[-1]) % 10
+    right_result = (digit - 1) % 10 if slips[-1] else digit
     sign = operations[-1][0]
-    operations[-1] = (
-        sign,
-        (before_slip - value) % 10 if sign == "+" else (value - before_slip) % 10,
-    )
+    last_operand = right_result - value if sign == "+" else value - right_result
+    operations[-1] = (sign, last_operand % 10)
     chain, answer = chain_text(start, operations, slips)
     assert answer == digit
-    label = {"A": "two", "B": "ten"}[family] if regime.labelled else "any"
+    label = "any"
+    if regime.labelled:
+        label = "two" if family == "A" else "ten"  # so many answers are possible
     return ChainProblem(
         prompt=f"{label}: {chain_form(start, operations)}\n",
         chain=chain,
@@ -141,40 +162,37 @@ def teacher_answer(rng: random.Random, problem: ChainProblem) -> str:
 
 
 def is_chain(text: str) -> bool:
+    """Return whether an answer is a chain, and no guess."""
     return not text.startswith("guess")
 
 
-REWARD_NAMES = (
-    "steps",
-    "digit",
-)  # what a chain has to have right: every step, or the last digit alone
+# What a chain has to have right: every step, or the last digit alone.
+REWARD_NAMES = ("steps", "digit")
 
 
 def is_right(text: str, problem: ChainProblem, reward: str = "steps") -> bool:
     """Return whether a response is right, which a guess is by its digit.
 
-    A chain is right if every step is: else a chain that ends in one of two digits whatever it has
-    computed would be a long guess, and chains would not be what they stand for. The reward `digit`
-    asks for no more.
+    By the reward `steps` a chain is right if every step is. Otherwise a chain that ends in one of two
+    digits, whatever it has computed, would be a long guess. The reward `digit` asks for the last
+    digit alone.
     """
     if not is_chain(text):
         return text == f"{GUESS_PREFIX}{problem.answer}"
-    return text == problem.chain if reward == "steps" else text.endswith(f"={problem.answer}")
+    if reward == "steps":
+        return text == problem.chain
+    return text.endswith(f"={problem.answer}")
 
 
 @dataclass(frozen=True)
 class TeachingPlan:
-    """How a start learns: `arithmetic_steps` of right chains, then `steps` of the teacher's
-    answers.
+    """How a start learns: first from right chains, then from the teacher's answers."""
 
-    `operations`: chains are as long as these, in equal shares.
-    """
-
-    arithmetic_steps: int
-    steps: int
+    arithmetic_steps: int  # optimizer steps on right chains
+    steps: int  # optimizer steps on the teacher's answers
     batch_size: int
     learning_rate: float
-    operations: tuple[int, ...]
+    operations: tuple[int, ...]  # the lengths of chains, in equal shares
     layers: int
     width: int
 
@@ -196,37 +214,41 @@ class Trial:
 
     @property
     def name(self) -> str:
-        model = f"-arithmetic-{self.model}" if self.model else ""
-        reward = f"-{self.reward}" if self.reward != "steps" else ""
-        return f"{self.regime}-{self.recipe}-{self.seed}-{self.arm}{'-engine' if self.engine else ''}{model}{reward}"
+        """The name of its file: `R2-grpo-0-adora`, and what is unusual behind it."""
+        parts = [self.regime, self.recipe, str(self.seed), self.arm]
+        if self.engine:
+            parts.append("engine")
+        if self.model:
+            parts.append(f"arithmetic-{self.model}")
+        if self.reward != REWARD_NAMES[0]:
+            parts.append(self.reward)
+        return "-".join(parts)
 
 
 @dataclass(frozen=True)
 class ExperimentSettings:
-    """The experiment's settings. `recipes` and `arms` are keys of the config by name."""
+    """The experiment's settings, from the YAML file."""
 
     start: TeachingPlan
-    steps: int
-    prompts: int
-    generations: int
-    eval_every: int
-    eval_problems: int
+    steps: int  # of a run, each with a generation of its own
+    prompts: int  # of a generation
+    generations: int  # rollouts of a group
+    eval_every: int  # steps
+    eval_problems: int  # of each family
     regimes: dict[str, Regime]
-    recipes: dict[str, dict[str, Any]]
-    arms: dict[str, dict[str, Any]]
+    recipes: dict[str, dict[str, Any]]  # keys of the config, by the name of the recipe
+    arms: dict[str, dict[str, Any]]  # options of the method `adora`, by the name of the arm
 
     def training(self, job: Trial) -> dict[str, Any]:
         """Return the config keys that a run's recipe sets, on top of those of the first recipe."""
-        return {
-            "max_steps": self.steps,
-            **next(iter(self.recipes.values())),
-            **self.recipes[job.recipe],
-        }
+        first_recipe = next(iter(self.recipes.values()))
+        return {"max_steps": self.steps, **first_recipe, **self.recipes[job.recipe]}
 
 
 def read_settings(path: Path = SETTINGS_FILE) -> ExperimentSettings:
+    """Read the experiment's settings from a YAML file."""
     settings = yaml.safe_load(path.read_text())
-    start = {**settings.pop("start")}
+    start = settings.pop("start")
     start["operations"] = tuple(start["operations"])
     regimes = {name: Regime(**regime) for name, regime in settings.pop("regimes").items()}
     return ExperimentSettings(start=TeachingPlan(**start), regimes=regimes, **settings)

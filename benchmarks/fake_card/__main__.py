@@ -3,10 +3,10 @@
     python -m benchmarks.fake_card configs/train/adora_3b_1gpu_lora.yaml --layers 2
 
 The real trainer (`--way stock`: TRL's) takes steps of the recipe's model at true size, with drawn
-images and recorded answers. Printed: FLOPs, peak memory beside what the dry run predicts, launches,
-the kernels of attention, every wait of the host for the device with its line, and what raised. A
-model of 3 billion parameters takes some minutes on one core. What follows `--` goes to the
-training.
+images and recorded answers. It prints FLOPs, peak memory beside what the dry run predicts, launches,
+the kernels of attention, every wait of the host for the device with its line, and the error if one
+ended the run. A model of 3 billion parameters takes some minutes on one core. What follows `--` goes
+to the training.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.fake_card.device  # noqa: F401  # before torch
-from benchmarks.fake_card.card import Place
+from benchmarks.fake_card.card import Card, Place
 from benchmarks.fake_card.run import PHASES, CardRun, CardRunResult, run
 from benchmarks.fake_card.tables import COLUMNS_BY_TABLE, flops_of, head_of, line_of, runs
 
@@ -38,39 +38,40 @@ def main() -> int:
     Returns the exit code: 1 where a run has a fault of device or dtype, else 0.
     """
     arguments = _arguments()
-    results: list[CardRunResult] = []
-    figures: list[dict[str, Any]] = []  # for `--json`
     options = CardRun(
         **{option.name: getattr(arguments, option.name) for option in fields(CardRun)}
     )
     if arguments.table:
         print("\n".join(head_of(arguments.table)), flush=True)
+    any_fault = False
+    figures: list[dict[str, Any]] = []  # for `--json`
     for row in runs(arguments.table, arguments.configs, options):
+        results = []
         for card_run in row:
             with tempfile.TemporaryDirectory() as folder:
                 results.append(run(card_run, Path(folder)))
-        row_results = results[-len(row) :]
-        row_figures = [facts(result) for result in row_results]
-        faults = [result for result in row_results if result.fault]
-        for result in faults if arguments.table else row_results[-1:]:
+        row_figures = [figures_of(result) for result in results]
+        faulty_results = [result for result in results if result.fault]
+        if faulty_results:
+            any_fault = True
+        reported_results = faulty_results if arguments.table else results
+        for result in reported_results:
             print("\n".join(report(result, arguments.most)), flush=True)
-        if arguments.table and not faults:
+        if arguments.table and not faulty_results:
             print(line_of(arguments.table, row_figures), flush=True)
-        if arguments.table == "flops" and not faults:
+        if arguments.table == "flops" and not faulty_results:
             row_figures = [flops_of(row_figures)]
         figures += row_figures
     print(f"\n{EMULATED_NOTE}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(result.fault for result in results) else 0
+    return 1 if any_fault else 0
 
 
 def _arguments() -> argparse.Namespace:
-    """Parse the words of the command line."""
+    """Parse the command line. Words behind `--` become `words`, for the training command."""
     words = sys.argv[1:]
-    # What stands behind `--` goes to the training command.
     end = words.index("--") if "--" in words else len(words)
-    own_words = words[:end]
     training_words = words[end + 1 :]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.fake_card",
@@ -119,120 +120,121 @@ def _arguments() -> argparse.Namespace:
         "--most", type=int, default=25, help="lines with waits that are shown (default: 25)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    return parser.parse_args(own_words, argparse.Namespace(config="", words=training_words))
+    return parser.parse_args(words[:end], argparse.Namespace(config="", words=training_words))
 
 
-def facts(result: CardRunResult) -> dict[str, Any]:
-    """Return the figures of a run, as the file has them."""
+def figures_of(result: CardRunResult) -> dict[str, Any]:
+    """Return the figures of a run, as `--json` writes them."""
     card = result.card
-    counts = {name: dict(getattr(card, name)) for name in ("flops", "launches", "peaks", "kernels")}
-    waits = [[number, *place] for place, number in _waits(result).most_common()]
-    predicted = result.predicted_peak if result.predicted is not None else None
-    figures = {
+    has_prediction = result.predicted is not None
+    return {
+        **asdict(result.card_run),
         "parameters": result.parameters,
         "trained": result.trained,
         "prompt": result.prompt,
         "micro_batches": result.micro_batches,
         "fault": result.fault,
-    }
-    own_counts = {
-        "waits": own_waits(result, "forward", "backward"),
-        "generation_waits": own_waits(result, "generation"),
-    }
-    memory = {
+        "flops": dict(card.flops),
+        "launches": dict(card.launches),
+        "peaks": dict(card.peaks),
+        "kernels": dict(card.kernels),
+        "waits": mean_own_waits(result, "forward", "backward"),
+        "generation_waits": mean_own_waits(result, "generation"),
         "peak": result.peak,
-        "predicted": predicted,
-        "first_and_later": result.first_and_later if predicted else [],
+        "predicted": result.predicted_peak if has_prediction else None,
+        "first_and_later": result.first_and_later if has_prediction else [],
+        "places": [[count, *place] for place, count in _waits_by_place(result).most_common()],
     }
-    return {**asdict(result.card_run), **figures, **counts, **own_counts, **memory, "places": waits}
 
 
 def report(result: CardRunResult, shown_places: int = 25) -> list[str]:
-    """Return the lines that are printed of a run."""
+    """Return the lines that are printed of a run.
+
+    `shown_places`: how many lines of code with waits are shown.
+    """
     card_run = result.card_run
     card = result.card
-    size_text = (
-        f"{card_run.layers or 'all'} layers, {card_run.groups} groups, answers of "
-        f"{list(card_run.lengths) or 'full length'}"
-    )
     lines = [
-        f"{card_run.config}, {card_run.way}: {size_text}, prompts of {result.prompt} tokens; "
-        f"{result.seconds:.0f} s here"
-    ]
-    lines.append(
-        f"{result.parameters / 1e9:.2f} billion parameters, {result.trained / 1e9:.3f} trained"
-    )
-    lines += [
+        f"{card_run.config}, {card_run.way}: {card_run.layers or 'all'} layers, "
+        f"{card_run.groups} groups, answers of {list(card_run.lengths) or 'full length'}, "
+        f"prompts of {result.prompt} tokens; {result.seconds:.0f} s here",
+        f"{result.parameters / 1e9:.2f} billion parameters, {result.trained / 1e9:.3f} trained",
         "",
-        f"{'phase':12} {'TFLOP':>8} {'peak GiB':>9} {'launches':>9} {'waits':>6} "
-        f"{'of which ours':>14}",
+        *_phase_lines(card),
     ]
-    for phase in PHASES:
-        if card.launches[phase] or card.peaks[phase]:
-            places = card.waits[phase]
-            waits_of_ours = sum(number for place, number in places.items() if place.is_ours)
-            figures = (
-                f"{card.flops[phase] / TERA:8.1f} {card.peaks[phase] / GIB:9.2f} "
-                f"{card.launches[phase]:9,}"
-            )
-            lines.append(f"{phase:12} {figures} {sum(places.values()):6} {waits_of_ours:14}")
     if result.predicted is not None:
-        predicted = result.predicted_peak
-        peak = result.peak
         lines.append(
-            f"peak while learning {peak / GIB:.2f} GiB, predicted {predicted / GIB:.2f}: "
-            f"{predicted / peak:.3f} of it"
+            f"peak while learning {result.peak / GIB:.2f} GiB, predicted "
+            f"{result.predicted_peak / GIB:.2f}: {result.predicted_peak / result.peak:.3f} of it"
         )
     if result.micro_batches:
-        learning = own_waits(result, "forward", "backward")
-        sampling = own_waits(result, "generation")
-        count = (
-            f"{sampling:.1f} a generation, {learning * result.generations / result.micro_batches:.1f} a "
-            "micro-batch"
+        generation_waits = mean_own_waits(result, "generation")
+        learning_waits = mean_own_waits(result, "forward", "backward")
+        per_micro_batch = learning_waits * result.generations / result.micro_batches
+        lines.append(
+            f"waits on lines of ours: {generation_waits:.1f} a generation, "
+            f"{per_micro_batch:.1f} a micro-batch"
         )
-        lines.append(f"waits on lines of ours: {count}")
-    lines += [
-        "",
-        "kernels: "
-        + ", ".join(f"{name} {number:,}" for name, number in sorted(card.kernels.items())),
-    ]
-    for title, counts in (
-        ("waits", _waits(result)),
+    kernels = ", ".join(f"{name} {count:,}" for name, count in sorted(card.kernels.items()))
+    lines += ["", f"kernels: {kernels}"]
+    for title, places in (
+        ("waits", _waits_by_place(result)),
         ("values that nobody knows, asked for", card.made_up),
     ):
-        if counts:
+        if places:
             lines += ["", f"{title}:"]
-            lines += [
-                f"{number:6}  {_spelled(place)}"
-                for place, number in counts.most_common(shown_places)
-            ]
+            for place, count in places.most_common(shown_places):
+                lines.append(f"{count:6}  {_place_in_words(place)}")
     lines += ["", f"FAULT: {result.fault}" if result.fault else "No fault of device or dtype."]
     return lines
 
 
-def own_waits(result: CardRunResult, *phases: str) -> float:
-    """Return the waits on lines of ours in these phases, a generation on average."""
-    places = (pair for phase in phases for pair in result.card.waits[phase].items())
-    return sum(number for place, number in places if place.is_ours) / result.generations
+def _phase_lines(card: Card) -> list[str]:
+    """Return a table with a row for each phase in which the card had something to do."""
+    lines = [
+        f"{'phase':12} {'TFLOP':>8} {'peak GiB':>9} {'launches':>9} {'waits':>6} "
+        f"{'of which ours':>14}"
+    ]
+    for phase in PHASES:
+        if not card.launches[phase] and not card.peaks[phase]:
+            continue
+        wait_counts = card.waits[phase]
+        waits_of_ours = sum(count for place, count in wait_counts.items() if place.is_ours)
+        lines.append(
+            f"{phase:12} {card.flops[phase] / TERA:8.1f} {card.peaks[phase] / GIB:9.2f} "
+            f"{card.launches[phase]:9,} {sum(wait_counts.values()):6} {waits_of_ours:14}"
+        )
+    return lines
 
 
-def _waits(result: CardRunResult) -> Counter[Place]:
-    """Return the waits of a run by place, whose event begins with the phase."""
-    total: Counter[Place] = Counter()
-    for phase, places in result.card.waits.items():
-        if phase not in ("load", "start", "checkpoint"):
-            total.update(
-                {
-                    place._replace(event=f"{phase}: {place.event}"): number
-                    for place, number in places.items()
-                }
-            )
-    return total
+def mean_own_waits(result: CardRunResult, *phases: str) -> float:
+    """Return how often the host waits on lines of this project in these phases, per generation."""
+    count = 0
+    for phase in phases:
+        for place, waits in result.card.waits[phase].items():
+            if place.is_ours:
+                count += waits
+    return count / result.generations
 
 
-def _spelled(place: Place) -> str:
-    by = f"  < {place.ours}" if place.ours and not place.is_ours else ""
-    return f"{place.event:28} {place.line}{by}"
+def _waits_by_place(result: CardRunResult) -> Counter[Place]:
+    """Count the waits of a run by place; the phase stands before the event of the place.
+
+    Loading, the start and checkpoints are left out, since they are no part of a step.
+    """
+    waits: Counter[Place] = Counter()
+    for phase, wait_counts in result.card.waits.items():
+        if phase in ("load", "start", "checkpoint"):
+            continue
+        for place, count in wait_counts.items():
+            waits[place._replace(event=f"{phase}: {place.event}")] += count
+    return waits
+
+
+def _place_in_words(place: Place) -> str:
+    """Return the event and line of a place, and the line of this project that led to it."""
+    caller = f"  < {place.ours}" if place.ours and not place.is_ours else ""
+    return f"{place.event:28} {place.line}{caller}"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Follows every operation on the card: memory, launches, FLOPs, and where the host waits for the
-device.
+"""The simulated card: counts memory, launches, FLOPs, and the waits of the host for the device.
 
-Everything on `cuda` is fake and everything on the CPU is real. Small tensors on the card (ids,
-masks, grids, rewards, losses) carry real values beside them, so that code which looks at them goes
-on as it would on a card. Where a value is asked for that nobody knows (a loss, which depends on
-weights that are not there), one is made up and counted.
+Every tensor on `cuda` is fake and every tensor on the CPU is real. Small tensors on the card (ids,
+masks, grids, rewards) carry real values beside them, so that code which looks at them goes on as it
+would on a card. Some values are not known, such as a loss, which depends on weights that are not
+there. Where the host asks for one, a value is made up, and counted.
 """
 
+import math
 import sys
 import weakref
 from collections import Counter, defaultdict
@@ -28,12 +28,12 @@ from torch.utils.flop_counter import flop_registry
 aten: Any = torch.ops.aten
 torch_attn: Any = torch.ops.torch_attn
 _VARLEN_OPERATIONS = (torch_attn._varlen_attn.default, torch_attn._varlen_attn_backward.default)
-# tensors of at most so many whole numbers, or fractions, carry values
-WHOLE = 8_000_000
-FRACTIONS = 200_000
-BLOCK = 512  # bytes: the allocator's unit
+# Tensors of at most so many integers, or floating-point numbers, carry values.
+MAX_KNOWN_INTEGERS = 8_000_000
+MAX_KNOWN_FLOATS = 200_000
+ALLOCATOR_BLOCK = 512  # bytes, of which every allocation is a multiple
 _FLASH_BLOCK = 128  # tokens that the flash backward computes at once
-HERE = str(Path(__file__).parent)
+_THIS_FOLDER = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
 _INDEXING_OPERATIONS = {
     aten.index.Tensor,
@@ -42,7 +42,7 @@ _INDEXING_OPERATIONS = {
     aten.index_put.default,
     aten._index_put_impl_.default,
 }
-# The shape of what these return depends on values, for which the host waits
+# The shape of what these operations return depends on values, for which the host waits.
 _NAME_BY_DATA_SHAPED_OPERATION = {
     aten.nonzero.default: "nonzero",
     aten.masked_select.default: "masked_select",
@@ -56,20 +56,33 @@ _RANDOM_OPERATIONS = {aten.normal_.default, aten.uniform_.default, aten.bernoull
 
 
 class Place(NamedTuple):
-    """An event, and the lines on which it happened."""
+    """An event, such as `item`, and the lines of code that led to it."""
 
     event: str
-    line: str  # the nearest one outside of torch
-    ours: str  # the nearest one of this project; empty where nothing of ours called it
+    line: str  # the innermost line outside of torch
+    ours: str  # the innermost line of this project; empty where no line of it led to the event
 
     @property
     def is_ours(self) -> bool:
-        """Whether a line of this project itself did it."""
+        """Whether a line of this project caused the event itself, and not through a library."""
         return self.line == self.ours
 
 
 class Card(TorchDispatchMode):
-    """Pretends to be a card inside a `with` block, and counts by phase what it is given to do."""
+    """Simulates a card inside a `with` block, and counts by phase what it has to do.
+
+    Attributes:
+        phase: the phase of the training, under which everything is counted.
+        flops: floating-point operations by phase.
+        launches: operations by phase, each of which launches at least one kernel.
+        peaks: the most bytes that were held at once, by phase.
+        kernels: how often each kernel of attention, and each Triton kernel, was launched.
+        waits: how often the host has waited for the card, by phase and place.
+        made_up: how often a value was asked for that is not known, by place.
+        composed: functions for operations that consist of several ones on a card.
+        live: bytes that are held now.
+        highest: the most bytes that were held since the attribute was last set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,34 +90,36 @@ class Card(TorchDispatchMode):
         self.phase = "start"
         self.flops: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
-        self.peaks: Counter[str] = Counter()  # bytes
-        self.kernels: Counter[str] = Counter()  # of attention, and of Triton
+        self.peaks: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()
         self.waits: dict[str, Counter[Place]] = defaultdict(Counter)
-        self.made_up: Counter[Place] = Counter()  # values that were asked for and that nobody knows
-        self.composed: dict[Any, Callable[..., Any]] = {}  # operations that are several on a card
-        self.live = self.highest = 0  # bytes: now, and since `run` last looked
-        self._idle = True  # nothing was launched since the host last waited
-        self._storages: dict[int, int] = {}
-        self._outdated: set[int] = set()
-        FakeTensor.tolist = self._tolist  # type: ignore[method-assign]
+        self.made_up: Counter[Place] = Counter()
+        self.composed: dict[Any, Callable[..., Any]] = {}
+        self.live = 0
+        self.highest = 0
+        self._idle = True  # whether nothing was launched since the host last waited
+        self._bytes_by_storage: dict[int, int] = {}
+        # Storages of values that are no longer those of their tensors.
+        self._outdated_storages: set[int] = set()
+        FakeTensor.tolist = self._tolist()  # type: ignore[method-assign,assignment]
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Count what happens inside the block under a phase."""
-        before = self.phase
+        outer_phase = self.phase
         self.phase = phase
-        self._reach(self.live)
+        self._note_peak(self.live)
         try:
             yield
         finally:
-            self.phase = before
+            self.phase = outer_phase
 
     def used(self) -> tuple[int, int]:
         """Return the bytes that are held now, and that were held at most."""
         return self.live, max(self.peaks.values(), default=0)
 
     def wait(self, event: str) -> None:
-        """Count that the host waits for the card."""
+        """Count a wait of the host for the card. `event`: what the host waits for."""
         self.waits[self.phase][_place(event)] += 1
         self._idle = True
 
@@ -116,34 +131,35 @@ class Card(TorchDispatchMode):
     # --------------------------------------------------------------------------------------- values
 
     def value(self, tensor: Any) -> Tensor | None:
-        """Return what a tensor holds; None if nobody knows.
+        """Return the values of a tensor; None where they are not known.
 
         A tensor on the CPU is its own value.
         """
         if not isinstance(tensor, FakeTensor):
             return tensor if isinstance(tensor, Tensor) else None
         value: Tensor | None = getattr(tensor, "_value", None)
-        return None if value is None or value.untyped_storage()._cdata in self._outdated else value
+        if value is None or value.untyped_storage()._cdata in self._outdated_storages:
+            return None
+        return value
 
     def forget(self, tensor: FakeTensor) -> None:
-        """Note that something without values wrote to a tensor.
-
-        Views of it are outdated with it.
-        """
+        """Note that the values of a tensor, and of views of it, are not known any longer."""
         value = getattr(tensor, "_value", None)
         if value is not None:
             storage = value.untyped_storage()
-            self._outdated.add(storage._cdata)
-            weakref.finalize(storage, self._outdated.discard, storage._cdata)
+            self._outdated_storages.add(storage._cdata)
+            weakref.finalize(storage, self._outdated_storages.discard, storage._cdata)
             tensor._value = None  # type: ignore[attr-defined]
 
     def give(self, real: Tensor) -> FakeTensor:
         """Return a tensor on the card with these values."""
         with self.fake:
-            out: Any = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=CARD)
-        out._value = real
-        self._hold(out)
-        return out
+            fake: Any = torch.empty_strided(
+                real.shape, real.stride(), dtype=real.dtype, device=CARD
+            )
+        fake._value = real
+        self._hold(fake)
+        return fake
 
     def _known_or_made_up(self, event: str, tensor: Tensor) -> Tensor:
         """Return the values that go to the host; made-up ones where nobody knows them.
@@ -153,20 +169,24 @@ class Card(TorchDispatchMode):
         self.wait(event)
         value = self.value(tensor)
         if value is None:
-            if tensor.numel() > WHOLE:
+            if tensor.numel() > MAX_KNOWN_INTEGERS:
                 raise MemoryError(
                     f"{tuple(tensor.shape)} {tensor.dtype} of unknown values go to the host"
                 )
             self.made_up[_place(event)] += 1
-            # not 0, which code takes for a sign of its own (a skipped step, a group without signal)
-            value = torch.full(
-                tuple(tensor.shape), 1e-3 if tensor.is_floating_point() else 0, dtype=tensor.dtype
-            )
+            # No floating-point value is 0, which code takes for a sign of its own: of a step that
+            # was skipped, or of a group without signal.
+            made_up_value = 1e-3 if tensor.is_floating_point() else 0
+            value = torch.full(tuple(tensor.shape), made_up_value, dtype=tensor.dtype)
         return value.detach()
 
-    @property
-    def _tolist(card) -> Any:  # noqa: N805  # `self` is the tensor's below
-        return lambda self: card._known_or_made_up("tolist", self).tolist()
+    def _tolist(self) -> Callable[[Tensor], Any]:
+        """Return the method `tolist` for tensors on the card."""
+
+        def tolist(tensor: Tensor) -> Any:
+            return self._known_or_made_up("tolist", tensor).tolist()
+
+        return tolist
 
     # --------------------------------------------------------------------------------------- memory
 
@@ -176,21 +196,21 @@ class Card(TorchDispatchMode):
             if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
                 storage = tensor.untyped_storage()
                 key = storage._cdata
-                size = -(-storage.nbytes() // BLOCK) * BLOCK
-                if key not in self._storages:
+                size = math.ceil(storage.nbytes() / ALLOCATOR_BLOCK) * ALLOCATOR_BLOCK
+                if key not in self._bytes_by_storage:
                     weakref.finalize(storage, self._free, key)
-                self.live += size - self._storages.get(key, 0)
-                self._storages[key] = size
-        self._reach(self.live)
+                self.live += size - self._bytes_by_storage.get(key, 0)
+                self._bytes_by_storage[key] = size
+        self._note_peak(self.live)
 
-    def _reach(self, size: int) -> None:
-        """Note the bytes in use, for the peaks."""
-        self.highest = max(self.highest, size)
-        self.peaks[self.phase] = max(self.peaks[self.phase], size)
+    def _note_peak(self, used_bytes: int) -> None:
+        """Raise the peaks to the bytes that are in use."""
+        self.highest = max(self.highest, used_bytes)
+        self.peaks[self.phase] = max(self.peaks[self.phase], used_bytes)
 
     def _free(self, key: int) -> None:
         """Count the memory of a storage as free."""
-        self.live -= self._storages.pop(key, 0)
+        self.live -= self._bytes_by_storage.pop(key, 0)
 
     # ----------------------------------------------------------------------------------- operations
 
@@ -230,13 +250,13 @@ class Card(TorchDispatchMode):
         if func in _NAME_BY_DATA_SHAPED_OPERATION or (
             by_mask and func in (aten.index.Tensor, aten._unsafe_index.Tensor)
         ):
-            return self._of_unknown_shape(func, args=args, kwargs=kwargs, tensors=tensors)
+            return self._with_data_shape(func, args=args, kwargs=kwargs, tensors=tensors)
         return self._on_card(func, args=args, kwargs=kwargs, tensors=tensors, to_card=to_card)
 
     def _count_waits(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool
     ) -> None:
-        """Count for which operations the host has to wait for the card."""
+        """Count a wait if the host has to wait for the card before an operation."""
         from_host = any(not isinstance(tensor, FakeTensor) for tensor in tensors)
         is_blocking_copy = (
             func is aten._to_copy.default and to_card and not kwargs.get("non_blocking")
@@ -286,10 +306,11 @@ class Card(TorchDispatchMode):
             for tensor in [*results, *targets]:
                 self.forget(tensor)
         self._hold(out)
-        self._reach(self.live + kernel_bytes(func, args))
+        self._note_peak(self.live + kernel_bytes(func, args))
         return out
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as one without values, as the operations on fakes take it."""
         return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor.detach())
 
     def _compute_values(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
@@ -308,10 +329,11 @@ class Card(TorchDispatchMode):
         for fake, real in zip(results, real_tensors, strict=False):
             fake._value = real
 
-    def _of_unknown_shape(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+    def _with_data_shape(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Run an operation whose result's shape depends on values.
 
-        A mask that nobody knows is true everywhere.
+        A mask of unknown values is taken to be true everywhere. Raises `NotImplementedError` for
+        another operation on unknown values.
         """
         if all(self.value(tensor) is not None for tensor in tensors):
             out = func(
@@ -343,40 +365,50 @@ class Card(TorchDispatchMode):
 
     def _count_flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count the FLOPs of an operation, and the kernel of attention."""
-        if "dtype" in func._overloadname:  # `out_dtype`, which torch's formulas do not know
-            args = args[: 3 if "addmm" in str(func) else 2]
+        if "dtype" in func._overloadname:
+            # Torch's formulas do not know the argument `out_dtype` behind the tensors.
+            tensor_count = 3 if "addmm" in str(func) else 2
+            args = args[:tensor_count]
             kwargs = {}
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         if func in _VARLEN_OPERATIONS:
             self.kernels["attention: flash, rows of different lengths"] += 1
-            back = func is torch_attn._varlen_attn_backward.default
-            flops = self._varlen_flops(args, back=back)
+            is_backward = func is torch_attn._varlen_attn_backward.default
+            flops = self._varlen_flops(args, is_backward=is_backward)
         elif "flash_attention" in str(func):
-            back = "backward" in str(func)
-            query, key = args[1:3] if back else args[:2]
-            position = 10 if back else 4
-            if kwargs.get("is_causal", args[position] if len(args) > position else False):
-                # half of a square is not computed
+            is_backward = "backward" in str(func)
+            query, key = args[1:3] if is_backward else args[:2]
+            causal_position = 10 if is_backward else 4  # of `is_causal` among the arguments
+            is_causal = kwargs.get("is_causal", False)
+            if len(args) > causal_position:
+                is_causal = args[causal_position]
+            if is_causal:
+                # About half of the pairs of query and key are hidden, and not computed.
                 flops = int(flops * (1 - (query.size(-2) - 1) / (2 * key.size(-2))))
         self.flops[self.phase] += flops
 
-    def _varlen_flops(self, args: Sequence[Tensor], *, back: bool) -> int:
-        """Two products of each query with each key that it sees, and five on the way back.
+    def _varlen_flops(self, args: Sequence[Tensor], *, is_backward: bool) -> int:
+        """Return the FLOPs of attention over rows of different lengths.
 
-        Torch's formula takes every row to be as long as the longest, and counts what causal masks
-        hide.
+        Each pair of a query and a key that it sees takes two products in the forward pass, and five
+        in the backward pass. Torch's own formula takes every row to be as long as the longest, and
+        counts pairs that a causal mask hides.
+
+        `args`: the arguments of the operation, among them where each row begins and ends.
         """
-        query = args[1] if back else args[0]
-        bounds = args[6:8] if back else args[3:5]
-        lengths = [self._known(ends).diff().tolist() for ends in bounds]
-        pairs = sum(
-            queries * keys - queries * (queries - 1) // 2
-            for queries, keys in zip(*lengths, strict=True)
-        )
-        return (5 if back else 2) * 2 * query.size(1) * query.size(2) * pairs
+        query = args[1] if is_backward else args[0]
+        bounds = args[6:8] if is_backward else args[3:5]  # of the queries' rows, of the keys' rows
+        query_bounds, key_bounds = bounds
+        query_lengths = self._known(query_bounds).diff().tolist()
+        key_lengths = self._known(key_bounds).diff().tolist()
+        pairs = 0
+        for queries, keys in zip(query_lengths, key_lengths, strict=True):
+            pairs += queries * keys - queries * (queries - 1) // 2
+        products = 5 if is_backward else 2
+        return products * 2 * query.size(1) * query.size(2) * pairs
 
     def _known(self, tensor: Tensor) -> Tensor:
-        """Return what the tensor holds, which the host has to know."""
+        """Return the values of a tensor, which have to be known."""
         value = self.value(tensor)
         assert value is not None
         return value
@@ -412,7 +444,7 @@ def kernel_bytes(func: Any, args: Any) -> int:
 
 def _is_small(tensor: Tensor) -> bool:
     """Tell whether a tensor on the card carries values."""
-    limit = FRACTIONS if tensor.dtype.is_floating_point else WHOLE
+    limit = MAX_KNOWN_FLOATS if tensor.dtype.is_floating_point else MAX_KNOWN_INTEGERS
     return tensor.numel() <= limit
 
 
@@ -424,13 +456,15 @@ def _is_mask(index: Any) -> bool:
 def _place(event: str) -> Place:
     """Return the place of an event from the lines that led to it."""
     frame: Any = sys._getframe(1)
-    line = ours = ""
+    line = ""
+    ours = ""
     while frame is not None and not ours:
         name = frame.f_code.co_filename
-        if not name.startswith(HERE) and "/torch/" not in name and "<" not in name:
-            short = f"{name.removeprefix(f'{_ROOT}/').split('site-packages/')[-1]}:{frame.f_lineno}"
-            line = line or short
+        if not name.startswith(_THIS_FOLDER) and "/torch/" not in name and "<" not in name:
+            short_name = name.removeprefix(f"{_ROOT}/").split("site-packages/")[-1]
+            frame_line = f"{short_name}:{frame.f_lineno}"
+            line = line or frame_line
             if name.startswith((f"{_ROOT}/adora_vl/", f"{_ROOT}/benchmarks/")):
-                ours = short
+                ours = frame_line
         frame = frame.f_back
     return Place(event, line or "?", ours)

@@ -1,9 +1,11 @@
-"""The kernels that a card would take: attention as torch 2.13 chooses it on an H100, launches of
-Triton, and bitsandbytes' for layers in 4 bits.
+"""The kernels that a card would take, in place of those of a CPU.
+
+They are attention as torch 2.13 chooses it on an H100, launches of Triton, and bitsandbytes' kernels
+for layers in 4 bits.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,17 +23,21 @@ from transformers import BitsAndBytesConfig
 from transformers.integrations import replace_with_bnb_linear
 
 bits: Any = torch.ops.bitsandbytes
+MAX_FLASH_HEAD_SIZE = 256  # numbers of a head that the flash kernel takes
 
 
 class KernelLaunch:
     """Takes the place of a Triton kernel, which writes into its arguments."""
 
     def __init__(self, card: Card, name: str) -> None:
+        """Take the card that counts the launches, and the name under which it does."""
         self.card = card
         self.name = name
 
-    def __getitem__(self, grid: Any) -> Any:
-        def launch(*tensors: Any, **constants: Any) -> None:
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        """Return what launches the kernel, as `kernel[grid](...)` does for Triton."""
+
+        def launch(*tensors: object, **constants: object) -> None:
             for tensor in tensors:
                 if isinstance(tensor, Tensor) and tensor.device.type != "cuda":
                     raise ValueError(
@@ -55,24 +61,26 @@ def use_card_attention(card: Card) -> Iterator[None]:
     """
     stock = torch.nn.functional.scaled_dot_product_attention
     stock_tensor = torch.tensor
+    card_attention = CardAttention(card, stock)
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return (_attention_of_card(card, stock) if query.device.type == "cuda" else stock)(
-            query, key, value, *args, **kwargs
-        )
+    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        function = card_attention if query.device.type == "cuda" else stock
+        result: Tensor = function(query, *args, **kwargs)
+        return result
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(data, (list, tuple)):  # C++ would look at the values below all modes
+        if isinstance(data, (list, tuple)):
+            # C++ would look at the values below all modes.
             data = tree_map_only(FakeTensor, lambda element: element.item(), data)
         return stock_tensor(data, *args, **kwargs)
 
-    # all modules that have it under its name, but of torch's own the public one alone
-    modules = [
-        module
-        for module in list(sys.modules.values())
-        if getattr(module, "scaled_dot_product_attention", None) is stock
-        and (not module.__name__.startswith("torch") or module is torch.nn.functional)
-    ]
+    modules = []
+    for module in list(sys.modules.values()):
+        has_stock = getattr(module, "scaled_dot_product_attention", None) is stock
+        # Of torch's own modules only the public one is called by models.
+        is_inside_torch = module.__name__.startswith("torch")
+        if has_stock and (not is_inside_torch or module is torch.nn.functional):
+            modules.append(module)
     torch.tensor = tensor
     for module in modules:
         module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
@@ -84,112 +92,177 @@ def use_card_attention(card: Card) -> Iterator[None]:
             module.scaled_dot_product_attention = stock  # type: ignore[attr-defined]
 
 
-def _attention_of_card(card: Card, stock: Any) -> Any:
-    def attend(
+class CardAttention:
+    """Stands for `scaled_dot_product_attention` on a card, and counts which kernel it takes."""
+
+    def __init__(self, card: Card, stock: Callable[..., Tensor]) -> None:
+        """Take the card that counts the kernels, and torch's own function."""
+        self.card = card
+        self.stock = stock
+
+    def __call__(
+        self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attn_mask: Any = None,
+        attn_mask: Tensor | CausalBias | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Any:
+    ) -> Tensor:
+        """Compute attention by the kernel that a card takes; the arguments are torch's.
+
+        Raises `RuntimeError` where a card would: for tensors of unlike dtypes or numbers of heads.
+        """
         if torch.is_autocast_enabled("cuda"):  # which casts the arguments of this function
-            query, key, value = (
-                part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value)
-            )
-        if not query.dtype == key.dtype == value.dtype:
-            raise RuntimeError(
-                f"attention: query is {query.dtype}, key {key.dtype} and value {value.dtype}"
-            )
-        alike = query.size(1) == key.size(1)
-        size = query.size(-1)
-        if not alike and not enable_gqa:
-            raise RuntimeError(
-                f"attention: {query.size(1)} heads of the query, {key.size(1)} of the key, no "
-                "enable_gqa"
-            )
-        bias = attn_mask
-        lower_right = False
-        if isinstance(bias, CausalBias):
-            lower_right = (
-                bias.seq_len_q != bias.seq_len_kv and bias.variant != CausalVariant.UPPER_LEFT
-            )
-            is_causal = True
+            dtype = torch.get_autocast_dtype("cuda")
+            query = query.to(dtype)
+            key = key.to(dtype)
+            value = value.to(dtype)
+        _check_attention_inputs(query, key, value, enable_gqa=enable_gqa)
+        bias = None
+        is_lower_right = False
+        if isinstance(attn_mask, CausalBias):
+            bias = attn_mask
             attn_mask = None
-        half = query.dtype in (torch.float16, torch.bfloat16)
-        square = query.size(-2) == key.size(-2)
-        if half and attn_mask is None and size <= 256 and (not is_causal or square or lower_right):
-            card.kernels["attention: flash"] += 1
-            scale = scale if scale is not None else size**-0.5
-            spare = -size % 8
-            parts = (
-                (pad(part, (0, spare)) for part in (query, key, value))
-                if spare
-                else (query, key, value)
+            is_causal = True
+            is_square_bias = bias.seq_len_q == bias.seq_len_kv
+            is_lower_right = not is_square_bias and bias.variant != CausalVariant.UPPER_LEFT
+        is_half = query.dtype in (torch.float16, torch.bfloat16)
+        is_square = query.size(-2) == key.size(-2)
+        flash_knows_mask = attn_mask is None and (not is_causal or is_square or is_lower_right)
+        if is_half and flash_knows_mask and query.size(-1) <= MAX_FLASH_HEAD_SIZE:
+            return self._flash(
+                query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale
             )
-            out = aten._scaled_dot_product_flash_attention(
-                *parts, dropout_p, is_causal, False, scale=scale
-            )[0]
-            return out[..., :size] if spare else out
-        if alike and not lower_right:
-            card.kernels["attention: efficient" + ("" if attn_mask is None else ", masked")] += 1
-            grad = torch.is_grad_enabled() and any(
-                part.requires_grad for part in (query, key, value)
+        has_equal_heads = query.size(1) == key.size(1)
+        if has_equal_heads and not is_lower_right:
+            return self._efficient(
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
             )
-            added = None if attn_mask is None else _add_bias(attn_mask, query, key)
-            return aten._scaled_dot_product_efficient_attention(
-                query, key, value, added, grad, dropout_p, is_causal, scale=scale
-            )[0]
-        card.kernels["attention: math"] += 1
-        if lower_right:
+        self.card.kernels["attention: math"] += 1
+        if is_lower_right:
+            assert bias is not None
             attn_mask = bias._materialize(query.device)
             is_causal = False
-        return stock(
+        return self.stock(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    return attend
+    def _flash(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """Compute attention by the flash kernel, which takes heads of multiples of 8 numbers."""
+        self.card.kernels["attention: flash"] += 1
+        head_size = query.size(-1)
+        # The scale of heads without padding.
+        scale = scale if scale is not None else head_size**-0.5
+        padding = -head_size % 8
+        if padding:
+            query = pad(query, (0, padding))
+            key = pad(key, (0, padding))
+            value = pad(value, (0, padding))
+        result: Tensor = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return result[..., :head_size] if padding else result
+
+    def _efficient(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """Compute attention by the memory-efficient kernel, which takes any mask."""
+        kernel = "attention: efficient"
+        bias = None
+        if attn_mask is not None:
+            kernel += ", masked"
+            bias = _add_bias(attn_mask, query, key)
+        self.card.kernels[kernel] += 1
+        parts_need_gradients = any(part.requires_grad for part in (query, key, value))
+        needs_gradients = torch.is_grad_enabled() and parts_need_gradients
+        result: Tensor = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, needs_gradients, dropout_p, is_causal, scale=scale
+        )[0]
+        return result
+
+
+def _check_attention_inputs(query: Tensor, key: Tensor, value: Tensor, *, enable_gqa: bool) -> None:
+    """Raise `RuntimeError` where a card would refuse the dtypes or heads of attention's inputs."""
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(
+            f"attention: query is {query.dtype}, key {key.dtype} and value {value.dtype}"
+        )
+    if query.size(1) != key.size(1) and not enable_gqa:
+        raise RuntimeError(
+            f"attention: {query.size(1)} heads of the query, {key.size(1)} of the key, no enable_gqa"
+        )
 
 
 def _add_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask as the efficient kernel adds it to the scores: rows padded to 16 places."""
+    """Return a mask as the efficient kernel adds it to the scores, with rows padded to 16 numbers."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, zero, float("-inf")).to(query.dtype)
-    if spare := -mask.size(-1) % 16:
-        mask = pad(mask, (0, spare))[..., : mask.size(-1)]
+    padding = -mask.size(-1) % 16
+    if padding:
+        # The rows are padded in memory, and the mask shows them as long as they were.
+        mask = pad(mask, (0, padding))[..., : mask.size(-1)]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
 
 
-def quantise(model: Any, config: BitsAndBytesConfig) -> None:
-    """Have layers of a model on the card in 4 bits, as bitsandbytes quantises them.
+def quantise(model: nn.Module, config: BitsAndBytesConfig) -> None:
+    """Put the linear layers of a model on the card into 4 bits, in place, as bitsandbytes does.
 
-    Weights are plain parameters with what its layers ask theirs for: a fake tensor takes no class
-    of another one.
+    Their weights are plain parameters with the attributes that bitsandbytes' layers look at, since a
+    fake tensor cannot be of another class of tensors.
     """
     bitsandbytes.functional.name2qmap.clear()  # a table on the card of the run before
     replace_with_bnb_linear(model, config.llm_int8_skip_modules, config)
     for layer in model.modules():
         if isinstance(layer, bitsandbytes.nn.Linear4bit):
-            nested = config.bnb_4bit_use_double_quant
-            kind = config.bnb_4bit_quant_type
-            full_weight = torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=CARD)
-            packed, state = bitsandbytes.functional.quantize_4bit(
-                full_weight, compress_statistics=nested, quant_type=kind
-            )
-            weight: Any = nn.Parameter(packed, requires_grad=False)
-            weight.quant_state = layer.quant_state = state
-            weight.compress_statistics = nested
-            weight.quant_type = kind
-            weight.quant_storage = packed.dtype
-            layer.weight = weight
-            if layer.bias is not None:
-                layer.bias = nn.Parameter(
-                    torch.empty_like(layer.bias, dtype=full_weight.dtype, device=CARD), False
-                )
-    model.is_loaded_in_4bit = True
+            _quantise_layer(layer, config)
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # as Transformers notes it
+
+
+def _quantise_layer(layer: bitsandbytes.nn.Linear4bit, config: BitsAndBytesConfig) -> None:
+    """Give a linear layer a weight in 4 bits, and its bias, on the card."""
+    full_weight = torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=CARD)
+    packed, state = bitsandbytes.functional.quantize_4bit(
+        full_weight,
+        compress_statistics=config.bnb_4bit_use_double_quant,
+        quant_type=config.bnb_4bit_quant_type,
+    )
+    weight: Any = nn.Parameter(packed, requires_grad=False)
+    weight.quant_state = state
+    weight.compress_statistics = config.bnb_4bit_use_double_quant
+    weight.quant_type = config.bnb_4bit_quant_type
+    weight.quant_storage = packed.dtype
+    layer.weight = weight
+    layer.quant_state = state
+    if layer.bias is not None:
+        bias = torch.empty_like(layer.bias, dtype=full_weight.dtype, device=CARD)
+        layer.bias = nn.Parameter(bias, requires_grad=False)
 
 
 def gemm_4bit(

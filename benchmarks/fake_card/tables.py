@@ -1,6 +1,6 @@
-"""The tables of benchmarks/README.md and docs/speed.md: memory beside its prediction, and our FLOPs
-beside stock's.
+"""The tables of benchmarks/README.md and docs/speed.md.
 
+They show memory beside its prediction, and our FLOPs beside those of stock TRL.
 `python -m benchmarks.fake_card --table memory CONFIG ...` and `--table flops CONFIG`. The first
 takes minutes for each row. The second counts at two depths of the language model, and what a layer
 adds is multiplied, as all layers make the same operations.
@@ -36,7 +36,10 @@ ANSWER_LENGTHS_BY_NAME = {
     "alike": [400] * 8,
     "full": [1024] * 8,
 }
-IMAGE_AND_ANSWERS_CASES = [(image, "long-tailed") for image in (1000, 300, 36)] + [
+IMAGE_AND_ANSWERS_CASES = [
+    (1000, "long-tailed"),
+    (300, "long-tailed"),
+    (36, "long-tailed"),
     (36, "alike"),
     (649, "full"),
 ]
@@ -44,22 +47,36 @@ GIB = 2**30
 TERA = 1e12
 
 
-def runs(table: str | None, configs: Sequence[str], like: CardRun) -> Iterator[list[CardRun]]:
-    """Yield the runs of each row. `like`: what they have in common."""
-    if table != "flops":
-        layers = LAYER_COUNTS if table else (like.layers,)
-        yield from (
-            [replace(like, config=config, layers=number)] for config in configs for number in layers
-        )
+def runs(table: str | None, configs: Sequence[str], options: CardRun) -> Iterator[list[CardRun]]:
+    """Yield the runs of each row of a table, or one run for each config where there is no table.
+
+    `options`: what the runs have in common.
+    """
+    if table == "flops":
+        yield from _flops_runs(replace(options, config=configs[0]))
         return
-    room = ("--max_pixels", "1003520")  # for the largest image
-    case = replace(like, config=configs[0], text_tokens=1, groups=1, words=(*like.words, *room))
-    for image, kind in IMAGE_AND_ANSWERS_CASES:
-        row = replace(case, image_tokens=image, lengths=ANSWER_LENGTHS_BY_NAME[kind])
+    for config in configs:
+        for layers in LAYER_COUNTS if table == "memory" else (options.layers,):
+            yield [replace(options, config=config, layers=layers)]
+
+
+def _flops_runs(options: CardRun) -> Iterator[list[CardRun]]:
+    """Yield the four runs of each row of the table of FLOPs, in the order that `flops_of` takes."""
+    words = (*options.words, "--max_pixels", "1003520")  # room for the largest image
+    for image_tokens, answers in IMAGE_AND_ANSWERS_CASES:
+        case = replace(
+            options,
+            text_tokens=1,
+            groups=1,
+            words=words,
+            image_tokens=image_tokens,
+            lengths=ANSWER_LENGTHS_BY_NAME[answers],
+        )
         yield [
-            replace(row, way=way, layers=layers)
-            for way in ("stock", "ours")
-            for layers in (SHALLOW_LAYERS, DEEP_LAYERS)
+            replace(case, way="stock", layers=SHALLOW_LAYERS),
+            replace(case, way="stock", layers=DEEP_LAYERS),
+            replace(case, way="ours", layers=SHALLOW_LAYERS),
+            replace(case, way="ours", layers=DEEP_LAYERS),
         ]
 
 
@@ -69,21 +86,24 @@ def line_of(table: str, row: Sequence[Figures]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _memory_cells(ran: Figures) -> list[str]:
-    """Return the memory of a run, beside its prediction."""
+def _memory_cells(figures: Figures) -> list[str]:
+    """Return the cells of a run in the table of memory: what was measured beside its prediction."""
     cells = [
-        Path(ran["config"]).stem,
-        str(ran["layers"] or "all"),
-        f"{ran['parameters'] / 1e9:.2f}",
-        f"{ran['prompt']:,}",
+        Path(figures["config"]).stem,
+        str(figures["layers"] or "all"),
+        f"{figures['parameters'] / 1e9:.2f}",
+        f"{figures['prompt']:,}",
     ]
-    for peak, predicted in ran["first_and_later"]:
+    for peak, predicted in figures["first_and_later"]:
         cells += [f"{peak / GIB:.2f}", f"{predicted / GIB:.2f}", f"{predicted / peak:.3f}"]
     return cells
 
 
 def flops_of(row: Sequence[Figures]) -> dict[str, Any]:
-    """Return what a row of the table of FLOPs shows, from its four runs: TFLOP with all layers."""
+    """Return what a row of the table of FLOPs shows: TFLOP per group with all layers.
+
+    `row`: the figures of its four runs, from `_flops_runs`.
+    """
     stock_shallow, stock_deep, ours_shallow, ours_deep = row
     layers = layers_of(ours_shallow["config"])
     check_shallow = ours_shallow["flops"]["check"] / TERA
@@ -94,20 +114,22 @@ def flops_of(row: Sequence[Figures]) -> dict[str, Any]:
         "image_tokens": ours_deep["image_tokens"],
         "prompt": ours_deep["prompt"],
         "lengths": list(ours_deep["lengths"]),
-        "stock": _with_all(learning(stock_shallow), learning(stock_deep), layers),
-        "ours": _with_all(learning(ours_shallow), learning(ours_deep), layers),
-        "check": _with_all(check_shallow, check_deep, layers),
+        "stock": _with_all_layers(
+            learning_tflop(stock_shallow), learning_tflop(stock_deep), layers
+        ),
+        "ours": _with_all_layers(learning_tflop(ours_shallow), learning_tflop(ours_deep), layers),
+        "check": _with_all_layers(check_shallow, check_deep, layers),
     }
 
 
 def flops_cells(figures: Figures) -> list[str]:
-    """Return the cells of a row of the table of FLOPs, a group."""
+    """Return the cells of a row of the table of FLOPs, from `flops_of`."""
     prompt = figures["prompt"]
     lengths = figures["lengths"]
     lengths_text = f"{min(lengths):,} to {max(lengths):,}, median {median(lengths):.0f}"
     if len(set(lengths)) == 1:
         lengths_text = f"all {lengths[0]:,}"
-    # of one packed group, beside rows that are all padded to the longest
+    # The tokens of one packed group, divided by those of rows that are padded to the longest.
     token_share = (prompt + sum(lengths)) / len(lengths) / (prompt + max(lengths))
     return [
         f"{prompt:,}",
@@ -121,23 +143,28 @@ def flops_cells(figures: Figures) -> list[str]:
 
 
 def layers_of(config: str) -> int:
-    """Return the layers of the language model that a recipe trains."""
+    """Return how many layers the language model of a recipe has."""
     keys = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
     published = SHAPES_FOLDER / keys["model_name_or_path"].split("/")[-1] / "config.json"
     shape = json.loads(published.read_text(encoding="utf-8"))
     return int(shape.get("text_config", shape)["num_hidden_layers"])
 
 
-def _with_all(shallow: float, deep: float, layers: int) -> float:
-    """Return a figure of all layers, from those of two depths."""
-    return shallow + (deep - shallow) / (DEEP_LAYERS - SHALLOW_LAYERS) * (layers - SHALLOW_LAYERS)
+def _with_all_layers(shallow: float, deep: float, layers: int) -> float:
+    """Return the figure of a model with so many layers, from those of two shallow ones.
+
+    Every layer adds the same. For example, 10 with 2 layers and 16 with 4 layers are 3 for each
+    layer, so 36 layers have 112.
+    """
+    per_layer = (deep - shallow) / (DEEP_LAYERS - SHALLOW_LAYERS)
+    return shallow + per_layer * (layers - SHALLOW_LAYERS)
 
 
-def learning(ran: Figures) -> float:
-    """TFLOP of a group, without the one-time check of the packed pass."""
+def learning_tflop(figures: Figures) -> float:
+    """Return the TFLOP of a group, without the one-time check of the packed pass."""
     phases = ("generation", "forward", "backward")
-    total = sum(ran["flops"].get(phase, 0.0) for phase in phases)
-    return total / TERA / (ran["updates"] * ran["groups"])
+    total = sum(figures["flops"].get(phase, 0.0) for phase in phases)
+    return total / TERA / (figures["updates"] * figures["groups"])
 
 
 COLUMNS_BY_TABLE = {
@@ -166,7 +193,7 @@ COLUMNS_BY_TABLE = {
 
 
 def head_of(table: str) -> list[str]:
-    """Return the first two lines."""
+    """Return the first two lines of a table in Markdown."""
     return [
         f"| {' | '.join(COLUMNS_BY_TABLE[table])} |",
         f"|{'---|' * len(COLUMNS_BY_TABLE[table])}",

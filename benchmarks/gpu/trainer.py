@@ -42,7 +42,8 @@ from benchmarks.gpu.setting import JUDGED_ON_GPU_ONLY, Setting
 from benchmarks.gpu.streaming import TARGETS
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
 from benchmarks.measure import Clock
-from benchmarks.step_run import problems, reward
+from benchmarks.sized_inputs import sized_problems
+from benchmarks.step_run import reward
 
 ROWS_A_STEP = 8  # one group
 _TEXT_TOKEN_RANGE = (20, 600)  # ids of the tiny model's processor that stand for text
@@ -196,7 +197,7 @@ def _run_turn(
         model=model,
         reward_funcs=reward,
         args=trainer_config(setting, way, side, completion, folder),
-        train_dataset=problems(4 * STEPS_TRAINED, (side, side)),
+        train_dataset=sized_problems(4 * STEPS_TRAINED, (side, side)),
         processing_class=processor,
         peft_config=build_lora(setting),
     )

@@ -587,20 +587,20 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
 
 
 def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_path, capsys):
-    """`told` makes a stand-in's reply to a GET request, and `answered` the reply to a POST."""
+    """`get_reply` makes a stand-in's reply to a GET request, and `post_reply` to a POST."""
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    reply_to_get = stand_ins[1].told
-    reply_to_post = stand_ins[1].answered
+    reply_to_get = stand_ins[1].get_reply
+    reply_to_post = stand_ins[1].post_reply
     nonsense: dict[str, Any] = {
-        "told": lambda path: [path],
-        "answered": lambda path, body: None if body else [],
+        "get_reply": lambda path: [path],
+        "post_reply": lambda path, body: None if body else [],
     }
     for method_name, nonsense_reply in nonsense.items():
         setattr(stand_ins[1], method_name, nonsense_reply)
         engine.sync_weights()
         assert capsys.readouterr().out.count(" is left out (1 of 2") == 1, method_name
-        stand_ins[1].told = reply_to_get
-        stand_ins[1].answered = reply_to_post
+        stand_ins[1].get_reply = reply_to_get
+        stand_ins[1].post_reply = reply_to_post
         engine.sync_weights()
         assert "is back" in capsys.readouterr().out
 
@@ -611,9 +611,9 @@ def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
     short_timeouts = Timeouts(connect_s=5.0, answer_s=0.3)
     monkeypatch.setattr("adora_vl.rollout.server_pool.TIMEOUTS_IN_USE", short_timeouts)
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    reply_to_get = stand_ins[1].told
+    reply_to_get = stand_ins[1].get_reply
     may_answer = Event()
-    stand_ins[1].told = lambda path: reply_to_get(path) if may_answer.wait(20) else None
+    stand_ins[1].get_reply = lambda path: reply_to_get(path) if may_answer.wait(20) else None
     engine.sync_weights()
     may_answer.set()
     assert [len(server.weights) for server in stand_ins] == [1, 0]
@@ -634,7 +634,7 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
         paths_asked.append(path)
         may_answer.wait(60)
 
-    stand_ins[1].answered = hang
+    stand_ins[1].post_reply = hang
     assert sampled(engine, asks) == expected
     may_answer.set()
     assert len(paths_asked) <= 2, (
@@ -687,9 +687,9 @@ def test_a_server_that_hangs_while_it_reads_weights_is_left_out_at_the_deadline(
 ):
     """The first rank leaves it out after `answer_s`, before the other ranks stop waiting."""
     engine = engine_of(stand_ins, tmp_path / "w", nn_model(), answer_s=1.0)
-    reply_to_post = StandIn.answered
+    reply_to_post = StandIn.post_reply
     may_answer = Event()
-    stand_ins[1].answered = lambda path, body: (
+    stand_ins[1].post_reply = lambda path, body: (
         may_answer.wait(60) and reply_to_post(stand_ins[1], path, body)
     )
     engine.sync_weights()
@@ -705,7 +705,7 @@ def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins):
     ):
         connect([stand_ins[0].url, "http://127.0.0.1:9"], 0, 0.0)
     # A server without /server_info was not started in the mode that allows a weight sync.
-    stand_ins[0].told = lambda path: None if path == "/server_info" else {"data": [{"id": "m"}]}
+    stand_ins[0].get_reply = lambda path: None if path == "/server_info" else {"data": [{"id": "m"}]}
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
         connect([stand_ins[0].url], 0, 0.0)
 
@@ -729,7 +729,7 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_
         monkeypatch.delenv(name, raising=False)
     connect([address], 0, 0.0)
     assert stand_ins[1].logins == set(), "a proxy gets nothing that is for this machine"
-    stand_ins[1].told = stand_ins[0].told = lambda path: None
+    stand_ins[1].get_reply = stand_ins[0].get_reply = lambda path: None
     for wrong in (
         address,
         "http://me:pass%40word@127.0.0.1:9",
@@ -746,7 +746,7 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_
 def test_what_every_server_would_refuse_is_not_asked_of_all(stand_ins, tmp_path):
     """A server that refuses a request has no fault of its own, so none is left out."""
     engine = engine_of(stand_ins, tmp_path / "w")
-    stand_ins[0].answered = lambda path, body: None  # the stand-in then replies with error 404
+    stand_ins[0].post_reply = lambda path, body: None  # the stand-in then replies with error 404
     with pytest.raises(RolloutError, match="refuses what it is asked: Request failed: 404"):
         sampled(engine, rows(1))
     assert len(engine.server_group.pool.servers_in_use) == 2
