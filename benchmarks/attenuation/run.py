@@ -115,15 +115,15 @@ class AnswerCounts:
         chains = sum(counts.chains for counts in self.family_counts.values())
         if share_a is None:
             share_a = self.family_counts["A"].answers / max(1, answers)
-        weight_by_family = {"A": share_a, "B": 1 - share_a}
         figures: dict[str, float | None] = {}
         accuracy = 0.0
         chain_share = 0.0
         for family, counts in self.family_counts.items():
+            weight = share_a if family == "A" else 1 - share_a
             figures[f"accuracy_{family}"] = share_of(counts.right, counts.answers)
             figures[f"chains_{family}"] = share_of(counts.chains, counts.answers)
-            accuracy += weight_by_family[family] * (figures[f"accuracy_{family}"] or 0.0)
-            chain_share += weight_by_family[family] * (figures[f"chains_{family}"] or 0.0)
+            accuracy += weight * counts.right / max(1, counts.answers)
+            chain_share += weight * counts.chains / max(1, counts.answers)
         figures["accuracy"] = accuracy
         figures["chains"] = chain_share
         figures["chain_accuracy"] = share_of(self.whole_chains, chains)
