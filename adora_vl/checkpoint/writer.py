@@ -154,5 +154,5 @@ class CheckpointWriter:
         if self.last_saved_step is not None:
             newest = f"{_CHECKPOINT_PREFIX}-{self.last_saved_step}"
         if newest is None:
-            return "there is no checkpoint yet: the same command starts at the first step"
+            return "the same command starts at the first step, as there is no checkpoint yet"
         return f"the same command goes on from {newest}"

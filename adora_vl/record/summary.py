@@ -241,5 +241,23 @@ def _command_for_longer_run(config: AdoraGRPOConfig, command: str) -> str | None
     if command == "" or not has_constant_rate or not has_checkpoint:
         return None
     if config.max_steps > 0:
-        return f"{command} --max_steps {2 * config.max_steps}"
-    return f"{command} --num_train_epochs {2 * config.num_train_epochs:g}"
+        return _with_option(command, "--max_steps", f"{2 * config.max_steps}")
+    return _with_option(command, "--num_train_epochs", f"{2 * config.num_train_epochs:g}")
+
+
+def _with_option(command: str, option: str, value: str) -> str:
+    """Return a command with a value of an option, in the place of earlier values of it.
+
+    For example, `train --max_steps 10 --seed 1` with `--max_steps` of 20 becomes
+    `train --seed 1 --max_steps 20`.
+    """
+    words: list[str] = []
+    is_value_of_option = False
+    for word in shlex.split(command):
+        if is_value_of_option:
+            is_value_of_option = False
+        elif word == option:
+            is_value_of_option = True
+        elif not word.startswith(f"{option}="):
+            words.append(word)
+    return shlex.join([*words, option, value])

@@ -705,7 +705,9 @@ def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins):
     ):
         connect([stand_ins[0].url, "http://127.0.0.1:9"], 0, 0.0)
     # A server without /server_info was not started in the mode that allows a weight sync.
-    stand_ins[0].get_reply = lambda path: None if path == "/server_info" else {"data": [{"id": "m"}]}
+    stand_ins[0].get_reply = lambda path: (
+        None if path == "/server_info" else {"data": [{"id": "m"}]}
+    )
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
         connect([stand_ins[0].url], 0, 0.0)
 
