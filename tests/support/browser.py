@@ -25,6 +25,13 @@ _FLAGS_AGAINST_BACKGROUND_REQUESTS = [
     "--disable-quic",
     "--disable-gpu",
 ]
+# Texts of the page that are no words but values of JavaScript, which an element was made of by mistake.
+_VALUES_WITHOUT_WORDS_SCRIPT = """(() => {
+  const texts = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) texts.push(walker.currentNode.textContent.trim());
+  return texts.filter((text) => /^(null|undefined|NaN|\\[object .*\\])$/.test(text));
+})()"""
 
 
 def require_chromium() -> None:
@@ -62,6 +69,7 @@ class Browser:
         self.requests.clear()
         self.page.goto(path.as_uri() + fragment)
         self.wait("document.readyState === 'complete' && !document.getElementById('status')")
+        assert self.js(_VALUES_WITHOUT_WORDS_SCRIPT) == [], "nobody has put these in words"
 
     def wait(self, condition: str) -> None:
         """Wait until the expression is true.

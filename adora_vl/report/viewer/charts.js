@@ -95,7 +95,7 @@ class Chart {
     this.spec.series.forEach((series, index) => picture.append(...(layers ? this.area(series, layers[index]) : this.line(series))));
     this.rule = svg("line", { class: "rule", x1: 0, x2: 0, y1: MARGIN.top, y2: floor, visibility: "hidden" });
     picture.append(this.rule);
-    this.box.replaceChildren(picture);
+    setChildren(this.box, picture);
   }
 
   /** The first and the last step, and round ones between that leave room. */

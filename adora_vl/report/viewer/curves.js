@@ -115,7 +115,7 @@ class Curves {
     }
     const phases = phaseCharts(this.runs).filter(({ series }) => series.length);
     this.charts = [...chosen.map(specOf), ...drawn, ...phases].map((spec) => new Chart(spec, this.pick));
-    byId("charts").replaceChildren(...this.charts.map((chart) => chart.node));
+    setChildren(byId("charts"), this.charts.map((chart) => chart.node));
     if (equal.length) byId("charts").append(el("p", { class: "hint equal" }, `${equal.join("; ")}.`));
     const missing = specs.filter(({ series, optional }) => !series.length && !optional).map(({ title }) => title);
     if (missing.length) byId("charts").append(el("p", { class: "hint missing" }, `Not logged by these runs: ${missing.join("; ")}.`));

@@ -54,7 +54,7 @@ function problemOf(groups, group) {
 function diagramOf(source, alt, calls = []) {
   const picture = () => el("span", { class: "picture" }, el("img", { src: source, alt }), calls.length ? placesOf(calls) : null);
   const enlarge = () => {
-    byId("enlarged-place").replaceChildren(picture());
+    setChildren(byId("enlarged-place"), picture());
     byId("enlarged").showModal();
   };
   return el("button", { type: "button", class: "diagram", title: "Enlarge", onclick: enlarge }, picture());
@@ -157,7 +157,7 @@ function textOf(text, formulas, claims = null) {
   const shown = el("p", { class: "text" }, start());
   const toggle = () => {
     const open = more.getAttribute("aria-expanded") === "true";
-    shown.replaceChildren(...(open ? start() : partsOf(text)));
+    setChildren(shown, open ? start() : partsOf(text));
     more.setAttribute("aria-expanded", String(!open));
     more.textContent = open ? `Show all ${text.length.toLocaleString("en")} characters` : "Show less";
   };

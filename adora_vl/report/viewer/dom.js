@@ -9,8 +9,18 @@ function fill(node, attributes, children) {
     else if (value === true) node.setAttribute(name, "");
     else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== ""));
+  node.append(...presentOf(children));
   return node;
+}
+
+/** The children that are there: null stands for an element that is left out. The browser would write it as a word. */
+function presentOf(children) {
+  return children.flat().filter((child) => child !== null && child !== undefined && child !== "");
+}
+
+/** Put these children in the place of those that a node has. */
+function setChildren(node, ...children) {
+  node.replaceChildren(...presentOf(children));
 }
 
 function el(tag, attributes = {}, ...children) {

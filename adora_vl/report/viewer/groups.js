@@ -210,7 +210,8 @@ class Groups {
     const at = group ? this.found.indexOf(group) : -1;
     if (at >= 0) this.page = Math.floor(at / PAGE);
     this.list(focus);
-    byId("detail").replaceChildren(...(group ? detailOf(this, group) : [el("p", {}, this.all.length ? "No group fits these filters." : "No rollouts were recorded.")]));
+    const reason = this.all.length ? "No group fits these filters." : "No rollouts were recorded.";
+    setChildren(byId("detail"), group ? detailOf(this, group) : el("p", {}, reason));
     if (group) address(`#run=${group.index}&step=${group.step}&id=${encodeURIComponent(group.id)}`);
   }
 
@@ -229,7 +230,7 @@ class Groups {
           el("span", { class: "line1" }, run, `step ${group.step}`, badge(group)),
           el("span", { class: "line2" }, firstWords(group.facts.problem) || group.id), dots(group))));
     });
-    byId("list").replaceChildren(...buttons);
+    setChildren(byId("list"), buttons);
     const chosen = byId("list").querySelector("[aria-current]");
     if (chosen) {
       const box = byId("list"), top = chosen.offsetTop - box.offsetTop;
@@ -245,11 +246,11 @@ class Groups {
   print() {
     const groups = this.found.slice(0, PRINTED);
     const count = this.found.length > groups.length ? el("p", { class: "hint" }, `The first ${groups.length} of ${this.found.length.toLocaleString("en")} groups of the filter.`) : null;
-    byId("printed").replaceChildren(...[count].filter(Boolean), ...groups.map((group) => el("article", {}, printedOf(this, group))));
+    setChildren(byId("printed"), count, groups.map((group) => el("article", {}, printedOf(this, group))));
   }
 
   unprint() {
-    byId("printed").replaceChildren();
+    setChildren(byId("printed"));
   }
 
   /** The group that the address names, where a link was kept. */
