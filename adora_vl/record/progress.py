@@ -72,7 +72,8 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
 
         step  12/500  reward 0.430 | 9.10 s: rollout 6.20 policy 2.90 | 1h14m left
 
-    Figures that the entry lacks are left out. Seconds are means per step since the entry before.
+    Figures that the entry lacks are left out, and so are phases that did not occur. Seconds are means
+    per step since the entry before.
 
     Args:
         logs: the log entry.
@@ -92,10 +93,9 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
             continue
         parts.append(FIGURE_BY_KEY[key].in_line(value))
     line = "  ".join(parts)
+    # A phase of no seconds did not occur, such as `evaluation` in most steps.
     seconds_by_phase = {
-        phase: logs[f"seconds/{phase}"]
-        for phase in PHASES
-        if logs.get(f"seconds/{phase}") is not None
+        phase: logs[f"seconds/{phase}"] for phase in PHASES if logs.get(f"seconds/{phase}")
     }
     if seconds_by_phase:
         phase_texts = [

@@ -190,6 +190,9 @@ def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
         ("pass rate", "37.5%", "37.5%"),
         ("accuracy", "25.0%", "25.0%"),
     ]
+    seconds = {"seconds/rollout": 1.5, "seconds/grading": 0.001, "seconds/evaluation": 0.0}
+    line_with_seconds = progress_line({"reward": 1.0, **seconds}, 1, 9, None)
+    assert line_with_seconds.endswith(" | 1.50 s: rollout 1.50 grading 0.00")
     line_with_missing = progress_line({"reward": 1.0, "rewards/missing": 0.375}, 1, 9, None)
     assert line_with_missing == "step 1/9  reward 1.000  without reward 38%"
     assert (
