@@ -306,8 +306,10 @@ def _gather_sharded_weights(source: Path, target: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = Parser(prog="python -m adora_vl.export", description=__doc__)
-    parser.add_argument("run", type=a_path, metavar="RUN")
-    parser.add_argument("output", type=a_path, metavar="OUT")
+    parser.add_argument(
+        "run", type=a_path, metavar="RUN", help="output_dir of a training run, or a checkpoint"
+    )
+    parser.add_argument("output", type=a_path, metavar="OUT", help="the folder to write")
     parser.add_argument("--adapter", action="store_true", help="leave a LoRA adapter as it is")
     parser.add_argument(
         "--universal", action="store_true", help="a checkpoint for another number of processes"

@@ -72,7 +72,7 @@ def parser() -> Parser:
     inspect = commands.add_parser(
         "inspect", help="what a prepared folder holds, as text and as an HTML page"
     )
-    inspect.add_argument("folder", type=path, metavar="DIR")
+    inspect.add_argument("folder", type=path, metavar="DIR", help="the prepared folder")
     inspect.add_argument(
         "--html", type=optional(path), metavar="FILE", help="file for the page, default: DIR.html"
     )
@@ -92,7 +92,13 @@ def _add_geometry3k(commands: Commands) -> None:
     )
     add_output(command)
     add = command.add_argument
-    add("--source", choices=SOURCES, required=True)
+    add(
+        "--source",
+        choices=SOURCES,
+        required=True,
+        help="its form: on the hub, its Parquet files, the folders of InterGPS, or diagrams that "
+        "are redrawn from logic forms or facts",
+    )
     add(
         "--input",
         type=optional(text),

@@ -20,7 +20,9 @@ Number = TypeVar("Number", int, float)
 
 def add_output(command: argparse.ArgumentParser) -> None:
     """Add the options for the folder that a command writes."""
-    command.add_argument("--output", type=path, required=True, metavar="DIR")
+    command.add_argument(
+        "--output", type=path, required=True, metavar="DIR", help="the folder to write"
+    )
     command.add_argument(
         "--overwrite", action="store_true", help="replace another prepared dataset there"
     )

@@ -348,6 +348,16 @@ def _taken_or_not_named(
     return wrong
 
 
+def test_help_says_something_of_every_option():
+    silent_options = [
+        f"{name} {action.option_strings or action.metavar}"
+        for name, _, parser, _ in commands()
+        for action in parser._actions
+        if not action.help
+    ]
+    assert silent_options == []
+
+
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
 def test_nonsense_in_a_file_names_the_key(benchmark, tmp_path, monkeypatch, capsys):
     """The same of a YAML file, where a value may have a type of its own."""
