@@ -92,15 +92,25 @@ def seconds_by_part(
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     finally:
         server.close()
-    logged = [entry for entry in read_metrics(folder / METRICS_FILE) if "seconds/rollout" in entry][
-        2:-2
-    ]
-    sampling = [entry["seconds/rollout"] + entry["seconds/sync"] for entry in logged]
-    step_seconds = [
+    return _mean_seconds(folder)
+
+
+def _mean_seconds(folder: Path) -> tuple[float, float]:
+    """Return a run's mean seconds of a step for sampling, and for the rest.
+
+    The first two and the last two steps do not count. For example, steps that take 3 seconds for
+    `seconds/rollout`, 1 for `seconds/sync` and 2 for `seconds/backward` give (4.0, 2.0).
+    """
+    entries = [entry for entry in read_metrics(folder / METRICS_FILE) if "seconds/rollout" in entry]
+    counted = entries[2:-2]
+    sampling = statistics.mean(
+        entry["seconds/rollout"] + entry["seconds/sync"] for entry in counted
+    )
+    step = statistics.mean(
         sum(value for name, value in entry.items() if name.startswith("seconds/"))
-        for entry in logged
-    ]
-    return statistics.mean(sampling), statistics.mean(step_seconds) - statistics.mean(sampling)
+        for entry in counted
+    )
+    return sampling, step - sampling
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

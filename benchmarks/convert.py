@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import ExifTags, Image, ImageDraw
 
 from adora_vl.conversion.columns import Columns
 from adora_vl.conversion.pipeline import read_and_clean
@@ -58,7 +58,8 @@ def encode_photo(number: int, form: str, photograph: bool, orientation: int | No
     tags = Image.Exif()
     stream = io.BytesIO()
     if orientation is not None:
-        tags[271], tags[274] = "Camera", orientation
+        tags[ExifTags.Base.Make] = "Camera"
+        tags[ExifTags.Base.Orientation] = orientation
     image.save(stream, form, **({} if orientation is None else {"exif": tags}))
     return stream.getvalue()
 
@@ -104,7 +105,7 @@ def measure_pictures(folder: Path) -> None:
 
 
 def write_text_table(rows: int, form: str, folder: Path) -> None:
-    """Write so many rows of text."""
+    """Write `rows` rows of text to `t.FORM` in a folder, in the format `form`."""
     table = (
         {"q": f"What is {n} plus {n * 7 % 1000}?", "a": str(n + n * 7 % 1000)} for n in range(rows)
     )
@@ -130,9 +131,7 @@ def write_text_table(rows: int, form: str, folder: Path) -> None:
 
 
 def measure_conversion(rows: int, form: str, folder: Path) -> None:
-    """Convert so many rows of text; prints the most memory that it took, in MiB, and the
-    processor's seconds.
-    """
+    """Convert `rows` rows of text, and print the peak of memory in MiB and the processor's seconds."""
     # Written by a process of its own, whose memory does not count here.
     words = [
         sys.executable,

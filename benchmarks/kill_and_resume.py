@@ -10,6 +10,8 @@ A card adds in any order, so two runs that nobody kills differ there too. `--ref
 of them, and judges the killed run by their distance.
 """
 
+from __future__ import annotations
+
 import argparse
 import hashlib
 import json
@@ -23,12 +25,15 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
 
 from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_parts, read_parts
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
 REPOSITORY = Path(__file__).parents[1]
 KILL_PHASES = ("rollout", "grading", "backward", "saving")
@@ -117,7 +122,7 @@ def train_until_killed(arguments: list[str]) -> int:
     return main(arguments)
 
 
-def patched_place_of_phase(phase: str) -> tuple[Any, Any, str]:
+def patched_place_of_phase(phase: str) -> tuple[type[GRPOTrainer], object, str]:
     """Return the trainer's class, and what is patched for this phase: owner and name."""
     from adora_vl.checkpoint import store
     from adora_vl.trainer import AdoraGRPOTrainer
@@ -142,11 +147,11 @@ def kill_in_phase(phase: str, step: str, delay: str, rank: str = "") -> None:
     state: dict[str, int] = {"step": 0}
     stock_step = trainer_class.training_step
 
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self: GRPOTrainer, *args: object, **kwargs: object) -> object:
         state["step"] = self.state.global_step + 1
         return stock_step(self, *args, **kwargs)
 
-    def entered(*args: Any, **kwargs: Any) -> Any:
+    def entered(*args: object, **kwargs: object) -> object:
         if state["step"] >= int(step):
             threading.Timer(float(delay), *die).start()
         return original(*args, **kwargs)
@@ -197,8 +202,10 @@ def hash_recorded_rollouts(folder: Path) -> dict[str, str]:
     The seconds that tools took do not count. Empty where nothing was recorded.
     """
     files = list_parts(folder / ROLLOUTS_FOLDER)
+    if not files:
+        return {}
     digests: dict[str, Any] = {}
-    for row in read_parts(files).to_pylist() if files else ():
+    for row in read_parts(files).to_pylist():
         for turn in row["turns"] or ():
             del turn["seconds"]
         digest = digests.setdefault(f"step {row['step']}", hashlib.sha256())

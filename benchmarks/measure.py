@@ -62,7 +62,7 @@ class Clock:
                 # The phase around this one does not count these seconds.
                 self._seconds_inside[-1] += seconds
 
-    def around(self, owner: Any, method: str, name: str | Callable[[Clock], str]) -> None:
+    def around(self, owner: object, method: str, name: str | Callable[[Clock], str]) -> None:
         """Time every call of a method of an object or class.
 
         Args:
@@ -72,7 +72,7 @@ class Clock:
         """
         original = getattr(owner, method)
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: object, **kwargs: object) -> object:
             phase_name = name if isinstance(name, str) else name(self)
             with self.phase(phase_name):
                 return original(*args, **kwargs)

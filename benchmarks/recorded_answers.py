@@ -31,7 +31,7 @@ class RecordedAnswers:
     bytes_sent = 0
     model_runner = None
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments: object, **keywords: Any) -> None:
         """Take the arguments of a generation class; what ends an answer is read of its processor."""
         processing_class = keywords["processing_class"]
         tokenizer = getattr(processing_class, "tokenizer", processing_class)

@@ -1,12 +1,12 @@
-"""ADORA against GRPO on handwritten digits: `python -m benchmarks.scanned` (needs `pip install
-scikit-learn`).
+"""Compares ADORA with GRPO on handwritten digits: `python -m benchmarks.scanned`.
 
-The demo's task, the last digit of a perimeter, with scanned digits at the figure in the place of
-drawn ones, and the last digit alone rewarded. `benchmarks/scanned.yaml` is the plan: question,
-unit, stopping rule, and all settings. No scanned picture is in the train and in the test split.
-Every finished run is a line of OUTPUT/runs.jsonl; the command can be stopped and started again, and
-goes on with what is missing, in the order of the plan. `--pilot` runs the pilot's seeds alone.
-`--tables` prints the tables of docs/experiments.md from `benchmarks/scanned.jsonl`.
+It needs `pip install scikit-learn`. The task is the demo's, the last digit of a perimeter, with two
+differences: scanned digits stand at the figure in place of drawn ones, and the last digit alone is
+rewarded. `benchmarks/scanned.yaml` is the plan: question, unit, stopping rule, and all settings. No
+scanned picture is in both the train and the test split. Every finished run is a line of
+OUTPUT/runs.jsonl. The command can be stopped and started again, and goes on with what is missing, in
+the order of the plan. `--pilot` runs the pilot's seeds alone. `--tables` prints the tables of
+docs/experiments.md from `benchmarks/scanned.jsonl`.
 
 `--card` is the same for a model of 60 million parameters in bfloat16 on one GPU, by the plan of
 `benchmarks/scanned_card.yaml`. `--width`, `--layers` and `--dtype` choose another size for either
@@ -581,10 +581,8 @@ def difference_table(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
             continue
         cells = []
         for value in (accuracy_half_way, held_out_at_end("accuracy"), training_at_end("worked")):
-            first, second = (
-                percent_by_seed(runs, case=case, arm=arm, value=value)
-                for arm in (first_arm, second_arm)
-            )
+            first = percent_by_seed(runs, case=case, arm=first_arm, value=value)
+            second = percent_by_seed(runs, case=case, arm=second_arm, value=value)
             cells.append([a - b for a, b in zip(first, second, strict=True)])
         texts = " | ".join(map(mean_and_interval, cells))
         lines.append(
@@ -649,7 +647,7 @@ def verdict(plan: Plan, all_runs: Sequence[Run]) -> str:
 
 def read_plan(options: argparse.Namespace) -> Plan:
     """Return the plan of the command. Raises `UserError` for what is no size of a model."""
-    file = options.plan or (CARD_PLAN if options.card else PLAN)
+    file = CARD_PLAN if options.card else PLAN
     plan: Plan = yaml.safe_load(file.read_text())
     sizes = {"width": options.width, "layers": options.layers, "dtype": options.dtype}
     return with_model_size(plan, sizes)
@@ -678,7 +676,6 @@ def command(arguments: Sequence[str] | None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="another plan")
     parser.add_argument("--card", action="store_true", help=f"the plan of {CARD_PLAN.name}")
     parser.add_argument("--width", type=int, help="of the model; with any size it starts untaught")
     parser.add_argument("--layers", type=int, help="its depth")

@@ -1,7 +1,8 @@
-"""The table of docs/hardware.md for one card: the longest answers that fit, by the dry run's
-formulas.
+"""Prints the table of docs/hardware.md for one card: the longest answers that fit.
 
-python -m benchmarks.what_fits
+The dry run's formulas give the memory.
+
+    python -m benchmarks.what_fits
 """
 
 from collections.abc import Iterator, Sequence

@@ -435,7 +435,6 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--plan", type=Path, default=PLAN)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "working")
     parser.add_argument(
         "--pilot", action="store_true", help="the pilot's seed, which does not count"
@@ -449,7 +448,7 @@ def main() -> None:
         help="only print the tables",
     )
     options = parser.parse_args()
-    plan = yaml.safe_load(options.plan.read_text())
+    plan = yaml.safe_load(PLAN.read_text())
     if options.tables:
         if not options.tables.is_file():
             raise SystemExit(f"--tables: {options.tables} is no file; runs write OUTPUT/runs.jsonl")

@@ -143,7 +143,7 @@ def figures_of(result: CardRunResult) -> dict[str, Any]:
         "peak": result.peak,
         "predicted": result.predicted_peak if has_prediction else None,
         "first_and_later": result.first_and_later if has_prediction else [],
-        "places": [[count, *place] for place, count in _waits_by_place(result).most_common()],
+        "places": [[count, *location] for location, count in _waits_by_place(result).most_common()],
     }
 
 
@@ -183,8 +183,8 @@ def report(result: CardRunResult, shown_places: int = 25) -> list[str]:
     ):
         if places:
             lines += ["", f"{title}:"]
-            for place, count in places.most_common(shown_places):
-                lines.append(f"{count:6}  {_place_in_words(place)}")
+            for location, count in places.most_common(shown_places):
+                lines.append(f"{count:6}  {_place_in_words(location)}")
     lines += ["", f"FAULT: {result.fault}" if result.fault else "No fault of device or dtype."]
     return lines
 
@@ -199,7 +199,7 @@ def _phase_lines(card: Card) -> list[str]:
         if not card.launches[phase] and not card.peaks[phase]:
             continue
         wait_counts = card.waits[phase]
-        waits_of_ours = sum(count for place, count in wait_counts.items() if place.is_ours)
+        waits_of_ours = sum(count for location, count in wait_counts.items() if location.is_ours)
         lines.append(
             f"{phase:12} {card.flops[phase] / TERA:8.1f} {card.peaks[phase] / GIB:9.2f} "
             f"{card.launches[phase]:9,} {sum(wait_counts.values()):6} {waits_of_ours:14}"
@@ -211,14 +211,14 @@ def mean_own_waits(result: CardRunResult, *phases: str) -> float:
     """Return how often the host waits on lines of this project in these phases, per generation."""
     count = 0
     for phase in phases:
-        for place, waits in result.card.waits[phase].items():
-            if place.is_ours:
+        for location, waits in result.card.waits[phase].items():
+            if location.is_ours:
                 count += waits
     return count / result.generations
 
 
 def _waits_by_place(result: CardRunResult) -> Counter[Place]:
-    """Count the waits of a run by place; the phase stands before the event of the place.
+    """Count the waits of a run by place, with the phase written before the place's event.
 
     Loading, the start and checkpoints are left out, since they are no part of a step.
     """
@@ -226,15 +226,15 @@ def _waits_by_place(result: CardRunResult) -> Counter[Place]:
     for phase, wait_counts in result.card.waits.items():
         if phase in ("load", "start", "checkpoint"):
             continue
-        for place, count in wait_counts.items():
-            waits[place._replace(event=f"{phase}: {place.event}")] += count
+        for location, count in wait_counts.items():
+            waits[location._replace(event=f"{phase}: {location.event}")] += count
     return waits
 
 
-def _place_in_words(place: Place) -> str:
+def _place_in_words(location: Place) -> str:
     """Return the event and line of a place, and the line of this project that led to it."""
-    caller = f"  < {place.ours}" if place.ours and not place.is_ours else ""
-    return f"{place.event:28} {place.line}{caller}"
+    caller = f"  < {location.ours}" if location.ours and not location.is_ours else ""
+    return f"{location.event:28} {location.line}{caller}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Attention on shapes that it has not seen: a packed sequence has another length in almost every
-micro-batch.
+"""Times attention on shapes that it has not seen before.
 
-Each call of PyTorch's attention gets a new length, forward and backward, as in training. A kernel
-that plans for every shape is slow here and fast in a benchmark of one shape.
+In training a packed sequence has another length in almost every micro-batch. Here each call of
+PyTorch's attention gets a new length too, forward and backward. A kernel that plans for every shape
+is slow here, and fast in a benchmark of one shape.
 """
 
 import statistics
@@ -62,21 +62,12 @@ def _seconds(setting: Setting, length: int, heads: int, step: int) -> float:
 
 def _inputs(setting: Setting, length: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return random queries, keys and values of one length."""
-    query = torch.randn(
-        1, heads, length, 128, dtype=torch.bfloat16, device=setting.device, requires_grad=True
+    new_tensor = partial(
+        torch.randn, dtype=torch.bfloat16, device=setting.device, requires_grad=True
     )
-    key, value = (
-        torch.randn(
-            1,
-            heads // 2,
-            length,
-            128,
-            dtype=torch.bfloat16,
-            device=setting.device,
-            requires_grad=True,
-        )
-        for _ in range(2)
-    )
+    query = new_tensor(1, heads, length, 128)
+    key = new_tensor(1, heads // 2, length, 128)
+    value = new_tensor(1, heads // 2, length, 128)
     return query, key, value
 
 

@@ -381,8 +381,8 @@ def layers_that_fit(card_bytes: int) -> tuple[int, float]:
     ) * GIB / card_bytes
 
 
-def keep_layers(text_config: Any, layers: int) -> None:
-    """Leave so many layers in the config of a language model."""
+def keep_layers(text_config: PretrainedConfig, layers: int) -> None:
+    """Cut the config of a language model to its first `layers` layers."""
     text_config.num_hidden_layers = layers
     text_config.max_window_layers = layers
     text_config.layer_types = ["full_attention"] * layers

@@ -25,7 +25,7 @@ NOISE_SLACK = 2
 
 
 def builds(setting: Setting) -> Iterator[CheckLine]:
-    """CPUAdam compiled from nothing, with the environment's programs on PATH and without."""
+    """Compile CPUAdam from nothing, with the environment's programs on PATH and without."""
     import deepspeed
 
     yield verdict_line("import", f"DeepSpeed {deepspeed.__version__}", "imports", True, "")
@@ -43,12 +43,13 @@ def builds(setting: Setting) -> Iterator[CheckLine]:
                 text=True,
                 check=False,
             )
-        words = done.stderr.strip().splitlines()
-        figure = (
-            "built"
-            if done.returncode == 0
-            else (words[-1][:200] if words else f"exit code {done.returncode}")
-        )
+        error_lines = done.stderr.strip().splitlines()
+        if done.returncode == 0:
+            figure = "built"
+        elif error_lines:
+            figure = error_lines[-1][:200]
+        else:
+            figure = f"exit code {done.returncode}"
         title = f"CPUAdam, the environment's bin {name} PATH"
         yield verdict_line(
             title,
@@ -60,8 +61,9 @@ def builds(setting: Setting) -> Iterator[CheckLine]:
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
-    """ZeRO-3 with the optimizer in host memory, pinned and not: seconds of a step, and the same
-    weights.
+    """Compare ZeRO-3 with the optimizer in pinned and in plain host memory.
+
+    Lines give the seconds of a step, and the distance of the weights afterwards.
 
     A GPU adds in any order, and Adam turns a gradient near 0 of another sign into a step of the
     same size. So two unpinned runs say how far apart the same steps may end.
@@ -116,11 +118,14 @@ def same_weights(pinned: Tensor, unpinned: Tensor, again: Tensor) -> CheckLine:
 
 
 def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:
-    """Median seconds of a step, a layer's float32 weights after it, and the share of them that has
-    changed.
+    """Train a model for three steps.
 
-    The small size takes torch's AdamW, since CPUAdam is compiled for minutes; the check `deepspeed`
+    The small size takes torch's AdamW, since compiling CPUAdam takes minutes; the check `deepspeed`
     compiles it.
+
+    Returns:
+        The median seconds of a step, the float32 weights of a layer after the last step, and the share
+        of these weights that has changed.
     """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from adora_vl.models.precision import ROTARY_BUFFER_NAME, describe_wrong_buffers, restore_buffers
 from benchmarks.gpu.setting import Setting, float32_copy, process_group, random_token_ids
@@ -58,12 +59,15 @@ def zero3(setting: Setting) -> Iterator[CheckLine]:
 
 
 def buffer_lines(
-    setting: Setting, exact: Any, subject: Any, plain: nn.Module
+    setting: Setting, exact: PreTrainedModel, subject: nn.Module, plain: nn.Module
 ) -> Iterator[CheckLine]:
     """Compare a model with the same weights in float32, and check its rotary frequencies.
 
-    `subject` computes with the buffers of `plain`; `exact` is the bfloat16 model that nothing was done
-    to.
+    Args:
+        setting: the size and the device.
+        exact: the bfloat16 model, with constants that no cast has touched.
+        subject: the model that is checked; DeepSpeed's engine under ZeRO-3.
+        plain: the module that has the buffers of `subject`; without an engine it is `subject`.
     """
     wrong_names = describe_wrong_buffers(plain)
     rotary_dtypes = {
@@ -107,8 +111,8 @@ def buffer_lines(
     )
 
 
-def round_rotary_frequencies(model: Any) -> Any:
-    """Return a copy of a model whose rotary frequencies went through bfloat16."""
+def round_rotary_frequencies(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model whose rotary frequencies are rounded to bfloat16."""
     rounded_model = copy.deepcopy(model)
     for name, buffer in rounded_model.named_buffers():
         if ROTARY_BUFFER_NAME in name:
@@ -117,8 +121,14 @@ def round_rotary_frequencies(model: Any) -> Any:
 
 
 @torch.no_grad()
-def logps_at_distance(setting: Setting, model: Any, ends: tuple[int, ...]) -> dict[int, Tensor]:
-    """Return log-probabilities of all tokens, (window, vocabulary), up to each position of `ends`."""
+def logps_at_distance(
+    setting: Setting, model: nn.Module, ends: tuple[int, ...]
+) -> dict[int, Tensor]:
+    """Return a model's log-probabilities in a window of 50 positions before each of `ends`.
+
+    For example, ends (500, 1000) give those at positions 451 to 500 under key 500, and those at 951 to
+    1000 under key 1000. Each tensor has the shape (50, vocabulary).
+    """
     ids = random_token_ids(
         setting,
         rows=1,
@@ -143,10 +153,11 @@ def _mean_distance(logps: Tensor, reference: Tensor) -> float:
     return float((logps.double() - reference.double()).abs().mean())
 
 
-def _model(setting: Setting) -> Any:
-    """Return a model whose scores of attention spread by about 3, as in a trained model.
+def _model(setting: Setting) -> PreTrainedModel:
+    """Return a random model whose attention scores have a standard deviation of about 3.
 
-    Queries and keys are scaled for that: nearly flat attention would not notice an angle.
+    A trained model's scores spread as much. Weights of the usual size would give nearly equal scores,
+    and a wrong rotary angle would then change nothing.
     """
     model = setting.model(setting.config("3B", layers=4), torch.bfloat16).eval()
     with torch.no_grad():

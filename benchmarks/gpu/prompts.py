@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
@@ -118,16 +119,26 @@ def _flash_attention_lines(setting: Setting) -> Iterator[CheckLine]:
 class Subject:
     """A model, and the ways to its log-probabilities."""
 
-    def __init__(self, setting: Setting, model: Any) -> None:
+    def __init__(self, setting: Setting, model: PreTrainedModel) -> None:
         self.setting = setting
         self.model = model.train()
         self.accelerator = Accelerator(cpu=not setting.on_gpu)
         add_fused_lm_head(self.model)
 
     def separate(
-        self, model: Any, ids: Tensor, mask: Tensor, completion: int, *_: Any, **__: Any
-    ) -> Any:
-        """Compute log-probabilities of the batch as separate rows, as stock TRL does."""
+        self,
+        model: PreTrainedModel,
+        ids: Tensor,
+        mask: Tensor,
+        completion: int,
+        *_: object,
+        **__: object,
+    ) -> tuple[Tensor, None, None]:
+        """Compute log-probabilities of the batch as separate rows, as stock TRL does.
+
+        The signature and the two None (entropies and auxiliary loss) are those of TRL's method, in
+        whose place `PolicyPass` calls this one.
+        """
         labels = ids.masked_fill(mask == 0, -100)
         labels[:, :-completion] = -100
         logps = model(
@@ -136,7 +147,10 @@ class Subject:
         return logps[:, -completion:], None, None
 
     def logps_through(
-        self, policy: PolicyPass | None, group: RandomGroup, model: Any = None
+        self,
+        policy: PolicyPass | None,
+        group: RandomGroup,
+        model: PreTrainedModel | None = None,
     ) -> Tensor:
         """Return log-probabilities (B, C) through `policy`, or of separate rows; 0 for padding."""
         arguments = (
@@ -253,7 +267,10 @@ class Subject:
         self.model.zero_grad(set_to_none=True)
 
     def _logps_and_gradients(
-        self, policy: PolicyPass | None, group: RandomGroup, model: Any = None
+        self,
+        policy: PolicyPass | None,
+        group: RandomGroup,
+        model: PreTrainedModel | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities, and the gradients of a weighted sum of them."""
         logps = self.logps_through(policy, group, model)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PretrainedConfig
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from adora_vl.models.load import load_config
 from adora_vl.models.shape import SHAPES_FOLDER
@@ -85,10 +85,10 @@ class Setting:
             )
 
 
-def float32_copy(model: Any) -> Any:
+def float32_copy(model: PreTrainedModel) -> Any:
     """Return another model with the same (rounded) weights that computes in float32.
 
-    Flash attention cannot, so the copy has the attention of PyTorch.
+    The copy uses PyTorch's attention, because flash attention does not compute in float32.
     """
     with next(model.parameters()).device:
         copied_model = AutoModelForImageTextToText.from_config(

@@ -1,5 +1,6 @@
-"""What a LoRA policy sends to its engine: merged tensors, one at a time, into a receiver on the
-same card.
+"""Checks what a LoRA policy sends to its engine.
+
+The policy sends merged tensors, one at a time, into a receiver on the same card.
 """
 
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from adora_vl.rollout.weight_sync import merged_parameters
@@ -88,7 +89,7 @@ def _is_adapted(name: str) -> bool:
     return "language_model" in name and name.removesuffix(".weight").endswith(tuple(TARGETS))
 
 
-def send_weights(policy: Any, receiver: dict[str, Tensor]) -> None:
+def send_weights(policy: PeftModel, receiver: dict[str, Tensor]) -> None:
     """Send weights as `sync_weights` does.
 
     Raises `KeyError` for a name that the engine would not know.
@@ -100,25 +101,27 @@ def send_weights(policy: Any, receiver: dict[str, Tensor]) -> None:
     assert not missing, f"never sent: {sorted(missing)[:3]}"
 
 
-def _sync_error(policy: Any, receiver: dict[str, Tensor]) -> float:
-    """Return the largest relative error of an element in some adapted tensors."""
-    layers = {
-        n: m for n, m in policy.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")
+def _sync_error(policy: PeftModel, receiver: dict[str, Tensor]) -> float:
+    """Return the largest relative error of an element in the sent weights.
+
+    About 14 adapted layers are compared, evenly spread over the model.
+    """
+    layers: dict[str, Any] = {
+        name: module
+        for name, module in policy.named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
     }
+    every = max(1, len(layers) // 14)
     worst = 0.0
-    for name, layer in list(layers.items())[:: max(1, len(layers) // 14)]:
-        down, up = (
-            part["default"].weight.detach().double() for part in (layer.lora_A, layer.lora_B)
-        )
-        right = layer.base_layer.weight.detach().double() + layer.scaling["default"] * up @ down
+    for name, layer in list(layers.items())[::every]:
+        down = layer.lora_A["default"].weight.detach().double()
+        up = layer.lora_B["default"].weight.detach().double()
+        base = layer.base_layer.weight.detach().double()
+        right = base + layer.scaling["default"] * up @ down
         sent = receiver[f"{name.removeprefix('base_model.model.')}.weight"].double()
-        # beside the largest elements: sums of products cancel in the smallest
-        worst = max(
-            worst,
-            float(
-                (
-                    (sent - right).abs() / right.abs().clamp(min=1e-3 * float(right.abs().max()))
-                ).max()
-            ),
-        )
+        # Sums of products cancel in the smallest elements, whose error is large beside them. So no
+        # element counts as smaller than a thousandth of the largest one.
+        smallest = 1e-3 * float(right.abs().max())
+        relative_errors = (sent - right).abs() / right.abs().clamp(min=smallest)
+        worst = max(worst, float(relative_errors.max()))
     return worst

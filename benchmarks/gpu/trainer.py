@@ -25,8 +25,15 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import Tensor
-from transformers import AutoConfig, AutoProcessor, PretrainedConfig, TrainerCallback
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    PretrainedConfig,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 from trl import GRPOConfig, GRPOTrainer, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
@@ -149,11 +156,19 @@ def build_lora(setting: Setting) -> LoraConfig:
     )
 
 
-def trainer_config(setting: Setting, way: str, side: int, completion: int, folder: Path) -> Any:
-    """Return the config of a trainer: one group of 8 per step.
+def trainer_config(
+    setting: Setting, way: str, side: int, completion: int, folder: Path
+) -> GRPOConfig:
+    """Return the config of a trainer whose step is one group of 8 rollouts.
 
-    It is as `adora_3b_1gpu_lora.yaml` where that says something about a micro-batch. `way` is `stock`
-    or `ours`, and `side` that of the pictures in pixels.
+    The config follows `adora_3b_1gpu_lora.yaml` in each key that shapes a micro-batch.
+
+    Args:
+        setting: the size and the device.
+        way: `stock` for TRL's own config, or `ours`.
+        side: the side of the pictures, which are squares, in pixels.
+        completion: the most tokens of an answer.
+        folder: where the trainer may write.
     """
     keys: dict[str, Any] = {
         "output_dir": str(folder / way),
@@ -205,10 +220,10 @@ def _run_turn(
     clock = DeviceClock(setting)
     trainer.add_callback(StepFigures(setting, turn, clock))
     _record_prompt_lengths(trainer, turn)
-    clock.around(
-        *((trainer, "_generate") if way == "stock" else (trainer.parts.sampler, "sample")),
-        "rollout",
-    )
+    if way == "stock":
+        clock.around(trainer, "_generate", "rollout")
+    else:
+        clock.around(trainer.parts.sampler, "sample", "rollout")
     clock.around(trainer, "_get_per_token_logps_and_entropies", "log-probabilities")
     clock.around(trainer.accelerator, "backward", "backward")
     trainer.train()
@@ -248,16 +263,22 @@ class StepFigures(TrainerCallback):
         self.turn = turn
         self.clock = clock
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.setting.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.setting.device)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         _synchronize(self.setting)
         self.clock.seconds.clear()
         self.started = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: GRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Note the seconds of a step and of its phases; the first step warms up."""
         _synchronize(self.setting)
         if state.global_step == 1:
@@ -270,23 +291,23 @@ class StepFigures(TrainerCallback):
 
 
 def _synchronize(setting: Setting) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the GPU, if there is one, has finished all operations so far."""
     if setting.on_gpu:
         torch.cuda.synchronize(setting.device)
 
 
-def _record_prompt_lengths(trainer: Any, turn: MeasuredRun) -> None:
-    """Note the longest prompt that the policy is given, in tokens."""
+def _record_prompt_lengths(trainer: GRPOTrainer, turn: MeasuredRun) -> None:
+    """Let `turn.prompt` follow the longest prompt, in tokens, that the policy computes."""
     compute_logps = trainer._get_per_token_logps_and_entropies
 
     def record_and_compute(
-        model: Any,
-        input_ids: Any,
-        attention_mask: Any,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
         logits_to_keep: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+        *args: object,
+        **kwargs: object,
+    ) -> object:
         turn.prompt = max(turn.prompt, input_ids.size(1) - logits_to_keep)
         return compute_logps(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
@@ -367,6 +388,7 @@ def predict_peak_bytes(
 ) -> int:
     """Return the bytes of the worst phase, as the dry run computes them from the configuration."""
     args = trainer_config(setting, "ours", side, completion, Path("unused"))
+    assert isinstance(args, AdoraGRPOConfig)
     shape = model_shape(
         config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=build_lora(setting)
     )

@@ -1,12 +1,12 @@
-"""The vision tower of Qwen2.5-VL with its windows batched and looped: forward and backward at three
-sizes of image.
+"""Compares the vision tower of Qwen2.5-VL with its windows batched and with its loop over windows.
+
+Both ways run forward and backward at three sizes of image.
 """
 
 import copy
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,9 @@ from benchmarks.measure import fastest_by_turns, peak_bytes
 ROUNDING_SLACK = 1.5
 # Height and width in patches, four to an image token; the edges of all but the last cut windows
 _FULL_GRIDS = {"300 tokens": [(30, 40)], "8 x 300": [(30, 40)] * 8, "1024": [(64, 64)]}
-# GiB that the float32 tower's pass takes for an image of 300 tokens, and both towers with their
-# gradients
-_IMAGE_TOKEN = 5
-_TOWERS_BUILT = 9
 _SMALL_GRIDS = {"30 tokens": [(10, 12)], "2 x 16": [(8, 8)] * 2, "49": [(14, 14)]}
+_IMAGE_GIB = 5  # that the float32 tower's pass takes for an image of 300 tokens
+_TOWERS_GIB = 9  # that both towers take with their gradients
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
@@ -68,8 +66,12 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 
 
 def at_size(free: int) -> dict[str, list[tuple[int, int]]]:
-    """Return the images, of which as many are seen at once as there is room for."""
-    several = max(2, min(8, int((free / GIB - _TOWERS_BUILT) / _IMAGE_TOKEN)))
+    """Return the grids of the full size, with as many images at once as fit into `free` bytes.
+
+    For example, 29 GiB leave 20 beside the towers, so `8 x 300` becomes `4 x 300`.
+    """
+    images_that_fit = int((free / GIB - _TOWERS_GIB) / _IMAGE_GIB)
+    several = max(2, min(8, images_that_fit))
     return {
         (name if len(sides) == 1 else f"{several} x 300"): sides[:several]
         for name, sides in _FULL_GRIDS.items()
@@ -77,11 +79,17 @@ def at_size(free: int) -> dict[str, list[tuple[int, int]]]:
 
 
 def _image(
-    setting: Setting, name: str, tower: Any, exact: Any, pixels: Tensor, grids: Tensor
+    setting: Setting,
+    name: str,
+    tower: Qwen2_5_VisionTransformerPretrainedModel,
+    exact: Qwen2_5_VisionTransformerPretrainedModel,
+    pixels: Tensor,
+    grids: Tensor,
 ) -> Iterator[CheckLine]:
     """Compare features, gradients, seconds and memory for one set of pictures."""
     right = forward_and_backward(exact, pixels, grids, batched=False)
-    loop, batched = (forward_and_backward(tower, pixels, grids, batched=on) for on in (False, True))
+    loop = forward_and_backward(tower, pixels, grids, batched=False)
+    batched = forward_and_backward(tower, pixels, grids, batched=True)
     for number, tensor_name in enumerate(("features", "gradients")):
         bound = ROUNDING_SLACK * relative_distance(loop[number], right[number])
         source = f"{ROUNDING_SLACK} times the loop's own error in bfloat16"
@@ -146,17 +154,28 @@ def count_syncs(go: Callable[[], object]) -> int:
 
 
 def forward_and_backward(
-    tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool
+    tower: Qwen2_5_VisionTransformerPretrainedModel,
+    pixels: Tensor,
+    grids: Tensor,
+    *,
+    batched: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Features, and the gradients of a weighted sum of them."""
-    return _features_and_gradients(tower, pixels, grids, batched=batched).detach(), take_gradients(
-        tower
-    )
+    """Return features, and the gradients of a weighted sum of them."""
+    features = _features_and_gradients(tower, pixels, grids, batched=batched).detach()
+    return features, take_gradients(tower)
 
 
-def _features_and_gradients(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> Tensor:
-    """Forward and backward: the loop as Transformers runs it, or batched with the bounds that
-    training gives it.
+def _features_and_gradients(
+    tower: Qwen2_5_VisionTransformerPretrainedModel,
+    pixels: Tensor,
+    grids: Tensor,
+    *,
+    batched: bool,
+) -> Tensor:
+    """Run the tower forward and backward. Returns features, and leaves gradients in the tower.
+
+    Without `batched` the tower loops over windows, as in Transformers. With it, the bounds of the
+    windows are passed to the tower, as in training.
     """
     assert batch_windows(tower, batched) is batched
     tower.zero_grad(set_to_none=True)

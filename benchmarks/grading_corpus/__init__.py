@@ -1,5 +1,4 @@
-r"""The labelled corpus: answers by kind, with their reference answer and the verdict of the grading
-policy.
+r"""The labelled corpus: answers by kind, each with its reference and the grading policy's verdict.
 
 One JSON line per reference answer: `gold` is that answer, and `correct`, `wrong`, `unparseable` and
 `rejected` (any verdict but correct) are lists of answers. Where needed it has `choices` and
@@ -49,16 +48,17 @@ def cases() -> list[Case]:
     return all_cases
 
 
-def _case(kind: str, location: str, row: dict[str, Any], label: str, answer: Any) -> Case:
-    """Return a case of the corpus from its row.
+def _case(kind: str, location: str, row: dict[str, Any], label: str, answer: object) -> Case:
+    r"""Return a case of the corpus from its row.
 
-    An answer is put into a box; that of a row with `whole` is pairs of a text and how often it stands.
+    For example, the answer `5` becomes the response `So \boxed{5}.`, and in a row with `whole` the
+    answer `[["No. ", 2], ["5", 1]]` becomes `No. No. 5`.
     """
-    response = (
-        "".join(text * count for text, count in answer)
-        if row.get("whole")
-        else rf"So \boxed{{{answer}}}."
-    )
+    if row.get("whole"):
+        assert isinstance(answer, list)
+        response = "".join(text * count for text, count in answer)
+    else:
+        response = rf"So \boxed{{{answer}}}."
     choices = tuple(row["choices"]) if "choices" in row else None
     name = f"{location} {response[:40]!r} for {row['gold']!r}"
     return Case(
