@@ -10,6 +10,7 @@ from adora_vl.geometry.draft import (
     split_point_names,
 )
 from adora_vl.geometry.forms import Term
+from adora_vl.geometry.line_sentences import meet
 from adora_vl.geometry.shape_sentences import special
 from adora_vl.geometry.text_sides import read_side
 
@@ -21,6 +22,15 @@ def on_circle(draft: Draft, points: str, centre: str | None) -> None:
     """
     for point in split_point_names(points):
         draft.put_on_circle(point, centre)
+
+
+def in_order_on_circle(draft: Draft, points: str, centre: str | None) -> None:
+    """Add that points follow one another on a circle: "A, B, C and D lie on circle O in order"."""
+    names = split_point_names(points)
+    if len(names) > 2:
+        draft.draw_polygon(polygon_kind(points).capitalize(), names)
+        draft.facts.append(draft.last_polygon(None))
+    on_circle(draft, points, centre)
 
 
 def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> None:
@@ -44,7 +54,7 @@ def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> 
         draft.add_equation(inscribed, make_term("Sub", Term(head="180"), half))
 
 
-def circle(draft: Draft, centre: str, points: str | None) -> None:
+def circle(draft: Draft, centre: str, points: str | None = None) -> None:
     """Add a circle with its centre, and the points on it if any are named: "circle O: A, B, C"."""
     draft.name_circle(centre)
     on_circle(draft, points or "", centre)
@@ -84,7 +94,7 @@ def two_tangents(
     centre: str | None,
     a: str | None,
     b: str | None,
-    behind: str | None,
+    behind: str | None = None,
 ) -> None:
     """Add that two lines touch a circle: "PA and PB are tangent to circle O at A and B".
 
@@ -144,22 +154,50 @@ def chord(draft: Draft, start: str, end: str, centre: str | None = None) -> None
     draft.put_on_circle(end, centre)
 
 
-def chords(draft: Draft, a: str, b: str, c: str, d: str, centre: str | None) -> None:
-    """Add that two segments are chords of a circle: "AB and CD are chords of circle O"."""
+def chords(
+    draft: Draft, a: str, b: str, c: str, d: str, centre: str | None, at: str | None = None
+) -> None:
+    """Add that two segments are chords of a circle: "AB and CD are chords of circle O".
+
+    `at` is the point in which they meet, if one is named. A circle that no sentence names gets a
+    new centre.
+    """
+    centre = centre or centre_of_any_circle(draft)
     chord(draft, start=a, end=b, centre=centre)
     chord(draft, start=c, end=d, centre=centre)
+    if at is not None:
+        meet(draft, a, b, c, d, at)
+
+
+def centre_of_any_circle(draft: Draft) -> str | None:
+    """Return a new centre where there is no circle yet, else None for the only circle."""
+    return None if draft.circles else draft.free_name()
+
+
+def sector(draft: Draft, start: str, corner: str, end: str, centre: str | None) -> None:
+    """Add a sector of a circle, with the circle's centre between its ends: "sector AOB".
+
+    Raises `SentenceError` where the circle that is named has another centre.
+    """
+    if centre is not None and centre != corner:
+        raise SentenceError(f"the sector {start}{corner}{end} is not one of circle {centre}")
+    draft.name_circle(corner)
+    for point in (start, end):
+        draft.put_on_circle(point, corner)
+        draft.draw_line(corner, point)
 
 
 def inscribed(
     draft: Draft,
-    adjectives: str | None,
-    kind: str | None,
     names: str,
+    kind: str | None,
     centre: str | None,
+    adjectives: str | None = None,
 ) -> None:
     """Add that a polygon has its corners on a circle: "triangle ABC is inscribed in circle O".
 
-    The polygon may have adjectives such as "isosceles", and a kind such as "triangle".
+    The polygon may have adjectives such as "isosceles", and a kind such as "triangle". A circle that
+    no sentence names gets a new centre.
     """
     if adjectives is not None:
         special(draft, adjectives=adjectives, kind=kind, names=names)
@@ -167,13 +205,13 @@ def inscribed(
         draft.facts.append(draft.draw_polygon("Polygon", split_point_names(names)))
     else:
         draft.add_shape(kind or polygon_kind(names), names)
-    on_circle(draft, names, centre)
+    on_circle(draft, names, centre or centre_of_any_circle(draft))
 
 
 def circle_around(draft: Draft, centre: str, kind: str | None, names: str) -> None:
     """Add that a circle goes through the corners of a polygon: "circle O around triangle ABC"."""
     draft.name_circle(centre)
-    inscribed(draft, adjectives=None, kind=kind, names=names, centre=centre)
+    inscribed(draft, names=names, kind=kind, centre=centre)
 
 
 def circle_in(draft: Draft, centre: str, kind: str | None, names: str) -> None:

@@ -11,6 +11,7 @@ from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 
 POINT_PATTERN = r"[A-Z]'?"  # the pattern of a point's name in sentences
 SHAPE_PATTERN = "|".join(name.lower() for name in CORNER_COUNT_BY_SHAPE)
+ADJECTIVE_PATTERN = "regular|isosceles|right|equilateral|cyclic"  # words before a shape
 
 
 class SentenceError(ValueError):
@@ -133,6 +134,16 @@ class Draft:
             self.circles[name].append(point)
             circle = make_term("Circle", name, "radius_0_0")
             self.facts.append(make_term("PointLiesOnCircle", point, circle))
+
+    def put_arc_on_circle(self, start: str, end: str) -> None:
+        """Add the fact that the ends of an arc lie on the only circle.
+
+        Nothing is added where they lie on a circle already, or where there is no circle or several.
+        """
+        lie_on_circle = any({start, end} <= set(points) for points in self.circles.values())
+        if not lie_on_circle and len(self.circles) == 1:
+            self.put_on_circle(start, None)
+            self.put_on_circle(end, None)
 
     def put_on_line(self, point: str, start: str, end: str) -> None:
         """Add the fact that a point lies on a segment between its ends.

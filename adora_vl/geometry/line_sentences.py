@@ -6,6 +6,7 @@ from adora_vl.geometry.draft import (
     Draft,
     SentenceError,
     make_term,
+    polygon_kind,
     split_point_names,
 )
 
@@ -15,6 +16,11 @@ def two_lines(draft: Draft, a: str, b: str, relation: str, c: str, d: str) -> No
     draft.facts.append(
         make_term(relation.capitalize(), draft.draw_line(a, b), draft.draw_line(c, d))
     )
+
+
+def parallel_bases(draft: Draft, a: str, b: str, c: str, d: str) -> None:
+    """Add that two sides are the bases of a trapezoid, which are parallel: "bases AB and CD"."""
+    two_lines(draft, a, b, "parallel", c, d)
 
 
 def perpendicular_at(draft: Draft, a: str, b: str, c: str, d: str, at: str) -> None:
@@ -73,15 +79,48 @@ def meet(draft: Draft, a: str, b: str, c: str, d: str, point: str) -> None:
             draft.put_on_line(point, start, end)
 
 
-def diagonals_meet(draft: Draft, point: str) -> None:
-    """Add that the diagonals of the quadrilateral that was named last meet in a point.
+def meets_two_lines(draft: Draft, line: str, first: str, near: str, second: str, far: str) -> None:
+    """Add that a line meets two others: "EF meets AB at G and CD at H".
 
-    Raises `SentenceError` where the last polygon is no quadrilateral.
+    Its points are E, G, H and F in this order: `near`, where it meets the first of the others, is
+    nearer to the end of the line that is named first.
     """
-    names = draft.last_polygon(None).names
-    if len(names) != 4:
+    start, end = split_point_names(line)
+    for name, point in ((first, near), (second, far)):
+        c, d = split_point_names(name)
+        meet(draft, start, end, c, d, point)
+    if near != start and far != end:
+        draft.put_on_line(near, start, far)
+
+
+def cut_two_lines(
+    draft: Draft, first: str, second: str, line: str, near: str, far: str, relation: str | None
+) -> None:
+    """Add that a line meets two others: "parallel lines AB and CD are cut by EF at G and H".
+
+    `relation` is there if the two others are parallel.
+    """
+    if relation is not None:
+        a, b = split_point_names(first)
+        c, d = split_point_names(second)
+        two_lines(draft, a, b, "parallel", c, d)
+    meets_two_lines(draft, line, first, near, second, far)
+
+
+def diagonals_meet(
+    draft: Draft, point: str, kind: str | None = None, names: str | None = None
+) -> None:
+    """Add that the diagonals of a quadrilateral meet in a point.
+
+    Without `names` it is the polygon that was named last. Its kind is a fact as well. Raises
+    `SentenceError` where the polygon is no quadrilateral.
+    """
+    if names is not None:
+        draft.add_shape(kind or polygon_kind(names), names)
+    corners = draft.last_polygon(None).names
+    if len(corners) != 4:
         raise SentenceError("it does not say which diagonals are meant; name them")
-    meet(draft, names[0], names[2], names[1], names[3], point)
+    meet(draft, corners[0], corners[2], corners[1], corners[3], point)
 
 
 def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:

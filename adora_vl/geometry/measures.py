@@ -72,6 +72,7 @@ _LENGTH_HEADS = (
     "HeightOf",
     "AltitudeOf",
     "MedianOf",
+    "DistanceOf",
 )
 
 
@@ -246,6 +247,19 @@ class Measures:
         legs_ends = [name for name in names if name != corner]
         return self.distance(legs_ends[0], legs_ends[1])
 
+    def distance_from_line(self, term: Term) -> Quantity:
+        """Return how far a point is from a line: `DistanceOf(O, Line(A, B))`."""
+        point, line = term.arguments
+        start, end = line.names
+        return LineDistance(point=point.head, start=start, end=end)
+
+    def _is_equilateral(self, corners: Sequence[str]) -> bool:
+        """Return whether a fact calls a triangle equilateral or regular."""
+        return any(
+            fact.head in ("Equilateral", "Regular") and set(fact.arguments[0].names) == set(corners)
+            for fact in self.drawing.fact_terms
+        )
+
     def height(self, term: Term) -> Quantity:
         """Return the height of a shape that a term such as `HeightOf(Trapezoid(A, B, C, D))` names.
 
@@ -254,6 +268,7 @@ class Measures:
         1. A perpendicular that is drawn.
         2. A segment that a fact calls a height.
         3. For a shape with four corners, the distance of its base from the opposite side.
+        4. For an equilateral triangle, the distance of any corner from the opposite side.
 
         Raises `UnreadError` where there is none of them.
         """
@@ -267,6 +282,8 @@ class Measures:
         if len(names) == 4:
             base = self.drawing.with_base_first(names)
             return LineDistance(point=base[2], start=base[0], end=base[1])
+        if len(names) == 3 and self._is_equilateral(names):
+            return LineDistance(point=names[0], start=names[1], end=names[2])
         raise UnreadError(f"the form does not say which height {term} is")
 
     def median(self, term: Term) -> Quantity:
@@ -522,6 +539,7 @@ _RULE_BY_HEAD: dict[str, _Rule] = {
     "HypotenuseOf": Measures.hypotenuse_length,
     "HeightOf": Measures.height,
     "AltitudeOf": Measures.height,
+    "DistanceOf": Measures.distance_from_line,
     "ScaleFactorOf": Measures.scale_factor,
     "Angle": Measures.angle,
     "Arc": Measures.arc_angle,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from adora_vl.geometry.circle_sentences import (
@@ -14,17 +14,20 @@ from adora_vl.geometry.circle_sentences import (
     circle_in,
     circle_of_radius,
     diameter,
+    in_order_on_circle,
     inscribed,
     inscribed_angle,
     on_arc,
     on_circle,
     polygon_around,
     secant,
+    sector,
     tangent,
     two_secants,
     two_tangents,
 )
 from adora_vl.geometry.draft import (
+    ADJECTIVE_PATTERN,
     POINT_PATTERN,
     SHAPE_PATTERN,
     Draft,
@@ -38,12 +41,15 @@ from adora_vl.geometry.line_sentences import (
     bisects_angle,
     bisects_line,
     collinear,
+    cut_two_lines,
     diagonals_meet,
     extended,
     meet,
+    meets_two_lines,
     midpoint,
     nothing,
     on_lines,
+    parallel_bases,
     perpendicular_at,
     perpendicular_bisector,
     place,
@@ -74,10 +80,16 @@ from adora_vl.geometry.text_sides import check_word, read_side
 
 COORDINATE_PATTERN = r"(-?\d+(?:\.\d+)?)"
 SEGMENT_PATTERN = rf"{POINT_PATTERN}{POINT_PATTERN}"
-_ADJECTIVES = "regular|isosceles|right|equilateral|cyclic"
+# A shape with its corners, such as `isosceles triangle ABC`.
+_NAMED_SHAPE_PATTERN = (
+    rf"(?:(?:{ADJECTIVE_PATTERN})\s+)*(?:{SHAPE_PATTERN})\s+(?:{POINT_PATTERN}){{3,}}"
+)
+_SHAPE_AT_END_PATTERN = re.compile(rf"(.+?)\s+({_NAMED_SHAPE_PATTERN})")
+_SHAPE_AT_BEGIN_PATTERN = re.compile(rf"({_NAMED_SHAPE_PATTERN})\s+(.+)")
 # Words between two facts of one sentence.
 _CLAUSE_JOINT_PATTERN = re.compile(
-    r",?\s+(?:with|and|where|such that|so that|has|have|having|whose)\s+"
+    r",?\s+(?:with|and|where|such(?: that)?|so(?: that)?|has|have|having|whose"
+    rf"|in(?=\s+{_NAMED_SHAPE_PATTERN}))\s+"
 )
 _QUESTION_PATTERN = re.compile(r"find (.+?) (?:if|when|in (?=[a-z])) ?(.+)")
 _MAX_CLAUSES = 8  # facts of one sentence
@@ -96,9 +108,10 @@ def read_sentence(draft: Draft, sentence: str) -> None:
         # "Find AC if AB = 5": the facts may name what the question refers to.
         plain = question[2]
     clauses = _split_into_clauses(plain, _MAX_CLAUSES)
-    if clauses is None and "=" not in plain and "congruent" in plain:
+    if clauses is None:
         # Angles or lengths that are called congruent are equal, so the word becomes an equals sign.
         plain = plain.replace("congruent", "=")
+        clauses = _split_into_clauses(plain, _MAX_CLAUSES)
     if clauses is None and "=" not in plain:
         raise SentenceError(_describe_fault(plain))
     for clause in clauses or [plain]:
@@ -110,29 +123,50 @@ def read_sentence(draft: Draft, sentence: str) -> None:
 def _split_into_clauses(plain: str, limit: int) -> list[str] | None:
     """Split a sentence into at most `limit` facts, the first as long as possible.
 
-    Returns None where it cannot be split so that each part is a fact.
+    Returns None where it cannot be split so that each part is a fact. For example, `D on BC and DE
+    parallel AC triangle ABC` gives the three facts `D on BC`, `DE parallel AC` and `triangle ABC`.
     """
     if _is_one_clause(plain):
         return [plain]
     if limit <= 1:
         return None
-    # From the last joint on, so that the first clause is as long as possible.
+    for first_part, rest in _possible_splits(plain):
+        if not _is_one_clause(first_part):
+            continue
+        further_clauses = _split_into_clauses(rest, limit - 1)
+        if further_clauses is not None:
+            return [first_part, *further_clauses]
+    return None
+
+
+def _possible_splits(plain: str) -> Iterator[tuple[str, str]]:
+    """Yield the ways to divide a sentence in two.
+
+    First it is divided at words such as "and", from the last one on. Then a shape at its end or at
+    its begin is taken for a fact of its own: "DE is parallel to BC of triangle ABC".
+    """
     joints = list(_CLAUSE_JOINT_PATTERN.finditer(plain))
     for joint in reversed(joints):
-        first_clause = plain[: joint.start()]
-        if not _is_one_clause(first_clause):
-            continue
-        further_clauses = _split_into_clauses(plain[joint.end() :], limit - 1)
-        if further_clauses is not None:
-            return [first_clause, *further_clauses]
-    return None
+        yield plain[: joint.start()], plain[joint.end() :]
+    for pattern in (_SHAPE_AT_END_PATTERN, _SHAPE_AT_BEGIN_PATTERN):
+        match = pattern.fullmatch(plain)
+        if match:
+            yield match[1], match[2]
+    for joint in joints:
+        # A shape behind the first fact of several.
+        match = _SHAPE_AT_END_PATTERN.fullmatch(plain[: joint.start()])
+        if match:
+            yield match[1], f"{match[2]}{plain[joint.start() :]}"
 
 
 def _is_one_clause(plain: str) -> bool:
     """Tell whether a text is one fact: a pattern of the grammar fits, or it is an equation."""
     if _find_rule(plain) is not None:
         return True
-    return "=" in plain and not _CLAUSE_JOINT_PATTERN.search(plain)
+    if "=" in plain:
+        return not _CLAUSE_JOINT_PATTERN.search(plain)
+    # With its roles a segment may stand in any fact: "chord AB perpendicular diameter CD".
+    return _find_rule(_ROLE_OF_SEGMENT_PATTERN.sub(r"\g<segment>", plain)) is not None
 
 
 def _find_rule(plain: str) -> tuple[Callable[..., object], dict[str, str | None]] | None:
@@ -147,6 +181,8 @@ def _find_rule(plain: str) -> tuple[Callable[..., object], dict[str, str | None]
 def _read_clause(draft: Draft, plain: str) -> None:
     """Take one fact into the draft. Raises `SentenceError`."""
     rule = _find_rule(plain)
+    if rule is None and "=" not in plain:
+        rule = _find_rule(_note_descriptions(draft, plain))
     if rule is None:
         _add_equation(draft, plain)
         return
@@ -176,7 +212,7 @@ def _add_equation(draft: Draft, text: str) -> None:
     `AB = CD = 5` gives AB = CD and CD = 5. With ratios `AB : BC : CA = 3 : 4 : 5` gives AB : BC = 3 : 4
     and BC : CA = 4 : 5.
     """
-    sides = [_read_ratio(draft, _note_and_drop_roles(draft, side)) for side in text.split("=")]
+    sides = [_read_ratio(draft, _note_descriptions(draft, side)) for side in text.split("=")]
     for parts, partners in pairwise(sides):
         if len(parts) != len(partners):
             raise SentenceError("the ratios on its sides have not as many parts")
@@ -193,22 +229,68 @@ def _read_ratio(draft: Draft, side: str) -> list[Term]:
     return [read_side(draft, part) for part in side.split(":")]
 
 
-def _note_and_drop_roles(draft: Draft, side: str) -> str:
-    """Return a side without words such as "diameter", and note the facts that they say.
+def _note_descriptions(draft: Draft, side: str) -> str:
+    """Return a side without the words that describe what it measures, and note what these say.
 
-    For example, `diameter AB` becomes `AB`, and the fact that AB is a diameter is noted.
+    | a side | what is left | what is noted |
+    |---|---|---|
+    | `diameter AB` | `AB` | AB is a diameter |
+    | `perimeter equilateral triangle ABC` | `perimeter triangle ABC` | the triangle is equilateral |
+    | `central angle AOB` | `angle AOB` | A and B lie on the circle O |
+    | `arc AB circle O` | `arc AB` | A and B lie on the circle O |
+    | `exterior angle at C triangle ABC` | `exterior angle C` | the triangle is drawn |
     """
 
-    def take(match: re.Match[str]) -> str:
-        """Note the fact, and leave the segment."""
-        _add_role(draft, match[1], match[2])
-        return match[2]
+    def note_role(match: re.Match[str]) -> str:
+        _add_role(draft, match["role"], match["segment"])
+        return match["segment"]
 
-    return re.sub(rf"\b({_ROLE_PATTERN}) ({SEGMENT_PATTERN})(?!{POINT_PATTERN})", take, side)
+    def note_shape(match: re.Match[str]) -> str:
+        special(draft, match["adjectives"], match["kind"], match["names"])
+        return f"{match['kind'] or ''} {match['names']}".strip()
+
+    def note_angle(match: re.Match[str]) -> str:
+        inscribed_angle(draft, match["names"], match["kind"], None)
+        return f"angle {match['names']}"
+
+    def note_arc(match: re.Match[str]) -> str:
+        on_circle(draft, match["points"], match["centre"])
+        return f"arc {match['points']}"
+
+    def note_triangle(match: re.Match[str]) -> str:
+        draft.draw_polygon("Triangle", split_point_names(match["names"]))
+        return f"exterior angle {match['corner']}"
+
+    for pattern, note in (
+        (_ROLE_OF_SEGMENT_PATTERN, note_role),
+        (_SPECIAL_SHAPE_PATTERN, note_shape),
+        (_KIND_OF_ANGLE_PATTERN, note_angle),
+        (_ARC_OF_CIRCLE_PATTERN, note_arc),
+        (_EXTERIOR_ANGLE_PATTERN, note_triangle),
+    ):
+        side = pattern.sub(note, side)
+    return side
 
 
 _ROLE_PATTERN = (
     "diameter|radius|chord|altitude|height|median|hypotenuse|base|leg|midsegment|tangent"
+)
+_ROLE_OF_SEGMENT_PATTERN = re.compile(
+    rf"\b(?P<role>{_ROLE_PATTERN}) (?P<segment>{SEGMENT_PATTERN})(?!{POINT_PATTERN})"
+)
+_SPECIAL_SHAPE_PATTERN = re.compile(
+    rf"\b(?P<adjectives>(?:{ADJECTIVE_PATTERN})(?: (?:{ADJECTIVE_PATTERN}))?) "
+    rf"(?:(?P<kind>{SHAPE_PATTERN}|polygon) )?(?P<names>(?:{POINT_PATTERN}){{3,}})"
+)
+_KIND_OF_ANGLE_PATTERN = re.compile(
+    rf"\b(?P<kind>central|inscribed) angle (?P<names>(?:{POINT_PATTERN}){{3}})"
+)
+_EXTERIOR_ANGLE_PATTERN = re.compile(
+    rf"\bexterior angle (?:at )?(?P<corner>{POINT_PATTERN}) "
+    rf"(?:in )?triangle (?P<names>(?:{POINT_PATTERN}){{3}})"
+)
+_ARC_OF_CIRCLE_PATTERN = re.compile(
+    rf"\barc (?P<points>(?:{POINT_PATTERN}){{2,3}}) circle (?P<centre>{POINT_PATTERN})"
 )
 
 
@@ -236,9 +318,23 @@ def _add_role(draft: Draft, role: str, segment: str) -> None:
         base(draft, start, end)
 
 
+def _add_midpoint_of_role(
+    draft: Draft, point: str, role: str, segment: str, adjectives: str | None, names: str | None
+) -> None:
+    """Note the midpoint of a side by its role: "D is the midpoint of hypotenuse AB".
+
+    The triangle of the side may be named behind it, as in "of right triangle ABC".
+    """
+    if names is not None:
+        special(draft, adjectives or "", kind="triangle", names=names)
+    _add_role(draft, role, segment)
+    start, end = split_point_names(segment)
+    midpoint(draft, point=point, start=start, end=end)
+
+
 def _add_question(draft: Draft, measure: str) -> None:
     """Note the question: what is to be computed."""
-    parts = _read_ratio(draft, _note_and_drop_roles(draft, measure))
+    parts = _read_ratio(draft, _note_descriptions(draft, measure))
     if len(parts) > 2:
         raise SentenceError("a ratio that is asked for has two parts")
     goal = parts[0] if len(parts) == 1 else make_term("RatioOf", *parts)
@@ -278,7 +374,7 @@ _PATTERN_BY_KIND = {
     "points": rf"(?:{POINT_PATTERN})(?:,? ?(?:and )?{POINT_PATTERN})*",
     "number": COORDINATE_PATTERN,
     "shape": SHAPE_PATTERN,
-    "adjectives": rf"(?:{_ADJECTIVES})(?: (?:{_ADJECTIVES}))?",
+    "adjectives": rf"(?:{ADJECTIVE_PATTERN})(?: (?:{ADJECTIVE_PATTERN}))?",
     "measure": rf"(?:angle )?(?:\d+|{POINT_PATTERN}(?:{POINT_PATTERN}{POINT_PATTERN})?)",
     "part": rf"(?:angle (?:\d+|{POINT_PATTERN}(?:{POINT_PATTERN}{POINT_PATTERN})?)"
     rf"|(?:arc )?{SEGMENT_PATTERN})",
@@ -311,6 +407,7 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
         r"(?P<relation>similar|congruent)(?: <:shape>)?",
         alike,
     ),
+    (r"bases? <a><b> and <c><d>", parallel_bases),
     (r"base <start><end>", base),
     (r"<start><end> base", base),
     (r"(?:vertex|apex|vertex angle)(?: at)? <corner>", apex),
@@ -318,9 +415,11 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     (r"<start><end> hypotenuse(?: (?:right )?triangle <triangle:corners>)?", hypotenuse),
     # Lines and points
     (r"<a><b> (?P<relation>parallel|perpendicular) <c><d>", two_lines),
+    (r"(?P<relation>parallel|perpendicular) <a><b> and <c><d>", two_lines),
     (r"<a><b> perpendicular <c><d> at <at>", perpendicular_at),
     (r"<a><b> and <c><d> (?P<relation>parallel|perpendicular)(?: each other)?", two_lines),
     (r"<points:points> on ?circle(?: <centre>)?", on_circle),
+    (r"<points:points> on ?circle(?: <centre>)?(?: in (?:this )?order)", in_order_on_circle),
     (r"<point> (?:on )?between <start> and <end>", Draft.put_on_line),
     (r"<point> on <start><end>", Draft.put_on_line),
     (r"<points:points> on <start><end>", on_lines),
@@ -328,11 +427,25 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     (r"<point> on extension <start><end>(?: (?:beyond|past|through) <beyond>)?", extended),
     (r"<start><end> extended(?: (?:beyond|past|through) <beyond>)? <point>", extended),
     (r"<point> midpoint <start><end>", midpoint),
+    (
+        r"<point> midpoint (?P<role>hypotenuse|diameter|chord|base|leg) <segment:segment>"
+        r"(?: (?:<adjectives:adjectives> )?triangle <names:corners>)?",
+        _add_midpoint_of_role,
+    ),
     (r"<first> and <second> midpoint <a><b> and <c><d>", two_midpoints),
     (r"<a><b> (?:and )?<c><d> meet at <point>", meet),
     (r"<a><b> meet <c><d> at <point>", meet),
+    (
+        r"<line:segment> meet <first:segment> at <near> and <second:segment> at <far>",
+        meets_two_lines,
+    ),
+    (
+        r"(?P<relation>parallel )?<first:segment> and <second:segment> meet by <line:segment> "
+        r"at <near> and <far>",
+        cut_two_lines,
+    ),
     (r"<point> intersection <a><b> and <c><d>", meet),
-    (r"diagonals meet at <point>", diagonals_meet),
+    (r"diagonals(?: (?:<kind:shape> )?<names:corners>)? meet at <point>", diagonals_meet),
     (r"<start><end> diagonal(?: (?:<kind:shape> ?)?<names:corners>)?", diagonal),
     (r"<start><end> bisects angle <names:angle>", bisects_angle),
     (r"<start><end> (?:angle )?bisector (?:angle )?<names:angle>", bisects_angle),
@@ -344,7 +457,8 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     (r"angle <names:angle> right(?: angle)?", right_angle),
     # Lines of triangles and trapezoids
     (
-        r"<start><end> (?P<role>altitude|height|median) (?:<:shape> )?<names:corners>",
+        r"<start><end> (?P<role>altitude|height|median) (?:<:shape> )?<names:corners>"
+        r"(?: <side:segment>)?",
         line_of_triangle,
     ),
     (
@@ -379,22 +493,30 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     # Circles
     (r"circle ?<centre>(?: ?(?::|with|through) ?<points:points>)?", circle),
     (r"circle with radius (?P<radius>[^A-Z=]+?) (?:and|with) center <centre>", circle_of_radius),
+    (r"<:point> (?:outside|inside) circle <centre>", circle),
     (r"circle (?:with )?center <centre>(?: ?(?::|with|through) ?<points:points>)?", circle),
     (r"<centre> center(?: circle)?(?: (?:through|with) <points:points>)?", circle),
-    (rf"<start><end> tangent{_IN_CIRCLE}?(?: ?at <at>)?", tangent),
+    (rf"<start><end> tangent{_IN_CIRCLE}?(?: ?at <at>)?(?: from <:point>)?", tangent),
     (rf"<start><end> tangent at <at>{_IN_CIRCLE}", tangent),
     (
         rf"<first:segment> and <second:segment> tangent{_IN_CIRCLE}?(?: ?at <a> and <b>)?"
-        rf"{_IN_CIRCLE.replace('<centre>', '<behind>')}?",
+        rf"{_IN_CIRCLE.replace('<centre>', '<behind>')}?(?: from <:point>)?",
+        two_tangents,
+    ),
+    (
+        rf"tangent <first:segment> and <second:segment>(?: from <:point>)?{_IN_CIRCLE}?"
+        r"(?: ?at <a> and <b>)?(?: from <:point>)?",
         two_tangents,
     ),
     (rf"<names:corners> secant{_IN_CIRCLE}?", secant),
-    (rf"secants? <first:corners> and <second:corners>{_IN_CIRCLE}?", two_secants),
+    (rf"secants? <first:corners> and (?:secant )?<second:corners>{_IN_CIRCLE}?", two_secants),
     (rf"<first:corners> and <second:corners> secants?{_IN_CIRCLE}?", two_secants),
     (rf"<start><end> diameter{_IN_CIRCLE}?", diameter),
     (r"diameter <start><end>", diameter),
     (rf"<start><end> chord{_IN_CIRCLE}?", chord),
-    (rf"<a><b> and <c><d> chord{_IN_CIRCLE}?", chords),
+    (rf"<a><b> and <c><d> chord{_IN_CIRCLE}?(?: meet at <at>)?", chords),
+    (rf"chord <a><b> and <c><d>{_IN_CIRCLE}?(?: meet at <at>)?", chords),
+    (rf"sector <start><corner><end>{_IN_CIRCLE}?", sector),
     (r"chord <start><end>", chord),
     (r"<point> on (?:(?P<size>major|minor) )?arc <start><end>", on_arc),
     (
@@ -406,6 +528,7 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
         rf"inscribed{_IN_CIRCLE}",
         inscribed,
     ),
+    (rf"<names:corners> <kind:shape> inscribed{_IN_CIRCLE}", inscribed),
     (r"circle <centre> inscribed in (?:<kind:shape> ?)?<names:corners>", circle_in),
     (r"circle <centre> around (?:<kind:shape> ?)?<names:corners>", circle_around),
     (rf"(?:<kind:shape> ?)?<names:corners> around{_IN_CIRCLE}", polygon_around),
@@ -450,7 +573,7 @@ def _compile_pattern(sentence: str) -> re.Pattern[str]:
 _GRAMMAR = tuple((_compile_pattern(sentence), build) for sentence, build in _SENTENCES)
 _KNOWN_WORDS = (
     *SIDE_WORDS,
-    *_ADJECTIVES.split("|"),
+    *ADJECTIVE_PATTERN.split("|"),
     *("find", "at", "draw", "on", "between", "and", "in", "with", "through", "from", "right"),
     *("parallel", "perpendicular", "midpoint", "bisects", "bisector", "bisect", "each", "other"),
     *("meet", "intersection", "intersect", "extension", "extended", "beyond", "past", "collinear"),

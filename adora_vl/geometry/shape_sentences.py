@@ -147,11 +147,14 @@ _HEAD_BY_CENTRE = {
 }
 
 
-def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) -> None:
-    """Add a median or an altitude of a triangle: "AD is the altitude of ABC".
+def line_of_triangle(
+    draft: Draft, start: str, end: str, role: str, names: str, side: str | None = None
+) -> None:
+    """Add a median or an altitude of a triangle: "AD is the altitude of ABC", or "of ABC to BC".
 
     It goes from a corner to a foot on the opposite side. `role` is "median", "altitude" or
-    "height". Raises `SentenceError` where the line does not begin at one corner.
+    "height". Raises `SentenceError` where the line does not begin at one corner, and where `side` is
+    not the opposite side.
     """
     corners = split_point_names(names)
     if len(corners) == 4:
@@ -163,6 +166,8 @@ def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) 
         )
     foot = end if start in corners else start
     base = [name for name in corners if name not in (start, end)]
+    if side is not None and set(split_point_names(side)) != set(base):
+        raise SentenceError(f"{start}{end} does not go to the side {side} of {names}")
     draft.put_on_line(foot, base[0], base[1])
     head = "IsMedianOf" if role == "median" else "IsAltitudeOf"
     draft.facts.append(

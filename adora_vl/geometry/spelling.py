@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 
-from adora_vl.geometry.draft import POINT_PATTERN, SHAPE_PATTERN
+from adora_vl.geometry.draft import ADJECTIVE_PATTERN, POINT_PATTERN, SHAPE_PATTERN
 from adora_vl.geometry.expressions import UNIT_PATTERN
 
 _SEGMENT_PATTERN = rf"{POINT_PATTERN}{POINT_PATTERN}(?!{POINT_PATTERN})"
-_ADJECTIVES = "regular|isosceles|right|equilateral|cyclic"
 # What begins a value, so that "is" before it means "equals": a number, a root or a single letter.
 _START_OF_VALUE = r"(?:-?\s*\d|\.\d|√|\\(?:frac|sqrt|pi)\b|[b-z](?![a-z])|a\s*$|\()"
 # Pairs of a pattern and what it becomes, in this order: the later ones count on the earlier.
@@ -36,9 +35,17 @@ _SPELLING_BY_PATTERN: tuple[tuple[str, str], ...] = (
     (UNIT_PATTERN, ""),
     (r"(?<=[\d)}])\s*(?:long|wide|high|tall)\b", ""),
     # What a sentence begins with
-    (r"^(?:and|if|given|suppose|assume|let|then|also|so|now)\s+(?:that\s+)?", ""),
+    (
+        r"^(?:and|if|given|suppose|assume|let|then|also|so|now|with|where|such)(?::|\s)\s*"
+        r"(?:that\s+)?",
+        "",
+    ),
+    (rf"^[Ff]rom (?:the )?(?:point )?{POINT_PATTERN}$", ""),
     (r"^in\s+(?:the|this)\s+(?:figure|diagram|drawing|picture)\s*", ""),
-    (rf"^in (?:a |an |the )?(?=(?:(?:{_ADJECTIVES}) )*(?:{SHAPE_PATTERN}|circle|polygon)\b)", ""),
+    (
+        rf"^in (?:a |an |the )?(?=(?:(?:{ADJECTIVE_PATTERN}) )*(?:{SHAPE_PATTERN}|circle|polygon)\b)",
+        "",
+    ),
     # Questions
     (
         r"^(?:what(?:'s| is| are)|how (?:long|large|big|wide) is|calculate|determine|compute"
@@ -61,6 +68,7 @@ _SPELLING_BY_PATTERN: tuple[tuple[str, str], ...] = (
     (r"\bis (\S+) (?:more|greater|larger|longer) than (.+)", r"= \2 + \1"),
     (r"\bis (\S+) (?:less|smaller|shorter) than (.+)", r"= \2 - \1"),
     (r"\b(?:is|are|=)\s+(?=(?:exactly )?(?:twice|double|thrice|triple|half|three times))", "= "),
+    (r"(\d)\s+times(?: as (?:long|large|big) as)?\b", r"\1*"),
     (r"\b(?:twice|double)(?: as (?:long|large|big) as)?\b", " 2*"),
     (r"\b(?:thrice|triple|three times)(?: as (?:long|large|big) as)?\b", " 3*"),
     (r"\bhalf (?:as (?:long|large|big) as|of)?\b", " 1/2*"),
@@ -75,6 +83,9 @@ _SPELLING_BY_PATTERN: tuple[tuple[str, str], ...] = (
     (r"\bcosine\b(?: of)?", "cos"),
     (r"\btangent (?:of )?(?=angle\b)", "tan "),
     (r"\bcent(?:re|er)\b", "center"),
+    (r"\b(?:two|both) (?=(?:chord|tangent|secant|radi|line|segment|parallel)[a-z]*\b)", ""),
+    (r",? ?\brespectively\b|\b(?:inside|outside|within) (?:the |a )?circle$", ""),
+    (r"\b(?:a|any) point (?=on\b)|\b(?:a )?transversal\b", ""),
     (r"\bmid-?point\b", "midpoint"),
     (r"\bmid-?segment\b|\bmid-?line\b", "midsegment"),
     (r"\bmidpoints\b", "midpoint"),
@@ -85,7 +96,10 @@ _SPELLING_BY_PATTERN: tuple[tuple[str, str], ...] = (
     (r"\bmeet in\b", "meet at"),
     (r"\bright-angled\b|\bright angled\b", "right"),
     (r"\bcircumscribed (?:about|around|to)\b|\bcircumscribes\b", "around"),
-    (r"\b(?:is|are|the|to|of|its|it|that|be|lies?|segments?|lines?|rays?|points?)\b", " "),
+    (
+        r"\b(?:is|are|the|to|of|its|it|that|be|lies?|segments?|lines?|rays?|points?|drawn)\b",
+        " ",
+    ),
     (r"\b(?:a|an)\s+(?=[a-z]{3})", " "),
     (rf"\b(?:sides?|diagonals?)\s+(?={_SEGMENT_PATTERN}|{POINT_PATTERN}(?:,|\s+and)\s*)", " "),
     (r"\s+", " "),
@@ -99,7 +113,10 @@ def plain_sentence(sentence: str) -> str:
     plain = re.sub(r"\b[A-Z][a-z]{2,}", lambda word: word[0].lower(), sentence)
     plain = re.sub(r"^(In|If|An|So)\b", lambda word: word[0].lower(), plain.strip())
     plain = re.sub(
-        rf"^A (?=(?:(?:{_ADJECTIVES}) )*(?:{SHAPE_PATTERN}|circle|polygon)\b)", "", plain
+        rf"^A (?=(?:(?:{ADJECTIVE_PATTERN}) )*(?:{SHAPE_PATTERN}|circle|polygon)\b"
+        r"|(?:secant|tangent|chord|diameter|radius|line|segment|transversal) [A-Z])",
+        "",
+        plain,
     )
     for pattern, spelled in _SPELLING_BY_PATTERN:
         plain = re.sub(pattern, spelled, plain)

@@ -24,7 +24,9 @@ MAX_TEXT = 20_000  # characters
 _POINT_LIST_END_PATTERN = re.compile(
     rf"(?:and )?{POINT_PATTERN}(?:,? and {POINT_PATTERN})?|{COORDINATE_PATTERN}"
 )
-_POINT_LIST_PATTERN = re.compile(rf"{POINT_PATTERN}(?:, {POINT_PATTERN})*")
+# What a list of points, or the place of a point, ends with before a further comma.
+_UNFINISHED_LIST_PATTERN = re.compile(rf"{POINT_PATTERN}$|\bat \(?{COORDINATE_PATTERN}$")
+_POINT_LIST_PATTERN = re.compile(rf"(?:[Pp]oints )?{POINT_PATTERN}(?:, {POINT_PATTERN})*")
 # Lines of one kind, as in "medians AD, BE and CF".
 _LINE_LIST_PATTERN = re.compile(rf"[A-Za-z]+s (?:{SEGMENT_PATTERN}, )*{SEGMENT_PATTERN}")
 
@@ -108,7 +110,8 @@ def _split_into_sentences(text: str) -> Iterator[tuple[int, str]]:
             if not piece:
                 continue
             # A comma inside of a list of points or lines, or of a place, ends no sentence.
-            ends_list = bool(sentence) and bool(_POINT_LIST_END_PATTERN.fullmatch(piece))
+            is_end_of_list = bool(_POINT_LIST_END_PATTERN.fullmatch(piece))
+            ends_list = is_end_of_list and bool(_UNFINISHED_LIST_PATTERN.search(sentence))
             is_in_points = bool(_POINT_LIST_PATTERN.fullmatch(sentence))
             begins_with_segment = bool(re.match(SEGMENT_PATTERN, piece))
             is_in_lines = begins_with_segment and bool(_LINE_LIST_PATTERN.fullmatch(sentence))

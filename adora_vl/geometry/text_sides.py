@@ -23,12 +23,14 @@ _MAX_BRACKETS = 10  # brackets in brackets; deeper ones are no problem of a scho
 _NAMES = rf"(?:{POINT_PATTERN}){{3,}}"
 # Words that say what is measured. A side without one of them and without a point is a value.
 _MEASURE_PATTERN = (
-    "angle|arc|radius|diameter|circumference|area|perimeter|height|side|scale factor|sin|cos|tan"
+    "angle|arc|distance|radius|diameter|circumference|area|perimeter|height|side|scale factor"
+    "|sin|cos|tan"
 )
 _ATOM_PATTERN = re.compile(
     rf"""\s*(?:
     (?P<exterior>exterior\s*angle\s*(?:at\s*)?{POINT_PATTERN}(?!{POINT_PATTERN}))
     |(?P<angle>(?:exterior\s*)?angle\s*(?:{POINT_PATTERN}{POINT_PATTERN}{POINT_PATTERN}|{POINT_PATTERN}|\d+))
+    |(?P<distance>distance\s*(?:from\s*|between\s*)?{POINT_PATTERN}\s*(?:and\s*)?(?:{POINT_PATTERN}){{1,2}})
     |(?P<length>length\s*(?:(?:minor|major)\s*)?arc\s*(?:{POINT_PATTERN}){{2,3}})
     |(?P<arc>(?:(?:minor|major)\s*)?arc\s*(?:{POINT_PATTERN}){{2,3}})
     |(?P<trig>(?:sin|cos|tan)\s*(?:angle\s*)?(?:{POINT_PATTERN}{POINT_PATTERN}{POINT_PATTERN}|{POINT_PATTERN}|\d+|[a-z](?![a-z])))
@@ -49,6 +51,7 @@ _ATOM_PATTERN = re.compile(
 WORDS = (
     *("exterior", "angle", "length", "minor", "major", "arc", "scale", "factor", "side"),
     *("radius", "diameter", "circumference", "circle", "area", "perimeter", "height", "sector"),
+    *("distance", "between"),
     *("sin", "cos", "tan", "sqrt", "pi", "frac"),
     *SHAPE_PATTERN.split("|"),
 )
@@ -225,23 +228,33 @@ def _read_exterior_angle(draft: Draft, text: str) -> Term:
 
 def _read_arc(draft: Draft, text: str) -> Term:
     """Read the angle of an arc by its two ends, or by its ends and a point between them."""
-    return make_term("MeasureOf", _named_arc(text))
+    return make_term("MeasureOf", _named_arc(draft, text))
 
 
 def _read_arc_length(draft: Draft, text: str) -> Term:
     """Read how long an arc is: "length of arc AB". An arc without this word is its angle."""
-    return make_term("LengthOf", _named_arc(text.removeprefix("length").strip()))
+    return make_term("LengthOf", _named_arc(draft, text.removeprefix("length").strip()))
 
 
-def _named_arc(text: str) -> Term:
+def _named_arc(draft: Draft, text: str) -> Term:
     """Return the arc that a text names, such as "minor arc AB", as a term.
 
-    Three letters name the way round already, so that "minor" or "major" says nothing more then.
+    Its ends lie on the only circle. Three letters name the way round already, so that "minor" or
+    "major" says nothing more then.
     """
     names = split_point_names(text)
+    draft.put_arc_on_circle(names[0], names[-1])
     arc = make_term("Arc", *names)
     size = text.partition("arc")[0].strip()
     return make_term(size.capitalize(), arc) if size and len(names) == 2 else arc
+
+
+def _read_distance(draft: Draft, text: str) -> Term:
+    """Read the distance of two points, or of a point from a line: "distance from O to AB"."""
+    point, *ends = split_point_names(text)
+    if len(ends) == 1:
+        return make_term("LengthOf", draft.draw_line(point, ends[0]))
+    return make_term("DistanceOf", point, draft.draw_line(ends[0], ends[1]))
 
 
 def _read_trigonometric(draft: Draft, text: str) -> Term:
@@ -332,6 +345,7 @@ _READER_BY_ATOM_KIND: dict[str, Callable[[Draft, str], Term]] = {
     "angle": _read_angle,
     "exterior": _read_exterior_angle,
     "arc": _read_arc,
+    "distance": _read_distance,
     "length": _read_arc_length,
     "trig": _read_trigonometric,
     "circle": _read_circle_measure,

@@ -12,6 +12,7 @@ import pytest
 from adora_vl.geometry.forms import read_form_from_record
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
+from adora_vl.utils.errors import UserError
 
 _PROBLEM_FILES = ("new_problems.json", "new_problems_2.json")
 NAMED_PROBLEMS = [
@@ -46,3 +47,19 @@ def test_some_new_problems_have_their_answers(problem: dict) -> None:
 )
 def test_all_new_problems_have_their_answers(problem: dict) -> None:
     _check_problem(problem)
+
+
+SCHOOL_PROBLEMS = json.loads(Path(__file__).with_name("school_problems.json").read_text())
+
+
+@pytest.mark.parametrize("problem", SCHOOL_PROBLEMS, ids=[p["text"] for p in SCHOOL_PROBLEMS])
+def test_a_problem_in_the_words_of_school_books_is_answered_or_refused(problem: dict) -> None:
+    """114 problems, written down from memory before their words were known; no answer may be wrong."""
+    try:
+        result = solve_form(read_form_from_text(problem["text"]))
+    except UserError:
+        assert problem["status"] == "refused"
+        return
+    assert result.status == problem["status"], result.why
+    if problem["value"] is not None:
+        assert result.value == pytest.approx(problem["value"], rel=1e-6)
