@@ -55,8 +55,9 @@ def runs(table: str | None, configs: Sequence[str], options: CardRun) -> Iterato
     if table == "flops":
         yield from _flops_runs(replace(options, config=configs[0]))
         return
+    layer_counts: Sequence[int | None] = LAYER_COUNTS if table == "memory" else (options.layers,)
     for config in configs:
-        for layers in LAYER_COUNTS if table == "memory" else (options.layers,):
+        for layers in layer_counts:
             yield [replace(options, config=config, layers=layers)]
 
 
