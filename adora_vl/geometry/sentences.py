@@ -84,8 +84,8 @@ SEGMENT_PATTERN = rf"{POINT_PATTERN}{POINT_PATTERN}"
 _NAMED_SHAPE_PATTERN = (
     rf"(?:(?:{ADJECTIVE_PATTERN})\s+)*(?:{SHAPE_PATTERN})\s+(?:{POINT_PATTERN}){{3,}}"
 )
-_SHAPE_AT_END_PATTERN = re.compile(rf"(.+?)\s+({_NAMED_SHAPE_PATTERN})")
-_SHAPE_AT_BEGIN_PATTERN = re.compile(rf"({_NAMED_SHAPE_PATTERN})\s+(.+)")
+_SHAPE_AT_END_PATTERN = re.compile(rf"(?P<fact>.+?)\s+(?P<shape>{_NAMED_SHAPE_PATTERN})")
+_SHAPE_AT_BEGIN_PATTERN = re.compile(rf"(?P<shape>{_NAMED_SHAPE_PATTERN})\s+(?P<fact>.+)")
 # Words between two facts of one sentence.
 _CLAUSE_JOINT_PATTERN = re.compile(
     r",?\s+(?:with|and|where|such(?: that)?|so(?: that)?|has|have|having|whose"
@@ -143,20 +143,23 @@ def _possible_splits(plain: str) -> Iterator[tuple[str, str]]:
     """Yield the ways to divide a sentence in two.
 
     First it is divided at words such as "and", from the last one on. Then a shape at its end or at
-    its begin is taken for a fact of its own: "DE is parallel to BC of triangle ABC".
+    its begin is taken for a fact of its own: "DE is parallel to BC of triangle ABC". Such a shape is
+    the first part, since the other one may refer to it: "AB is the base of isosceles triangle ABC".
     """
     joints = list(_CLAUSE_JOINT_PATTERN.finditer(plain))
     for joint in reversed(joints):
         yield plain[: joint.start()], plain[joint.end() :]
-    for pattern in (_SHAPE_AT_END_PATTERN, _SHAPE_AT_BEGIN_PATTERN):
-        match = pattern.fullmatch(plain)
-        if match:
-            yield match[1], match[2]
+    shape_at_end = _SHAPE_AT_END_PATTERN.fullmatch(plain)
+    if shape_at_end:
+        yield shape_at_end["shape"], shape_at_end["fact"]
+    shape_at_begin = _SHAPE_AT_BEGIN_PATTERN.fullmatch(plain)
+    if shape_at_begin:
+        yield shape_at_begin["shape"], shape_at_begin["fact"]
     for joint in joints:
         # A shape behind the first fact of several.
-        match = _SHAPE_AT_END_PATTERN.fullmatch(plain[: joint.start()])
-        if match:
-            yield match[1], f"{match[2]}{plain[joint.start() :]}"
+        shape_at_end = _SHAPE_AT_END_PATTERN.fullmatch(plain[: joint.start()])
+        if shape_at_end:
+            yield shape_at_end["shape"], f"{shape_at_end['fact']}{plain[joint.start() :]}"
 
 
 def _is_one_clause(plain: str) -> bool:
@@ -238,7 +241,8 @@ def _note_descriptions(draft: Draft, side: str) -> str:
     | `perimeter equilateral triangle ABC` | `perimeter triangle ABC` | the triangle is equilateral |
     | `central angle AOB` | `angle AOB` | A and B lie on the circle O |
     | `arc AB circle O` | `arc AB` | A and B lie on the circle O |
-    | `exterior angle at C triangle ABC` | `exterior angle C` | the triangle is drawn |
+    | `exterior angle at C triangle ABC` | `exterior angle C` | ABC is a triangle |
+    | `AB square ABCD` | `AB` | ABCD is a square |
     """
 
     def note_role(match: re.Match[str]) -> str:
@@ -257,16 +261,16 @@ def _note_descriptions(draft: Draft, side: str) -> str:
         on_circle(draft, match["points"], match["centre"])
         return f"arc {match['points']}"
 
-    def note_triangle(match: re.Match[str]) -> str:
-        draft.draw_polygon("Triangle", split_point_names(match["names"]))
-        return f"exterior angle {match['corner']}"
+    def note_shape_of_part(match: re.Match[str]) -> str:
+        _read_clause(draft, match["shape"])
+        return match["part"].replace(" at ", " ")
 
     for pattern, note in (
+        (_PART_OF_SHAPE_PATTERN, note_shape_of_part),
         (_ROLE_OF_SEGMENT_PATTERN, note_role),
         (_SPECIAL_SHAPE_PATTERN, note_shape),
         (_KIND_OF_ANGLE_PATTERN, note_angle),
         (_ARC_OF_CIRCLE_PATTERN, note_arc),
-        (_EXTERIOR_ANGLE_PATTERN, note_triangle),
     ):
         side = pattern.sub(note, side)
     return side
@@ -285,9 +289,9 @@ _SPECIAL_SHAPE_PATTERN = re.compile(
 _KIND_OF_ANGLE_PATTERN = re.compile(
     rf"\b(?P<kind>central|inscribed) angle (?P<names>(?:{POINT_PATTERN}){{3}})"
 )
-_EXTERIOR_ANGLE_PATTERN = re.compile(
-    rf"\bexterior angle (?:at )?(?P<corner>{POINT_PATTERN}) "
-    rf"(?:in )?triangle (?P<names>(?:{POINT_PATTERN}){{3}})"
+_PART_OF_SHAPE_PATTERN = re.compile(
+    rf"\b(?P<part>(?:exterior )?angle (?:at )?(?:{POINT_PATTERN})+|{SEGMENT_PATTERN}) "
+    rf"(?:in )?(?P<shape>{_NAMED_SHAPE_PATTERN})"
 )
 _ARC_OF_CIRCLE_PATTERN = re.compile(
     rf"\barc (?P<points>(?:{POINT_PATTERN}){{2,3}}) circle (?P<centre>{POINT_PATTERN})"
