@@ -130,7 +130,7 @@ def patched_place_of_phase(phase: str) -> tuple[type[GRPOTrainer], object, str]:
 
     places = {
         "rollout": (AdoraGRPOTrainer, "_generate_and_score_completions"),
-        "grading": (RewardFunctions, "__call__"),
+        "grading": (RewardFunctions, "score"),
         "backward": (AdoraGRPOTrainer, "_compute_loss"),
         "saving": (store, "publish_checkpoint"),
     }

@@ -70,6 +70,9 @@ class Clock:
             method: the name of the method.
             name: the name of the phase, or a function that returns it at the time of each call.
         """
+        owner_class = owner if isinstance(owner, type) else type(owner)
+        # `getattr` would find `__call__` in any class: that of `type` itself.
+        assert method in dir(owner_class), f"{owner_class.__name__} has no method {method}"
         original = getattr(owner, method)
 
         def timed(*args: object, **kwargs: object) -> object:

@@ -264,7 +264,7 @@ def time_phases(trainer: GRPOTrainer) -> dict[str, Clock]:
     for clock in clocks.values():
         clock.around(trainer, "get_batch_samples", "data")
         clock.around(trainer.processing_class.image_processor, "preprocess", "image")
-        clock.around(RewardFunctions, "__call__", "grading")
+        clock.around(RewardFunctions, "score", "grading")
         clock.around(trainer, "_get_per_token_logps_and_entropies", name_of_pass)
         clock.around(trainer.accelerator, "backward", "backward")
         clock.around(ChunkedLogProbFunction, "forward", name_of_head)
