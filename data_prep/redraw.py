@@ -476,7 +476,7 @@ class _DiagramDrawing:
     def _crossing(self, term: Term) -> complex | None:
         """Return where the two lines of a fact meet: in a common point, or where they cross.
 
-        Returns None where they do neither, or where a point has no place.
+        Returns None where they do neither, or where the form does not place one of their points.
         """
         lines = [line.names for line in term.arguments]
         if len(lines) != 2:
@@ -493,7 +493,9 @@ class _DiagramDrawing:
         cross = ((b - a).conjugate() * (d - c)).imag
         if abs(cross) <= 1e-9:
             return None
-        share = ((c - a).conjugate() * (d - c)).imag / cross  # of the way from a to b
+        # The lines cross at a + share * (b - a), the point for which c, d and it lie on one line:
+        # the cross product of (a + share * (b - a) - c) and (d - c) is 0.
+        share = ((c - a).conjugate() * (d - c)).imag / cross
         # Lines that are drawn by hand may end a little before they meet.
         return a + share * (b - a) if -0.05 <= share <= 1.05 else None
 

@@ -423,7 +423,7 @@ _SENTENCES: tuple[tuple[str, Callable[..., object]], ...] = (
     (r"<a><b> perpendicular <c><d> at <at>", perpendicular_at),
     (r"<a><b> and <c><d> (?P<relation>parallel|perpendicular)(?: each other)?", two_lines),
     (r"<points:points> on ?circle(?: <centre>)?", on_circle),
-    (r"<points:points> on ?circle(?: <centre>)?(?: in (?:this )?order)", in_order_on_circle),
+    (r"<points:points> on ?circle(?: <centre>)? in (?:this )?order", in_order_on_circle),
     (r"<point> (?:on )?between <start> and <end>", Draft.put_on_line),
     (r"<point> on <start><end>", Draft.put_on_line),
     (r"<points:points> on <start><end>", on_lines),

@@ -130,7 +130,8 @@ def check_user_code(
     rows = _first_rows(rewards, tools, prompts, data)
     group_size = config.num_generations
     repeated_rows = [row for row in rows for _ in range(group_size)]
-    # The groups are those of a training step before it samples, under a key that no step has.
+    # Groups as a training step makes them before it samples: their rollouts have no tokens yet. No
+    # step of a training has the mode `try`, so the seeds of these groups are used nowhere else.
     groups = new_groups_of_rows(
         repeated_rows,
         StepKey(mode="try", step=0, micro=0),

@@ -338,13 +338,14 @@ def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) 
 
 
 def note_finished(manifest: Manifest, output_dir: Path, steps: int) -> None:
-    """Say in a run's manifest that it has finished, where an earlier start made its last step.
+    """Mark a run as finished that is started again and has no step left to make.
 
-    That start may have been killed or stopped after its last checkpoint, or have failed there.
+    An earlier process has made the last step. It was killed, was stopped or failed after its last
+    checkpoint, before it could write the status `finished`.
 
     Args:
-        manifest: the manifest of the run if it began now. It gets the content of the folder's own
-            manifest where there is one.
+        manifest: the manifest that this process has made. If the folder has a manifest already, the
+            content is replaced by that of the folder's.
         output_dir: the folder of the run.
         steps: optimizer steps that were made.
     """

@@ -146,10 +146,10 @@ def _is_number(value: object) -> TypeGuard[float]:
 def _recorded_groups(
     folder: Path, *, end_of_first_fifth: int, begin_of_last_fifth: int, key: str
 ) -> _FigureSamples | None:
-    """Return a figure of each recorded group in the first and in the last fifth of the steps.
+    """Return the mean reward, or the pass rate, of each group of the first and last fifth of steps.
 
-    None where the record lacks one of the two fifths: when it is full, its oldest steps are
-    deleted.
+    Returns None if no group of one of the fifths is recorded, since a record that has reached
+    `adora_record_gb` deletes its oldest steps, or if a file of the record cannot be read.
 
     Args:
         folder: the output_dir of the run.

@@ -386,11 +386,13 @@ def _read_matrix(text: str, inside: str) -> Answer:
     has_equal_rows = len({len(row) for row in rows}) == 1  # false without any row, too
     if not has_equal_rows or len(rows) * len(rows[0]) > MAX_PARTS:
         raise NotReadError("matrix")
+    # A number or an expression has a tree. A text or a percentage has none.
     if any(not entry.tree for row in rows for entry in row):
         raise NotReadError("matrix")
     # A column is a vector, which may be written as a tuple too.
     if len(rows) > 1 and len(rows[0]) == 1:
         return Answer(kind="ordered", text=text, parts=tuple(row[0] for row in rows), brackets="()")
+    # `brackets` says of these ordered answers that they are rows and a matrix, and no tuples.
     row_answers = []
     for row in rows:
         row_text = ", ".join(entry.text for entry in row)

@@ -81,7 +81,8 @@ def evaluate_closed_form(tree: Tree) -> Ball:
     Raises `NotReadError` with the reason `too_large`, `undefined` (no value, as `1/0`), or
     `has_unknown` for a tree that has unknowns.
     """
-    ball = _evaluate(tree, None)  # without a point, so that an unknown raises
+    # No unknown has a value here, so a tree with one raises `NotReadError`.
+    ball = _evaluate(tree, point=None)
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
         # A short number, as most answers are, has no arithmetic and is no long decimal.
         return ball

@@ -218,7 +218,8 @@ def _compare_with_zero(sides: Sequence[str], signs: Sequence[str]) -> list[tuple
 def _inequality_with_solution(text: str, label: str, conditions: Sequence[Solution]) -> Answer:
     """Return the inequality that says that all conditions hold for the unknown `label`.
 
-    Raises `NotReadError` where no number or every number solves it.
+    Raises `NotReadError` where no number or every number solves it. The reason is `always_true` in
+    both cases, since neither says anything of the unknown.
     """
     solution = JoinedConditions("and", tuple(conditions))
     if not excludes_some_but_not_all(solution):

@@ -180,7 +180,7 @@ class OtherRankError(RolloutError):
 
 
 def check_drift(name: str, drift: Drift, bound: float, remedy: str, note: str = "") -> Check:
-    """Return the check that log-probabilities differ by at most `bound` nats per token.
+    """Return the check that log-probabilities differ by at most `bound` nats per token on average.
 
     Args:
         name: the check's name in reports.
@@ -188,6 +188,8 @@ def check_drift(name: str, drift: Drift, bound: float, remedy: str, note: str = 
         bound: the largest mean difference that passes.
         remedy: what to do where it fails.
         note: is added to the figures.
+
+    The largest difference of a single token is shown beside the mean, and has no bound.
     """
     detail = f"{drift.mean:.2g} nats per token, at most {drift.largest:.2g} (bound {bound:g}){note}"
     return passed(name, detail) if drift.mean <= bound else failed(name, detail, remedy)

@@ -196,13 +196,18 @@ def ratio_sums(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Te
 
 
 def merge_ratio_sums(sums_R7: Tensor) -> list[RatioMetric]:
-    """Return TRL's metrics of the ratio from the sums of each rank, (ranks, 7)."""
+    """Return TRL's metrics of the ratio over all ranks.
+
+    `sums_R7`: what each rank has summed, (ranks, 7). The columns are, of the differences of
+    log-probabilities, their sum, number and maximum, and of the ratios their sum, number, minimum
+    and maximum.
+    """
     columns = [list(column) for column in zip(*sums_R7.tolist(), strict=True)]
-    gap_sums, gap_counts, largest_gaps, totals, ratio_counts, smallest, largest = columns
+    gap_sums, gap_counts, largest_gaps, ratio_sums, ratio_counts, smallest, largest = columns
     gap_count = sum(gap_counts)
     ratio_count = sum(ratio_counts)
     mean_gap = sum(gap_sums) / max(gap_count, 1)
-    mean_ratio = sum(totals) / max(ratio_count, 1)
+    mean_ratio = sum(ratio_sums) / max(ratio_count, 1)
     metrics = [
         RatioMetric("sampling/sampling_logp_difference/mean", mean_gap, gap_count),
         RatioMetric("sampling/sampling_logp_difference/max", max(largest_gaps), gap_count),

@@ -217,7 +217,8 @@ class AsyncServerSampler(VLLMSampler):
         future = self._queue_job(
             lambda pool: pool.sample(group_requests, server_group.place_features)
         )
-        # `cache` makes a second call return the results of the first one.
+        # A checkpoint that is written in the meantime waits for the samples too, so `join` may be
+        # called twice. `cache` makes the second call return the results of the first one.
         join = cache(partial(self._join, future, len(requests)))
         return PendingSamples(step=self.synced_step, join=join)
 

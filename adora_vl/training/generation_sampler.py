@@ -144,12 +144,15 @@ class GenerationSampler:
         return self._enter_environments(groups, generation.key.step, begins_generation=True)
 
     def schedule(self, generation: Generation, drawn_groups: list[RolloutGroup]) -> None:
-        """Decide which groups begin or go on, and request their rollouts, which is stage 2.
+        """Decide which groups begin or go on, and request their rollouts.
 
-        Afterwards the present generation is pending: its rollouts are requested. Where servers
-        sample generations ahead, they also get the present weights and the requests of later
-        generations. If rollouts are sampled in several parts, the requests of later generations
-        are made by `sample`, after it has sampled the remaining parts of the present one.
+        This is stage 2 of a generation. Afterwards the present generation is pending: its rollouts
+        are requested, and not taken over yet.
+
+        If servers sample generations ahead, they also get the present weights and the requests of
+        later generations. One case is different: with a token budget a rollout is sampled in
+        several parts, each of which is a request of its own. Then `sample` requests later
+        generations, after it has sampled the remaining parts of the present one.
 
         Args:
             generation: the present one.

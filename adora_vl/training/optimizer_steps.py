@@ -23,8 +23,9 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
     After `MAX_BAD_STEPS_IN_A_ROW` of them in a row the run saves and stops, and `reason` says why.
 
     DeepSpeed (0.19.8) finds and skips such a step itself, on all ranks, before a callback sees it.
-    With DeepSpeed the callback only counts these steps. With float16 they are part of DeepSpeed's
-    search for a loss scale, which ends with an error of its own. So they do not stop a run then.
+    With DeepSpeed the callback only counts these steps. With float16 such steps are normal:
+    DeepSpeed lowers its loss scale after steps that overflow, and raises an error of its own if that
+    does not help. So with float16 and DeepSpeed no number of bad steps stops a run here.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             deepspeed_engine: returns the model in DeepSpeed's engine, which exists once the
                 training has begun; None without DeepSpeed.
         """
-        # With float16 DeepSpeed's search for a loss scale consists of bad steps.
+        # Steps that overflow are normal there: DeepSpeed lowers its loss scale after them.
         searches_loss_scale = deepspeed_engine is not None and context.config.fp16
         self.max_bad_steps = math.inf if searches_loss_scale else MAX_BAD_STEPS_IN_A_ROW
         self.ratio_guard = ratio_guard

@@ -91,7 +91,13 @@ def test_the_teacher_guesses_half_of_the_time_and_slips_as_often_as_it_should():
     assert statistics.fmean(rights_of_guesses["B"]) == pytest.approx(0.1, abs=0.04)
 
 
-def test_where_short_is_right_chains_cannot_be_relied_on():
+def test_with_hidden_slips_most_honest_chains_are_graded_wrong():
+    """The regime R3 of the experiment is made so that a guess pays more than a chain.
+
+    With `hidden_slips` the chain that counts as right has drawn mistakes in it, of `SLIP_RATE` a
+    step. A chain that is computed without a mistake is right only where none was drawn. With
+    `first_option` the guess 7 is right in 80 % of the problems.
+    """
     regime = task.Regime(5, first_option=0.8, hidden_slips=True)
     problems = task.draw_chain_problems(2000, regime, "x", "A")
     has_first_option = [problem.answer == task.ANSWERS_OF_FAMILY_A[0] for problem in problems]

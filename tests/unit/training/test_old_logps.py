@@ -282,8 +282,13 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
         assert not trainer.parts.generation_logps.importance_ratio.is_due(micro)
 
 
-def test_the_figures_of_a_pass_over_some_rows_weigh_by_the_tokens_of_these_rows():
-    """With all tokens of the micro-batch, rows that nobody has compared would weigh too."""
+def test_sampling_metrics_are_weighted_by_the_tokens_of_the_rows_with_signal():
+    """The pass for old log-probabilities leaves out rows without signal.
+
+    So metrics that compare its log-probabilities with the engine's have the tokens of the other
+    rows as their weight. With the tokens of the whole micro-batch, the rows that were left out
+    would count too.
+    """
     trainer = table_trainer(
         logits_table(), loss_type="grpo", **TWO_UPDATE_KEYS, **REFERENCE_KEYS, **ENGINE_KEYS
     )
