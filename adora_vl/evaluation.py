@@ -26,7 +26,7 @@ from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.runner import AnswerSample, answer_batch, refuse_control_tokens
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
-from adora_vl.evals.scoring.files import figures_in_training
+from adora_vl.evals.scoring.files import metrics_in_training
 from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.utils.cli import amount
@@ -316,7 +316,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             generation_sampler: the trainer's own; has its tools, and the guard of its servers.
             plan: what is evaluated, and when.
             end_tokens: the tokens that end an answer.
-            log_evaluation: logs figures by their names, as an entry of its own.
+            log_evaluation: logs metrics by their names, as an entry of its own.
             timed_evaluation: makes the context in which the seconds of an evaluation are measured.
             system_prompt: the system prompt of the training; None: the data's own.
             revision: the revision of the base model on the hub.
@@ -355,7 +355,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     def _evaluate_tasks(self, step: int) -> None:
         """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all.
 
-        The first rank scores the answers to each task, and logs the figures.
+        The first rank scores the answers to each task, and logs the metrics.
 
         `step`: optimizer steps that have been made.
         """
@@ -366,10 +366,10 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         for task, answers in zip(self.plan.tasks, answers_by_task, strict=True):
             all_answers = gather_object(answers)
             if accelerator.is_main_process:
-                figures = figures_in_training(
+                metrics = metrics_in_training(
                     task.benchmark, all_answers, answer_tags=has_answer_tags
                 )
-                self._log_figures(task, step, figures, answered_count=len(all_answers))
+                self._log_metrics(task, step, metrics, answered_count=len(all_answers))
         accelerator.wait_for_everyone()
 
     def _answer(self, task: EvaluationTask) -> list[dict[str, Any]]:
@@ -404,21 +404,21 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             rows += answer_batch(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows
 
-    def _log_figures(
-        self, task: EvaluationTask, step: int, figures: dict[str, float], answered_count: int
+    def _log_metrics(
+        self, task: EvaluationTask, step: int, metrics: dict[str, float], answered_count: int
     ) -> None:
-        """Log the figures of a task, and print its accuracy with a confidence interval.
+        """Log the metrics of a task, and print its accuracy with a confidence interval.
 
         Args:
             task: the benchmark and its problems.
             step: optimizer steps that have been made.
-            figures: the figures by name; accuracies lie between 0 and 1.
+            metrics: the metrics by name; accuracies lie between 0 and 1.
             answered_count: the number of problems that all ranks together have answered.
         """
         name = task.benchmark.name
-        self.log_evaluation({f"eval_{key}": value for key, value in figures.items()})
-        interval = (figures[f"{name}_accuracy_low"], figures[f"{name}_accuracy_high"])
-        accuracy = percent_with_interval(figures[f"{name}_accuracy"], interval)
+        self.log_evaluation({f"eval_{key}": value for key, value in metrics.items()})
+        interval = (metrics[f"{name}_accuracy_low"], metrics[f"{name}_accuracy_high"])
+        accuracy = percent_with_interval(metrics[f"{name}_accuracy"], interval)
         problem_count = task.problems_in_data or answered_count
         problems_text = f"of {amount(problem_count, 'problem')}"
         if answered_count < problem_count:

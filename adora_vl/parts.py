@@ -32,7 +32,7 @@ from adora_vl.record import metrics, progress
 from adora_vl.record.clocks import StepClocks
 from adora_vl.record.metrics_logger import MetricsLogger
 from adora_vl.record.recorder import Recorder
-from adora_vl.record.rollout_figures import TieNotice
+from adora_vl.record.rollout_metrics import TieNotice
 from adora_vl.rollout.agreement import SelfCheck
 from adora_vl.rollout.engine_pair import EnginePair
 from adora_vl.rollout.importance import ImportanceRatio
@@ -404,7 +404,7 @@ class StepParts:
 
         Args:
             models_by_role: the policy and its reference.
-            log_evaluation: logs the figures of an evaluation by their names.
+            log_evaluation: logs the metrics of an evaluation by their names.
         """
         callbacks: list[TrainerCallback] = [
             self.checkpoint_state.loss_sums,

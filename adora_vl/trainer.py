@@ -57,7 +57,6 @@ from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.clocks import StepClocks, start_clocks
-from adora_vl.record.figures import LARGEST_VALUE_KEYS, keep_largest
 from adora_vl.record.manifest import (
     end_manifest,
     note_finished,
@@ -66,6 +65,7 @@ from adora_vl.record.manifest import (
 )
 from adora_vl.record.metrics import end_run_from_checkpoint
 from adora_vl.record.micro_batch_means import MicroBatchMeans
+from adora_vl.record.shown_metrics import LARGEST_VALUE_KEYS, keep_largest
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.training.generation import Generation, ScoredGroups
@@ -144,7 +144,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
         trackers.prepare_trackers(run.config.report_to, run.config.output_dir)
-        clocks = start_clocks(run.config, self.log_figure, evaluates=run.evaluations is not None)
+        clocks = start_clocks(run.config, self.log_metric, evaluates=run.evaluations is not None)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
         with use_own_classes_in_trl(run, policy, clocks.engine_phase):
@@ -173,7 +173,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         context = StepContext(
             accelerator=self.accelerator,
             config=self.run.config,
-            log=self.log_figure,
+            log=self.log_metric,
             pad_id=self._tokenizer.pad_token_id,
             state=lambda: self.state,
             policy_logps=self._policy_logps,
@@ -489,9 +489,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             loss: Tensor = super()._compute_loss(model, micro)
         entropies_BC = cast("Tensor", watched.entropies_BC)  # TRL's loss asks for them
         # A micro-batch has this column if it is weighed by its tokens. With an auxiliary loss of
-        # experts `loss` contains more than the policy loss, so TRL's own figure stays.
+        # experts `loss` contains more than the policy loss, so TRL's own metric stays.
         if "share_of_tokens" in micro and not self.aux_loss_enabled:
-            self._replace_policy_loss_figure(
+            self._replace_policy_loss_metric(
                 parts.entropy_bonus.policy_loss_sums(micro, loss, entropies_BC, trl_bonus)
             )
         # NaN makes every rank skip the optimizer step.
@@ -501,7 +501,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             loss = loss + parts.entropy_bonus.missing_bonus(micro, entropies_BC, trl_bonus)
         return loss
 
-    def _replace_policy_loss_figure(self, sums_2: Tensor) -> None:
+    def _replace_policy_loss_metric(self, sums_2: Tensor) -> None:
         """Replace the loss that TRL has logged by the average over the tokens of all ranks.
 
         For example, let the first rank have the loss 0.5 over 10 tokens, and the second 0.1 over 30.
@@ -691,22 +691,22 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self._row_order = EpochRepeatSampler.like(trl_sampler, seed=self.args.seed_of_rows)
         return self._row_order
 
-    def log_evaluation(self, figures: dict[str, float]) -> None:
-        """Log the figures of an evaluation, as an entry of its own.
+    def log_evaluation(self, metrics: dict[str, float]) -> None:
+        """Log the metrics of an evaluation, as an entry of its own.
 
-        TRL's `log` would add averages of the training's figures so far, so the `log` of
+        TRL's `log` would add averages of the training's metrics so far, so the `log` of
         Transformers is called.
         """
-        # Logging resets `should_log`. Then Transformers would not log the training's own figures of
+        # Logging resets `should_log`. Then Transformers would not log the training's own metrics of
         # this step any more.
         should_log = self.control.should_log
-        Trainer.log(self, figures)
+        Trainer.log(self, metrics)
         self.control.should_log = should_log
 
-    def log_figure(self, name: str, value: float) -> None:
+    def log_metric(self, name: str, value: float) -> None:
         """Add a value of this step to the next log, which averages the values of its steps.
 
-        Figures in `LARGEST_VALUE_KEYS` are not averaged: the log has their largest value. The value
+        Metrics in `LARGEST_VALUE_KEYS` are not averaged: the log has their largest value. The value
         has to be the same on every rank.
         """
         values = self._metrics["train"][name]

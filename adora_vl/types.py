@@ -272,15 +272,15 @@ def _copy_to_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | No
 
 # Returns the checkpoint of the present step, which all ranks write together unless it is there.
 SaveNow = Callable[[], Path]
-# Gets name and value of a figure for the next log; the same on every rank.
-LogFigure = Callable[[str, float], None]
+# Gets name and value of a metric for the next log; the same on every rank.
+LogMetric = Callable[[str, float], None]
 
 
 class LogPart(Protocol):
-    """Gets a figure of some of a step's rollouts for the next log, the same on every rank."""
+    """Gets a metric of some of a step's rollouts for the next log, the same on every rank."""
 
     def __call__(self, name: str, value: float, weight: float) -> None:
-        """Add a value to the weighted average of this figure in the next log.
+        """Add a value to the weighted average of this metric in the next log.
 
         `weight`: the number of tokens or rollouts that the value describes.
         """
@@ -302,7 +302,7 @@ class StepContext:
 
     accelerator: Accelerator
     config: AdoraGRPOConfig
-    log: LogFigure
+    log: LogMetric
     pad_id: int
     # Returns the trainer's state. It is a function, since Transformers makes a new state when the
     # training begins.

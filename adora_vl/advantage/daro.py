@@ -275,9 +275,9 @@ class Daro(Method):
         for index in range(bin_count):
             # The groups of this bin have `index + 1` right rollouts.
             bin_name = f"{index + 1}_of_{group_size}"
-            run.figures[f"daro/weight_{bin_name}"] = weights_M[index].item()
+            run.metrics[f"daro/weight_{bin_name}"] = weights_M[index].item()
             if is_present_M[index]:  # an empty bin has no loss
-                run.figures[f"daro/loss_{bin_name}"] = losses_M[index].item()
+                run.metrics[f"daro/loss_{bin_name}"] = losses_M[index].item()
         daro_weights.update(losses_M, is_present_M)
         return weighted_PG.to(advantages_PG.device)
 

@@ -54,7 +54,7 @@ class AdvantagePipeline:
         # `compute_advantages` sets these three. The learning rate of the generation's optimizer steps
         # is multiplied by the first. The second has metrics to log, by name; the third ADORA's weights.
         self.learning_rate_factor = 1.0
-        self.figures: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self.weighting: AdoraWeighting | None = None
         # DARO's weights are created at its first batch, from the state of the checkpoint if there
         # is one.
@@ -101,13 +101,13 @@ class AdvantagePipeline:
 
         Call it once in a generation, with exactly the groups that are learned from. Some methods
         weigh a group by the other groups, and DARO updates its weights at each call. The call also
-        sets `weighting`, `learning_rate_factor` and `figures`.
+        sets `weighting`, `learning_rate_factor` and `metrics`.
         """
         self.weighting = self.weigh(groups)
         self.learning_rate_factor = self.weighting.learning_rate_factor
-        self.figures = {}
+        self.metrics = {}
         if self.adora_options.assign == "rate":
-            self.figures["rate_scale"] = self.learning_rate_factor
+            self.metrics["rate_scale"] = self.learning_rate_factor
         # For example plain GRPO changes nothing. Its advantages are TRL's to the bit.
         if self.keeps_trl_advantages:
             return trl_advantages_PG

@@ -1,4 +1,4 @@
-"""README.md of a saved model: how it was trained, its figures, how to load and prompt it."""
+"""README.md of a saved model: how it was trained, its metrics, how to load and prompt it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, read_template
 from adora_vl.record.manifest import data_name, describe_recipe, short_model_name
-from adora_vl.record.summary import figure_rows
+from adora_vl.record.summary import metric_rows
 from adora_vl.utils.cli import amount
 from adora_vl.utils.files import replace_file
 
@@ -82,7 +82,7 @@ def write_card(manifest: Mapping[str, Any], folder: Path, state: TrainerState) -
 
 
 def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
-    """Return the text of README.md: how the model was trained, its figures, how to load it.
+    """Return the text of README.md: how the model was trained, its metrics, how to load it.
 
     Args:
         manifest: the manifest of the run (`run_manifest`); it may be empty.
@@ -116,7 +116,7 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
         "## Data",
         _data_table(manifest.get("data", {})),
         "## Figures of the training",
-        _figure_table(history),
+        _metric_table(history),
         "## Made with",
         _markdown_table([*manifest.get("versions", {}).items(), *origin.items()]),
     ]
@@ -216,9 +216,9 @@ def _without_path(value: object) -> Any:
     return Path(str(value)).name if str(value).startswith(("/", ".")) else value
 
 
-def _figure_table(history: Sequence[Mapping[str, Any]]) -> str:
-    """Return the figures of the first and the last steps as a table in Markdown, with a caution."""
-    rows = figure_rows(history)
+def _metric_table(history: Sequence[Mapping[str, Any]]) -> str:
+    """Return the metrics of the first and the last steps as a table in Markdown, with a caution."""
+    rows = metric_rows(history)
     if not rows:
         return "Nothing was logged before this was saved."
     caution = (

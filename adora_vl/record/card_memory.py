@@ -1,4 +1,4 @@
-"""How much GPU memory a generation and a policy step take, as two figures of the log."""
+"""How much GPU memory a generation and a policy step take, as two metrics of the log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLICY_MEMORY_KEY = "memory/policy"
 class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Logs the GPU memory while rollouts are sampled and while the policy learns, in GiB.
 
-    Each figure is that of the rank whose GPU is fullest.
+    Each metric is that of the rank whose GPU is fullest.
 
     `memory/rollout` is what all processes on the GPU had in use when the engine went to sleep, or
     at the end of the step where it does not sleep. `memory/policy` is the most that torch had
@@ -37,7 +37,7 @@ class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         """Begin to measure.
 
         Args:
-            log: takes the name and the value of a figure of the present step.
+            log: takes the name and the value of a metric of the present step.
             largest_of_ranks: returns the largest of the values that the ranks give it. Collective.
             device: the GPU of this process.
             sleep_mode: whether the engine sleeps between generations.

@@ -11,7 +11,7 @@ from accelerate.utils import gather
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.phases import PhaseClock
-from adora_vl.types import LogFigure
+from adora_vl.types import LogMetric
 
 # Returns the context in which the seconds of a named phase of a step are measured.
 TimedPhase = Callable[[str], AbstractContextManager[None]]
@@ -38,12 +38,12 @@ class StepClocks:
         return partial(self.memory.phase, clock=self.seconds.phase)
 
 
-def start_clocks(config: AdoraGRPOConfig, log: LogFigure, *, evaluates: bool) -> StepClocks:
+def start_clocks(config: AdoraGRPOConfig, log: LogMetric, *, evaluates: bool) -> StepClocks:
     """Begin to measure the seconds of each phase of a step, and on a GPU its memory.
 
     Args:
         config: the training arguments.
-        log: takes the name and the value of a figure of the present step.
+        log: takes the name and the value of a metric of the present step.
         evaluates: whether the run is evaluated on its way, which is a phase of its own.
     """
 

@@ -40,12 +40,12 @@ def make_line(logs: Mapping[str, Any], step: int, time: str | None) -> MetricsLi
     """Return a log entry as a line of `metrics.jsonl`, before it becomes text.
 
     Args:
-        logs: the entry; a figure of it that is not finite becomes None.
+        logs: the entry; a metric of it that is not finite becomes None.
         step: the optimizer step after which it was logged.
         time: when it was logged, as text; None for an entry from a checkpoint, which does not say.
     """
-    figures = {key: _as_json_value(value) for key, value in logs.items() if key != "step"}
-    return {"step": step, "kind": kind_of_entry(logs), "time": time, **figures}
+    metrics = {key: _as_json_value(value) for key, value in logs.items() if key != "step"}
+    return {"step": step, "kind": kind_of_entry(logs), "time": time, **metrics}
 
 
 def _as_json_value(value: object) -> object:
@@ -109,7 +109,7 @@ def end_run_from_checkpoint(
 ) -> None:
     """Write the end of `metrics.jsonl`, where a run has died after the checkpoint of its last step.
 
-    The new line has the figures of the steps since the line before it. How long the training took
+    The new line has the metrics of the steps since the line before it. How long the training took
     is not known. If the file has its end already, that end is kept. The entry of the end is also
     appended to the history in `state`.
 
@@ -158,8 +158,8 @@ class _LineKey(NamedTuple):
 def _line_key(line: MetricsLine) -> _LineKey:
     """Return what tells a line from others: its step, its kind, and its evaluation.
 
-    An evaluation is known by the first of its figures in alphabetical order, such as
-    `eval_geometry_accuracy`. Evaluations on several data sets have figures of different names.
+    An evaluation is known by the first of its metrics in alphabetical order, such as
+    `eval_geometry_accuracy`. Evaluations on several data sets have metrics of different names.
     """
     evaluation_keys = [key for key in line if key.startswith("eval_")]
     return _LineKey(

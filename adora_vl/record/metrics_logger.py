@@ -1,4 +1,4 @@
-"""The logger of a generation: its figures, TRL's table of completions, and the record of rollouts."""
+"""The logger of a generation: its metrics, TRL's table of completions, and the record of rollouts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adora_vl.record.recorder import Recorder
-from adora_vl.record.rollout_figures import (
+from adora_vl.record.rollout_metrics import (
     TieNotice,
-    assessment_figures,
-    learned_figures,
-    tool_figures,
+    assessment_metrics,
+    learned_metrics,
+    tool_metrics,
 )
 from adora_vl.record.trackers import add_rows, logs_images, logs_tables
 from adora_vl.training.advantages import Advantages, GroupAssessment
@@ -95,7 +95,7 @@ class MetricsLogger:
         if is_training and self._has_further_batches:
             self._collect_facts(facts)
         else:
-            self._log_figures(metrics, scored_groups.assessment, facts)
+            self._log_metrics(metrics, scored_groups.assessment, facts)
         images: list[Any] = []
         if self.logs_images:
             # The table needs an entry for each row, so a rank without images has None in each.
@@ -128,21 +128,21 @@ class MetricsLogger:
         else:
             self._graded_facts = self._graded_facts.append_graded(facts)
 
-    def _log_figures(
+    def _log_metrics(
         self, metrics: Mapping[str, list[float]], assessment: GroupAssessment, facts: RolloutFacts
     ) -> None:
-        """Add the figures of graded rollouts to `metrics`, from which TRL makes the next log line.
+        """Add the metrics of graded rollouts to `metrics`, from which TRL makes the next log line.
 
         Args:
             metrics: the values of each metric since the last log line, by name.
             assessment: what is known of the groups of all ranks, such as their weights.
             facts: what is known of their rollouts, such as rewards and lengths.
         """
-        figures = assessment_figures(assessment, facts, self.function_names)
+        value_by_name = assessment_metrics(assessment, facts, self.function_names)
         has_tools = self.recorder.decode is not None
         if has_tools:
-            figures |= tool_figures(assessment.groups.rewards_PG, facts)
-        for name, value in figures.items():
+            value_by_name |= tool_metrics(assessment.groups.rewards_PG, facts)
+        for name, value in value_by_name.items():
             metrics[name].append(value)
 
     def log_learned(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
@@ -155,11 +155,11 @@ class MetricsLogger:
         """
         facts = self._graded_facts
         if facts is not None:
-            # The figures are means over all rollouts of the generation, and not means of batches.
+            # The metrics are means over all rollouts of the generation, and not means of batches.
             self._graded_facts = None
             assessment = self.assess(facts, generation.group_size, generation.key.step)
-            self._log_figures(self.metrics_by_mode["train"], assessment, facts)
-        for name, value in learned_figures(advantages).items():
+            self._log_metrics(self.metrics_by_mode["train"], assessment, facts)
+        for name, value in learned_metrics(advantages).items():
             self.log(name, value)
         self.tie_notice.count(advantages.weighting)
         self.recorder.add_final_advantages(batch, advantages, self.table)

@@ -1,4 +1,4 @@
-"""Joins the figures of micro-batches, as if all of their rollouts had shared one."""
+"""Joins the metrics of micro-batches, as if all of their rollouts had shared one."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -27,18 +27,18 @@ _POLICY_LOSS = "policy_loss"
 
 
 class _Part(NamedTuple):
-    """A figure of some of the rollouts."""
+    """A metric of some of the rollouts."""
 
     value: float
     weight: float  # the number of tokens or rollouts that were counted
 
 
 class MicroBatchMeans:
-    """Joins the figures of the micro-batches of an optimizer step.
+    """Joins the metrics of the micro-batches of an optimizer step.
 
     TRL logs the mean over its micro-batches, which have equally many rollouts of any length. Ours
     have unequal numbers, and rollouts of similar lengths share one. In the mean over them a token
-    of a short answer would weigh many times as much as one of a long answer. So a figure gets one
+    of a short answer would weigh many times as much as one of a long answer. So a metric gets one
     value for the step, in which all tokens weigh the same.
     """
 
@@ -52,7 +52,7 @@ class MicroBatchMeans:
         """
         self._metrics = metrics
         self._parts_by_name: dict[str, list[_Part]] = {}
-        # Names of figures that weigh a micro-batch by its rollouts. All others weigh it by the
+        # Names of metrics that weigh a micro-batch by its rollouts. All others weigh it by the
         # tokens that the loss counts. For some the config decides.
         self._counts_rollouts = set(_MEANS_OVER_ROLLOUTS)
         if config.importance_sampling_level == "sequence":
@@ -65,15 +65,15 @@ class MicroBatchMeans:
         self._parts_by_name = {}
 
     def add(self, name: str, value: float, weight: float) -> None:
-        """Add a figure of one part of the rollouts, and replace its value in the log.
+        """Add a metric of one part of the rollouts, and replace its value in the log.
 
         The new value is that of all parts since `begin`: their mean by weight, or the smallest or
         largest value where the name ends in `min` or `max`. For example, the value 1 of 30 tokens
         and the value 5 of 10 tokens become 2.
 
         Args:
-            name: the figure's name in the log.
-            value: the figure of this part, which is the same on every rank.
+            name: the metric's name in the log.
+            value: the metric of this part, which is the same on every rank.
             weight: the number of tokens or rollouts of this part, over all ranks.
         """
         values = self._metrics[name]
@@ -85,7 +85,7 @@ class MicroBatchMeans:
         values.append(_joined(name, parts))
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that undoes what is logged from here on, joined figures too."""
+        """Return a function that undoes what is logged from here on, joined metrics too."""
         values_by_name = {name: [*values] for name, values in self._metrics.items()}
         parts_by_name = {name: [*parts] for name, parts in self._parts_by_name.items()}
 
@@ -98,7 +98,7 @@ class MicroBatchMeans:
 
     @contextmanager
     def joining(self, micro: Batch) -> Iterator[None]:
-        """Join the figures that the block logs of a micro-batch with those of earlier ones.
+        """Join the metrics that the block logs of a micro-batch with those of earlier ones.
 
         Inside the block TRL appends a value to each metric. After the block that value is taken out
         again, and `add` gets it with the number of its tokens or rollouts.
@@ -123,7 +123,7 @@ class MicroBatchMeans:
 
 
 def _joined(name: str, parts: list[_Part]) -> float:
-    """Return the figure of all rollouts from the figures of their parts.
+    """Return the metric of all rollouts from the metrics of their parts.
 
     For example, the mean 1 of 30 tokens and the mean 5 of 10 tokens give 2.
 

@@ -54,7 +54,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         """Start the clock.
 
         Args:
-            log: takes the name and the value of a figure of the present step.
+            log: takes the name and the value of a metric of the present step.
             now: returns the time in seconds; tests have a clock of their own.
             wait: waits for the GPU to finish what it was given; tests do not wait.
             sleep_mode: whether the engine sleeps between generations; otherwise there are no phases

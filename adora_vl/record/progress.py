@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from adora_vl.record.figures import (
+from adora_vl.record.metrics import kind_of_entry
+from adora_vl.record.phases import PHASES
+from adora_vl.record.shown_metrics import (
     ACCURACY_KEY,
-    FIGURE_BY_KEY,
+    METRIC_BY_KEY,
     MISSING_REWARD_KEY,
     PASS_RATE_KEY,
     PROGRESS_LINE_KEYS,
     SIGNAL_SHARE_KEY,
 )
-from adora_vl.record.metrics import kind_of_entry
-from adora_vl.record.phases import PHASES
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -53,7 +53,7 @@ def accuracy_differs_from_pass_rate(logs: Mapping[str, Any]) -> bool:
 
     The accuracy is the share of right answers, the pass rate that of rewards above a threshold.
     With one reward function the two are mostly equal, and then the accuracy says nothing new. It is
-    shown if several reward functions are summed, if one of the two figures was not logged, or if
+    shown if several reward functions are summed, if one of the two metrics was not logged, or if
     they differ.
     """
     mean_rewards = [key for key in logs if key.startswith("rewards/") and key.endswith("/mean")]
@@ -66,13 +66,13 @@ def accuracy_differs_from_pass_rate(logs: Mapping[str, Any]) -> bool:
 
 
 def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float | None) -> str:
-    """Return a log entry as one line: step, figures, seconds of each phase, time that is left.
+    """Return a log entry as one line: step, metrics, seconds of each phase, time that is left.
 
     For example:
 
         step  12/500  reward 0.430 | 9.10 s: rollout 6.20 policy 2.90 | 1h14m left
 
-    Figures that the entry lacks are left out, and so are phases that did not occur. Seconds are means
+    Metrics that the entry lacks are left out, and so are phases that did not occur. Seconds are means
     per step since the entry before.
 
     Args:
@@ -91,7 +91,7 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         # Most runs have a reward for every rollout, so a share of 0 says nothing new.
         if key == MISSING_REWARD_KEY and not value:
             continue
-        parts.append(FIGURE_BY_KEY[key].in_line(value))
+        parts.append(METRIC_BY_KEY[key].in_line(value))
     line = "  ".join(parts)
     # A phase of no seconds did not occur, such as `evaluation` in most steps.
     seconds_by_phase = {

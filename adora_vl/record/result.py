@@ -19,9 +19,9 @@ from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.coverage import describe_scored_part, noun_of_counts
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
-from adora_vl.record.figures import PASS_RATE_KEY
 from adora_vl.record.metrics import kind_of_entry
 from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_parts, read_part
+from adora_vl.record.shown_metrics import PASS_RATE_KEY
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
@@ -59,7 +59,7 @@ def is_noise(change: Difference) -> bool:
 
 
 def training_change(folder: Path, log: LogEntries, key: str) -> Difference | None:
-    """Return how a figure changed from the first to the last fifth of a run's logged steps.
+    """Return how a metric changed from the first to the last fifth of a run's logged steps.
 
     The 95 % interval of the change comes from the recorded groups of these steps. A group has one
     value, the mean of its answers, since answers to one problem are not independent of each other.
@@ -80,12 +80,12 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
     fifth = max(1, len(lines) // 5)
     first_lines = lines[:fifth]
     last_lines = lines[-fifth:]
-    step_samples = _FigureSamples(
+    step_samples = _MetricSamples(
         first=[float(line[key]) for line in first_lines],
         last=[float(line[key]) for line in last_lines],
         unit="logged step",
     )
-    # A line has the figures of all steps since the line before it.
+    # A line has the metrics of all steps since the line before it.
     line_before_last_fifth = lines[-fifth - 1]
     group_samples = _recorded_groups(
         folder,
@@ -100,8 +100,8 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
     )
 
 
-class _FigureSamples(NamedTuple):
-    """The values of a figure in the first and in the last fifth of the logged steps."""
+class _MetricSamples(NamedTuple):
+    """The values of a metric in the first and in the last fifth of the logged steps."""
 
     first: list[float]
     last: list[float]
@@ -110,7 +110,7 @@ class _FigureSamples(NamedTuple):
 
 
 def _change_with_interval(
-    first_mean: float, last_mean: float, samples: _FigureSamples
+    first_mean: float, last_mean: float, samples: _MetricSamples
 ) -> Difference:
     """Return the change between two means, with an interval as wide as Welch's for the samples.
 
@@ -145,7 +145,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 def _recorded_groups(
     folder: Path, *, end_of_first_fifth: int, begin_of_last_fifth: int, key: str
-) -> _FigureSamples | None:
+) -> _MetricSamples | None:
     """Return the mean reward, or the pass rate, of each group of the first and last fifth of steps.
 
     Returns None if no group of one of the fifths is recorded, since a record that has reached
@@ -166,7 +166,7 @@ def _recorded_groups(
         return None
     first_groups = groups.filter(pc.field("step") <= end_of_first_fifth)
     last_groups = groups.filter(pc.field("step") >= begin_of_last_fifth)
-    samples = _FigureSamples(
+    samples = _MetricSamples(
         first=first_groups["mean"].to_pylist(),
         last=last_groups["mean"].to_pylist(),
         unit="group",
@@ -312,7 +312,7 @@ def _share_change_text(change: Difference) -> str:
 
 
 def _change_text(change: Difference) -> str:
-    """Return a change of a figure that is no share as text: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
+    """Return a change of a metric that is no share as text: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
     text = f"{change.first:.3g} → {change.second:.3g}"
     return text if change.low is None else f"{text}: {interval_text(change)}"
 
@@ -320,7 +320,7 @@ def _change_text(change: Difference) -> str:
 def interval_text(change: Difference, *, of_share: bool = False) -> str:
     """Return a change with its interval as text: `-0.146, 95 % [-0.346, +0.054], within noise`.
 
-    `of_share`: whether the figure is a share; its change is written in percentage points. The
+    `of_share`: whether the metric is a share; its change is written in percentage points. The
     change must have an interval.
     """
     assert change.low is not None

@@ -1,4 +1,4 @@
-"""The last lines of a run: its figures before and after, and the commands that come next."""
+"""The last lines of a run: its metrics before and after, and the commands that come next."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,6 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.evals.benchmark import BENCHMARK_FOLDER, benchmark_name_for
 from adora_vl.models.load import ADAPTER_CONFIG_FILE, MERGED_FOLDER
-from adora_vl.record.figures import ACCURACY_KEY, FIGURE_BY_KEY, PASS_RATE_KEY, SUMMARY_KEYS
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import METRICS_FILE, kind_of_entry
 from adora_vl.record.progress import (
@@ -21,6 +20,7 @@ from adora_vl.record.progress import (
 )
 from adora_vl.record.record_files import ROLLOUTS_FOLDER
 from adora_vl.record.result import REWARD_KEY, describe_result, interval_text, training_change
+from adora_vl.record.shown_metrics import ACCURACY_KEY, METRIC_BY_KEY, PASS_RATE_KEY, SUMMARY_KEYS
 from adora_vl.utils.cli import amount, plain_value, spelled_in_config, yaml_line
 
 
@@ -102,22 +102,22 @@ def view_command(*runs: Path) -> str:
     return shlex.join([interpreter(), "-m", "adora_vl.report", *folders])
 
 
-class FigureRow(NamedTuple):
-    """A row of the table of a run's figures."""
+class MetricRow(NamedTuple):
+    """A row of the table of a run's metrics."""
 
     title: str
     first_mean: str
-    """The figure's mean over the first fifth of the steps that logged it, as text."""
+    """The metric's mean over the first fifth of the steps that logged it, as text."""
     last_mean: str
     """Its mean over the last fifth."""
 
 
-def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[FigureRow]:
-    """Return the table of a run's figures, from its first and its last steps.
+def metric_rows(history: Sequence[Mapping[str, Any]]) -> list[MetricRow]:
+    """Return the table of a run's metrics, from its first and its last steps.
 
-    A figure that was never logged has no row. `history` is the trainer's log history.
+    A metric that was never logged has no row. `history` is the trainer's log history.
     """
-    # The last entry of a run counts too: it has the figures of the steps since the entry before.
+    # The last entry of a run counts too: it has the metrics of the steps since the entry before.
     entries = [entry for entry in history if kind_of_entry(entry) != "eval"]
     rows = []
     for key in SUMMARY_KEYS:
@@ -130,10 +130,10 @@ def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[FigureRow]:
         if not values:
             continue
         fifth = max(1, len(values) // 5)
-        figure = FIGURE_BY_KEY[key]
-        first_mean = figure.in_table(fmean(values[:fifth]))
-        last_mean = figure.in_table(fmean(values[-fifth:]))
-        rows.append(FigureRow(figure.title, first_mean=first_mean, last_mean=last_mean))
+        metric = METRIC_BY_KEY[key]
+        first_mean = metric.in_table(fmean(values[:fifth]))
+        last_mean = metric.in_table(fmean(values[-fifth:]))
+        rows.append(MetricRow(metric.title, first_mean=first_mean, last_mean=last_mean))
     return rows
 
 
@@ -146,7 +146,7 @@ def summary_lines(
     data: str = "DATA",
     command: str = "",
 ) -> list[str]:
-    """Return what a run prints when it ends: figures, files, and the commands that come next.
+    """Return what a run prints when it ends: metrics, files, and the commands that come next.
 
     Args:
         history: the log history.
@@ -163,7 +163,7 @@ def summary_lines(
     if warning is not None:
         lines += ["", f"warning: {warning}"]
     folder = Path(config.output_dir)
-    lines += _figure_lines(folder, history)
+    lines += _metric_lines(folder, history)
     command_to_merge = merge_command(model)
     adapter_note = ""
     if command_to_merge is not None:
@@ -198,17 +198,17 @@ def summary_lines(
     return lines
 
 
-# Keys of the figures that have an interval, by their titles: the record has them for each group.
-_RECORDED_KEY_BY_TITLE = {"reward": REWARD_KEY, FIGURE_BY_KEY[PASS_RATE_KEY].title: PASS_RATE_KEY}
+# Keys of the metrics that have an interval, by their titles: the record has them for each group.
+_RECORDED_KEY_BY_TITLE = {"reward": REWARD_KEY, METRIC_BY_KEY[PASS_RATE_KEY].title: PASS_RATE_KEY}
 
 
-def _figure_lines(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the result of the run in one line, and the table of its figures.
+def _metric_lines(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the result of the run in one line, and the table of its metrics.
 
-    The last column has the change of a figure with its interval, where the record of the rollouts
+    The last column has the change of a metric with its interval, where the record of the rollouts
     gives one. The list is empty where nothing was logged.
     """
-    rows = figure_rows(history)
+    rows = metric_rows(history)
     if not rows:
         return []
     lines = []

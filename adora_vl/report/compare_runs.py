@@ -16,11 +16,11 @@ from adora_vl.report.comparison_sides import PASS_RATE, Axis, Side, make_sides, 
 from adora_vl.utils.errors import UserError
 
 _UNIT_BY_AXIS: dict[Axis, str] = {"rollouts": "rollouts", "seconds": "s"}
-# The title of the figure `adora/pass_rate`
+# The title of the metric `adora/pass_rate`
 TRAINING = "pass rate in training"
-# A noisy figure is averaged over the last tenth of its budget
+# A noisy metric is averaged over the last tenth of its budget
 WINDOW = 0.1
-# Least number of characters of the first column in the table of figures
+# Least number of characters of the first column in the table of metrics
 _TITLE_WIDTH = 34
 
 
@@ -85,14 +85,14 @@ def between_seeds(a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]
 def at_budget(
     points: Sequence[tuple[float, float]], budget: float, window: float = WINDOW
 ) -> float | None:
-    """Return the value of a figure once a run has spent a budget, such as a number of rollouts.
+    """Return the value of a metric once a run has spent a budget, such as a number of rollouts.
 
     It is the mean over the last part of the budget, the window, to average out noise. If the window
     has no value, the newest value before it is returned. For example, the points (80, 1), (95, 2),
     (100, 4) and (110, 9) with a budget of 100 and a window of 0.1 give 3, the mean of 2 and 4.
 
     Args:
-        points: pairs of what the run had spent and the figure's value then, in their order.
+        points: pairs of what the run had spent and the metric's value then, in their order.
         budget: how much may be spent.
         window: the length of the last part, as a share of the budget.
 
@@ -110,15 +110,15 @@ def at_budget(
     return newest_value
 
 
-class ComparedFigure(NamedTuple):
-    """One line of the table: the difference of the sides in a figure."""
+class ComparedMetric(NamedTuple):
+    """One line of the table: the difference of the sides in a metric."""
 
-    figure: str
+    metric: str
     difference: Difference
     axis: Axis | None = None
-    """What the budget is counted in; None for a figure at the end of the training."""
+    """What the budget is counted in; None for a metric at the end of the training."""
     budget: float = 0.0
-    """How much every run had spent when the figure was taken, where there is an axis."""
+    """How much every run had spent when the metric was taken, where there is an axis."""
 
     @property
     def budget_text(self) -> str:
@@ -129,11 +129,11 @@ class ComparedFigure(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Return the title of the line: the figure and the budget."""
-        return f"{self.figure}, {self.budget_text}"
+        """Return the title of the line: the metric and the budget."""
+        return f"{self.metric}, {self.budget_text}"
 
 
-def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
+def held_out_rows(a: Side, b: Side) -> list[ComparedMetric]:
     """Return how the trained models differ on held-out problems, for each benchmark of all runs.
 
     A benchmark has a row whose interval is over problems. If each side has several seeds, it also
@@ -143,7 +143,7 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
     Raises:
         UserError: the runs have answered different problems of a benchmark.
     """
-    rows: list[ComparedFigure] = []
+    rows: list[ComparedMetric] = []
     for benchmark in _shared_benchmarks(a, b):
         over_problems = difference_between(
             [run.scores[benchmark] for run in a.runs],
@@ -155,14 +155,14 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
                 "data"
             )
         over_seeds = between_seeds(_accuracies(a, benchmark), _accuracies(b, benchmark))
-        figure = f"{benchmark}, held out"
+        metric = f"{benchmark}, held out"
         # The row over seeds comes first: what another seed would give is the wider question.
         if over_seeds.low is not None:
-            rows.append(ComparedFigure(figure, over_seeds))
-        rows.append(ComparedFigure(figure, over_problems))
+            rows.append(ComparedMetric(metric, over_seeds))
+        rows.append(ComparedMetric(metric, over_problems))
         # Without an interval the row over seeds decides nothing, and is only shown in the table.
         if over_seeds.low is None and min(len(a.runs), len(b.runs)) > 1:
-            rows.append(ComparedFigure(figure, over_seeds))
+            rows.append(ComparedMetric(metric, over_seeds))
     return rows
 
 
@@ -179,20 +179,20 @@ def _shared_benchmarks(a: Side, b: Side) -> list[str]:
     return [name for name in names if all(name in run.scores for run in all_runs)]
 
 
-def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
+def budget_rows(a: Side, b: Side) -> list[ComparedMetric]:
     """Return how the sides differ during the training, after equal numbers of rollouts or seconds.
 
-    The figures are the evaluations during the training and the pass rate in training. Each gets a
+    The metrics are the evaluations during the training and the pass rate in training. Each gets a
     row at a number of rollouts, and a row at a number of seconds of training steps. That number is
     what the run that has spent least has spent in all, so every run has a value there.
     """
     all_runs = (*a.runs, *b.runs)
-    rows: list[ComparedFigure] = []
+    rows: list[ComparedMetric] = []
     names = a.runs[0].curves
     shared_names = [name for name in names if all(run.curves.get(name) for run in all_runs)]
     # Evaluations come first, since they are on held-out problems: False sorts before True.
     for name in sorted(shared_names, key=lambda name: name == PASS_RATE):
-        figure = TRAINING if name == PASS_RATE else f"{name} on the way"
+        metric = TRAINING if name == PASS_RATE else f"{name} on the way"
         for axis in _UNIT_BY_AXIS:
             budget = min(run.curves[name][-1].spent(axis) for run in all_runs)
             a_by_seed = _values_at_budget(a, name, axis, budget)
@@ -201,8 +201,8 @@ def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
             if budget == 0 or not a_by_seed or not b_by_seed:
                 continue
             rows.append(
-                ComparedFigure(
-                    figure=figure,
+                ComparedMetric(
+                    metric=metric,
                     difference=between_seeds(a_by_seed, b_by_seed),
                     axis=axis,
                     budget=budget,
@@ -212,11 +212,11 @@ def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
 
 
 def _values_at_budget(side: Side, name: str, axis: Axis, budget: float) -> dict[int, float]:
-    """Return for each run of a side the value of a figure once it has spent a budget, by its seed.
+    """Return for each run of a side the value of a metric once it has spent a budget, by its seed.
 
     Args:
         side: the side.
-        name: the figure, as in `ComparedRun.curves`.
+        name: the metric, as in `ComparedRun.curves`.
         axis: what the budget is counted in, rollouts or seconds.
         budget: how much every run may have spent.
 
@@ -263,13 +263,13 @@ def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]
     return [*lines, *_caution_lines(a, b)]
 
 
-Figures = Sequence[ComparedFigure]
+Metrics = Sequence[ComparedMetric]
 
 
 def _answer_paragraph(
-    a: Side, b: Side, held_out: Figures, at_budgets: Figures, keys: Sequence[str]
+    a: Side, b: Side, held_out: Metrics, at_budgets: Metrics, keys: Sequence[str]
 ) -> str:
-    """Say whether side B is better than side A, and by which figures.
+    """Say whether side B is better than side A, and by which metrics.
 
     Args:
         a: the side that is compared with.
@@ -285,7 +285,7 @@ def _answer_paragraph(
             "--data DATA --output RUN/eval`."
         )
     decisive = held_out[0].difference
-    gain = f"{100 * decisive.value:+.1f} points on {held_out[0].figure}"
+    gain = f"{100 * decisive.value:+.1f} points on {held_out[0].metric}"
     interval = f"95 %: {_interval_in_points(decisive)}, over {decisive.over}"
     text = f"{b.title} {_verdict_words(decisive)} {a.title}: {gain} ({interval})."
     for axis in _UNIT_BY_AXIS:
@@ -293,7 +293,7 @@ def _answer_paragraph(
         if rows:
             row = rows[0]
             points = f"{100 * row.difference.value:+.1f}"
-            text += f" At equal {axis} ({row.budget_text}) it is {points} in {row.figure}."
+            text += f" At equal {axis} ({row.budget_text}) it is {points} in {row.metric}."
     if keys:
         text += f" The configs differ in {', '.join(keys[:4])}"
         text += f" and {len(keys) - 4} more." if len(keys) > 4 else "."
@@ -329,8 +329,8 @@ def _interval_in_points(difference: Difference) -> str:
     return f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
 
 
-def _table_lines(a: Side, b: Side, rows: Figures) -> list[str]:
-    """Return the table of figures, below a line for each side that names its runs.
+def _table_lines(a: Side, b: Side, rows: Metrics) -> list[str]:
+    """Return the table of metrics, below a line for each side that names its runs.
 
     A row has the means of both sides in percent, their difference in points, and its interval.
     """
@@ -351,19 +351,19 @@ def _table_lines(a: Side, b: Side, rows: Figures) -> list[str]:
     return [*lines, *_legend_lines(rows)]
 
 
-def _legend_lines(rows: Sequence[ComparedFigure]) -> list[str]:
+def _legend_lines(rows: Sequence[ComparedMetric]) -> list[str]:
     """Explain the titles of the rows at equal budgets; nothing where the table has no such rows."""
-    figures = [row.figure for row in rows if row.axis is not None]
-    if not figures:
+    metrics = [row.metric for row in rows if row.axis is not None]
+    if not metrics:
         return []
     lines = [
         "",
         "N rollouts, N s: all runs after the rollouts, or seconds of training steps, that the "
         "shortest one had.",
     ]
-    if any(figure != TRAINING for figure in figures):
+    if any(metric != TRAINING for metric in metrics):
         lines.append("on the way: the newest evaluation before that point.")
-    if TRAINING in figures:
+    if TRAINING in metrics:
         lines.append(
             "pass rate in training: right answers to training problems, as the mean over the last "
             "tenth before that point."

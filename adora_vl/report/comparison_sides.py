@@ -40,7 +40,7 @@ Axis = Literal["rollouts", "seconds"]
 
 
 class Point(NamedTuple):
-    """The value of a figure, and what the run had spent by then."""
+    """The value of a metric, and what the run had spent by then."""
 
     rollouts: float
     seconds: float
@@ -67,7 +67,7 @@ class ComparedRun:
     scores: dict[str, ScoreFile] = field(repr=False)
     """The newest score on each benchmark, by its name."""
     notes: tuple[str, ...] = ()
-    """What a reader has to know of the run before believing its figures."""
+    """What a reader has to know of the run before believing its metrics."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_notes(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Return what makes the figures of a run less comparable, in sentences.
+    """Return what makes the metrics of a run less comparable, in sentences.
 
     The run may not be finished, or sample more or fewer rollouts than `rollouts_per_step` counts.
     """
@@ -210,7 +210,7 @@ def _curves(lines: Sequence[dict[str, Any]], step_rollouts: float) -> dict[str, 
         step_rollouts: rollouts that one optimizer step samples.
 
     Returns:
-        the points by the name of the figure: `PASS_RATE`, or the name of an evaluation.
+        the points by the name of the metric: `PASS_RATE`, or the name of an evaluation.
     """
     curves: dict[str, list[Point]] = {PASS_RATE: []}
     seconds_of_lines = _seconds_of_training(lines)

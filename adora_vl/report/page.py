@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from adora_vl.record import figures
+from adora_vl.record.shown_metrics import page_metrics
 from adora_vl.report.run_view import ROLLOUT, RunView
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
@@ -234,7 +234,7 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         # the names of a rollout's values, without the completion, which is last and in `TEXTS`
         "rollout": ROLLOUT[:-1],
         "formula": FORMULA,
-        "figures": figures.page_figures(),
+        "figures": page_metrics(),
     }
     texts = {
         "completions": [_completions(view) for view in views],

@@ -61,8 +61,8 @@ class Advantages:
     """The weights that were applied, and their reasons."""
     final_PG: Tensor
     """The advantages as the loss gets them."""
-    figures: dict[str, float]
-    """Figures of the methods, for the log."""
+    metrics: dict[str, float]
+    """Metrics of the methods, for the log."""
 
     @property
     def has_signal_N(self) -> Tensor:
@@ -144,15 +144,15 @@ class AdvantageComputer:
         Call it once in a generation: DARO learns its weights from every call.
         """
         pipeline = self.pipeline
-        # The call also sets `weighting` and `figures` of the pipeline, which are read below: the
-        # weights that it has applied, and figures for the log.
+        # The call also sets `weighting` and `metrics` of the pipeline, which are read below: the
+        # weights that it has applied, and metrics for the log.
         final_PG = pipeline.compute_advantages(assessment.groups, assessment.trl_advantages_PG)
         assert pipeline.weighting is not None, "the call above has set it"
         return Advantages(
             assessment=assessment,
             weighting=pipeline.weighting,
             final_PG=final_PG,
-            figures=dict(pipeline.figures),
+            metrics=dict(pipeline.metrics),
         )
 
     def _equal_reward_share(self, groups: Groups, trl_advantages_PG: Tensor) -> float:

@@ -30,7 +30,7 @@ from adora_vl.types import StepContext
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-RECOMPUTED_LAYERS_FIGURE = "adora/recomputed_layers"
+RECOMPUTED_LAYERS_KEY = "adora/recomputed_layers"
 # Gradients are copied before a pass, so that they can be restored when it runs out of memory. That
 # is done if they take at most this share of the card. An adapter's gradients do.
 _MAX_COPIED_SHARE = 0.02
@@ -147,7 +147,7 @@ class RecomputedLayers:
             yield
             return
         self.count = count
-        self._log(RECOMPUTED_LAYERS_FIGURE, float(count))
+        self._log(RECOMPUTED_LAYERS_KEY, float(count))
         self._announce(size)
         flags_before = [layer.gradient_checkpointing for layer in self._layers]
         for index, layer in enumerate(self._layers):
@@ -208,7 +208,7 @@ class RecomputedLayers:
         self._is_announced = True
         print(
             f"{self.count} of {len(self._layers)} layers are recomputed in the first micro-batch "
-            f"of {size.tokens} tokens (adora_recompute; {RECOMPUTED_LAYERS_FIGURE} has those of each step)",
+            f"of {size.tokens} tokens (adora_recompute; {RECOMPUTED_LAYERS_KEY} has those of each step)",
             flush=True,
         )
 

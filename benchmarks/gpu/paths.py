@@ -14,7 +14,7 @@ from benchmarks.gpu.table import CheckLine, at_most_line, failed_line, skipped_l
 
 LIMIT_SECONDS = 280  # seconds of a training command
 DRIFT_BOUND = 0.15  # nats per token, in bfloat16
-_CALL_FREQUENCY_FIGURE = "tools/call_frequency"
+_CALL_FREQUENCY_KEY = "tools/call_frequency"
 
 
 def four_bit(setting: Setting) -> Iterator[CheckLine]:
@@ -71,7 +71,7 @@ def tools(setting: Setting) -> Iterator[CheckLine]:
             keys |= {"use_cpu": "false", "adora_vllm_enforce_eager": "true"}
         arguments = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         yield from _training_lines(arguments, folder / "run")
-        call_shares = _logged_values(folder / "run", _CALL_FREQUENCY_FIGURE)
+        call_shares = _logged_values(folder / "run", _CALL_FREQUENCY_KEY)
         if call_shares:
             share = max(call_shares)
             yield verdict_line(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
-from adora_vl.training.recompute import RECOMPUTED_LAYERS_FIGURE
+from adora_vl.training.recompute import RECOMPUTED_LAYERS_KEY
 from tests.support.tiny_run import train
 
 RECOMPUTE_KEYS = {"gradient_checkpointing": "true", "use_peft": "true", "lora_dropout": 0.2}
@@ -23,7 +23,7 @@ def read_step_figures(run: Path) -> list[dict[str, Any]]:
 def read_recomputed_layers(run: Path) -> list[float | None]:
     """Return how many layers each training step recomputed; None stands for all."""
     return [
-        line.get(RECOMPUTED_LAYERS_FIGURE)
+        line.get(RECOMPUTED_LAYERS_KEY)
         for line in read_metrics(run / METRICS_FILE)
         if "reward" in line
     ]

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from adora_vl.rollout.rollouts import StepKey
-from adora_vl.types import Batch, LogFigure, PolicyLogps, SaveNow, StepContext
+from adora_vl.types import Batch, LogMetric, PolicyLogps, SaveNow, StepContext
 from tests.support.stand_ins import config_of
 
 # "0/0": the optimizer step, and the micro-batch within it, at which a run's first generation begins.
@@ -27,7 +27,7 @@ def no_pass(batch: Batch, pixels: Tensor | None = None) -> Tensor:
 
 
 def step_context(
-    log: dict[str, float] | LogFigure | None = None,
+    log: dict[str, float] | LogMetric | None = None,
     *,
     accelerator: Any = None,
     save_now: SaveNow = no_checkpoint,
@@ -50,16 +50,16 @@ def step_context(
     trainer_state = state or TrainerState()
     accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
     figures = {} if log is None else log
-    log_figure = figures.__setitem__ if isinstance(figures, dict) else figures
+    log_metric = figures.__setitem__ if isinstance(figures, dict) else figures
 
     def log_part(name: str, value: float, weight: float) -> None:
         """Log the figure of a micro-batch as it is, without a mean by weights."""
-        log_figure(name, value)
+        log_metric(name, value)
 
     return StepContext(
         accelerator=accelerator,
         config=config,
-        log=log_figure,
+        log=log_metric,
         pad_id=99,
         state=lambda: trainer_state,
         policy_logps=policy_logps,

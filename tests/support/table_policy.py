@@ -153,7 +153,7 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
         aux_loss_enabled=False,
         current_gradient_accumulation_steps=args.gradient_accumulation_steps,
         state=SimpleNamespace(global_step=0),
-        log_figure=context.log,
+        log_metric=context.log,
         figures=figures,
         _entropy_bonus_enabled=args.entropy_coef != 0 or adaptive,
         _last_world_entropy=0.0 if adaptive else float("inf"),

@@ -64,10 +64,10 @@ def score_predictions_file(
     answer_counts = (fingerprint or {}).get("asked") or {}
     fields = (fingerprint or {}).get("fields") or {}
     answer_tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
-    figures, summary = score(benchmark, rows, options, answer_tags=answer_tags)
-    items = figures.pop("items")  # last in the file, because they are long
+    metrics, summary = score(benchmark, rows, options, answer_tags=answer_tags)
+    items = metrics.pop("items")  # last in the file, because they are long
     content = {
-        **figures,
+        **metrics,
         "coverage": {
             "answers": len(rows),
             "asked": answer_counts.get("answers"),
@@ -80,7 +80,7 @@ def score_predictions_file(
     return Scored(content, summary)
 
 
-def figures_in_training(
+def metrics_in_training(
     benchmark: Benchmark,
     rows: Sequence[Prediction],
     *,
@@ -97,24 +97,24 @@ def figures_in_training(
     """
     content, _ = score(benchmark, rows, benchmark.score_options(), answer_tags=answer_tags)
     low, high = content["wilson_95"]
-    figures: dict[str, float] = {
+    metrics: dict[str, float] = {
         "accuracy": content["accuracy"],
         "accuracy_low": low,
         "accuracy_high": high,
     }
     for name, length in content["tokens"].items():  # of right and of wrong answers
         if length:
-            figures[f"tokens_{name}"] = length["mean"]
+            metrics[f"tokens_{name}"] = length["mean"]
     for key, name in (("truncated", "truncated"), ("reflective_words", "reflective")):
         if content[key]:
-            figures[name] = content[key]["share"]
+            metrics[name] = content[key]["share"]
     for cells in find_benchmark_cells(content).values():
         for name, cell in cells.items():
-            figures[f"accuracy_{name}"] = cell["accuracy"]
+            metrics[f"accuracy_{name}"] = cell["accuracy"]
     for kind, cell in content["groups"].get("kind", {}).items():  # of drawn problems
         kind_in_key = re.sub(r"[^0-9A-Za-z]+", "_", kind)
-        figures[f"{kind_in_key}_accuracy"] = cell["accuracy"]
-    for name, figure in content.get("samples", {}).items():
+        metrics[f"{kind_in_key}_accuracy"] = cell["accuracy"]
+    for name, metric in content.get("samples", {}).items():
         if "@" in name:  # such as pass@2; the others are counts
-            figures[name] = figure["value"]
-    return {f"{benchmark.name}_{name}": value for name, value in figures.items()}
+            metrics[name] = metric["value"]
+    return {f"{benchmark.name}_{name}": value for name, value in metrics.items()}

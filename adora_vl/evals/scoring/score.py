@@ -30,7 +30,7 @@ from adora_vl.evals.scoring.statistics import (
     wilson_interval,
     wilson_over_problems,
 )
-from adora_vl.evals.scoring.steps import step_figures
+from adora_vl.evals.scoring.steps import step_metrics
 from adora_vl.rewards.completion import REFLECTIVE_WORD_REGEX, reflective_words
 from adora_vl.rewards.thinking import closes_unopened_block, final_part
 
@@ -57,7 +57,7 @@ def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | N
 _CUT_OFF_REASONS = ("length", "calls", "room")
 
 
-def reflection_figures(
+def reflection_metrics(
     rows: Sequence[Prediction], problems: Sequence[str]
 ) -> dict[str, Any] | None:
     """Compute the share of responses with reflective words, such as `wait`, with its interval.
@@ -122,43 +122,43 @@ def score(
     rules = benchmark.rules(options)
     if benchmark.file:
         rules = rules | {"file": benchmark.file}
-    claims = step_figures(rows, graded)
+    claims = step_metrics(rows, graded)
     items = [
         _describe_answer(benchmark, row, item)
         for row, item in zip(prepared_rows, graded, strict=True)
     ]
-    # The score file has the keys in this order. The figures of the benchmark may replace those
+    # The score file has the keys in this order. The metrics of the benchmark may replace those
     # before them.
     content = {
         "benchmark": benchmark.name,
         **summarise_grades(graded),
-        **_figures_as_cells(summary),
-        **answer_figures(rows, graded),
+        **_metrics_as_cells(summary),
+        **answer_metrics(rows, graded),
         **summary.notes,
         **({"steps": claims} if claims else {}),
         "rules": rules,
-        **_extraction_figures(graded),
+        **_extraction_metrics(graded),
         "items": items,
     }
     return Scored(content, summary)
 
 
-def _figures_as_cells(summary: BenchmarkFigures) -> dict[str, dict[str, Any]]:
-    """Return a benchmark's own figures in the form of a score file, by key and then by name.
+def _metrics_as_cells(summary: BenchmarkFigures) -> dict[str, dict[str, Any]]:
+    """Return a benchmark's own metrics in the form of a score file, by key and then by name.
 
-    A figure that is a plain number becomes a cell, which is a mapping with the key `accuracy`.
+    A metric that is a plain number becomes a cell, which is a mapping with the key `accuracy`.
     """
     cells_by_key: dict[str, dict[str, Any]] = {}
-    for key, figures in summary.figures.items():
+    for key, metrics in summary.figures.items():
         cells: dict[str, Any] = {}
-        for name, figure in figures.items():
-            is_number = isinstance(figure, int | float)
-            cells[name] = {"accuracy": figure} if is_number else figure
+        for name, metric in metrics.items():
+            is_number = isinstance(metric, int | float)
+            cells[name] = {"accuracy": metric} if is_number else metric
         cells_by_key[key] = cells
     return cells_by_key
 
 
-def _extraction_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
+def _extraction_metrics(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Count how answers were extracted, and how often the judge failed.
 
     Returns {} for a benchmark without a separate extraction.
@@ -282,19 +282,19 @@ def verdict_of(is_right: bool) -> str:
 
 
 def find_benchmark_cells(score: Mapping[str, Any]) -> dict[str, dict[str, AccuracyCell]]:
-    """Return the cells of a benchmark's own figures in a score, by its key and by name.
+    """Return the cells of a benchmark's own metrics in a score, by its key and by name.
 
     For example, `{"variants": {"worst_case": {"accuracy": 0.4}}}` in a score is returned as it is.
     A key counts as the benchmark's own if its value is a mapping with cells, and a cell is a
     mapping with an `accuracy`. So the function also works on a score that was read from a file.
     """
     cells_by_key: dict[str, dict[str, Any]] = {}
-    for key, figures in score.items():
-        if not isinstance(figures, dict):
+    for key, metrics in score.items():
+        if not isinstance(metrics, dict):
             continue
-        for name, figure in figures.items():
-            if isinstance(figure, dict) and isinstance(figure.get("accuracy"), int | float):
-                cells_by_key.setdefault(key, {})[name] = figure
+        for name, metric in metrics.items():
+            if isinstance(metric, dict) and isinstance(metric.get("accuracy"), int | float):
+                cells_by_key.setdefault(key, {})[name] = metric
     return cells_by_key
 
 
@@ -395,11 +395,11 @@ def summarise_grades(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
             "without_answer": sum(item.thinking == "without_answer" for item in graded),
         },
     }
-    return counts | _sample_figures(graded)
+    return counts | _sample_metrics(graded)
 
 
-def answer_figures(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -> dict[str, Any]:
-    """Compute the figures on the answers themselves, over the problems that were asked.
+def answer_metrics(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -> dict[str, Any]:
+    """Compute the metrics on the answers themselves, over the problems that were asked.
 
     They are the lengths of right and of wrong answers, the share of answers that was cut off, the
     reflective words, and the number of empty responses.
@@ -424,13 +424,13 @@ def answer_figures(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -
             "correct": length_statistics(correct_lengths),
             "wrong": length_statistics(wrong_lengths),
         },
-        "truncated": _truncation_figures(asked_rows, asked_problems),
-        "reflective_words": reflection_figures(asked_rows, asked_problems),
+        "truncated": _truncation_metrics(asked_rows, asked_problems),
+        "reflective_words": reflection_metrics(asked_rows, asked_problems),
         "empty_responses": sum(not row["response"].strip() for row in asked_rows),
     }
 
 
-def _truncation_figures(
+def _truncation_metrics(
     rows: Sequence[Prediction], problems: Sequence[str]
 ) -> dict[str, Any] | None:
     """Compute the share of answers that were cut off, among those with a finish reason.
@@ -494,7 +494,7 @@ def answers_per_problem(graded: Iterable[GradedAnswer]) -> int:
     return max(len(answers) for answers in correct_by_problem(graded).values())
 
 
-def _sample_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
+def _sample_metrics(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Compute avg@k and pass@j for j = 1, 2, 4, ... k, with intervals over the problems.
 
     k is the largest number of answers to a problem: with k = 6 there are pass@1, pass@2, pass@4 and
@@ -508,19 +508,19 @@ def _sample_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     problem_by_pid = {item.pid: item.problem for item in graded}
     complete = {pid: answers for pid, answers in answers_by_pid.items() if len(answers) == k}
     problems = [problem_by_pid[pid] for pid in complete]
-    figures: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "k": k,
         "problems": len(complete),
         "incomplete": len(answers_by_pid) - len(complete),
     }
     shares = [sum(answers) / k for answers in complete.values()]
-    figures[f"avg@{k}"] = mean_with_interval(shares, problems)
+    metrics[f"avg@{k}"] = mean_with_interval(shares, problems)
     # j runs through the powers of two up to k, and k itself.
     powers_of_two = {1 << power for power in range(k.bit_length())}
     for j in sorted(powers_of_two | {k}):
         chances = [pass_at(j, samples=k, correct=sum(answers)) for answers in complete.values()]
-        figures[f"pass@{j}"] = mean_with_interval(chances, problems)
-    return {"samples": figures}
+        metrics[f"pass@{j}"] = mean_with_interval(chances, problems)
+    return {"samples": metrics}
 
 
 def mean_with_interval(values: Sequence[float], problems: Sequence[str]) -> dict[str, Any]:

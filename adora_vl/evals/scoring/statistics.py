@@ -1,4 +1,4 @@
-"""The uncertainty of a figure: intervals for one run, and tests for the difference between two."""
+"""The uncertainty of a metric: intervals for one run, and tests for the difference between two."""
 
 import random
 from collections.abc import Sequence

@@ -15,12 +15,12 @@ from adora_vl.evals.scoring.statistics import mean_interval, wilson_over_problem
 from adora_vl.rewards.steps import ClaimCheck, check_claims_if_possible
 
 
-def step_figures(
+def step_metrics(
     rows: Sequence[Prediction], graded: Sequence[GradedAnswer]
 ) -> dict[str, Any] | None:
-    """Compute the figures on the claims of answers.
+    """Compute the metrics on the claims of answers.
 
-    The figures are:
+    The metrics are:
 
     - `answers`: the number of answers to problems with solved figures.
     - `true` and `false`: the number of new true claims and of false claims in an answer, as a mean
@@ -38,7 +38,7 @@ def step_figures(
     if not answers:
         return None
     right_answers = [(item.problem, check.is_luck) for item, check in answers if item.correct]
-    figures: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "answers": len(answers),
         "true": _mean_over_problems(answers, "new_count"),
         "false": _mean_over_problems(answers, "false_count"),
@@ -48,7 +48,7 @@ def step_figures(
         are_luck = [is_luck for _, is_luck in right_answers]
         count = sum(are_luck)
         total = len(right_answers)
-        figures["lucky"] = {
+        metrics["lucky"] = {
             "count": count,
             "total": total,
             "value": count / total,
@@ -56,7 +56,7 @@ def step_figures(
                 wilson_over_problems(are_luck, [problem for problem, _ in right_answers])
             ),
         }
-    return figures
+    return metrics
 
 
 def _mean_over_problems(

@@ -16,7 +16,7 @@ _MOST_GROUPS = 16  # of one kind in the table; the score file has all
 def format_score(scored: Scored) -> str:
     """Format a score for the screen.
 
-    The text has the overall line, the groups, the benchmark's own figures, the lengths of answers,
+    The text has the overall line, the groups, the benchmark's own metrics, the lengths of answers,
     and everything that qualifies the result.
     """
     score, summary = scored
@@ -38,9 +38,9 @@ def format_score(scored: Scored) -> str:
     if shortened_kinds:
         lines.append(f"in the score file only: {', '.join(shortened_kinds)}")
     lines.append("")
-    for name, figure in score.get("samples", {}).items():
+    for name, metric in score.get("samples", {}).items():
         if "@" in name:  # such as pass@2; the others are counts
-            lines.append(f"{name}: {percent_with_interval(figure['value'], figure['interval_95'])}")
+            lines.append(f"{name}: {percent_with_interval(metric['value'], metric['interval_95'])}")
     lines += [*summary.lines, *_answer_lines(score), *_warning_lines(score, summary)]
     return "\n".join(lines)
 
@@ -121,7 +121,7 @@ def _table_rows(kind: str, cell_by_group: Mapping[str, AccuracyCell]) -> list[li
 def accuracy_text(cell: AccuracyCell | None) -> str:
     """Format an accuracy with its interval for a table, in percent: `61.2 [57.9, 64.4]`.
 
-    A figure that is no count has the share alone. A missing figure, None, is `-`.
+    A metric that is no count has the share alone. A missing metric, None, is `-`.
     """
     if cell is None:
         return "-"
@@ -171,27 +171,27 @@ def _answer_lines(score: Score) -> list[str]:
     return lines
 
 
-def step_lines(figures: Mapping[str, Any]) -> list[str]:
-    """Format the figures on claims (see `step_figures`) as lines for the screen."""
+def step_lines(metrics: Mapping[str, Any]) -> list[str]:
+    """Format the metrics on claims (see `step_metrics`) as lines for the screen."""
     lines = [
-        f"true claims of an answer: {_number_with_interval(figures['true'])}",
-        f"false claims of an answer: {_number_with_interval(figures['false'])}",
+        f"true claims of an answer: {_number_with_interval(metrics['true'])}",
+        f"false claims of an answer: {_number_with_interval(metrics['false'])}",
     ]
-    lucky_figure = figures["lucky"]
-    if lucky_figure is None:
+    lucky_metric = metrics["lucky"]
+    if lucky_metric is None:
         return [*lines, "right by luck: no answer is right"]
-    lucky_share = percent_with_interval(lucky_figure["value"], lucky_figure["interval_95"])
+    lucky_share = percent_with_interval(lucky_metric["value"], lucky_metric["interval_95"])
     lines.append(
-        f"right by luck: {lucky_share} of {lucky_figure['total']} right answers have a false claim, "
+        f"right by luck: {lucky_share} of {lucky_metric['total']} right answers have a false claim, "
         "or none that is new"
     )
     return lines
 
 
-def _number_with_interval(figure: Mapping[str, Any]) -> str:
+def _number_with_interval(metric: Mapping[str, Any]) -> str:
     """Format a mean with its interval."""
-    low, high = figure["interval_95"]
-    return f"{figure['value']:.2f} (95 %: {low:.2f} to {high:.2f})"
+    low, high = metric["interval_95"]
+    return f"{metric['value']:.2f} (95 %: {low:.2f} to {high:.2f})"
 
 
 def _warning_lines(score: Score, summary: BenchmarkFigures) -> list[str]:

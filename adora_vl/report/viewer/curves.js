@@ -1,4 +1,4 @@
-// The curves, for one run or several laid over each other. Which there are is in the page's data, from record/figures.py.
+// The curves, for one run or several laid over each other. Which there are is in the page's data, from record/shown_metrics.py.
 
 // How to read each chart, by the first of its figures.
 const HOW = {

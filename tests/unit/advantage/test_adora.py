@@ -557,7 +557,7 @@ def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advant
         == weigh_with_assignment("criterion", batch).weights_P[has_signal].mean().item()
     )
     assert 0.1 < pipeline.learning_rate_factor < 1
-    assert pipeline.figures == {"rate_scale": pipeline.learning_rate_factor}
+    assert pipeline.metrics == {"rate_scale": pipeline.learning_rate_factor}
     assert bool((pipeline.weighting.weights_P == 1).all())
     assert apply_with_assignment("rate", groups(prompts=2))[1].learning_rate_factor == 1.0, (
         "nothing has signal"

@@ -252,8 +252,8 @@ def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
 def test_each_bin_of_daro_is_logged():
     method = AdvantagePipeline({"daro": Daro()})
     _run_steps(method, 1)
-    assert {f"daro/weight_{n}_of_4" for n in (1, 2, 3)} <= method.figures.keys()
-    assert "daro/loss_2_of_4" in method.figures
+    assert {f"daro/weight_{n}_of_4" for n in (1, 2, 3)} <= method.metrics.keys()
+    assert "daro/loss_2_of_4" in method.metrics
 
 
 def test_a_schedule_by_hand():

@@ -35,7 +35,7 @@ from adora_vl.evals.records import (
     LoadedProblems,
     Problem,
 )
-from adora_vl.evals.scoring.files import figures_in_training as figures
+from adora_vl.evals.scoring.files import metrics_in_training as figures
 from adora_vl.evals.scoring.score import accuracy_cell, score
 from adora_vl.utils import own_files
 from adora_vl.utils.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.evals.options import HubDataOptions
-from adora_vl.evals.scoring.files import figures_in_training as figures
+from adora_vl.evals.scoring.files import metrics_in_training as figures
 from adora_vl.evaluation import _load_tasks as task
 from eval.command import main
 from eval.mathvision import (

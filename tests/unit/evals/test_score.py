@@ -19,10 +19,10 @@ from adora_vl.evals.inference.runner import AnswerSample, answer_batch
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.prepared import GraderOptions, answer_form
 from adora_vl.evals.records import GradedAnswer, RowGrade
-from adora_vl.evals.scoring.files import figures_in_training as figures
+from adora_vl.evals.scoring.files import metrics_in_training as figures
 from adora_vl.evals.scoring.files import score_predictions_file
 from adora_vl.evals.scoring.score import (
-    answer_figures,
+    answer_metrics,
     grade_row,
     summarise_grades,
     verdict_of,
@@ -216,8 +216,8 @@ def test_equal_samples_make_no_interval_of_answers_narrower() -> None:
     for pid, response, reason in (("a", "wait, 1", "length"), ("b", "1", "stop")):
         rows.append(prediction(pid, response) | {"finish_reason": reason})
         graded.append(GradedAnswer(pid, RowGrade("correct", None, "")))
-    once = answer_figures(rows, graded)
-    thrice = answer_figures(rows * 3, graded * 3)
+    once = answer_metrics(rows, graded)
+    thrice = answer_metrics(rows * 3, graded * 3)
     for name in ("truncated", "reflective_words"):
         assert thrice[name]["wilson_95"] == pytest.approx(once[name]["wilson_95"]), name
 

@@ -2,15 +2,15 @@
 
 import math
 
-from adora_vl.record.figures import (
+from adora_vl.record.shown_metrics import (
     CHARTS,
-    FIGURE_BY_KEY,
+    METRIC_BY_KEY,
     MISSING_REWARD_KEY,
     PASS_RATE_KEY,
     PROGRESS_LINE_KEYS,
     SUMMARY_KEYS,
     keep_largest,
-    page_figures,
+    page_metrics,
 )
 
 
@@ -19,8 +19,8 @@ def test_every_place_shows_figures_of_the_one_table():
     for chart in CHARTS:
         charted_keys += [key for key, _ in chart.series]
     shown_keys = {*PROGRESS_LINE_KEYS, *SUMMARY_KEYS, *charted_keys}
-    titles = [figure.title for figure in FIGURE_BY_KEY.values()]
-    assert shown_keys <= FIGURE_BY_KEY.keys()
+    titles = [figure.title for figure in METRIC_BY_KEY.values()]
+    assert shown_keys <= METRIC_BY_KEY.keys()
     assert len(charted_keys) == len(set(charted_keys)), "a figure stands in one chart"
     assert len(titles) == len(set(titles)), "no two figures have the same title"
 
@@ -28,19 +28,19 @@ def test_every_place_shows_figures_of_the_one_table():
 def test_a_chart_has_shares_alone_or_none():
     """Its scale is from 0 to 100 %, or that of its numbers."""
     for chart in CHARTS:
-        formats = [FIGURE_BY_KEY[key].format for key, _ in chart.series]
+        formats = [METRIC_BY_KEY[key].format for key, _ in chart.series]
         share_count = formats.count("share")
         assert share_count in (0, len(formats)), chart.title
 
 
 def test_a_share_is_a_percentage_in_a_table_a_line_and_on_the_page():
-    pass_rate = FIGURE_BY_KEY[PASS_RATE_KEY]
-    missing_share = FIGURE_BY_KEY[MISSING_REWARD_KEY]
+    pass_rate = METRIC_BY_KEY[PASS_RATE_KEY]
+    missing_share = METRIC_BY_KEY[MISSING_REWARD_KEY]
     assert pass_rate.in_table(0.375) == "37.5%"
     assert pass_rate.in_line(0.375) == "pass 38%"
     assert missing_share.in_line(0.002) == "without reward 0.2%"
 
-    page = page_figures()
+    page = page_metrics()
     rows = [row for row in page["rows"] if row["key"] == PASS_RATE_KEY]
     charts = [chart for chart in page["charts"] if chart["keys"] == ((PASS_RATE_KEY, ""),)]
     assert len(rows) == 1

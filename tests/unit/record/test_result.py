@@ -10,7 +10,6 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.score import summarise_grades, verdict_of
 from adora_vl.evals.scoring.statistics import welch_interval
-from adora_vl.record.figures import PASS_RATE_KEY
 from adora_vl.record.metrics import read_metrics
 from adora_vl.record.result import (
     SCORE_FILE_AFTER,
@@ -20,6 +19,7 @@ from adora_vl.record.result import (
     training_change,
 )
 from adora_vl.record.rollouts import Record
+from adora_vl.record.shown_metrics import PASS_RATE_KEY
 from adora_vl.record.summary import summary_lines
 from adora_vl.report.run_view import load_run
 from tests.support.recorded_runs import ADORA_SETTINGS

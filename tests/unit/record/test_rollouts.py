@@ -22,7 +22,7 @@ from adora_vl.record import recorder as recorder_module
 from adora_vl.record.diagrams import DiagramStore
 from adora_vl.record.metrics import METRICS_FILE, MetricsLine, read_metrics
 from adora_vl.record.recorder import Recorder
-from adora_vl.record.rollout_figures import tool_figures
+from adora_vl.record.rollout_metrics import tool_metrics
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segment
@@ -338,13 +338,13 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
         tool_seconds_N=torch.tensor([0.5, 0, 0.5, 0, 0, 0]),
         unanswered_N=torch.tensor([False, False, False, True, False, False]),
     )
-    figures = tool_figures(rewards_PG, facts)
+    figures = tool_metrics(rewards_PG, facts)
     assert figures["adora/tool_gain"] == 1
     assert figures["adora/called"] == 0.5
     assert figures["adora/tools_s"] == 1
     assert figures["tools/failure_frequency"] == 0.25
     assert figures["tools/call_frequency"] == pytest.approx(4 / 6)
-    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], facts.select(range(2, 6)))
+    assert "adora/tool_gain" not in tool_metrics(rewards_PG[1:], facts.select(range(2, 6)))
 
 
 def test_a_problem_is_recorded_with_its_choices(tmp_path):

@@ -40,8 +40,8 @@ from adora_vl.record.manifest import (
 from adora_vl.record.metrics import MetricsFile, lines_of_resumed_run, make_line, read_metrics
 from adora_vl.record.phases import PHASES, PhaseClock
 from adora_vl.record.progress import ProgressLine, duration_text, no_signal_warning, progress_line
-from adora_vl.record.rollout_figures import TieNotice, adora_metrics
-from adora_vl.record.summary import evaluate_command, figure_rows, summary_lines, view_command
+from adora_vl.record.rollout_metrics import TieNotice, adora_metrics
+from adora_vl.record.summary import evaluate_command, metric_rows, summary_lines, view_command
 from adora_vl.report.__main__ import main as view
 from tests.support.stand_ins import config_of, state_of
 from tests.support.tiny_run import TINY_RUN_STEPS, arguments
@@ -186,7 +186,7 @@ def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
         {**entry, "rewards/brevity/mean": 0.9, "grading/correct": 0.25},
     ):
         assert "  pass 38%  accuracy 25%  TDS 25%" in progress_line(logs, 40, 1000, 185.2)
-    assert figure_rows([logs])[1:3] == [
+    assert metric_rows([logs])[1:3] == [
         ("pass rate", "37.5%", "37.5%"),
         ("accuracy", "25.0%", "25.0%"),
     ]

@@ -17,8 +17,8 @@ import pandas as pd
 import pytest
 
 from adora_vl.record import trackers as backends
-from adora_vl.record.figures import PASS_RATE_KEY
 from adora_vl.record.metrics import read_metrics
+from adora_vl.record.shown_metrics import PASS_RATE_KEY
 from adora_vl.record.trackers import (
     prepare_trackers,
     restore_table,

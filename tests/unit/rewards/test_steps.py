@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.evals.records import GradedAnswer, RowGrade
-from adora_vl.evals.scoring.steps import step_figures
+from adora_vl.evals.scoring.steps import step_metrics
 from adora_vl.evals.scoring.table import step_lines
 from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.text import read_form_from_text
@@ -278,16 +278,16 @@ def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(
     ]
     rows.append({"pid": "3", "response": TRUE_WORKING})
     graded = [GradedAnswer(row["pid"], RowGrade("correct", None, "")) for row in rows]
-    figures = step_figures(rows, graded)
+    figures = step_metrics(rows, graded)
     assert figures is not None
     assert figures["answers"] == 3
     assert figures["true"]["value"] == pytest.approx(1.0)
     assert figures["false"]["value"] == pytest.approx(1 / 3)
     assert figures["lucky"]["count"] == 2
     assert "right by luck: 66.7 % " in step_lines(figures)[2]
-    assert step_figures(rows[3:], graded[3:]) is None
+    assert step_metrics(rows[3:], graded[3:]) is None
     wrong = [GradedAnswer("0", RowGrade("wrong", None, ""))]
-    figures = step_figures(rows[:1], wrong)
+    figures = step_metrics(rows[:1], wrong)
     assert figures is not None
     assert step_lines(figures)[2] == "right by luck: no answer is right"
 

@@ -26,7 +26,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.packing.prompts import PromptBatch
-from adora_vl.record.rollout_figures import assessment_figures, learned_figures
+from adora_vl.record.rollout_metrics import assessment_metrics, learned_metrics
 from adora_vl.record.rollouts import criteria_columns
 from adora_vl.record.trackers import add_rows
 from adora_vl.rollout.rollouts import (
@@ -305,7 +305,7 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
             assert torch.equal(learned.final_PG, expected.final_PG)
             assert expected.final_PG.any()
             assert refilled_pipeline.state() == whole_pipeline.state()
-            assert learned.figures == expected.figures
+            assert learned.metrics == expected.metrics
 
 
 def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, monkeypatch):
@@ -472,7 +472,7 @@ def advantages_of_two_groups() -> Advantages:
         assessment=assessment,
         weighting=weighting,
         final_PG=trl_advantages_PG * weighting.weights_P[:, None],
-        figures={"own": 3.0},
+        metrics={"own": 3.0},
     )
 
 
@@ -516,8 +516,8 @@ def test_the_log_has_the_figures_of_adora_and_of_the_method():
         torch.zeros(4, 1), length_N=lengths_B, reflective_words_N=torch.tensor([0.0, 1.0, 0.0, 1.0])
     )
     advantages = advantages_of_two_groups()
-    assert learned_figures(advantages) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
-    figures = assessment_figures(advantages.assessment, facts, ["accuracy"])
+    assert learned_metrics(advantages) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
+    figures = assessment_metrics(advantages.assessment, facts, ["accuracy"])
     assert figures["adora/reflective_per_1000_tokens"] == 20.0
     assert figures["adora/pass_rate"] == 0.25
     assert figures["rewards/missing"] == 0.0

@@ -17,7 +17,7 @@ from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.advantage.grpo import Dapo
 from adora_vl.checkpoint.store import manifest_of
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
-from adora_vl.record.rollout_figures import adora_metrics
+from adora_vl.record.rollout_metrics import adora_metrics
 from adora_vl.report.run_view import load_run
 from adora_vl.train import main
 from adora_vl.training.advantages import AdvantageComputer, Advantages, GroupAssessment
@@ -201,7 +201,7 @@ def test_daro_learns_from_the_tokens_of_those_who_are_left():
     pipeline = AdvantagePipeline({"daro": METHODS["daro"]()})
     pipeline.compute_advantages(groups, group_advantages(rewards_PG))
     size_of_both_advantages = pytest.approx(0.7071, abs=1e-3)
-    assert pipeline.figures["daro/loss_2_of_4"] == size_of_both_advantages
+    assert pipeline.metrics["daro/loss_2_of_4"] == size_of_both_advantages
 
 
 def test_figures_and_signal_leave_them_out():
@@ -228,7 +228,7 @@ def test_figures_and_signal_leave_them_out():
         assessment=assessment,
         weighting=weighting,
         final_PG=advantages_PG,
-        figures={},
+        metrics={},
     )
     assert advantages.has_signal_N.tolist() == [True, True, *[False] * 6]
 

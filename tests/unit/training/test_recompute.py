@@ -16,7 +16,7 @@ from adora_vl.models.peak_memory import RESERVED_CARD_SHARE, ActivationMemory
 from adora_vl.models.shape import ModelShape, config_for_planning, model_shape
 from adora_vl.record.micro_batch_means import MicroBatchMeans
 from adora_vl.training.recompute import (
-    RECOMPUTED_LAYERS_FIGURE,
+    RECOMPUTED_LAYERS_KEY,
     CardBytes,
     GradientSnapshots,
     RecomputedLayers,
@@ -212,7 +212,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
             flags = [layer.gradient_checkpointing for layer in recomputable_layers(model)]
         assert flags.count(True) == count
         assert switch.count == count
-        assert log[RECOMPUTED_LAYERS_FIGURE] == count
+        assert log[RECOMPUTED_LAYERS_KEY] == count
     free_bytes = bytes_for(2)
     with switch.switched(PassSize(rows=1, row_length=240, scored_tokens=187)):
         assert switch.count == 0, "fewer tokens keep less"

@@ -1,4 +1,4 @@
-"""The figures of a run that are shown: in its progress line, its summary, its model card, its page.
+"""The metrics of a run that are shown: in its progress line, its summary, its model card, its page.
 
 Each has one title and one way to be written, wherever it stands. Which of them a place shows, and
 in which order, is a tuple of their keys.
@@ -18,12 +18,12 @@ SIGNAL_SHARE_KEY = "adora/signal_share"
 # Share of rollouts without a reward
 MISSING_REWARD_KEY = "rewards/missing"
 
-# Figures that are the largest value since the line before; of others a line has the mean
+# Metrics that are the largest value since the line before; of others a line has the mean
 LARGEST_VALUE_KEYS = frozenset({"adora/ratio_max", "adora/staleness_max"})
 
 
 def keep_largest(values: list[float], value: float) -> None:
-    """Replace a figure's values since the last log line by the largest of them and a new value.
+    """Replace a metric's values since the last log line by the largest of them and a new value.
 
     The log takes the mean of the values. In a mean, the single large ratio for which a step was
     skipped would hardly be seen. So only the largest value is kept. For example, [2.0] and 5.0
@@ -33,16 +33,16 @@ def keep_largest(values: list[float], value: float) -> None:
     values[:] = [max(numbers, default=math.nan)]
 
 
-FigureFormat = Literal["number", "share", "tokens", "nats", "seconds"]
+MetricFormat = Literal["number", "share", "tokens", "nats", "seconds"]
 # How a value is written in a table, and in a line, where room is scarce.
-_TABLE_TEMPLATE_BY_FORMAT: dict[FigureFormat, str] = {
+_TABLE_TEMPLATE_BY_FORMAT: dict[MetricFormat, str] = {
     "number": "{:.3f}",
     "share": "{:.1%}",
     "tokens": "{:.1f}",
     "nats": "{:.2g}",
     "seconds": "{:.2f}",
 }
-_LINE_TEMPLATE_BY_FORMAT: dict[FigureFormat, str] = {
+_LINE_TEMPLATE_BY_FORMAT: dict[MetricFormat, str] = {
     "number": "{:.3f}",
     "share": "{:.0%}",
     "tokens": "{:.0f}",
@@ -52,8 +52,8 @@ _LINE_TEMPLATE_BY_FORMAT: dict[FigureFormat, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggedFigure:
-    """A figure of the log.
+class LoggedMetric:
+    """A metric of the log.
 
     `key`: its name there. `title`: in tables. `format`: how a value is written. `short`: its title
     in a line; empty is `title`.
@@ -61,7 +61,7 @@ class LoggedFigure:
 
     key: str
     title: str
-    format: FigureFormat = "number"
+    format: MetricFormat = "number"
     short: str = ""
 
     def in_table(self, value: float) -> str:
@@ -77,35 +77,35 @@ class LoggedFigure:
         return f"{self.short or self.title} {number}"
 
 
-FIGURE_BY_KEY: Mapping[str, LoggedFigure] = {
-    figure.key: figure
-    for figure in (
-        LoggedFigure(key="reward", title="reward"),
-        LoggedFigure(key=MISSING_REWARD_KEY, title="without reward", format="share"),
-        LoggedFigure(key=PASS_RATE_KEY, title="pass rate", format="share", short="pass"),
-        LoggedFigure(key=ACCURACY_KEY, title="accuracy", format="share"),
-        LoggedFigure(key="grading/worked", title="answers with a solution", format="share"),
-        LoggedFigure(key="steps/new", title="answers with a true step", format="share"),
-        LoggedFigure(key="steps/lucky", title="right by luck", format="share"),
-        LoggedFigure(key="adora/tds_share", title="TDS share", format="share", short="TDS"),
-        LoggedFigure(key="adora/weight_mean", title="mean weight"),
-        LoggedFigure(key="completions/mean_length", title="length", format="tokens"),
-        LoggedFigure(key="adora/length_correct", title="length, right", format="tokens"),
-        LoggedFigure(key="adora/length_wrong", title="length, wrong", format="tokens"),
-        LoggedFigure(key="entropy", title="entropy"),
-        LoggedFigure(key="loss", title="loss"),
-        LoggedFigure(key="kl", title="KL"),
-        LoggedFigure(key="grad_norm", title="gradient norm"),
-        LoggedFigure(key="adora/drift", title="engine drift, nats", format="nats", short="drift"),
-        LoggedFigure(key="adora/staleness", title="age in generations"),
-        LoggedFigure(key="tools/call_frequency", title="calls a rollout"),
-        LoggedFigure(key="tools/failure_frequency", title="failed calls", format="share"),
-        LoggedFigure(key="adora/unanswered_calls", title="unanswered calls", format="share"),
-        LoggedFigure(key="adora/tool_gain", title="gain of a call"),
-        LoggedFigure(key="adora/tools_s", title="seconds in tools", format="seconds"),
-        LoggedFigure(key="adora/trainer_waited_s", title="trainer waited", format="seconds"),
-        LoggedFigure(key="adora/servers_waited_s", title="servers waited", format="seconds"),
-        LoggedFigure(key="step_time", title="seconds per step", format="seconds"),
+METRIC_BY_KEY: Mapping[str, LoggedMetric] = {
+    metric.key: metric
+    for metric in (
+        LoggedMetric(key="reward", title="reward"),
+        LoggedMetric(key=MISSING_REWARD_KEY, title="without reward", format="share"),
+        LoggedMetric(key=PASS_RATE_KEY, title="pass rate", format="share", short="pass"),
+        LoggedMetric(key=ACCURACY_KEY, title="accuracy", format="share"),
+        LoggedMetric(key="grading/worked", title="answers with a solution", format="share"),
+        LoggedMetric(key="steps/new", title="answers with a true step", format="share"),
+        LoggedMetric(key="steps/lucky", title="right by luck", format="share"),
+        LoggedMetric(key="adora/tds_share", title="TDS share", format="share", short="TDS"),
+        LoggedMetric(key="adora/weight_mean", title="mean weight"),
+        LoggedMetric(key="completions/mean_length", title="length", format="tokens"),
+        LoggedMetric(key="adora/length_correct", title="length, right", format="tokens"),
+        LoggedMetric(key="adora/length_wrong", title="length, wrong", format="tokens"),
+        LoggedMetric(key="entropy", title="entropy"),
+        LoggedMetric(key="loss", title="loss"),
+        LoggedMetric(key="kl", title="KL"),
+        LoggedMetric(key="grad_norm", title="gradient norm"),
+        LoggedMetric(key="adora/drift", title="engine drift, nats", format="nats", short="drift"),
+        LoggedMetric(key="adora/staleness", title="age in generations"),
+        LoggedMetric(key="tools/call_frequency", title="calls a rollout"),
+        LoggedMetric(key="tools/failure_frequency", title="failed calls", format="share"),
+        LoggedMetric(key="adora/unanswered_calls", title="unanswered calls", format="share"),
+        LoggedMetric(key="adora/tool_gain", title="gain of a call"),
+        LoggedMetric(key="adora/tools_s", title="seconds in tools", format="seconds"),
+        LoggedMetric(key="adora/trainer_waited_s", title="trainer waited", format="seconds"),
+        LoggedMetric(key="adora/servers_waited_s", title="servers waited", format="seconds"),
+        LoggedMetric(key="step_time", title="seconds per step", format="seconds"),
     )
 }
 # The line that is printed for each log entry.
@@ -141,7 +141,7 @@ class Chart:
 
     title: str
     series: tuple[tuple[str, str], ...]
-    """A line of the chart each: the figure's key in the log, and its label in the legend, which is
+    """A line of the chart each: the metric's key in the log, and its label in the legend, which is
     empty where the chart has one line only."""
     zero: bool = False
     """Whether the scale begins at 0."""
@@ -212,7 +212,7 @@ CHARTS = (
 )
 
 
-def page_figures() -> dict[str, Any]:
+def page_metrics() -> dict[str, Any]:
     """Return the charts and table rows that the page of a run shows, as its JavaScript reads them.
 
     The entry `share` of a chart or row says whether its values are shares, shown in per cent.
@@ -227,14 +227,14 @@ def page_figures() -> dict[str, Any]:
                 "keys": chart.series,
                 "zero": chart.zero,
                 "optional": chart.optional,
-                "share": FIGURE_BY_KEY[first_key].format == "share",
+                "share": METRIC_BY_KEY[first_key].format == "share",
             }
         )
     rows = [
         {
             "key": key,
-            "title": FIGURE_BY_KEY[key].title,
-            "share": FIGURE_BY_KEY[key].format == "share",
+            "title": METRIC_BY_KEY[key].title,
+            "share": METRIC_BY_KEY[key].format == "share",
         }
         for key in SUMMARY_KEYS
     ]

@@ -1,4 +1,4 @@
-"""The figures of a generation in the log: rewards, lengths, calls of tools, and ADORA's shares."""
+"""The metrics of a generation in the log: rewards, lengths, calls of tools, and ADORA's shares."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from adora_vl.advantage import Adora, AdoraWeighting
 from adora_vl.advantage.grpo import nan_standard_deviation
-from adora_vl.record.figures import SIGNAL_SHARE_KEY
+from adora_vl.record.shown_metrics import SIGNAL_SHARE_KEY
 from adora_vl.training.advantages import Advantages, GroupAssessment
 from adora_vl.training.rollout_facts import RolloutFacts
 
@@ -26,12 +26,12 @@ def _mean_where(values: Tensor, mask: Tensor) -> float:
 
 
 def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
-    """Return the figures of ADORA for the log: shares of groups, and mean lengths in tokens.
+    """Return the metrics of ADORA for the log: shares of groups, and mean lengths in tokens.
 
     `tds_share` is the share of the groups that ADORA's criteria call temporarily disadvantageous
     (TDS) to learn from. In a tie the longest correct rollout of a group is exactly as long as the
     mean of the wrong ones, so that only the rule for ties decides. `ties` is the share of ties
-    among the groups that may tie (`_may_tie_P`). A group without any reward counts in no figure.
+    among the groups that may tie (`_may_tie_P`). A group without any reward counts in no metric.
     """
     groups = weighting.groups
     has_reward_P = groups.has_reward_PG.any(dim=1)
@@ -110,21 +110,21 @@ class TieNotice:
             )
 
 
-def learned_figures(advantages: Advantages) -> dict[str, float]:
-    """Return the figures of the rollouts that the loss uses, by their names in the log.
+def learned_metrics(advantages: Advantages) -> dict[str, float]:
+    """Return the metrics of the rollouts that the loss uses, by their names in the log.
 
     They are the mean reward and what the methods (ADORA and others) report of themselves.
     """
     rewards_PG = advantages.assessment.groups.rewards_PG  # NaN where a rollout has no reward
     learned_reward = torch.nanmean(rewards_PG).item()
-    figures = {"learned_reward": learned_reward, **advantages.figures}
-    return {f"adora/{name}": value for name, value in figures.items()}
+    metrics = {"learned_reward": learned_reward, **advantages.metrics}
+    return {f"adora/{name}": value for name, value in metrics.items()}
 
 
-def assessment_figures(
+def assessment_metrics(
     assessment: GroupAssessment, facts: RolloutFacts, function_names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the figures of all rollouts that were graded, by their names in the log.
+    """Return the metrics of all rollouts that were graded, by their names in the log.
 
     They are those of stock TRL, those of ADORA, and those that the reward functions log.
 
@@ -133,13 +133,13 @@ def assessment_figures(
         facts: rewards and lengths of the same rollouts.
         function_names: the names of the reward functions.
     """
-    figures = {
+    metrics = {
         f"adora/{name}": value for name, value in adora_metrics(assessment.weighting).items()
     }
-    figures["adora/reflective_per_1000_tokens"] = facts.reflective_per_1000_tokens
-    figures["rewards/missing"] = facts.missing_share
+    metrics["adora/reflective_per_1000_tokens"] = facts.reflective_per_1000_tokens
+    metrics["rewards/missing"] = facts.missing_share
     # An answer that does not come to its end is cut off, which TRL calls clipped.
-    figures["completions/clipped_ratio"] = facts.has_no_end_N.float().mean().item()
+    metrics["completions/clipped_ratio"] = facts.has_no_end_N.float().mean().item()
     terminated_lengths = facts.length_N[~facts.has_no_end_N]
     reductions: dict[str, Callable[[Tensor], Tensor]] = {
         "mean": torch.mean,
@@ -147,32 +147,32 @@ def assessment_figures(
         "max": torch.amax,
     }
     for name, reduce in reductions.items():
-        figures[f"completions/{name}_length"] = reduce(facts.length_N).item()
+        metrics[f"completions/{name}_length"] = reduce(facts.length_N).item()
         # 0 where no rollout came to its end, as in TRL
         terminated_length = reduce(terminated_lengths).item() if len(terminated_lengths) else 0.0
-        figures[f"completions/{name}_terminated_length"] = terminated_length
+        metrics[f"completions/{name}_terminated_length"] = terminated_length
     # Rollouts that have left their group do not count: their rewards are NaN here.
     for name, rewards_N in zip(function_names, facts.counted_rewards_NF.unbind(dim=1), strict=True):
-        figures |= _mean_and_deviation(
+        metrics |= _mean_and_deviation(
             rewards_N, mean_name=f"rewards/{name}/mean", deviation_name=f"rewards/{name}/std"
         )
-    figures |= _mean_and_deviation(
+    metrics |= _mean_and_deviation(
         assessment.groups.rewards_PG.flatten(), mean_name="reward", deviation_name="reward_std"
     )
-    figures["frac_reward_zero_std"] = assessment.equal_reward_share
-    figures[SIGNAL_SHARE_KEY] = _mean_where(
+    metrics["frac_reward_zero_std"] = assessment.equal_reward_share
+    metrics[SIGNAL_SHARE_KEY] = _mean_where(
         assessment.has_signal_P.float(), assessment.groups.has_reward_PG.any(dim=1)
     )
-    return {**figures, **facts.logged_metrics}
+    return {**metrics, **facts.logged_metrics}
 
 
-def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
+def tool_metrics(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
     """Return what a run with tools logs about their calls, by the names in the log.
 
     Names that begin with `tools/` are those of stock TRL. `adora/tool_gain` says what calls are
     worth. In a group it is the mean reward of the rollouts that called a tool minus the mean reward
     of those that did not. For example, rewards (1, 1, 0, 1) of which the first two rollouts called
-    a tool give 1 - 0.5 = 0.5. The figure is the mean over the groups that have both kinds of
+    a tool give 1 - 0.5 = 0.5. The metric is the mean over the groups that have both kinds of
     rollouts, and is left out where no group has both.
 
     Args:
@@ -188,7 +188,7 @@ def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
     gain = (mean_with_call_P - mean_without_call_P)[has_both_P].nanmean().item()
     # 0 where no tool was called
     failure_frequency = facts.failed_calls_N.sum() / facts.tool_calls_N.sum().clamp(min=1)
-    figures = {
+    metrics = {
         "tools/call_frequency": facts.tool_calls_N.mean().item(),
         "tools/failure_frequency": failure_frequency.item(),
         "adora/called": has_call_PG.float().mean().item(),
@@ -196,8 +196,8 @@ def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
         "adora/tools_s": facts.tool_seconds_N.sum().item(),
     }
     if not math.isnan(gain):
-        figures["adora/tool_gain"] = gain
-    return figures
+        metrics["adora/tool_gain"] = gain
+    return metrics
 
 
 def _mean_and_deviation(rewards_N: Tensor, mean_name: str, deviation_name: str) -> dict[str, float]:
