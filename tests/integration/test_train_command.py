@@ -95,7 +95,7 @@ def test_a_run_on_real_problems_prints_what_a_user_has_to_know(geometry3k_run):
     assert all(line.startswith("  reference answer '") for line in examples)
     assert "Loading" in (geometry3k_run.folder / ".startup.log").read_text()
     step_lines = re.findall(
-        r"^step [12]/2  reward .* drift .* \| .* s: rollout .* sync [\d.]+ other .* left$",
+        r"^step [12]/2  reward .* drift .* \| .* s: rollout .* policy .* other .* left$",
         stdout,
         re.M,
     )
