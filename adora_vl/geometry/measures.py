@@ -253,13 +253,6 @@ class Measures:
         start, end = line.names
         return LineDistance(point=point.head, start=start, end=end)
 
-    def _is_equilateral(self, corners: Sequence[str]) -> bool:
-        """Return whether a fact calls a triangle equilateral or regular."""
-        return any(
-            fact.head in ("Equilateral", "Regular") and set(fact.arguments[0].names) == set(corners)
-            for fact in self.drawing.fact_terms
-        )
-
     def height(self, term: Term) -> Quantity:
         """Return the height of a shape that a term such as `HeightOf(Trapezoid(A, B, C, D))` names.
 
@@ -285,6 +278,13 @@ class Measures:
         if len(names) == 3 and self._is_equilateral(names):
             return LineDistance(point=names[0], start=names[1], end=names[2])
         raise UnreadError(f"the form does not say which height {term} is")
+
+    def _is_equilateral(self, corners: Sequence[str]) -> bool:
+        """Return whether a fact calls a triangle equilateral or regular."""
+        return any(
+            fact.head in ("Equilateral", "Regular") and set(fact.arguments[0].names) == set(corners)
+            for fact in self.drawing.fact_terms
+        )
 
     def median(self, term: Term) -> Quantity:
         """Return the length of the median of a trapezoid: the mean of its parallel sides.

@@ -121,10 +121,10 @@ def read_sentence(draft: Draft, sentence: str) -> None:
 
 
 def _split_into_clauses(plain: str, limit: int) -> list[str] | None:
-    """Split a sentence into at most `limit` facts, the first as long as possible.
+    """Split a sentence into at most `limit` facts, by the first division that leaves only facts.
 
-    Returns None where it cannot be split so that each part is a fact. For example, `D on BC and DE
-    parallel AC triangle ABC` gives the three facts `D on BC`, `DE parallel AC` and `triangle ABC`.
+    Returns None where there is no such division. For example, `D on BC and DE parallel AC triangle
+    ABC` gives the three facts `D on BC`, `triangle ABC` and `DE parallel AC`.
     """
     if _is_one_clause(plain):
         return [plain]

@@ -78,14 +78,16 @@ _SPELLING_BY_PATTERN: tuple[tuple[str, str], ...] = (
     (r"\bof (?=(?:side|radius|diameter)\b)", "with "),
     (r"\bforms? (?:a )?linear pair\b", "supplementary"),
     (r"\bvertical angles\b", "equal"),
-    # Names of things
+    # Functions of angles, and the centre
     (r"\bsine\b(?: of)?", "sin"),
     (r"\bcosine\b(?: of)?", "cos"),
     (r"\btangent (?:of )?(?=angle\b)", "tan "),
     (r"\bcent(?:re|er)\b", "center"),
+    # Words that no fact needs
     (r"\b(?:two|both) (?=(?:chord|tangent|secant|radi|line|segment|parallel)[a-z]*\b)", ""),
     (r",? ?\brespectively\b|\b(?:inside|outside|within) (?:the |a )?circle$", ""),
     (r"\b(?:a|any) point (?=on\b)|\b(?:a )?transversal\b", ""),
+    # Names of things and of what they do
     (r"\bmid-?point\b", "midpoint"),
     (r"\bmid-?segment\b|\bmid-?line\b", "midsegment"),
     (r"\bmidpoints\b", "midpoint"),

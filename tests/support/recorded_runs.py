@@ -82,9 +82,9 @@ def write_run(
                 rows.setdefault(name, []).append(value)
         record.add(rows, rollouts)
         record.flush(step)
-    figures = {"kind": "train", "adora/pass_rate": 0.5}
+    metrics = {"kind": "train", "adora/pass_rate": 0.5}
     lines = [
-        {"step": step, "reward": step / 10, "kl": step / 100, **figures}
+        {"step": step, "reward": step / 10, "kl": step / 100, **metrics}
         for step in range(1, steps + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

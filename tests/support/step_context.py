@@ -38,7 +38,7 @@ def step_context(
     """Build the context of a training step; what is not an argument is as in a run on one CPU.
 
     Args:
-        log: where logged figures go, if a test looks at them. A dictionary keeps the last value of
+        log: where logged metrics go, if a test looks at them. A dictionary keeps the last value of
             each name. A function is called with each name and value.
         accelerator: the Accelerator, or a stand-in for that of one process among several.
         save_now: saves a checkpoint; by default a test in which it is called fails.
@@ -49,8 +49,8 @@ def step_context(
     config = config_of(**keys)
     trainer_state = state or TrainerState()
     accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
-    figures = {} if log is None else log
-    log_metric = figures.__setitem__ if isinstance(figures, dict) else figures
+    metrics = {} if log is None else log
+    log_metric = metrics.__setitem__ if isinstance(metrics, dict) else metrics
 
     def log_part(name: str, value: float, weight: float) -> None:
         """Log the figure of a micro-batch as it is, without a mean by weights."""

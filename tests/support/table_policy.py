@@ -116,17 +116,17 @@ class NoRecord:
 def table_trainer(policy: LogitsTable, **keys: object) -> Any:
     """Return a trainer of this policy that has what `_compute_loss` needs, and nothing else.
 
-    With a KL term the reference is the policy as it is now. The trainer's `figures` has all values
-    that were logged under each name.
+    With a KL term the reference is the policy as it is now. The trainer's `logged_metrics` has all
+    values that were logged under each name.
 
     `keys`: the keys of the config that differ from their defaults.
     """
-    figures = defaultdict[str, list[float]](list)
+    logged_metrics = defaultdict[str, list[float]](list)
     # A table has no attention over a prompt that its rows could share, and large ratios are meant.
     settings: dict[str, Any] = {"adora_max_ratio": None, "adora_stock_step": ["share_prompt"]}
     settings |= keys
     context = step_context(
-        lambda name, value: figures[name].append(value), accelerator=OneProcess(), **settings
+        lambda name, value: logged_metrics[name].append(value), accelerator=OneProcess(), **settings
     )
     args = context.config
     trainer: Any = object.__new__(TableTrainer)
@@ -154,7 +154,7 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
         current_gradient_accumulation_steps=args.gradient_accumulation_steps,
         state=SimpleNamespace(global_step=0),
         log_metric=context.log,
-        figures=figures,
+        logged_metrics=logged_metrics,
         _entropy_bonus_enabled=args.entropy_coef != 0 or adaptive,
         _last_world_entropy=0.0 if adaptive else float("inf"),
         _entropy_window_stats=None,

@@ -19,12 +19,12 @@ def micro_batch(rows: int, tokens: int) -> Batch:
 
 
 def logged(config: dict[str, Any], *micro_batches: tuple[Batch, dict[str, float]]) -> Metrics:
-    """Return the metrics after TRL's loss has logged its figures of each micro-batch of a step."""
+    """Return the metrics after TRL's loss has logged its metrics of each micro-batch of a step."""
     metrics: Metrics = defaultdict(list)
     means = MicroBatchMeans(config_of(**config), metrics)
-    for micro, figures in micro_batches:
+    for micro, value_by_name in micro_batches:
         with means.joining(micro):
-            for name, value in figures.items():
+            for name, value in value_by_name.items():
                 metrics[name].append(value)
     return metrics
 
@@ -57,7 +57,7 @@ def test_ratios_of_rollouts_count_rollouts(level, expected):
 
 
 def test_the_next_step_has_a_value_of_its_own_also_after_a_line_of_the_log():
-    """`begin` starts a step. TRL empties the figures when it logs a line, maybe within a step."""
+    """`begin` starts a step. TRL empties the metrics when it logs a line, maybe within a step."""
     metrics: Metrics = defaultdict(list)
     means = MicroBatchMeans(config_of(), metrics)
     name = "sampling/importance_sampling_ratio"
@@ -77,7 +77,7 @@ def test_the_next_step_has_a_value_of_its_own_also_after_a_line_of_the_log():
 
 
 def test_what_a_micro_batch_without_memory_has_logged_is_undone():
-    """It is made once more, and counts once; the figures of steps before it stay."""
+    """It is made once more, and counts once; the metrics of steps before it stay."""
     metrics: Metrics = defaultdict(list, {"drift": [9.0], "reward": [0.5]})
     means = MicroBatchMeans(config_of(), metrics)
 

@@ -164,7 +164,7 @@ def test_equal_values_before_and_after_have_no_interval(tmp_path: Path) -> None:
 
 
 def test_the_last_fifth_begins_with_the_first_step_of_its_first_line(tmp_path):
-    """A line has the figures of all steps since the line before, here of ten."""
+    """A line has the metrics of all steps since the line before, here of ten."""
     early_steps = [[0.0, 1.0]] * 10
     later_steps = [[1.0, 1.0]] * 40
     run = write_run(tmp_path, early_steps + later_steps)

@@ -338,12 +338,12 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
         tool_seconds_N=torch.tensor([0.5, 0, 0.5, 0, 0, 0]),
         unanswered_N=torch.tensor([False, False, False, True, False, False]),
     )
-    figures = tool_metrics(rewards_PG, facts)
-    assert figures["adora/tool_gain"] == 1
-    assert figures["adora/called"] == 0.5
-    assert figures["adora/tools_s"] == 1
-    assert figures["tools/failure_frequency"] == 0.25
-    assert figures["tools/call_frequency"] == pytest.approx(4 / 6)
+    metrics = tool_metrics(rewards_PG, facts)
+    assert metrics["adora/tool_gain"] == 1
+    assert metrics["adora/called"] == 0.5
+    assert metrics["adora/tools_s"] == 1
+    assert metrics["tools/failure_frequency"] == 0.25
+    assert metrics["tools/call_frequency"] == pytest.approx(4 / 6)
     assert "adora/tool_gain" not in tool_metrics(rewards_PG[1:], facts.select(range(2, 6)))
 
 
@@ -450,7 +450,7 @@ def test_a_diagram_is_named_while_another_rank_finishes_its_own_file(tmp_path):
 
 
 def test_a_real_run_records_what_its_metrics_say(adora_run):
-    """A step has 4 groups of 4 rollouts, whose means are the figures of its line."""
+    """A step has 4 groups of 4 rollouts, whose means are the metrics of its line."""
     table = read_record(adora_run / "rollouts").to_pandas()
     line_by_step: dict[int, MetricsLine] = {}
     for line in read_metrics(adora_run / "metrics.jsonl"):
@@ -471,7 +471,7 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
         assert (images_folder / image_name).is_file()
 
 
-def test_figures_of_a_refilled_step_are_over_all_its_rollouts(tmp_path):
+def test_metrics_of_a_refilled_step_are_over_all_its_rollouts(tmp_path):
     """They are no means of the batches' means, as the further batches have fewer groups."""
     run = train(tmp_path / "run", adora_rollouts="{refill: 2}", max_steps=3, save_steps=3)
     table = read_record(run / "rollouts").to_pandas()
@@ -533,7 +533,7 @@ def check_advantages(table: pd.DataFrame) -> None:
     assert without_signal.eq(0).all()
 
 
-def figures_of_steps(run: Path) -> list[tuple[Any, ...]]:
+def metrics_of_steps(run: Path) -> list[tuple[Any, ...]]:
     """Read what a run has logged of each step, without the times."""
     return [
         (line["step"], line["kind"], line.get("loss"), line.get("reward"))
@@ -551,7 +551,7 @@ def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path
     # as a stranger reads it
     by_pandas = pd.read_parquet(resumed_run.folder / "rollouts")
     pd.testing.assert_frame_equal(by_pandas, uninterrupted)
-    assert figures_of_steps(resumed_run.folder) == figures_of_steps(adora_run)
+    assert metrics_of_steps(resumed_run.folder) == metrics_of_steps(adora_run)
     longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
     train(longer, max_steps=TINY_RUN_STEPS + 2, adora_record_gb=1)
     assert sorted(set(recorded_steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6]

@@ -129,19 +129,19 @@ LOG_ENTRY = {
 }
 
 
-def _log_entry(step: int, has_signal: bool = False, **figures: float) -> dict[str, float]:
+def _log_entry(step: int, has_signal: bool = False, **metrics: float) -> dict[str, float]:
     """An entry of the trainer's log; without signal all rewards of every group are equal."""
     return {
         "step": step,
         "reward": 0.0,
         "reward_std": 0.0,
         "frac_reward_zero_std": 0.0 if has_signal else 1.0,
-        **figures,
+        **metrics,
     }
 
 
 @pytest.mark.parametrize(
-    ("figures", "reason"),
+    ("metrics", "reason"),
     [
         ({"adora/pass_rate": 0.0}, "no answer was right"),
         ({"adora/pass_rate": 1.0, "reward": 1.0}, "every answer was right"),
@@ -149,11 +149,11 @@ def _log_entry(step: int, has_signal: bool = False, **figures: float) -> dict[st
         ({"adora/pass_rate": 0.5, "reward_std": 0.5}, "the answers to a problem are all alike"),
     ],
 )
-def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
+def test_a_run_that_cannot_learn_says_since_when_and_why(metrics, reason):
     first_entries = [_log_entry(1), _log_entry(2, has_signal=True)]
     history = [
         *first_entries,
-        *(_log_entry(step, **figures) for step in range(3, 8)),
+        *(_log_entry(step, **metrics) for step in range(3, 8)),
         {"step": 7, "eval_reward": 0.0},
     ]
     message = no_signal_warning(history)
@@ -161,7 +161,7 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
     assert "in the last 5 steps" in message
     assert reason in message
     # The warning is the same if only every fifth step is logged.
-    assert no_signal_warning([*first_entries, _log_entry(7, **figures)]) == message
+    assert no_signal_warning([*first_entries, _log_entry(7, **metrics)]) == message
     assert no_signal_warning(history[:-2]) is None, "four steps may be chance"
     assert no_signal_warning([*history, _log_entry(8, has_signal=True)]) is None
     # A method such as DAPO with its penalty for long answers learns from equal rewards too.
@@ -170,7 +170,7 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
     assert no_signal_warning([]) is None
 
 
-def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
+def test_the_progress_line_has_the_metrics_that_are_there_and_the_time_left():
     assert progress_line(LOG_ENTRY, 40, 1000, 185.2) == (
         "step   40/1000  reward 0.412  pass 38%  TDS 25%  length 211  drift 2e-06 | "
         "20 s: rollout 12 grading 0.02 policy 7.50 sync 0.50 other 0.10 | 3m05s left"
@@ -303,7 +303,7 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     assert lines[2]["time"] == "then"  # the file's own line comes first
 
 
-def test_figures_that_are_not_finite_are_null():
+def test_metrics_that_are_not_finite_are_null():
     line = make_line(
         {
             "reward": 1.0,
@@ -640,7 +640,7 @@ def test_a_run_that_fails_says_so(tmp_path):
 
 
 def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
-    """Also the exported one. The figures of a checkpoint's card are those up to its step."""
+    """Also the exported one. The metrics of a checkpoint's card are those up to its step."""
     final = (adora_run / "README.md").read_text()
     early = (adora_run / "checkpoint-2" / "README.md").read_text()
     assert "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final

@@ -1,4 +1,4 @@
-"""Trackers: each has our figures, and what it has room for of images and rollouts; nothing is sent."""
+"""Trackers: each has our metrics, and what it has room for of images and rollouts; nothing is sent."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def figures(run: Path) -> list[float]:
+def pass_rates(run: Path) -> list[float]:
     """Read what metrics.jsonl has, which the trackers have to repeat."""
     values = [
         line[PASS_RATE_KEY] for line in read_metrics(run / "metrics.jsonl") if PASS_RATE_KEY in line
@@ -78,7 +78,7 @@ def figures(run: Path) -> list[float]:
 
 @needs_tracker("tensorboard")
 @pytest.mark.slow
-def test_tensorboard_has_our_figures(run):
+def test_tensorboard_has_our_metrics(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (events,) = run.rglob("events.out.tfevents.*")
@@ -86,7 +86,7 @@ def test_tensorboard_has_our_figures(run):
     read.Reload()
     scalars = read.Scalars(f"train/{PASS_RATE_KEY}")
     assert [scalar.step for scalar in scalars] == [1, 2]
-    assert [scalar.value for scalar in scalars] == pytest.approx(figures(run))
+    assert [scalar.value for scalar in scalars] == pytest.approx(pass_rates(run))
     assert {"train/reward", "train/grading/correct", "train/seconds/rollout"} <= set(
         read.Tags()["scalars"]
     )
@@ -125,7 +125,7 @@ def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
         ]
     assert [
         line[f"train/{PASS_RATE_KEY}"] for line in lines if f"train/{PASS_RATE_KEY}" in line
-    ] == pytest.approx(figures(run))
+    ] == pytest.approx(pass_rates(run))
     tables = [line["completions"]["_value"] for line in lines if "completions" in line]
     assert [len(table) for table in tables] == [ROLLOUTS_PER_STEP] * TABLES_PER_RUN
     for row in (row for table in tables for row in table):

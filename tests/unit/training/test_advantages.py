@@ -250,7 +250,7 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
 ):
     """A refilled generation is compared with one whose eight groups all had signal at once.
 
-    One group of the first batch has signal, and seven of the second have. Advantages, figures and
+    One group of the first batch has signal, and seven of the second have. Advantages, metrics and
     what a method such as DARO has learned are to be equal.
     """
     with_signal = [0.5, 0.0, 0.0, 0.0]  # the rewards of a group
@@ -510,18 +510,18 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
         assert list(table["rewards"]["accuracy"]) == [1.0, 0.0, 0.25, 0.0][-max_rows:]
 
 
-def test_the_log_has_the_figures_of_adora_and_of_the_method():
+def test_the_log_has_the_metrics_of_adora_and_of_the_method():
     lengths_B = torch.tensor([10.0, 20.0, 30.0, 40.0])
     facts = rollout_facts(
         torch.zeros(4, 1), length_N=lengths_B, reflective_words_N=torch.tensor([0.0, 1.0, 0.0, 1.0])
     )
     advantages = advantages_of_two_groups()
     assert learned_metrics(advantages) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
-    figures = assessment_metrics(advantages.assessment, facts, ["accuracy"])
-    assert figures["adora/reflective_per_1000_tokens"] == 20.0
-    assert figures["adora/pass_rate"] == 0.25
-    assert figures["rewards/missing"] == 0.0
-    assert figures["completions/max_length"] == 40.0
+    metrics = assessment_metrics(advantages.assessment, facts, ["accuracy"])
+    assert metrics["adora/reflective_per_1000_tokens"] == 20.0
+    assert metrics["adora/pass_rate"] == 0.25
+    assert metrics["rewards/missing"] == 0.0
+    assert metrics["completions/max_length"] == 40.0
 
 
 @dataclass(frozen=True)

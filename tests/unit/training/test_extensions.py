@@ -173,7 +173,7 @@ class MeasuredRun(NamedTuple):
     """What a step measures of the difference between engine and policy."""
 
     ratio_BC: torch.Tensor  # policy over engine
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 def measure_drift(saw_other_images: list[bool]) -> MeasuredRun:
@@ -204,23 +204,25 @@ def measure_drift(saw_other_images: list[bool]) -> MeasuredRun:
         policy_logps_BC, engine_logps_BC, engine_comparison_mask(micro), step=0
     )
     metrics = ImportanceRatio(context).add_to_batch(micro, policy_logps_BC)
-    figures = {metric.name: metric.value for metric in metrics}
-    return MeasuredRun(ratio_BC=micro["importance_sampling_ratio"], figures={**logged, **figures})
+    value_by_name = {metric.name: metric.value for metric in metrics}
+    return MeasuredRun(
+        ratio_BC=micro["importance_sampling_ratio"], metrics={**logged, **value_by_name}
+    )
 
 
 def test_neither_drift_nor_ratio_looks_at_rollouts_that_saw_other_images():
     measured = measure_drift([False, True])
     assert measured.ratio_BC[0].tolist() == pytest.approx([math.exp(0.1)] * 2)
     assert measured.ratio_BC[1].tolist() == [1.0, 1.0]
-    assert measured.figures["adora/drift"] == pytest.approx(0.1, abs=1e-6)
+    assert measured.metrics["adora/drift"] == pytest.approx(0.1, abs=1e-6)
     for figure in ("mean", "min"):
         name = f"sampling/importance_sampling_ratio/{figure}"
-        assert measured.figures[name] == pytest.approx(math.exp(0.1))
+        assert measured.metrics[name] == pytest.approx(math.exp(0.1))
     both_compared = measure_drift([False, False])
     # (0.1 + 3) / 2 nats
-    assert both_compared.figures["adora/drift"] == pytest.approx(1.55), "the second one counts"
+    assert both_compared.metrics["adora/drift"] == pytest.approx(1.55), "the second one counts"
     # Without a mask an engine that scored nothing counts as infinitely far away, and stops the run.
-    assert "adora/drift" not in measure_drift([True, True]).figures
+    assert "adora/drift" not in measure_drift([True, True]).metrics
 
 
 def test_the_cache_of_images_does_not_keep_what_is_seen_once():

@@ -340,7 +340,7 @@ def make_batcher(
 
     Args:
         banks: have the images of the batches.
-        log: gets the logged figures.
+        log: gets the logged metrics.
         every_row_counts: whether the loss has a term for which groups without signal count too.
         room: if there is one, a micro-batch has as many rollouts as fit into memory.
         keys: the keys of the config that differ.

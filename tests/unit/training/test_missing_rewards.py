@@ -204,17 +204,17 @@ def test_daro_learns_from_the_tokens_of_those_who_are_left():
     assert pipeline.metrics["daro/loss_2_of_4"] == size_of_both_advantages
 
 
-def test_figures_and_signal_leave_them_out():
+def test_metrics_and_signal_leave_them_out():
     """Two rollouts have left the first group, and all have left the second."""
     lengths_PG = torch.tensor([[5.0, 7.0, 90.0, 90.0], [90.0] * 4])
     rewards_PG = torch.tensor([[1.0, 0.0, NAN, NAN], [NAN] * 4])
     groups = Groups(rewards_PG, lengths_PG, truncated_PG=torch.zeros_like(lengths_PG).bool())
     weighting = weigh_groups(groups)
-    figures = adora_metrics(weighting)
-    assert figures["pass_rate"] == 0.5
-    assert figures["no_correct_share"] == 0.0
-    assert figures["tds_share"] == 1.0
-    assert (figures["length_correct"], figures["length_wrong"]) == (5.0, 7.0)
+    metrics = adora_metrics(weighting)
+    assert metrics["pass_rate"] == 0.5
+    assert metrics["no_correct_share"] == 0.0
+    assert metrics["tds_share"] == 1.0
+    assert (metrics["length_correct"], metrics["length_wrong"]) == (5.0, 7.0)
     advantages_PG = group_advantages(groups.rewards_PG)
     assessment = GroupAssessment(
         groups=groups,

@@ -426,11 +426,11 @@ def test_the_engines_log_probabilities_may_be_the_old_ones():
     updates = learn_from_generation(**ENGINE_OLD_LOGPS_KEYS)
     assert updates.scored_rollouts == 0
     trainer = updates.trainer
-    first_ratio = trainer.figures["adora/ratio_max"][0]
+    first_ratio = trainer.logged_metrics["adora/ratio_max"][0]
     assert first_ratio > 1.2, "the engine's difference is in the ratio of the first update too"
     # Drift is measured where the weights are those that have sampled, so in the first update alone.
     assert len(trainer.parts.recorder.measured_rows) == ROLLOUTS_WITH_SIGNAL_PER_UPDATE
-    assert all(0.1 < drift < 0.5 for drift in trainer.figures["adora/drift"])
+    assert all(0.1 < drift < 0.5 for drift in trainer.logged_metrics["adora/drift"])
 
 
 def test_an_engine_without_difference_gives_the_gradients_of_the_policys_own():

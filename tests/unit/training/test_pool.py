@@ -481,7 +481,7 @@ class SimulatedRun:
         )
         self.trainer = staged_trainer(self, context, scorer)
         self.learned: list[LearnedGeneration] = []
-        self.figures: list[dict[str, float]] = []
+        self.metrics: list[dict[str, float]] = []
 
     def sample_next(self) -> LearnedGeneration:
         """Return the next generation, sampled and scored. The step does not go on."""
@@ -498,7 +498,7 @@ class SimulatedRun:
         """Train until this optimizer step, by default the last one; return the run itself."""
         while self.state.global_step < (until or self.state.max_steps):
             self.learned.append(self.sample_next())
-            self.figures.append(dict(self.log))
+            self.metrics.append(dict(self.log))
             self.state.global_step += self.updates
         return self
 
@@ -594,11 +594,11 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
             run.pool.save(folder)
             resumed_run = resume(run, folder, step, **keys)
             resumed_run.learned = run.learned
-            resumed_run.figures = run.figures
+            resumed_run.metrics = run.metrics
             run = resumed_run
         uninterrupted = SimulatedRun(steps, **keys).go_on()
         assert run.learned_rollouts == uninterrupted.learned_rollouts, (keys, steps)
-        assert run.figures == uninterrupted.figures, (keys, steps)
+        assert run.metrics == uninterrupted.metrics, (keys, steps)
         assert learned_groups(run) == learned_groups(uninterrupted), (keys, steps)
 
 
@@ -708,7 +708,7 @@ def test_when_answers_get_short_again_no_group_waits_for_long():
 
     run.engine.length = length_by_step
     run.go_on()
-    staleness = [figures["adora/staleness"] for figures in run.figures]
+    staleness = [metrics["adora/staleness"] for metrics in run.metrics]
     assert sum(staleness[15:30]) / 15 > 1.5
     assert max(staleness[45:]) <= 0.5
     assert run.sizes[45:] == [MAX_GROUPS] * 25
@@ -828,15 +828,15 @@ def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, attempt
     assert key.name == expected_name
 
 
-def test_the_figures_of_a_generation():
+def test_the_metrics_of_a_generation():
     run = SimulatedRun(20).go_on()
-    for generation, figures in zip(run.learned, run.figures, strict=True):
+    for generation, metrics in zip(run.learned, run.metrics, strict=True):
         ages = generation.batch["age"].tolist()
-        assert figures["adora/staleness"] == pytest.approx(sum(ages) / len(ages), rel=1e-6)
-        assert figures["adora/staleness_max"] == max(ages)
-        assert figures["adora/rollout_budget"] == 60
-    assert run.figures[5]["adora/unfinished"] > 0
-    assert run.figures[-1]["adora/unfinished"] == 0
+        assert metrics["adora/staleness"] == pytest.approx(sum(ages) / len(ages), rel=1e-6)
+        assert metrics["adora/staleness_max"] == max(ages)
+        assert metrics["adora/rollout_budget"] == 60
+    assert run.metrics[5]["adora/unfinished"] > 0
+    assert run.metrics[-1]["adora/unfinished"] == 0
 
 
 def test_how_many_begin_and_have_to_be_complete():
@@ -919,7 +919,7 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     assert automatic_budget(long_tailed, min_budget=7) == 90
     assert automatic_budget(long_tailed, min_budget=90) == 90
     run = SimulatedRun(20, budget="auto").go_on()
-    budgets = [figures["adora/rollout_budget"] for figures in run.figures]
+    budgets = [metrics["adora/rollout_budget"] for metrics in run.metrics]
     lengths = [[len(tokens) for tokens in rollouts_of(generation)] for generation in run.learned]
     expected_budgets = []
     for step in range(20):
@@ -970,7 +970,7 @@ def test_all_processes_learn_from_equally_many_groups():
         lambda rank, accelerator: SimulatedRun(30, accelerator).go_on()
     )
     assert first.sizes == second.sizes
-    assert first.figures == second.figures
+    assert first.metrics == second.metrics
     assert first.engine.requests_of_calls[3] != second.engine.requests_of_calls[3]
     for run in (first, second):
         assert check_learned_once(run) <= 4
@@ -1186,7 +1186,7 @@ def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_fu
         """Return the requests of each call, and the share of groups that each step replaced."""
         run = SimulatedRun(5, accelerator, budget=None, refill=3, has_signal=has_signal).go_on()
         request_counts = [len(requests) for requests in run.engine.requests_of_calls]
-        shares = [figures["adora/refilled_groups"] for figures in run.figures]
+        shares = [metrics["adora/refilled_groups"] for metrics in run.metrics]
         return request_counts, shares
 
     first_rank, second_rank = run_on_two_ranks(counts_and_shares)

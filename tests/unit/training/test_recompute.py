@@ -72,7 +72,7 @@ def recomputed_layers(
         shape: returns the shape by which memory is predicted.
         sharding: how the weights are divided among GPUs; by default they are not.
         accelerator: that of the process, by default the only one.
-        log: gets the logged figures.
+        log: gets the logged metrics.
         keys: the keys of the config, `adora_recompute` above all.
     """
     context = step_context(
@@ -251,12 +251,12 @@ def test_all_ranks_recompute_what_the_fullest_needs():
 class OutOfMemory(nn.Module):
     """A policy whose backward pass runs out of memory, unless all layers are recomputed."""
 
-    def __init__(self, model: Any, switch: RecomputedLayers, figures: dict[str, list[float]]):
+    def __init__(self, model: Any, switch: RecomputedLayers, metrics: dict[str, list[float]]):
         super().__init__()
         self.model = model
         self.switch = switch
-        self.figures = figures
-        self.means = MicroBatchMeans(config_of(), figures)
+        self.metrics = metrics
+        self.means = MicroBatchMeans(config_of(), metrics)
         self.passes = 0
         layer = recomputable_layers(model)[1]
         # The backward pass has added to the gradients of later layers before it gets here.
@@ -272,7 +272,7 @@ class OutOfMemory(nn.Module):
         ids = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
         with self.switch.switched(PASS_SIZE):
             loss: Tensor = self.model(input_ids=ids, labels=ids).loss
-        self.figures["loss"].append(loss.item())
+        self.metrics["loss"].append(loss.item())
         loss.backward()
         return loss.detach()
 
@@ -303,10 +303,10 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
         # Two micro-batches of the step were learned from before.
         for parameter, gradient in zip(policy.model.parameters(), gradients, strict=True):
             parameter.grad = 2 * gradient
-    policy.figures["loss"].append(7.0)  # of a micro-batch before this one
+    policy.metrics["loss"].append(7.0)  # of a micro-batch before this one
     policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
     assert policy.passes == 2
-    assert len(policy.figures["loss"]) == 2, "the loss of the pass that failed is taken back"
+    assert len(policy.metrics["loss"]) == 2, "the loss of the pass that failed is taken back"
     assert "out of the card's memory with 0 of 4 layers" in capsys.readouterr().out
     for parameter, gradient in zip(policy.model.parameters(), gradients, strict=True):
         expected = 2 * gradient + gradient if micro_batches == 3 else gradient

@@ -1,4 +1,4 @@
-"""Each figure has one title and one form, in the progress line, the summary, the card and the page."""
+"""Each metric has one title and one form, in the progress line, the summary, the card and the page."""
 
 import math
 
@@ -14,15 +14,15 @@ from adora_vl.record.shown_metrics import (
 )
 
 
-def test_every_place_shows_figures_of_the_one_table():
+def test_every_place_shows_metrics_of_the_one_table():
     charted_keys: list[str] = []
     for chart in CHARTS:
         charted_keys += [key for key, _ in chart.series]
     shown_keys = {*PROGRESS_LINE_KEYS, *SUMMARY_KEYS, *charted_keys}
-    titles = [figure.title for figure in METRIC_BY_KEY.values()]
+    titles = [metric.title for metric in METRIC_BY_KEY.values()]
     assert shown_keys <= METRIC_BY_KEY.keys()
-    assert len(charted_keys) == len(set(charted_keys)), "a figure stands in one chart"
-    assert len(titles) == len(set(titles)), "no two figures have the same title"
+    assert len(charted_keys) == len(set(charted_keys)), "a metric stands in one chart"
+    assert len(titles) == len(set(titles)), "no two metrics have the same title"
 
 
 def test_a_chart_has_shares_alone_or_none():
