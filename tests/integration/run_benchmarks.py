@@ -17,7 +17,7 @@ from eval import command
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
-from tests.support.launch import words_for
+from tests.support.launch import cli_arguments
 
 _ENGINE_BY_SETTINGS: dict[str, AnswerEngine] = {}
 
@@ -45,7 +45,7 @@ def main(model: str, folder: Path) -> int:
             "run",
             "--model",
             model,
-            *words_for(data=data, output=folder / name, engine="vllm"),
+            *cli_arguments(data=data, output=folder / name, engine="vllm"),
         ]
         if command.main(benchmark, [*words, "--max-tokens", "32", *options]) != 0:
             return 1

@@ -15,7 +15,7 @@ import pytest
 
 from adora_vl.evals.benchmark import BENCHMARK_NAMES
 from tests.support.paths import REPOSITORY
-from tests.support.tiny_run import arguments
+from tests.support.tiny_run import tiny_run_arguments
 
 pytestmark = pytest.mark.slow
 # An import of a user's own file ends the process with a line that no other error has.
@@ -79,7 +79,7 @@ def write_modules_of_the_user(folder: Path, kind: str) -> None:
 
 def one_step_with_evaluations(output: Path, drawn_data: str) -> list[str]:
     """Return the command of a training of one step, with an evaluation before it and one behind."""
-    words = arguments(
+    words = tiny_run_arguments(
         output,
         use_vllm="true",  # which evaluations during training need
         max_steps=1,

@@ -8,7 +8,7 @@ import pytest
 
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
-from tests.support.launch import launch, run, words_for
+from tests.support.launch import accelerate_launch, cli_arguments, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
     `grading/worked` is the share of answers with workings.
     """
     compiles = {"TORCH_COMPILE_DISABLE": "0"}  # as a user's engine does
-    done = run(["bash", "setup/demo.sh", str(tmp_path)], timeout=1400, environment=compiles)
+    done = run_command(["bash", "setup/demo.sh", str(tmp_path)], timeout=1400, environment=compiles)
     scores = {
         name: json.loads((tmp_path / name / "score.json").read_text())
         for name in ("after-grpo", "after-adora")
@@ -54,7 +54,7 @@ def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
     rollouts to compare.
     """
     data = str(tmp_path / "data")
-    run(
+    run_command(
         [
             sys.executable,
             "-m",
@@ -69,7 +69,7 @@ def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
         ]
     )
     command = ["-m", "eval.problems", "run", "--model", str(PRETRAINED_FOLDER), "--data", data]
-    run(
+    run_command(
         [
             sys.executable,
             *command,
@@ -103,15 +103,15 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
     (tmp_path / "own.py").write_text(ZOOM_THAT_SHOWS_NOTHING)
     preparation = [
         "synthetic",
-        *words_for(families="corners", size=448, rows=400, output=tmp_path / "data"),
+        *cli_arguments(families="corners", size=448, rows=400, output=tmp_path / "data"),
     ]
-    run([sys.executable, "-m", "data_prep", *preparation, "--test-rows", "1"])
+    run_command([sys.executable, "-m", "data_prep", *preparation, "--test-rows", "1"])
     rewards = {}
     for name, tool in (
         ("shown", "zoom"),
         ("withheld", f"{tmp_path}/own.py:zoom"),
     ):
-        launch(
+        accelerate_launch(
             "cpu",
             "-m",
             "adora_vl.train",
@@ -119,7 +119,7 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
             "configs/train/tiny_zoom.yaml",
             "--tools",
             tool,
-            *words_for(
+            *cli_arguments(
                 dataset_name=tmp_path / "data",
                 output_dir=tmp_path / name,
                 max_steps=14,

@@ -20,7 +20,7 @@ from adora_vl.doctor.engine import (
 )
 from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from tests.support.engine_errors import lost_image_features
-from tests.support.launch import run, words_for
+from tests.support.launch import cli_arguments, run_command
 from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def doctor_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("doctor")
     output = folder / "result.json"
     words = [
-        *words_for(
+        *cli_arguments(
             config=REPOSITORY / "configs" / "train" / "smoke_cpu.yaml",
             output_dir=folder / "run",
             per_device_train_batch_size=8,
@@ -49,7 +49,7 @@ def doctor_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--model_name_or_path",
         "tiny_perimeter",  # its answers begin with what it sees, those of `tiny` with wording
     ]
-    done = run([sys.executable, DOCTOR_SCRIPT, str(output), *words])
+    done = run_command([sys.executable, DOCTOR_SCRIPT, str(output), *words])
     return {
         **json.loads(output.read_text()),
         "table": json.loads(output.with_suffix(".table.json").read_text()),

@@ -18,8 +18,8 @@ from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.utils.seeding import drawing_by_key
 from benchmarks.stand_in_server import StandIn
-from tests.support.stand_ins import config_of
-from tests.support.tiny_run import train
+from tests.support.stand_ins import training_config
+from tests.support.tiny_run import train_tiny_run
 
 LORA_KEYS = {"use_peft": "true", "lora_r": 8, "lora_target_modules": "all-linear"}
 
@@ -57,7 +57,7 @@ def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
     """
     server = StandIn(vocabulary=200, tokens=14, shortest=2)
     keys = {**keys_with_stand_in_server(server, tmp_path), **LORA_KEYS, "learning_rate": 1e-2}
-    uninterrupted = train(tmp_path / "whole", **keys)
+    uninterrupted = train_tiny_run(tmp_path / "whole", **keys)
     adapter = json.loads((uninterrupted / "adapter_config.json").read_text())
     assert adapter["lora_dropout"] == 0.05
     resumed = Path(shutil.copytree(uninterrupted, tmp_path / "resumed"))
@@ -65,7 +65,7 @@ def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
     for file in resumed.glob("*.safetensors"):
         file.unlink()
     server.start_again()
-    train(resumed, **keys)
+    train_tiny_run(resumed, **keys)
     server.close()
     losses = [[step["loss"] for step in read_steps(run)] for run in (uninterrupted, resumed)]
     assert losses[0] == losses[1]
@@ -81,7 +81,7 @@ def dropout_policy() -> Any:
     """Return a model that is dropout alone, and `score(learns)`, the policy's pass over it."""
     model = nn.Dropout(0.5)
     model.train()
-    policy_pass = PolicyPass(Accelerator(cpu=True), config_of(adora_stock_step=True))
+    policy_pass = PolicyPass(Accelerator(cpu=True), training_config(adora_stock_step=True))
 
     def pass_by_stock_trl(
         model: nn.Module, ids_BS: Tensor, *_: object
@@ -132,5 +132,5 @@ def test_the_policy_samples_without_dropout(tmp_path, monkeypatch):
         return generate(self, *args, **kwargs)
 
     monkeypatch.setattr(GenerationMixin, "generate", generate_and_note_mode)
-    train(tmp_path / "run", **LORA_KEYS, max_steps=1, save_strategy="no")
+    train_tiny_run(tmp_path / "run", **LORA_KEYS, max_steps=1, save_strategy="no")
     assert modes_while_sampling == [False]

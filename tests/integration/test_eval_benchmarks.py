@@ -21,7 +21,7 @@ from tests.support.benchmark_data import (
     write_mathvista,
     write_mmstar,
 )
-from tests.support.launch import launch, run, words_for
+from tests.support.launch import accelerate_launch, cli_arguments, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def benchmark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows[1]["decoded_image"]["bytes"] = b"no picture"
     write_mathvista(benchmark_folder / "data" / "mathvista", rows)
     write_mmstar(benchmark_folder / "data" / "mmstar", mmstar_rows())
-    run(
+    run_command(
         [
             sys.executable,
             "-m",
@@ -114,13 +114,15 @@ def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
     data = write_mathvista(tmp_path / "data", mathvista_rows(5))
     words = [
         "run",
-        *words_for(model=PRETRAINED_FOLDER, data=data, engine="transformers"),
+        *cli_arguments(model=PRETRAINED_FOLDER, data=data, engine="transformers"),
         "--max-tokens",
         "12",
     ]
     words += ["--batch-size", "1"]  # on whose make-up rounding depends
     assert main(MATHVISTA, [*words, "--output", str(tmp_path / "one")]) == 0
-    launch("cpu_zero3", "-m", "eval.mathvista", *words, "--output", str(tmp_path / "two"))
+    accelerate_launch(
+        "cpu_zero3", "-m", "eval.mathvista", *words, "--output", str(tmp_path / "two")
+    )
     of_one_process = tmp_path / "one" / "predictions.jsonl"
     of_two_processes = tmp_path / "two" / "predictions.jsonl"
     assert of_two_processes.read_bytes() == of_one_process.read_bytes()

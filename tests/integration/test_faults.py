@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from adora_vl.checkpoint.store import STAGING_FOLDER, checkpoints, problem_with_checkpoint
 from data_prep.cli import main as data_prep
-from tests.support.launch import command_lines_marked_with, run, words_for
+from tests.support.launch import cli_arguments, command_lines_marked_with, run_command
 from tests.support.user_tables import truncate_image
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def faulty_run(tmp_path_factory):
         sys.executable,
         "-m",
         "tests.integration.faulty",
-        *words_for(
+        *cli_arguments(
             config="configs/train/smoke_cpu.yaml",
             max_steps=9,
             num_generations=4,
@@ -67,7 +67,9 @@ def faulty_run(tmp_path_factory):
         "--adora_self_check",
         "false",  # it would meet the fault first
     ]
-    done = run(command, environment={"STARTS": ";".join(starts), "TEST_MARK": mark}, check=False)
+    done = run_command(
+        command, environment={"STARTS": ";".join(starts), "TEST_MARK": mark}, check=False
+    )
     outputs_and_codes = re.split(r"^start \d ended with (\d)$", done.stdout, flags=re.MULTILINE)
     assert outputs_and_codes[1::2] == ["1"] * len(starts), done.stdout[-3000:] + done.stderr[-2000:]
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]

@@ -43,8 +43,8 @@ from data_prep.cli import main as data_prep
 from tests.support.adapters import sft_adapter
 from tests.support.checkpoints import write_checkpoint
 from tests.support.examples import example_entry
-from tests.support.launch import words_for
-from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS
+from tests.support.launch import cli_arguments
+from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER
 
 CPU_KEYS = ["--use_cpu", "true", "--bf16", "false"]
 BATCH_OF_ONE_GROUP = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
@@ -637,7 +637,7 @@ def refusal_line(way: str, words: str, folder: Path, output: Path) -> str:
     arguments = words.replace("HERE", str(folder)).split()
     common_arguments = [
         *CPU_KEYS,
-        *words_for(model_name_or_path="tiny", output_dir=output, dataset_name=folder / "data"),
+        *cli_arguments(model_name_or_path="tiny", output_dir=output, dataset_name=folder / "data"),
     ]
 
     def files() -> list[str]:
@@ -893,8 +893,8 @@ def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
         name for name in ACCELERATE_CONFIG_BY_RECIPE if ACCELERATE_CONFIG_BY_RECIPE[name] != "cpu"
     ):
         with subtests.test(name):
-            words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
-            file = CONFIGS / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
+            words = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml")]
+            file = CONFIGS_FOLDER / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
             run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=file))
             assert not run.context.on_this_machine
             assert run.messages.unknown[0].startswith("the run is for another machine")

@@ -23,7 +23,7 @@ from data_prep.cli import main as data_prep
 from tests.support.async_servers import (
     assert_equal_end_after_kill,
     read_step_metrics,
-    server_arguments,
+    server_run_arguments,
 )
 from tests.support.user_tables import truncate_image
 
@@ -46,7 +46,7 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     Twelve rows are three generations, so the fourth is of the next epoch. Rows and answers are the
     same as in a run that does not sample ahead.
     """
-    assert main(server_arguments(tmp_path / "ahead", server)) == 0
+    assert main(server_run_arguments(tmp_path / "ahead", server)) == 0
     # Groups that each version of the weights was asked for, four in a generation: weights 0 sample
     # generations 0 and 1, weights 1 generation 2 and the answers whose drift is measured (requests
     # for 8 tokens), ...
@@ -61,7 +61,7 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
         1,
     ]
     server.asked.clear()
-    assert main(server_arguments(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
+    assert main(server_run_arguments(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
     ahead = pq.read_table(tmp_path / "ahead" / "rollouts").to_pylist()
     after = pq.read_table(tmp_path / "after" / "rollouts").to_pylist()
     for name in ("id", "completion"):
@@ -98,7 +98,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         "adora_rollouts": "{ahead: 2}",
         "adora_stock_step": "[fill_micro_batches]",  # else all groups share one micro-batch
     }
-    assert main(server_arguments(tmp_path / "one", server, **keys)) == 0
+    assert main(server_run_arguments(tmp_path / "one", server, **keys)) == 0
     # what follows the writing of weights in each step; in the first, three generations are asked for
     later_step = "drift asked joined learned joined learned"
     assert " ".join(events).split("written ")[1:] == [
@@ -107,7 +107,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         later_step,
     ]
     events.clear()
-    assert main(server_arguments(tmp_path / "two", server, steps_per_generation=1, **keys)) == 0
+    assert main(server_run_arguments(tmp_path / "two", server, steps_per_generation=1, **keys)) == 0
     drift_and_order = [
         (part.count("drift"), "joined joined learned" in part)
         for part in " ".join(events).split("written ")[1:]
@@ -122,7 +122,7 @@ def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_an
 ):
     """Neither slower servers nor a kill changes the weights at the end."""
     keys: dict[str, Any] = {"adora_rollouts": "{ahead: 2}", "max_steps": 5}
-    assert main(server_arguments(tmp_path / "one", server, **keys)) == 0
+    assert main(server_run_arguments(tmp_path / "one", server, **keys)) == 0
     # Four groups a step: those of steps 0 to 2 by the first weights, of 3 and 4 by the next two.
     assert _groups_by_weights(server, max_tokens=32) == [12, 4, 4, 0, 0]
     assert [step["adora/staleness"] for step in read_step_metrics(tmp_path / "one")] == [
@@ -134,7 +134,7 @@ def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_an
     ]
     server.asked.clear()
     server.seconds_per_token = 0.01
-    assert main(server_arguments(tmp_path / "two", server, **keys)) == 0
+    assert main(server_run_arguments(tmp_path / "two", server, **keys)) == 0
     expected = (tmp_path / "one" / "model.safetensors").read_bytes()
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == expected
     assert_equal_end_after_kill(
@@ -168,15 +168,17 @@ def _groups_by_weights(server: StandIn, *, max_tokens: int) -> list[int]:
 
 def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
     """The next log, the tokens seen and what a method remembers count such a generation once."""
-    assert main(server_arguments(tmp_path / "whole", server, max_steps=2)) == 0
+    assert main(server_run_arguments(tmp_path / "whole", server, max_steps=2)) == 0
     (tmp_path / "mine.py").write_text(FAILING_REWARD)
     failing = {"adora_reward": f"{tmp_path / 'mine.py'}:fails", "save_steps": 4}
-    assert main(server_arguments(tmp_path / "reward", server, **failing)) == 1, (
+    assert main(server_run_arguments(tmp_path / "reward", server, **failing)) == 1, (
         "after the wait for the rollouts was logged"
     )
     assert (
         main(
-            server_arguments(tmp_path / "drift", server, adora_max_drift=1e-3, adora_method="daro")
+            server_run_arguments(
+                tmp_path / "drift", server, adora_max_drift=1e-3, adora_method="daro"
+            )
         )
         == 1
     ), "in the first pass"
@@ -222,14 +224,14 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
             **changed_keys,
         }
         uninterrupted = tmp_path / generations
-        assert main(server_arguments(uninterrupted, server, **keys)) == 0
+        assert main(server_run_arguments(uninterrupted, server, **keys)) == 0
         steps_of_passes.clear()
         stopped = tmp_path / f"{generations}-stopped"
         with monkeypatch.context() as patched:
             patched.setattr(DriftGuard, "check", drift_in_fourth_pass)
-            assert main(server_arguments(stopped, server, **keys)) == 1
+            assert main(server_run_arguments(stopped, server, **keys)) == 1
             assert steps_of_passes == [0, 0, 1, 1]  # the second pass of step 1, counted from 0
-        assert main(server_arguments(stopped, server, **keys)) == 0
+        assert main(server_run_arguments(stopped, server, **keys)) == 0
         weights = (uninterrupted / "model.safetensors").read_bytes()
         assert (stopped / "model.safetensors").read_bytes() == weights
         tokens_seen = _tokens_seen(uninterrupted / "checkpoint-3")
@@ -247,7 +249,7 @@ def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(
     # a row of the second step
     truncate_image(tmp_path / "data" / "data" / "train-00000-of-00001.parquet", 14)
     code = main(
-        server_arguments(tmp_path / "out", server, dataset_name=tmp_path / "data", save_steps=9)
+        server_run_arguments(tmp_path / "out", server, dataset_name=tmp_path / "data", save_steps=9)
     )
     assert code == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
@@ -269,7 +271,7 @@ def fails(completions, trainer_state, **kwargs):
 
 
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
-    assert main(server_arguments(tmp_path / "whole", server)) == 0
+    assert main(server_run_arguments(tmp_path / "whole", server)) == 0
     assert_equal_end_after_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
     assert _groups_by_weights(server, max_tokens=32) == [4, 0], (
         "of generations 3 and 4 the first was in the checkpoint"

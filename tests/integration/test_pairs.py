@@ -18,11 +18,11 @@ from tests.support.async_servers import (
     ZOOM_TOOL_KEYS,
     assert_equal_end_after_kill,
     read_step_metrics,
-    server_arguments,
+    server_run_arguments,
     zoom_call_ids,
 )
 from tests.support.examples import example_entry
-from tests.support.launch import run, words_for
+from tests.support.launch import cli_arguments, run_command
 
 pytestmark = pytest.mark.slow
 # Three generations of four problems, so an epoch is a step and a half.
@@ -146,7 +146,7 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
         "vllm_importance_sampling_mode": "token_truncate",
         **changed_keys,
     }
-    assert main(server_arguments(tmp_path / "whole", server, **keys)) == 0
+    assert main(server_run_arguments(tmp_path / "whole", server, **keys)) == 0
     assert all(
         any(step.get(name) for step in read_step_metrics(tmp_path / "whole")) for name in figures
     )
@@ -207,9 +207,9 @@ def kill_one_of_two_runs(folder: Path, keys: dict[str, Any]) -> Path:
         sys.executable,
         "-m",
         "benchmarks.kill_and_resume",
-        *words_for(steps=6, kills="backward:5", processes=2, output=folder / "runs"),
+        *cli_arguments(steps=6, kills="backward:5", processes=2, output=folder / "runs"),
     ]
-    done = run([*command, "--", *words_for(**keys)])
+    done = run_command([*command, "--", *cli_arguments(**keys)])
     assert "checkpoint-3" in done.stdout
     assert "weights: all equal" in done.stdout
     (uninterrupted,) = folder.glob("runs/*/whole")
@@ -223,7 +223,7 @@ def test_two_killed_processes_with_environments_go_on_to_the_bit(tmp_path):
     """
     data = tmp_path / "data"
     assert (
-        data_prep(["synthetic", *words_for(families="corners", size=448, rows=64, output=data)])
+        data_prep(["synthetic", *cli_arguments(families="corners", size=448, rows=64, output=data)])
         == 0
     )
     (tmp_path / "looks.py").write_text(LOOKS_ENVIRONMENT)

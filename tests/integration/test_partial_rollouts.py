@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.kill_and_resume import comparable_results
-from tests.support.launch import launch, words_for
+from tests.support.launch import accelerate_launch, cli_arguments
 
 pytestmark = pytest.mark.slow
 RUN_KEYS = {
@@ -27,8 +27,8 @@ RUN_KEYS = {
 
 def train(folder: Path, **keys: object) -> Path:
     """Train a small run with its own engine, and return its folder."""
-    words = words_for(**{**RUN_KEYS, **keys, "output_dir": folder})
-    launch("cpu", "-m", "adora_vl.train", *words)
+    words = cli_arguments(**{**RUN_KEYS, **keys, "output_dir": folder})
+    accelerate_launch("cpu", "-m", "adora_vl.train", *words)
     return folder
 
 

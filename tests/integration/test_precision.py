@@ -14,7 +14,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from adora_vl.models.load import PRETRAINED_FOLDER
 from tests.integration.precision_run import FAR_POSITIONS, constant_tensors
-from tests.support.launch import launch, words_for
+from tests.support.launch import accelerate_launch, cli_arguments
 
 pytestmark = pytest.mark.slow
 MODEL_ROLES = ("policy", "reference")
@@ -30,7 +30,7 @@ def zero3_results(
     by `role/kind/name`. ZeRO-3 shards and casts the same in one process as in eight.
     """
     folder: Path = tmp_path_factory.mktemp("precision")
-    launch(
+    accelerate_launch(
         "cpu_zero3",
         "--num_processes",
         "1",
@@ -39,7 +39,7 @@ def zero3_results(
         "-m",
         "tests.integration.precision_run",
         str(folder),
-        *words_for(
+        *cli_arguments(
             config="configs/train/smoke_cpu.yaml",
             output_dir=folder / "run",
             use_vllm="false",

@@ -8,7 +8,7 @@ import pytest
 
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.training.recompute import RECOMPUTED_LAYERS_KEY
-from tests.support.tiny_run import train
+from tests.support.tiny_run import train_tiny_run
 
 RECOMPUTE_KEYS = {"gradient_checkpointing": "true", "use_peft": "true", "lora_dropout": 0.2}
 
@@ -32,7 +32,7 @@ def read_recomputed_layers(run: Path) -> list[float | None]:
 @pytest.fixture(scope="module")
 def run_with_all_recomputed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train on a CPU, where all layers are recomputed by default; return the folder."""
-    return train(tmp_path_factory.mktemp("recompute") / "all", **RECOMPUTE_KEYS)
+    return train_tiny_run(tmp_path_factory.mktemp("recompute") / "all", **RECOMPUTE_KEYS)
 
 
 def test_the_default_changes_nothing_on_a_cpu(run_with_all_recomputed):
@@ -45,7 +45,7 @@ def test_a_run_goes_on_to_the_bit_with_another_number(run_with_all_recomputed, t
     shutil.rmtree(resumed / "checkpoint-4")
     for file in resumed.glob("*.safetensors"):
         file.unlink()
-    train(resumed, **RECOMPUTE_KEYS, adora_recompute=1)
+    train_tiny_run(resumed, **RECOMPUTE_KEYS, adora_recompute=1)
     assert read_recomputed_layers(resumed) == [None, None, 1.0, 1.0]
     assert "layers are recomputed in the first micro-batch" in capsys.readouterr().out
     assert read_step_figures(resumed) == read_step_figures(run_with_all_recomputed)

@@ -23,13 +23,13 @@ from adora_vl.models.load import PRETRAINED_FOLDER
 from benchmarks.kill_and_resume import smaller_demo_arguments
 from tests.support.adapters import sft_adapter
 from tests.support.examples import example_entry
-from tests.support.launch import command_lines_marked_with, run, words_for
+from tests.support.launch import cli_arguments, command_lines_marked_with, run_command
 from tests.support.paths import REPOSITORY
-from tests.support.user_tables import convert, write_jsonl
+from tests.support.user_tables import run_convert, write_user_jsonl
 from tests.support.vllm_server import vllm_server
 
 pytestmark = pytest.mark.slow
-MOVING_REFERENCE_AND_ENTROPY = words_for(
+MOVING_REFERENCE_AND_ENTROPY = cli_arguments(
     beta="0.1",
     sync_ref_model="true",
     ref_model_sync_steps=1,
@@ -56,10 +56,12 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     ]
     columns = ("problem=q", "answer=a", "images=image")
     assert (
-        convert(write_jsonl(tmp_path, rows), tmp_path / "own", "--name", "own", columns=columns)
+        run_convert(
+            write_user_jsonl(tmp_path, rows), tmp_path / "own", "--name", "own", columns=columns
+        )
         == 0
     )
-    done = run(
+    done = run_command(
         [
             *KILL_AND_RESUME_COMMAND,
             "--kills",
@@ -128,7 +130,7 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
                 "file",
             ]
         options = ["--kills", "rollout:5", "--processes", str(processes), "--output", str(tmp_path)]
-        done = run([*KILL_AND_RESUME_COMMAND, *options, "--", *words])
+        done = run_command([*KILL_AND_RESUME_COMMAND, *options, "--", *words])
         if server:  # it holds the dead run's adapter too, under another name
             with urllib.request.urlopen(f"{server.url}/v1/models") as reply:  # noqa: S310  # loopback
                 models = json.load(reply)["data"]
@@ -148,7 +150,7 @@ def sigterm_run(tmp_path_factory):
         sys.executable,
         "-m",
         "adora_vl.train",
-        *words_for(
+        *cli_arguments(
             config="configs/train/smoke_cpu.yaml",
             output_dir=out,
             per_device_train_batch_size=8,

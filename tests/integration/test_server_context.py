@@ -11,7 +11,7 @@ from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
 from tests.support.async_servers import (
     REWARD_BY_LENGTH,
     ZOOM_TOOL_KEYS,
-    server_arguments,
+    server_run_arguments,
     zoom_call_ids,
 )
 
@@ -39,7 +39,7 @@ def test_a_turn_that_would_pass_a_servers_context_ends_its_rollout(tmp_path, ser
         "adora_reward": f"{tmp_path / 'mine.py'}:reward",
         "adora_rollouts": "{ahead: 0}",
     }
-    assert main(server_arguments(tmp_path / "out", server, **keys)) == 0
+    assert main(server_run_arguments(tmp_path / "out", server, **keys)) == 0
     rows = pq.read_table(tmp_path / "out" / "rollouts").to_pylist()
     # A call whose answer does not fit ends the rollout without it.
     unanswered = [row for row in rows if row["calls"] == 1 and len(row["turns"]) == 1]
@@ -56,7 +56,7 @@ def test_text_is_asked_for_no_more_tokens_than_a_server_has_room_for(tmp_path, s
         "save_strategy": "no",
         "max_completion_length": 100,
     }
-    assert main(server_arguments(tmp_path / "out", server, **keys)) == 0
+    assert main(server_run_arguments(tmp_path / "out", server, **keys)) == 0
     bodies = [body for path, body in server.asked if path in GENERATE_PATHS]
     for body in bodies:
         (prompt,) = body["prompt"]

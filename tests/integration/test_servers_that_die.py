@@ -9,7 +9,7 @@ import pytest
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.train import main
 from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
-from tests.support.tiny_run import arguments
+from tests.support.tiny_run import tiny_run_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def two_servers() -> Iterator[list[StandIn]]:
 
 def two_server_arguments(folder, servers, **changed):
     """Return the arguments of a run of four steps that samples from these servers."""
-    return arguments(
+    return tiny_run_arguments(
         folder,
         **{
             "use_vllm": "true",

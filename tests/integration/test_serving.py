@@ -25,10 +25,10 @@ from adora_vl.utils.launch import free_port
 from data_prep.cli import main as data_prep
 from eval.command import main
 from eval.geometry3k import BENCHMARK
-from tests.support.launch import command_lines_marked_with, launch, run
+from tests.support.launch import accelerate_launch, command_lines_marked_with, run_command
 from tests.support.parity import DrawnPictureTools
-from tests.support.stand_ins import config_of
-from tests.support.tiny_run import arguments, train
+from tests.support.stand_ins import training_config
+from tests.support.tiny_run import tiny_run_arguments, train_tiny_run
 from tests.support.vllm_server import vllm_server
 
 pytestmark = pytest.mark.slow
@@ -104,10 +104,10 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
             json.dumps({"q": row["problem"], "a": row["answer"], "i": f"pics/{number}.png"})
         )
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    address = config_of(vllm_server_base_url=f"http://127.0.0.1:9,{fresh_server.url}")
+    address = training_config(vllm_server_base_url=f"http://127.0.0.1:9,{fresh_server.url}")
     assert served_length(address) == 512, "what the prompts of the training are held against"
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i"})
-    out = train(
+    out = train_tiny_run(
         tmp_path / "out",
         **file_sync_keys(fresh_server, dataset_name=tmp_path, adora_columns=columns),
     )
@@ -125,7 +125,7 @@ def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, fresh_serve
     draws = DrawnPictureTools()
     longer = {"max_completion_length": 160, "vllm_max_model_length": 512}
     with draws.in_trainers():
-        out = train(tmp_path / "out", **file_sync_keys(fresh_server, **longer))
+        out = train_tiny_run(tmp_path / "out", **file_sync_keys(fresh_server, **longer))
     assert len(read_drifts(out)) == 3
     assert max(read_drifts(out)) <= ROUNDING_DRIFT
     assert any(seed.endswith("/1") for seed in draws.seeds), "a second turn was answered"
@@ -141,7 +141,7 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
     for name in ("alone", "again", "merged"):
         if name == "merged":
             monkeypatch.setattr(ServerPool, "all_have_lora", lambda servers: False)
-        out = train(tmp_path / name, **lora)
+        out = train_tiny_run(tmp_path / name, **lora)
         assert len(read_drifts(out)) == 3
         assert max(read_drifts(out)) < ROUNDING_DRIFT
         completions_of_runs.append(pq.read_table(out / "rollouts").column("completion").to_pylist())
@@ -174,7 +174,7 @@ def test_a_server_that_still_has_the_adapter_before_stops_the_run(
             stock_read(server, folder)
 
     monkeypatch.setattr(Server, "read_adapter", read_first_adapter_only)
-    words = arguments(
+    words = tiny_run_arguments(
         tmp_path / "out", **file_sync_keys(fresh_server, adora_max_drift=1e-3, **LORA_KEYS)
     )
     assert train_main(words) == 1
@@ -193,7 +193,7 @@ def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeyp
         **LORA_KEYS,
     }
     with vllm_server(tmp_path, base, ("--dtype", "bfloat16")) as server:
-        out = train(tmp_path / "out", **file_sync_keys(server, **four_bit_keys))
+        out = train_tiny_run(tmp_path / "out", **file_sync_keys(server, **four_bit_keys))
     assert len(read_drifts(out)) == 3
     assert max(read_drifts(out)) < 0.05
 
@@ -206,7 +206,9 @@ def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path,
     ahead = file_sync_keys(
         fresh_server, per_device_train_batch_size=8, adora_rollouts="{ahead: 1}", max_steps=4
     )
-    launch("cpu_zero3", "-m", "adora_vl.train", *arguments(tmp_path / "out", **ahead))
+    accelerate_launch(
+        "cpu_zero3", "-m", "adora_vl.train", *tiny_run_arguments(tmp_path / "out", **ahead)
+    )
     steps = [
         step for step in read_metrics(tmp_path / "out" / METRICS_FILE) if "adora/drift" in step
     ]
@@ -220,7 +222,7 @@ def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path,
 
 def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
     """The run agrees with the servers, and no process of the script is left."""
-    words = arguments(
+    words = tiny_run_arguments(
         tmp_path / "out",
         max_steps=2,
         save_strategy="no",
@@ -241,7 +243,9 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
         "LAUNCH": str(Path(sys.executable).parent / "accelerate"),
         "SERVER_OPTIONS": "--dtype float32 --max-model-len 512 --gpu-memory-utilization 0.1 --enforce-eager",
     }
-    run(["bash", "setup/servers.sh", str(PRETRAINED_FOLDER), *words], environment=environment)
+    run_command(
+        ["bash", "setup/servers.sh", str(PRETRAINED_FOLDER), *words], environment=environment
+    )
     assert max(read_drifts(tmp_path / "out")) < ROUNDING_DRIFT
     assert command_lines_marked_with(mark) == []
 
@@ -249,10 +253,10 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
 @pytest.mark.parametrize("adapter_keys", [{}, LORA_KEYS], ids=["all", "adapter"])
 def test_shards_of_two_processes_reach_the_server_whole(tmp_path, fresh_server, adapter_keys):
     """Under ZeRO-3 weights or adapter are gathered before they are sent."""
-    words = arguments(
+    words = tiny_run_arguments(
         tmp_path / "out",
         **file_sync_keys(fresh_server, per_device_train_batch_size=8, **adapter_keys),
     )
-    launch("cpu_zero3", "-m", "adora_vl.train", *words)
+    accelerate_launch("cpu_zero3", "-m", "adora_vl.train", *words)
     assert len(read_drifts(tmp_path / "out")) == 3
     assert max(read_drifts(tmp_path / "out")) < ROUNDING_DRIFT

@@ -6,7 +6,7 @@ from trl import GRPOTrainer
 
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.support.tiny_run import train
+from tests.support.tiny_run import train_tiny_run
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def test_the_entropy_is_the_mean_over_the_tokens_of_a_step(tmp_path, monkeypatch
 
     monkeypatch.setattr(AdoraGRPOTrainer, "_get_per_token_logps_and_entropies", note_entropies)
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", note_mask)
-    run = train(
+    run = train_tiny_run(
         tmp_path / "out",
         max_steps=1,
         save_strategy="no",
@@ -58,7 +58,7 @@ def test_the_entropy_is_the_mean_over_the_tokens_of_a_step(tmp_path, monkeypatch
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_policy_loss_is_the_loss_where_the_entropy_bonus_is_next_to_nothing(tmp_path, loss_type):
     """Whatever the loss divides by, and in however many micro-batches."""
-    run = train(
+    run = train_tiny_run(
         tmp_path / "out",
         max_steps=2,
         save_strategy="no",
@@ -73,7 +73,7 @@ def test_policy_loss_is_the_loss_where_the_entropy_bonus_is_next_to_nothing(tmp_
 
 def test_the_seconds_of_a_shorter_step_are_its_own(tmp_path):
     """An epoch of five generations ends with a step of two, at which TRL's count is out of step."""
-    run = train(
+    run = train_tiny_run(
         tmp_path / "out",
         max_steps=3,
         save_strategy="no",

@@ -23,10 +23,10 @@ from adora_vl.checkpoint.store import (
 )
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
-from tests.support.launch import words_for
+from tests.support.launch import cli_arguments
 from tests.support.machines import TwoMachines
 from tests.support.terminal import RunningCommand
-from tests.support.weights import mean_difference
+from tests.support.weights import mean_weight_difference
 
 # the fixture starts two processes six times
 pytestmark = [
@@ -35,7 +35,7 @@ pytestmark = [
 ]
 STEPS_PER_GENERATION = 2  # steps of one generation
 STOPPING_RUN_ARGUMENTS = [
-    *words_for(
+    *cli_arguments(
         config="configs/train/smoke_cpu.yaml",
         use_vllm="false",
         adora_self_check="false",
@@ -260,9 +260,9 @@ def test_two_machines_learn_what_two_processes_do(run_on_two_machines, stopped_r
     for name in common_names:
         weights_of_two = load_file(on_two_machines[name] / "model.safetensors")
         weights_of_one = load_file(on_one_machine[name] / "model.safetensors")
-        movement = mean_difference(weights_of_one, shipped_weights)
+        movement = mean_weight_difference(weights_of_one, shipped_weights)
         assert movement > 1e-4, name
-        assert mean_difference(weights_of_two, weights_of_one) < 1e-4 * movement, name
+        assert mean_weight_difference(weights_of_two, weights_of_one) < 1e-4 * movement, name
 
 
 @pytest.mark.parametrize("way", [way.__name__ for way in WAYS_TO_STOP])

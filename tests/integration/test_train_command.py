@@ -24,7 +24,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
 from data_prep.cli import main as data_prep
-from tests.support.launch import launch, run, words_for
+from tests.support.launch import accelerate_launch, cli_arguments, run_command
 from tests.support.paths import REPOSITORY
 from tests.support.tiny_run import read_training_log
 
@@ -35,7 +35,7 @@ SMOKE_COMMAND = [
     "--config",
     str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
 ]
-SMALL_STEPS = words_for(per_device_train_batch_size=8, num_generations=4, logging_steps=1)
+SMALL_STEPS = cli_arguments(per_device_train_batch_size=8, num_generations=4, logging_steps=1)
 SMALL_STEPS += ["--save_strategy", "no"]
 
 
@@ -52,15 +52,15 @@ def geometry3k_run(geometry3k_raw: Path, tmp_path_factory: pytest.TempPathFactor
     """Train two steps on real diagrams at their own size, with golds such as `5 \\sqrt { 3 }`."""
     folder = tmp_path_factory.mktemp("geometry3k")
     data = folder / "data"
-    preparation = words_for(source="intergps", input=geometry3k_raw, output=data)
+    preparation = cli_arguments(source="intergps", input=geometry3k_raw, output=data)
     assert data_prep(["geometry3k", *preparation]) == 0
-    done = launch(
+    done = accelerate_launch(
         "cpu",
         "--num_processes",
         "1",
         *SMOKE_COMMAND,
         *SMALL_STEPS,
-        *words_for(
+        *cli_arguments(
             dataset_name=data,
             output_dir=folder / "out",
             max_steps=2,
@@ -175,11 +175,11 @@ def read_complete_record(folder: Path, steps: int, rollouts: int) -> pd.DataFram
 def test_lora_reaches_the_engine(tmp_path):
     """The engine agrees with the policy after updates that moved it, with merged adapters."""
     out = tmp_path / "out"
-    launch(
+    accelerate_launch(
         "cpu",
         *SMOKE_COMMAND,
         *SMALL_STEPS,
-        *words_for(
+        *cli_arguments(
             output_dir=out,
             max_steps=4,
             learning_rate="2e-2",
@@ -222,11 +222,11 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
     assert (
         data_prep(["synthetic", "--output", str(data), "--rows", "64", "--test-rows", "100"]) == 0
     )
-    done = launch(
+    done = accelerate_launch(
         "cpu",
         *SMOKE_COMMAND,
         *SMALL_STEPS,
-        *words_for(
+        *cli_arguments(
             dataset_name=data,
             output_dir=out,
             max_steps=2,
@@ -241,7 +241,7 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
     model = tmp_path / "exported"
     assert export([str(out), str(model)]) == 0
     words = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "eval")]
-    run([sys.executable, "-m", "eval.problems", *words, "--max-tokens", "40"])
+    run_command([sys.executable, "-m", "eval.problems", *words, "--max-tokens", "40"])
     score = json.loads((tmp_path / "eval" / "score.json").read_text())
     assert score["total"] == 100
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
@@ -259,12 +259,12 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
     out = tmp_path / "out"
     build_start(model, TextStart(steps=2, batch_size=4, rows=8), begin_text)  # knows nothing yet
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    run(
+    run_command(
         [
             sys.executable,
             "-m",
             "adora_vl.train",
-            *words_for(
+            *cli_arguments(
                 config="configs/train/smoke_text_cpu.yaml",
                 model_name_or_path=model,
                 output_dir=out,
@@ -358,11 +358,11 @@ def test_a_model_that_wants_to_sample_image_tokens_trains(
 
     The forward pass stops on an image token without an image.
     """
-    done = launch(
+    done = accelerate_launch(
         "cpu",
         "-m",
         "adora_vl.train",
-        *words_for(
+        *cli_arguments(
             config=REPOSITORY / "configs" / "train" / "smoke_cpu.yaml",
             model_name_or_path=model_that_wants_image_tokens,
             output_dir=tmp_path / "out",

@@ -22,7 +22,7 @@ from benchmarks.stand_in_server import StandIn
 from tests.support.async_servers import (
     assert_equal_end_after_kill,
     read_step_metrics,
-    server_arguments,
+    server_run_arguments,
 )
 from tests.support.pictures import draw_figure
 
@@ -88,7 +88,7 @@ def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
     keys = {**TRUE_STEPS_KEYS, "dataset_name": write_triangle_rows(tmp_path / "triangles")}
     uninterrupted = tmp_path / "whole"
     killed = tmp_path / "killed"
-    assert main(server_arguments(uninterrupted, server, **keys)) == 0
+    assert main(server_run_arguments(uninterrupted, server, **keys)) == 0
 
     metrics = read_step_metrics(uninterrupted)
     assert any(step["steps/new"] > 0 for step in metrics)

@@ -29,14 +29,19 @@ from adora_vl.checkpoint.trl_state import REFERENCE_FOLDER
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from benchmarks.kill_and_resume import comparable_results
-from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
-from tests.support.launch import command_lines_marked_with, launch, run, words_for
+from tests.support.endpoint_server import EndpointServer, Reply, ReplyFunction, completion_reply
+from tests.support.launch import (
+    accelerate_launch,
+    cli_arguments,
+    command_lines_marked_with,
+    run_command,
+)
 from tests.support.parity import run_parity
 from tests.support.tiny_run import read_training_log
-from tests.support.weights import mean_difference
+from tests.support.weights import mean_weight_difference
 
 pytestmark = pytest.mark.slow
-SMOKE_RUN_ARGUMENTS = words_for(
+SMOKE_RUN_ARGUMENTS = cli_arguments(
     config="configs/train/smoke_cpu.yaml",
     adora_synthetic_rows=64,
     num_generations=4,
@@ -60,7 +65,7 @@ def drift_stopped_run(tmp_path_factory):
     """
     out = tmp_path_factory.mktemp("two") / "out"
     mark = uuid.uuid4().hex
-    done = launch(
+    done = accelerate_launch(
         "cpu_zero3",
         "-m",
         "tests.integration.faulty",
@@ -112,10 +117,10 @@ def resumed_folder(drift_stopped_run):
     out, _, _ = drift_stopped_run
     command = ["-m", "adora_vl.train", *SMOKE_RUN_ARGUMENTS, *BATCH_OF_TWO_PROCESSES]
     command += ["--output_dir", str(out), "--max_steps", "3"]
-    launch("cpu_zero3", *command)
+    accelerate_launch("cpu_zero3", *command)
     final_weights = (out / "model.safetensors").read_bytes()
     (out / "model.safetensors").unlink()  # as if the run had been killed after its last checkpoint
-    done = launch("cpu_zero3", *command)
+    done = accelerate_launch("cpu_zero3", *command)
     assert "checkpoint-3 is the last step: nothing left to train" in done.stdout
     assert (out / "model.safetensors").read_bytes() == final_weights
     return out
@@ -170,7 +175,7 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed_folder, tmp_path):
     ]
     words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
     assert export([str(checkpoint), str(tmp_path / "whole"), "--universal"]) == 0
-    launch("cpu_zero3", "--num_processes", "1", *words, str(tmp_path / "whole"))
+    accelerate_launch("cpu_zero3", "--num_processes", "1", *words, str(tmp_path / "whole"))
     step_of_one_process = read_training_log(tmp_path / "out")[-1]
     step_of_two_processes = read_training_log(resumed_folder)[-1]
     for name in ("reward", "completions/mean_length", "adora/weight_mean"):
@@ -181,8 +186,8 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed_folder, tmp_path):
     weights_of_one_process = load_file(tmp_path / "out" / "model.safetensors")
     weights_of_two_processes = load_file(resumed_folder / "model.safetensors")
     weights_at_2 = load_file(checkpoint / "model.safetensors")
-    movement_of_step_3 = mean_difference(weights_of_two_processes, weights_at_2)
-    difference = mean_difference(weights_of_one_process, weights_of_two_processes)
+    movement_of_step_3 = mean_weight_difference(weights_of_two_processes, weights_at_2)
+    difference = mean_weight_difference(weights_of_one_process, weights_of_two_processes)
     assert difference < 1e-4 * movement_of_step_3
 
 
@@ -222,8 +227,8 @@ def train_and_read_results(folder: Path) -> dict:
 
     Returns what two equal runs have in common: figures, rollouts, tables and weights.
     """
-    words = words_for(**{**KEYS_OF_THREE_STEPS_A_GENERATION, "output_dir": folder})
-    launch("cpu_zero3", "-m", "adora_vl.train", *words)
+    words = cli_arguments(**{**KEYS_OF_THREE_STEPS_A_GENERATION, "output_dir": folder})
+    accelerate_launch("cpu_zero3", "-m", "adora_vl.train", *words)
     return comparable_results(folder)
 
 
@@ -256,16 +261,16 @@ def refuse_key_after_some_answers(_: dict[str, Any], call: int) -> Reply:
 
 
 def test_a_key_that_ends_stops_all_processes_with_one_line(
-    tmp_path: Path, serve: Callable[[Answer], Server]
+    tmp_path: Path, start_server: Callable[[ReplyFunction], EndpointServer]
 ) -> None:
     """Chance decides which of the two processes meets the refusal first."""
-    server = serve(refuse_key_after_some_answers)
+    server = start_server(refuse_key_after_some_answers)
     options = json.dumps({"judge": {"base_url": server.url, "model": "j", "concurrency": 1}})
-    done = launch(
+    done = accelerate_launch(
         "cpu_zero3",
         "-m",
         "adora_vl.train",
-        *words_for(
+        *cli_arguments(
             config="configs/train/smoke_cpu.yaml",
             use_vllm="false",
             max_steps=9,
@@ -320,7 +325,7 @@ def model_with_four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None:
     """Gradients are not 0, and most of the weights have moved, in their own dtype."""
     out = tmp_path / "out"
-    launch(
+    accelerate_launch(
         "zero2",
         "--cpu",
         "--num_processes",
@@ -329,7 +334,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
         "adora_vl.train",
         *SMOKE_RUN_ARGUMENTS,
         *BATCH_OF_TWO_PROCESSES,
-        *words_for(
+        *cli_arguments(
             output_dir=out,
             use_vllm="false",
             bf16="true",
@@ -357,11 +362,11 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads
     shared_memory_before = set(Path("/dev/shm").glob("*cpushm*"))
     for config, processes in (("cpu", 1), ("cpu_zero3", 2)):
         out = tmp_path / config
-        launch(
+        accelerate_launch(
             config,
             "-m",
             "adora_vl.train",
-            *words_for(
+            *cli_arguments(
                 config="configs/train/smoke_cpu.yaml",
                 model_name_or_path=model_with_four_heads,
                 output_dir=out,
@@ -420,7 +425,7 @@ def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turn
     ]
     assert (
         "weights: all equal"
-        in run([*command, "--steps", "4", "--kills", "backward:4", "--", *keys]).stdout
+        in run_command([*command, "--steps", "4", "--kills", "backward:4", "--", *keys]).stdout
     )
     (rollouts,) = tmp_path.glob("*/killed/rollouts")
     assert max(pq.read_table(rollouts)["segments"].to_pylist()) > 1

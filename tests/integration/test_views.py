@@ -23,7 +23,7 @@ from adora_vl.synthetic.generate import generate
 from eval import command
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
-from tests.support.launch import words_for
+from tests.support.launch import cli_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -155,12 +155,12 @@ def test_each_model_is_called_what_it_is(
     model = folder_with_models / model_name
     words = [
         "run",
-        *words_for(engine="transformers", model=model, data=folder_with_models / "data"),
+        *cli_arguments(engine="transformers", model=model, data=folder_with_models / "data"),
     ]
     outputs = []
     for view in ("image", "text", "both", "blank"):
         output = str(tmp_path / view)
-        arguments = [*words, "--max-tokens", "40", *words_for(view=view, output=output)]
+        arguments = [*words, "--max-tokens", "40", *cli_arguments(view=view, output=output)]
         assert command.main(BENCHMARK, arguments) == 0
         outputs.append(output)
     capsys.readouterr()

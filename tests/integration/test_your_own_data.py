@@ -20,7 +20,7 @@ from adora_vl.train import main as train
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.problems import BENCHMARK
-from tests.support.launch import run, words_for
+from tests.support.launch import cli_arguments, run_command
 from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -126,7 +126,7 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
         "eval_strategy": "steps",
         "eval_steps": 2,
     }
-    words = words_for(**changed)
+    words = cli_arguments(**changed)
     command = [
         sys.executable,
         "-m",
@@ -135,7 +135,7 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
         "configs/train/smoke_cpu.yaml",
         *words,
     ]
-    run(command, environment={"ADORA_VL_HOME": str(tmp_path / "home")})
+    run_command(command, environment={"ADORA_VL_HOME": str(tmp_path / "home")})
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in log if "reward" in entry and "loss" in entry]
     assert [step["step"] for step in steps] == [1, 2]

@@ -46,7 +46,7 @@ from tests.support.parity import (  # noqa: E402
     KEYS_FOR_DRAWN_TOOLS,
     KEYS_WITH_ENGINE,
     DrawnPictureTools,
-    Gradients,
+    GradientRecorder,
     training_data_set,
 )
 
@@ -264,7 +264,7 @@ def config_of_run(options: argparse.Namespace) -> AdoraGRPOConfig:
 
 
 def build_trainer(
-    options: argparse.Namespace, gradients: Gradients, switches: SwitchPartsByStep
+    options: argparse.Namespace, gradients: GradientRecorder, switches: SwitchPartsByStep
 ) -> TrainerThatSamplesAgain:
     """Return the trainer of the run. In half of its groups no rollout has a signal.
 
@@ -303,7 +303,9 @@ def build_trainer(
     return trainer
 
 
-def figures_of_steps(trainer: TrainerThatSamplesAgain, gradients: Gradients) -> dict[str, Any]:
+def figures_of_steps(
+    trainer: TrainerThatSamplesAgain, gradients: GradientRecorder
+) -> dict[str, Any]:
     """Return what each step logged and counted, and how far its gradients are from the first's."""
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     packed_forward = trainer.parts.policy_pass.packed_forward
@@ -333,7 +335,7 @@ def figures_of_steps(trainer: TrainerThatSamplesAgain, gradients: Gradients) -> 
 def main() -> None:
     """Train each step on the same rollouts with other time-saving parts on, and write figures."""
     options = read_options()
-    gradients = Gradients()
+    gradients = GradientRecorder()
     trainer = build_trainer(options, gradients, SwitchPartsByStep(options.only))
     break_parts(options.sabotage)
     trainer.train()

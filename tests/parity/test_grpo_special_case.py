@@ -20,7 +20,7 @@ from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.rollout_facts import RolloutFacts
-from tests.support.parity import Gradients, training_data_set
+from tests.support.parity import GradientRecorder, training_data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 
@@ -74,7 +74,7 @@ def train_two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict
             batches.append({key: output[key].clone() for key in ("completion_ids", "advantages")})
             return output
 
-    gradients = Gradients()
+    gradients = GradientRecorder()
     trainer = RecordedTrainer(
         model=str(PRETRAINED_FOLDER),
         reward_funcs=reward_with_a_constant_group,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import launch
+from tests.support.launch import accelerate_launch
 
 pytestmark = pytest.mark.slow
 SPEED_SCRIPT = str(Path(__file__).with_name("speed_run.py"))
@@ -40,7 +40,7 @@ def run_speed_script(folder: Path, config: str, *words: str) -> dict[str, Any]:
     config: of accelerate. words: arguments of speed_run.py.
     """
     output = folder / "result.json"
-    launch(config, SPEED_SCRIPT, "--output", str(output), *words)
+    accelerate_launch(config, SPEED_SCRIPT, "--output", str(output), *words)
     result: dict[str, Any] = json.loads(output.read_text())
     return result
 

@@ -10,7 +10,7 @@ from adora_vl.models.load import resolve_model_name
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.train import main
 from benchmarks.stand_in_server import StandIn
-from tests.support.tiny_run import arguments
+from tests.support.tiny_run import tiny_run_arguments
 
 ZOOM_TOOL_KEYS = {
     "model_name_or_path": "tiny_zoom",
@@ -37,8 +37,8 @@ def zoom_call_ids() -> list[list[int]]:
     ]
 
 
-def server_arguments(folder: Any, server: StandIn, **changed: Any) -> list[str]:
-    return arguments(
+def server_run_arguments(folder: Any, server: StandIn, **changed: Any) -> list[str]:
+    return tiny_run_arguments(
         folder,
         **{
             "use_vllm": "true",
@@ -76,7 +76,7 @@ def assert_equal_end_after_kill(
     (killed / "model.safetensors").unlink()
     server.start_again()
     server.asked.clear()
-    assert main(server_arguments(killed, server, **keys)) == 0
+    assert main(server_run_arguments(killed, server, **keys)) == 0
     assert (killed / "model.safetensors").read_bytes() == (
         uninterrupted / "model.safetensors"
     ).read_bytes()

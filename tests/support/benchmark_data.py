@@ -358,14 +358,14 @@ DYNAMATH_ROW = {  # as on the hub
 RowsOrFile = Sequence[dict[str, Any]] | Path  # rows of predictions, or their file
 
 
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+def write_jsonl_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def score_command(folder: Path, rows: RowsOrFile, *words: str) -> list[str]:
+def score_arguments(folder: Path, rows: RowsOrFile, *words: str) -> list[str]:
     """The command `score` for predictions."""
-    file = rows if isinstance(rows, Path) else write_lines(folder / "p.jsonl", rows)
+    file = rows if isinstance(rows, Path) else write_jsonl_rows(folder / "p.jsonl", rows)
     return ["score", "--predictions", str(file), "--output", str(folder / "s.json"), *words]
 
 
@@ -373,7 +373,7 @@ def score_predictions(
     benchmark: Benchmark, folder: Path, rows: RowsOrFile, *words: str
 ) -> dict[str, Any]:
     """Score rows with a benchmark's own command and read the file that it writes."""
-    assert main(benchmark, score_command(folder, rows, *words)) == 0
+    assert main(benchmark, score_arguments(folder, rows, *words)) == 0
     result: dict[str, Any] = json.loads((folder / "s.json").read_text())
     return result
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 # a subtest with a folder of its own, by its name
-Case = Callable[[object], AbstractContextManager[Path]]
+CaseFolder = Callable[[object], AbstractContextManager[Path]]
 
 
 @pytest.fixture
-def case(tmp_path: Path, subtests: pytest.Subtests) -> Case:
+def case_folder(tmp_path: Path, subtests: pytest.Subtests) -> CaseFolder:
     """Return a function with which a test tries all cases of a table: `with case(name) as folder`.
 
     Each case has an empty folder, and each that fails is listed by its name.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 Reply = tuple[int, bytes]
-Answer = Callable[[dict[str, Any], int], Reply | None]
+ReplyFunction = Callable[[dict[str, Any], int], Reply | None]
 
 
 def completion_reply(text: str, **fields: Any) -> Reply:
@@ -18,14 +18,14 @@ def completion_reply(text: str, **fields: Any) -> Reply:
     ).encode()
 
 
-class Server:
+class EndpointServer:
     """A loopback endpoint that answers with `answer(request, number of the call)`; None: it never
     does.
 
     It lists `models`, the program by the name of the model that it serves, if there are any.
     """
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: ReplyFunction) -> None:
         self.models: dict[str, str] = {}
         self.requests: list[dict[str, Any]] = []
         self.connections = 0
@@ -81,12 +81,12 @@ class Server:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Answer], Server]]:
+def start_server() -> Iterator[Callable[[ReplyFunction], EndpointServer]]:
     """Starts servers that end with the test."""
-    servers: list[Server] = []
+    servers: list[EndpointServer] = []
 
-    def start(answer: Answer) -> Server:
-        servers.append(Server(answer))
+    def start(answer: ReplyFunction) -> EndpointServer:
+        servers.append(EndpointServer(answer))
         return servers[-1]
 
     yield start

@@ -32,7 +32,7 @@ def rollout_facts(rewards_NF: Tensor, **columns: Any) -> RolloutFacts:
     return RolloutFacts(rewards_NF=rewards_NF, **{**fields, **columns})
 
 
-def counted_facts(
+def facts_without_unrewarded(
     rewards_NF: Tensor,
     generations: int,
     *,

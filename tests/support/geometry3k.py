@@ -53,7 +53,7 @@ def write_hub_table(
     )
 
 
-def prepare_geometry3k(source: str, location: Path | str, output: Path, *options: str) -> int:
+def run_prepare_geometry3k(source: str, location: Path | str, output: Path, *options: str) -> int:
     return main(
         [
             "geometry3k",
@@ -68,11 +68,11 @@ def prepare_geometry3k(source: str, location: Path | str, output: Path, *options
     )
 
 
-def read_quarantine(folder: Path) -> list[dict[str, Any]]:
+def read_quarantined_rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
 
 
-def assert_refusal(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def stderr_of_refusal(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The error, after checking that it is one line (more where rows were refused), that the exit
     code is 2, and that there is no output.
     """

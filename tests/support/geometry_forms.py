@@ -15,17 +15,17 @@ def measured_angle(at: Mapping[str, complex], first: str, corner: str, last: str
     """The fact of an angle, as wide as the figure has it."""
     return (
         f"Equals(MeasureOf(Angle({first}, {corner}, {last})), "
-        f"{degrees(at, first, corner, last):.10f})"
+        f"{angle_in_degrees(at, first, corner, last):.10f})"
     )
 
 
-def degrees(at: Mapping[str, complex], first: str, corner: str, last: str) -> float:
+def angle_in_degrees(at: Mapping[str, complex], first: str, corner: str, last: str) -> float:
     """The angle at a corner of a figure, from 0 to 180."""
     turn = (at[first] - at[corner]).conjugate() * (at[last] - at[corner])
     return abs(math.degrees(math.atan2(turn.imag, turn.real)))
 
 
-def form(
+def logic_form(
     at: Mapping[str, complex],
     lines: Sequence[str],
     facts: Sequence[str],

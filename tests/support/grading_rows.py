@@ -12,7 +12,7 @@ def boxed(answer: str) -> str:
     return rf"So the answer is \boxed{{{answer}}}."
 
 
-def expanded(text: Any) -> str:
+def expand_repeats(text: Any) -> str:
     """A text of a row, which may be given as pairs of a piece and how often it is repeated."""
     return text if isinstance(text, str) else "".join(piece * count for piece, count in text)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import constants
 
 
-def keep_in_hub_cache(name: str, folder: Path, **commits: str) -> str:
+def copy_into_hub_cache(name: str, folder: Path, **commits: str) -> str:
     """A copy of `folder` for the commit of each branch or tag. Returns `name`."""
     home = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
     (home / "refs").mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ _FORK_SERVER = multiprocessing.get_context("forkserver")
 _FORK_SERVER.set_forkserver_preload(["adora_vl.trainer"])
 
 
-def words_for(**keys: object) -> list[str]:
+def cli_arguments(**keys: object) -> list[str]:
     """Return the words of a command line that set these keys, `--key value` for each."""
     words = []
     for key, value in keys.items():
@@ -68,7 +68,7 @@ def _run_in_fork(
         )
 
 
-def run(
+def run_command(
     command: list[str],
     *,
     timeout: int = 500,
@@ -101,21 +101,25 @@ def run(
     return done
 
 
-def launch(config: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def accelerate_launch(
+    config: str, *arguments: str, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` with one of the shipped accelerate configs; `options` are those of `run`.
 
     One process needs no launcher, unless it has words of its own (`--num_processes`). That one is
     not forked: a run reads from its command line how it was started.
     """
     if config == "cpu" and not arguments[0].startswith("--"):
-        return run([sys.executable, *arguments], **options)
+        return run_command([sys.executable, *arguments], **options)
     file = ["--config_file", str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")]
     if config == "cpu":
-        return run(
+        return run_command(
             [str(Path(sys.executable).with_name("accelerate")), "launch", *file, *arguments],
             **options,
         )
-    return run([sys.executable, "-m", "accelerate.commands.launch", *file, *arguments], **options)
+    return run_command(
+        [sys.executable, "-m", "accelerate.commands.launch", *file, *arguments], **options
+    )
 
 
 def pids_marked_with(mark: str) -> list[int]:

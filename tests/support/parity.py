@@ -30,7 +30,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.rollout import turns
 from adora_vl.rollout.rollouts import Call
 from adora_vl.utils.checks import as_json
-from tests.support.launch import launch
+from tests.support.launch import accelerate_launch
 
 if TYPE_CHECKING:
     from adora_vl.preflight.facts import ResolvedRun
@@ -62,7 +62,7 @@ def training_data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset
     return Dataset.from_list(list(rows), features=schema()).add_column("prompt", prompts)
 
 
-class Gradients(TrainerCallback):
+class GradientRecorder(TrainerCallback):
     """Copies every gradient before each optimizer step; a sharded model's are not there to be
     copied.
     """
@@ -229,7 +229,7 @@ def run_parity(
     tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED_FOLDER
 ) -> dict[str, Any]:
     output = tmp_path / "result.json"
-    done = launch(
+    done = accelerate_launch(
         config,
         *PARITY_RUN_COMMAND,
         "--model",

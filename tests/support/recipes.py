@@ -6,7 +6,7 @@ from adora_vl.config.schema import CONFIG_DATACLASSES
 from adora_vl.utils.cli import plain_value, with_dotted_keys
 from tests.support.paths import REPOSITORY
 
-CONFIGS = REPOSITORY / "configs"
+CONFIGS_FOLDER = REPOSITORY / "configs"
 # train config -> the accelerate config that its header names
 ACCELERATE_CONFIG_BY_RECIPE = {
     "smoke_cpu": "cpu",

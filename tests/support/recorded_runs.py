@@ -35,7 +35,7 @@ def turns_with_one_zoom() -> list[dict[str, Any]]:
     ]
 
 
-def write_run(
+def write_recorded_run(
     folder: Path,
     steps: int,
     /,
@@ -91,7 +91,7 @@ def write_run(
     return folder
 
 
-def write_page(output: Path, *runs: Path, words: tuple[str, ...] = ()) -> Path:
+def write_report_page(output: Path, *runs: Path, words: tuple[str, ...] = ()) -> Path:
     assert main([*map(str, runs), "--output", str(output), *words]) == 0
     return output
 
@@ -101,7 +101,7 @@ def write_attacked_page(folder: Path) -> Path:
     texts: Any = dict.fromkeys(
         ("id", "problem", "answer", "completion", "verdict", "extracted", "reason"), ATTACKING_HTML
     )
-    run = write_run(folder / ATTACKING_HTML.replace("/", "_")[:100], 2, **texts)
+    run = write_recorded_run(folder / ATTACKING_HTML.replace("/", "_")[:100], 2, **texts)
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write(
             json.dumps(
@@ -115,4 +115,4 @@ def write_attacked_page(folder: Path) -> Path:
             )
             + "\n"
         )
-    return write_page(folder / "page.html", run)
+    return write_report_page(folder / "page.html", run)

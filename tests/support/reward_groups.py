@@ -61,7 +61,7 @@ def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
     )
 
 
-def apply_method(name, groups, options=None, scale="group"):
+def method_advantages(name, groups, options=None, scale="group"):
     """Return the final advantages of a method, which starts from GRPO's as in the trainer."""
     method = AdvantagePipeline({name: METHODS[name]() if options is None else options}, scale=scale)
     return method.compute_advantages(groups, group_advantages(groups.rewards_PG, scale=scale))

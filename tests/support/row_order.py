@@ -5,7 +5,7 @@ from datasets import Dataset
 from adora_vl.data.dataloader import EpochRepeatSampler
 
 
-def ids_of_epochs(rows: Dataset, epochs: range) -> list[str]:
+def row_ids_of_epochs(rows: Dataset, epochs: range) -> list[str]:
     """List the rows' ids in the order in which a run draws them."""
     sampler = EpochRepeatSampler(
         rows, mini_repeat_count=2, batch_size=4, repeat_count=1, shuffle=True, seed=3

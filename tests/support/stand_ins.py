@@ -22,7 +22,7 @@ def _defaults() -> AdoraGRPOConfig:
     return AdoraGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
 
 
-def config_of(**keys: Any) -> AdoraGRPOConfig:
+def training_config(**keys: Any) -> AdoraGRPOConfig:
     """Build the config of a run on a CPU with the values of `keys`, the rest at their defaults.
 
     The values are set as they are: what the checks of a start would do with them is left out.
@@ -34,7 +34,7 @@ def config_of(**keys: Any) -> AdoraGRPOConfig:
     return config
 
 
-def state_of(step: int = 0, *, last: int = 10, is_first_rank: bool = True) -> TrainerState:
+def trainer_state(step: int = 0, *, last: int = 10, is_first_rank: bool = True) -> TrainerState:
     """Build the state of a trainer after `step` of `last` optimizer steps."""
     return TrainerState(global_step=step, max_steps=last, is_world_process_zero=is_first_rank)
 
@@ -44,7 +44,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Processes:
+class FakeAccelerator:
     """The Accelerator of one process among several, of which the others are played.
 
     `gather` returns the tensors of all processes from this one's; without it there is this one's

@@ -9,7 +9,7 @@ from transformers import TrainerState
 
 from adora_vl.rollout.rollouts import StepKey
 from adora_vl.types import Batch, LogMetric, PolicyLogps, SaveNow, StepContext
-from tests.support.stand_ins import config_of
+from tests.support.stand_ins import training_config
 
 # "0/0": the optimizer step, and the micro-batch within it, at which a run's first generation begins.
 # A generation's position seeds which of its groups go into which optimizer step.
@@ -46,7 +46,7 @@ def step_context(
         policy_logps: makes a pass of the policy; by default a test in which it is called fails.
         keys: the keys of the config that differ from their defaults.
     """
-    config = config_of(**keys)
+    config = training_config(**keys)
     trainer_state = state or TrainerState()
     accelerator = Accelerator(cpu=True) if accelerator is None else accelerator
     metrics = {} if log is None else log

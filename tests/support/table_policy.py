@@ -83,7 +83,7 @@ class TableTrainer(AdoraGRPOTrainer):
         return self.parts.policy_pass(look_up, model, ids_BS, *rest)
 
 
-class OneProcess:
+class SingleProcessAccelerator:
     """An accelerator of one process."""
 
     num_processes = 1
@@ -103,7 +103,7 @@ class OneProcess:
         return value
 
 
-class NoRecord:
+class FakeRecord:
     """A stand-in for the record of rollouts, which keeps the numbers of those that it gets."""
 
     def __init__(self) -> None:
@@ -126,7 +126,9 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
     settings: dict[str, Any] = {"adora_max_ratio": None, "adora_stock_step": ["share_prompt"]}
     settings |= keys
     context = step_context(
-        lambda name, value: logged_metrics[name].append(value), accelerator=OneProcess(), **settings
+        lambda name, value: logged_metrics[name].append(value),
+        accelerator=SingleProcessAccelerator(),
+        **settings,
     )
     args = context.config
     trainer: Any = object.__new__(TableTrainer)
@@ -165,7 +167,7 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
     # It would make a pass of the reference, which tests that count passes do not expect.
     reference_guard.is_due = lambda step: False  # type: ignore[method-assign]
     policy_pass = PolicyPass(context.accelerator, args)
-    recorder = NoRecord()
+    recorder = FakeRecord()
     micro_batcher = MicroBatcher(
         context,
         ImageBanks(),

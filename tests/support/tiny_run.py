@@ -32,7 +32,7 @@ TINY_RUN_KEYS = {
 }
 
 
-def arguments(output_dir: object, **changed: object) -> list[str]:
+def tiny_run_arguments(output_dir: object, **changed: object) -> list[str]:
     """Return the words of the command: `--key`, value, and so on.
 
     `changed`: keys that are added, or have another value.
@@ -42,22 +42,22 @@ def arguments(output_dir: object, **changed: object) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-def train(folder: Path, **changed: object) -> Path:
+def train_tiny_run(folder: Path, **changed: object) -> Path:
     """Run the command in this process, and return its `output_dir`."""
-    assert main(arguments(folder, **changed)) == 0
+    assert main(tiny_run_arguments(folder, **changed)) == 0
     return folder
 
 
 @pytest.fixture(scope="session")
 def adora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished run with ADORA. Tests only read it."""
-    return train(tmp_path_factory.mktemp("runs") / "adora")
+    return train_tiny_run(tmp_path_factory.mktemp("runs") / "adora")
 
 
 @pytest.fixture(scope="session")
 def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a finished run with GRPO. Tests only read it."""
-    return train(tmp_path_factory.mktemp("runs") / "grpo", adora_method="grpo")
+    return train_tiny_run(tmp_path_factory.mktemp("runs") / "grpo", adora_method="grpo")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Re
     folder = shutil.copytree(adora_run, tmp_path_factory.mktemp("resumed") / "adora")
     shutil.rmtree(folder / f"checkpoint-{TINY_RUN_STEPS}")
     with contextlib.redirect_stdout(io.StringIO()) as stream:
-        train(folder)
+        train_tiny_run(folder)
     return ResumedRun(folder, stream.getvalue())
 
 

@@ -15,7 +15,7 @@ from adora_vl.data.dataset import Row, stored_rows
 from data_prep.cli import main
 from tests.support.pictures import draw_figure, encode_picture
 
-PICTURE_FILES = [encode_picture(draw_figure(number, 60)) for number in range(4)]
+PNG_FILES = [encode_picture(draw_figure(number, 60)) for number in range(4)]
 COLUMN_OPTIONS = (
     "problem=question",
     "answer=label",
@@ -62,9 +62,9 @@ EXPECTED_FIELDS_BY_ID = {
 
 def _write_pictures(folder: Path) -> list[str]:
     (folder / "pics").mkdir(parents=True, exist_ok=True)
-    for number, content in enumerate(PICTURE_FILES):
+    for number, content in enumerate(PNG_FILES):
         (folder / "pics" / f"{number}.png").write_bytes(content)
-    return [f"pics/{number}.png" for number in range(len(PICTURE_FILES))]
+    return [f"pics/{number}.png" for number in range(len(PNG_FILES))]
 
 
 def rows_with_images(values: list[Any], alone: bool = False) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def rows_with_images(values: list[Any], alone: bool = False) -> list[dict[str, A
     return rows
 
 
-def write_jsonl(folder: Path, rows: list[Any] | None = None) -> Path:
+def write_user_jsonl(folder: Path, rows: list[Any] | None = None) -> Path:
     names = _write_pictures(folder)
     lines = [json.dumps(row) for row in rows or rows_with_images(names, alone=True)]
     (folder / "mine.jsonl").write_text("\n\n".join(lines) + "\n")
@@ -86,15 +86,13 @@ def write_jsonl(folder: Path, rows: list[Any] | None = None) -> Path:
 
 
 def write_json_list(folder: Path) -> Path:
-    urls = [
-        f"data:image/png;base64,{base64.b64encode(content).decode()}" for content in PICTURE_FILES
-    ]
+    urls = [f"data:image/png;base64,{base64.b64encode(content).decode()}" for content in PNG_FILES]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "mine.json").write_text(json.dumps(rows_with_images(urls)))
     return folder / "mine.json"
 
 
-def write_cells(folder: Path, ending: str, rows: list[dict[str, Any]] | None = None) -> Path:
+def write_user_csv(folder: Path, ending: str, rows: list[dict[str, Any]] | None = None) -> Path:
     """CSV or TSV, as Excel saves it: with a mark of UTF-8 before the first name."""
     path = folder / f"mine.{ending}"
     rows = rows or rows_with_images(_write_pictures(folder), alone=True)
@@ -122,7 +120,7 @@ def write_hub_parquet(folder: Path) -> Path:
     """The hub's layout, with its feature of images."""
     texts = {name: Value("string") for name in ("key", "question", "label", "tip")}
     features = Features({**texts, "image": List(ImageFeature()), "options": List(Value("string"))})
-    images = [{"bytes": content, "path": None} for content in PICTURE_FILES]
+    images = [{"bytes": content, "path": None} for content in PNG_FILES]
     rows = [{**row, "label": str(row["label"])} for row in rows_with_images(images)]
     (folder / "mine" / "data").mkdir(parents=True)
     Dataset.from_list(rows, features=features).to_parquet(
@@ -133,22 +131,22 @@ def write_hub_parquet(folder: Path) -> Path:
 
 def write_image_folder(folder: Path) -> Path:
     """The layout of the hub's ImageFolder: pictures with `metadata.csv` beside them."""
-    write_cells(folder / "mine", "csv").rename(folder / "mine" / "metadata.csv")
+    write_user_csv(folder / "mine", "csv").rename(folder / "mine" / "metadata.csv")
     return folder / "mine"
 
 
 WRITER_BY_FORMAT = {
-    "jsonl": write_jsonl,
+    "jsonl": write_user_jsonl,
     "json with data URLs": write_json_list,
-    "csv": lambda folder: write_cells(folder, "csv"),
-    "tsv": lambda folder: write_cells(folder, "tsv"),
+    "csv": lambda folder: write_user_csv(folder, "csv"),
+    "tsv": lambda folder: write_user_csv(folder, "tsv"),
     "parquet with paths": write_parquet_with_paths,
     "parquet of the hub": write_hub_parquet,
     "a folder of images with a table": write_image_folder,
 }
 
 
-def convert(
+def run_convert(
     source: Path | str, output: Path, *options: str, columns: tuple[str, ...] = COLUMN_OPTIONS
 ) -> int:
     return main(
@@ -165,7 +163,7 @@ def convert(
     )
 
 
-def read_rows(output: Path, split: str = "train") -> list[Row]:
+def read_prepared_rows(output: Path, split: str = "train") -> list[Row]:
     return list(stored_rows(output, split))
 
 

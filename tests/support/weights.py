@@ -3,7 +3,7 @@
 import torch
 
 
-def mean_difference(
+def mean_weight_difference(
     first_weights: dict[str, torch.Tensor], second_weights: dict[str, torch.Tensor]
 ) -> float:
     """Return the mean absolute difference of two models' weights, which have the same names."""

@@ -21,11 +21,11 @@ from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.utils.errors import UserError
 from tests.support.reward_groups import (
     adora_weights,
-    apply_method,
     groups_of_rewards,
+    method_advantages,
     random_groups,
 )
-from tests.support.tiny_run import train
+from tests.support.tiny_run import train_tiny_run
 
 NAN = float("nan")
 
@@ -429,7 +429,9 @@ def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_s
     rewards = [[1.0, 1.0, 0.0, 0.0]]
     base = group_advantages(torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
     weights = [
-        (apply_method("adora", groups_of_rewards(rewards, step=step), options) / base)[0, 0].item()
+        (method_advantages("adora", groups_of_rewards(rewards, step=step), options) / base)[
+            0, 0
+        ].item()
         for step in (0, 2, 4, 5, 6, 9, 10)
     ]
     # TDS while tau is below one half, that is up to step 5
@@ -601,7 +603,7 @@ def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
 
     monkeypatch.setattr(AcceleratedOptimizer, "step", step_noting_rate)
     options = '{"adora": {"assign": "rate", "criteria": ["difficulty"], "tau": 0.25}}'
-    folder = train(tmp_path / "run", save_strategy="no", adora_method=options, max_steps=3)
+    folder = train_tiny_run(tmp_path / "run", save_strategy="no", adora_method=options, max_steps=3)
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     scales = [entry["adora/rate_scale"] for entry in log if "adora/rate_scale" in entry]
     assert rates == pytest.approx([1e-3 * scale for scale in scales], rel=1e-4)

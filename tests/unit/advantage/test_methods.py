@@ -28,9 +28,9 @@ from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, overlong_penalty
 from adora_vl.utils.launch import free_port
 from tests.support.examples import load_example
 from tests.support.reward_groups import (
-    apply_method,
     float64,  # noqa: F401  # a fixture that each test of this file uses
     groups_of_rewards,
+    method_advantages,
     random_groups,
 )
 
@@ -322,10 +322,10 @@ def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
             with subtests.test(f"{name} {seed}"):
                 groups = random_groups(seed=seed)
                 stock = group_advantages(groups.rewards_PG, scale=scale)
-                neutral = apply_method(name, groups, options, scale)
+                neutral = method_advantages(name, groups, options, scale)
                 assert torch.equal(neutral, stock)
                 if name not in BY_SETTINGS:
-                    default = apply_method(name, groups, None, scale)
+                    default = method_advantages(name, groups, None, scale)
                     assert not torch.equal(default, stock), "so it can fail"
 
 
@@ -384,8 +384,8 @@ def test_permuting_a_group_permutes_its_advantages(subtests):
             names = ("rewards_PG", "lengths_PG", "truncated_PG", "surprisal_PG")
             permuted = replace(groups, **{name: getattr(groups, name)[:, order] for name in names})
             torch.testing.assert_close(
-                apply_method(name, permuted, options),
-                apply_method(name, groups, options)[:, order],
+                method_advantages(name, permuted, options),
+                method_advantages(name, groups, options)[:, order],
                 rtol=0,
                 atol=1e-9,
             )
@@ -398,7 +398,7 @@ def test_a_shift_of_all_rewards_changes_nothing(subtests):
             groups = random_groups()
             shifted = replace(groups, rewards_PG=groups.rewards_PG + 2, correct_above=2.5)
             torch.testing.assert_close(
-                apply_method(name, shifted), apply_method(name, groups), rtol=0, atol=1e-9
+                method_advantages(name, shifted), method_advantages(name, groups), rtol=0, atol=1e-9
             )
 
 
@@ -409,10 +409,10 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(su
             scaled = replace(groups, rewards_PG=groups.rewards_PG * 4, correct_above=2.0)
             is_undivided = METHODS[name].settings.get("scale_rewards") == "none"
             scale = "none" if is_undivided else "group"
-            expected = apply_method(name, groups, scale=scale) * (4 if is_undivided else 1)
+            expected = method_advantages(name, groups, scale=scale) * (4 if is_undivided else 1)
             # eps is added to a deviation that is four times as large
             torch.testing.assert_close(
-                apply_method(name, scaled, scale=scale), expected, rtol=5e-3, atol=1e-3
+                method_advantages(name, scaled, scale=scale), expected, rtol=5e-3, atol=1e-3
             )
 
 
@@ -435,7 +435,7 @@ def test_everything_stays_finite(subtests):
     for case, name in product(DEGENERATE, METHODS):
         with subtests.test(f"{case} {name}"):
             groups = groups_of_rewards(DEGENERATE[case])
-            advantages = apply_method(name, groups)
+            advantages = method_advantages(name, groups)
             assert advantages.shape == groups.rewards_PG.shape
             assert advantages.isfinite().all()
             assert (advantages[groups.rewards_PG.isnan()] == 0).all()
@@ -448,7 +448,7 @@ def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(su
     for name in METHODS:
         with subtests.test(name):
             groups = random_groups()
-            advantages = apply_method(name, groups)
+            advantages = method_advantages(name, groups)
             rewards = groups.rewards_PG
             lowest_of_best = torch.where(
                 rewards == rewards.amax(1, keepdim=True), advantages, torch.inf

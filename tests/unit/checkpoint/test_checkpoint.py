@@ -34,7 +34,7 @@ from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed
 from tests.support.checkpoints import FINGERPRINT, write_checkpoint
-from tests.support.stand_ins import Processes, config_of
+from tests.support.stand_ins import FakeAccelerator, training_config
 
 
 def flip_a_byte(path: Path) -> None:
@@ -167,8 +167,8 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
         overwrite=False,
         current={**SHARDED, "processes": "1"},
     ).notes[1:] == ["changed since then: processes: 2 -> 1"]
-    assert sharding_of(config_of(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))) == "zero3"
-    assert sharding_of(config_of()) == "none"
+    assert sharding_of(training_config(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))) == "zero3"
+    assert sharding_of(training_config()) == "none"
 
 
 def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path):
@@ -253,7 +253,7 @@ def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
         }
         weight.grad = torch.ones(2)
     _RestoreParameterGroups().on_train_begin(
-        config_of(weight_decay=0.1), None, None, optimizer=optimizer
+        training_config(weight_decay=0.1), None, None, optimizer=optimizer
     )
     optimizer.step()
     assert [optimizer.state[weight]["step"].item() for weight in weights] == [5, 5]
@@ -393,7 +393,7 @@ def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp
 def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     write_checkpoint(tmp_path / SET_ASIDE_FOLDER, 3)  # of the run that this one replaces
     older = write_checkpoint(tmp_path, 10)
-    accelerator: Any = Processes()
+    accelerator: Any = FakeAccelerator()
     writer = CheckpointWriter(tmp_path, keep=1, accelerator=accelerator)
 
     def save(folder: Path) -> dict[str, object]:

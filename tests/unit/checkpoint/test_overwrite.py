@@ -43,8 +43,8 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import STARTUP_LOG
 from tests.support.checkpoints import FINGERPRINT, write_checkpoint
 from tests.support.disk import folder_contents
-from tests.support.stand_ins import Processes, config_of
-from tests.support.tiny_run import TINY_RUN_STEPS, arguments, train
+from tests.support.stand_ins import FakeAccelerator, training_config
+from tests.support.tiny_run import TINY_RUN_STEPS, tiny_run_arguments, train_tiny_run
 
 MANIFEST_OF_RUN = '{"made_by": "adora_vl.train"}'
 METRICS_OF_OLD_RUN = '{"step": 8, "kind": "train", "time": null}\n'
@@ -259,14 +259,14 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
 ):
     run = shutil.copytree(adora_run, tmp_path / "run")
     before = names_of_files(run)
-    wrong = arguments(
+    wrong = tiny_run_arguments(
         run, overwrite_output_dir="true", use_peft="true", lora_target_modules="no_such_layer"
     )
     assert main(wrong) == 2
     assert "lora_target_modules" in capsys.readouterr().err.splitlines()[-1]
     assert names_of_files(run) >= before, "a run that could not begin has deleted something"
     write_completions(run, 9)
-    train(run, overwrite_output_dir="true", max_steps=2, log_completions="true")
+    train_tiny_run(run, overwrite_output_dir="true", max_steps=2, log_completions="true")
     tables = [path.name for path in sorted((run / "completions").iterdir())]
     assert tables == ["completions_00001.parquet", "completions_00002.parquet"], (
         "TRL's folder is there for the new run"
@@ -413,7 +413,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
             "adora_vl.train.load_trainer",
             lambda *_: pytest.fail("the weights were loaded for a run that cannot be"),
         )
-        assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3)) == 2
+        assert main(tiny_run_arguments(run, overwrite_output_dir="true", learning_rate=2e-3)) == 2
     assert folder_contents(run) == before
     names = "'checkpoint-7', 'config.json', 'README.md', 'rollouts/own.parquet'"
     assert (
@@ -424,7 +424,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     shutil.rmtree(run / "checkpoint-7")
     for name in ("README.md", "config.json", "rollouts/own.parquet"):
         (run / name).unlink()
-    assert main(arguments(run, learning_rate=2e-3)) == 2
+    assert main(tiny_run_arguments(run, learning_rate=2e-3)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert "learning_rate" in line
     assert "; set it back, choose another output_dir, or start anew with --" in line
@@ -441,7 +441,10 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     shutil.copytree(run / "checkpoint-2", run / "checkpoint-best")
     write_users_file(run / "eval" / "predictions.jsonl")
     contents = folder_contents(run / "checkpoint-best")
-    assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3, max_steps=2)) == 0
+    assert (
+        main(tiny_run_arguments(run, overwrite_output_dir="true", learning_rate=2e-3, max_steps=2))
+        == 0
+    )
     assert (
         "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json'"
         in capsys.readouterr().out
@@ -463,13 +466,13 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
         write_users_file(run / name)
     write_users_file(run / "rollouts" / "_images" / "mine.png")  # stays where it is
     before = folder_contents(run)
-    assert main(arguments(run, max_steps=6)) == 2
+    assert main(tiny_run_arguments(run, max_steps=6)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert " holds 'config.json', 'README.md', which no run is known to have written " in line
     assert folder_contents(run) == before
     for name in ("README.md", "config.json"):
         (run / name).rename(tmp_path / name)
-    assert main(arguments(run, max_steps=6)) == 0
+    assert main(tiny_run_arguments(run, max_steps=6)) == 0
     assert list_users_files(run) == ["rollouts/_images/mine.png"]
 
     write_users_file(killed / "added_tokens.json")
@@ -518,7 +521,7 @@ def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_
         for path, content in folder_contents(run).items()
         if path.endswith((".safetensors", ".parquet"))
     }
-    assert main(arguments(run)) == 0
+    assert main(tiny_run_arguments(run)) == 0
     assert (
         f"checkpoint-{TINY_RUN_STEPS} is the last step: nothing left to train"
         in capsys.readouterr().out
@@ -535,7 +538,7 @@ def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path,
     and a manifest that says `finished`.
     """
     keys: dict[str, Any] = {"use_peft": "true", "lora_r": 2, "logging_steps": 3}
-    uninterrupted = train(tmp_path / "whole", **keys)
+    uninterrupted = train_tiny_run(tmp_path / "whole", **keys)
     died = shutil.copytree(uninterrupted, tmp_path / "died")
     for path in died.iterdir():
         if path.is_file() and path.name not in ("manifest.json", METRICS_FILE):
@@ -551,11 +554,11 @@ def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr("adora_vl.export.merge_checkpoint", fail_to_merge)
-        assert main(arguments(died, **keys)) == 2
+        assert main(tiny_run_arguments(died, **keys)) == 2
     unfinished_manifest = json.loads((died / "manifest.json").read_text())
     assert unfinished_manifest["status"] == "running", "the merged model is missing"
 
-    assert main(arguments(died, **keys)) == 0
+    assert main(tiny_run_arguments(died, **keys)) == 0
     assert names_of_files(uninterrupted) - names_of_files(died) == {STARTUP_LOG}
     for name in ("adapter_model.safetensors", "merged/model.safetensors"):
         assert (died / name).read_bytes() == (uninterrupted / name).read_bytes(), name
@@ -573,7 +576,7 @@ def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path,
     contents = folder_contents(died)
     with monkeypatch.context() as patch:
         patch.setattr("adora_vl.export.merge_checkpoint", fail_to_merge)
-        assert main(arguments(died, **keys)) == 0, "a finished run merges nothing again"
+        assert main(tiny_run_arguments(died, **keys)) == 0, "a finished run merges nothing again"
     assert folder_contents(died) == contents, "a start of a finished run changes nothing"
 
 
@@ -587,7 +590,7 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
     ) as writer:
         assert writer.stdout.readline() == "held\n"
         before = folder_contents(run)
-        assert main(arguments(run, overwrite_output_dir="true")) == 2
+        assert main(tiny_run_arguments(run, overwrite_output_dir="true")) == 2
         with pytest.raises(UserError, match="another run is writing to"):
             lock_output_dir(run)
         writer.kill()
@@ -711,8 +714,8 @@ def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeyp
         stock, lambda self, folder: write_users_file(tmp_path / "config.json", folder)
     )
     trainer = object.__new__(AdoraGRPOTrainer)
-    trainer.args = config_of(output_dir=str(tmp_path))
-    trainer.accelerator = Processes()
+    trainer.args = training_config(output_dir=str(tmp_path))
+    trainer.accelerator = FakeAccelerator()
     trainer._push_from_checkpoint("checkpoint-2")
     assert (tmp_path / "config.json").read_text() == "checkpoint-2"
     assert list_users_files(tmp_path) == []

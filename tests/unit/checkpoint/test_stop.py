@@ -23,11 +23,11 @@ from adora_vl.checkpoint.stop import REPEATED_SIGNAL_S, StopOnSignal
 from adora_vl.utils import launch as launcher
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.interrupts import EXIT_INTERRUPTED
-from tests.support.stand_ins import state_of
+from tests.support.stand_ins import trainer_state
 
 ROOT = Path(__file__).parents[3]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-WORKER = state_of(0)
+WORKER = trainer_state(0)
 
 
 @contextlib.contextmanager
@@ -270,7 +270,7 @@ def test_a_launcher_that_kills_too_early_is_told_of_once(monkeypatch, capsys):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         for first in (True, False):
-            StopOnSignal().on_train_begin(None, state_of(is_first_rank=first), None)
+            StopOnSignal().on_train_begin(None, trainer_state(is_first_rank=first), None)
         warnings = capsys.readouterr().err.count(
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch"
         )

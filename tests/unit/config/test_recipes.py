@@ -18,7 +18,7 @@ from adora_vl.preflight.check_keys import check_keys
 from adora_vl.preflight.request import ModelSource, RunRequest
 from adora_vl.utils.cli import with_dotted_keys
 from adora_vl.utils.errors import UserError
-from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS, key_defaults
+from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER, key_defaults
 
 # The others have the 2,101 rows of Geometry3K.
 ROWS = {
@@ -36,7 +36,7 @@ def parse_recipe(name: str) -> Any:
     return parse(
         [
             "--config",
-            str(CONFIGS / "train" / f"{name}.yaml"),
+            str(CONFIGS_FOLDER / "train" / f"{name}.yaml"),
             "--use_cpu",
             "true",
             "--bf16",
@@ -46,14 +46,14 @@ def parse_recipe(name: str) -> Any:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    return read_file(CONFIGS / "train" / f"{name}.yaml")
+    return read_file(CONFIGS_FOLDER / "train" / f"{name}.yaml")
 
 
 def test_every_shipped_config_is_in_the_pairs():
     assert {
-        path.stem for path in (CONFIGS / "train").glob("*.yaml")
+        path.stem for path in (CONFIGS_FOLDER / "train").glob("*.yaml")
     } == ACCELERATE_CONFIG_BY_RECIPE.keys()
-    names = {path.stem for path in (CONFIGS / "accelerate").glob("*.yaml")}
+    names = {path.stem for path in (CONFIGS_FOLDER / "accelerate").glob("*.yaml")}
     assert names == {"cpu", "cpu_zero3", "gpu1", "zero2", "zero3", "zero3_offload", "zero3_nodes"}
 
 
@@ -61,9 +61,9 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
     for name, launcher in ACCELERATE_CONFIG_BY_RECIPE.items():
         with subtests.test(name):
             script, config, model = parse_recipe(name)
-            processes = yaml.safe_load((CONFIGS / "accelerate" / f"{launcher}.yaml").read_text())[
-                "num_processes"
-            ]
+            processes = yaml.safe_load(
+                (CONFIGS_FOLDER / "accelerate" / f"{launcher}.yaml").read_text()
+            )["num_processes"]
             check_keys(RunRequest(config=config, model=ModelSource(keys=model), rows=script))
             plan = batch_plan(config, processes)
             check_row_count(plan, ROWS.get(name, 2101))
@@ -78,7 +78,9 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
 
 def test_each_config_s_header_names_its_accelerate_config():
     for name, launcher in ACCELERATE_CONFIG_BY_RECIPE.items():
-        header = (CONFIGS / "train" / f"{name}.yaml").read_text().split("\nmodel_name_or_path")[0]
+        header = (
+            (CONFIGS_FOLDER / "train" / f"{name}.yaml").read_text().split("\nmodel_name_or_path")[0]
+        )
         named = set(re.findall(r"configs/accelerate/(\w+)\.yaml", header))
         assert not named or launcher in named, name
         assert "zero3_offload" not in named, (
@@ -124,7 +126,7 @@ def test_recipes_that_are_compared_differ_only_in_what_is_compared():
 def test_an_accelerate_config_is_one_that_accelerate_reads():
     from accelerate.commands.config.config_args import load_config_from_file
 
-    for path in sorted((CONFIGS / "accelerate").glob("*.yaml")):
+    for path in sorted((CONFIGS_FOLDER / "accelerate").glob("*.yaml")):
         config = load_config_from_file(str(path))
         assert config.num_processes >= 1
         assert (config.distributed_type.value == "DEEPSPEED") == ("zero" in path.stem), path
@@ -137,7 +139,7 @@ def test_the_launcher_of_several_processes_gives_a_stopped_run_time_to_save(monk
     from accelerate.utils.launch import _filter_args
     from torch.distributed import run
 
-    for path in sorted((CONFIGS / "accelerate").glob("*zero*.yaml")):
+    for path in sorted((CONFIGS_FOLDER / "accelerate").glob("*zero*.yaml")):
         monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
         launch_arguments = launch_command_parser().parse_args(
             ["--config_file", str(path), "-m", "adora_vl.train"]
@@ -217,7 +219,7 @@ def defaults_in_comments() -> dict[str, str]:
     last_default = ""
     # The names from the outermost mapping to the present line.
     path: list[str] = []
-    for line in (CONFIGS / "train" / "annotated.yaml").read_text().splitlines():
+    for line in (CONFIGS_FOLDER / "train" / "annotated.yaml").read_text().splitlines():
         text = line.strip()
         comment = re.match(r"# \[default (\[.*?\]|.*?)\] \S", text)
         if comment is not None:

@@ -28,7 +28,7 @@ from adora_vl.record.manifest import run_manifest
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError, in_one_line
 from benchmarks.gpu.setting import Setting
-from tests.support.tiny_run import arguments
+from tests.support.tiny_run import tiny_run_arguments
 
 
 def config(**keys: Any) -> AdoraGRPOConfig:
@@ -60,7 +60,7 @@ def last_line(tmp_path: Path, no_weights: None, capsys: pytest.CaptureFixture[st
 
     def run(**keys: object) -> str:
         keys = {"output_dir": tmp_path / "run", **keys}
-        assert main(arguments(**keys)) == 2, keys
+        assert main(tiny_run_arguments(**keys)) == 2, keys
         assert not (tmp_path / "run").exists()
         return capsys.readouterr().err.splitlines()[-1]
 
@@ -390,7 +390,7 @@ def _check_broken(
     model = tmp_path / "model"
     shutil.copytree(PRETRAINED_FOLDER, model)
     (model / file).unlink() if content is None else (model / file).write_bytes(content)
-    assert main(arguments(tmp_path / "run", model_name_or_path=model)) == 2
+    assert main(tiny_run_arguments(tmp_path / "run", model_name_or_path=model)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: model_name_or_path: ")
     assert message in line
@@ -408,7 +408,7 @@ def test_what_goes_wrong_while_loading_ends_in_one_line(tmp_path, monkeypatch, c
         raise RuntimeError("no room\nfor it")
 
     monkeypatch.setattr("adora_vl.train.build_trainer", fails)
-    assert main(arguments(tmp_path / "run")) == 1
+    assert main(tiny_run_arguments(tmp_path / "run")) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "error: the model or the engine could not be loaded (RuntimeError: no room)"
 

@@ -28,7 +28,7 @@ from eval.command import parse_command as parse_evaluation
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
 from tests.support.checkpoints import write_checkpoint
-from tests.support.user_tables import convert, write_jsonl
+from tests.support.user_tables import run_convert, write_user_jsonl
 
 CPU = [
     "--use_cpu",
@@ -63,7 +63,7 @@ WHOLE = [
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A train and a test split, each with one row with choices among open ones."""
     root = tmp_path_factory.mktemp("choices")
-    source = write_jsonl(root / "in", ROWS)
+    source = write_user_jsonl(root / "in", ROWS)
     (root / "both").mkdir()
     for number in range(3):
         (root / "both" / "pics").mkdir(exist_ok=True)
@@ -77,7 +77,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tests = [{**row, "q": f"{row['q']} Again.", "i": row["i"].replace(".", "t.")} for row in ROWS]
     (root / "both" / "test.jsonl").write_text("\n".join(map(json.dumps, tests)))
     columns = ("problem=q", "answer=a", "choices=c", "images=i")
-    assert convert(root / "both", root / "data", "--name", "mine", columns=columns) == 0
+    assert run_convert(root / "both", root / "data", "--name", "mine", columns=columns) == 0
     return root / "data"
 
 
@@ -242,10 +242,12 @@ def test_one_whole_prompt_is_shown_where_a_person_looks(
 
 
 def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_path, capsys):
-    source = write_jsonl(
+    source = write_user_jsonl(
         tmp_path / "in", [{"q": "Which\x1b]0;owned\x07?", "a": "A", "c": ["1\u202e", "2"]}]
     )
-    assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
+    assert (
+        run_convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "choices=c")) == 0
+    )
     output = capsys.readouterr().out
     assert "  [user]\n  Which ]0;owned ?\n  Choices:\n  (A) 1 \n  (B) 2\n" in output
     assert "\x1b" not in output

@@ -34,8 +34,8 @@ from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
 from eval.command import parse_command as parse_evaluation
 from eval.geometry3k import BENCHMARK
-from tests.support.row_order import ids_of_epochs
-from tests.support.user_tables import convert, rows_with_images, write_jsonl
+from tests.support.row_order import row_ids_of_epochs
+from tests.support.user_tables import rows_with_images, run_convert, write_user_jsonl
 
 CPU = [
     "--use_cpu",
@@ -64,7 +64,9 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         columns = (*COLUMNS, *(["tip=tip"] if further_columns else []))
         options = ("--name", name, "--test-share", "0.2")
         assert (
-            convert(write_jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns)
+            run_convert(
+                write_user_jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns
+            )
             == 0
         )
     return [root / "large", root / "small"]
@@ -96,7 +98,7 @@ def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
     def order(epochs: range) -> list[str]:
         script = script_of("--dataset_name", *sets, "--adora_mixture", 0.6, 0.4)
         rows = load_rows(script, data_folders(script), seed=3)
-        return ids_of_epochs(rows, epochs)
+        return row_ids_of_epochs(rows, epochs)
 
     uninterrupted = order(range(3))
     resumed = order(range(1, 3))
@@ -150,7 +152,7 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
 ) -> None:
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     rows = rows_with_images([f"pics/{n}.png" for n in range(4)])
-    source = write_jsonl(tmp_path / "in", rows)
+    source = write_user_jsonl(tmp_path / "in", rows)
     columns = {"problem": "question", "answer": "label", "images": "image", "choices": "options"}
     words = ("--dataset_name", source, "--adora_columns", json.dumps(columns))
     config = tmp_path / "c.yaml"
@@ -186,12 +188,12 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
     picture.write_bytes(picture.read_bytes() + b"\0")  # now the picture
     assert data_folders(script) == [folder]
     assert Path(folder, "manifest.json").stat().st_mtime_ns != converted_at
-    write_jsonl(tmp_path / "in", rows[1:])
+    write_user_jsonl(tmp_path / "in", rows[1:])
     data_folders(script)
     manifest = read_manifest(Path(folder))
     assert manifest is not None
     assert manifest["counts"] == {"train": 2}
-    write_jsonl(tmp_path / "in", rows)
+    write_user_jsonl(tmp_path / "in", rows)
     picture.unlink()
     with pytest.raises(
         UserError, match=r"^dataset_name: .*mine.jsonl' with adora_columns: input: 1 of 3 row"
@@ -399,7 +401,7 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
 
     def opened(name: str, columns: Any, revision: str | None, **_: Any) -> Any:
         revisions.append(revision)
-        local = open_local(write_jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
+        local = open_local(write_user_jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
         return replace(local, kind="hub", revision=commits[-1])
 
     def commit_of(name: str, revision: str | None) -> str:
@@ -428,8 +430,8 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
 
 
 def test_two_data_sets_with_one_id_are_told_apart_by_name(sets: list[Path], tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "in", [{"q": "Again?", "a": 1}])
-    assert convert(source, tmp_path / "again", "--name", "large", columns=COLUMNS) == 0
+    source = write_user_jsonl(tmp_path / "in", [{"q": "Again?", "a": 1}])
+    assert run_convert(source, tmp_path / "again", "--name", "large", columns=COLUMNS) == 0
     script = script_of("--dataset_name", sets[0], tmp_path / "again")
     with pytest.raises(UserError, match="large and again both have a row 'large/train/0'"):
         load_rows(script, data_folders(script), seed=0)

@@ -30,8 +30,8 @@ from adora_vl.data.dataloader import (
 from adora_vl.data.loading import mark_unreadable, only_decodes
 from adora_vl.packing.images import DistinctImages
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.support.stand_ins import config_of
-from tests.support.tiny_run import TINY_RUN_STEPS, train
+from tests.support.stand_ins import training_config
+from tests.support.tiny_run import TINY_RUN_STEPS, train_tiny_run
 
 
 class Stored:
@@ -236,7 +236,7 @@ def test_images_are_prefetched_on_a_gpu_with_a_cache_and_without_workers(subtest
                 cache=settings["cache"],
                 may_be_shown=settings["shown"],
                 cache_images=len,
-                _config=config_of(dataloader_num_workers=settings["dataloader_num_workers"]),
+                _config=training_config(dataloader_num_workers=settings["dataloader_num_workers"]),
                 _device=torch.device(device),
             )
             prefetch = DistinctImages.prefetch(
@@ -277,7 +277,7 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
     folder = shutil.copytree(adora_run, tmp_path / "adora")
     shutil.rmtree(folder / f"checkpoint-{TINY_RUN_STEPS}")
     monkeypatch.setattr("adora_vl.packing.images.processes_images_ahead", lambda device: True)
-    train(folder)
+    train_tiny_run(folder)
     assert recorded(folder) == recorded(adora_run)
     main = threading.current_thread().name
     assert images_by_thread[main] == 4, "the problems of step 3, the first after the checkpoint"

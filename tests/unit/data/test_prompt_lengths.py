@@ -51,8 +51,8 @@ from tests.support.benchmark_data import (
     write_mmstar,
 )
 from tests.support.pictures import draw_figure, encode_picture
-from tests.support.row_order import ids_of_epochs
-from tests.support.stand_ins import config_of
+from tests.support.row_order import row_ids_of_epochs
+from tests.support.stand_ins import training_config
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"]
 BATCH = [
@@ -204,15 +204,15 @@ def test_the_limit_that_counts_is_that_of_the_engine_that_samples() -> None:
             "max_completion_length": 40,
             **keys,
         }
-        limit = context_limit(config_of(**config), model, served)
+        limit = context_limit(training_config(**config), model, served)
         assert limit is not None
         return limit.name
 
     assert name() == "vllm_max_model_length: 256"
     assert name(vllm_max_model_length=None) == "the model's max_position_embeddings: 2048"
     config = {"vllm_max_model_length": None, "max_completion_length": 40}
-    sampled = context_limit(config_of(**config, use_vllm=True), model)
-    generated = context_limit(config_of(**config, use_vllm=False), model)
+    sampled = context_limit(training_config(**config, use_vllm=True), model)
+    generated = context_limit(training_config(**config, use_vllm=False), model)
     assert "and longer answers are cut off there" in check_of([2040], [0], sampled).notes()[0]
     (note,) = check_of([2040], [0], generated).notes()
     assert note.endswith(
@@ -223,11 +223,11 @@ def test_the_limit_that_counts_is_that_of_the_engine_that_samples() -> None:
     )
     assert name(served=512) == "the vLLM server's --max-model-len: 512"
     unlimited = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
-    assert context_limit(config_of(**config, use_vllm=True), unlimited) is None
+    assert context_limit(training_config(**config, use_vllm=True), unlimited) is None
 
 
 def test_a_server_that_does_not_answer_has_no_limit() -> None:
-    assert served_length(config_of(vllm_server_base_url="http://127.0.0.1:9")) is None
+    assert served_length(training_config(vllm_server_base_url="http://127.0.0.1:9")) is None
 
 
 def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor: Any) -> None:
@@ -492,7 +492,7 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
 
     def order(epochs: range) -> list[str]:
         rows = load_rows(script, [str(folder) for folder in sets], 3, short)
-        return ids_of_epochs(rows, epochs)
+        return row_ids_of_epochs(rows, epochs)
 
     ids = order(range(2))
     assert ids[len(ids) // 2 :] == order(range(1, 2))

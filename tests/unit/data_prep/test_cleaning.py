@@ -19,8 +19,8 @@ from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean
 from tests.support.disk import file_contents
 from tests.support.geometry3k import (
     Damage,
-    prepare_geometry3k,
-    read_quarantine,
+    read_quarantined_rows,
+    run_prepare_geometry3k,
     write_problem_folder,
 )
 from tests.support.pictures import draw_figure, encode_picture
@@ -165,7 +165,8 @@ def prepared_broken_folders(
     for number in (500, 501):
         write_problem_folder(root / "raw", number=number)
     assert (
-        prepare_geometry3k("intergps", root / "raw", root / "out", "--allow-quarantined", "1") == 0
+        run_prepare_geometry3k("intergps", root / "raw", root / "out", "--allow-quarantined", "1")
+        == 0
     )
     return root / "raw", root / "out", folders, reasons
 
@@ -179,7 +180,7 @@ def test_a_broken_row_is_kept_aside_with_reason_and_bytes(
             _, output, folders, reasons = prepared_broken_folders
 
             row_id = f"geometry3k/train/{folders[kind].name}"
-            (line,) = [line for line in read_quarantine(output) if line["id"] == row_id]
+            (line,) = [line for line in read_quarantined_rows(output) if line["id"] == row_id]
             assert line["reason"] == reasons[kind], line["detail"]
             assert VALUE_AND_REMEDY_BY_FAULT.get(kind, "") in line["detail"], line["detail"]
             assert line["detail"].startswith(f"{row_id}: ")
@@ -206,7 +207,7 @@ def test_good_rows_survive_among_broken_ones_and_everything_is_counted(
     assert manifest["counts"] == {"train": 2}
     assert len(FAULTS) >= 25
     assert manifest["quarantined"]["rows"] == len(FAULTS)
-    assert len(read_quarantine(output)) == len(FAULTS)
+    assert len(read_quarantined_rows(output)) == len(FAULTS)
     assert sum(manifest["quarantined"]["reasons"].values()) == len(FAULTS)
     assert set(manifest["quarantined"]["reasons"]) == set(reasons.values())
     assert set(manifest["files"]) | {"manifest.json"} == set(file_contents(output))
@@ -218,7 +219,7 @@ def test_broken_rows_give_the_same_bytes_again_and_with_workers(
     """The output does not depend on the number of processes."""
     raw, output, _, _ = prepared_broken_folders
     options = ("--allow-quarantined", "1", "--workers", "4")
-    code = prepare_geometry3k("intergps", raw, tmp_path / "again", *options)
+    code = run_prepare_geometry3k("intergps", raw, tmp_path / "again", *options)
     assert code == 0
     assert file_contents(tmp_path / "again") == file_contents(output)
 
@@ -233,18 +234,18 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
     (tmp_path / "raw" / "train" / "3" / "img_diagram.png").write_bytes(b"x")
 
     # One row of 70 is under the 2 % that are allowed.
-    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0, (
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0, (
         "2 % are allowed"
     )
     before = file_contents(tmp_path / "out")
-    assert len(read_quarantine(tmp_path / "out")) == 1
+    assert len(read_quarantined_rows(tmp_path / "out")) == 1
 
     # Three are over it, and nothing is written but the report.
     for number in (3, 4):
         (tmp_path / "raw" / "train" / str(number) / "img_diagram.png").write_bytes(b"x")
     (tmp_path / "raw" / "train" / "5" / "data.json").write_text("{")
     capsys.readouterr()
-    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 2
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: input: 3 of 70 rows (4.3%) cannot be used")
     assert error.count("\n") == 4
@@ -254,20 +255,20 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
     assert file_contents(tmp_path / "out") == before, "the old output has to stay"
     report = tmp_path / "out.quarantine"
     assert str(report / "quarantine.jsonl") in error
-    report_lines = read_quarantine(report)
+    report_lines = read_quarantined_rows(report)
     assert len(report_lines) == 3
     for line in report_lines:
         for name in line["files"]:
             assert (report / name).is_file()
 
     assert (
-        prepare_geometry3k(
+        run_prepare_geometry3k(
             "intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.05"
         )
         == 0
     )
     assert not report.exists(), "the report of the earlier try is out of date"
-    assert len(read_quarantine(tmp_path / "out")) == 3
+    assert len(read_quarantined_rows(tmp_path / "out")) == 3
     assert len(list(stored_rows(tmp_path / "out", "train"))) == 67
     assert "quarantined: 3 rows" in capsys.readouterr().out
 
@@ -277,7 +278,7 @@ def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
     write_problem_folder(tmp_path / "raw", answer="Z")
     (tmp_path / "out.quarantine").mkdir()
     (tmp_path / "out.quarantine" / "thesis.tex").write_text("years of work")
-    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 2
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 2
     assert "out.quarantine" in capsys.readouterr().err
     assert file_contents(tmp_path / "out.quarantine") == {"thesis.tex": b"years of work"}
 
@@ -339,7 +340,7 @@ def test_leaks_are_dropped_from_train_and_reported(folders_with_leaks, tmp_path,
 
     The same figure with another question or another answer is none.
     """
-    assert prepare_geometry3k("intergps", folders_with_leaks, tmp_path / "out") == 0
+    assert run_prepare_geometry3k("intergps", folders_with_leaks, tmp_path / "out") == 0
     assert _stored_ids(tmp_path / "out", "train") == ["train/3", "train/4", "train/5", "train/6"]
     assert _stored_ids(tmp_path / "out", "test") == ["test/900"]
     assert _stored_ids(tmp_path / "out", "validation") == ["validation/800"]
@@ -356,7 +357,7 @@ def test_leaks_are_dropped_from_train_and_reported(folders_with_leaks, tmp_path,
         ],
     }
     assert "leaks: 3 rows" in capsys.readouterr().out
-    lines = read_quarantine(tmp_path / "out")
+    lines = read_quarantined_rows(tmp_path / "out")
     assert [(line["id"][-1], line["reason"]) for line in lines] == [
         ("1", "leak"),
         ("2", "leak"),
@@ -376,7 +377,9 @@ def test_leaks_that_are_kept_are_reported_all_the_same(
         (folders_with_leaks, ("--keep-leaks",), 3),
         (tmp_path / "held", (), 1),
     ):
-        assert prepare_geometry3k("intergps", raw, tmp_path / "out", "--overwrite", *options) == 0
+        assert (
+            run_prepare_geometry3k("intergps", raw, tmp_path / "out", "--overwrite", *options) == 0
+        )
         manifest = read_manifest(tmp_path / "out")
         assert manifest is not None
         assert manifest["leaks"]["found"] == leak_count
@@ -390,7 +393,7 @@ def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
     write_problem_folder(tmp_path / "raw", "test", 1, encode_picture(draw_figure(1)))
     write_problem_folder(tmp_path / "raw", "train", 2, encode_picture(draw_figure(1)), answer="A")
     write_problem_folder(tmp_path / "raw", "train", 3)
-    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
     assert _stored_ids(tmp_path / "out", "train") == ["train/3"]
 
 

@@ -26,28 +26,28 @@ from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.prompts import conversation_with_images, conversations
 from adora_vl.data.rows import problem_with_row
 from data_prep.cli import main
-from tests.support.cases import Case
-from tests.support.geometry3k import assert_refusal, open_stored_image, read_quarantine
+from tests.support.cases import CaseFolder
+from tests.support.geometry3k import open_stored_image, read_quarantined_rows, stderr_of_refusal
 from tests.support.pictures import draw_figure, encode_picture
 from tests.support.user_tables import (
     COLUMN_OPTIONS,
     EXPECTED_FIELDS_BY_ID,
-    PICTURE_FILES,
+    PNG_FILES,
     WRITER_BY_FORMAT,
-    convert,
     read_fields_by_id,
     rows_with_images,
-    write_cells,
-    write_jsonl,
+    run_convert,
+    write_user_csv,
+    write_user_jsonl,
 )
 
 
-def test_every_format_gives_the_same_problems(case: Case) -> None:
+def test_every_format_gives_the_same_problems(case_folder: CaseFolder) -> None:
     """Whatever format a table has, its rows come out the same."""
     for form in WRITER_BY_FORMAT:
-        with case(form) as folder:
+        with case_folder(form) as folder:
             source = WRITER_BY_FORMAT[form](folder / "in")
-            assert convert(source, folder / "out") == 0
+            assert run_convert(source, folder / "out") == 0
             assert read_fields_by_id(folder / "out") == EXPECTED_FIELDS_BY_ID
             rows = list(stored_rows(folder / "out", "train"))
             assert [open_stored_image(row).tobytes() for row in rows] == [
@@ -73,17 +73,17 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
         ("train-1", [new]),
         ("test", rows[:1]),
     ):
-        write_jsonl(folder / "tables", part).rename(folder / "tables" / f"{name}.jsonl")
+        write_user_jsonl(folder / "tables", part).rename(folder / "tables" / f"{name}.jsonl")
     (folder / "tables" / "pics").rename(folder / "pics")
     (folder / "tables").rename(folder / "data")
-    assert convert(folder, tmp_path / "out", "--name", "mine") == 0
+    assert run_convert(folder, tmp_path / "out", "--name", "mine") == 0
     assert read_fields_by_id(tmp_path / "out", "test").keys() == {"mine/test/a"}
     assert read_fields_by_id(tmp_path / "out").keys() == {
         "mine/train/b",
         "mine/train/c",
         "mine/train/3",
     }
-    assert [line["reason"] for line in read_quarantine(tmp_path / "out")] == ["leak"]
+    assert [line["reason"] for line in read_quarantined_rows(tmp_path / "out")] == ["leak"]
 
 
 def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> None:
@@ -98,7 +98,7 @@ def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> Non
             assert test_rows != other_seed_rows
 
 
-def test_texts_numbers_and_options_are_golds(case: Case) -> None:
+def test_texts_numbers_and_options_are_golds(case_folder: CaseFolder) -> None:
     """An answer in any usual spelling becomes the gold that a grader can meet."""
     cases = [
         ("(B)", ["red", "blue"], "blue"),
@@ -120,10 +120,10 @@ def test_texts_numbers_and_options_are_golds(case: Case) -> None:
         (r"\boxed{B}", ["red", "blue"], "blue"),
     ]
     for answer, choices, gold in cases:
-        with case(f"{answer} {choices!r:.80} {gold}") as folder:
-            source = write_jsonl(folder / "in", [{"q": "What?", "a": answer, "c": choices}])
+        with case_folder(f"{answer} {choices!r:.80} {gold}") as folder:
+            source = write_user_jsonl(folder / "in", [{"q": "What?", "a": answer, "c": choices}])
             columns = ("problem=q", "answer=a", "choices=c")
-            code = convert(source, folder / "out", columns=columns)
+            code = run_convert(source, folder / "out", columns=columns)
             assert code == 0
             (row,) = stored_rows(folder / "out", "train")
             assert row["answer"] == gold
@@ -143,8 +143,8 @@ def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
         },
         {"q": "2?", "a": "A", "A": "u", "B": "v", "C": "w", "i1": "pics/2.png", "i2": None},
     ]
-    source = write_jsonl(tmp_path / "in", rows)
-    code = convert(
+    source = write_user_jsonl(tmp_path / "in", rows)
+    code = run_convert(
         source,
         tmp_path / "out",
         columns=("problem=q", "answer=a", "choices=A,B,C", "images=i1,i2"),
@@ -182,15 +182,15 @@ def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
 
 def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) -> None:
     """A second run replaces the rows of the first one, but never another data set."""
-    source = write_jsonl(tmp_path / "in")
-    assert convert(source, tmp_path / "out") == 0
+    source = write_user_jsonl(tmp_path / "in")
+    assert run_convert(source, tmp_path / "out") == 0
     first = json.dumps(read_fields_by_id(tmp_path / "out"))
-    write_jsonl(tmp_path / "in", rows_with_images([f"pics/{n}.png" for n in range(4)])[:2])
-    assert convert(source, tmp_path / "out") == 0
+    write_user_jsonl(tmp_path / "in", rows_with_images([f"pics/{n}.png" for n in range(4)])[:2])
+    assert run_convert(source, tmp_path / "out") == 0
     assert len(read_fields_by_id(tmp_path / "out")) == 2
     assert json.dumps(read_fields_by_id(tmp_path / "out")) != first
     # Other columns are another data set, which only --overwrite replaces.
-    code = convert(source, tmp_path / "out", columns=COLUMN_OPTIONS[:3])
+    code = run_convert(source, tmp_path / "out", columns=COLUMN_OPTIONS[:3])
     assert code == 2
 
 
@@ -199,21 +199,21 @@ def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None
     long = encode_picture(draw_figure(7, 400))
     assert len(base64.b64encode(long)) > 1024
     rows = [
-        {"q": "?a", "a": "1", "i": [PICTURE_FILES[0], PICTURE_FILES[1]]},
+        {"q": "?a", "a": "1", "i": [PNG_FILES[0], PNG_FILES[1]]},
         {"q": "?b", "a": "2", "i": [long]},
     ]
     (tmp_path / "in").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "b.parquet")
     columns = ("problem=q", "answer=a", "images=i")
-    assert convert(tmp_path / "in" / "b.parquet", tmp_path / "out", columns=columns) == 0
+    assert run_convert(tmp_path / "in" / "b.parquet", tmp_path / "out", columns=columns) == 0
     in_base64 = base64.b64encode(long).decode()
-    source = write_jsonl(tmp_path / "in", [{"q": "?", "a": "1", "i": in_base64}])
-    assert convert(source, tmp_path / "out2", columns=columns) == 0
+    source = write_user_jsonl(tmp_path / "in", [{"q": "?", "a": "1", "i": in_base64}])
+    assert run_convert(source, tmp_path / "out2", columns=columns) == 0
     assert [len(row["images"]) for row in stored_rows(tmp_path / "out", "train")] == [2, 1]
 
 
 def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path) -> None:
-    assert convert(write_jsonl(tmp_path / "in"), tmp_path / "all") == 0
+    assert run_convert(write_user_jsonl(tmp_path / "in"), tmp_path / "all") == 0
     rows = list(stored_rows(tmp_path / "all", "train"))
     responses = [rf"\boxed{{{row['answer']}}}" if row["hint"] else r"\boxed{0}" for row in rows]
     lines = [
@@ -240,11 +240,13 @@ def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path)
 
 def test_a_prepared_folder_that_is_converted_again_keeps_its_ids(tmp_path: Path) -> None:
     """Ids do not grow a second prefix."""
-    assert convert(write_jsonl(tmp_path / "in"), tmp_path / "once", "--name", "mine") == 0
+    assert run_convert(write_user_jsonl(tmp_path / "in"), tmp_path / "once", "--name", "mine") == 0
     columns = tuple(
         f"{name}={name}" for name in ("problem", "answer", "images", "choices", "id", "hint")
     )
-    assert convert(tmp_path / "once", tmp_path / "twice", "--name", "mine", columns=columns) == 0
+    assert (
+        run_convert(tmp_path / "once", tmp_path / "twice", "--name", "mine", columns=columns) == 0
+    )
     assert read_fields_by_id(tmp_path / "twice") == read_fields_by_id(tmp_path / "once")
 
 
@@ -256,10 +258,10 @@ NOT_A_NUMBER = float("nan")
 def write(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
     """The rows as a file, beside them a good picture, a broken one, and a link out of the folder."""
     (folder / "in").mkdir(parents=True, exist_ok=True)
-    (folder / "outside.png").write_bytes(PICTURE_FILES[0])
-    (folder / "in" / "good.png").write_bytes(PICTURE_FILES[1])
-    (folder / "in" / "other.png").write_bytes(PICTURE_FILES[2])
-    (folder / "in" / "broken.png").write_bytes(PICTURE_FILES[1][:-20])
+    (folder / "outside.png").write_bytes(PNG_FILES[0])
+    (folder / "in" / "good.png").write_bytes(PNG_FILES[1])
+    (folder / "in" / "other.png").write_bytes(PNG_FILES[2])
+    (folder / "in" / "broken.png").write_bytes(PNG_FILES[1][:-20])
     for name, target in (
         ("link.png", folder / "outside.png"),
         ("loop.png", folder / "in" / "loop.png"),
@@ -272,7 +274,7 @@ def write(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
     elif form == "json":
         path.write_text(json.dumps(rows))
     elif form == "csv":
-        write_cells(folder / "in", "csv", rows)
+        write_user_csv(folder / "in", "csv", rows)
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     return path
@@ -318,10 +320,12 @@ CHANGES_AND_KIND_BY_TYPE_FAULT: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) -> None:
+def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(
+    case_folder: CaseFolder,
+) -> None:
     """One bad row costs no good one."""
     for form in ["jsonl", "json", "csv", "parquet"]:
-        with case(form) as folder:
+        with case_folder(form) as folder:
             bad = {
                 **CHANGES_AND_KIND_BY_FAULT,
                 **(CHANGES_AND_KIND_BY_TYPE_FAULT if form in ("jsonl", "json") else {}),
@@ -335,7 +339,7 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
                 rows.append(row)
             source = write(folder, form, rows)
             assert (
-                convert(
+                run_convert(
                     source, folder / "out", "--allow-quarantined", "1", columns=COLUMN_ARGUMENTS
                 )
                 == 0
@@ -345,18 +349,18 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
             ]
             reasons = {
                 name: line["reason"]
-                for name, line in zip(bad, read_quarantine(folder / "out"), strict=True)
+                for name, line in zip(bad, read_quarantined_rows(folder / "out"), strict=True)
             }
             assert reasons == {name: reason for name, (_, reason) in bad.items()}
-            details = [line["detail"] for line in read_quarantine(folder / "out")]
+            details = [line["detail"] for line in read_quarantined_rows(folder / "out")]
             assert all("\n" not in line and len(line) < 600 and "; " in line for line in details)
 
 
 def test_too_many_bad_rows_are_an_error_that_names_the_first(tmp_path, capsys):
     """The user is told of the first bad row and of how many there are."""
     source = write(tmp_path, "jsonl", [GOOD_ROW, {**GOOD_ROW, "k": "b", "i": "../outside.png"}])
-    error = assert_refusal(
-        convert(source, tmp_path / "out", columns=COLUMN_ARGUMENTS), tmp_path / "out", capsys
+    error = stderr_of_refusal(
+        run_convert(source, tmp_path / "out", columns=COLUMN_ARGUMENTS), tmp_path / "out", capsys
     )
     assert "1 of 2 rows" in error
     assert "leads out of the input's folder" in error
@@ -375,8 +379,8 @@ def test_a_row_that_gives_a_key_twice_is_refused_with_its_place(tmp_path: Path, 
     source = tmp_path / f"t.{form}"
     source.write_text("\n".join(rows) if form == "jsonl" else f"[{', '.join(rows)}]")
     columns = ("problem=q", "answer=a")
-    assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=columns) == 0
-    lines = read_quarantine(tmp_path / "out")
+    assert run_convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=columns) == 0
+    lines = read_quarantined_rows(tmp_path / "out")
     assert [line["reason"] for line in lines] == ["given_twice", "given_twice", "field_type"]
     for at, line in zip((4, 5, 6), lines, strict=True):
         assert f"{'line' if form == 'jsonl' else 'item'} {at} of t.{form}" in line["detail"]
@@ -400,15 +404,15 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def test_a_file_that_cannot_be_used_is_one_line(
-    capsys: pytest.CaptureFixture[str], case: Case
+    capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
     for form in ["jsonl", "json", "csv", "parquet"]:
-        with case(form) as folder:
+        with case_folder(form) as folder:
             for name, (damage, message) in BAD_FILES.items():
                 source = write(folder / name.replace(" ", "_"), form, [GOOD_ROW])
                 damage(source)
-                error = assert_refusal(
-                    convert(source, folder / "out", columns=COLUMN_ARGUMENTS),
+                error = stderr_of_refusal(
+                    run_convert(source, folder / "out", columns=COLUMN_ARGUMENTS),
                     folder / "out",
                     capsys,
                 )
@@ -449,18 +453,18 @@ def test_a_file_of_another_form_says_which_form_it_needs(
         ),
     ]:
         (tmp_path / name).write_bytes(content)
-        code = convert(tmp_path / name, tmp_path / "out", columns=("problem=q", "answer=a"))
-        assert message in assert_refusal(code, tmp_path / "out", capsys), name
+        code = run_convert(tmp_path / name, tmp_path / "out", columns=("problem=q", "answer=a"))
+        assert message in stderr_of_refusal(code, tmp_path / "out", capsys), name
 
 
 def test_a_column_that_is_not_there_is_named_with_the_nearest(
-    capsys: pytest.CaptureFixture[str], case: Case
+    capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
     for form in ["jsonl", "json", "csv", "parquet"]:
-        with case(form) as folder:
+        with case_folder(form) as folder:
             source = write(folder, form, [{"quesiton": "Find x.", "a": "5"}])
-            error = assert_refusal(
-                convert(source, folder / "out", columns=("problem=question", "answer=a")),
+            error = stderr_of_refusal(
+                run_convert(source, folder / "out", columns=("problem=question", "answer=a")),
                 folder / "out",
                 capsys,
             )
@@ -468,20 +472,22 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest(
             assert "quesiton, a" in error
 
 
-def test_very_many_columns_are_read_past(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+def test_very_many_columns_are_read_past(
+    capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
+) -> None:
     """A table with thousands of columns is no reason to wait."""
     for form in ["jsonl", "csv"]:
-        with case(form) as folder:
+        with case_folder(form) as folder:
             row = {**{f"c{column}": 0 for column in range(200_000)}, "q": "Find x.", "a": "5"}
             source = folder / f"mine.{form}"
             if form == "jsonl":
                 source.write_text(json.dumps(row) + "\n")
             else:
                 source.write_text(",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n")
-            assert convert(source, folder / "out", columns=("problem=q", "answer=a")) == 0
+            assert run_convert(source, folder / "out", columns=("problem=q", "answer=a")) == 0
             capsys.readouterr()
-            error = assert_refusal(
-                convert(source, folder / "no", columns=("problem=q", "answer=b")),
+            error = stderr_of_refusal(
+                run_convert(source, folder / "no", columns=("problem=q", "answer=b")),
                 folder / "no",
                 capsys,
             )
@@ -494,32 +500,32 @@ def test_a_line_with_another_number_of_cells_is_refused_alone(tmp_path: Path) ->
     source = tmp_path / "mine.csv"
     source.write_text('q,a\nFind x.,5\nFind y, or z.,6\n"Find y, or z.",7\nFind w.\n')
     options = ("--allow-quarantined", "1")
-    assert convert(source, tmp_path / "out", *options, columns=("problem=q", "answer=a")) == 0
+    assert run_convert(source, tmp_path / "out", *options, columns=("problem=q", "answer=a")) == 0
     assert [row["answer"] for row in stored_rows(tmp_path / "out", "train")] == ["5", "7"]
-    assert [line["reason"] for line in read_quarantine(tmp_path / "out")] == ["not_a_row"] * 2
+    assert [line["reason"] for line in read_quarantined_rows(tmp_path / "out")] == ["not_a_row"] * 2
 
 
 def test_a_folder_whose_tables_are_not_clear_is_one_line(
-    capsys: pytest.CaptureFixture[str], case: Case
+    capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
     for files, message in [
         ([], "has no table"),
         (["a.csv", "b.csv"], "has 2 tables"),
         (["train.csv", "train.jsonl"], "are both the split 'train'"),
     ]:
-        with case(f"{files!r:.80}") as folder:
+        with case_folder(f"{files!r:.80}") as folder:
             (folder / "in").mkdir()
             for name in files:
                 (folder / "in" / name).write_text("q,a\nx,1\n")
-            assert message in assert_refusal(
-                convert(folder / "in", folder / "out", columns=COLUMN_ARGUMENTS[:2]),
+            assert message in stderr_of_refusal(
+                run_convert(folder / "in", folder / "out", columns=COLUMN_ARGUMENTS[:2]),
                 folder / "out",
                 capsys,
             )
             for path in (folder / "none", folder / "in.txt"):
                 (folder / "in.txt").write_text("x")
-                assert_refusal(
-                    convert(path, folder / "out", columns=COLUMN_ARGUMENTS[:2]),
+                stderr_of_refusal(
+                    run_convert(path, folder / "out", columns=COLUMN_ARGUMENTS[:2]),
                     folder / "out",
                     capsys,
                 )
@@ -530,8 +536,8 @@ def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "secret.csv").write_text("q,a\nx,1\n")
     (tmp_path / "in" / "train.csv").symlink_to(tmp_path / "secret.csv")
-    error = assert_refusal(
-        convert(tmp_path / "in", tmp_path / "out", columns=COLUMN_ARGUMENTS[:2]),
+    error = stderr_of_refusal(
+        run_convert(tmp_path / "in", tmp_path / "out", columns=COLUMN_ARGUMENTS[:2]),
         tmp_path / "out",
         capsys,
     )
@@ -604,7 +610,7 @@ def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> No
 
 
 def test_columns_and_options_that_do_not_fit_are_one_line(
-    capsys: pytest.CaptureFixture[str], case: Case
+    capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
     cases: list[tuple[list[str], list[str], str]] = [
         (["problem=q"], [], "answer is missing"),
@@ -633,7 +639,7 @@ def test_columns_and_options_that_do_not_fit_are_one_line(
         ([*COLUMN_ARGUMENTS], ["--limit", "0"], "limit"),
     ]
     for columns, options, message in cases:
-        with case((columns, options)) as folder:
+        with case_folder((columns, options)) as folder:
             source = write(folder, "jsonl", [GOOD_ROW])
-            code = convert(source, folder / "out", *options, columns=tuple(columns))
-            assert message in assert_refusal(code, folder / "out", capsys)
+            code = run_convert(source, folder / "out", *options, columns=tuple(columns))
+            assert message in stderr_of_refusal(code, folder / "out", capsys)

@@ -247,7 +247,7 @@ def test_rates_at_the_edges_by_hand():
     }, "as in training: the box counts"
 
 
-def test_what_does_not_fit_is_one_line(data, model, capsys, case):
+def test_what_does_not_fit_is_one_line(data, model, capsys, case_folder):
     cases = [
         (["--keep", "0.5"], "'0.5' has no colon"),
         (["--keep", "0.9:0.1"], "write 0.1:0.9"),
@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_one_line(data, model, capsys, case):
         (["--min-pixels", "9000", "--max-pixels", "8000"], "min_pixels: 9000 is over"),
     ]
     for words, message in cases:
-        with case(f"{words!r:.80}") as folder:
+        with case_folder(f"{words!r:.80}") as folder:
             assert run(data, folder / "out", *words) == 2
             error = capsys.readouterr().err.strip().splitlines()[-1]
             assert message in error

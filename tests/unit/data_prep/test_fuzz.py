@@ -27,8 +27,8 @@ from eval.knights import BENCHMARK as KNIGHTS
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
 from tests.support.benchmark_data import mathvista_rows, mmstar_rows
-from tests.support.cases import Case
-from tests.support.geometry3k import prepare_geometry3k, read_quarantine
+from tests.support.cases import CaseFolder
+from tests.support.geometry3k import read_quarantined_rows, run_prepare_geometry3k
 from tests.support.pictures import draw_figure, encode_picture
 
 pytestmark = pytest.mark.slow
@@ -95,13 +95,13 @@ def table(column: str, value: Any, path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case_folder: CaseFolder) -> None:
     """A table is a source, a prepared folder that is looked at, and one that is evaluated."""
     for column, kind in product(("id", "images", "problem", "answer", "choices"), VALUES):
-        with case((column, kind)) as folder:
+        with case_folder((column, kind)) as folder:
             source = folder / "raw" / "data" / "train-00000-of-00001.parquet"
             table(column, VALUES[kind], source)
-            code = prepare_geometry3k(
+            code = run_prepare_geometry3k(
                 "parquet", folder / "raw", folder / "out", "--allow-quarantined", "1"
             )
             said_in_lines(code, capsys)
@@ -109,7 +109,7 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case: Case) -> 
             sound = sound or (column, kind) == ("answer", "control token")  # no model reads a gold
             if code == 0:
                 has_quarantine = (folder / "out" / "quarantine.jsonl").exists()
-                refused = read_quarantine(folder / "out") if has_quarantine else []
+                refused = read_quarantined_rows(folder / "out") if has_quarantine else []
                 assert sum(1 for _ in stored_rows(folder / "out", "train")) + len(refused) == 2
                 assert sound or refused, "a row that ends a run got through"
                 assert data_prep(["inspect", str(folder / "out"), "--text-only"]) == 0
@@ -306,10 +306,10 @@ def words_of(action: argparse.Action) -> list[str]:
     return [f"{action.option_strings[0]}={value}"] if action.option_strings else [value]
 
 
-def test_nonsense_is_one_line_that_names_the_option(monkeypatch, capsys, case):
+def test_nonsense_is_one_line_that_names_the_option(monkeypatch, capsys, case_folder):
     """Every option of every command with every value that it can never take."""
     for name, main, parser, before in commands():
-        with case(name) as folder:
+        with case_folder(name) as folder:
             monkeypatch.chdir(folder)
             assert _taken_or_not_named(main, parser, before, folder, capsys) == {}
 
@@ -380,10 +380,10 @@ def test_nonsense_in_a_file_names_the_key(benchmark, tmp_path, monkeypatch, caps
 
 
 def test_a_file_that_is_no_config_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
     for content in (b"\xff\xfe", b"a: [", b"- 1", b"", b"&a [*a, *a]", b"[" * 3000):
-        with case(content) as folder:
+        with case_folder(content) as folder:
             (folder / "c.yaml").write_bytes(content)
             for path in (folder / "c.yaml", folder, folder / "missing"):
                 assert evaluate(GEOMETRY3K, ["run", "--config", str(path)]) == 2

@@ -19,14 +19,14 @@ from data_prep.geometry3k_folders import problems_of_folders
 from data_prep.logic_forms import facts_in_words
 from data_prep.problem_text import mend_latex
 from data_prep.redraw import can_be_drawn, draw_form
-from tests.support.cases import Case
+from tests.support.cases import CaseFolder
 from tests.support.geometry3k import (
     HUB_FEATURES,
-    assert_refusal,
     open_stored_image,
-    prepare_geometry3k,
     read_only_row,
-    read_quarantine,
+    read_quarantined_rows,
+    run_prepare_geometry3k,
+    stderr_of_refusal,
     write_hub_table,
     write_problem_folder,
 )
@@ -41,7 +41,7 @@ def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed
 
 
 def test_the_real_problems_are_read_whole(geometry3k_raw: Path, tmp_path: Path) -> None:
-    assert prepare_geometry3k("intergps", geometry3k_raw, tmp_path / "out") == 0
+    assert run_prepare_geometry3k("intergps", geometry3k_raw, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
     columns = {"facts": Value("string"), "figure": Value("string")}
     assert dataset.features == {**schema(), **columns}
@@ -157,7 +157,9 @@ def test_problems_are_redrawn_from_logic_forms(
         for at in ("test/2401", "test/2402", "train/7")
     ]
     texts.write_text("\n".join(map(json.dumps, rows)))
-    assert prepare_geometry3k("logic-forms", forms, tmp_path / "out", "--texts", str(texts)) == 0
+    assert (
+        run_prepare_geometry3k("logic-forms", forms, tmp_path / "out", "--texts", str(texts)) == 0
+    )
     assert "1 problem of" in capsys.readouterr().out
     for split, number in (("test", 2401), ("train", 7)):
         row = read_only_row(tmp_path / "out", split)
@@ -174,14 +176,14 @@ def test_problems_are_redrawn_from_logic_forms(
         (forms, (*with_texts, "--diagram", "plain"), "diagram: "),
         (texts, with_texts, "has no logic forms"),
     ):
-        assert message in assert_refusal(
-            prepare_geometry3k("logic-forms", location, output, *words), output, capsys
+        assert message in stderr_of_refusal(
+            run_prepare_geometry3k("logic-forms", location, output, *words), output, capsys
         )
 
 
 def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
     _problem_folder(tmp_path / "raw", "val", 2101)
-    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
     row = read_only_row(tmp_path / "out", "validation")
     assert row["id"] == "geometry3k/validation/2101"
     assert row["split"] == "validation"
@@ -191,7 +193,7 @@ def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path:
     assert row["meta"]["shapes"] == ["Circle", "Triangle"]
     # `D` would be read as the letter of a choice
     _problem_folder(tmp_path / "points", choices=["C", "D"])
-    assert prepare_geometry3k("intergps", tmp_path / "points", tmp_path / "out2") == 0
+    assert run_prepare_geometry3k("intergps", tmp_path / "points", tmp_path / "out2") == 0
     assert read_only_row(tmp_path / "out2")["answer"] == "B"
     assert open_stored_image(row).getpixel((2, 2)) == (0, 0, 0)
     assert open_stored_image(row).getpixel((28, 2)) == (255, 255, 255)
@@ -201,7 +203,9 @@ def test_problems_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for number in (10, 9, 100):
         _problem_folder(tmp_path / "raw", number=number)
     (tmp_path / "raw" / "train" / ".DS_Store").touch()
-    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", "--limit", "2") == 0
+    assert (
+        run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", "--limit", "2") == 0
+    )
     assert [row["id"][-2:] for row in stored_rows(tmp_path / "out", "train")] == ["/9", "10"]
 
 
@@ -211,7 +215,9 @@ def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> Non
     exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
     draw_figure(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
     assert (
-        prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000")
+        run_prepare_geometry3k(
+            "intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000"
+        )
         == 0
     )
     assert open_stored_image(read_only_row(tmp_path / "out")).size == (
@@ -269,7 +275,7 @@ def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
     write_hub_table(
         tmp_path / "table" / "data", [{**_hub_rows()[0], "problem": "Find y."}], "validation"
     )
-    assert prepare_geometry3k("parquet", tmp_path / "table", tmp_path / "out") == 0
+    assert run_prepare_geometry3k("parquet", tmp_path / "table", tmp_path / "out") == 0
     first, second = stored_rows(tmp_path / "out", "train")
     assert first["id"] == "geometry3k/train/0"
     assert second["id"] == "geometry3k/train/1"
@@ -297,29 +303,29 @@ def test_a_table_that_is_not_in_the_format_is_refused(
 ) -> None:
     table = tmp_path / "table"
     output = tmp_path / "out"
-    assert "there is no file or folder" in assert_refusal(
-        prepare_geometry3k("parquet", table, output), output, capsys
+    assert "there is no file or folder" in stderr_of_refusal(
+        run_prepare_geometry3k("parquet", table, output), output, capsys
     )
     table.mkdir()
     (table / "train.parquet").write_text("not Parquet")
-    assert "cannot be read" in assert_refusal(
-        prepare_geometry3k("parquet", table, output), output, capsys
+    assert "cannot be read" in stderr_of_refusal(
+        run_prepare_geometry3k("parquet", table, output), output, capsys
     )
     Dataset.from_list([{"image": "x", "problem": "p", "answer": "1"}]).to_parquet(
         table / "train.parquet"
     )
-    error = assert_refusal(prepare_geometry3k("parquet", table, output), output, capsys)
+    error = stderr_of_refusal(run_prepare_geometry3k("parquet", table, output), output, capsys)
     assert "has no column 'images'; did you mean 'image'?" in error
     Dataset.from_list([{"images": ["x"], "problem": "p", "answer": "1"}]).to_parquet(
         table / "train.parquet"
     )
-    assert "where there is no file" in assert_refusal(
-        prepare_geometry3k("parquet", table, output), output, capsys
+    assert "where there is no file" in stderr_of_refusal(
+        run_prepare_geometry3k("parquet", table, output), output, capsys
     )
     (table / "train.parquet").unlink()
     (table / "mine.csv").write_text("images,problem,answer\nx,p,1\n")
-    assert "is no Parquet but csv" in assert_refusal(
-        prepare_geometry3k("parquet", table, output), output, capsys
+    assert "is no Parquet but csv" in stderr_of_refusal(
+        run_prepare_geometry3k("parquet", table, output), output, capsys
     )
 
 
@@ -327,7 +333,7 @@ def test_the_preset_of_convert_gives_the_same_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_hub_table(tmp_path / "table" / "data", _hub_rows())
-    code = prepare_geometry3k(
+    code = run_prepare_geometry3k(
         "parquet",
         tmp_path / "table",
         tmp_path / "one",
@@ -376,9 +382,9 @@ def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> N
     with zipfile.ZipFile(tmp_path / "zips" / "val.zip", "w") as archive:
         for path in (tmp_path / "raw" / "val").rglob("*.*"):
             archive.write(path, path.relative_to(tmp_path / "raw" / "val"))
-    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "folders") == 0
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "folders") == 0
     assert (
-        prepare_geometry3k("intergps", tmp_path / "zips", tmp_path / "zipped", "--workers", "2")
+        run_prepare_geometry3k("intergps", tmp_path / "zips", tmp_path / "zipped", "--workers", "2")
         == 0
     )
     for split in ("train", "validation"):
@@ -391,8 +397,8 @@ def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> N
         offset = archive.getinfo("train/5/img_diagram.png").header_offset
     damaged[offset + 200] ^= 0xFF
     (tmp_path / "train.zip").write_bytes(damaged)
-    assert prepare_geometry3k("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
-    (line,) = read_quarantine(tmp_path / "out")
+    assert run_prepare_geometry3k("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
+    (line,) = read_quarantined_rows(tmp_path / "out")
     assert line["id"] == "geometry3k/train/5"
     assert line["reason"] == "file_missing"
     assert "CRC" in line["detail"]
@@ -404,7 +410,9 @@ def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) 
         ("point", "img_diagram_point.png"),
     ):
         assert (
-            prepare_geometry3k("intergps", geometry3k_raw, tmp_path / diagram, "--diagram", diagram)
+            run_prepare_geometry3k(
+                "intergps", geometry3k_raw, tmp_path / diagram, "--diagram", diagram
+            )
             == 0
         )
         for row, folder in zip(
@@ -429,7 +437,7 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
         "b": ("--seed", "2"),
     }.items():
         assert (
-            prepare_geometry3k(
+            run_prepare_geometry3k(
                 "intergps", tmp_path / "raw", tmp_path / name, "--limit", "5", *options
             )
             == 0
@@ -437,9 +445,9 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
         ids[name] = [
             int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / name, "train")
         ]
-    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "all") == 0
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "all") == 0
     assert (
-        prepare_geometry3k(
+        run_prepare_geometry3k(
             "parquet", tmp_path / "all", tmp_path / "table", "--limit", "5", "--seed", "1"
         )
         == 0
@@ -452,7 +460,9 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
     assert len(set(ids["a"])) == 5
 
 
-def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+def test_wrong_options_are_one_line(
+    capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
+) -> None:
     cases = [
         (("--seed", "3"), "seed: 3 has nothing to choose without --limit"),
         (("--max-pixels", "100"), "--max-pixels: '100' is not a whole number from 784 to"),
@@ -463,17 +473,17 @@ def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], case: Ca
         (("--revision", "main"), "revision: 'main' is for --source hub alone"),
     ]
     for options, expected in cases:
-        with case(f"{options!r:.80}") as folder:
+        with case_folder(f"{options!r:.80}") as folder:
             write_problem_folder(folder / "raw")
-            code = prepare_geometry3k("intergps", folder / "raw", folder / "out", *options)
-            assert expected in assert_refusal(code, folder / "out", capsys)
+            code = run_prepare_geometry3k("intergps", folder / "raw", folder / "out", *options)
+            assert expected in stderr_of_refusal(code, folder / "out", capsys)
 
 
 def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
     """A prepared folder that is prepared again keeps both."""
     write_problem_folder(tmp_path / "raw", number=12)
-    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "first") == 0
-    assert prepare_geometry3k("parquet", tmp_path / "first", tmp_path / "second") == 0
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "first") == 0
+    assert run_prepare_geometry3k("parquet", tmp_path / "first", tmp_path / "second") == 0
     first = read_only_row(tmp_path / "first")
     second = read_only_row(tmp_path / "second")
     for name in ("id", "choices", "problem", "answer", "images"):
@@ -486,7 +496,7 @@ def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
         "choices": ["1", "2 \\sqrt { 2 }"],
     }
     write_hub_table(tmp_path / "table", [row], features=features)
-    assert prepare_geometry3k("parquet", tmp_path / "table", tmp_path / "third") == 0
+    assert run_prepare_geometry3k("parquet", tmp_path / "table", tmp_path / "third") == 0
     third = read_only_row(tmp_path / "third")
     assert third["answer"] == "2\\sqrt{2}"
 
@@ -505,13 +515,13 @@ def sizes(root: Path) -> dict[str, int | None]:
     return {split: rows.row_count for split, rows in problems_of_folders(root).items()}
 
 
-def test_the_splits_of_a_zip_are_those_of_its_folders(case: Case) -> None:
+def test_the_splits_of_a_zip_are_those_of_its_folders(case_folder: CaseFolder) -> None:
     for name, above, has_all_splits in product(
         ["geometry3k.zip", "train.zip", "val.zip", "anything at all.zip"],
         ["", "geometry3k/", "data/geometry3k/"],
         [True, False],
     ):
-        with case(f"{name} {above!r:.80} {has_all_splits}") as folder:
+        with case_folder(f"{name} {above!r:.80} {has_all_splits}") as folder:
             root = folder / "raw"
             root.mkdir()
             _zip(
@@ -530,8 +540,8 @@ def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(tmp_p
     _zip(tmp_path / "val.zip", ["5"], tmp_path)
     assert sizes(tmp_path / "val.zip") == {"validation": 1}
     _zip(tmp_path / "some.zip", ["5"], tmp_path)
-    code = prepare_geometry3k("intergps", tmp_path / "some.zip", tmp_path / "out")
-    assert "are in no folder train, val, test" in assert_refusal(code, tmp_path / "out", capsys)
+    code = run_prepare_geometry3k("intergps", tmp_path / "some.zip", tmp_path / "out")
+    assert "are in no folder train, val, test" in stderr_of_refusal(code, tmp_path / "out", capsys)
     (tmp_path / "train.zip").write_bytes(b"PK\x03\x04 and no more")
     (tmp_path / "raw" / "train").mkdir(parents=True)
     for name, words in {
@@ -539,5 +549,5 @@ def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(tmp_p
         "train.zip": "is not a readable zip file",
         "raw": "has no problem folder",
     }.items():
-        code = prepare_geometry3k("intergps", tmp_path / name, tmp_path / "out")
-        assert words in assert_refusal(code, tmp_path / "out", capsys)
+        code = run_prepare_geometry3k("intergps", tmp_path / name, tmp_path / "out")
+        assert words in stderr_of_refusal(code, tmp_path / "out", capsys)

@@ -15,7 +15,7 @@ import pytest
 
 from adora_vl.rewards import grade
 from data_prep.cli import main
-from tests.support.user_tables import PICTURE_FILES, read_rows
+from tests.support.user_tables import PNG_FILES, read_prepared_rows
 
 DATA_FORMATS_PAGE = Path(__file__).parents[3] / "docs" / "data_formats.md"
 RIGHT_ANSWERS = ("50", "65", "72")  # the right answers, of which each stands at B
@@ -34,7 +34,7 @@ def commands() -> dict[str, list[str]]:
 def pictures(folder: Path, *names: str) -> None:
     for number, name in enumerate(names):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(PICTURE_FILES[number])
+        (folder / name).write_bytes(PNG_FILES[number])
 
 
 def dumped(path: Path, content: Any) -> None:
@@ -131,7 +131,7 @@ def mmk12(folder: Path) -> None:
             "id": f"m{number}",
             "question": f"如图{number}，∠A＝?",
             "answer": f"∠A＝{angle}°",
-            "image": {"bytes": PICTURE_FILES[number], "path": None},
+            "image": {"bytes": PNG_FILES[number], "path": None},
         }
         for number, angle in enumerate(RIGHT_ANSWERS)
     ]
@@ -194,7 +194,7 @@ def we_math_2(folder: Path) -> None:
         {
             "question": f"What is angle {n}?\nA. {a}\nB. {b}\nC. {c}\nD. {d}",
             "answer": "B",
-            "image": {"bytes": PICTURE_FILES[n], "path": None},
+            "image": {"bytes": PNG_FILES[n], "path": None},
         }
         for n, (a, b, c, d) in enumerate(map(four, RIGHT_ANSWERS))
     ]
@@ -238,7 +238,7 @@ def test_the_command_of_a_set_makes_rows_that_an_answer_can_meet(
     monkeypatch.chdir(tmp_path)
     words = [*commands()[name], "--output", "out", "--workers", "1"]
     assert main(["convert", *words]) == 0
-    rows = read_rows(tmp_path / "out")
+    rows = read_prepared_rows(tmp_path / "out")
     assert len(rows) == len(RIGHT_ANSWERS)
     for row, angle in zip(rows, RIGHT_ANSWERS, strict=True):
         answers = [f"{angle}{end}", *("B" for _ in range(with_choices))]

@@ -27,11 +27,11 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from adora_vl.data.dataset import read_manifest, stored_rows
-from tests.support.geometry3k import assert_refusal, prepare_geometry3k
+from tests.support.geometry3k import run_prepare_geometry3k, stderr_of_refusal
 from tests.support.user_tables import (
     EXPECTED_FIELDS_BY_ID,
-    convert,
     read_fields_by_id,
+    run_convert,
     write_hub_parquet,
 )
 
@@ -230,23 +230,25 @@ def test_a_hub_id_is_streamed_at_one_commit(
     monkeypatch.setattr("datasets.load_dataset", load)
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     options = ("--name", "mine", "--subset", "all", "--revision", "v1", "--splits", "train=train")
-    assert convert("someone/theirs", tmp_path / "out", *options) == 0
+    assert run_convert("someone/theirs", tmp_path / "out", *options) == 0
     assert requests == [("someone/theirs", "all", "1" * 40, True)]
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert manifest["revision"] == "1" * 40
     assert read_fields_by_id(tmp_path / "out") == EXPECTED_FIELDS_BY_ID
-    assert convert("someone/theirs@v1", tmp_path / "few", "--limit", "2", "--name", "mine") == 0
+    assert run_convert("someone/theirs@v1", tmp_path / "few", "--limit", "2", "--name", "mine") == 0
     assert len(read_fields_by_id(tmp_path / "few")) == 2
     assert requests[-1][2] == "1" * 40
-    assert convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
+    assert run_convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
 
 
 def test_a_data_set_of_the_hub_without_a_table_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda *names, **options: str(tmp_path / "nothing")
     )
-    error = assert_refusal(
-        prepare_geometry3k("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys
+    error = stderr_of_refusal(
+        run_prepare_geometry3k("hub", "hiyouga/geometry3k", tmp_path / "out"),
+        tmp_path / "out",
+        capsys,
     )
     assert "has no Parquet file on the hub" in error

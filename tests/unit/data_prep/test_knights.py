@@ -206,9 +206,9 @@ BROKEN_RECORD_AND_REASON: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case):
+def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case_folder):
     for kind in BROKEN_RECORD_AND_REASON:
-        with case(kind) as folder:
+        with case_folder(kind) as folder:
             changed, words = BROKEN_RECORD_AND_REASON[kind]
             assert (
                 prepare_puzzles(folder, puzzle_record(), puzzle_record(quiz="Another?", **changed))
@@ -235,7 +235,7 @@ def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
     assert "has no Parquet file" in capsys.readouterr().err
 
 
-def test_options_of_the_other_source_are_refused(capsys, case):
+def test_options_of_the_other_source_are_refused(capsys, case_folder):
     cases = [
         (["--source", "parquet"], "input: --source parquet needs it"),
         (
@@ -255,7 +255,7 @@ def test_options_of_the_other_source_are_refused(capsys, case):
         (["--rows", "5", "--question", "plain"], "question: plain does not go with --source drawn"),
     ]
     for words, message in cases:
-        with case(f"{words!r:.80}") as folder:
+        with case_folder(f"{words!r:.80}") as folder:
             assert main(["knights", "--output", str(folder / "out"), *words]) == 2
             assert message in capsys.readouterr().err
 

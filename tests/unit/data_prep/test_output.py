@@ -29,9 +29,9 @@ from adora_vl.synthetic.generated import describe_synthetic, prepare_drawn
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.survey import survey_dataset
-from tests.support.cases import Case
+from tests.support.cases import CaseFolder
 from tests.support.disk import file_contents
-from tests.support.geometry3k import prepare_geometry3k, write_problem_folder
+from tests.support.geometry3k import run_prepare_geometry3k, write_problem_folder
 
 
 def _prepare(output: Path, rows: int = 3, *options: str) -> int:
@@ -113,10 +113,10 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
 
 
 def test_a_folder_that_is_not_ours_is_refused_and_kept(
-    capsys: pytest.CaptureFixture[str], case: Case
+    capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
     for manifest in [None, "{", "[]", '{"made_by": "somebody else"}']:
-        with case(f"{manifest!r:.80}") as folder:
+        with case_folder(f"{manifest!r:.80}") as folder:
             output = folder / "out"
             output.mkdir()
             (output / "thesis.tex").write_text("years of work")
@@ -216,7 +216,7 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
 ) -> None:
     output = tmp_path / "out"
     write_problem_folder(tmp_path / "raw")
-    assert prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
     before = file_contents(output)
     process = subprocess.Popen(
         _synthetic(output, 100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL
@@ -227,7 +227,7 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
             process,
         )
         (partial,) = _partials(output)
-        assert prepare_geometry3k("intergps", tmp_path / "raw", output) == 0, (
+        assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0, (
             "another preparation at the same time"
         )
         assert partial.is_dir(), "a living process was robbed of its folder"
@@ -236,7 +236,7 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
         process.wait()
     assert file_contents(output) == before
     assert partial.is_dir()  # nobody could remove it yet
-    assert prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
     assert not _partials(output)
     assert file_contents(output) == before
 

@@ -17,10 +17,16 @@ from adora_vl.conversion.convert import ensure_converted
 from adora_vl.conversion.placeholders import MisplacedImagesError, Placed, place_images
 from adora_vl.data.dataset import read_manifest
 from data_prep.cli import main
-from tests.support.cases import Case
-from tests.support.geometry3k import assert_refusal, read_quarantine
+from tests.support.cases import CaseFolder
+from tests.support.geometry3k import read_quarantined_rows, stderr_of_refusal
 from tests.support.pictures import draw_figure, encode_picture
-from tests.support.user_tables import PICTURE_FILES, convert, read_rows, write_cells, write_jsonl
+from tests.support.user_tables import (
+    PNG_FILES,
+    read_prepared_rows,
+    run_convert,
+    write_user_csv,
+    write_user_jsonl,
+)
 
 COLUMNS = ("problem=q", "answer=a", "images=i", "choices=c")
 HOW_LONG = {"type": "text", "text": "How long is AB?", "image": None, "image_url": None}
@@ -78,16 +84,16 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
         {"q": "Which is as <image1>?", "a": "B", "i": "pics/3.png", "c": ["<image2>", "<image3>"]},
         {"q": "Where is <image1>?", "a": "4", "i": ""},
     ]
-    source = write_jsonl(tmp_path / "in", rows)
-    assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
-    first, second, third = read_rows(tmp_path / "out")
-    assert [image["bytes"] for image in first["images"]] == [PICTURE_FILES[1], PICTURE_FILES[0]]
+    source = write_user_jsonl(tmp_path / "in", rows)
+    assert run_convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
+    first, second, third = read_prepared_rows(tmp_path / "out")
+    assert [image["bytes"] for image in first["images"]] == [PNG_FILES[1], PNG_FILES[0]]
     assert second["problem"] == "Is <image> as image 2?"
     assert third["choices"] == [
         "image 2",
         "image 3",
     ]
-    (line,) = read_quarantine(tmp_path / "out")
+    (line,) = read_quarantined_rows(tmp_path / "out")
     assert line["reason"] == "placeholder"
     assert "<image1> and the row no image" in line["detail"]
     assert "line 7 of mine.jsonl" in line["detail"], "its lines have an empty one between them"
@@ -95,11 +101,11 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
     output = capsys.readouterr().out
     assert "noted: 1 of the rows number more images" in output
     assert line["detail"] in output
-    assert convert(source, tmp_path / "without", columns=("problem=q", "answer=a")) == 2
+    assert run_convert(source, tmp_path / "without", columns=("problem=q", "answer=a")) == 2
     assert "name the column with the pictures, images=COLUMN" in capsys.readouterr().err
 
 
-def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
+def test_nothing_in_a_cell_is_no_image_and_no_choices(case_folder: CaseFolder) -> None:
     nothing: list[tuple[Any, Any]] = [
         ("", ""),
         (None, None),
@@ -107,21 +113,21 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
         (" ", " "),
     ]
     for form in ("jsonl", "csv"):
-        with case(form) as folder:
+        with case_folder(form) as folder:
             rows = [
                 {"q": f"What is {n}?", "a": "5", "i": i, "c": c} for n, (i, c) in enumerate(nothing)
             ]
             rows.append({"q": "Find x.", "a": "5", "i": "pics/0.png", "c": ""})
             if form == "jsonl":
                 rows.append({"q": "What is 9?", "a": "5"})
-            write_jsonl(folder / "in")  # for its pictures
+            write_user_jsonl(folder / "in")  # for its pictures
             source = (
-                write_jsonl(folder / "in", rows)
+                write_user_jsonl(folder / "in", rows)
                 if form == "jsonl"
-                else write_cells(folder / "in", "csv", rows)
+                else write_user_csv(folder / "in", "csv", rows)
             )
-            assert convert(source, folder / "out", columns=COLUMNS) == 0
-            stored = read_rows(folder / "out")
+            assert run_convert(source, folder / "out", columns=COLUMNS) == 0
+            stored = read_prepared_rows(folder / "out")
             assert [len(row["images"]) for row in stored] == [0, 0, 0, 0, 1, 0][: len(rows)]
             assert not any(row["choices"] for row in stored)
             assert noted(folder / "out") == {"without_image": len(rows) - 1}
@@ -129,17 +135,19 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
 
 def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
     for split, sign in (("train", "+"), ("test", "-")):
-        source = write_jsonl(tmp_path / "in", [{"q": f"What is 2 {sign} 3?", "a": "5"}])
+        source = write_user_jsonl(tmp_path / "in", [{"q": f"What is 2 {sign} 3?", "a": "5"}])
         source.rename(tmp_path / "in" / f"{split}.jsonl")
-    assert convert(tmp_path / "in", tmp_path / "out", columns=COLUMNS[:2]) == 0
-    assert len(read_rows(tmp_path / "out")) == 1
+    assert run_convert(tmp_path / "in", tmp_path / "out", columns=COLUMNS[:2]) == 0
+    assert len(read_prepared_rows(tmp_path / "out")) == 1
     assert not (tmp_path / "out" / "quarantine.jsonl").exists()
 
 
 def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, capsys):
     rows = [{"q": f"Find x{n}.", "a": answer} for n, answer in enumerate(["5", "$5", "3,5", "5'"])]
-    source = write_cells(tmp_path / "in", "csv", rows)
-    assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
+    source = write_user_csv(tmp_path / "in", "csv", rows)
+    assert (
+        run_convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]) == 0
+    )
     output = capsys.readouterr().out
     for line, answer, remedy in (
         (3, "$5", "5 for $5"),
@@ -153,11 +161,11 @@ def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, 
 
 def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text('q,a\n"What\nis 1?",1\n\n"What is 2?",nan\n')
-    code = convert(
+    code = run_convert(
         tmp_path / "mine.csv", tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]
     )
     assert code == 0
-    assert "line 5 of mine.csv" in read_quarantine(tmp_path / "out")[0]["detail"]
+    assert "line 5 of mine.csv" in read_quarantined_rows(tmp_path / "out")[0]["detail"]
     pq.write_table(
         pa.Table.from_pylist([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}]),
         tmp_path / "mine.parquet",
@@ -167,18 +175,18 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
     )
     for name, position in (("parquet", "row 2"), ("json", "item 2")):
         output = tmp_path / f"out.{name}"
-        code = convert(
+        code = run_convert(
             tmp_path / f"mine.{name}", output, "--allow-quarantined", "1", columns=COLUMNS[:2]
         )
         assert code == 0
-        assert f"{position} of mine.{name}" in read_quarantine(output)[0]["detail"]
+        assert f"{position} of mine.{name}" in read_quarantined_rows(output)[0]["detail"]
 
 
 SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{}."
 
 
 def test_rows_of_other_trainers_are_read_as_they_are(
-    case: Case, capsys: pytest.CaptureFixture[str]
+    case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rows are those of other trainers' own pages.
 
@@ -258,8 +266,14 @@ def test_rows_of_other_trainers_are_read_as_they_are(
         ),
     ]
     for form, row, problem, instruction, images in rows:
-        with case(f"{form} {row}") as folder:
-            words = ["convert", "--preset", form, "--input", str(write_jsonl(folder / "in", [row]))]
+        with case_folder(f"{form} {row}") as folder:
+            words = [
+                "convert",
+                "--preset",
+                form,
+                "--input",
+                str(write_user_jsonl(folder / "in", [row])),
+            ]
             for option, expected_problem, noted_as in (
                 ([], f"{problem} {instruction}".strip(), "--drop-instruction takes it off"),
                 (["--drop-instruction"], problem, "it was taken off"),
@@ -269,18 +283,18 @@ def test_rows_of_other_trainers_are_read_as_they_are(
                     main([*words, *option, "--output", str(folder / "".join(["out", *option]))])
                     == 0
                 )
-                (stored,) = read_rows(folder / "".join(["out", *option]))
+                (stored,) = read_prepared_rows(folder / "".join(["out", *option]))
                 assert stored["problem"] == expected_problem
                 assert stored["answer"] == "3"
                 assert len(stored["images"]) == images
                 assert (noted_as in capsys.readouterr().out) == bool(instruction)
 
 
-def test_pictures_inside_of_a_conversation(case: Case) -> None:
+def test_pictures_inside_of_a_conversation(case_folder: CaseFolder) -> None:
     """ms-swift and the chat templates put them into the parts of the question, each in a form of
     its own.
     """
-    data = "data:image/png;base64," + base64.b64encode(PICTURE_FILES[0]).decode()
+    data = "data:image/png;base64," + base64.b64encode(PNG_FILES[0]).decode()
     for name, part in {
         "address object": {
             "type": "image_url",
@@ -295,9 +309,9 @@ def test_pictures_inside_of_a_conversation(case: Case) -> None:
         "whole path": {"type": "image", "text": None, "image": "FOLDER/pics/0.png"},
         "path and no bytes": {"type": "image", "image": {"bytes": None, "path": "pics/0.png"}},
     }.items():
-        with case(name) as folder:
+        with case_folder(name) as folder:
             part = json.loads(json.dumps(part).replace("FOLDER", str(folder / "in")))
-            source = write_jsonl(folder / "in", [_asked([part, HOW_LONG])])
+            source = write_user_jsonl(folder / "in", [_asked([part, HOW_LONG])])
             code = main(
                 [
                     "convert",
@@ -310,13 +324,13 @@ def test_pictures_inside_of_a_conversation(case: Case) -> None:
                 ]
             )
             assert code == 0
-            (row,) = read_rows(folder / "out")
+            (row,) = read_prepared_rows(folder / "out")
             assert row["problem"] == "How long is AB?"
-            assert [i["bytes"] for i in row["images"]] == [PICTURE_FILES[0]]
+            assert [i["bytes"] for i in row["images"]] == [PNG_FILES[0]]
 
 
 def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else(
-    case: Case,
+    case_folder: CaseFolder,
 ) -> None:
     picture = {"type": "image_url", "image_url": {"url": "pics/1.png"}}
     mark = {"type": "image"}
@@ -344,20 +358,20 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
         (_asked([{"type": "text", "text": "Is "}, picture, text, picture], system), [1, 1]),
     ]
     for row, pictures in fine:
-        with case(str(row)) as folder:
+        with case_folder(str(row)) as folder:
             words = [
                 "--preset",
                 "swift",
                 "--input",
-                str(write_jsonl(folder / "in", [row])),
+                str(write_user_jsonl(folder / "in", [row])),
                 "--output",
                 str(folder / "out"),
             ]
             assert main(["convert", *words]) == 0
-            (stored,) = read_rows(folder / "out")
+            (stored,) = read_prepared_rows(folder / "out")
             assert stored["problem"] == "Is <image> or <image>"
             assert [image["bytes"] for image in stored["images"]] == [
-                PICTURE_FILES[number] for number in pictures
+                PNG_FILES[number] for number in pictures
             ]
     for address, reason, message in [
         (
@@ -379,15 +393,15 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
             "pictures in the conversation and beside it; leave them out of one of the two in",
         ),
     ]:
-        with case(str(address)) as folder:
+        with case_folder(str(address)) as folder:
             both = {"images": ["pics/0.png"]} if address == "twice" else {}
             row = _asked(
                 [picture, text, {"type": "image_url", "image_url": {"url": address}}], **both
             )
-            source = write_jsonl(folder / "in", [{"query": "1 + 1?", "solution": "2"}, row])
+            source = write_user_jsonl(folder / "in", [{"query": "1 + 1?", "solution": "2"}, row])
             words = ["--preset", "swift", "--input", str(source), "--allow-quarantined", "0.5"]
             assert main(["convert", *words, "--output", str(folder / "out")]) == 0
-            (line,) = read_quarantine(folder / "out")
+            (line,) = read_quarantined_rows(folder / "out")
             assert line["reason"] == reason, line
             assert message in line["detail"], line
 
@@ -395,14 +409,14 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
 def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config_anew(
     tmp_path: Path,
 ) -> None:
-    source = write_jsonl(
+    source = write_user_jsonl(
         tmp_path / "in", [_asked([{"type": "image", "image": "file://pics/0.png"}, HOW_LONG])]
     )
     columns = {"problem": "messages", "answer": "solution"}
     folder = ensure_converted(str(source), columns, tmp_path / "cache")
     (tmp_path / "in" / "pics" / "0.png").write_bytes(encode_picture(draw_figure(7, 64)))
     assert ensure_converted(str(source), columns, tmp_path / "cache") == folder
-    assert [image["bytes"] for image in read_rows(folder)[0]["images"]] == [
+    assert [image["bytes"] for image in read_prepared_rows(folder)[0]["images"]] == [
         encode_picture(draw_figure(7, 64))
     ]
 
@@ -472,26 +486,29 @@ COUNTED: dict[
 
 
 def test_an_answer_graded_otherwise_than_meant_is_counted(
-    case: Case, capsys: pytest.CaptureFixture[str]
+    case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, (message, rows) in COUNTED.items():
         for problem, answer, counted in rows:
-            with case(f"{problem} {answer}") as folder:
-                source = write_jsonl(
+            with case_folder(f"{problem} {answer}") as folder:
+                source = write_user_jsonl(
                     folder / "in", [{"q": problem, "a": answer, "i": "pics/0.png"}]
                 )
                 capsys.readouterr()
-                convert(source, folder / "out", "--allow-quarantined", "1", columns=COLUMNS[:3])
+                run_convert(source, folder / "out", "--allow-quarantined", "1", columns=COLUMNS[:3])
                 assert noted(folder / "out").get(name, 0) == counted
                 assert (message in capsys.readouterr().out) == bool(counted)
-    with case("choices") as folder:
+    with case_folder("choices") as folder:
         row = {"q": "How long?", "a": "A", "i": "pics/0.png", "c": ["3 hours", "4 hours"]}
-        assert convert(write_jsonl(folder / "in", [row]), folder / "out", columns=COLUMNS) == 0
+        assert (
+            run_convert(write_user_jsonl(folder / "in", [row]), folder / "out", columns=COLUMNS)
+            == 0
+        )
         assert "words" not in noted(folder / "out"), "its letter is an answer"
 
 
 def test_a_column_inside_another_is_named_with_a_dot(
-    case: Case, capsys: pytest.CaptureFixture[str]
+    case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [
         {
@@ -501,38 +518,38 @@ def test_a_column_inside_another_is_named_with_a_dot(
         for n in range(3)
     ]
     for form in ("jsonl", "parquet", "csv"):
-        with case(form) as folder:
+        with case_folder(form) as folder:
             (folder / "in").mkdir()
             source = folder / "in" / f"mine.{form}"
             if form == "parquet":
                 pq.write_table(pa.Table.from_pylist(rows), source)
             elif form == "csv":
-                write_cells(
+                write_user_csv(
                     folder / "in",
                     form,
                     [{name: json.dumps(value) for name, value in row.items()} for row in rows],
                 )
             else:
-                write_jsonl(folder / "in", rows)
-            assert convert(source, folder / "out", columns=("problem=m", "answer=r.g.t")) == 0
-            assert [row["problem"] for row in read_rows(folder / "out")] == [
+                write_user_jsonl(folder / "in", rows)
+            assert run_convert(source, folder / "out", columns=("problem=m", "answer=r.g.t")) == 0
+            assert [row["problem"] for row in read_prepared_rows(folder / "out")] == [
                 f"What is {n}?" for n in range(3)
             ]
-            assert [row["answer"] for row in read_rows(folder / "out")] == ["0", "1", "2"]
+            assert [row["answer"] for row in read_prepared_rows(folder / "out")] == ["0", "1", "2"]
             capsys.readouterr()
-            code = convert(source, folder / "no", columns=("problem=m", "answer=s.g"))
-            assert "has no column 's.g'" in assert_refusal(code, folder / "no", capsys)
-            code = convert(source, folder / "no", columns=("problem=m", "answer=r.x"))
-            assert "'r.x' is missing" in assert_refusal(code, folder / "no", capsys)
+            code = run_convert(source, folder / "no", columns=("problem=m", "answer=s.g"))
+            assert "has no column 's.g'" in stderr_of_refusal(code, folder / "no", capsys)
+            code = run_convert(source, folder / "no", columns=("problem=m", "answer=r.x"))
+            assert "'r.x' is missing" in stderr_of_refusal(code, folder / "no", capsys)
 
 
 def test_a_conversation_of_several_questions_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turns = [{"role": role, "content": "What?"} for role in ("user", "assistant", "user")]
-    source = write_jsonl(tmp_path / "in", [{"q": turns, "a": "5"}])
-    code = convert(source, tmp_path / "out", columns=COLUMNS[:2])
-    assert "make it a text, or a conversation with one question, in line 1" in assert_refusal(
+    source = write_user_jsonl(tmp_path / "in", [{"q": turns, "a": "5"}])
+    code = run_convert(source, tmp_path / "out", columns=COLUMNS[:2])
+    assert "make it a text, or a conversation with one question, in line 1" in stderr_of_refusal(
         code, tmp_path / "out", capsys
     )
 
@@ -566,15 +583,15 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
         {"q": "Which?", "a": "A", "c": ["1", "2"]},
         {"q": "Which?", "a": "A", "c": ["3", "4"]},
     ]
-    source = write_jsonl(tmp_path / "in", rows)
-    assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
-    assert [row["id"] for row in read_rows(tmp_path / "out")] == [
+    source = write_user_jsonl(tmp_path / "in", rows)
+    assert run_convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
+    assert [row["id"] for row in read_prepared_rows(tmp_path / "out")] == [
         f"mine/train/{n}" for n in range(3, 11)
     ]
     assert (
         noted(tmp_path / "out")["repeats"] == 3
     )  # one of them is left out with those that contradict it
-    lines = read_quarantine(tmp_path / "out")
+    lines = read_quarantined_rows(tmp_path / "out")
     assert [(line["id"], line["reason"]) for line in lines] == [
         (f"mine/train/{n}", "contradiction") for n in range(3)
     ]
@@ -589,7 +606,7 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
 
 
 def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "in")
+    write_user_jsonl(tmp_path / "in")
     rows: list[dict[str, Any]] = []
     for n in range(10):
         (tmp_path / "in" / f"{n}.png").write_bytes(encode_picture(draw_figure(n, 60)))
@@ -597,10 +614,10 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
         rows.append(
             {"q": [{"role": "user", "content": "find x"}], "a": str(n), "i": [f"{n}.png", "0.png"]}
         )
-    source = write_jsonl(tmp_path / "in", rows)
-    assert convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
-    test_rows = read_rows(tmp_path / "out", "test")
-    train_rows = read_rows(tmp_path / "out")
+    source = write_user_jsonl(tmp_path / "in", rows)
+    assert run_convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
+    test_rows = read_prepared_rows(tmp_path / "out", "test")
+    train_rows = read_prepared_rows(tmp_path / "out")
     assert len(test_rows) == 4
     assert len(train_rows) == 16
     assert not {row["answer"] for row in test_rows} & {row["answer"] for row in train_rows}
@@ -610,18 +627,20 @@ def test_a_file_called_test_may_be_named_another_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"q": f"What is {n}?", "a": n} for n in range(10)]
-    source = write_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
-    message = assert_refusal(
-        convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:2]),
+    source = write_user_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
+    message = stderr_of_refusal(
+        run_convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:2]),
         tmp_path / "out",
         capsys,
     )
     assert "test.jsonl is the split test by its name" in message
     assert "--split-name train" in message
     options = ("--test-share", "0.2", "--split-name", "train")
-    assert convert(source, tmp_path / "out", *options, columns=COLUMNS[:2]) == 0
-    assert len(read_rows(tmp_path / "out")) == 8
-    assert len(read_rows(tmp_path / "out", "test")) == 2
-    write_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "train.jsonl")
-    code = convert(tmp_path / "in", tmp_path / "no", "--split-name", "train", columns=COLUMNS[:2])
-    assert "is for one table" in assert_refusal(code, tmp_path / "no", capsys)
+    assert run_convert(source, tmp_path / "out", *options, columns=COLUMNS[:2]) == 0
+    assert len(read_prepared_rows(tmp_path / "out")) == 8
+    assert len(read_prepared_rows(tmp_path / "out", "test")) == 2
+    write_user_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "train.jsonl")
+    code = run_convert(
+        tmp_path / "in", tmp_path / "no", "--split-name", "train", columns=COLUMNS[:2]
+    )
+    assert "is for one table" in stderr_of_refusal(code, tmp_path / "no", capsys)

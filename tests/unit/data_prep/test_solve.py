@@ -33,7 +33,7 @@ from data_prep.cli import main
 from data_prep.question_words import question_in_words
 from data_prep.solved_rows import features_with_figure, solved_problems
 from data_prep.variants import Original, make_variants
-from tests.support.geometry_forms import form
+from tests.support.geometry_forms import logic_form
 from tests.support.pictures import encode_picture
 
 ROOT = Path(__file__).parents[3]
@@ -191,7 +191,7 @@ def test_solved_problems_become_rows_with_their_figures(
 def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path) -> None:
     places = {"A": 0j, "B": 300 + 0j, "C": 190j}
     number_by_split = {"train": "2100", "validation": "2101", "test": "2401"}
-    right_triangle = form(places, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
+    right_triangle = logic_form(places, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
     splits = solved_problems(
         dict.fromkeys(number_by_split.values(), right_triangle), questions=None
     )
@@ -203,7 +203,7 @@ def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path
 
 def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
     solved = solve_form(
-        form({"A": 0j, "B": 300 + 0j, "C": 190j}, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
+        logic_form({"A": 0j, "B": 300 + 0j, "C": 190j}, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
     )
     assert solved.figure is not None
     assert figure_from_json(figure_as_json(solved.figure)) == solved.figure
@@ -354,7 +354,7 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
         "Equals(LengthOf(Line(A, D)), 7)",
         "Equals(MeasureOf(Angle(D, A, B)), 52)",
     ]
-    asked = form(at, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
+    asked = logic_form(at, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
     solved = solve_form(asked).figure
     assert solved is not None
     assert abs(solved.coordinates["A"][1] - solved.coordinates["B"][1]) > 0.1
@@ -385,4 +385,4 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
 def test_a_question_is_written_in_words_or_not_at_all(
     question: tuple[str, ...], words: str | None
 ) -> None:
-    assert question_in_words(form({"A": 0j}, [], [], question)) == words
+    assert question_in_words(logic_form({"A": 0j}, [], [], question)) == words

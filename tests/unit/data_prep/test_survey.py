@@ -17,7 +17,7 @@ from adora_vl.synthetic.generate import generate
 from data_prep.cli import main
 from data_prep.survey import survey_dataset
 from tests.support.browser import Browser, TagsOfPage, assert_attack_runs_unescaped
-from tests.support.geometry3k import prepare_geometry3k, write_problem_folder
+from tests.support.geometry3k import run_prepare_geometry3k, write_problem_folder
 from tests.support.pictures import encode_picture
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
     """Tokens by hand: 250 x 251 -> 9 x 9, 336 x 257 -> 12 x 9, 282 x 150 -> 10 x 5, 628 x 453 -> 22
     x 16, ...
     """
-    assert prepare_geometry3k("intergps", geometry3k_raw, tmp_path / "out") == 0
+    assert run_prepare_geometry3k("intergps", geometry3k_raw, tmp_path / "out") == 0
     assert main(["inspect", str(tmp_path / "out")]) == 0
     output = capsys.readouterr().out
     for line in (
@@ -216,7 +216,7 @@ def test_the_page_tells_what_was_left_out(tmp_path: Path) -> None:
         write_problem_folder(tmp_path / "raw", number=number)
     write_problem_folder(tmp_path / "raw", number=3, answer="Z")
     assert (
-        prepare_geometry3k(
+        run_prepare_geometry3k(
             "intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.5"
         )
         == 0

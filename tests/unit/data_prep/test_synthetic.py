@@ -29,7 +29,7 @@ from adora_vl.synthetic.generated import describe_synthetic, ensure_drawn, prepa
 from adora_vl.synthetic.lettered import LETTERED_FAMILY_BY_NAME
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
-from tests.support.cases import Case
+from tests.support.cases import CaseFolder
 from tests.support.disk import file_contents
 
 ROWS = 100
@@ -119,7 +119,7 @@ def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(
 
 
 def test_wrong_arguments_end_with_code_2_one_line_and_no_output(
-    capsys: pytest.CaptureFixture[str], case: Case
+    capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
     cases = [
         ({"--families": "circel"}, "did you mean 'circle'?"),
@@ -133,7 +133,7 @@ def test_wrong_arguments_end_with_code_2_one_line_and_no_output(
         ({"--choices": "1"}, "--choices: '1' is not a whole number from 2 to 8"),
     ]
     for changed, expected in cases:
-        with case(f"{changed!r:.80}") as folder:
+        with case_folder(f"{changed!r:.80}") as folder:
             options = {"--output": str(folder / "out"), "--rows": "4", **changed}
             assert (
                 main(["synthetic", *[word for option in options.items() for word in option]]) == 2

@@ -19,10 +19,10 @@ from PIL import Image
 from adora_vl.conversion import json_tables
 from adora_vl.conversion.convert import ensure_converted
 from data_prep.cli import main
-from tests.support.cases import Case
-from tests.support.geometry3k import assert_refusal, open_stored_image, read_quarantine
+from tests.support.cases import CaseFolder
+from tests.support.geometry3k import open_stored_image, read_quarantined_rows, stderr_of_refusal
 from tests.support.pictures import draw_figure, encode_picture
-from tests.support.user_tables import PICTURE_FILES, convert, read_rows, write_jsonl
+from tests.support.user_tables import PNG_FILES, read_prepared_rows, run_convert, write_user_jsonl
 
 COLUMNS = ("problem=Frage", "answer=Lösung", "images=Bild")
 HEADER = ["Frage", "Lösung", "Bild"]
@@ -34,7 +34,7 @@ GERMAN = [
 
 def make_pictures(folder: Path) -> Path:
     """Write the pictures that tables name into a folder, and return it."""
-    write_jsonl(folder).unlink()
+    write_user_jsonl(folder).unlink()
     return folder
 
 
@@ -58,7 +58,7 @@ def write_workbook(folder: Path, rows: list[list[Any]]) -> Path:
 
 
 def test_a_table_of_german_excel_is_read_as_it_was_saved(
-    case: Case, capsys: pytest.CaptureFixture[str]
+    case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Encoding, delimiter and sheet are found, and the user is told which they are."""
     # The words that the note on the table has to have, and what writes it.
@@ -70,11 +70,11 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(
         "the sheet 'Aufgaben' of 2": lambda folder: write_workbook(folder, GERMAN),
     }
     for encoding_name, write_table in write_table_by_note.items():
-        with case(encoding_name) as folder:
+        with case_folder(encoding_name) as folder:
             source = write_table(folder / "in")
-            code = convert(source, folder / "out", "--decimal-comma", columns=COLUMNS)
+            code = run_convert(source, folder / "out", "--decimal-comma", columns=COLUMNS)
             assert code == 0
-            rows = read_rows(folder / "out")
+            rows = read_prepared_rows(folder / "out")
             contents = [(row["problem"], row["answer"], len(row["images"])) for row in rows]
             assert contents == [
                 ("Wie groß ist der Winkel?", r"48.5^\circ", 1),
@@ -87,7 +87,7 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(
                 "images": "Bild",
                 "decimal_comma": True,
             }
-            stored = read_rows(ensure_converted(str(source), columns, folder / "cache"))
+            stored = read_prepared_rows(ensure_converted(str(source), columns, folder / "cache"))
             assert [row["answer"] for row in stored] == [row["answer"] for row in rows]
 
 
@@ -99,12 +99,12 @@ def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
     book = openpyxl.load_workbook(source)
     book["Aufgaben"]["B4"].number_format = "0%"
     book.save(source)
-    assert convert(source, tmp_path / "out", columns=COLUMNS) == 0
-    raw_answers = [row["answer_raw"] for row in read_rows(tmp_path / "out")]
+    assert run_convert(source, tmp_path / "out", columns=COLUMNS) == 0
+    raw_answers = [row["answer_raw"] for row in read_prepared_rows(tmp_path / "out")]
     assert raw_answers == ["0.3", "7", "50%", "3/4"]
 
 
-def test_decimal_commas_are_read_only_where_they_are_meant(case: Case) -> None:
+def test_decimal_commas_are_read_only_where_they_are_meant(case_folder: CaseFolder) -> None:
     for answer, gold in [
         ("52,5", "52.5"),
         ("52{,}5 cm", "52.5cm"),
@@ -117,23 +117,29 @@ def test_decimal_commas_are_read_only_where_they_are_meant(case: Case) -> None:
         ("1.234", None),
         (52.5, "52.5"),
     ]:
-        with case(answer) as folder:
-            source = write_jsonl(folder / "in", [{"q": "?", "a": answer}, {"q": "1 + 1?", "a": 2}])
+        with case_folder(answer) as folder:
+            source = write_user_jsonl(
+                folder / "in", [{"q": "?", "a": answer}, {"q": "1 + 1?", "a": 2}]
+            )
             words = ("--decimal-comma", "--allow-quarantined", "0.5")
-            assert convert(source, folder / "out", *words, columns=("problem=q", "answer=a")) == 0
-            assert [row["answer"].replace(" ", "") for row in read_rows(folder / "out")] == (
-                [gold] if gold else []
-            ) + ["2"]
+            assert (
+                run_convert(source, folder / "out", *words, columns=("problem=q", "answer=a")) == 0
+            )
+            assert [
+                row["answer"].replace(" ", "") for row in read_prepared_rows(folder / "out")
+            ] == ([gold] if gold else []) + ["2"]
 
 
-def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(case: Case) -> None:
+def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
+    case_folder: CaseFolder,
+) -> None:
     features = Features(
         {"q": Value("string"), "a": ClassLabel(names=["3", "1", "x"]), "c": List(Value("string"))}
     )
     rows = [{"q": f"{n}?", "a": n, "c": ["3", "1", "2", "0"]} for n in range(3)]
     data = Dataset.from_list(rows, features=features)
     for form in ("parquet", "save_to_disk", "card"):
-        with case(form) as folder:
+        with case_folder(form) as folder:
             source = folder / "in"
             if form == "save_to_disk":
                 DatasetDict({"train": data, "validation": data.select([0])}).save_to_disk(source)
@@ -150,28 +156,32 @@ def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
                 )
                 (source / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             assert (
-                convert(source, folder / "out", "--keep-leaks", columns=("problem=q", "answer=a"))
+                run_convert(
+                    source, folder / "out", "--keep-leaks", columns=("problem=q", "answer=a")
+                )
                 == 0
             )
-            assert [row["answer"] for row in read_rows(folder / "out")] == ["3", "1", "x"]
+            assert [row["answer"] for row in read_prepared_rows(folder / "out")] == ["3", "1", "x"]
     for meaning, golds in {
         "": [],
         "value": ["0", "1", "2"],
         "index": ["3", "1", "2"],
         "index-from-1": ["3", "1"],
     }.items():
-        with case(f"answer is {meaning}") as folder:
+        with case_folder(f"answer is {meaning}") as folder:
             words = ["--answer-is", meaning] if meaning else []
-            source = write_jsonl(
+            source = write_user_jsonl(
                 folder / "in", [*rows, {"q": "Which?", "a": "A", "c": ["A. x", "B. y"]}]
             )
             columns = ("problem=q", "answer=a", "choices=c")
             assert (
-                convert(source, folder / "out", "--allow-quarantined", "1", *words, columns=columns)
+                run_convert(
+                    source, folder / "out", "--allow-quarantined", "1", *words, columns=columns
+                )
                 == 0
             )
-            assert [row["answer"] for row in read_rows(folder / "out")] == [*golds, "x"]
-            refused_rows = read_quarantine(folder / "out") if len(golds) < 3 else []
+            assert [row["answer"] for row in read_prepared_rows(folder / "out")] == [*golds, "x"]
+            refused_rows = read_quarantined_rows(folder / "out") if len(golds) < 3 else []
             assert meaning or all(
                 "--answer-is value, index" in line["detail"] for line in refused_rows
             )
@@ -193,21 +203,23 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
         "AB∥CD": r"AB\parallel CD",
         "$5": None,
     }
-    source = write_jsonl(
+    source = write_user_jsonl(
         tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)]
     )
-    code = convert(
+    code = run_convert(
         source, tmp_path / "out", "--allow-quarantined", "1", columns=("problem=q", "answer=a")
     )
     assert code == 0
-    assert [row["answer"] for row in read_rows(tmp_path / "out")] == [
+    assert [row["answer"] for row in read_prepared_rows(tmp_path / "out")] == [
         gold for gold in golds.values() if gold
     ]
-    reasons = [line["reason"] for line in read_quarantine(tmp_path / "out")]
+    reasons = [line["reason"] for line in read_quarantined_rows(tmp_path / "out")]
     assert reasons == ["gold_signs"] * 4 + ["gold_currency"]
 
 
-def test_rows_of_one_json_text_are_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_one_json_text_are_found(
+    case_folder: CaseFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A list of rows may be the whole file, stand under a key, or have the rows by key."""
     monkeypatch.setattr(json_tables, "_PIECE_CHARACTERS", 5)  # pieces of a list then end anywhere
     rows = [{"q": f"{n}?", "a": n, "more": ["]", {"é": []}]} for n in range(3)]
@@ -217,17 +229,23 @@ def test_rows_of_one_json_text_are_found(case: Case, monkeypatch: pytest.MonkeyP
         {str(n): row for n, row in enumerate(rows)},
     ):
         for indent in (None, 1):
-            with case(f"{content} {indent}") as folder:
+            with case_folder(f"{content} {indent}") as folder:
                 text = json.dumps(content, indent=indent, ensure_ascii=False)
                 (folder / "t.json").write_text(text)
                 assert (
-                    convert(folder / "t.json", folder / "out", columns=("problem=q", "answer=a"))
+                    run_convert(
+                        folder / "t.json", folder / "out", columns=("problem=q", "answer=a")
+                    )
                     == 0
                 )
-                assert [row["answer"] for row in read_rows(folder / "out")] == ["0", "1", "2"]
+                assert [row["answer"] for row in read_prepared_rows(folder / "out")] == [
+                    "0",
+                    "1",
+                    "2",
+                ]
                 for broken in (text[:-1], text[:-9], f"{text}]", text.replace(",", ";")):
                     (folder / "t.json").write_text(broken)
-                    code = convert(
+                    code = run_convert(
                         folder / "t.json", folder / "bad", columns=("problem=q", "answer=a")
                     )
                     assert code == 2
@@ -235,7 +253,7 @@ def test_rows_of_one_json_text_are_found(case: Case, monkeypatch: pytest.MonkeyP
 
 
 def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside(
-    case: Case,
+    case_folder: CaseFolder,
 ) -> None:
     name = unicodedata.normalize("NFD", "Dreieck ä.png")
     for path in (
@@ -244,31 +262,34 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
         "Fotos/Dreieck%20a%CC%88.png",
         "./Fotos/Dreieck ä.png",
     ):
-        with case(path) as folder:
+        with case_folder(path) as folder:
             (folder / "in" / "Fotos").mkdir(parents=True)
-            (folder / "in" / "Fotos" / name).write_bytes(PICTURE_FILES[0])
-            (folder / "secret.png").write_bytes(PICTURE_FILES[1])
+            (folder / "in" / "Fotos" / name).write_bytes(PNG_FILES[0])
+            (folder / "secret.png").write_bytes(PNG_FILES[1])
             pairs = (
                 ("?", path),
                 ("!", "..\\SECRET.png"),
                 (".", name),
             )
             rows = [{"q": question, "a": 1, "i": image} for question, image in pairs]
-            source = write_jsonl(folder / "in", rows)
+            source = write_user_jsonl(folder / "in", rows)
             columns = ("problem=q", "answer=a", "images=i")
-            assert convert(source, folder / "out", "--allow-quarantined", "1", columns=columns) == 0
-            assert [row["images"][0]["bytes"] for row in read_rows(folder / "out")] == [
-                PICTURE_FILES[0]
+            assert (
+                run_convert(source, folder / "out", "--allow-quarantined", "1", columns=columns)
+                == 0
+            )
+            assert [row["images"][0]["bytes"] for row in read_prepared_rows(folder / "out")] == [
+                PNG_FILES[0]
             ]
-            outside, missing = read_quarantine(folder / "out")
+            outside, missing = read_quarantined_rows(folder / "out")
             assert outside["reason"] == "file_missing"
             assert f"--image-dir {folder / 'in' / 'Fotos'}" in missing["detail"]
             words = ("--image-dir", str(folder / "in" / "Fotos"), "--allow-quarantined", "1")
-            code = convert(
+            code = run_convert(
                 source, folder / "dir", *words, columns=("problem=q", "answer=a", "images=i")
             )
             assert code == 0
-            assert [row["problem"] for row in read_rows(folder / "dir")] == ["."]
+            assert [row["problem"] for row in read_prepared_rows(folder / "dir")] == ["."]
 
 
 def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
@@ -287,19 +308,19 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
     for word, content in broken.items():
         (tmp_path / "in" / f"{word}.png").write_bytes(content)
     images = ["a.heic", small, *(f"{word}.png" for word in broken)]
-    source = write_jsonl(
+    source = write_user_jsonl(
         tmp_path / "in", [{"q": f"{n}?", "a": n, "i": image} for n, image in enumerate(images)]
     )
     words = ("--allow-quarantined", "1")
     assert (
-        convert(source, tmp_path / "out", *words, columns=("problem=q", "answer=a", "images=i"))
+        run_convert(source, tmp_path / "out", *words, columns=("problem=q", "answer=a", "images=i"))
         == 0
     )
-    assert [open_stored_image(row).size for row in read_rows(tmp_path / "out")] == [
+    assert [open_stored_image(row).size for row in read_prepared_rows(tmp_path / "out")] == [
         (64, 64),
         (24, 24),
     ]
-    assert [line["reason"] for line in read_quarantine(tmp_path / "out")] == [
+    assert [line["reason"] for line in read_quarantined_rows(tmp_path / "out")] == [
         f"image_{word}" for word in broken
     ]
 
@@ -310,9 +331,9 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
     rows = [{"q": f"{n}?", "a": "3,5", "i": f"{n}.png"} for n in range(3)] + [
         {"q": "4?", "a": None, "i": "pics/0.png"}
     ]
-    source = write_jsonl(tmp_path / "in", rows)
-    message = assert_refusal(
-        convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "images=i")),
+    source = write_user_jsonl(tmp_path / "in", rows)
+    message = stderr_of_refusal(
+        run_convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "images=i")),
         tmp_path / "out",
         capsys,
     )
@@ -323,8 +344,10 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
     ):
         assert f"error: {kind}" in message
     assert "--decimal-comma" in message
-    code = convert(source, tmp_path / "out", columns=("problem=p", "answer=b"))
-    assert "no column 'p', and none 'b'; it has" in assert_refusal(code, tmp_path / "out", capsys)
+    code = run_convert(source, tmp_path / "out", columns=("problem=p", "answer=b"))
+    assert "no column 'p', and none 'b'; it has" in stderr_of_refusal(
+        code, tmp_path / "out", capsys
+    )
 
 
 @pytest.mark.slow
@@ -340,12 +363,14 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
     )
     answer = {"from": "gpt", "value": r"So it is \boxed{5}."}
     question = {"from": "human", "value": "<image>How long is the side?"}
-    write_jsonl(photos, [{"conversations": [question, answer], "images": [name]} for name in names])
+    write_user_jsonl(
+        photos, [{"conversations": [question, answer], "images": [name]} for name in names]
+    )
     excel = ["--input", str(photos / "t.xlsx"), "--columns", *COLUMNS, "--decimal-comma"]
     talk = ["--input", str(photos / "mine.jsonl"), "--preset", "llamafactory"]
     for name, words in {"excel": excel, "talk": talk}.items():
         assert main(["convert", *words, "--output", str(tmp_path / name)]) == 0
-        assert {row["images"][0]["bytes"][:2] for row in read_rows(tmp_path / name)} == {
+        assert {row["images"][0]["bytes"][:2] for row in read_prepared_rows(tmp_path / name)} == {
             b"\xff\xd8"
         }, "as small as before"
     keys = {
@@ -374,7 +399,7 @@ def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
         for number, gold in enumerate(("50", "65", "72")):
             row = json.dumps({"question": f"Angle {number}?", "answer": gold}).encode()
             for ending, content in (
-                ("png", PICTURE_FILES[number]),
+                ("png", PNG_FILES[number]),
                 ("json", row),
                 ("mp3", b"?"),
             ):
@@ -386,55 +411,55 @@ def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
         tar.addfile(member, io.BytesIO(b"{"))
     columns = ("problem=json.question", "answer=json.answer", "images=png", "id=__key__")
     options = ("--allow-quarantined", "0.5")
-    assert convert(shard, tmp_path / "out", *options, columns=columns) == 0
-    rows = read_rows(tmp_path / "out")
+    assert run_convert(shard, tmp_path / "out", *options, columns=columns) == 0
+    rows = read_prepared_rows(tmp_path / "out")
     assert [row["answer"] for row in rows] == ["50", "65", "72"]
     assert [row["id"].rpartition("train/")[2] for row in rows] == ["000", "001", "002"]
-    assert [line["reason"] for line in read_quarantine(tmp_path / "out")] == ["not_json"]
+    assert [line["reason"] for line in read_quarantined_rows(tmp_path / "out")] == ["not_json"]
 
 
 def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
-    case: Case, capsys: pytest.CaptureFixture[str]
+    case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for before in ("/mnt/data/geo/", "D:\\data\\geo\\", "file:///mnt/geo/"):
-        with case(before) as folder:
+        with case_folder(before) as folder:
             rows = [{"q": f"{n}?", "a": n, "i": f"{before}images/{n}.png"} for n in range(2)]
-            source = write_jsonl(folder / "in", rows)
+            source = write_user_jsonl(folder / "in", rows)
             columns = ("problem=q", "answer=a", "images=i")
-            assert convert(source, folder / "told", columns=columns) != 0
+            assert run_convert(source, folder / "told", columns=columns) != 0
             assert "--image-dir" in capsys.readouterr().err
             for number in range(2):  # the shorter end is there too, and holds another picture
                 (folder / "there" / "images").mkdir(parents=True, exist_ok=True)
-                (folder / "there" / f"{number}.png").write_bytes(PICTURE_FILES[3])
+                (folder / "there" / f"{number}.png").write_bytes(PNG_FILES[3])
                 path = folder / "there" / "images" / f"{number}.png"
-                path.write_bytes(PICTURE_FILES[number])
+                path.write_bytes(PNG_FILES[number])
             options = ("--image-dir", str(folder / "there"))
-            assert convert(source, folder / "out", *options, columns=columns) == 0
-            contents = [row["images"][0]["bytes"] for row in read_rows(folder / "out")]
-            assert contents == PICTURE_FILES[:2]
+            assert run_convert(source, folder / "out", *options, columns=columns) == 0
+            contents = [row["images"][0]["bytes"] for row in read_prepared_rows(folder / "out")]
+            assert contents == PNG_FILES[:2]
 
 
 def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path) -> None:
     """Hardly any answer repeats a sentence, so the user has to want that."""
     golds = ["The two lines are parallel to each other", "isosceles right triangle", "Yes"]
-    source = write_jsonl(
+    source = write_user_jsonl(
         tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)]
     )
     columns = ("problem=q", "answer=a")
-    assert convert(source, tmp_path / "o", "--allow-quarantined", "0.5", columns=columns) == 0
-    assert [row["answer"] for row in read_rows(tmp_path / "o")] == golds[1:]
-    assert [line["reason"] for line in read_quarantine(tmp_path / "o")] == ["gold_sentence"]
-    assert convert(source, tmp_path / "texts", "--text-answers", columns=columns) == 0
-    assert [row["answer"] for row in read_rows(tmp_path / "texts")] == golds
+    assert run_convert(source, tmp_path / "o", "--allow-quarantined", "0.5", columns=columns) == 0
+    assert [row["answer"] for row in read_prepared_rows(tmp_path / "o")] == golds[1:]
+    assert [line["reason"] for line in read_quarantined_rows(tmp_path / "o")] == ["gold_sentence"]
+    assert run_convert(source, tmp_path / "texts", "--text-answers", columns=columns) == 0
+    assert [row["answer"] for row in read_prepared_rows(tmp_path / "texts")] == golds
 
 
 def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> None:
     """With --keep-options-in-text the problem stays as it is."""
-    source = write_jsonl(tmp_path / "in", [{"q": "Which?\nChoices:\nA: 4\nB: 5", "a": "B"}])
+    source = write_user_jsonl(tmp_path / "in", [{"q": "Which?\nChoices:\nA: 4\nB: 5", "a": "B"}])
     columns = ("problem=q", "answer=a")
-    assert convert(source, tmp_path / "out", columns=columns) == 0
-    assert convert(source, tmp_path / "left", "--keep-options-in-text", columns=columns) == 0
-    stored = [read_rows(tmp_path / name)[0] for name in ("out", "left")]
+    assert run_convert(source, tmp_path / "out", columns=columns) == 0
+    assert run_convert(source, tmp_path / "left", "--keep-options-in-text", columns=columns) == 0
+    stored = [read_prepared_rows(tmp_path / name)[0] for name in ("out", "left")]
     assert [(row["problem"], row["choices"]) for row in stored] == [
         ("Which?", ["4", "5"]),
         ("Which?\nChoices:\nA: 4\nB: 5", None),
@@ -447,8 +472,8 @@ def test_a_draft_is_no_answer_and_boxes_in_a_row_are_several(tmp_path: Path) -> 
         r"\boxed{4}, no: \boxed{5}": "5",
         r"\boxed{4} and \boxed{5}": "4, 5",
     }
-    source = write_jsonl(
+    source = write_user_jsonl(
         tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)]
     )
-    assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a")) == 0
-    assert [row["answer"] for row in read_rows(tmp_path / "out")] == list(golds.values())
+    assert run_convert(source, tmp_path / "out", columns=("problem=q", "answer=a")) == 0
+    assert [row["answer"] for row in read_prepared_rows(tmp_path / "out")] == list(golds.values())

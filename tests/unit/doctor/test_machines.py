@@ -93,7 +93,7 @@ def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
             assert sharding_from_file(TWO_MACHINES_CONFIG, **options) == expected
 
 
-def test_what_several_machines_could_not_start_from_is_refused(case):
+def test_what_several_machines_could_not_start_from_is_refused(case_folder):
     cases = [
         (
             "main_process_port: 29500",
@@ -112,7 +112,7 @@ def test_what_several_machines_could_not_start_from_is_refused(case):
         ),
     ]
     for before, after, message in cases:
-        with case(before) as folder:
+        with case_folder(before) as folder:
             content = TWO_MACHINES_CONFIG.read_text()
             assert before in content
             (folder / "a.yaml").write_text(content.replace(before, after))

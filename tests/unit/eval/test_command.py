@@ -67,7 +67,7 @@ def test_defaults_are_greedy_and_the_trainings_prompt():
     assert without.ask.system_prompt is None
 
 
-def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, case):
+def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, case_folder):
     cases = [
         ([], "required"),
         (["run", "--model", "M", "--data", "D"], "--output is missing"),
@@ -100,7 +100,7 @@ def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, ca
         (["score", "--predictions", "none.jsonl", "--output", "s.json"], "no file 'none.jsonl'"),
     ]
     for arguments, message in cases:
-        with case(arguments) as folder, monkeypatch.context() as patch:
+        with case_folder(arguments) as folder, monkeypatch.context() as patch:
             (folder / "tests").mkdir()
             patch.chdir(folder)
             assert main(GEOMETRY3K, arguments) == 2
@@ -116,10 +116,10 @@ def test_an_unknown_key_names_the_nearest(tmp_path, capsys):
     assert "unknown key 'max_token'; did you mean 'max_tokens'?" in capsys.readouterr().err
 
 
-def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case):
+def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case_folder):
     """Its name begins with `no_`, so that `--no-no-image` would be the other word for it."""
     for value, without_image in [("true", True), ("false", False)]:
-        with case(value) as folder:
+        with case_folder(value) as folder:
             config = folder / "c.yaml"
             config.write_text(f"no_image: {value}\n")
             command: Any = parse_command(["run", *REQUIRED_WORDS, "--config", str(config)], MMSTAR)
@@ -149,7 +149,7 @@ def run_refused(
     return capsys.readouterr().err
 
 
-def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, capsys):
+def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case_folder, capsys):
     """Libraries raise errors of many kinds for it, and the user gets one line."""
 
     def remove(file: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
     ):
         cases.append((name, partial(set_key, key=key, value=value)))
     for name, damage in cases:
-        with case(f"{name} {damage}") as folder:
+        with case_folder(f"{name} {damage}") as folder:
             model = folder / "model"
             shutil.copytree(PRETRAINED_FOLDER, model)
             damage(model / name)
@@ -188,14 +188,14 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
             assert not (folder / "out").exists()
 
 
-def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
+def test_a_model_that_vllm_would_run_otherwise(data, case_folder, capsys):
     """vLLM would place images otherwise than Transformers, or compute in 16 bits, without a word."""
     missing_key = "has no mrope_interleaved in the rope_parameters"
     for kind, reason in (
         ("qwen3_vl", missing_key),
         ("qwen3_5", "use --engine transformers"),
     ):
-        with case(kind) as folder:
+        with case_folder(kind) as folder:
             model = folder / "model"
             build_tiny_model(model, WarmStart(steps=0), kind)
             if kind == "qwen3_vl":

@@ -214,7 +214,7 @@ def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, 
     assert line.split()[-2:] == ["50.0", "75.0"]
 
 
-def test_what_is_no_score_is_named(case, tmp_path, capsys):
+def test_what_is_no_score_is_named(case_folder, tmp_path, capsys):
     """A file that is no score, and scores of two benchmarks, are refused with one line."""
     cases = [
         (None, "is not there; name the --output of an evaluation"),  # there is no file
@@ -222,7 +222,7 @@ def test_what_is_no_score_is_named(case, tmp_path, capsys):
         ("[]", "has no 'benchmark'"),
     ]
     for content, message in cases:
-        with case(content) as folder:
+        with case_folder(content) as folder:
             path = folder / "x.json"
             if content is not None:
                 path.write_text(content)
@@ -262,7 +262,7 @@ def fingerprint_with(resolved: dict[str, Any] | None = None, **fields: Any) -> d
     }
 
 
-def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, capsys):
+def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case_folder, capsys):
     """Both `eval.compare` and the comparison of trainings warn of it; model and seed may differ."""
     changed_fingerprints = {}
     for name in [*USUAL_FIELDS, "a setting of the future"]:
@@ -271,7 +271,7 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, ca
     changed_resolved = {name: fingerprint_with({name: "different"}) for name in USUAL_RESOLVED}
     cases = [*changed_fingerprints.items(), *changed_resolved.items()]
     for name, fingerprint in cases:
-        with case(name) as folder:
+        with case_folder(name) as folder:
             first = write_score_file(folder / "one.json", "0110", **fingerprint_with())
             same = write_score_file(
                 folder / "same.json", "0111", **fingerprint_with(model="another", seed=3)

@@ -46,7 +46,7 @@ from eval.compare import main as compare
 from tests.support import benchmark_data as support
 from tests.support.benchmark_data import WRITER_BY_BENCHMARK
 from tests.support.paths import REPOSITORY
-from tests.support.stand_ins import Processes, config_of, state_of
+from tests.support.stand_ins import FakeAccelerator, trainer_state, training_config
 
 # How a benchmark wants the answer to be written, where it is not boxed.
 ANSWER_TEMPLATES = {
@@ -86,7 +86,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     assert result["items"][3]["verdict"] != "correct"
     assert result["image_failed"] == 1
     assert result["correct"] >= 2, "a boxed reference answer is right"
-    assert evaluate.main([name, *support.score_command(tmp_path, rows)]) == 0
+    assert evaluate.main([name, *support.score_arguments(tmp_path, rows)]) == 0
     assert json.loads((tmp_path / "s.json").read_text())["items"] == result["items"]
     # These two benchmarks score any data set, here one of drawn problems, and show its name.
     is_of_any_data = name in ("geometry3k", "problems")
@@ -296,7 +296,7 @@ def test_a_training_evaluates_with_a_benchmark_beside_its_config(rows_of_the_pag
     folder.mkdir()
     (folder / "mine.py").write_text(Path("lengths.py").read_text())
     monkeypatch.setattr(own_files, "_config_folders", [folder])
-    config = config_of(
+    config = training_config(
         eval_strategy=IntervalStrategy.STEPS,
         adora_eval=["mine.py:LENGTHS=test.jsonl"],
         adora_eval_limit=2,
@@ -419,8 +419,8 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     )
     groups = Namespace(tool_loop=None, any_rank_continues=bool, server_context=None)
     pair: Any = Namespace(
-        accelerator=Processes(num_processes=2),
-        config=config_of(max_completion_length=8, chat_template_kwargs={"a": 1}),
+        accelerator=FakeAccelerator(num_processes=2),
+        config=training_config(max_completion_length=8, chat_template_kwargs={"a": 1}),
         policy=Namespace(name_or_path="x"),
         sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []),
         engine=Namespace(greedy_settings={}),
@@ -445,7 +445,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     )
     callback = evaluated_by(plan=plan)
     for step in range(1, 5):
-        callback.on_step_end(None, state_of(step), None)
+        callback.on_step_end(None, trainer_state(step), None)
     assert [values["eval_geometry3k_accuracy"] for values in logged] == [0.75, 0.75]
     assert len(built) == 2
     for kwargs in built:
@@ -453,7 +453,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         assert kwargs["processor"] == "p"
     late = evaluated_by(plan=replace(plan, delay=3))
     for step in range(1, 5):
-        late.on_step_end(None, state_of(step), None)
+        late.on_step_end(None, trainer_state(step), None)
     assert len(logged) == 3, "eval_delay: 3 leaves step 2 out"
     output = capsys.readouterr().out
     assert "step 2: geometry3k 75.0 %" in output

@@ -134,7 +134,7 @@ def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_pa
     assert "warning: 1 reference answer with several letters" in output
 
 
-def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
+def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, start_server):
     """The judge extracts answers that our rules cannot read out of a response."""
 
     def extract(body: dict[str, Any], _: int) -> Reply:
@@ -143,7 +143,7 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
         answer = "D" if "140°" in question else "113.1 cm²"
         return completion_reply(f"<answer>{answer}</answer>")
 
-    server = serve(extract)
+    server = start_server(extract)
     rows = [
         prediction(1, "It is the last of them.", "D"),
         prediction(2, "Pi times the square of six, in words.", r"Area $=113.1 \mathrm{~cm}^{2}$"),
@@ -157,7 +157,9 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
     assert score_as_command(tmp_path, rows)["correct"] < 3
 
 
-def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_path, serve, capsys):
+def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(
+    tmp_path, start_server, capsys
+):
     comparisons: list[str] = []
 
     def judge(body: dict[str, Any], _: int) -> Reply:
@@ -173,7 +175,7 @@ def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_pa
             report = "maybe"  # it is neither 1 nor 0
         return completion_reply(f"<answer>{report}</answer>")
 
-    server = serve(judge)
+    server = start_server(judge)
     cases = [
         (prediction(1, "50 cm", "0.5 m"), "correct"),
         (prediction(2, "60 cm", "0.5 m"), "wrong"),

@@ -23,7 +23,7 @@ from eval.mathvision import (
 )
 from eval.mathvision_value import evaluate_latex
 from tests.support import benchmark_data
-from tests.support.benchmark_data import mathvision_rows, score_command, write_mathvision
+from tests.support.benchmark_data import mathvision_rows, score_arguments, write_mathvision
 from tests.support.paths import SHARED_FOLDER
 
 score_as_command = partial(benchmark_data.score_predictions, BENCHMARK)
@@ -294,7 +294,7 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
 
 
 def test_the_official_rule_takes_no_other_extraction(tmp_path, capsys):
-    words = score_command(
+    words = score_arguments(
         tmp_path, [prediction("12", "12", extraction="12")], "--extraction", "stored"
     )
     assert main(BENCHMARK, words) == 2

@@ -25,7 +25,7 @@ from eval.mathvista import (
     official_choice,
 )
 from tests.support import benchmark_data
-from tests.support.cases import Case
+from tests.support.cases import CaseFolder
 from tests.support.paths import SHARED_FOLDER
 
 PUBLISHED_DATA = SHARED_FOLDER / "data" / "mathvista"
@@ -61,11 +61,11 @@ def read_published_figures(model: str) -> dict[str, Any]:
 
 @needs_published_data
 def test_stored_extractions_give_the_published_hits_item_by_item_and_in_every_subgroup(
-    case: Case,
+    case_folder: CaseFolder,
 ) -> None:
     """The published figures are by the rules of 2023, and by extractions of a language model."""
     for model in PUBLISHED_MODELS:
-        with case(model) as folder:
+        with case_folder(model) as folder:
             figures = read_published_figures(model)
             result = score_published_outputs(model, folder, "stored", "published_2023")
             assert result["correct"] == PUBLISHED_CORRECT[model]
@@ -86,9 +86,9 @@ def test_stored_extractions_give_the_published_hits_item_by_item_and_in_every_su
 
 
 @needs_published_data
-def test_todays_rules_give_todays_hits_item_by_item(case: Case) -> None:
+def test_todays_rules_give_todays_hits_item_by_item(case_folder: CaseFolder) -> None:
     for model in PUBLISHED_MODELS:
-        with case(model) as folder:
+        with case_folder(model) as folder:
             figures = read_published_figures(model)
             result = score_published_outputs(model, folder, "stored", "official")
             for item in result["items"]:
@@ -339,6 +339,8 @@ def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFi
 def test_rows_without_a_stored_extraction_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = benchmark_data.score_command(tmp_path, [prediction(pid="77")], "--extraction", "stored")
+    words = benchmark_data.score_arguments(
+        tmp_path, [prediction(pid="77")], "--extraction", "stored"
+    )
     assert main(BENCHMARK, words) == 2
     assert "1 of 1 rows have no stored extraction, the first is pid '77'" in capsys.readouterr().err

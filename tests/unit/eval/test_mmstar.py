@@ -15,7 +15,12 @@ from adora_vl.models.load import PRETRAINED_FOLDER
 from eval.command import main
 from eval.mmstar import BENCHMARK, is_officially_right, read_choices
 from tests.support import benchmark_data
-from tests.support.benchmark_data import mmstar_rows, score_command, write_lines, write_mmstar
+from tests.support.benchmark_data import (
+    mmstar_rows,
+    score_arguments,
+    write_jsonl_rows,
+    write_mmstar,
+)
 from tests.support.paths import SHARED_FOLDER
 
 PUBLISHED_DATA = SHARED_FOLDER / "data" / "mmstar"
@@ -45,13 +50,13 @@ score_as_command = partial(benchmark_data.score_predictions, BENCHMARK)
 
 
 @needs_published_data
-def test_the_published_half_has_404_hits_and_its_categories(case):
+def test_the_published_half_has_404_hits_and_its_categories(case_folder):
     """Both rules give the published counts on half of a model's published outputs."""
     published = json.loads((PUBLISHED_DATA / "expected.json").read_text())
     assert published["correct"] == 404
     assert published["total"] == 750
     for rules in ["official", "letter"]:
-        with case(rules) as folder:
+        with case_folder(rules) as folder:
             result = score_as_command(
                 folder, next(PUBLISHED_DATA.glob("*.jsonl")), "--rules", rules
             )
@@ -113,7 +118,7 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
         rows = []
         for index, character in enumerate(right):
             rows.append(prediction(str(index), "B" if character == "1" else "C"))
-        return write_lines(tmp_path / name, rows)
+        return write_jsonl_rows(tmp_path / name, rows)
 
     with_images = write_run("v.jsonl", "11110")
     without_images = write_run("wv.jsonl", "01100")
@@ -134,8 +139,8 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
 
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
-    other_run = write_lines(tmp_path / "b.jsonl", [prediction("2", "B")])
-    words = score_command(tmp_path, [prediction("1", "B")])
+    other_run = write_jsonl_rows(tmp_path / "b.jsonl", [prediction("2", "B")])
+    words = score_arguments(tmp_path, [prediction("1", "B")])
     assert main(BENCHMARK, [*words, "--without-image", str(other_run)]) == 2
     message = capsys.readouterr().err
     assert "without_image: " in message

@@ -104,8 +104,8 @@ def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answe
     assert score["thinking"] == {"set_aside": 3, "without_answer": 1}
 
 
-def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: Any) -> None:
-    server = serve(
+def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, start_server: Any) -> None:
+    server = start_server(
         lambda body, call: completion_reply("<think><answer>12</answer></think><answer>15</answer>")
     )
     options = {"extraction": "judge", "judge_url": server.url, "judge_model": "j"}

@@ -281,7 +281,7 @@ def test_a_split_of_which_files_are_missing_is_refused(tmp_path, ending):
     assert len(mathvista.load(data_options(folder, "testmini"))[0]) == len(mathvista_rows())
 
 
-def test_wrong_data_is_said_in_a_line(case, monkeypatch):
+def test_wrong_data_is_said_in_a_line(case_folder, monkeypatch):
     cases = [
         ("nothing", "'nothing' is neither a file or folder here nor a hub id"),
         ("folder/nothing", "'folder/nothing' is neither"),
@@ -300,7 +300,7 @@ def test_wrong_data_is_said_in_a_line(case, monkeypatch):
         "bad.parquet": "x",
     }
     for data, message in cases:
-        with case(data) as folder, monkeypatch.context() as patch:
+        with case_folder(data) as folder, monkeypatch.context() as patch:
             patch.chdir(folder)
             Path("folder").mkdir()
             for name, content in file_contents.items():

@@ -24,9 +24,9 @@ PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty":
     ],
 )
 def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
-    serve, models, sampling
+    start_server, models, sampling
 ) -> None:
-    server = serve(lambda body, call: completion_reply("5"))
+    server = start_server(lambda body, call: completion_reply("5"))
     server.models = models
     settings = AnswerEngineSettings(
         model="qwen", engine="openai", max_tokens=8, endpoint=Endpoint(server.url, "qwen")
@@ -60,10 +60,10 @@ def engine_at(server, model: str = "qwen") -> EndpointEngine:
     ],
 )
 def test_a_server_whose_defaults_are_not_known_is_told_of_once(
-    serve, capsys, models, known_as, note
+    start_server, capsys, models, known_as, note
 ) -> None:
     """The line has the remedy, and the fingerprint has the program by which a run is resumed."""
-    server = serve(lambda body, call: completion_reply("5"))
+    server = start_server(lambda body, call: completion_reply("5"))
     server.models = models
     engine = engine_at(server)
     question = AnswerRequest([{"role": "user", "content": "2 + 3?"}], [])

@@ -20,8 +20,8 @@ from adora_vl.evals.scoring.number import extract_list, extract_number
 from eval.command import main
 from eval.mathvista import BENCHMARK, build_question
 from tests.support import benchmark_data
-from tests.support.cases import Case
-from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
+from tests.support.cases import CaseFolder
+from tests.support.endpoint_server import EndpointServer, Reply, ReplyFunction, completion_reply
 
 FRUIT_CHOICES = ["apple", "pear", "plum tree", "fig"]
 
@@ -137,8 +137,8 @@ def judge_reply(body: dict[str, Any], _: int) -> Reply:
     )
 
 
-def test_the_judge_is_asked_only_where_the_official_code_asks_one(tmp_path, serve):
-    server = serve(judge_reply)
+def test_the_judge_is_asked_only_where_the_official_code_asks_one(tmp_path, start_server):
+    server = start_server(judge_reply)
     result = score_with_judge(tmp_path, server.url)
     assert [item["verdict"] for item in result["items"]] == [
         "correct",
@@ -153,8 +153,10 @@ def test_the_judge_is_asked_only_where_the_official_code_asks_one(tmp_path, serv
     assert {(request["model"], request["temperature"]) for request in server.requests} == {("j", 0)}
 
 
-def test_a_second_score_asks_nothing(tmp_path: Path, serve: Callable[[Answer], Server]) -> None:
-    server = serve(judge_reply)
+def test_a_second_score_asks_nothing(
+    tmp_path: Path, start_server: Callable[[ReplyFunction], EndpointServer]
+) -> None:
+    server = start_server(judge_reply)
     first = score_with_judge(tmp_path, server.url)
     second = score_with_judge(tmp_path, server.url)
     assert len(server.requests) == 2
@@ -174,7 +176,9 @@ def test_the_gold_is_not_told(tmp_path: Path) -> None:
     )
 
 
-def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, capsys):
+def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
+    case_folder, start_server, capsys
+):
     cases = [
         (lambda body, call: None, 2),
         (lambda body, call: (429, b"slow down"), 2),
@@ -193,8 +197,8 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
         ),
     ]
     for answer, calls in cases:
-        with case(answer) as folder:
-            server = serve(answer)
+        with case_folder(answer) as folder:
+            server = start_server(answer)
             # By edit distance an empty extraction would be `No`, which is right: it must not become
             # one.
             rows = [prediction("3", "It does not.", **YES_NO_FIELDS)]
@@ -209,27 +213,31 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
             assert "the judge failed on 1 row, the first time: " in printed.err
             assert not (folder / "judge_cache.jsonl").exists()
             # With the judge well again the same command gives the answer.
-            assert score_with_judge(folder, serve(judge_reply).url, rows=rows)["correct"] == 1
+            assert (
+                score_with_judge(folder, start_server(judge_reply).url, rows=rows)["correct"] == 1
+            )
 
 
 def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_one(
-    tmp_path, serve, capsys
+    tmp_path, start_server, capsys
 ):
     """The key ends after the first answers; 17 of 20 rows would have counted as failed."""
-    server = serve(lambda body, call: judge_reply(body, call) if call <= 3 else (401, b"ended"))
+    server = start_server(
+        lambda body, call: judge_reply(body, call) if call <= 3 else (401, b"ended")
+    )
     rows = [prediction(str(number), "I count five.") for number in range(20)]
     score_file = tmp_path / "s.json"
     benchmark_data.score_predictions(BENCHMARK, tmp_path, rows)  # by rules
     earlier_score = score_file.read_bytes()
     judge = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
-    assert main(BENCHMARK, benchmark_data.score_command(tmp_path, rows, *judge)) == 2
+    assert main(BENCHMARK, benchmark_data.score_arguments(tmp_path, rows, *judge)) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: judge_url: {server.url} refuses the key in {KEY_VARIABLE} for the model 'j' "
         f"(HTTP 401: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
     )
     assert len(server.requests) <= 3 + 8, "none but the calls under way"
     assert score_file.read_bytes() == earlier_score
-    well_server = serve(judge_reply)
+    well_server = start_server(judge_reply)
     result = score_with_judge(tmp_path, well_server.url, rows=rows)
     assert result["correct"] == 20
     assert result["extraction_mix"] == {"judge": 17, "judge_cached": 3}
@@ -237,18 +245,18 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
 
 
 def test_a_judge_that_is_not_there_ends_the_score_and_one_that_was_there_does_not(
-    tmp_path, serve, capsys
+    tmp_path, start_server, capsys
 ):
     """A wrong address or name of the model would have made each row a failed one."""
     rows = [prediction(str(number), "I count five.") for number in range(20)]
     waits = ["--judge-attempts", "2", "--judge-wait", "0.001"]
-    unknown = serve(lambda body, call: (404, b"no model j"))
+    unknown = start_server(lambda body, call: (404, b"no model j"))
     for url, reason in (
         ("http://127.0.0.1:1/v1", "ConnectError: .*; is a server there\\?"),
         (unknown.url, "HTTP 404 at .*: no model j .*; look at the address and at the name of the"),
     ):
         judge = ["--extraction", "judge", "--judge-url", url, "--judge-model", "j", *waits]
-        assert main(BENCHMARK, benchmark_data.score_command(tmp_path, rows, *judge)) == 2
+        assert main(BENCHMARK, benchmark_data.score_arguments(tmp_path, rows, *judge)) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert re.search(
             f"error: judge_url: {url} with the model 'j' gave no answer: {reason}", line
@@ -263,13 +271,13 @@ def test_a_judge_that_is_not_there_ends_the_score_and_one_that_was_there_does_no
         time.sleep(0.3)  # until the answers are read
         return 404, b"gone"
 
-    restarted = serve(answer_and_go)
+    restarted = start_server(answer_and_go)
     result = score_with_judge(tmp_path, restarted.url, rows=rows)
     assert result["extraction_failed"] == 17
 
 
-def test_a_report_of_no_answer_is_none(tmp_path, serve):
-    server = serve(lambda body, call: completion_reply("<answer>NONE</answer>"))
+def test_a_report_of_no_answer_is_none(tmp_path, start_server):
+    server = start_server(lambda body, call: completion_reply("<answer>NONE</answer>"))
     result = score_with_judge(tmp_path, server.url, rows=PREDICTIONS[1:2])
     assert result["extraction_failed"] == 0
     assert result["items"][0]["extraction"] == ""
@@ -277,15 +285,15 @@ def test_a_report_of_no_answer_is_none(tmp_path, serve):
 
 
 def test_a_judge_that_is_not_named_is_the_users_mistake(
-    case: Case, capsys: pytest.CaptureFixture[str]
+    case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, message in [
         ([], "--judge-url is missing"),
         (["--judge-url", "http://localhost:1"], "--judge-model is missing"),
         (["--judge-url", "file:///etc/passwd", "--judge-model", "j"], "is no http address"),
     ]:
-        with case(words) as folder:
-            command = benchmark_data.score_command(
+        with case_folder(words) as folder:
+            command = benchmark_data.score_arguments(
                 folder, PREDICTIONS[1:2], "--extraction", "judge", *words
             )
             assert main(BENCHMARK, command) == 2

@@ -178,14 +178,14 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     assert ask_for(grown, samples=3).pending == 0
 
 
-def test_a_torn_last_line_is_asked_again(case):
+def test_a_torn_last_line_is_asked_again(case_folder):
     """A kill may cut the last line off, within it or just before its newline."""
     torn_lines = [
         '{"pid": "p/4", "answer": "5", "resp',
         '{"pid": "p/4", "answer": "5", "response": "x"}',
     ]
     for torn_line in torn_lines:
-        with case(torn_line) as folder:
+        with case_folder(torn_line) as folder:
             infer_with(folder, RecordingEngine(), FIVE_PROBLEMS[:2])
             with (folder / "predictions.jsonl").open("a") as file:
                 file.write(torn_line)
@@ -194,10 +194,10 @@ def test_a_torn_last_line_is_asked_again(case):
             assert [row["response"] for row in rows] == ["q0", "q1", "q2", "q3", "q4"]
 
 
-def test_another_setting_is_refused_and_named(case):
+def test_another_setting_is_refused_and_named(case_folder):
     """Answers by other settings are not added to a folder, and the engine is not even built."""
     for name in ["model", "temperature", "min_pixels"]:
-        with case(name) as folder:
+        with case_folder(name) as folder:
             fields: FingerprintFields = {"model": "m", "temperature": 0.0, "min_pixels": None}
             infer_with(folder, RecordingEngine(), FIVE_PROBLEMS[:2], fields)
             predictions_before = (folder / "predictions.jsonl").read_bytes()
@@ -360,10 +360,10 @@ def infer_with_ranks(output: Path, world: int) -> tuple[Summary, list[EchoEngine
     return summary_by_rank[0], engines
 
 
-def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
+def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case_folder):
     """Each rank answers its share of the 14 answers, and rank 0 merges them in their order."""
     for world in [2, 3]:
-        with case(world) as folder:
+        with case_folder(world) as folder:
             infer_as_rank(folder / "one", EchoEngine(), SINGLE_PROCESS)
             summary, engines = infer_with_ranks(folder / "many", world)
             file_of_one = (folder / "one" / "predictions.jsonl").read_bytes()

@@ -46,10 +46,10 @@ from eval.problems import PreparedDataOptions
 from tests.support.benchmark_data import (
     mathvista_rows,
     write_geometry3k,
-    write_lines,
+    write_jsonl_rows,
     write_mathvista,
 )
-from tests.support.cases import Case
+from tests.support.cases import CaseFolder
 
 
 def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dict[str, Any]:
@@ -79,10 +79,10 @@ def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
     user_row = prediction("2", "5", metadata={"source": "mine"})
     path = tmp_path / "p.jsonl"
     options = GEOMETRY3K.score_options()
-    write_lines(path, [published_row])
+    write_jsonl_rows(path, [published_row])
     score = score_predictions_file(GEOMETRY3K, path, options).score
     assert score["data_set"] == {"sources": ["geometry3k"], "splits": ["test"], "problems": 1}
-    write_lines(path, [published_row, user_row])
+    write_jsonl_rows(path, [published_row, user_row])
     score = score_predictions_file(GEOMETRY3K, path, options).score
     assert score["data_set"]["sources"] == ["geometry3k", "mine"]
 
@@ -158,13 +158,13 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     assert high - low > 0.7
 
 
-def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -> None:
+def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case_folder: CaseFolder) -> None:
     """The fingerprint beside the predictions has the prompts, which may ask for `<answer>`."""
     for prompt_key in ["system_prompt", "prompt"]:
-        with case(prompt_key) as folder:
+        with case_folder(prompt_key) as folder:
             tagged_row = prediction("1", "<answer>5</answer>")
             boxed_row = prediction("2", r"\boxed{5}")
-            file = write_lines(folder / "predictions.jsonl", [tagged_row, boxed_row])
+            file = write_jsonl_rows(folder / "predictions.jsonl", [tagged_row, boxed_row])
             score, _ = score_predictions_file(BENCHMARK, file, GraderOptions())
             assert score["correct"] == 1
             assert score["rules"] == {"rounding": False}
@@ -241,7 +241,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
             error="UnidentifiedImageError: x",
         ),
     ]
-    path = write_lines(tmp_path / "p.jsonl", rows)
+    path = write_jsonl_rows(tmp_path / "p.jsonl", rows)
     scored = score_predictions_file(BENCHMARK, path, GraderOptions())
     score: Any = scored.score
     verdicts = [item["verdict"] for item in score["items"]]
@@ -268,7 +268,9 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert "1 problem not asked" in printed_table
     assert "1 answer cut off" in printed_table
     assert printed_table.startswith("geometry3k: ")
-    photos_file = write_lines(tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")])
+    photos_file = write_jsonl_rows(
+        tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")]
+    )
     own_table = format_score(score_predictions_file(BENCHMARK, photos_file, GraderOptions()))
     assert own_table.startswith("photos: ")
     assert "finish_reason" in printed_table, "one value says nothing"
@@ -297,7 +299,7 @@ def test_the_form_of_a_reference_answer_is_known(subtests: pytest.Subtests) -> N
             assert answer_form(text, choices) == form
 
 
-def test_a_wrong_row_is_named(case: Case) -> None:
+def test_a_wrong_row_is_named(case_folder: CaseFolder) -> None:
     cases: list[Any] = [
         ({"pid": "2", "answer": "5"}, "row 2 lacks the field 'response'; it has pid, answer"),
         ({"pid": "2", "answer": 5, "response": ""}, "row 2 has answer = 5, expected a string"),
@@ -310,8 +312,8 @@ def test_a_wrong_row_is_named(case: Case) -> None:
         ([1], "row 2 is a JSON list, expected an object"),
     ]
     for second, message in cases:
-        with case(second) as folder:
-            path = write_lines(folder / "p.jsonl", [prediction("1", ""), second])
+        with case_folder(second) as folder:
+            path = write_jsonl_rows(folder / "p.jsonl", [prediction("1", ""), second])
             with pytest.raises(UserError, match=message):
                 read_predictions(path)
 
@@ -336,7 +338,7 @@ def test_published_forms_of_predictions_are_read(tmp_path: Path) -> None:
         {"index": number, "prediction": [f"{number}"], "doc": {"answer": "5", "choices": None}}
         for number in range(3)
     ]
-    path = write_lines(tmp_path / "other.jsonl", documents)
+    path = write_jsonl_rows(tmp_path / "other.jsonl", documents)
     with pytest.raises(UserError, match="say --columns pid=NAME"):
         read_predictions(path)
     columns = {
@@ -355,7 +357,7 @@ def test_fields_change_their_names_in_any_order_and_a_wrong_name_is_refused(
     tmp_path: Path,
 ) -> None:
     rows = [{"pid": "1", "answer": "said", "gold": "right"}]
-    path = write_lines(tmp_path / "other.jsonl", rows)
+    path = write_jsonl_rows(tmp_path / "other.jsonl", rows)
     for words in (["answer=gold", "response=answer"], ["response=answer", "answer=gold"]):
         (row,) = read_predictions(path, columns=parse_columns(words))
         assert (row["answer"], row["response"]) == ("right", "said"), words
@@ -385,7 +387,9 @@ def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) ->
 def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_answer(
     tmp_path: Path,
 ) -> None:
-    path = write_lines(tmp_path / "p.jsonl", [{"question_id": 7, "answer": "5", "response": None}])
+    path = write_jsonl_rows(
+        tmp_path / "p.jsonl", [{"question_id": 7, "answer": "5", "response": None}]
+    )
     (row,) = read_predictions(path, id_column="question_id")
     assert row["pid"] == "7"
     assert row["response"] == ""

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from adora_vl.geometry.verdict import solve_form
-from tests.support.geometry_forms import form
+from tests.support.geometry_forms import logic_form
 
 RIGHT_TRIANGLE_PLACES = {"A": 0j, "B": 160 + 0j, "C": 160 + 100j}
 RIGHT_TRIANGLE_FACTS = ["Perpendicular(Line(A, B), Line(B, C))"]
@@ -63,7 +63,9 @@ def _length_fact(line: str, size: str) -> str:
 )
 def test_a_right_triangle_by_seldom_facts(facts: list[str], question: str, value: float) -> None:
     result = solve_form(
-        form(RIGHT_TRIANGLE_PLACES, ["AB", "BC", "AC"], [*RIGHT_TRIANGLE_FACTS, *facts], question)
+        logic_form(
+            RIGHT_TRIANGLE_PLACES, ["AB", "BC", "AC"], [*RIGHT_TRIANGLE_FACTS, *facts], question
+        )
     )
     assert result.status == "answered", result.why
     assert not result.unread, result.why
@@ -75,7 +77,7 @@ def test_two_separate_triangles_are_similar_as_they_look() -> None:
     facts += [_length_fact("BC", "7")]
     lines = ["AB", "BC", "AC", "DE", "EF", "DF"]
     question = ["Similar(Polygon($1),Polygon($2))", "Find(LengthOf(Line(D, F)))"]
-    result = solve_form(form(TWO_TRIANGLES_PLACES, lines, facts, question))
+    result = solve_form(logic_form(TWO_TRIANGLES_PLACES, lines, facts, question))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(12.0), result.why
 
@@ -85,12 +87,12 @@ def test_the_second_leg_of_an_isosceles_triangle_is_as_long_as_the_first() -> No
     role = "LegOf(Isosceles(Triangle(A,B,C)))"
     question = [f"Equals(Line(B,A),{role})", f"Equals(Line(B,C),{role})"]
     facts = [_length_fact("AB", "2x"), _length_fact("BC", "x+5"), _length_fact("AC", "4")]
-    result = solve_form(form(at, ["AB", "BC", "AC"], facts, [*question, "Find(x)"]))
+    result = solve_form(logic_form(at, ["AB", "BC", "AC"], facts, [*question, "Find(x)"]))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(5.0), result.why
     # As drawn the legs would be others.
     base = [f"Equals(Line(A,C),{role.replace('LegOf', 'BaseOf')})", "Find(x)"]
-    assert solve_form(form(at, ["AB", "BC", "AC"], facts, base)).value == pytest.approx(5.0)
+    assert solve_form(logic_form(at, ["AB", "BC", "AC"], facts, base)).value == pytest.approx(5.0)
 
 
 def test_the_orthocenter_lies_on_all_altitudes() -> None:
@@ -98,6 +100,6 @@ def test_the_orthocenter_lies_on_all_altitudes() -> None:
     lines = ["AB", "BC", "AC", "AH", "BH", "CH"]
     facts = ["Equals(MeasureOf(Angle(A, B, C)), 65)", "Equals(MeasureOf(Angle(A, C, B)), 50)"]
     question = ["IsOrthocenterOf(Point(H),Triangle(A,B,C))", "Find(MeasureOf(Angle(H, B, C)))"]
-    result = solve_form(form(at, lines, facts, question))
+    result = solve_form(logic_form(at, lines, facts, question))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(40.0), result.why

@@ -18,7 +18,7 @@ from adora_vl.geometry.forms import MAX_DEPTH, form_as_record, parse_term, read_
 from adora_vl.geometry.quantities import Constant, Unknown, minus, power, times
 from adora_vl.geometry.reading import read_facts
 from adora_vl.geometry.solve import FigureProblem
-from tests.support.geometry_forms import form, on_circle
+from tests.support.geometry_forms import logic_form, on_circle
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,9 @@ def test_brackets_close_and_are_bounded() -> None:
 
 
 def test_a_form_is_read_back() -> None:
-    asked = form({"A": 1 + 2j, "B": 0j}, ["AB"], ["Equals(LengthOf(Line(A, B)), 5)"], "Find(x)")
+    asked = logic_form(
+        {"A": 1 + 2j, "B": 0j}, ["AB"], ["Equals(LengthOf(Line(A, B)), 5)"], "Find(x)"
+    )
     assert read_form_from_record(form_as_record(asked)) == asked
 
 
@@ -127,7 +129,7 @@ CIRCLE_FACTS = [
 @pytest.mark.parametrize("start", range(4))
 def test_derivatives_are_those_of_the_residuals(start: int) -> None:
     at = {"A": 0j, "B": 100 + 5j, "C": 40 + 70j, "E": 55 + 2j, "O": 48 + 20j}
-    reading = read_facts(form(at, ["AB", "BC", "CA", "CE"], CIRCLE_FACTS, "Find(x)", ["O"]))
+    reading = read_facts(logic_form(at, ["AB", "BC", "CA", "CE"], CIRCLE_FACTS, "Find(x)", ["O"]))
     assert not reading.unread
     problem = FigureProblem(reading)
     v = problem.starts.near_picture(start) + np.random.default_rng(start).normal(
@@ -164,14 +166,14 @@ def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
         ("Find(x)", (171 - angle) / 3),
         ("Find(MeasureOf(Angle(A, C, D)))", 180 - angle),
     ):
-        reading = read_facts(form(at, ["AB", "CD", "AC", "BC"], facts, asked))
+        reading = read_facts(logic_form(at, ["AB", "CD", "AC", "BC"], facts, asked))
         assert AngleChase(reading).value() == pytest.approx(wanted)
 
 
 def test_shapes_without_names_are_found_in_the_picture() -> None:
     at = {"A": 0j, "B": 90 + 0j, "C": 120 + 50j, "D": 30 + 50j, "E": 30 + 0j}
     drawing = Drawing(
-        form(
+        logic_form(
             at,
             ["AB", "BC", "CD", "DA", "DE"],
             ["PointLiesOnLine(E, Line(A, B))"],
@@ -195,6 +197,6 @@ def test_a_circle_that_the_picture_calls_otherwise_is_its_only_one() -> None:
         "Equals(LengthOf(Line(A, P)), x)",
     ]
     asked = ["Tangent(Line(M,P),Circle(O))", "Equals(LengthOf(Line(M,O)),20)", "Find(x)"]
-    reading = read_facts(form(at, ["AP", "MP", "AM"], facts, asked, ["A"]))
+    reading = read_facts(logic_form(at, ["AP", "MP", "AM"], facts, asked, ["A"]))
     assert reading.drawing.centre_by_alias == {"O": "A"}
     assert not reading.unread

@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from adora_vl.geometry.forms import LogicForm
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import MAX_FACT_LENGTH, MAX_POINTS, solve_form
-from tests.support.geometry_forms import degrees, form, measured_angle, measured_length, on_circle
+from tests.support.geometry_forms import (
+    angle_in_degrees,
+    logic_form,
+    measured_angle,
+    measured_length,
+    on_circle,
+)
 
 TRIANGLE_PLACES = {"A": 0j, "B": 100 + 0j, "C": 30 + 60j}
 TRIANGLE_SIDES = ("AB", "BC", "CA")
@@ -37,7 +43,7 @@ def test_two_sides_and_their_angle_give_the_third(
         measured_length(at, "B", "C"),
         measured_angle(at, "A", "B", "C"),
     ]
-    result = solve_form(form(at, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, C)))"))
+    result = solve_form(logic_form(at, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, C)))"))
     assert (result.status, result.basis) == ("answered", "facts")
     assert result.value == pytest.approx(abs(at["A"] - at["C"]), rel=1e-6)
 
@@ -58,7 +64,7 @@ def test_a_parallelogram_is_solved_from_a_picture_that_is_not_to_scale(
         name: complex(100 * place.real, 100 * squeezed * place.imag) for name, place in at.items()
     }
     asked = ["Parallelogram(A,B,C,D)", "Find(LengthOf(Line(A, C)))"]
-    result = solve_form(form(drawn, ("AB", "BC", "CD", "DA", "AC"), facts, asked))
+    result = solve_form(logic_form(drawn, ("AB", "BC", "CD", "DA", "AC"), facts, asked))
     assert result.status == "answered"
     assert result.value == pytest.approx(abs(at["C"]), rel=1e-6)
 
@@ -75,7 +81,9 @@ def test_a_tangent_is_as_long_as_the_right_triangle_has_it(radius: float, far: f
         measured_length(at, "O", "P"),
         "Tangent(Line(P, T), Circle(O))",
     ]
-    result = solve_form(form(at, ("OP", "PT", "OT"), facts, "Find(LengthOf(Line(P, T)))", ["O"]))
+    result = solve_form(
+        logic_form(at, ("OP", "PT", "OT"), facts, "Find(LengthOf(Line(P, T)))", ["O"])
+    )
     assert result.status == "answered"
     assert result.value == pytest.approx(math.sqrt(outside**2 - radius**2), rel=1e-6)
 
@@ -98,7 +106,7 @@ def _draw_crossing_chords(seed: int) -> tuple[LogicForm, float]:
         *(measured_length(at, "E", name) for name in "ABC"),
     ]
     lines = ("AC", "BD", "AE", "EC", "BE", "ED")
-    return form(at, lines, facts, "Find(LengthOf(Line(E, D)))", ["O"]), abs(at["E"] - at["D"])
+    return logic_form(at, lines, facts, "Find(LengthOf(Line(E, D)))", ["O"]), abs(at["E"] - at["D"])
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -158,15 +166,15 @@ def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answe
         measured_angle(at, "A", "B", "C"),
     ]
     more = [measured_angle(at, "B", "A", "C"), measured_length(at, "A", "C")]
-    wanted = degrees(at, "A", "C", "B")
+    wanted = angle_in_degrees(at, "A", "C", "B")
     asked = "Find(MeasureOf(Angle(A, C, B)))"
     for facts in (needed, [*needed, more[0]], [*needed, *more]):
-        result = solve_form(form(at, TRIANGLE_SIDES, facts, asked))
+        result = solve_form(logic_form(at, TRIANGLE_SIDES, facts, asked))
         assert result.status == "answered"
         assert result.value == pytest.approx(wanted, abs=1e-6)
     for number in range(3):
         facts = needed[:number] + needed[number + 1 :]
-        result = solve_form(form(at, TRIANGLE_SIDES, facts, asked))
+        result = solve_form(logic_form(at, TRIANGLE_SIDES, facts, asked))
         assert result.status != "answered" or result.value == pytest.approx(wanted, abs=1e-6)
 
 
@@ -175,7 +183,9 @@ def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answe
 
 def test_open_where_a_side_may_be_anything() -> None:
     facts = ["Equals(LengthOf(Line(A, B)), 5)", "Equals(LengthOf(Line(B, C)), 7)"]
-    result = solve_form(form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, C)))"))
+    result = solve_form(
+        logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, C)))")
+    )
     assert (result.status, result.value, result.basis) == ("open", None, "")
     assert "AC free" in result.why
 
@@ -183,7 +193,7 @@ def test_open_where_a_side_may_be_anything() -> None:
 def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
     right = {"A": 0j, "B": 90 + 0j, "C": 60j}
     facts = ["Equals(LengthOf(Line(A, B)), 4)", "Equals(LengthOf(Line(A, C)), 3)"]
-    asked = form(right, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(B, C)))")
+    asked = logic_form(right, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(B, C)))")
     result = solve_form(asked)
     assert (result.status, result.basis, result.answer) == ("open", "looks", "5")
     assert result.assumed == ("angle BAC is a right angle",)
@@ -212,7 +222,7 @@ def test_facts_that_exclude_each_other_are_named(
     facts: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     result = solve_form(
-        form(
+        logic_form(
             TRIANGLE_PLACES,
             TRIANGLE_SIDES,
             [f"Equals({fact})" for fact in facts],
@@ -236,7 +246,7 @@ def test_of_two_solutions_the_drawing_chooses(drawn_C: complex, expected_AB: flo
         f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
     ]
     at = {"A": 0j, "B": 110 + 0j, "C": drawn_C}
-    result = solve_form(form(at, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"))
+    result = solve_form(logic_form(at, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"))
     assert result.status == "answered"
     assert result.value == pytest.approx(expected_AB, rel=1e-6)
 
@@ -249,7 +259,8 @@ def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:
     ]
     result = solve_form(
         replace(
-            form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"), points={}
+            logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"),
+            points={},
         )
     )
     assert result.status == "ambiguous"
@@ -264,7 +275,7 @@ def test_angles_decide_where_lengths_contradict_them() -> None:
         "Equals(LengthOf(Line(B, C)), 50)",
     ]
     result = solve_form(
-        form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(MeasureOf(Angle(B, C, A)))")
+        logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(MeasureOf(Angle(B, C, A)))")
     )
     assert (result.status, result.basis, result.answer) == ("answered", "angles", "70")
 
@@ -277,7 +288,7 @@ def test_a_length_that_would_be_negative_is_no_answer() -> None:
         "Equals(LengthOf(Line(A, C)), 5)",
     ]
     assert solve_form(
-        form(line, ("AC", "AB", "BC"), facts, "Find(LengthOf(Line(B, C)))")
+        logic_form(line, ("AC", "AB", "BC"), facts, "Find(LengthOf(Line(B, C)))")
     ).status in (
         "conflict",
         "collapsed",
@@ -286,13 +297,13 @@ def test_a_length_that_would_be_negative_is_no_answer() -> None:
 
 def test_a_letter_may_be_negative() -> None:
     facts = ["Equals(LengthOf(Line(A, B)), 2-x)", "Equals(LengthOf(Line(A, B)), 10)"]
-    assert solve_form(form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)")).answer == "-8"
+    assert solve_form(logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)")).answer == "-8"
 
 
 def test_a_double_root_is_an_answer() -> None:
     # PQ = 6 - x, QR = 6 + x and both similar triangles: x is 0, where the equation x^2 = 0 touches.
     facts = ["Equals(LengthOf(Line(A, B)), x^2-6x+14)", "Equals(LengthOf(Line(A, B)), 5)"]
-    assert solve_form(form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)")).answer == "3"
+    assert solve_form(logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)")).answer == "3"
 
 
 # Bad input
@@ -304,7 +315,9 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
         "Perpendiculr(Line(A, B), Line(B, C))",
         "Equals(LengthOf(Line(A, B), 3",
     ]
-    result = solve_form(form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"))
+    result = solve_form(
+        logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))")
+    )
     assert result.answer == "5"
     assert result.unread[0].startswith("fact 3, ")
     assert "brackets" in result.unread[0]
@@ -328,7 +341,7 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
     ],
 )
 def test_what_cannot_be_read_says_why(changed: dict, said: str) -> None:
-    asked = form(TRIANGLE_PLACES, TRIANGLE_SIDES, [], "Find(LengthOf(Line(A, B)))")
+    asked = logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, [], "Find(LengthOf(Line(A, B)))")
     result = solve_form(replace(asked, **changed))
     assert result.status == "unread"
     assert said in result.why
@@ -339,7 +352,7 @@ def test_what_cannot_be_read_says_why(changed: dict, said: str) -> None:
 )
 def test_no_value_makes_it_raise_or_hang(value: str) -> None:
     facts = [f"Equals(LengthOf(Line(A, B)), {value})", "Equals(LengthOf(Line(B, C)), x)"]
-    solve_form(form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)"))
+    solve_form(logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)"))
 
 
 def test_the_engine_imports_numpy_alone() -> None:

@@ -19,9 +19,9 @@ from adora_vl.models.adapter import without_reference_adapter
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.train import main
 from tests.support.adapters import TEXT_MODULES_PATTERN, sft_adapter
-from tests.support.hub_cache import keep_in_hub_cache
-from tests.support.launch import launch
-from tests.support.tiny_run import arguments, train
+from tests.support.hub_cache import copy_into_hub_cache
+from tests.support.launch import accelerate_launch
+from tests.support.tiny_run import tiny_run_arguments, train_tiny_run
 
 LORA_KEYS = {
     "use_peft": "true",
@@ -58,7 +58,7 @@ def sft(tmp_path_factory):
 
 
 def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, capsys):
-    run = train(tmp_path / "run", model_name_or_path=sft, beta=0.1, max_steps=2)
+    run = train_tiny_run(tmp_path / "run", model_name_or_path=sft, beta=0.1, max_steps=2)
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
     assert log[0]["kl"] == 0, "the policy starts as its reference, and moves away from it"
     assert log[1]["kl"] > 0, "the policy starts as its reference, and moves away from it"
@@ -82,7 +82,10 @@ def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, cap
     assert "vLLM serves it merged alone" in served  # it has a head
     another_adapter = sft_adapter(tmp_path / "other", modules_to_save=None, r=5)
     manifest = (run / "manifest.json").read_bytes()
-    assert main(arguments(run, model_name_or_path=another_adapter, beta=0.1, max_steps=3)) == 2
+    assert (
+        main(tiny_run_arguments(run, model_name_or_path=another_adapter, beta=0.1, max_steps=3))
+        == 2
+    )
     assert "of another run: model: " in capsys.readouterr().err
     assert (run / "manifest.json").read_bytes() == manifest
     assert export([str(another_adapter), str(tmp_path / "plain"), "--adapter"]) == 0
@@ -93,7 +96,7 @@ def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, cap
 
 
 def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, tmp_path, capsys):
-    run = train(tmp_path / "run", model_name_or_path=sft, max_steps=2, **LORA_KEYS)
+    run = train_tiny_run(tmp_path / "run", model_name_or_path=sft, max_steps=2, **LORA_KEYS)
     assert "is merged into its base" in capsys.readouterr().out
     new = json.loads((run / "adapter_config.json").read_text())
     assert new["r"] == 2
@@ -110,7 +113,7 @@ def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, 
     assert largest_difference(out, start) > 1e-6
     changed_names = {name for name in out if not torch.equal(out[name], start[name])}
     assert changed_names == {name for name in out if ".q_proj.w" in name}
-    again = train(tmp_path / "again", model_name_or_path=run, max_steps=2, learning_rate=0)
+    again = train_tiny_run(tmp_path / "again", model_name_or_path=run, max_steps=2, learning_rate=0)
     assert largest_difference(weights_of(again / "merged"), out) < 1e-6, (
         "an adapter whose base is an adapter goes on training too"
     )
@@ -121,20 +124,20 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
 ):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    keep_in_hub_cache("somebody/tiny", PRETRAINED_FOLDER, v1="1" * 40)  # there is no main of it
-    keep_in_hub_cache(
+    copy_into_hub_cache("somebody/tiny", PRETRAINED_FOLDER, v1="1" * 40)  # there is no main of it
+    copy_into_hub_cache(
         "somebody/sft", sft_adapter(tmp_path / "other", "somebody/nobody"), main="2" * 40
     )
     sft = sft_adapter(tmp_path / "sft", "somebody/tiny", revision="v1", modules_to_save=None)
-    keep_in_hub_cache("somebody/sft", sft, v2="3" * 40)
+    copy_into_hub_cache("somebody/sft", sft, v2="3" * 40)
     run_keys = {
         "model_name_or_path": "somebody/sft",
         "model_revision": "v2",
         "learning_rate": 0,
         "max_steps": 1,
     }
-    run = train(tmp_path / "run", **run_keys)
-    new = train(tmp_path / "new", **run_keys, **LORA_KEYS)
+    run = train_tiny_run(tmp_path / "run", **run_keys)
+    new = train_tiny_run(tmp_path / "new", **run_keys, **LORA_KEYS)
     before = load_file(sft / "adapter_model.safetensors")
     after = load_file(run / "adapter_model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -158,7 +161,7 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
         in (capsys.readouterr().out)
     )
     (tmp_path / "hub" / "models--somebody--sft" / "refs" / "v2").write_text("2" * 40)
-    assert main(arguments(tmp_path / "run", **run_keys)) == 2
+    assert main(tiny_run_arguments(tmp_path / "run", **run_keys)) == 2
     assert "'somebody/nobody' is neither a model folder here nor" in capsys.readouterr().err
 
 
@@ -166,14 +169,14 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
 @pytest.mark.parametrize("keys", [{}, LORA_KEYS], ids=["goes on", "is merged"])
 def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys, sft, tmp_path):
     run_keys = {"model_name_or_path": sft, "beta": 0.1, "max_steps": 2, **keys}
-    train(tmp_path / "whole", **run_keys)
-    launch(
+    train_tiny_run(tmp_path / "whole", **run_keys)
+    accelerate_launch(
         "cpu_zero3",
         "--num_processes",
         "1",
         "-m",
         "adora_vl.train",
-        *arguments(tmp_path / "parts", **run_keys),
+        *tiny_run_arguments(tmp_path / "parts", **run_keys),
     )
     whole_log = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())["log_history"]
     parts_log = json.loads((tmp_path / "parts" / "trainer_state.json").read_text())["log_history"]
@@ -222,7 +225,7 @@ def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(
     else:
         text = json.dumps({**config, **change}).replace("SFT", str(folder))
         (folder / "adapter_config.json").write_text(text)
-    words = arguments(tmp_path / "run", model_name_or_path=folder, **keys)
+    words = tiny_run_arguments(tmp_path / "run", model_name_or_path=folder, **keys)
     assert main(words) == 2
     errors = [
         printed_line

@@ -25,7 +25,7 @@ from adora_vl.models.load import load_config, load_processor
 from adora_vl.packing.packed_forward import can_share_prompts
 from adora_vl.utils.errors import UserError
 from tests.support.families import FAMILIES_WITH_VISION, build_on_meta, family_config
-from tests.support.tiny_run import train
+from tests.support.tiny_run import train_tiny_run
 
 
 def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
@@ -198,12 +198,12 @@ def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
         "save_strategy": "no",
     }
     with pytest.raises(AssertionError):
-        train(tmp_path / "refused", **settings)
+        train_tiny_run(tmp_path / "refused", **settings)
     assert (
         "has model_type qwen2_5_vl, which is not among the known families"
         in capsys.readouterr().err
     )
-    train(
+    train_tiny_run(
         tmp_path / "run",
         **{**settings, "adora_stock_step": f"skip_old_pass,{','.join(PARTS_THAT_NEED_FAMILY)}"},
     )

@@ -28,7 +28,7 @@ from benchmarks.kill_and_resume import comparable_results
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
-from tests.support.tiny_run import train
+from tests.support.tiny_run import train_tiny_run
 
 STEPS = 3
 
@@ -73,7 +73,7 @@ def trained(
     folder = tmp_path_factory.mktemp(request.param)
     build_tiny_model(folder / "model", WarmStart(steps=0), request.param)
     with contextlib.redirect_stdout(io.StringIO()) as stream:
-        train(folder / "run", model_name_or_path=folder / "model", **RUN_KEYS)
+        train_tiny_run(folder / "run", model_name_or_path=folder / "model", **RUN_KEYS)
     return TrainedFamily(request.param, folder / "model", folder / "run", stream.getvalue())
 
 
@@ -118,7 +118,7 @@ def test_a_killed_run_goes_on_to_the_bit(trained, tmp_path):
     again = shutil.copytree(trained.run, tmp_path / "again")
     shutil.rmtree(again / f"checkpoint-{STEPS}")
     (again / "model.safetensors").unlink()
-    train(again, model_name_or_path=trained.model, **RUN_KEYS)
+    train_tiny_run(again, model_name_or_path=trained.model, **RUN_KEYS)
     assert comparable_results(again) == comparable_results(trained.run)
 
 
@@ -143,7 +143,7 @@ def score(model: Path, data: Path, output: Path) -> dict[str, Any]:
 def test_a_run_and_its_adapter_are_evaluated(trained, data, tmp_path):
     assert score(trained.run, data, tmp_path / "whole")["total"] == 2
     settings = {**RUN_KEYS, "adora_freeze": "[]", **LORA_KEYS}
-    adapted = train(tmp_path / "lora", model_name_or_path=trained.model, **settings)
+    adapted = train_tiny_run(tmp_path / "lora", model_name_or_path=trained.model, **settings)
     parts = moved_parameters(trained.model, adapted / "merged")
     assert any(parts["language_model"])
     assert not any(parts["projector"])
@@ -153,7 +153,7 @@ def test_a_run_and_its_adapter_are_evaluated(trained, data, tmp_path):
 
 @pytest.fixture(scope="module")
 def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("lora") / "run", **{**LORA_KEYS, "max_steps": 1})
+    return train_tiny_run(tmp_path_factory.mktemp("lora") / "run", **{**LORA_KEYS, "max_steps": 1})
 
 
 def test_the_evaluation_of_a_lora_run(lora_run, data, tmp_path, capsys):

@@ -30,8 +30,8 @@ from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.rollout.llm import PolicyLLM
 from tests.support.adapters import TEXT_MODULES_PATTERN, sft_adapter
-from tests.support.launch import run as in_a_process
-from tests.support.tiny_run import arguments, train
+from tests.support.launch import run_command as in_a_process
+from tests.support.tiny_run import tiny_run_arguments, train_tiny_run
 
 INIT_KWARGS = {"dtype": torch.bfloat16, "device_map": None}
 FOUR_BIT_KEYS = {"load_in_4bit": "true", "dtype": "bfloat16"}
@@ -99,7 +99,7 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
         **FOUR_BIT_KEYS,
     }
     done = in_a_process(
-        [sys.executable, "-m", "adora_vl.train", *arguments(run, use_vllm="true", **keys)]
+        [sys.executable, "-m", "adora_vl.train", *tiny_run_arguments(run, use_vllm="true", **keys)]
     )
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
     assert all(0 < entry["adora/drift"] < 0.05 for entry in log[:2]), [
@@ -149,9 +149,9 @@ def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(home, tmp_path):
         "lora_target_modules": TEXT_MODULES_PATTERN,
         "bnb_4bit_quant_type": "fp4",
     }
-    uninterrupted = train(tmp_path / "a", max_steps=2, save_steps=1, **new)
-    halved = train(tmp_path / "b", max_steps=1, save_steps=1, **new)
-    train(halved, max_steps=2, save_steps=1, **new)
+    uninterrupted = train_tiny_run(tmp_path / "a", max_steps=2, save_steps=1, **new)
+    halved = train_tiny_run(tmp_path / "b", max_steps=1, save_steps=1, **new)
+    train_tiny_run(halved, max_steps=2, save_steps=1, **new)
     expected = load_file(uninterrupted / "adapter_model.safetensors")
     resumed = load_file(halved / "adapter_model.safetensors")
     assert expected.keys() == resumed.keys()

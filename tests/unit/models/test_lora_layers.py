@@ -17,7 +17,7 @@ from adora_vl.models.shape import language_layer_names, layers_pattern
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from tests.support.families import build_on_meta, family_config
-from tests.support.tiny_run import arguments
+from tests.support.tiny_run import tiny_run_arguments
 
 TINY_LAYER_NAMES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 SMALL_LORA_KEYS = {
@@ -78,13 +78,13 @@ def test_named_layers_and_parameters_stay_as_they_are():
 def test_the_command_the_dry_run_and_python_choose_the_same(tmp_path, capsys):
     line = f"every linear layer of the language model: {', '.join(TINY_LAYER_NAMES)}"
     pattern = layers_pattern(TINY_LAYER_NAMES)
-    assert main(arguments(tmp_path / "run", **SMALL_LORA_KEYS)) == 0
+    assert main(tiny_run_arguments(tmp_path / "run", **SMALL_LORA_KEYS)) == 0
     assert line in capsys.readouterr().out
     adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert adapter["target_modules"] == pattern
     assert pattern in json.dumps(manifest).replace("\\\\", "\\")
-    assert main([*arguments(tmp_path / "dry", **SMALL_LORA_KEYS), "--dry-run"]) == 0
+    assert main([*tiny_run_arguments(tmp_path / "dry", **SMALL_LORA_KEYS), "--dry-run"]) == 0
     assert line in " ".join(capsys.readouterr().out.split())
 
     user_config = LoraConfig(r=2, lora_dropout=0.0)

@@ -33,7 +33,7 @@ from adora_vl.packing.prompts import distinct_rows, read_prompts, returning_refe
 from adora_vl.record import trackers as texts
 from adora_vl.utils import compat
 from tests.support.pictures import noise_picture
-from tests.support.tiny_run import train
+from tests.support.tiny_run import train_tiny_run
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +311,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "decoded_image", counted)
         patch.setattr(texts, "gather_object", watched)
-        train(
+        train_tiny_run(
             tmp_path_factory.mktemp("runs") / "run",
             max_steps=STEPS,
             save_strategy="no",

@@ -27,7 +27,7 @@ from adora_vl.planning.report import batch_lines, learning_rate_line, length_lin
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS
+from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]
 
@@ -71,14 +71,14 @@ def test_every_shipped_config_has_a_dry_run_on_a_machine_without_a_gpu(
 def _check_config(name, tmp_path, capsys, data):
     words = [
         "--config",
-        str(CONFIGS / "train" / f"{name}.yaml"),
+        str(CONFIGS_FOLDER / "train" / f"{name}.yaml"),
         "--dry-run",
         "--json",
         str(tmp_path / "d.json"),
     ]
     words += [
         "--accelerate-config",
-        str(CONFIGS / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"),
+        str(CONFIGS_FOLDER / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"),
     ]
     # The recipe's own folder holds a finished run where somebody has tried it here.
     words += ["--output_dir", str(tmp_path / "runs")]
@@ -124,9 +124,10 @@ def test_the_papers_recipe_takes_eight_updates_a_generation_along_its_cosine():
 
 
 def _check_recipe(processes, generation, update):
-    words = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml")]
+    words = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     plan = make_plan(
-        read(words), DryRunOptions(80.0, CONFIGS / "accelerate" / "zero3_offload.yaml", processes)
+        read(words),
+        DryRunOptions(80.0, CONFIGS_FOLDER / "accelerate" / "zero3_offload.yaml", processes),
     )
     plan = replace(plan, rows=2101)  # Geometry3K's
     text = " ".join(batch_lines(plan))
@@ -176,7 +177,7 @@ def test_the_learning_rates_are_those_of_transformers_schedules():
 def test_the_parts_of_the_memory_are_listed_where_they_matter(data_folder, capsys):
     words = [
         "--config",
-        str(CONFIGS / "train" / "smoke_cpu.yaml"),
+        str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
         "--dataset_name",
         str(data_folder),
         "--dry-run",
@@ -191,12 +192,12 @@ def test_the_parts_of_the_memory_are_listed_where_they_matter(data_folder, capsy
 def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):
     words = [
         "--config",
-        str(CONFIGS / "train" / "adora_7b_geo3k.yaml"),
+        str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml"),
         "--dry_run",
         "--card_gib",
         "80",
     ]
-    words += ["--accelerate_config", str(CONFIGS / "accelerate" / "zero2.yaml")]
+    words += ["--accelerate_config", str(CONFIGS_FOLDER / "accelerate" / "zero2.yaml")]
     assert main(words) == 1
     text = capsys.readouterr().out
     assert "It does NOT fit: rollouts would take 98" in text
@@ -214,7 +215,7 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data_
     (model / "processor_config.json").write_text("{")
     words = [
         "--config",
-        str(CONFIGS / "train" / "smoke_cpu.yaml"),
+        str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
         "--dataset_name",
         str(data_folder),
     ]
@@ -230,7 +231,7 @@ def test_the_written_config_is_the_run_again(tmp_path, data_folder, capsys):
     file = tmp_path / "all.yaml"
     source = [
         "--config",
-        str(CONFIGS / "train" / "smoke_cpu.yaml"),
+        str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
         "--dataset_name",
         str(data_folder),
         "--beta",
@@ -290,7 +291,7 @@ def _check_lengths(data, family):
 def test_rows_above_the_prefill_budget_are_counted(data_folder):
     words = [
         "--config",
-        str(CONFIGS / "train" / "smoke_cpu.yaml"),
+        str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
         "--dataset_name",
         str(data_folder),
     ]
@@ -315,7 +316,7 @@ def test_both_spellings_and_what_is_left_for_trl():
         take_options(["--processes", "0"])
 
 
-SMOKE_CONFIG = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml")]
+SMOKE_CONFIG = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml")]
 
 
 def test_the_verdict_stands_last_with_the_command_that_comes_next(data_folder, tmp_path, capsys):
@@ -325,7 +326,7 @@ def test_the_verdict_stands_last_with_the_command_that_comes_next(data_folder, t
     assert verdict.startswith("It fits: ")
     assert verdict.endswith(" GiB.")
     assert following == f"Next: python -m adora_vl.train {' '.join(words)}"
-    launcher = str(CONFIGS / "accelerate" / "cpu.yaml")
+    launcher = str(CONFIGS_FOLDER / "accelerate" / "cpu.yaml")
     assert main([*words, "--dry-run", "--accelerate-config", launcher, "--processes", "1"]) == 0
     following = capsys.readouterr().out.splitlines()[-1]
     assert following.startswith(f"Next: accelerate launch --config_file {launcher} --num_processes")
@@ -398,7 +399,7 @@ def test_a_peft_that_switches_an_optimisation_off_is_named(
 ):
     monkeypatch.setattr("adora_vl.models.lora_branch.installed_version", lambda name: "0.99.0")
     note = "peft 0.99.0 is installed, and its order"
-    words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dry-run"]
+    words = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"), "--dry-run"]
     words += ["--dataset_name", str(data_folder), "--output_dir", str(tmp_path / "run")]
     words += ["--use_vllm", "false", "--use_peft", "true"]
     assert main([*words, "--gradient_checkpointing", "true"]) == 0

@@ -14,8 +14,8 @@ from adora_vl.planning.plan import Plan, make_plan
 from adora_vl.planning.what_fits import HEADROOM_SHARE, fits_into_gpu, proposed_utilization
 from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
-from tests.support.recipes import CONFIGS
-from tests.support.tiny_run import arguments
+from tests.support.recipes import CONFIGS_FOLDER
+from tests.support.tiny_run import tiny_run_arguments
 
 # recipe -> the accelerate config and the GPU, in GB as it is sold, that the recipe is for
 ACCELERATE_CONFIG_AND_GB_BY_RECIPE = {
@@ -37,14 +37,14 @@ def plan_for_recipe(name: str, *words: str) -> Plan:
     """Plan a recipe on the card that it is for; a plan takes a second and nothing changes it."""
     launcher, gigabytes = ACCELERATE_CONFIG_AND_GB_BY_RECIPE[name]
     card = gigabytes * 1e9 / GIB
-    accelerate = CONFIGS / "accelerate" / f"{launcher}.yaml"
-    command = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), *words]
+    accelerate = CONFIGS_FOLDER / "accelerate" / f"{launcher}.yaml"
+    command = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml"), *words]
     return make_plan(read(command), DryRunOptions(card_gib=card, accelerate_config=accelerate))
 
 
 def four_gpus() -> list[str]:
     """Read what the page on getting started tells owners of four GPUs to add."""
-    page = (CONFIGS.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    page = (CONFIGS_FOLDER.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
     command = page.split("**Four GPUs.**")[1].split("```")[1]
     assert "accelerate/zero3.yaml --num_processes 4 " in command
     return command.split("configs/train/adora_7b_geo3k.yaml")[1].split()
@@ -55,8 +55,8 @@ def four_gpus() -> list[str]:
     [("adora_7b_geo3k", four_gpus()), ("adora_llm_kk", ["--per_device_train_batch_size", "10"])],
 )
 def test_what_is_said_about_four_gpus_fits_them(name, words):
-    command = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), *words]
-    accelerate = CONFIGS / "accelerate" / "zero3.yaml"
+    command = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml"), *words]
+    accelerate = CONFIGS_FOLDER / "accelerate" / "zero3.yaml"
     plan = make_plan(
         read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
     )
@@ -70,8 +70,8 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
 
 
 def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
-    command = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml")]
-    accelerate = CONFIGS / "accelerate" / "zero3.yaml"
+    command = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
+    accelerate = CONFIGS_FOLDER / "accelerate" / "zero3.yaml"
     plan = make_plan(
         read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
     )
@@ -121,7 +121,7 @@ def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, ca
         ("float32", False),
         ("auto", False),
     ):
-        prepare(read(arguments(tmp_path / dtype, dtype=dtype)))
+        prepare(read(tiny_run_arguments(tmp_path / dtype, dtype=dtype)))
         assert (LOST_UPDATES_WARNING in capsys.readouterr().out) == warns
 
 
@@ -181,7 +181,7 @@ def test_the_dry_run_names_the_share_only_where_it_helps():
 
 def test_a_card_that_is_too_small_for_16_bits_is_told_of_4():
     """A lower share would free nothing where the engine has no cache left."""
-    command = ["--config", str(CONFIGS / "train" / "adora_3b_24gb.yaml")]
+    command = ["--config", str(CONFIGS_FOLDER / "train" / "adora_3b_24gb.yaml")]
     plan = make_plan(read(command), DryRunOptions(card_gib=12e9 / GIB))
     assert not fits_into_gpu(plan.setup, plan.card_bytes)
     remedy = memory_remedy(plan)
@@ -190,6 +190,6 @@ def test_a_card_that_is_too_small_for_16_bits_is_told_of_4():
 
 
 def test_one_process_that_trains_all_weights_is_told_of_several_gpus():
-    command = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml")]
+    command = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     plan = make_plan(read(command), DryRunOptions(card_gib=80e9 / GIB))
     assert "--accelerate-config configs/accelerate/zero3.yaml" in memory_remedy(plan)

@@ -42,7 +42,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import Setting
 from benchmarks.measure import peak_bytes
-from tests.support.stand_ins import config_of
+from tests.support.stand_ins import training_config
 
 ACCELERATE_CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
 SHARING_ALL = Sharing(images=True, vision=True, prompts=True)
@@ -168,7 +168,7 @@ def test_sharding_is_read_from_what_accelerate_launch_tells():
     assert sharding_from_environment({}) == Sharding(processes=1)
 
 
-def test_an_accelerate_file_that_cannot_be_used(case):
+def test_an_accelerate_file_that_cannot_be_used(case_folder):
     cases = [
         ("a: [", "not valid YAML"),
         ("[" * 3000, "nested too deeply"),
@@ -191,7 +191,7 @@ def test_an_accelerate_file_that_cannot_be_used(case):
         ),
     ]
     for content, message in cases:
-        with case(content) as folder:
+        with case_folder(content) as folder:
             (folder / "a.yaml").write_text(content)
             with pytest.raises(UserError, match=message):
                 sharding_from_file(folder / "a.yaml")
@@ -285,7 +285,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     assert written <= predicted <= written + 3 * 2**20
     largest = run_bytes(predicted, 10, checkpoints=2, record_gb=1.5)
     assert largest == 2 * predicted + 10 + 1_500_000_000, "with a full record of the rollouts"
-    assert checkpoint_of(config_of(), shape, Sharding(processes=1)) == predicted
+    assert checkpoint_of(training_config(), shape, Sharding(processes=1)) == predicted
     MovingReference(model, moves=True, is_main=True, gather=nullcontext).save(tmp_path)
     moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
     assert moved == pytest.approx(
@@ -299,7 +299,7 @@ def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
     """A limit counts one more, which is written before the oldest goes; a short run has fewer."""
 
     def most(rows: int | None = None, **keys: object) -> int | None:
-        config = config_of(
+        config = training_config(
             num_generations=4,
             per_device_train_batch_size=16,
             gradient_accumulation_steps=1,

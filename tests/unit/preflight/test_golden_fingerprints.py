@@ -32,7 +32,7 @@ from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare_on_paper
 from data_prep.cli import main as data_prep
-from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS
+from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER
 
 STORED_FINGERPRINTS = Path(__file__).with_name("fingerprints.json")
 # As many rows as one generation of the largest recipe has prompts.
@@ -60,7 +60,7 @@ def fingerprint_of_recipe(name: str, data: Path) -> dict[str, str]:
 
     `name`: the name of the config. `data`: the folder of the data set to train on.
     """
-    words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
+    words = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml")]
     words += [
         "--model_name_or_path",
         TINY_MODEL_BY_RECIPE.get(name, "tiny"),
@@ -69,7 +69,7 @@ def fingerprint_of_recipe(name: str, data: Path) -> dict[str, str]:
     ]
     # The recipe's own folder holds a finished run where somebody has tried it here.
     words += ["--output_dir", str(data.parent / "runs")]
-    launcher = CONFIGS / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
+    launcher = CONFIGS_FOLDER / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
     run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=launcher))
     return write_settings(run)
 

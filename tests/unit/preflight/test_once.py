@@ -19,7 +19,7 @@ from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
 from adora_vl.utils.convert import convert
-from tests.support.recipes import CONFIGS
+from tests.support.recipes import CONFIGS_FOLDER
 
 CPU_KEYS: dict[str, Any] = {"use_cpu": True, "bf16": False}
 CHANGED_KEYS: dict[str, Any] = {
@@ -105,8 +105,8 @@ def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
     no_checks: Callable[[object], list[object]] = lambda run: []  # noqa: E731
     monkeypatch.setattr(doctor, "checks_without_weights", no_checks)
     monkeypatch.setattr(doctor, "engine_checks", no_checks)
-    words_for_gpu = ["--config", str(CONFIGS / "train" / "adora_3b_1gpu_lora.yaml")]
-    launcher = DryRunOptions(accelerate_config=CONFIGS / "accelerate" / "gpu1.yaml")
+    words_for_gpu = ["--config", str(CONFIGS_FOLDER / "train" / "adora_3b_1gpu_lora.yaml")]
+    launcher = DryRunOptions(accelerate_config=CONFIGS_FOLDER / "accelerate" / "gpu1.yaml")
     ways: dict[str, Callable[[], object]] = {
         "command": lambda: prepare(read(words_of_keys(tmp_path / "command"))),
         "dry run": lambda: prepare_on_paper(

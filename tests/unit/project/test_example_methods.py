@@ -7,7 +7,7 @@ import torch
 
 from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages
 from tests.support.examples import load_example
-from tests.support.reward_groups import apply_method, random_groups
+from tests.support.reward_groups import method_advantages, random_groups
 
 
 def advantages_of(method, rewards, lengths=None):
@@ -41,8 +41,8 @@ def test_canon_between_both_comparisons_is_stock():
     neutral = canon(inter=Schedule(0.5))
     groups = random_groups()
     stock = group_advantages(groups.rewards_PG, scale="none")
-    assert torch.equal(apply_method("canon", groups, neutral, "none"), stock)
-    assert not torch.equal(apply_method("canon", groups, canon(), "none"), stock)
+    assert torch.equal(method_advantages("canon", groups, neutral, "none"), stock)
+    assert not torch.equal(method_advantages("canon", groups, canon(), "none"), stock)
 
 
 def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
@@ -61,5 +61,5 @@ def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
     assert advantages_of(ngrpo(), all_right).tolist() == [[0.0] * 4]
     groups = random_groups()
     assert torch.equal(
-        apply_method("ngrpo", groups, ngrpo(virtual=0)), apply_method("grpo", groups)
+        method_advantages("ngrpo", groups, ngrpo(virtual=0)), method_advantages("grpo", groups)
     )

@@ -18,8 +18,8 @@ from tests.support.examples import (
     started_extension,
 )
 from tests.support.pictures import noise_picture
-from tests.support.stand_ins import Processes
-from tests.support.tiny_run import TINY_RUN_STEPS, train
+from tests.support.stand_ins import FakeAccelerator
+from tests.support.tiny_run import TINY_RUN_STEPS, train_tiny_run
 
 
 def test_visual_tokens_weigh_a_batch_by_hand():
@@ -29,7 +29,7 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     passes = [seen_BC, blind_BC]
     log: dict[str, float] = {}
     keys = {
-        "accelerator": Processes(),
+        "accelerator": FakeAccelerator(),
         "policy_logps": lambda batch, pixels=None: passes.pop(0),
     }
     processor = Qwen2VLImageProcessor()
@@ -122,7 +122,7 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
 def test_a_run_learns_from_the_tokens_that_depend_on_the_image(tmp_path):
     extension = f"{{{example_entry('visual_tokens.py:VisualTokens')}: {{share: 0.4}}}}"
     keys = {"adora_extensions": extension, "save_strategy": "no"}
-    folder = train(tmp_path / "run", **keys)
+    folder = train_tiny_run(tmp_path / "run", **keys)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "visual_tokens/share" in line]
     assert len(steps) == TINY_RUN_STEPS

@@ -68,7 +68,7 @@ def run_installer(
     )
 
 
-def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
+def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case_folder):
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     cases = [
         (
@@ -94,7 +94,7 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
         ),
     ]
     for name, python, programs, environment, words in cases:
-        with case(name) as folder:
+        with case_folder(name) as folder:
             done = run_installer(folder, "gpu", python, *programs, **environment)
             assert done.returncode == 2, done.stderr
             assert words in done.stderr, done.stderr

@@ -134,9 +134,11 @@ def test_a_notebook_shows_what_its_cells_print(path):
     assert machine_paths == []
 
 
-def test_the_request_of_the_page_arrives_with_its_image_and_the_trainings_prompt(tmp_path, serve):
+def test_the_request_of_the_page_arrives_with_its_image_and_the_trainings_prompt(
+    tmp_path, start_server
+):
     pytest.importorskip("openai")  # comes with vLLM
-    server = serve(lambda body, call: completion_reply("so x = 5", finish_reason="stop"))
+    server = start_server(lambda body, call: completion_reply("so x = 5", finish_reason="stop"))
     (block,) = re.findall(
         r"```python\n(import base64.*?)```",
         (ROOT / "docs" / "evaluation.md").read_text(),

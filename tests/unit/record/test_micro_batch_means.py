@@ -9,7 +9,7 @@ import torch
 
 from adora_vl.record.micro_batch_means import MicroBatchMeans
 from adora_vl.types import Batch
-from tests.support.stand_ins import config_of
+from tests.support.stand_ins import training_config
 
 Metrics = dict[str, list[float]]
 
@@ -21,7 +21,7 @@ def micro_batch(rows: int, tokens: int) -> Batch:
 def logged(config: dict[str, Any], *micro_batches: tuple[Batch, dict[str, float]]) -> Metrics:
     """Return the metrics after TRL's loss has logged its metrics of each micro-batch of a step."""
     metrics: Metrics = defaultdict(list)
-    means = MicroBatchMeans(config_of(**config), metrics)
+    means = MicroBatchMeans(training_config(**config), metrics)
     for micro, value_by_name in micro_batches:
         with means.joining(micro):
             for name, value in value_by_name.items():
@@ -59,7 +59,7 @@ def test_ratios_of_rollouts_count_rollouts(level, expected):
 def test_the_next_step_has_a_value_of_its_own_also_after_a_line_of_the_log():
     """`begin` starts a step. TRL empties the metrics when it logs a line, maybe within a step."""
     metrics: Metrics = defaultdict(list)
-    means = MicroBatchMeans(config_of(), metrics)
+    means = MicroBatchMeans(training_config(), metrics)
     name = "sampling/importance_sampling_ratio"
     for value, weight in ((0.5, 1), (2.0, 3)):
         for figure in ("min", "mean", "max"):
@@ -79,7 +79,7 @@ def test_the_next_step_has_a_value_of_its_own_also_after_a_line_of_the_log():
 def test_what_a_micro_batch_without_memory_has_logged_is_undone():
     """It is made once more, and counts once; the metrics of steps before it stay."""
     metrics: Metrics = defaultdict(list, {"drift": [9.0], "reward": [0.5]})
-    means = MicroBatchMeans(config_of(), metrics)
+    means = MicroBatchMeans(training_config(), metrics)
 
     def log_micro_batch(value: float) -> None:
         undo = means.snapshot()
@@ -120,7 +120,7 @@ def test_the_most_clipped_rollout_of_a_step_is_that_of_all_its_micro_batches():
 def test_a_generation_of_masked_answers_is_left_out_of_the_mean_of_a_step():
     """TRL's loss logs 0 of a micro-batch without a token, as where all answers are truncated."""
     metrics: Metrics = defaultdict(list)
-    means = MicroBatchMeans(config_of(), metrics)
+    means = MicroBatchMeans(training_config(), metrics)
     for tokens, entropy in ((0, 0.0), (5, 2.0)):
         means.begin()
         with means.joining(micro_batch(rows=2, tokens=tokens)):

@@ -28,10 +28,10 @@ from adora_vl.rollout.importance import rollout_drift
 from adora_vl.rollout.rollouts import Call, FinishReason, Picture, Rollout, Segment
 from adora_vl.training.advantages import GroupAssessment
 from adora_vl.training.rollout_facts import weighted_sum
-from tests.support.facts import counted_facts, rollout_facts
-from tests.support.stand_ins import Processes, state_of
+from tests.support.facts import facts_without_unrewarded, rollout_facts
+from tests.support.stand_ins import FakeAccelerator, trainer_state
 from tests.support.step_context import step_context
-from tests.support.tiny_run import TINY_RUN_STEPS, train
+from tests.support.tiny_run import TINY_RUN_STEPS, train_tiny_run
 
 NAN = float("nan")
 
@@ -278,7 +278,7 @@ def scored_rollouts(
         equal_reward_share=0.0,
         num_ranks=ranks,
     )
-    facts = counted_facts(rewards_NF, 2, length_N=lengths_N)
+    facts = facts_without_unrewarded(rewards_NF, 2, length_N=lengths_N)
     built = SimpleNamespace(rows=rows, rollouts=rollouts or [])
     return built, SimpleNamespace(batch={}, facts=facts, assessment=assessment)
 
@@ -391,7 +391,7 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
         return [*local, *(local if sent is None else sent)]
 
     monkeypatch.setattr(recorder_module, "gather_object", gather_object)
-    ranks = Processes(num_processes=2, gather=lambda local: torch.cat([local, local + 10]))
+    ranks = FakeAccelerator(num_processes=2, gather=lambda local: torch.cat([local, local + 10]))
     recorder = Recorder(step_context(output_dir=str(tmp_path), accelerator=ranks))
     recorder.record.start(0)
     numbers = recorder.number_next_rollouts(2)
@@ -407,7 +407,7 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     }
     policy_logps_BC = torch.tensor([[0.25]])
     recorder.add_measured_drift(micro_batch, policy_logps_BC)
-    recorder.on_step_end(None, state_of(1), None)
+    recorder.on_step_end(None, trainer_state(1), None)
     record = read_record(recorder.record.folder)
     assert record["drift"].to_pylist() == [0.75, 0.25, 10.5, 10.25]
 
@@ -473,7 +473,7 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
 
 def test_metrics_of_a_refilled_step_are_over_all_its_rollouts(tmp_path):
     """They are no means of the batches' means, as the further batches have fewer groups."""
-    run = train(tmp_path / "run", adora_rollouts="{refill: 2}", max_steps=3, save_steps=3)
+    run = train_tiny_run(tmp_path / "run", adora_rollouts="{refill: 2}", max_steps=3, save_steps=3)
     table = read_record(run / "rollouts").to_pandas()
     batches_by_groups: dict[int, float] = {}
     for line in read_metrics(run / "metrics.jsonl"):
@@ -553,9 +553,9 @@ def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path
     pd.testing.assert_frame_equal(by_pandas, uninterrupted)
     assert metrics_of_steps(resumed_run.folder) == metrics_of_steps(adora_run)
     longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
-    train(longer, max_steps=TINY_RUN_STEPS + 2, adora_record_gb=1)
+    train_tiny_run(longer, max_steps=TINY_RUN_STEPS + 2, adora_record_gb=1)
     assert sorted(set(recorded_steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6]
-    train(longer, max_steps=TINY_RUN_STEPS + 4, adora_record_gb=0)
+    train_tiny_run(longer, max_steps=TINY_RUN_STEPS + 4, adora_record_gb=0)
     assert sorted(set(recorded_steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6], (
         "0 records nothing"
     )

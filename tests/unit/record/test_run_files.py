@@ -43,8 +43,8 @@ from adora_vl.record.progress import ProgressLine, duration_text, no_signal_warn
 from adora_vl.record.rollout_metrics import TieNotice, adora_metrics
 from adora_vl.record.summary import evaluate_command, metric_rows, summary_lines, view_command
 from adora_vl.report.__main__ import main as view
-from tests.support.stand_ins import config_of, state_of
-from tests.support.tiny_run import TINY_RUN_STEPS, arguments
+from tests.support.stand_ins import trainer_state, training_config
+from tests.support.tiny_run import TINY_RUN_STEPS, tiny_run_arguments
 
 
 class Clock:
@@ -204,26 +204,28 @@ def test_the_progress_line_has_the_metrics_that_are_there_and_the_time_left():
 
 
 def settings(folder: Path) -> AdoraGRPOConfig:
-    return config_of(output_dir=str(folder), disable_tqdm=False)
+    return training_config(output_dir=str(folder), disable_tqdm=False)
 
 
 def test_only_the_first_rank_speaks(tmp_path, capsys):
     for callback in (ProgressLine(), MetricsFile()):
-        callback.on_train_begin(settings(tmp_path), state_of(0, is_first_rank=False), None)
-        callback.on_step_end(settings(tmp_path), state_of(1, is_first_rank=False), None)
-        callback.on_log(settings(tmp_path), state_of(1, is_first_rank=False), None, logs=LOG_ENTRY)
-        callback.on_train_end(settings(tmp_path), state_of(1, is_first_rank=False), None)
+        callback.on_train_begin(settings(tmp_path), trainer_state(0, is_first_rank=False), None)
+        callback.on_step_end(settings(tmp_path), trainer_state(1, is_first_rank=False), None)
+        callback.on_log(
+            settings(tmp_path), trainer_state(1, is_first_rank=False), None, logs=LOG_ENTRY
+        )
+        callback.on_train_end(settings(tmp_path), trainer_state(1, is_first_rank=False), None)
     assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
     line = ProgressLine()
-    line.on_train_begin(settings(tmp_path), state_of(0), None)
-    line.on_step_end(settings(tmp_path), state_of(1), None)
-    line.on_log(settings(tmp_path), state_of(1), None, logs=LOG_ENTRY)
-    line.on_log(settings(tmp_path), state_of(1), None, logs={"eval_geometry3k_accuracy": 0.5})
-    line.on_train_end(settings(tmp_path), state_of(1), None)
+    line.on_train_begin(settings(tmp_path), trainer_state(0), None)
+    line.on_step_end(settings(tmp_path), trainer_state(1), None)
+    line.on_log(settings(tmp_path), trainer_state(1), None, logs=LOG_ENTRY)
+    line.on_log(settings(tmp_path), trainer_state(1), None, logs={"eval_geometry3k_accuracy": 0.5})
+    line.on_train_end(settings(tmp_path), trainer_state(1), None)
     out, err = capsys.readouterr()
     assert re.fullmatch(r"step  1/10  reward 0\.412 .* left\n", out)
     assert err == ""
@@ -241,12 +243,12 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
         "adora_vl.record.progress.time", SimpleNamespace(monotonic=lambda: next(seconds))
     )
     line = ProgressLine()
-    line.on_train_begin(settings(tmp_path), state_of(4), None)
+    line.on_train_begin(settings(tmp_path), trainer_state(4), None)
     next(seconds)
-    line.on_step_begin(settings(tmp_path), state_of(4), None)
+    line.on_step_begin(settings(tmp_path), trainer_state(4), None)
     for step in (5, 6):
-        line.on_step_end(settings(tmp_path), state_of(step), None)
-    line.on_log(settings(tmp_path), state_of(6), None, logs={"reward": 0.5})
+        line.on_step_end(settings(tmp_path), trainer_state(step), None)
+    line.on_log(settings(tmp_path), trainer_state(6), None, logs={"reward": 0.5})
     assert capsys.readouterr().out == "step  6/10  reward 0.500 | 40s left\n"
 
 
@@ -256,31 +258,31 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     Lines of later steps are removed, and so is the half line that a crash has left.
     """
     file = MetricsFile()
-    file.on_train_begin(settings(tmp_path), state_of(0), None)
+    file.on_train_begin(settings(tmp_path), trainer_state(0), None)
     for step in range(1, 6):
         file.on_log(
             settings(tmp_path),
-            state_of(step),
+            trainer_state(step),
             None,
             logs={"reward": step / 10, "step_time": float(step)},
         )
-        file.on_log(settings(tmp_path), state_of(step), None, logs={"eval_a_accuracy": 0.1})
-        file.on_log(settings(tmp_path), state_of(step), None, logs={"eval_b_accuracy": 0.2})
+        file.on_log(settings(tmp_path), trainer_state(step), None, logs={"eval_a_accuracy": 0.1})
+        file.on_log(settings(tmp_path), trainer_state(step), None, logs={"eval_b_accuracy": 0.2})
     path = tmp_path / "metrics.jsonl"
     lines_before_crash = read_metrics(path)
     with path.open("a") as stream:
         stream.write('{"step": 6, "kind": "tra')
     history = [{"step": step, "reward": step / 10} for step in (1, 2, 3)]
-    resumed = state_of(3)
+    resumed = trainer_state(3)
     resumed.log_history = history
     file.on_train_begin(settings(tmp_path), resumed, None)
     assert sorted(read_metrics(path), key=str) == sorted(
         (line for line in lines_before_crash if line["step"] <= 3), key=str
     )
-    file.on_log(settings(tmp_path), state_of(4), None, logs={"reward": 0.4})
+    file.on_log(settings(tmp_path), trainer_state(4), None, logs={"reward": 0.4})
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
-    file.on_train_begin(settings(tmp_path), state_of(0), None)
+    file.on_train_begin(settings(tmp_path), trainer_state(0), None)
     assert path.read_text() == ""
 
     history = [
@@ -706,7 +708,7 @@ def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_r
     folder = re.search(r"--data (\S+)", words["Evaluate it"])
     assert folder
     assert json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
-    first_words = " ".join(arguments(resumed_run.folder))
+    first_words = " ".join(tiny_run_arguments(resumed_run.folder))
     expected = first_words.replace(f" --max_steps {TINY_RUN_STEPS}", "")
     expected += f" --max_steps {2 * TINY_RUN_STEPS}"
     assert words["Train longer"] == f"{interpreter()} -m adora_vl.train {expected}"

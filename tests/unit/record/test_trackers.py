@@ -26,7 +26,7 @@ from adora_vl.record.trackers import (
     unify_message_contents,
 )
 from adora_vl.train import main
-from tests.support.tiny_run import arguments
+from tests.support.tiny_run import tiny_run_arguments
 
 TRACKERS = [name for name in ("tensorboard", "wandb", "trackio") if find_spec(name)]
 STEPS = 2
@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     It is a process of its own, since trackio reads its folder's name when it is imported.
     """
     folder = tmp_path_factory.mktemp("run") / "tracked"
-    words = arguments(
+    words = tiny_run_arguments(
         folder,
         max_steps=STEPS,
         save_strategy="no",
@@ -148,7 +148,7 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(
         ("mlflow", "mlflow"),
         ("flyte", "flytekit"),
     ):
-        assert main(arguments(tmp_path / "run", report_to=name)) == 2
+        assert main(tiny_run_arguments(tmp_path / "run", report_to=name)) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(
             f"error: report_to: '{name}' is not installed; pip install {package}, or leave it out"

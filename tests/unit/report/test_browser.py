@@ -17,8 +17,8 @@ from tests.support.recorded_runs import (
     VIEW_LIMITS,
     turns_with_one_zoom,
     write_attacked_page,
-    write_page,
-    write_run,
+    write_recorded_run,
+    write_report_page,
 )
 from tests.support.tiny_run import TINY_RUN_STEPS
 
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def page_of_two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    return write_page(
+    return write_report_page(
         folder / "page.html",
-        write_run(folder / "adora", 12),
-        write_run(folder / "grpo", 60, groups=1),
+        write_recorded_run(folder / "adora", 12),
+        write_recorded_run(folder / "grpo", 60, groups=1),
     )
 
 
@@ -176,7 +176,7 @@ def test_the_keyboard_is_enough(browser, page_of_two_runs):
 
 
 def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_path):
-    run = write_run(tmp_path / "adora", 20)
+    run = write_recorded_run(tmp_path / "adora", 20)
     lines = [
         {**line, "loss": 0.1, "kl": 0.2, "grad_norm": 1.5}
         for line in read_metrics(run / "metrics.jsonl")
@@ -185,7 +185,7 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
         {"step": step, "kind": "eval", "eval_geometry3k_accuracy": 0.02 * step} for step in (5, 20)
     ]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, *evaluations])))
-    browser.open(write_page(tmp_path / "page.html", run))
+    browser.open(write_report_page(tmp_path / "page.html", run))
     assert (
         browser.text(".result")
         == "Held-out accuracy, geometry3k 10 % → 40 % (first and last evaluation)"
@@ -208,13 +208,13 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
 
 def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     views = {f"eval_geometry3k_{view}_accuracy": share for view, share in ACCURACY_BY_VIEW.items()}
-    run = write_run(tmp_path / "adora", 3)
-    other_run = write_run(tmp_path / "other", 3)
+    run = write_recorded_run(tmp_path / "adora", 3)
+    other_run = write_recorded_run(tmp_path / "other", 3)
     for folder in (run, other_run):
         evaluations = [{"step": step, "kind": "eval", **views} for step in (1, 3)]
         file = folder / "metrics.jsonl"
         file.write_text("\n".join(map(json.dumps, [*read_metrics(file), *evaluations])))
-    browser.open(write_page(tmp_path / "page.html", run))
+    browser.open(write_report_page(tmp_path / "page.html", run))
     assert "Held-out accuracy, geometry3k_image 60 %" in browser.text(".result")
     titles = browser.texts("#charts figcaption")
     assert [title for title in titles if title.startswith("Held-out")] == [
@@ -232,7 +232,7 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
         "n.getAttribute('class'))).size"
     )
     assert browser.js(colours) == 4
-    browser.open(write_page(tmp_path / "two.html", run, other_run))
+    browser.open(write_report_page(tmp_path / "two.html", run, other_run))
     assert (
         sum(title.startswith("Held-out") for title in browser.texts("#charts figcaption")) == 4
     ), "one of each view"
@@ -243,34 +243,34 @@ ACCURACY_BY_VIEW = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
 
 def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(browser, tmp_path):
     """The page of any other run has neither chart, and does not list them as missing."""
-    ahead = write_run(tmp_path / "ahead", 3)
-    other_run = write_run(tmp_path / "other", 3)
+    ahead = write_recorded_run(tmp_path / "ahead", 3)
+    other_run = write_recorded_run(tmp_path / "other", 3)
     waited = {"adora/trainer_waited_s": 1.5, "adora/servers_waited_s": 0.5}
     lines = [
         {**line, "adora/staleness": 1, **waited} for line in read_metrics(ahead / "metrics.jsonl")
     ]
     (ahead / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     expected = {"Age of the rollouts in generations", "Seconds waited"}
-    browser.open(write_page(tmp_path / "ahead.html", ahead))
+    browser.open(write_report_page(tmp_path / "ahead.html", ahead))
     titles = browser.texts("#charts figcaption")
     assert expected <= set(titles)
     waits = f"#charts figure:nth-child({titles.index('Seconds waited') + 1})"
     browser.js(f"document.querySelector('{waits} .plot').focus()")
     browser.press("ArrowLeft")
     assert browser.text(f"{waits} .reading") == "step 3: by the trainer 1.5 s, by the servers 0.5 s"
-    browser.open(write_page(tmp_path / "other.html", other_run))
+    browser.open(write_report_page(tmp_path / "other.html", other_run))
     assert not expected & set(browser.texts("#charts figcaption"))
     assert not any(title in browser.text("#charts > .missing") for title in expected)
 
 
 def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path):
-    run = write_run(tmp_path / "adora", 3)
+    run = write_recorded_run(tmp_path / "adora", 3)
     keys = ("adora/tds_share", "adora/pass_rate", "eval_geometry3k_accuracy", "kl")
     axis = {}
     for key in keys:  # equal charts are drawn once
         lines = [{"step": step, "kind": "train", key: 0.0} for step in (1, 2, 3)]
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        browser.open(write_page(tmp_path / "page.html", run))
+        browser.open(write_report_page(tmp_path / "page.html", run))
         ticks = "[...document.querySelectorAll('#charts .tick[text-anchor=end]')]"
         title = browser.text("#charts figcaption")
         axis[title] = browser.js(f"{ticks}.map(node => node.textContent)")
@@ -291,7 +291,11 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
         "completion": long,
     }
     browser.look()
-    browser.open(write_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **texts)))
+    browser.open(
+        write_report_page(
+            tmp_path / "page.html", write_recorded_run(tmp_path / "adora", 1, **texts)
+        )
+    )
     sources = "[...document.querySelectorAll('{} .formula')].map(node => node.title)"
     assert browser.js(sources.format(".problem .text")) == [
         r"$\frac{x}{2} < 5$",
@@ -339,7 +343,11 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     answers = {"answer": attacks[0][1:-1], "extracted": attacks[1]}
     fields: dict[str, Any] = dict.fromkeys(("problem", "completion"), text) | answers
     browser.look()
-    browser.open(write_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **fields)))
+    browser.open(
+        write_report_page(
+            tmp_path / "page.html", write_recorded_run(tmp_path / "adora", 1, **fields)
+        )
+    )
     assert browser.js("document.querySelectorAll('.formula').length") > 4, (
         "some of it is a formula, and harmless"
     )
@@ -371,9 +379,9 @@ def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page_of_two_ru
 
 def test_the_first_screen_says_what_a_run_did_and_why(browser, page_of_two_runs, tmp_path):
     """The rollouts come before the curves, and a name is not repeated."""
-    run = write_run(tmp_path / "lonely", 20)
+    run = write_recorded_run(tmp_path / "lonely", 20)
     browser.look(width=1400, height=900)
-    browser.open(write_page(tmp_path / "one.html", run))
+    browser.open(write_report_page(tmp_path / "one.html", run))
     assert browser.text("h1") == "lonely"
     assert "lonely" not in browser.text("#runs")
     assert browser.texts(".story li") == [
@@ -395,12 +403,12 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page_of_two_runs,
 
 
 def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_path):
-    run = write_run(tmp_path / "adora", 6)
+    run = write_recorded_run(tmp_path / "adora", 6)
     file = run / "metrics.jsonl"
     figures = {"grading/correct": 0.5, "adora/length_correct": 20.0, "adora/length_wrong": 30.0}
     lines = [{**line, **figures} for line in read_metrics(file)]
     file.write_text("\n".join(map(json.dumps, lines)))
-    browser.open(write_page(tmp_path / "page.html", run))
+    browser.open(write_report_page(tmp_path / "page.html", run))
     titles = browser.texts("#charts figcaption")
     assert "Pass rate" in titles
     assert "Accuracy in training" not in titles
@@ -411,15 +419,15 @@ def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_p
     assert legends == ["rightwrong"], "a single line needs no legend"
     lines[-1]["grading/correct"] = 0.6
     file.write_text("\n".join(map(json.dumps, lines)))
-    browser.open(write_page(tmp_path / "page.html", run))
+    browser.open(write_report_page(tmp_path / "page.html", run))
     assert "Accuracy in training" in browser.texts("#charts figcaption")
     assert browser.texts("#charts .equal") == []
 
 
 def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(browser, tmp_path):
     problem = "<image>Find the length of the side AB of it."
-    run = write_run(tmp_path / "adora", 3, problem=problem)
-    browser.open(write_page(tmp_path / "page.html", run))
+    run = write_recorded_run(tmp_path / "adora", 3, problem=problem)
+    browser.open(write_report_page(tmp_path / "page.html", run))
     assert browser.text("#list .line2") == "Find the length of the side…"
     assert browser.js("document.querySelector('#list img').naturalWidth") == 60
     assert browser.text(".problem .text") == problem.removeprefix("<image>")
@@ -444,14 +452,14 @@ def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(br
 
 
 def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, tmp_path):
-    run = write_run(
+    run = write_recorded_run(
         tmp_path / "looked",
         2,
         settings={**ADORA_SETTINGS, "view": VIEW_LIMITS},
         turns=turns_with_one_zoom(),
     )
-    write_run(tmp_path / "blind", 2)
-    browser.open(write_page(tmp_path / "page.html", run))
+    write_recorded_run(tmp_path / "blind", 2)
+    browser.open(write_report_page(tmp_path / "page.html", run))
     assert browser.text(".call code") == "zoom(0, 20, 30, 40)"
     assert browser.text(".turns .tool .hint") == "tool, 0.44 ms"
     detail = browser.text("#detail")
@@ -471,7 +479,7 @@ def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, t
     ):
         browser.put("#filter-calls", choice)
         assert browser.text("#count").startswith(f"{expected} of 4"), choice
-    browser.open(write_page(tmp_path / "blind.html", tmp_path / "blind"))
+    browser.open(write_report_page(tmp_path / "blind.html", tmp_path / "blind"))
     assert not browser.js("document.querySelector('#filter-calls').getClientRects().length")
 
 
@@ -485,7 +493,9 @@ def test_an_address_leads_back_to_its_group(browser, page_of_two_runs):
 def test_a_print_has_the_groups_of_the_filter_and_the_figures_and_no_buttons(
     browser, page_of_two_runs, tmp_path
 ):
-    browser.open(write_page(tmp_path / "short.html", write_run(tmp_path / "short", 2)))
+    browser.open(
+        write_report_page(tmp_path / "short.html", write_recorded_run(tmp_path / "short", 2))
+    )
     assert browser.js("document.querySelector('#table').open"), "no curve has anything to see"
     browser.open(page_of_two_runs)
     browser.page.emulate_media(media="print")
@@ -552,7 +562,7 @@ def contrast(text_color: str, background: str) -> float:
 
 def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     """The page shows what the runs' own files say."""
-    path = write_page(tmp_path / "page.html", adora_run, grpo_run)
+    path = write_report_page(tmp_path / "page.html", adora_run, grpo_run)
     browser.look()
     browser.open(path)
     assert browser.text("#count") == f"{2 * 4 * TINY_RUN_STEPS} of {2 * 4 * TINY_RUN_STEPS} groups."
@@ -594,11 +604,13 @@ def test_claims_are_coloured_and_a_legend_says_what_the_colours_mean(browser, tm
         "false": 1,
         "steps": json.dumps(claims),
     }
-    run = write_run(tmp_path / "run", 1, **texts)
-    browser.open(write_page(tmp_path / "page.html", run))
+    run = write_recorded_run(tmp_path / "run", 1, **texts)
+    browser.open(write_report_page(tmp_path / "page.html", run))
     assert browser.texts(".rollout .claim")[:3] == ["AD = 6", "BD = 12", "the area is 60"]
     legend = ["false", "true and new", "the answer itself, true"]
     assert browser.texts(".legend .claim") == legend
-    browser.open(write_page(tmp_path / "plain.html", write_run(tmp_path / "without", 1)))
+    browser.open(
+        write_report_page(tmp_path / "plain.html", write_recorded_run(tmp_path / "without", 1))
+    )
     assert browser.texts(".legend .claim") == []
     assert browser.errors == []

@@ -25,8 +25,8 @@ from tests.support.recorded_runs import (
     ADORA_SETTINGS,
     ATTACKING_HTML,
     write_attacked_page,
-    write_page,
-    write_run,
+    write_recorded_run,
+    write_report_page,
 )
 
 ATTENUATED_GROUP = {
@@ -202,7 +202,7 @@ def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
 
 
 def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, capsys):
-    run = write_run(tmp_path / "run", 2)
+    run = write_recorded_run(tmp_path / "run", 2)
     (tmp_path / "mine.html").write_text("<h1>my thesis</h1>")
     assert main([str(run), "--output", str(tmp_path / "mine.html")]) == 2
     assert main([str(run), "--output", str(tmp_path / "no" / "folder.html")]) == 2
@@ -222,7 +222,7 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
 
 
 def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypatch):
-    run = write_run(tmp_path / "run", 31)
+    run = write_recorded_run(tmp_path / "run", 31)
     parts_before_merge = list_parts(run / "rollouts")
     write_part(run / "rollouts", read_parts(parts_before_merge), 1, 31)
     for part in parts_before_merge:
@@ -237,7 +237,7 @@ def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypa
 
 
 def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
-    run = write_run(tmp_path / "run", 20)
+    run = write_recorded_run(tmp_path / "run", 20)
     view = load_run(run, max_rollouts=40)  # of 160
     assert [group["step"] for group in view.groups[::2]] == [1, 6, 11, 15, 20]
     assert view.notes == ["40 of 160 recorded rollouts are shown, those of 5 steps."]
@@ -267,7 +267,7 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
     ]
     for number, (texts, expected) in enumerate(cases):
         texts = {"answer": gold, "verdict": "wrong", "choices": None} | texts
-        run = write_run(
+        run = write_recorded_run(
             tmp_path / str(number),
             1,
             groups=1,
@@ -278,38 +278,38 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
         (rollout,) = view.groups[0]["rollouts"]
         assert rollout[ROLLOUT.index("compared")] == expected, texts
         build_page([view], {})
-    style = write_page(tmp_path / "page.html", tmp_path / "0").read_text()
+    style = write_report_page(tmp_path / "page.html", tmp_path / "0").read_text()
     assert "part by part" in style
 
 
 def test_a_record_without_choices_has_a_page(tmp_path):
     """An open problem has no choices, nor has a run from before they were recorded."""
-    run = write_run(tmp_path / "run", 1, choices=None)
+    run = write_recorded_run(tmp_path / "run", 1, choices=None)
     (part,) = list_parts(run / "rollouts")
     write_part(run / "rollouts", read_parts([part]).drop_columns(["choices"]), 2, 2)
     assert [problem["choices"] for problem in load_run(run, 100).problems.values()] == [[], []]
 
 
 def test_a_text_that_is_cut_says_how_much_is_left_out(tmp_path):
-    run = write_run(tmp_path / "run", 1, problem="x" * 12_000 + "y" * 1_500)
+    run = write_recorded_run(tmp_path / "run", 1, problem="x" * 12_000 + "y" * 1_500)
     (problem, *_) = load_run(run, 100).problems.values()
     assert problem["problem"] == "x" * 12_000 + "… (1,500 more characters)"
 
 
 def test_runs_whose_folders_have_equal_names_are_told_by_their_paths(tmp_path):
-    runs = [write_run(tmp_path / seed / "run", 1) for seed in ("first", "second")]
-    page = write_page(tmp_path / "page.html", *runs)
+    runs = [write_recorded_run(tmp_path / seed / "run", 1) for seed in ("first", "second")]
+    page = write_report_page(tmp_path / "page.html", *runs)
     assert [run["name"] for run in unpack_data(page)["runs"]] == [str(run) for run in runs]
 
 
 def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
-    run = write_run(tmp_path / "run", 1)
-    write_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))
+    run = write_recorded_run(tmp_path / "run", 1)
+    write_report_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))
     assert "1 diagrams are left out" in capsys.readouterr().out
     (tmp_path / "secret.png").write_bytes(b"secret")
-    stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
+    stranger = write_recorded_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
     assert base64.b64encode(b"secret").decode() not in json.dumps(
-        unpack_data(write_page(tmp_path / "s.html", stranger))
+        unpack_data(write_report_page(tmp_path / "s.html", stranger))
     )
 
 
@@ -317,21 +317,21 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
     """The folder of a run is passed on with links in it, and the page is passed on, too."""
     secret = base64.b64encode(b"secret").decode()
     (tmp_path / "secret.png").write_bytes(b"secret")
-    run = write_run(tmp_path / "run", 1)
+    run = write_recorded_run(tmp_path / "run", 1)
     [picture] = (run / "rollouts" / "_images").glob("*.png")
     stored = picture.read_bytes()
     picture.unlink()
     picture.symlink_to(tmp_path / "secret.png")
-    page = write_page(tmp_path / "page.html", run)
+    page = write_report_page(tmp_path / "page.html", run)
     assert secret not in json.dumps(unpack_data(page))
     assert "1 diagram left out: a link leads out of the run's folder." in capsys.readouterr().out
     picture.unlink()
     (run / "kept.png").write_bytes(stored)
     picture.symlink_to(run / "kept.png")
-    page = write_page(tmp_path / "within.html", run)
+    page = write_report_page(tmp_path / "within.html", run)
     assert base64.b64encode(stored).decode() in json.dumps(unpack_data(page)), "a link within it"
     (tmp_path / "alias").symlink_to(run)
-    page = write_page(tmp_path / "alias.html", tmp_path / "alias")
+    page = write_report_page(tmp_path / "alias.html", tmp_path / "alias")
     assert base64.b64encode(stored).decode() in json.dumps(unpack_data(page)), "a link to the run"
     picture.unlink()
     picture.write_bytes(stored)
@@ -339,10 +339,10 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
     images.rename(tmp_path / "moved")
     images.symlink_to(tmp_path / "moved")
     assert base64.b64encode(stored).decode() not in json.dumps(
-        unpack_data(write_page(tmp_path / "folder.html", run))
+        unpack_data(write_report_page(tmp_path / "folder.html", run))
     )
     for name in ("metrics.jsonl", "manifest.json", "rollouts"):
-        stranger = write_run(tmp_path / name.partition(".")[0], 1)
+        stranger = write_recorded_run(tmp_path / name.partition(".")[0], 1)
         outside = tmp_path / f"outside-{name}"
         if (stranger / name).exists():
             (stranger / name).rename(outside)
@@ -368,8 +368,8 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
     """People who have installed nothing open it, so it is small and fetches nothing."""
     page = (EXAMPLE_PAGE.parents[1] / "report.md").read_text()
     (options,) = re.findall(r"report adora grpo --output docs/examples/report.html (.+?)`", page)
-    runs = [write_run(tmp_path / name, 3) for name in ("adora", "grpo")]
-    made_today = write_page(tmp_path / "page.html", *runs, words=tuple(options.split()))
+    runs = [write_recorded_run(tmp_path / name, 3) for name in ("adora", "grpo")]
+    made_today = write_report_page(tmp_path / "page.html", *runs, words=tuple(options.split()))
     assert EXAMPLE_PAGE.stat().st_size < 1_500_000
     example = unpack_data(EXAMPLE_PAGE)
     today = unpack_data(made_today)

@@ -12,7 +12,12 @@ from adora_vl.record.rollouts import Record
 from adora_vl.report.conversation import TurnReader, spelled_call
 from adora_vl.report.run_view import load_run
 from adora_vl.report.story import story_of
-from tests.support.recorded_runs import ADORA_SETTINGS, VIEW_LIMITS, turns_with_one_zoom, write_run
+from tests.support.recorded_runs import (
+    ADORA_SETTINGS,
+    VIEW_LIMITS,
+    turns_with_one_zoom,
+    write_recorded_run,
+)
 
 
 def story_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
@@ -231,7 +236,7 @@ def tool_calls(reader: TurnReader, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_page_has_no_placeholder_and_no_raw_call(tmp_path: Path) -> None:
     settings = {**ADORA_SETTINGS, "view": VIEW_LIMITS}
-    run = write_run(
+    run = write_recorded_run(
         tmp_path / "run",
         1,
         settings=settings,

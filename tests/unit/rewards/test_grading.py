@@ -19,7 +19,7 @@ from adora_vl.rewards.explain import RULE_IN_WORDS
 from adora_vl.rewards.grammar import NotReadError, read_tree
 from adora_vl.rewards.numeric import evaluate_closed_form
 from benchmarks.grading_corpus import LABELS, Case, cases
-from tests.support.grading_rows import ANSWER_ROWS, boxed, expanded, read_grading_rows
+from tests.support.grading_rows import ANSWER_ROWS, boxed, expand_repeats, read_grading_rows
 
 LABELLED_CASES = cases()
 
@@ -39,7 +39,9 @@ def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> No
     for line, row in ANSWER_ROWS:
         if row["kind"] == kind:
             response = (
-                expanded(row["response"]) if "response" in row else boxed(expanded(row["answer"]))
+                expand_repeats(row["response"])
+                if "response" in row
+                else boxed(expand_repeats(row["answer"]))
             )
             graded = grade(response, row["reference"], **grade_options(row))
             if (graded.verdict, graded.reason) != (row["verdict"], row["reason"]):
@@ -50,7 +52,7 @@ def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> No
 def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
     failing = []
     for line, row in REFERENCE_ROWS:
-        reference = expanded(row["reference"])
+        reference = expand_repeats(row["reference"])
         choices = row.get("choices")
         reason = verify_gold(reference, choices)
         stored = canonical_gold(reference)
@@ -91,8 +93,8 @@ def test_the_rows_of_the_grader_have_the_right_keys_and_none_twice() -> None:
         assert [row for row, count in repeated.items() if count > 1] == []
 
 
-def _is_as_labelled(case: Case, verdict: str) -> bool:
-    return verdict != "correct" if case.label == "rejected" else verdict == case.label
+def _is_as_labelled(case_folder: Case, verdict: str) -> bool:
+    return verdict != "correct" if case_folder.label == "rejected" else verdict == case_folder.label
 
 
 def test_every_verdict_of_the_labelled_corpus_is_its_label() -> None:
@@ -163,9 +165,9 @@ def test_no_complete_box_extracts_nothing_and_an_unreadable_one_its_content() ->
     for line, row in ANSWER_ROWS:
         # the reward presets count such a box
         if row["verdict"] == "unparseable" and "answer" in row:
-            assert grade(boxed(expanded(row["answer"])), row["reference"]).extracted is not None, (
-                line
-            )
+            assert (
+                grade(boxed(expand_repeats(row["answer"])), row["reference"]).extracted is not None
+            ), line
 
 
 TEXTS_WITHOUT_NUMBER = [

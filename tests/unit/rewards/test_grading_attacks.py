@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from adora_vl.rewards import PRESETS, Grade, grade, reward_function
-from tests.support.grading_rows import ANSWER_ROWS, boxed, expanded
+from tests.support.grading_rows import ANSWER_ROWS, boxed, expand_repeats
 
 GOLDS = ["12", "0.5", r"5\sqrt{3}", r"100\pi", r"\frac{39}{4}"]
 CHOICES = ["11", "12", "13", "14"]
@@ -143,7 +143,9 @@ RESPONSE_BY_ATTACK = {
     "commas at the cap": r"\boxed{" + "1,000" * 95 + "}",
     "minus signs at the cap": r"\boxed{" + "-" * 490 + "}",
     "brackets at the cap": r"\boxed{" + "(" * 245 + ")" * 245 + "}",
-    **{f"the box of {line}": boxed(expanded(row["answer"])) for line, row in UNPARSEABLE_ROWS},
+    **{
+        f"the box of {line}": boxed(expand_repeats(row["answer"])) for line, row in UNPARSEABLE_ROWS
+    },
 }
 
 

@@ -21,7 +21,7 @@ from adora_vl.rewards.completion import (
 )
 from adora_vl.utils.errors import UserError
 from benchmarks.grading_corpus import cases
-from tests.support.tiny_run import arguments
+from tests.support.tiny_run import tiny_run_arguments
 
 FIVE_RESPONSES = [r"so \boxed{5}", r"so \boxed{6}", r"so \boxed{\input{x}}", r"so 5", r"\boxed{5"]
 REWARDS_BY_PRESET = {
@@ -325,7 +325,9 @@ def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
 @pytest.mark.slow
 def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None:
     for form, expected in (("think_answer", [1.0]), ("think", [0.0])):
-        words = arguments(tmp_path / form, adora_system_prompt=form, adora_reward="accuracy")
+        words = tiny_run_arguments(
+            tmp_path / form, adora_system_prompt=form, adora_reward="accuracy"
+        )
         (function,) = prepare(read(words), "look").rewards.functions
         assert (
             function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"])

@@ -22,7 +22,7 @@ from adora_vl.rewards.choose import check_reward_sums, choose_rewards, reward_ra
 from adora_vl.rewards.explain import main
 from adora_vl.rewards.steps import StepsReward, check_claims, text_up_to_answer
 from adora_vl.utils.errors import UserError
-from tests.support.recorded_runs import write_run
+from tests.support.recorded_runs import write_recorded_run
 
 TRIANGLE_FACTS = """
 triangle ABC
@@ -304,7 +304,7 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
         "false": work.false_count,
         "steps": work.verdicts_as_json(),
     }
-    view = load_run(write_run(tmp_path / "run", 1, **texts), 100)
+    view = load_run(write_recorded_run(tmp_path / "run", 1, **texts), 100)
     names = list(ROLLOUT)
     rollouts = [rollout for group in view.groups for rollout in group["rollouts"]]
     by_verdict = {rollout[names.index("verdict")]: rollout for rollout in rollouts}
@@ -313,5 +313,5 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
     assert units[2 * first[0] : 2 * first[1]].decode("utf-16-le") == "AD = 6"
     assert by_verdict["correct"][names.index("luck")] == "lucky"
     assert by_verdict["wrong"][names.index("luck")] is None
-    without = load_run(write_run(tmp_path / "without", 1), 100)
+    without = load_run(write_recorded_run(tmp_path / "without", 1), 100)
     assert without.groups[0]["rollouts"][0][names.index("steps")] is None

@@ -126,8 +126,8 @@ def test_puzzles_are_read_behind_the_thinking() -> None:
     assert form(completions=[opened], answer=[gold]) == [-3.0]
 
 
-def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, serve) -> None:
-    server = serve(lambda body, call: completion_reply("<think>0?</think><score>1</score>"))
+def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, start_server) -> None:
+    server = start_server(lambda body, call: completion_reply("<think>0?</think><score>1</score>"))
     options = {"judge": {"base_url": server.url, "model": "j", "concurrency": 1}}
     (judge,) = choose_rewards([options], output_dir=tmp_path).functions
     replies = ["<think>a draft</think>It is 5.", "a draft", "a draft", "<think>a draft"]

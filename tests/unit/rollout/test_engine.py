@@ -24,7 +24,7 @@ from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingRes
 from adora_vl.rollout.server import sampled_logps
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
-from tests.support.asks import sampling_requests
+from tests.support.sampling_requests import sampling_requests
 
 prepare_engine_environment()
 

@@ -40,7 +40,7 @@ from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
 from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
-from tests.support.asks import sampling_requests
+from tests.support.sampling_requests import sampling_requests
 from tests.support.step_context import step_context
 
 IMAGE = 290

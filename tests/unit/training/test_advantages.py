@@ -50,7 +50,7 @@ from adora_vl.types import Row
 from tests.support.examples import load_example
 from tests.support.facts import rollout_facts
 from tests.support.step_context import step_context
-from tests.support.tiny_run import TINY_RUN_STEPS, train
+from tests.support.tiny_run import TINY_RUN_STEPS, train_tiny_run
 
 END_TOKEN = 2
 PAD_TOKEN = 0
@@ -550,7 +550,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
         patches.setattr(AdoraGRPOTrainer, "_compute_loss", record_and_compute)
         # With this criterion groups with right and wrong answers are attenuated too.
         criteria = {"adora_method": "{adora: {criteria: [difficulty], tau: 0.25}}"}
-        folder: Path = train(
+        folder: Path = train_tiny_run(
             tmp_path_factory.mktemp("recorded") / "run", save_strategy="no", **criteria
         )
     rollouts = pd.read_parquet(folder / "rollouts").sort_values(["step", "group", "rollout"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adora_vl.training.entropy_bonus import EntropyBonus, TRLBonus
 from adora_vl.types import Batch
-from tests.support.stand_ins import config_of
+from tests.support.stand_ins import training_config
 from tests.support.step_context import FIRST_GENERATION
 from tests.support.table_policy import TABLE_VOCABULARY, LogitsTable, table_trainer
 
@@ -188,7 +188,7 @@ def test_the_policy_loss_is_what_the_loss_would_be_without_the_bonus():
 
     The bonus is the mean entropy of 4 tokens: (1 + 2 + 3 + 6) / 4 = 3. The 9 stands at padding.
     """
-    config = config_of(entropy_coef=COEFFICIENT, loss_type="dapo")
+    config = training_config(entropy_coef=COEFFICIENT, loss_type="dapo")
     micro: Batch = {"completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
     entropies_BC = torch.tensor([[1.0, 2.0, 3.0], [6.0, 9.0, 9.0]])
     policy_loss = 0.7

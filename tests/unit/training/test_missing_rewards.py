@@ -25,10 +25,10 @@ from adora_vl.training.guards import RewardGuard
 from adora_vl.training.rollout_facts import RolloutFacts, weighted_sum
 from adora_vl.utils.errors import RunError, SharedUserError, UserError
 from tests.support.examples import load_example
-from tests.support.facts import counted_facts, rollout_facts
-from tests.support.recorded_runs import write_run
+from tests.support.facts import facts_without_unrewarded, rollout_facts
+from tests.support.recorded_runs import write_recorded_run
 from tests.support.step_context import step_context
-from tests.support.tiny_run import TINY_RUN_STEPS, arguments
+from tests.support.tiny_run import TINY_RUN_STEPS, tiny_run_arguments
 
 NAN = float("nan")
 
@@ -52,7 +52,7 @@ def facts_of_rewards(
     """
     reason_by_call = {(rollout, 1): "HTTP 503" for rollout in failed}
     rewards_NF = torch.tensor([accuracy, judge]).T
-    return counted_facts(rewards_NF, group_size, failed=reason_by_call, weights=weights)
+    return facts_without_unrewarded(rewards_NF, group_size, failed=reason_by_call, weights=weights)
 
 
 def summed_rewards(
@@ -122,7 +122,7 @@ def test_a_group_of_one_is_whole():
 
 def test_where_nothing_is_missing_trl_gets_what_it_gathered():
     both_BF = torch.rand(32, 2)
-    assert torch.equal(counted_facts(both_BF, 8).counted_rewards_NF, both_BF)
+    assert torch.equal(facts_without_unrewarded(both_BF, 8).counted_rewards_NF, both_BF)
 
 
 # TRL divides the loss by the tokens of all rollouts, also of those that have left. These methods
@@ -363,7 +363,7 @@ def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(user_file, t
     function counts. The third keeps two rollouts. The last keeps one, which cannot be compared with
     any other and is left out too. Advantages are those of the rollouts that are left.
     """
-    words = arguments(tmp_path / "run", save_strategy="no")
+    words = tiny_run_arguments(tmp_path / "run", save_strategy="no")
     assert (
         main([*words, "--adora_reward", "format", f"{user_file}:flaky", "--adora_method", "grpo"])
         == 0
@@ -409,7 +409,7 @@ def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(user_file, t
 def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
     user_file, tmp_path, capsys
 ):
-    words = [*arguments(tmp_path / "run"), "--adora_reward", "format", f"{user_file}:gone"]
+    words = [*tiny_run_arguments(tmp_path / "run"), "--adora_reward", "format", f"{user_file}:gone"]
     assert main(words) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
@@ -430,6 +430,6 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
 
 
 def test_a_report_of_a_group_that_some_have_left(tmp_path):
-    run = write_run(tmp_path / "run", 1, reward=None, missing="judge: HTTP 503")
+    run = write_recorded_run(tmp_path / "run", 1, reward=None, missing="judge: HTTP 503")
     (group, *_) = load_run(run, 100).groups
     assert group["why"].startswith("No rollout of the group has a reward")

@@ -23,7 +23,7 @@ from tests.support.step_context import FIRST_GENERATION, step_context
 from tests.support.table_policy import (
     TABLE_VOCABULARY,
     LogitsTable,
-    OneProcess,
+    SingleProcessAccelerator,
     TableTrainer,
     table_trainer,
 )
@@ -311,7 +311,7 @@ def test_sampling_metrics_are_weighted_by_the_tokens_of_the_rows_with_signal():
 def test_a_rank_without_signal_makes_the_pass_of_the_others():
     """With sharded weights the others would wait for ever if one rank left the pass out."""
 
-    class OtherRankHasSignal(OneProcess):
+    class OtherRankHasSignal(SingleProcessAccelerator):
         @staticmethod
         def gather(value: Tensor) -> Tensor:
             """Return this rank's flags, then those of a rank with signal in each micro-batch."""

@@ -23,7 +23,7 @@ from adora_vl.training.recompute import (
     recomputable_layers,
 )
 from tests.support.small_models import TEXT_CONFIG, small_model
-from tests.support.stand_ins import Processes, config_of
+from tests.support.stand_ins import FakeAccelerator, training_config
 from tests.support.step_context import step_context
 
 LAYERS = 4
@@ -60,7 +60,7 @@ def recomputed_layers(
     card: Callable[[], CardBytes] | None = None,
     shape: Callable[[], ModelShape] = three_billion,
     sharding: Sharding | None = None,
-    accelerator: Processes | None = None,
+    accelerator: FakeAccelerator | None = None,
     log: dict[str, float] | None = None,
     **keys: Any,
 ) -> RecomputedLayers:
@@ -76,7 +76,7 @@ def recomputed_layers(
         keys: the keys of the config, `adora_recompute` above all.
     """
     context = step_context(
-        log, accelerator=accelerator or Processes(), gradient_checkpointing=True, **keys
+        log, accelerator=accelerator or FakeAccelerator(), gradient_checkpointing=True, **keys
     )
     return RecomputedLayers(
         context,
@@ -232,7 +232,7 @@ def test_all_ranks_recompute_what_the_fullest_needs():
         own_counts.append(int(count))
         return torch.cat([count, torch.tensor([3])])
 
-    ranks = Processes(num_processes=2, gather=gather)
+    ranks = FakeAccelerator(num_processes=2, gather=gather)
     ample_bytes = 10**15  # with which this rank alone would recompute no layer
     for sharding in (Sharding(processes=2), Sharding(processes=2, stage=3)):
         switch = recomputed_layers(
@@ -256,7 +256,7 @@ class OutOfMemory(nn.Module):
         self.model = model
         self.switch = switch
         self.metrics = metrics
-        self.means = MicroBatchMeans(config_of(), metrics)
+        self.means = MicroBatchMeans(training_config(), metrics)
         self.passes = 0
         layer = recomputable_layers(model)[1]
         # The backward pass has added to the gradients of later layers before it gets here.
@@ -318,7 +318,7 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
 
 def test_a_process_among_several_does_not_go_back_alone(subtests):
     """The others would wait for ever for its part of the pass that it has left."""
-    two_ranks = Processes(num_processes=2)
+    two_ranks = FakeAccelerator(num_processes=2)
     cases: dict[str, dict[str, Any]] = {
         "ranks": {"accelerator": two_ranks, "sharding": Sharding(processes=2)},
         "DeepSpeed": {"sharding": Sharding(stage=3)},

@@ -23,8 +23,8 @@ def http_threads() -> int:
     return sum(thread.name == "http" for thread in threading.enumerate())
 
 
-def test_calls_go_over_as_many_connections_as_there_are_workers(serve):
-    server = serve(lambda body, call: completion_reply("hi"))
+def test_calls_go_over_as_many_connections_as_there_are_workers(start_server):
+    server = start_server(lambda body, call: completion_reply("hi"))
     client = ChatClient(Endpoint(server.url, "m", workers=4))
     for _ in range(3):
         assert len(client.map_in_threads(lambda _: client.chat(HELLO), range(20))) == 20
@@ -33,8 +33,8 @@ def test_calls_go_over_as_many_connections_as_there_are_workers(serve):
     assert server.connections <= 4
 
 
-def test_an_attempt_that_fails_leaves_its_connection_usable(serve):
-    server = serve(lambda body, call: (503, b"busy") if call % 3 else completion_reply("hi"))
+def test_an_attempt_that_fails_leaves_its_connection_usable(start_server):
+    server = start_server(lambda body, call: (503, b"busy") if call % 3 else completion_reply("hi"))
     client = ChatClient(Endpoint(server.url, "m", wait_s=0.001))
     for _ in range(5):
         assert client.chat(HELLO).text == "hi"
@@ -42,22 +42,22 @@ def test_an_attempt_that_fails_leaves_its_connection_usable(serve):
     assert server.connections == 1
 
 
-def test_a_call_that_took_too_long_is_not_read_by_the_next_one(serve):
+def test_a_call_that_took_too_long_is_not_read_by_the_next_one(start_server):
     def answer(body, call):
         if call == 1:
             time.sleep(0.5)
         return completion_reply(f"reply {call}")
 
-    client = ChatClient(Endpoint(serve(answer).url, "m", attempts=1, timeout_s=0.2))
+    client = ChatClient(Endpoint(start_server(answer).url, "m", attempts=1, timeout_s=0.2))
     with pytest.raises(EndpointError, match="the call took too long"):
         client.chat(HELLO)
     assert client.chat(HELLO).text == "reply 2"
 
 
-def test_a_client_without_user_ends_its_thread(serve):
+def test_a_client_without_user_ends_its_thread(start_server):
     gc.collect()  # the clients of other tests
     before = http_threads()
-    client = ChatClient(Endpoint(serve(lambda body, call: completion_reply("hi")).url, "m"))
+    client = ChatClient(Endpoint(start_server(lambda body, call: completion_reply("hi")).url, "m"))
     assert http_threads() == before, "nothing is connected before the first call"
     client.chat(HELLO)
     assert http_threads() == before + 1
@@ -66,14 +66,14 @@ def test_a_client_without_user_ends_its_thread(serve):
     assert http_threads() == before
 
 
-def test_cookies_are_not_sent_back(monkeypatch, serve):
+def test_cookies_are_not_sent_back(monkeypatch, start_server):
     """A cookie of a load balancer would bind all calls to one of its servers."""
     cookies = []
 
     def answer(body, call):
         return completion_reply("hi")
 
-    server = serve(answer)
+    server = start_server(answer)
     handler = server._server.RequestHandlerClass
     send_response = handler.send_response
 
@@ -186,9 +186,9 @@ except KeyboardInterrupt:
 """
 
 
-def test_loops_forks_interrupts_and_ends_leave_nothing_open(serve):
-    server = serve(lambda body, call: completion_reply("hi"))
-    slow_server = serve(lambda body, call: None)
+def test_loops_forks_interrupts_and_ends_leave_nothing_open(start_server):
+    server = start_server(lambda body, call: completion_reply("hi"))
+    slow_server = start_server(lambda body, call: None)
     warnings = ["-W", "always", "-W", "ignore::DeprecationWarning"]  # of a fork with threads
     began = time.monotonic()
     ended = subprocess.run(

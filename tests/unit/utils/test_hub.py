@@ -33,8 +33,8 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.mathvista import BENCHMARK as MATHVISTA
-from tests.support.hub_cache import keep_in_hub_cache
-from tests.support.tiny_run import arguments
+from tests.support.hub_cache import copy_into_hub_cache
+from tests.support.tiny_run import tiny_run_arguments
 
 CPU_RUN_WITHOUT_DATA = [
     "--use_cpu",
@@ -183,7 +183,7 @@ def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
 def cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The tiny model as the hub's library keeps a model that it has loaded before."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return keep_in_hub_cache("somebody/tiny", PRETRAINED_FOLDER, main="0" * 40)
+    return copy_into_hub_cache("somebody/tiny", PRETRAINED_FOLDER, main="0" * 40)
 
 
 def test_the_revision_that_is_named_is_the_one_that_is_loaded(cached_model: str) -> None:
@@ -210,7 +210,9 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
         raise UserError("not loaded here")
 
     monkeypatch.setattr("adora_vl.preflight.check_prompts.load_processor", asks)
-    words = arguments(tmp_path / "run", model_name_or_path=PRETRAINED_FOLDER, model_revision="v1")
+    words = tiny_run_arguments(
+        tmp_path / "run", model_name_or_path=PRETRAINED_FOLDER, model_revision="v1"
+    )
     config = parse(words)[1]
     config.model_init_kwargs = {"revision": "v1"}
     rows = Dataset.from_list([{"prompt": "Say so."}] * 4)
@@ -236,7 +238,7 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
     """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
     with serve_as(answer) as (address, connections):
         use_address_as_hub(address)
-        run = prepare(read(arguments(tmp_path / "run", model_name_or_path=cached_model)))
+        run = prepare(read(tiny_run_arguments(tmp_path / "run", model_name_or_path=cached_model)))
         assert (
             f"{cached_model}: {address} does not answer; its copy on this machine is used"
             in capsys.readouterr().out

@@ -38,21 +38,21 @@ from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, ch
 from eval.command import main
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
-from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
+from tests.support.endpoint_server import EndpointServer, Reply, ReplyFunction, completion_reply
 
 ROOT = Path(__file__).parents[3]
-Serve = Callable[[Answer], Server]
+Serve = Callable[[ReplyFunction], EndpointServer]
 KEY_OF_SOMEBODY = "sk-a-secret-of-somebody"
 
 
-def build_client(server: Server, **options: Any) -> ChatClient:
+def build_client(server: EndpointServer, **options: Any) -> ChatClient:
     arguments = {name: options.pop(name) for name in ("cache", "budget") if name in options}
     return ChatClient(
         Endpoint(server.url, "m", **({"wait_s": 0.001, "timeout_s": 5.0} | options)), **arguments
     )
 
 
-def reply_in_turn(*replies: Reply) -> Answer:
+def reply_in_turn(*replies: Reply) -> ReplyFunction:
     """Let a server say one thing to the first call, another to the second, and so on."""
     return lambda body, call: replies[call - 1]
 
@@ -60,18 +60,18 @@ def reply_in_turn(*replies: Reply) -> Answer:
 HELLO_MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def test_waits_grow_and_what_the_server_asks_for_is_waited(serve, monkeypatch):
+def test_waits_grow_and_what_the_server_asks_for_is_waited(start_server, monkeypatch):
     waits: list[float] = []
     # the servers of other tests sleep, too
     clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
     monkeypatch.setattr("adora_vl.utils.openai_client.time", clock)
-    server = serve(lambda body, call: (503, b"") if call < 4 else completion_reply("hi"))
+    server = start_server(lambda body, call: (503, b"") if call < 4 else completion_reply("hi"))
     assert build_client(server, wait_s=1.0).chat(HELLO_MESSAGES).text == "hi"
     assert waits == [1.0, 2.0, 4.0]
 
 
-def test_a_budget_counts_attempts_and_what_is_over_it_is_a_failure(serve):
-    server = serve(lambda body, call: (500, b"") if call == 1 else completion_reply("hi"))
+def test_a_budget_counts_attempts_and_what_is_over_it_is_a_failure(start_server):
+    server = start_server(lambda body, call: (500, b"") if call == 1 else completion_reply("hi"))
     asking = build_client(server, budget=2)
     assert asking.chat(HELLO_MESSAGES).text == "hi"
     with pytest.raises(EndpointError, match="the budget of 2 calls is used up"):
@@ -79,10 +79,12 @@ def test_a_budget_counts_attempts_and_what_is_over_it_is_a_failure(serve):
     assert len(server.requests) == 2
 
 
-def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve, monkeypatch):
+def test_the_key_is_sent_to_the_address_alone_and_never_shown(start_server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY_OF_SOMEBODY)
     for status in (400, 401, 302):
-        server = serve(reply_in_turn((status, f"no model for {KEY_OF_SOMEBODY}\nat all".encode())))
+        server = start_server(
+            reply_in_turn((status, f"no model for {KEY_OF_SOMEBODY}\nat all".encode()))
+        )
         with pytest.raises(EndpointError) as error:
             build_client(server).chat(HELLO_MESSAGES)
         assert [request["key"] for request in server.requests] == [f"Bearer {KEY_OF_SOMEBODY}"]
@@ -117,11 +119,11 @@ def _texts_with_key(key: str) -> dict[str, str]:
     }
 
 
-def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(serve, monkeypatch):
+def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(start_server, monkeypatch):
     key = 'sk-Q/a+b"c&?>~9z7Kf0'
     monkeypatch.setenv("OPENAI_API_KEY", key)
     for name, spelling in _texts_with_key(key).items():
-        server = serve(reply_in_turn((401, f"no model for {spelling} here".encode())))
+        server = start_server(reply_in_turn((401, f"no model for {spelling} here".encode())))
         with pytest.raises(EndpointError) as error:
             build_client(server).chat(HELLO_MESSAGES)
         message = str(error.value)
@@ -133,10 +135,10 @@ def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(serve, m
         ), f"{name}: {message}"
 
 
-def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
+def test_a_proxy_gets_nothing_that_is_for_this_machine(start_server, monkeypatch):
     """A proxy of the environment gets requests for other machines only."""
-    proxy = serve(lambda body, call: completion_reply("of the proxy"))
-    judge = serve(lambda body, call: completion_reply("hi"))
+    proxy = start_server(lambda body, call: completion_reply("of the proxy"))
+    judge = start_server(lambda body, call: completion_reply("hi"))
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
@@ -158,8 +160,8 @@ def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
     ] == [True] * 4 + [False] * 2
 
 
-def test_an_address_that_the_server_does_not_know_is_shown(serve):
-    server = serve(lambda body, call: (404, b"Not Found"))
+def test_an_address_that_the_server_does_not_know_is_shown(start_server):
+    server = start_server(lambda body, call: (404, b"Not Found"))
     with pytest.raises(EndpointError) as error:
         ChatClient(Endpoint(f"{server.url}/chat/completions", "m", attempts=1)).chat(HELLO_MESSAGES)
     assert f"HTTP 404 at {server.url}/chat/completions/chat/completions: Not Found" in str(
@@ -167,9 +169,9 @@ def test_an_address_that_the_server_does_not_know_is_shown(serve):
     )
 
 
-def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeypatch):
+def test_a_key_with_a_line_break_is_named_before_anything_is_sent(start_server, monkeypatch):
     """A file with two lines makes such a key; a line break at its end is no part of it."""
-    server = serve(lambda body, call: completion_reply("hi"))
+    server = start_server(lambda body, call: completion_reply("hi"))
     for key in (f"{KEY_OF_SOMEBODY}\nmore", f"{KEY_OF_SOMEBODY}\rmore", "ключ"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
         with pytest.raises(
@@ -184,13 +186,15 @@ def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeyp
     assert server.requests[0]["key"] == f"Bearer {KEY_OF_SOMEBODY}"
 
 
-def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(serve):
+def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(start_server):
     deep = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(EndpointError, match="is not a chat completion"):
-        build_client(serve(lambda body, call: (200, deep)), attempts=1).chat(HELLO_MESSAGES)
+        build_client(start_server(lambda body, call: (200, deep)), attempts=1).chat(HELLO_MESSAGES)
     for tokens in (math.inf, math.nan, -7, 1e300, "many", [3], None):
         reply = completion_reply("hi", usage={"completion_tokens": tokens, "prompt_tokens": 9})
-        chat_reply = build_client(serve(lambda body, call, reply=reply: reply)).chat(HELLO_MESSAGES)
+        chat_reply = build_client(start_server(lambda body, call, reply=reply: reply)).chat(
+            HELLO_MESSAGES
+        )
         assert (chat_reply.text, chat_reply.n_tokens, chat_reply.n_prompt_tokens) == ("hi", 0, 9), (
             tokens
         )
@@ -252,7 +256,9 @@ def test_the_time_out_bounds_the_whole_call(start_slow_server):
     assert slow_but_in_time.chat(HELLO_MESSAGES).text.strip() == "hi"
 
 
-def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, start_slow_server, monkeypatch):
+def test_a_reply_without_end_is_a_failure_and_is_not_held(
+    start_server, start_slow_server, monkeypatch
+):
     monkeypatch.setattr("adora_vl.utils.http_client._MAX_REPLY_BYTES", 2**20)
     url = start_slow_server(
         REPLY_HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000
@@ -263,7 +269,7 @@ def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, start_slow_serv
     assert time.monotonic() - began < 5, "it goes when the limit is reached, not at the end"
     assert (
         len(
-            build_client(serve(lambda body, call: completion_reply("a" * 2**19)))
+            build_client(start_server(lambda body, call: completion_reply("a" * 2**19)))
             .chat(HELLO_MESSAGES)
             .text
         )
@@ -285,9 +291,11 @@ def reply_without_text(reason: str, **message: Any) -> Reply:
         ("tool_calls", {"tool_calls": [{"id": "1"}], "reasoning_content": "I call."}),
     ],
 )
-def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve, reason, message):
+def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(
+    start_server, reason, message
+):
     nothing = reply_without_text(reason, **message)
-    server = serve(lambda body, call: nothing if call < 3 else completion_reply(""))
+    server = start_server(lambda body, call: nothing if call < 3 else completion_reply(""))
     with pytest.raises(
         EndpointError,
         match=rf"the reply has no text \(its finish_reason is '{reason}'\) \(attempt 2\)",
@@ -307,9 +315,9 @@ def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve
         ("stop", {"reasoning": "So x = 5", "tool_calls": []}),
     ],
 )
-def test_thinking_without_an_answer_behind_it_is_an_empty_answer(serve, reason, message):
+def test_thinking_without_an_answer_behind_it_is_an_empty_answer(start_server, reason, message):
     """A server with a reasoning parser sends null. Asked again, the model would think as long."""
-    server = serve(lambda body, call: reply_without_text(reason, **message))
+    server = start_server(lambda body, call: reply_without_text(reason, **message))
     reply = build_client(server, attempts=4).chat(HELLO_MESSAGES)
     assert reply.text == ""
     assert reply.finish_reason == reason
@@ -317,21 +325,23 @@ def test_thinking_without_an_answer_behind_it_is_an_empty_answer(serve, reason, 
     assert len(server.requests) == 1
 
 
-def test_a_form_that_was_cut_off_is_not_asked_for_again(serve):
+def test_a_form_that_was_cut_off_is_not_asked_for_again(start_server):
     def read(text: str) -> str:
         raise EndpointError("no form")
 
-    server = serve(lambda body, call: reply_without_text("length"))
+    server = start_server(lambda body, call: reply_without_text("length"))
     with pytest.raises(EndpointError, match=r"no form; it was cut off at the limit .*attempt 1"):
         build_client(server, attempts=4).ask(HELLO_MESSAGES, read)
-    server = serve(lambda body, call: completion_reply("no form"))
+    server = start_server(lambda body, call: completion_reply("no form"))
     with pytest.raises(EndpointError, match=r"no form \(attempt 2\)"):
         build_client(server, attempts=2).ask(HELLO_MESSAGES, read)
 
 
-def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(six_problems, tmp_path, serve):
+def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(
+    six_problems, tmp_path, start_server
+):
     """An answer whose thinking was cut off is empty, truncated and wrong."""
-    server = serve(
+    server = start_server(
         lambda body, call: (
             reply_without_text("length") if call < 3 else completion_reply(r"\boxed{0}")
         )
@@ -393,7 +403,7 @@ def image_of_request(body: dict[str, Any]) -> Image.Image:
 
 
 def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
-    six_problems, tmp_path, serve, capsys
+    six_problems, tmp_path, start_server, capsys
 ):
     refused: list[str] = []
 
@@ -406,7 +416,7 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
             r"\boxed{5}", finish_reason="length", usage={"completion_tokens": 7, "prompt_tokens": 9}
         )
 
-    server = serve(answer)
+    server = start_server(answer)
     assert run_evaluation(six_problems, tmp_path / "a", server.url, "--concurrency", "1") == 2
     error = capsys.readouterr().err.splitlines()
     assert error[-1] == (
@@ -435,7 +445,7 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
         json.loads(line)["pid"]
         for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
-    other_server = serve(lambda body, call: completion_reply(r"\boxed{6}"))
+    other_server = start_server(lambda body, call: completion_reply(r"\boxed{6}"))
     assert run_evaluation(six_problems, tmp_path / "b", other_server.url) == 0
     assert pids == [
         json.loads(line)["pid"]
@@ -447,7 +457,7 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
 
 
 def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(
-    six_problems, tmp_path, serve, capsys
+    six_problems, tmp_path, start_server, capsys
 ):
     """A token limit that leaves no room for the answer is a mistake of the command's: it ends."""
     prompt_too_long = (
@@ -458,7 +468,7 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
         b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 '
         b'tokens"}'
     )
-    server = serve(
+    server = start_server(
         lambda body, call: (400, prompt_too_long) if call == 1 else completion_reply(r"\boxed{5}")
     )
     assert run_evaluation(six_problems, tmp_path / "a", server.url, "--concurrency", "1") == 0
@@ -472,7 +482,9 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
     assert [row["finish_reason"] for row in rows] == ["prompt_too_long", *["stop"] * 5]
     assert (
         run_evaluation(
-            six_problems, tmp_path / "b", serve(lambda body, call: (400, answer_too_long)).url
+            six_problems,
+            tmp_path / "b",
+            start_server(lambda body, call: (400, answer_too_long)).url,
         )
         == 2
     )
@@ -480,11 +492,11 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
 
 
 def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(
-    six_problems, tmp_path, serve
+    six_problems, tmp_path, start_server
 ):
     """Each call may take its time-out four times, and `--timeout` is 600 s by default."""
     was_asked = threading.Event()
-    server = serve(lambda body, call: was_asked.set())
+    server = start_server(lambda body, call: was_asked.set())
     options = [
         "--data",
         six_problems,
@@ -510,8 +522,10 @@ def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(
     assert stderr.splitlines()[-1].startswith("interrupted; what was answered is kept"), stderr
 
 
-def test_a_server_that_gives_nothing_ends_the_run_at_once(six_problems, tmp_path, serve, capsys):
-    server = serve(lambda body, call: (404, b"the model `m` does not exist"))
+def test_a_server_that_gives_nothing_ends_the_run_at_once(
+    six_problems, tmp_path, start_server, capsys
+):
+    server = start_server(lambda body, call: (404, b"the model `m` does not exist"))
     assert (
         run_evaluation(
             six_problems, tmp_path / "a", server.url, "--batch-size", "2", "--concurrency", "1"
@@ -524,8 +538,10 @@ def test_a_server_that_gives_nothing_ends_the_run_at_once(six_problems, tmp_path
     assert "the model `m` does not exist" in stderr
 
 
-def test_a_key_that_the_evaluated_model_refuses_is_named(six_problems, tmp_path, serve, capsys):
-    server = serve(lambda body, call: (401, b"no"))
+def test_a_key_that_the_evaluated_model_refuses_is_named(
+    six_problems, tmp_path, start_server, capsys
+):
+    server = start_server(lambda body, call: (401, b"no"))
     assert run_evaluation(six_problems, tmp_path / "a", server.url) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: base_url: {server.url} refuses the key in OPENAI_API_KEY for the model 'm' "
@@ -534,7 +550,7 @@ def test_a_key_that_the_evaluated_model_refuses_is_named(six_problems, tmp_path,
     assert not (tmp_path / "a").exists()
     assert (
         run_evaluation(
-            six_problems, tmp_path / "a", serve(lambda body, call: completion_reply("5")).url
+            six_problems, tmp_path / "a", start_server(lambda body, call: completion_reply("5")).url
         )
         == 0
     )
@@ -592,9 +608,11 @@ def score_two_of_three(body: dict[str, Any], _: int) -> Reply:
     return completion_reply(f"Hm. <score>{1 if 'five' in text else 0.25}</score>")
 
 
-def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, monkeypatch, capsys):
+def test_a_failed_call_is_not_scored_counted_and_never_a_zero(
+    tmp_path, start_server, monkeypatch, capsys
+):
     monkeypatch.setenv(KEY_VARIABLE, KEY_OF_SOMEBODY)
-    server = serve(score_two_of_three)
+    server = start_server(score_two_of_three)
     metrics = dict[str, float]()
     function = build_judge(tmp_path, server.url)
     unscored: dict[int, str] = {}
@@ -620,8 +638,8 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, m
 
 
 @pytest.mark.parametrize("stored", ["nan", "5.0", "-3", "abc", "1e400", "", "0.25"])
-def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, serve, stored):
-    server = serve(lambda body, call: completion_reply("<score>1</score>"))
+def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, start_server, stored):
+    server = start_server(lambda body, call: completion_reply("<score>1</score>"))
     assert call_reward(build_judge(tmp_path, server.url), {}) == [1.0] * 3
     cache = tmp_path / "judge_cache.jsonl"
     cache.write_text(cache.read_text().replace('"answer": "1"', f'"answer": "{stored}"'))
@@ -631,9 +649,9 @@ def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, serve, stored
     assert (len(server.requests), metrics["judge/cached"]) == ((3, 1.0) if fits else (6, 0.0))
 
 
-def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
-    server = serve(lambda body, call: completion_reply("<score>1</score>"))
-    moved_server = serve(lambda body, call: completion_reply("<score>1</score>"))
+def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, start_server):
+    server = start_server(lambda body, call: completion_reply("<score>1</score>"))
+    moved_server = start_server(lambda body, call: completion_reply("<score>1</score>"))
     calls = 0
     changes: list[dict[str, Any]] = [
         {"model": "k"},
@@ -649,58 +667,58 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
     assert not moved_server.requests, "the same judge at another address gives the same scores"
 
 
-def test_options_of_a_judge_are_numbers_and_nulls_as_yaml_reads_them(tmp_path, serve):
+def test_options_of_a_judge_are_numbers_and_nulls_as_yaml_reads_them(tmp_path, start_server):
     """YAML reads `1e-3` as a text. No budget is the default, and may be written."""
-    server = serve(lambda body, call: completion_reply("<score>1</score>"))
+    server = start_server(lambda body, call: completion_reply("<score>1</score>"))
     options = flow_mapping("{budget: null, wait: 1e-3, timeout: 2e1, concurrency: 2.0}")
     assert call_reward(build_judge(tmp_path, server.url, **options), {}) == [1.0] * 3
 
 
-def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
-    server = serve(lambda body, call: completion_reply("<score>1</score>"))
+def test_a_budget_leaves_the_rest_unscored(tmp_path, start_server):
+    server = start_server(lambda body, call: completion_reply("<score>1</score>"))
     scores = call_reward(build_judge(tmp_path, server.url, budget=2, concurrency=1), {})
     assert scores == [1.0, 1.0, None]
     assert len(server.requests) == 2
 
 
-def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, serve):
+def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, start_server):
     """The key may have ended since the run began.
 
     No later call would be answered, so none is made.
     """
     replies: list[Reply] = [completion_reply("<score>1</score>"), (401, b"ended")]
-    server = serve(reply_in_turn(*replies))
+    server = start_server(reply_in_turn(*replies))
     with pytest.raises(UserError, match=refused_key_pattern(server, "HTTP 401: ended")):
         call_reward(build_judge(tmp_path, server.url, concurrency=1), {})
     assert len(server.requests) == 2, "neither tried again, nor asked for the third answer"
 
 
-def test_a_prompt_that_moderation_forbids_costs_its_own_score_alone(tmp_path, serve):
+def test_a_prompt_that_moderation_forbids_costs_its_own_score_alone(tmp_path, start_server):
     replies: list[Reply] = [
         completion_reply("<score>1</score>"),
         (403, b"flagged"),
         completion_reply("<score>0</score>"),
     ]
-    server = serve(reply_in_turn(*replies))
+    server = start_server(reply_in_turn(*replies))
     scores = call_reward(build_judge(tmp_path, server.url, concurrency=1), {})
     assert scores == [1.0, None, 0.0]
     assert len(server.requests) == 3, "a forbidden call is not tried again"
 
 
-def test_a_key_that_every_call_is_forbidden_with_ends_the_run(tmp_path, serve, monkeypatch):
+def test_a_key_that_every_call_is_forbidden_with_ends_the_run(tmp_path, start_server, monkeypatch):
     monkeypatch.setattr("adora_vl.utils.openai_client._MAX_FORBIDDEN_CALLS", 2)
-    at_once = serve(lambda body, call: (403, b"no"))
+    at_once = start_server(lambda body, call: (403, b"no"))
     with pytest.raises(UserError, match=refused_key_pattern(at_once, "HTTP 403: no")):
         call_reward(build_judge(tmp_path / "at once", at_once.url, concurrency=1), {})
     assert len(at_once.requests) == 1
     replies: list[Reply] = [completion_reply("<score>1</score>"), (403, b"no"), (403, b"no")]
-    later = serve(reply_in_turn(*replies))
+    later = start_server(reply_in_turn(*replies))
     with pytest.raises(UserError, match=refused_key_pattern(later, "HTTP 403: no")):
         call_reward(build_judge(tmp_path / "later", later.url, concurrency=1), {})
     assert len(later.requests) == 3
 
 
-def refused_key_pattern(server: Server, reply: str) -> str:
+def refused_key_pattern(server: EndpointServer, reply: str) -> str:
     """Return a pattern of the whole error for a judge whose server refuses the key so."""
     message = re.escape(
         f"adora_reward: judge: {server.url} refuses the key in {KEY_VARIABLE} for the model "
@@ -715,8 +733,8 @@ def test_what_is_no_score_is_a_failure():
             read_score(text)
 
 
-def test_the_judge_is_tried_before_the_run(tmp_path, serve):
-    server = serve(lambda body, call: (401, b"no key"))
+def test_the_judge_is_tried_before_the_run(tmp_path, start_server):
+    server = start_server(lambda body, call: (401, b"no key"))
     options = {"judge": {"base_url": server.url, "model": "j"}}
     chosen = choose_rewards(["accuracy", options], output_dir=tmp_path)
     message = (
@@ -734,8 +752,8 @@ def try_judge(folder: Path, url: str, **options: Any) -> None:
     try_rewards(choose_rewards([{"judge": judge_options}], output_dir=folder), [], None, None)
 
 
-def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, capsys):
-    server = serve(
+def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, start_server, capsys):
+    server = start_server(
         lambda body, call: completion_reply(
             f"<score>{1 if 'is 5' in body['messages'][1]['content'] else 0}</score>"
         )
@@ -745,7 +763,7 @@ def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, caps
     assert not capsys.readouterr().err
     try_judge(tmp_path, server.url, budget=1)
     assert len(server.requests) == 3
-    same = serve(lambda body, call: completion_reply("<score>0.5</score>"))
+    same = start_server(lambda body, call: completion_reply("<score>0.5</score>"))
     try_judge(tmp_path, same.url)
     assert "gives 0.5 for a right and for a wrong answer" in capsys.readouterr().err
 
@@ -763,22 +781,22 @@ def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, caps
         (completion_reply("<think>Hm", finish_reason="length"), "cut off at max_tokens"),
     ],
 )
-def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply, message):
-    server = serve(lambda body, call: reply)
+def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, start_server, reply, message):
+    server = start_server(lambda body, call: reply)
     with pytest.raises(UserError, match=message) as error:
         try_judge(tmp_path, server.url)
     assert "\n" not in str(error.value)
     assert len(server.requests) == 1
 
 
-def test_a_judge_that_does_not_know_the_model_is_not_asked_for_its_key(tmp_path, serve):
-    server = serve(lambda body, call: (404, b"no model j"))
+def test_a_judge_that_does_not_know_the_model_is_not_asked_for_its_key(tmp_path, start_server):
+    server = start_server(lambda body, call: (404, b"no model j"))
     with pytest.raises(UserError, match=r"HTTP 404 .*; look at the address and at the name of"):
         try_judge(tmp_path, server.url)
 
 
-def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):
-    server = serve(lambda body, call: completion_reply(""))
+def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, start_server):
+    server = start_server(lambda body, call: completion_reply(""))
     server.close()
     with pytest.raises(UserError, match=r"ConnectError.*; is a server there\?$"):
         try_judge(tmp_path, server.url, attempts=1)
@@ -817,9 +835,9 @@ def test_options_of_a_judge_that_do_not_fit_are_one_line():
         ("openai", {"top_p": 0.5}),
     ],
 )
-def test_a_judge_is_not_sampled_by_the_defaults_of_its_model(serve, program, sampling):
+def test_a_judge_is_not_sampled_by_the_defaults_of_its_model(start_server, program, sampling):
     """A penalty would fall on the answer in its prompt, which it is to repeat."""
-    server = serve(lambda body, call: completion_reply("5"))
+    server = start_server(lambda body, call: completion_reply("5"))
     server.models = {"judge": program}
     client = ChatClient(Endpoint(server.url, "judge", body={"top_p": 0.5}))
     for question in ("2 + 3?", "1 + 4?"):
