@@ -3,7 +3,7 @@
 from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.prepared import load
 from adora_vl.evals.records import Benchmark, Prediction, RowGrade
-from adora_vl.rewards.knights import knights_verdict, read_roles
+from adora_vl.rewards.knights import knights_verdict, parse_roles
 
 
 def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
@@ -31,7 +31,7 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
 
 def _check_row(row: Prediction) -> str | None:
     """Return what is wrong with a row: its reference answer names no role; None where it does."""
-    if not read_roles(row["answer"]):
+    if not parse_roles(row["answer"]):
         return f"has answer = {row['answer']!r:.60}, which names nobody as a knight or a knave"
     return None
 

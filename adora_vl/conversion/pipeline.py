@@ -25,7 +25,7 @@ from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_ma
 from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY
 from adora_vl.data.output import complete_or_absent, refuse_foreign, remove_report
 from adora_vl.data.stored_images import stored_bytes
-from adora_vl.rewards.forms import read_reference
+from adora_vl.rewards.forms import parse_reference
 from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError
 
@@ -130,7 +130,7 @@ def _answer_notes(row: Row) -> dict[str, str]:
     # The answer to a problem with choices is one of them, so its spelling does not matter.
     if row["choices"] is not None:
         return notes
-    reference = read_reference(answer)  # as the grader of the training reads it
+    reference = parse_reference(answer)  # as the grader of the training reads it
     has_number = re.search(r"[0-9]", answer) is not None
     has_words = re.search("[A-Za-z#]", answer) is not None  # `3 apples` or `#### 5`
     is_letter = _LETTER.fullmatch(answer) is not None

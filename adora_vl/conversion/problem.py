@@ -18,7 +18,7 @@ from adora_vl.data.images import SMALLEST_TOKEN_SIDE, UnreadableImageError, clea
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
 from adora_vl.rewards import canonical_gold, verify_gold
-from adora_vl.rewards.forms import read_reference
+from adora_vl.rewards.forms import parse_reference
 from adora_vl.utils.errors import UserError
 
 
@@ -253,14 +253,14 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
       the same signs would be right.
     """
     # Empty braces mean nothing. Without them `45${}^\circ$` is read as 45 degrees.
-    if read_reference(gold).reason == "not_read":
+    if parse_reference(gold).reason == "not_read":
         without_braces = re.sub(r"\{\s*\}", " ", gold).strip()
-        if read_reference(without_braces).kind in ("number", "expression", "percentage"):
+        if parse_reference(without_braces).kind in ("number", "expression", "percentage"):
             gold = without_braces
     reason = verify_gold(gold)
     if reason:
         raise refuse(*_ungradable(gold, reason))
-    if read_reference(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
+    if parse_reference(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
         wrong = (
             f"the right answer {gold!r:.200} can be read as a text of signs alone, which hardly "
             "any answer meets"

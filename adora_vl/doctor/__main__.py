@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.config.command import read
-from adora_vl.rewards.choose import accepts_rounding, read_rewards
+from adora_vl.rewards.choose import accepts_rounding, parse_reward_entries
 from adora_vl.rewards.entries import JUDGE
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
 from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_imports, exit_code_of, path
@@ -151,7 +151,9 @@ def checks_without_weights(run: ResolvedRun) -> list[Check]:
     # The images are not needed, and decoding them takes long.
     dataset = train.remove_columns("images") if "images" in train.column_names else train
     rows = [dataset[number] for number in range(min(CHECKED_ROWS, len(train)))]
-    checks = [check_golds(rows, rounding=accepts_rounding(read_rewards(script.adora_reward)))]
+    checks = [
+        check_golds(rows, rounding=accepts_rounding(parse_reward_entries(script.adora_reward)))
+    ]
     # Functions of the user's were tried already, and may rate answers by something else than being
     # right. A judge, which is a served model, may give any score, or none where it does not reply.
     has_judge = JUDGE in run.rewards.entries

@@ -1,6 +1,6 @@
 r"""What an answer says, and how an answer of a single value is read.
 
-`forms.read_reference` reads answers of all kinds. The kinds, with examples:
+`forms.parse_reference` reads answers of all kinds. The kinds, with examples:
 
 number      5, 5\sqrt{3}           ordered     (3, -4), A(3, -4), (p, q) = (3, 2), [0, 1)
 percentage  5%                     unordered   1, 2 and 3; \{1, 2\}; 1 \pm \sqrt{2}; AB = 4, CD = 5
@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.canonical import (
     MONEY_PATTERN,
     canonical_value_and_unit,
     canonical_with_names,
 )
-from adora_vl.rewards.grammar import MAX_CHARS, NotReadError, Tree, read_tree
+from adora_vl.rewards.grammar import MAX_CHARS, ParseError, Tree, parse_tree
+from adora_vl.rewards.number_with_error import NumberWithError
 from adora_vl.rewards.numeric import evaluate_closed_form
 from adora_vl.rewards.solutions import Solution
 from adora_vl.rewards.units import RADIANS, Unit, parse_unit
@@ -52,9 +52,9 @@ class Answer:
     """The rule by which the answer is wrong where a number is expected; empty for a number."""
     raw: str = ""
     """The text that was read."""
-    label: str = ""
+    name: str = ""
     """The name of the value: `AB` in `AB = 4`."""
-    number: Ball | None = None
+    number: NumberWithError | None = None
     """The number, or the number before a per cent sign."""
     tree: Tree | None = None
     """The tree of a number or expression, as `grammar` reads it."""
@@ -74,7 +74,7 @@ class Answer:
     """The unit behind the value, which is not in `text`."""
 
     @cached_property
-    def ratio(self) -> tuple[Ball, ...]:
+    def ratio(self) -> tuple[NumberWithError, ...]:
         r"""The terms of a ratio of numbers, such as `3:4`, `1:\sqrt{3}` and `3 to 4`, else ()."""
         return _ratio_terms(self.text)
 
@@ -84,7 +84,7 @@ class Answer:
         return canonical_with_names(self.raw) if self.raw else self.text
 
     @property
-    def lone_number(self) -> Ball | None:
+    def plain_number(self) -> NumberWithError | None:
         """The number of an answer that is a number, else None; a percentage is none."""
         return self.number if self.kind == "number" else None
 
@@ -96,7 +96,7 @@ class Answer:
     @property
     def is_structured(self) -> bool:
         """Whether it is more than a single value; a value with a name is a form too."""
-        return self.label != "" or not (self.is_value or self.kind == "unreadable")
+        return self.name != "" or not (self.is_value or self.kind == "unreadable")
 
 
 # Each entry is a reason and a pattern. The first pattern that is found in a text gives the reason
@@ -121,7 +121,7 @@ _NO_VALUE_PATTERNS = (
     (
         "percentage",
         re.compile(r"%|\bpercent|(?<=[0-9])percent|(?<![A-Za-z])pct"),
-    ),  # a per cent sign in a text that `_read_percentage` could not read
+    ),  # a per cent sign in a text that `_parse_percentage` could not read
 )
 NO_VALUE_REASONS = frozenset(reason for reason, _ in _NO_VALUE_PATTERNS)
 # An answer with one of these reasons is `unparseable`: it could not be read, so it may be right.
@@ -152,60 +152,60 @@ _NUMBERED_ANGLE_PATTERN = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")
 MAX_RATIO_TERMS = 6
 
 
-def read_value(raw: str) -> Answer:
+def parse_value(raw: str) -> Answer:
     """Read an answer as a single value; the kind is `unreadable` where it is none.
 
     It never raises, and costs about a millisecond at most.
     """
     if len(raw) > MAX_CHARS:
         return Answer(kind="unreadable", text="", reason="too_long")
-    return _read_value_cached(raw)
+    return _parse_value_cached(raw)
 
 
-def read_single_value(text: str) -> Answer:
+def parse_value_or_raise(text: str) -> Answer:
     r"""Read a part of an answer, which has to be a single value.
 
-    `\angle 2` is read as 2, the number of the angle. Raises `NotReadError` for a text that is no
+    `\angle 2` is read as 2, the number of the angle. Raises `ParseError` for a text that is no
     single value.
     """
     angle = _NUMBERED_ANGLE_PATTERN.fullmatch(text)
-    value = read_value(angle[1] if angle else text)
+    value = parse_value(angle[1] if angle else text)
     if not value.is_value:
-        raise NotReadError(value.reason)
+        raise ParseError(value.reason)
     # Only the whole answer keeps its names, in `raw`. A part has its value alone.
     return replace(value, raw="")
 
 
 @lru_cache(maxsize=256)
-def _read_value_cached(raw: str) -> Answer:
-    """Return `read_value` with a cache.
+def _parse_value_cached(raw: str) -> Answer:
+    """Return `parse_value` with a cache.
 
     The rollouts of a group share their reference answer, and often their answer.
     """
     try:
         text, unit = canonical_value_and_unit(raw)
-    except NotReadError as error:
+    except ParseError as error:
         return Answer(kind="unreadable", text="", reason=error.reason)
-    answer = _read_canonical(text, raw)
+    answer = _parse_canonical(text, raw)
     return replace(answer, unit=parse_unit(unit)) if unit else answer
 
 
-def _read_canonical(text: str, raw: str) -> Answer:
+def _parse_canonical(text: str, raw: str) -> Answer:
     """Return the answer in a canonical text without a unit.
 
     The kinds: `5%` is a percentage, `1,2` unreadable, `5` a number, `3x+1` an expression, and
     `right triangle` a text.
     """
-    answer = _read_percentage(text, raw) or _read_other_than_number(text, raw)
+    answer = _parse_percentage(text, raw) or _parse_non_number(text, raw)
     if answer is not None:
         return answer
     tree: Tree | None = None
     try:
-        tree = read_tree(text)
+        tree = parse_tree(text)
         return Answer(
             kind="number", text=text, raw=raw, number=evaluate_closed_form(tree), tree=tree
         )
-    except NotReadError as error:
+    except ParseError as error:
         # The text is in the grammar, but it has unknowns and therefore no number as its value.
         if error.reason == "has_unknown":
             return Answer(kind="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
@@ -223,10 +223,10 @@ def _is_readable_text(text: str) -> bool:
     return has_letter and _READABLE_TEXT_PATTERN.fullmatch(text) is not None
 
 
-def _read_percentage(text: str, raw: str) -> Answer | None:
+def _parse_percentage(text: str, raw: str) -> Answer | None:
     """Return the percentage in a text, None if the text is none."""
     percentage = _PERCENTAGE_PATTERN.fullmatch(text)
-    quantity = read_value(percentage[1]) if percentage else None
+    quantity = parse_value(percentage[1]) if percentage else None
     if quantity is None or not quantity.tree:  # neither a number nor an expression
         return None
     return Answer(
@@ -238,7 +238,7 @@ def _read_percentage(text: str, raw: str) -> Answer | None:
     )
 
 
-def _read_other_than_number(text: str, raw: str) -> Answer | None:
+def _parse_non_number(text: str, raw: str) -> Answer | None:
     """Return the answer in a text that is surely no number: a relation, several values or a date.
 
     None for any other text.
@@ -252,7 +252,7 @@ def _read_other_than_number(text: str, raw: str) -> Answer | None:
     return None
 
 
-def _ratio_terms(text: str) -> tuple[Ball, ...]:
+def _ratio_terms(text: str) -> tuple[NumberWithError, ...]:
     """Return the terms of a ratio: 3 and 4 for `3:4` and `3 to 4`. Any other text gives ().
 
     All terms must be numbers other than 0, without arithmetic left to do. A text that may be a time
@@ -262,15 +262,15 @@ def _ratio_terms(text: str) -> tuple[Ball, ...]:
     if not 1 < len(terms) <= MAX_RATIO_TERMS:
         return ()
     try:
-        numbers = tuple(evaluate_closed_form(read_tree(term)) for term in terms)
-    except NotReadError:
+        numbers = tuple(evaluate_closed_form(parse_tree(term)) for term in terms)
+    except ParseError:
         return ()
     # The terms of `3:45` have the common factor 3, so it is a time; nobody writes that ratio.
     if _CLOCK_TIME_PATTERN.fullmatch(text) and math.gcd(*map(int, terms)) > 1:
         return ()
     for number in numbers:
         # `least_magnitude` is 0 or less if the term can be 0 within its error.
-        if number.least_magnitude <= 0 or number.has_undone_arithmetic:
+        if number.least_magnitude <= 0 or number.is_unevaluated:
             return ()
     return numbers
 
@@ -285,8 +285,8 @@ def amount_of_money(answer: Answer) -> Answer:
         return answer
     # One of three spellings has matched: `5 dollars`, `5.00$` or `-$5.00`.
     if money["before_word"] or money["before_sign"]:
-        return read_value(money["before_word"] or money["before_sign"])
-    return read_value(money["minus"] + money["after_sign"])
+        return parse_value(money["before_word"] or money["before_sign"])
+    return parse_value(money["minus"] + money["after_sign"])
 
 
 def convert_angle(answer: Answer, dimension: str) -> Answer:
@@ -329,7 +329,5 @@ def convert_to_unit(answer: Answer, unit: Unit) -> Answer:
         return replace(answer, tree=tree)
     # The tree has a product now, but the answer itself leaves no more arithmetic undone than
     # before.
-    number = replace(
-        evaluate_closed_form(tree), has_undone_arithmetic=answer.number.has_undone_arithmetic
-    )
+    number = replace(evaluate_closed_form(tree), is_unevaluated=answer.number.is_unevaluated)
     return replace(answer, tree=tree, number=number)

@@ -2,7 +2,7 @@
 
 import re
 
-from adora_vl.rewards.grammar import NotReadError
+from adora_vl.rewards.grammar import ParseError
 
 MAX_PARTS = 24  # numbers in one answer; comparing lists takes the square of it
 
@@ -12,7 +12,7 @@ def bracket_depths(text: str) -> tuple[int, ...]:
 
     A bracket does not count for itself.
 
-    Raises `NotReadError` where brackets do not match in number.
+    Raises `ParseError` where brackets do not match in number.
     """
     depth = 0
     depths = []
@@ -24,14 +24,14 @@ def bracket_depths(text: str) -> tuple[int, ...]:
             depth += 1
     # Brackets stay open, or one closes before any has opened.
     if depth != 0 or min(depths, default=0) < 0:
-        raise NotReadError("not_read")
+        raise ParseError("not_read")
     return tuple(depths)
 
 
 def split_outside_brackets(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
     """Return the pieces of `text` between matches outside of brackets, and the matches.
 
-    Raises `NotReadError` for more than `MAX_PARTS` matches.
+    Raises `ParseError` for more than `MAX_PARTS` matches.
     """
     depths = bracket_depths(text)
     pieces = []
@@ -43,5 +43,5 @@ def split_outside_brackets(text: str, pattern: re.Pattern[str]) -> tuple[list[st
             matches.append(match.group())
             piece_start = match.end()
             if len(matches) > MAX_PARTS:
-                raise NotReadError("too_large")
+                raise ParseError("too_large")
     return [*pieces, text[piece_start:].strip()], matches

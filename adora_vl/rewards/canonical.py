@@ -9,7 +9,7 @@ import unicodedata
 from decimal import Decimal
 
 from adora_vl.rewards.full_width import spell_in_ascii
-from adora_vl.rewards.grammar import NotReadError
+from adora_vl.rewards.grammar import ParseError
 from adora_vl.rewards.markup import without_layout
 from adora_vl.rewards.numerals import (
     DIGITS_BY_NUMBER_WORD,
@@ -232,7 +232,7 @@ def canonical_value_and_unit(text: str) -> tuple[str, str]:
     `$2 \sqrt { 221 }\text{ cm}^2$.` gives `2\sqrt{221}` and `cm^2`. A name before the value is
     taken off: `AB = 5` gives `5`.
 
-    `text` has at most `MAX_CHARS` characters. Raises `NotReadError` for control, bidirectional and
+    `text` has at most `MAX_CHARS` characters. Raises `ParseError` for control, bidirectional and
     zero-width characters, which can make one answer look like another.
     """
     text = _unify_spelling(_take_out_formula(text))
@@ -296,7 +296,7 @@ def _without_brackets_of_unit(text: str) -> str:
 def canonical_with_names(text: str) -> str:
     r"""Return the canonical form of an answer that may have several parts: `A(3,-4)`, `AB=4, CD=5`.
 
-    All names, units and brackets stay. Raises `NotReadError` as `canonical_value_and_unit` does.
+    All names, units and brackets stay. Raises `ParseError` as `canonical_value_and_unit` does.
     """
     text = _BOXED_PATTERN.sub(r" \1 ", _take_out_formula(text))
     text = _unify_spelling(_DOLLAR_SIGN_PATTERN.sub(" ", text))
@@ -337,7 +337,7 @@ def _take_out_formula(text: str) -> str:
 def _unify_spelling(text: str) -> str:
     r"""Return `text` in one spelling of LaTeX: `√3`, `\sqrt3` and `sqrt3` become `\sqrt{3}`.
 
-    Names, degree signs and units stay. Raises `NotReadError` for characters that do not show.
+    Names, degree signs and units stay. Raises `ParseError` for characters that do not show.
     """
     if not (text.isascii() and text.isprintable()):
         _refuse_hidden_characters(text)
@@ -367,10 +367,10 @@ def _unify_spelling(text: str) -> str:
 
 
 def _refuse_hidden_characters(text: str) -> None:
-    """Raise `NotReadError` for characters that do not show, by their Unicode categories."""
+    """Raise `ParseError` for characters that do not show, by their Unicode categories."""
     categories = {unicodedata.category(char) for char in text if char not in "\t\n\r"}
     if categories & _HIDDEN_CATEGORIES:
-        raise NotReadError("hidden_characters")
+        raise ParseError("hidden_characters")
 
 
 def _without_fonts_and_spacing(text: str) -> str:

@@ -22,7 +22,7 @@ from adora_vl.rewards.knights import (
     RIGHT_REWARD,
     WRONG_FORM_REWARD,
 )
-from adora_vl.rewards.other_forms import in_trl_form
+from adora_vl.rewards.other_forms import as_trl_reward_function
 from adora_vl.rewards.presets import (
     PRESETS,
     REWARD_FUNCTION_BY_NAME,
@@ -224,7 +224,7 @@ class RequestedReward(NamedTuple):
     options: RewardOptions | Mapping[str, Any]
 
 
-def read_rewards(entries: Sequence[RewardEntry]) -> list[RequestedReward]:
+def parse_reward_entries(entries: Sequence[RewardEntry]) -> list[RequestedReward]:
     """Return the rewards that the entries of `adora_reward` name, with converted options.
 
     Raises `UserError` for an unknown name, and for options that the reward does not take.
@@ -276,7 +276,7 @@ def choose_rewards(
         raise UserError(
             f"adora_reward: [] names no reward, use one or more of {', '.join(REWARD_NAMES)}"
         )
-    rewards = read_rewards(entries)
+    rewards = parse_reward_entries(entries)
     names = [reward.name for reward in rewards]
     exact_grader = Grader(rounding=False, answer_tags=answer_tags)
     rounding_grader = Grader(rounding=True, answer_tags=answer_tags)
@@ -290,7 +290,7 @@ def choose_rewards(
         if isinstance(options, Mapping):  # a user's function, whose options are not converted
             user_function = load_from_file("adora_reward", name)
             hash_by_file[user_function.file] = user_function.hash
-            function = in_trl_form(bind_options(name, user_function.value, options))
+            function = as_trl_reward_function(bind_options(name, user_function.value, options))
             functions.append(function)
             function_names.append(name_in_users_file(name))
             continue

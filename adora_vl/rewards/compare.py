@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adora_vl.rewards.answer import NO_VALUE_REASONS, Answer, read_value
+from adora_vl.rewards.answer import NO_VALUE_REASONS, Answer, parse_value
 from adora_vl.rewards.canonical import NAMED_VALUE_PATTERN
 from adora_vl.rewards.compare_values import (
     ComparedPart,
@@ -20,7 +20,7 @@ from adora_vl.rewards.compare_values import (
     result_without_value,
     wrong,
 )
-from adora_vl.rewards.forms import read_structured
+from adora_vl.rewards.forms import parse_structured
 from adora_vl.rewards.grammar import unknowns
 from adora_vl.rewards.numeric import same_function, sign_of_factor_between
 from adora_vl.rewards.relations import ChainedNumber, chain_of_numbers, undecorated_name
@@ -44,14 +44,14 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
     """Compare an answer with a reference answer.
 
     Args:
-        answer: from `read_value`. If the reference answer has several values or a name, the answer
-            is read again by `read_structured`.
-        reference: from `read_reference`.
+        answer: from `parse_value`. If the reference answer has several values or a name, the answer
+            is read again by `parse_structured`.
+        reference: from `parse_reference`.
         rounding: whether a decimal may be the reference answer rounded.
     """
     if reference.is_structured:
         return _compare_structured(
-            read_structured(answer), read_structured(reference), rounding=rounding
+            parse_structured(answer), parse_structured(reference), rounding=rounding
         )
     # No answer can equal a reference answer that cannot be read. If it is merely not in the grammar
     # (`not_read`), the answer may still have the same text, which `compare_values` finds out.
@@ -60,14 +60,14 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
     # The answer may show its working: `3 + 4 = 7`, where each number of the chain is compared.
     if reference.kind == "number" and answer.reason in {"equation", "relation"}:
         chain = chain_of_numbers(answer.text_with_names)
-        # `x \approx 5` is a value with a name, which `_read_named_value` reads below.
+        # `x \approx 5` is a value with a name, which `_without_name` reads below.
         is_single_approximation = len(chain) == 1 and chain[0].sign == "~"
         if chain and not is_single_approximation:
             return _compare_chain(chain, reference)
-    value = _read_decimal_comma(answer) if reference.number else None
+    value = _parse_decimal_comma(answer) if reference.number else None
     return compare_values(
-        value or _read_named_value(answer, reference),
-        _read_unit_letter(reference, opposite=answer),
+        value or _without_name(answer, reference),
+        _with_letter_as_unit(reference, opposite=answer),
         rounding=rounding,
     )
 
@@ -92,7 +92,7 @@ def _compare_chain(chain: Sequence[ChainedNumber], reference: Answer) -> Compari
     any_is_exact = False
     for sign, answer in chain:
         # `3 + 4` may have arithmetic to be done here, since the next number of the chain does it.
-        number = answer.number and replace(answer.number, has_undone_arithmetic=False)
+        number = answer.number and replace(answer.number, is_unevaluated=False)
         result = compare_values(replace(answer, number=number), reference, rounding=False)
         if result.verdict == "correct":
             any_is_exact = True
@@ -118,7 +118,7 @@ def _compare_chain(chain: Sequence[ChainedNumber], reference: Answer) -> Compari
     return correct("same_number")
 
 
-def _read_decimal_comma(answer: Answer) -> Answer | None:
+def _parse_decimal_comma(answer: Answer) -> Answer | None:
     """Return an answer such as `3,5` or `1.234,5` with its comma read as a decimal point.
 
     Returns None for any other answer. It is called only for a reference answer that is a number:
@@ -131,17 +131,17 @@ def _read_decimal_comma(answer: Answer) -> Answer | None:
         text = re.sub("[. ]", "", text)
     elif not _DECIMAL_COMMA_PATTERN.fullmatch(text):
         return None
-    return replace(read_value(text.replace(",", ".")), unit=answer.unit)
+    return replace(parse_value(text.replace(",", ".")), unit=answer.unit)
 
 
-def _read_named_value(answer: Answer, reference: Answer) -> Answer:
+def _without_name(answer: Answer, reference: Answer) -> Answer:
     r"""Return the value of an answer with a name before it: `2x + 1` for `y = 2x + 1`.
 
     An answer without a name is returned itself. `x \approx 5` is 5 if the reference answer is a
     number in digits.
     """
     if answer.reason not in NO_VALUE_REASONS or answer.kind == "percentage":
-        value = _read_unit_letter(answer, opposite=reference)
+        value = _with_letter_as_unit(answer, opposite=reference)
         # The answer is a value already. The canonical form may have taken a name off, which
         # `text_with_names` still has.
         name = answer.text_with_names.partition("=")[0] if "=" in answer.raw else ""
@@ -150,7 +150,7 @@ def _read_named_value(answer: Answer, reference: Answer) -> Answer:
         if name_and_value is None:
             return answer
         name, value_text = name_and_value
-        value = read_value(value_text)
+        value = parse_value(value_text)
     # `f(x) = f(x)` and `x = x + 1` name no value, since the name occurs in the value itself.
     if value.kind == "expression" and (name == value.text or name in unknowns(value.tree or ())):
         return Answer("unreadable", answer.text, "equation")
@@ -180,7 +180,7 @@ def _split_name(text: str, reference: Answer) -> tuple[str, str] | None:
     return name, value_text
 
 
-def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
+def _with_letter_as_unit(answer: Answer, opposite: Answer) -> Answer:
     """Return one side of a comparison with its last letter read as a unit: litres in `5 L`.
 
     The letter is a unit only if the opposite side has a unit. Otherwise it stays an unknown, and
@@ -189,36 +189,36 @@ def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
     if answer.unit or not opposite.unit:
         return answer
     letter = _LETTER_BEHIND_NUMBER_PATTERN.fullmatch(answer.text_with_names)
-    return read_value(rf"{letter[1]}\text{{{letter[2]}}}") if letter else answer
+    return parse_value(rf"{letter[1]}\text{{{letter[2]}}}") if letter else answer
 
 
 def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict where the reference answer is a list, point, relation or named value.
 
-    Both sides are from `read_structured`. The parts of lists, points and tuples are compared by the
+    Both sides are from `parse_structured`. The parts of lists, points and tuples are compared by the
     same function.
     """
     if answer.kind == "unreadable":
         return result_without_value(answer)
-    named_answer = _adapt_function_label(answer, opposite=reference)
-    named_reference = _adapt_function_label(reference, opposite=answer)
+    named_answer = _adapt_function_name(answer, opposite=reference)
+    named_reference = _adapt_function_name(reference, opposite=answer)
     if _have_different_names(named_answer, named_reference):
-        pair = ComparedPart(named_answer.label, named_reference.label, "different_label")
+        pair = ComparedPart(named_answer.name, named_reference.name, "different_label")
         return wrong("different_label", pair)
     # A point may be answered as a sum of unit vectors.
     if _is_point(named_reference) and named_answer.kind == "expression" and named_answer.tree:
         return _compare_vectors(named_answer, named_reference)
     return _compare_forms(
-        _read_in_form_of(named_reference, named_answer), named_reference, rounding=rounding
+        _convert_to_form_of(named_reference, named_answer), named_reference, rounding=rounding
     )
 
 
 def _is_point(answer: Answer) -> bool:
     """Return whether an answer is a point or tuple without a name: `(3, -4)`."""
-    return answer.kind == "ordered" and answer.brackets == "()" and not answer.label
+    return answer.kind == "ordered" and answer.brackets == "()" and not answer.name
 
 
-def _read_in_form_of(reference: Answer, answer: Answer) -> Answer:
+def _convert_to_form_of(reference: Answer, answer: Answer) -> Answer:
     """Return the answer in the form of the reference answer, where it has another spelling of it.
 
     - `x = 3, y = -4` becomes the point (3, -4) if the reference answer is a point.
@@ -227,9 +227,9 @@ def _read_in_form_of(reference: Answer, answer: Answer) -> Answer:
     Any other answer is returned as it is.
     """
     if _is_point(reference):
-        return _read_as_point(answer, len(reference.parts)) or answer
-    if reference.kind == "unordered" and answer.kind == "text" and not answer.label:
-        return _read_as_list_of_letters(answer, reference)
+        return _convert_to_point(answer, len(reference.parts)) or answer
+    if reference.kind == "unordered" and answer.kind == "text" and not answer.name:
+        return _convert_to_list_of_letters(answer, reference)
     return answer
 
 
@@ -243,14 +243,14 @@ def _compare_forms(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
         if same_solutions(answer.solution, reference.solution):
             return correct("same_solutions")
         return wrong("different_solutions")
-    if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
+    if reference.kind == "equation" and answer.is_value and reference.parts and not answer.name:
         # `2x + 1` is right for `y = 2x + 1`: the right side, its only part, is enough.
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
     if reference.kind == "unordered":
         return _compare_lists(answer, reference, rounding=rounding)
     if answer.is_value and reference.is_value:
         result = compare_values(answer, reference, rounding=rounding)
-        pair = ComparedPart(_text_with_label(answer), _text_with_label(reference), result.reason)
+        pair = ComparedPart(_text_with_name(answer), _text_with_name(reference), result.reason)
         return replace(result, pairs=(pair,))
     if answer.kind != reference.kind:
         return wrong("different_form")
@@ -268,51 +268,51 @@ def _have_different_names(answer: Answer, reference: Answer) -> bool:
     `P(3, 4)` is wrong for `Q(3, 4)`. The names may differ if the reference answer is a single value
     (`AB = 5`), if both sides are functions (`W(n) = 1` and `W(x) = 1`), or if both are equations.
     """
-    if not reference.label or not answer.label:
+    if not reference.name or not answer.name:
         return False
-    are_functions = "(" in reference.label and "(" in answer.label
+    are_functions = "(" in reference.name and "(" in answer.name
     are_equations = answer.kind == reference.kind == "equation"
     if reference.is_value or are_functions or are_equations:
         return False
-    return undecorated_name(answer.label) != undecorated_name(reference.label)
+    return undecorated_name(answer.name) != undecorated_name(reference.name)
 
 
-def _adapt_function_label(answer: Answer, opposite: Answer) -> Answer:
-    """Adapt the label of one side, if one side defines `y` and the other a function `f(x)`.
+def _adapt_function_name(answer: Answer, opposite: Answer) -> Answer:
+    """Adapt the name of one side, if one side defines `y` and the other a function `f(x)`.
 
-    The label is the name of a value: `y` in `y = 2x + 1`. Two cases make the sides comparable:
+    The name is that of a value: `y` in `y = 2x + 1`. Two cases make the sides comparable:
 
-    - `f(x) = 2x + 1` opposite to `y = ...` becomes the value `2x + 1` without a label.
-    - `y = 2x + 1` opposite to `f(x) = ...` becomes the value `2x + 1` with the label `f(x)`.
+    - `f(x) = 2x + 1` opposite to `y = ...` becomes the value `2x + 1` without a name.
+    - `y = 2x + 1` opposite to `f(x) = ...` becomes the value `2x + 1` with the name `f(x)`.
 
     In both cases the argument `x` has to occur in the value. Any other side is returned as it is.
     """
-    label = undecorated_name(answer.label)
-    opposite_label = undecorated_name(opposite.label)
-    function_name = _FUNCTION_NAME_PATTERN.fullmatch(label)
+    name = undecorated_name(answer.name)
+    opposite_name = undecorated_name(opposite.name)
+    function_name = _FUNCTION_NAME_PATTERN.fullmatch(name)
     if function_name:
         argument = function_name[1]
         depends_on_argument = argument in unknowns(answer.tree or ())
-        is_y_opposite = opposite_label == "y" and opposite.kind == "equation"
-        return replace(answer, label="") if depends_on_argument and is_y_opposite else answer
-    opposite_function_name = _FUNCTION_NAME_PATTERN.fullmatch(opposite_label)
-    if opposite_function_name and label == "y" and answer.kind == "equation" and answer.parts:
+        is_y_opposite = opposite_name == "y" and opposite.kind == "equation"
+        return replace(answer, name="") if depends_on_argument and is_y_opposite else answer
+    opposite_function_name = _FUNCTION_NAME_PATTERN.fullmatch(opposite_name)
+    if opposite_function_name and name == "y" and answer.kind == "equation" and answer.parts:
         right_side = answer.parts[0]  # the only part of an equation
         argument = opposite_function_name[1]
         if argument in unknowns(right_side.tree or ()):
-            return replace(right_side, label=opposite.label)
+            return replace(right_side, name=opposite.name)
     return answer
 
 
-def _read_as_point(answer: Answer, dimensions: int) -> Answer | None:
+def _convert_to_point(answer: Answer, dimensions: int) -> Answer | None:
     """Return the list `x = 3, y = -4` as the point `(3, -4)`, in any order of its names.
 
     The names have to be x and y, or x, y and z, as many as `dimensions` says. Returns None for
     anything else, such as `x = 3, -4`.
     """
-    if answer.kind != "unordered" or answer.label:
+    if answer.kind != "unordered" or answer.name:
         return None
-    names = [undecorated_name(part.label) for part in answer.parts]
+    names = [undecorated_name(part.name) for part in answer.parts]
     axes = list("xyz")[:dimensions]
     if sorted(names) != axes:
         return None
@@ -322,7 +322,7 @@ def _read_as_point(answer: Answer, dimensions: int) -> Answer | None:
     return replace(
         answer,
         kind="ordered",
-        parts=tuple(replace(part, label="") for part in parts),
+        parts=tuple(replace(part, name="") for part in parts),
         brackets="()",
         solution=None,
     )
@@ -336,7 +336,7 @@ def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
     answer_tree = answer.tree or ()
     axes = "ijk"[: len(reference.parts)]
     has_axis_for_each_part = len(axes) == len(reference.parts)
-    are_numbers = all(part.lone_number for part in reference.parts)
+    are_numbers = all(part.plain_number for part in reference.parts)
     if not has_axis_for_each_part or not are_numbers or not unknowns(answer_tree) <= set(axes):
         return wrong("different_form")
     # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j.
@@ -349,24 +349,24 @@ def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
     return wrong("different_expression")
 
 
-def _read_as_list_of_letters(answer: Answer, reference: Answer) -> Answer:
+def _convert_to_list_of_letters(answer: Answer, reference: Answer) -> Answer:
     """Return `AC` as the list `A, C`, if the reference answer is a list of letters.
 
     Any other answer is returned as it is, and so is one that repeats a letter, such as `AA`.
     """
     letters = answer.text.replace(" ", "")
     is_list_of_letters = all(
-        re.fullmatch("[A-Z]", part.text) and not part.label for part in reference.parts
+        re.fullmatch("[A-Z]", part.text) and not part.name for part in reference.parts
     )
     repeats_a_letter = len(set(letters)) < len(letters)
     if not is_list_of_letters or not re.fullmatch("[A-Z]{2,}", letters) or repeats_a_letter:
         return answer
-    return replace(answer, kind="unordered", parts=tuple(read_value(letter) for letter in letters))
+    return replace(answer, kind="unordered", parts=tuple(parse_value(letter) for letter in letters))
 
 
-def _text_with_label(answer: Answer) -> str:
+def _text_with_name(answer: Answer) -> str:
     """Return the text of an answer; for a single value with its name: `x=5`."""
-    return f"{answer.label}={answer.text}" if answer.label and answer.is_value else answer.text
+    return f"{answer.name}={answer.text}" if answer.name and answer.is_value else answer.text
 
 
 def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
@@ -376,21 +376,21 @@ def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     `AB = 4, CD = 5` and the answer has no names, it has to be in the same order, as `4, 5` or
     `(4, 5)`.
     """
-    reference_labels = [part.label for part in reference.parts]
-    answer_labels = [part.label for part in answer.parts]
+    reference_names = [part.name for part in reference.parts]
+    answer_names = [part.name for part in answer.parts]
     # The answer is a tuple, such as (4, 5), and the reference answer has names.
-    if answer.brackets == "()" and any(reference_labels):
-        if all(answer_labels):
+    if answer.brackets == "()" and any(reference_names):
+        if all(answer_names):
             return _compare_in_any_order(answer, reference, rounding=rounding)
         return _compare_in_order(answer, reference, rounding=rounding)
     if answer.is_value and len(reference.parts) == 1:
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
     if answer.kind != "unordered":
         return wrong("different_form")
-    if not all(reference_labels) or any(answer_labels):
+    if not all(reference_names) or any(answer_names):
         return _compare_in_any_order(answer, reference, rounding=rounding)
     # Here the parts of the reference answer have names, and those of the answer have none.
-    if answer.label:  # AB = 4, 5: one name for both values
+    if answer.name:  # AB = 4, 5: one name for both values
         return wrong("different_label")
     return _compare_in_order(answer, reference, rounding=rounding)
 
@@ -408,7 +408,7 @@ def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> C
     for part, reference_part in zip(answer.parts, reference.parts, strict=True):
         result = _compare_structured(part, reference_part, rounding=rounding)
         pairs.append(
-            ComparedPart(_text_with_label(part), _text_with_label(reference_part), result.reason)
+            ComparedPart(_text_with_name(part), _text_with_name(reference_part), result.reason)
         )
         if result.verdict != "correct":
             return replace(result, reason="different_part", pairs=tuple(pairs))
@@ -424,14 +424,14 @@ def _names_contradict_order(answer: Answer, reference: Answer) -> bool:
       `(x, y) = (3, -4)`. A reference answer without names has the order x, y, z.
     - The whole answer has the name of one part of the reference answer.
     """
-    answer_names = [undecorated_name(part.label) for part in answer.parts]
-    reference_names = [undecorated_name(part.label) for part in reference.parts]
+    answer_names = [undecorated_name(part.name) for part in answer.parts]
+    reference_names = [undecorated_name(part.name) for part in reference.parts]
     order = reference_names if any(reference_names) else ["x", "y", "z"]
     # The position of each name of the answer in that order. Parts without a name fit anywhere.
     positions = [order.index(name) for name in answer_names if name and name in order]
     if positions != sorted(positions):
         return True
-    return answer.label != "" and undecorated_name(answer.label) in reference_names
+    return answer.name != "" and undecorated_name(answer.name) in reference_names
 
 
 def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
@@ -442,24 +442,24 @@ def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) 
     """
     if len(answer.parts) != len(reference.parts):
         return wrong("different_length")
-    must_have_same_name = all(part.label for part in reference.parts)
+    must_have_same_name = all(part.name for part in reference.parts)
     remaining = list(reference.parts)
     pairs: list[ComparedPart] = []
     for part in answer.parts:
-        label = undecorated_name(part.label)
+        name = undecorated_name(part.name)
         partner = None
         for candidate in remaining:
-            if must_have_same_name and label != undecorated_name(candidate.label):
+            if must_have_same_name and name != undecorated_name(candidate.name):
                 continue
             result = _compare_structured(part, candidate, rounding=rounding)
             if result.verdict == "correct":
                 partner = candidate
                 break
         if partner is None:
-            pairs.append(ComparedPart(_text_with_label(part), "-", "different_part"))
+            pairs.append(ComparedPart(_text_with_name(part), "-", "different_part"))
             return wrong("different_part", *pairs)
         remaining.remove(partner)
-        pairs.append(ComparedPart(_text_with_label(part), _text_with_label(partner), "same_part"))
+        pairs.append(ComparedPart(_text_with_name(part), _text_with_name(partner), "same_part"))
     return correct("same_parts", *pairs)
 
 

@@ -17,9 +17,9 @@ from adora_vl.rewards.answer import (
     convert_angle,
     convert_to_unit,
 )
-from adora_vl.rewards.ball import Ball, Value
 from adora_vl.rewards.figures import unify_figure_names
-from adora_vl.rewards.grammar import NotReadError, Tree, is_angle_in_radians, read_formula, unknowns
+from adora_vl.rewards.grammar import ParseError, Tree, is_angle_in_radians, parse_formula, unknowns
+from adora_vl.rewards.number_with_error import NumberWithError, Value
 from adora_vl.rewards.numeric import same_function, same_number
 from adora_vl.rewards.units import RADIANS
 
@@ -85,8 +85,8 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     order of the code, and the first one that applies decides.
 
     Args:
-        answer: from `read_value`.
-        reference: the reference answer, from `read_value` too.
+        answer: from `parse_value`.
+        reference: the reference answer, from `parse_value` too.
         rounding: whether a decimal may be the reference answer rounded.
     """
     answer_in_unit = _in_unit_of_reference(answer, reference)
@@ -112,8 +112,8 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
         reason = "percentage" if answer.kind == "percentage" else "different_text"
         return wrong(reason)
-    is_answer_undone = answer.number and answer.number.has_undone_arithmetic
-    is_reference_undone = reference.number and reference.number.has_undone_arithmetic
+    is_answer_undone = answer.number and answer.number.is_unevaluated
+    is_reference_undone = reference.number and reference.number.is_unevaluated
     if is_answer_undone and not is_reference_undone:
         return wrong("unevaluated")  # `2 + 3` where 5 is asked for
     if answer.number and reference.number:
@@ -147,7 +147,7 @@ def _in_unit_of_reference(answer: Answer, reference: Answer) -> Answer | None:
 
 
 def _compare_numbers(
-    answer: Ball, reference: Ball, *, answer_text: str, rounding: bool
+    answer: NumberWithError, reference: NumberWithError, *, answer_text: str, rounding: bool
 ) -> ComparisonResult:
     """Return the verdict on a number.
 
@@ -173,7 +173,7 @@ def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     have_trees = bool(answer.tree and reference.tree)
     # If both sides are expressions with the same unknowns, they are compared as such. Otherwise the
     # reference answer may be a formula, in which each letter is a quantity.
-    reference_formula = _read_reference_formula(reference, answer)
+    reference_formula = _parse_reference_formula(reference, answer)
     if reference_formula and not (have_trees and answer_unknowns == reference_unknowns):
         return _compare_formulas(answer, reference_formula)
     if not answer.tree or not reference.tree:
@@ -204,9 +204,7 @@ def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
     expected_terms = reference.ratio
     if answer.kind == "number" and answer.number and len(expected_terms) == 2:
         expected_quotient = expected_terms[0] / expected_terms[1]
-        is_same = not answer.number.has_undone_arithmetic and same_number(
-            answer.number, expected_quotient
-        )
+        is_same = not answer.number.is_unevaluated and same_number(answer.number, expected_quotient)
         return correct("same_ratio") if is_same else wrong("different_number")
     if len(terms) != len(expected_terms):
         return wrong(answer.reason or "different_text")
@@ -215,12 +213,12 @@ def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
         for term, expected_term in zip(terms[1:], expected_terms[1:], strict=True):
             if not same_number(terms[0] / term, expected_terms[0] / expected_term):
                 return wrong("different_number")
-    except NotReadError:  # a quotient too large to compute
+    except ParseError:  # a quotient too large to compute
         return wrong("different_number")
     return correct("same_ratio")
 
 
-def _read_reference_formula(reference: Answer, answer: Answer) -> Tree | None:
+def _parse_reference_formula(reference: Answer, answer: Answer) -> Tree | None:
     r"""Return the tree of a reference answer that is a formula of quantities, else None.
 
     `2ab` is a formula. Letters alone, such as `ab`, may be a word or the name of a figure, so they
@@ -231,7 +229,7 @@ def _read_reference_formula(reference: Answer, answer: Answer) -> Tree | None:
     text = reference.text
     if _TWO_OR_THREE_LETTERS_PATTERN.fullmatch(text) and r"\cdot" in answer.text:
         text = f"1{text}"  # `1ab` is read as a formula, while `ab` may be a name
-    tree = read_formula(text)
+    tree = parse_formula(text)
     return tree if tree is not None and unknowns(tree) else None
 
 
@@ -242,7 +240,7 @@ def _compare_formulas(answer: Answer, reference: Tree) -> ComparisonResult:
     """
     tree = answer.tree
     if answer.kind in {"text", "expression"}:
-        tree = read_formula(answer.text) or answer.tree
+        tree = parse_formula(answer.text) or answer.tree
     if tree is None or unknowns(tree) != unknowns(reference):
         return wrong("different_expression" if tree else answer.reason)
     return _compare_functions(tree, reference)

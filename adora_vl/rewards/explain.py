@@ -18,12 +18,12 @@ from adora_vl.rewards.choose import call_once, choose_rewards
 from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.entries import RewardEntry, named_rewards
 from adora_vl.rewards.explain_steps import read_figure_file, step_lines
-from adora_vl.rewards.forms import read_reference
+from adora_vl.rewards.forms import parse_reference
 from adora_vl.rewards.grade import (
     REMEDY_BY_REASON,
     compare_parts,
     grade,
-    read_answer_for,
+    parse_answer_for,
     verify_gold,
 )
 from adora_vl.rewards.presets import PRESETS, reward
@@ -137,7 +137,7 @@ def explain_grade(
     lines.append(f"extracted  {extracted}")
     lines += _comparison_lines(final_response, gold, rounding=rounding, answer_tags=answer_tags)
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
-        lines.append(f"choice {letter}   {_answer_with_kind(read_reference(value))}")
+        lines.append(f"choice {letter}   {_answer_with_kind(parse_reference(value))}")
     lines.append(
         f"rule       {result.reason}: {RULE_IN_WORDS.get(result.reason.removeprefix('gold_'), '')}"
     )
@@ -157,13 +157,13 @@ def _comparison_lines(
     lines: list[str] = []
     content = last_answer(final_response) if answer_tags else last_boxed(final_response)
     if content is not None:
-        answer = read_answer_for(
-            read_reference(gold), response=final_response, content=content, answer_tags=answer_tags
+        answer = parse_answer_for(
+            parse_reference(gold), response=final_response, content=content, answer_tags=answer_tags
         )
         # The answer is shown with the kind that it would have as a reference answer.
-        answer = read_reference(answer.raw) if answer.raw else answer
+        answer = parse_reference(answer.raw) if answer.raw else answer
         lines.append(f"answer     {_answer_with_kind(answer)}")
-    lines.append(f"gold       {_answer_with_kind(read_reference(gold))}")
+    lines.append(f"gold       {_answer_with_kind(parse_reference(gold))}")
     result = compare_parts(final_response, gold, rounding=rounding, answer_tags=answer_tags)
     for number, pair in enumerate(result.pairs if result else (), 1):
         lines.append(
@@ -255,12 +255,12 @@ def trial_lines(
     return [*lines, *log_lines]
 
 
-def _read_entry(word: str) -> Any:
+def _parse_entry(word: str) -> Any:
     """Return an entry of `--reward`: a name, or a mapping such as `{steps: {gate: true}}`."""
     return yaml_value(word) if word.startswith("{") else word
 
 
-def _read_columns(options: argparse.Namespace) -> dict[str, str]:
+def _parse_columns(options: argparse.Namespace) -> dict[str, str]:
     """Return the columns that the options `--gold` and `--column` give. Raises `UserError`."""
     columns = {} if options.gold is None else {"answer": options.gold}
     for word in options.column:
@@ -318,7 +318,7 @@ def _build_parser() -> Parser:
     parser.add_argument(
         "--reward",
         nargs="+",
-        type=_read_entry,
+        type=_parse_entry,
         default=[],
         metavar="FILE.py:FUNCTION",
         help="as adora_reward, with options too",
@@ -365,7 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines += trial_lines(
                 options.reward,
                 response,
-                _read_columns(options),
+                _parse_columns(options),
                 answer_tags=options.answer_tags,
                 thinking_opened=options.thinking_opened,
             )

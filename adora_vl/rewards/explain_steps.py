@@ -47,7 +47,7 @@ def read_figure_file(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--figure: {str(path)!r} cannot be read ({in_one_line(error)})") from error
-    form = _read_form(text, path)
+    form = _parse_logic_form(text, path)
     if form is None:
         return text
     result = solve_form(form, repair=False)
@@ -59,7 +59,7 @@ def read_figure_file(path: Path) -> str:
     return figure_as_json(result.figure)
 
 
-def _read_form(text: str, path: Path) -> LogicForm | None:
+def _parse_logic_form(text: str, path: Path) -> LogicForm | None:
     """Return the form that a file has; None where it has a stored figure. Raises `UserError`."""
     if not text.lstrip().startswith("{"):
         return read_form_from_text(text)

@@ -10,22 +10,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from adora_vl.rewards.answer import NO_VALUE_REASONS, Answer, read_single_value, read_value
+from adora_vl.rewards.answer import NO_VALUE_REASONS, Answer, parse_value, parse_value_or_raise
 from adora_vl.rewards.brackets import MAX_PARTS, bracket_depths, split_outside_brackets
 from adora_vl.rewards.canonical import (
     FIGURE_NAME_PATTERN,
     SIMPLE_NAME,
     VALUE_NAME_PATTERN,
 )
-from adora_vl.rewards.grammar import MAX_CHARS, NotReadError
+from adora_vl.rewards.grammar import MAX_CHARS, ParseError
 from adora_vl.rewards.numeric import same_number
 from adora_vl.rewards.relations import (
     RELATION_SIGN_BY_SPELLING,
     RELATION_SIGN_PATTERN,
     join_conditions,
-    read_chain,
-    read_equation,
-    read_inequality,
+    parse_chain,
+    parse_equation,
+    parse_inequality,
 )
 from adora_vl.rewards.solutions import interval_solution
 
@@ -57,25 +57,25 @@ _MATRIX_PATTERN = re.compile(
     r"[(\[]?\\begin\{(p|b|small|)(?:matrix|array)\}(?:\{[clr|]+\})?((?:(?!\\begin).)+)\\end\{\1(?:matrix|array)\}[)\]]?"
 )
 # Reasons for which a text cannot be read as several values. They say more than the reason why it is
-# no single value (`read_structured`).
+# no single value (`parse_structured`).
 REFUSAL_REASONS = frozenset(
     {"decimal_comma", "matrix", "open_list", "chain_differs", "always_true", "labels", "too_large"}
 )
 
 
-def read_reference(raw: str) -> Answer:
+def parse_reference(raw: str) -> Answer:
     """Read a reference answer of one value or of several. It never raises.
 
     For example, `1,000` is the number 1000, `y = 2x + 1` an equation with the name `y`, and
     `1, 2 and 3` a list of three numbers.
     """
-    return _read_reference_cached(raw) if len(raw) <= MAX_CHARS else read_value(raw)
+    return _parse_reference_cached(raw) if len(raw) <= MAX_CHARS else parse_value(raw)
 
 
 @lru_cache(maxsize=256)
-def _read_reference_cached(raw: str) -> Answer:
-    """Return `read_reference` with a cache, since the rollouts of a group share the reference."""
-    value = read_value(raw)
+def _parse_reference_cached(raw: str) -> Answer:
+    """Return `parse_reference` with a cache, since the rollouts of a group share the reference."""
+    value = parse_value(raw)
     # `y = 2x + 1` has been read as the expression `2x + 1`, and may be an equation.
     may_be_structured = value.kind == "expression" and "=" in raw
     if value.kind == "unreadable":
@@ -84,8 +84,8 @@ def _read_reference_cached(raw: str) -> Answer:
     if not may_be_structured:
         return value
     # A structured answer has several values, a relation, an interval, or one value with its name.
-    answer = read_structured(value)
-    if answer.is_value and not answer.label:
+    answer = parse_structured(value)
+    if answer.is_value and not answer.name:
         # One value in braces is a set of one.
         answer = Answer("unordered", value.text, parts=(answer,))
     reason = value.reason
@@ -101,7 +101,7 @@ def canonical_gold(text: str) -> str:
     It never raises: a reference answer without a canonical form is returned as it is, and
     `verify_gold` says why it cannot be used.
     """
-    answer = read_reference(text)
+    answer = parse_reference(text)
     if answer.reason in {"too_long", "hidden_characters"}:
         return text
     # The names and brackets of a relation or list are part of the answer, so they are kept.
@@ -113,10 +113,10 @@ def canonical_gold(text: str) -> str:
     return f"{answer.text}{space}{unit}"
 
 
-def read_structured(answer: Answer) -> Answer:
+def parse_structured(answer: Answer) -> Answer:
     """Read an answer anew as a structured answer: several values, or a value with a name.
 
-    `read_value` takes the name off `x = 5`, and reads `1000,99` as one number. Here `x = 5` keeps
+    `parse_value` takes the name off `x = 5`, and reads `1000,99` as one number. Here `x = 5` keeps
     its name, and `1000,99` may be two values.
 
     It raises nothing. A text that cannot be read becomes an answer of the kind `unreadable`. Its
@@ -125,7 +125,7 @@ def read_structured(answer: Answer) -> Answer:
     """
     try:
         return _parse_structured(answer.text_with_names)
-    except NotReadError as error:
+    except ParseError as error:
         says_more = error.reason in REFUSAL_REASONS or not answer.reason
         return replace(answer, kind="unreadable", refusal=error.reason if says_more else "")
 
@@ -134,12 +134,12 @@ def read_structured(answer: Answer) -> Answer:
 def _parse_structured(text: str) -> Answer:
     """Parse a canonical text with all its names and brackets as a structured answer.
 
-    Raises `NotReadError` for a text that cannot be read, and for one with too many parts.
+    Raises `ParseError` for a text that cannot be read, and for one with too many parts.
     """
     if _SEVERAL_LINES_PATTERN.search(text) and not _MATRIX_PATTERN.search(text):
-        raise NotReadError("matrix")
+        raise ParseError("matrix")
     if _OPEN_LIST_PATTERN.search(text):
-        raise NotReadError("open_list")
+        raise ParseError("open_list")
     text = (
         text.replace(r"\langle", "(")
         .replace(r"\rangle", ")")
@@ -148,7 +148,7 @@ def _parse_structured(text: str) -> Answer:
     )
     answer = _parse_form(text, depth=0)
     if _count_answers(answer) > 3 * MAX_PARTS:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     return answer
 
 
@@ -172,50 +172,50 @@ def _parse_form(text: str, depth: int) -> Answer:
     8. a plus-minus: `1 \pm \sqrt{2}`
     9. a single value
 
-    `depth` is the number of forms around the text. Raises `NotReadError`.
+    `depth` is the number of forms around the text. Raises `ParseError`.
     """
     text = text.strip()
     if depth > MAX_LIST_DEPTH:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     if not text:
-        raise NotReadError("empty_box")
+        raise ParseError("empty_box")
     if matrix := _MATRIX_PATTERN.fullmatch(text):
-        return _read_matrix(text, matrix[2])
+        return _parse_matrix(text, matrix[2])
     alternatives, _ = split_outside_brackets(text, _OR_PATTERN)
     all_have_comma = all("," in alternative for alternative in alternatives)
     if len(alternatives) > 1 and all_have_comma and ";" not in "".join(alternatives):
         # The alternatives are lists themselves, as in `p = 5, q = 2 or p = 7, q = 2`.
-        return _read_list(text, pieces=alternatives, separators=["or"], depth=depth)
+        return _parse_list(text, pieces=alternatives, separators=["or"], depth=depth)
     for pattern in (_SEMICOLON_PATTERN, _COMMA_OR_WORD_PATTERN):
         pieces, matches = split_outside_brackets(text, pattern)
         if len(pieces) > 1:
-            return _read_list(text, pieces=pieces, separators=matches, depth=depth)
+            return _parse_list(text, pieces=pieces, separators=matches, depth=depth)
     sides, matches = split_outside_brackets(text, _MEMBERSHIP_SIGN_PATTERN)
     if matches:
         if len(sides) != 2 or not VALUE_NAME_PATTERN.fullmatch(sides[0]):
-            raise NotReadError("relation")
+            raise ParseError("relation")
         name, set_text = sides
         values = _parse_form(set_text, depth + 1)
         # The right side has to be an interval, which has a `solution`, or a set.
         if not values.solution and values.kind != "unordered":
-            raise NotReadError("relation")
-        return replace(values, label=name, text=text)
+            raise ParseError("relation")
+        return replace(values, name=name, text=text)
     pieces, _ = split_outside_brackets(text, _UNION_SIGN_PATTERN)
     if len(pieces) > 1:
         intervals = [_parse_form(piece, depth + 1) for piece in pieces]
         return join_conditions(text, word="or", parts=intervals)
     sides, signs = split_outside_brackets(text, RELATION_SIGN_PATTERN)
     if signs:
-        return _read_relation(
+        return _parse_relation(
             text,
             sides=sides,
             signs=[RELATION_SIGN_BY_SPELLING[sign] for sign in signs],
             depth=depth,
         )
-    return _read_bracketed(text, depth) or _read_plus_minus(text) or read_single_value(text)
+    return _parse_bracketed(text, depth) or _parse_plus_minus(text) or parse_value_or_raise(text)
 
 
-def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) -> Answer:
+def _parse_list(text: str, pieces: list[str], separators: list[str], depth: int) -> Answer:
     """Read a list of several values, or one inequality where all pieces are inequalities.
 
     Args:
@@ -224,28 +224,28 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
         separators: the separators between the pieces: a comma, a semicolon, `and` or `or`.
         depth: as in `_parse_form`.
 
-    Raises `NotReadError` for a piece that cannot be read, for a mixture of `and` and `or` between
+    Raises `ParseError` for a piece that cannot be read, for a mixture of `and` and `or` between
     inequalities, and for values of which only some have names, or of which two have the same name.
     """
     parts: list[Answer] = []
     for piece in pieces:
         # `0,5` may be one number or two, and `000` may be the end of `1, 000`.
         if _AMBIGUOUS_PIECE_PATTERN.fullmatch(piece):
-            raise NotReadError("decimal_comma" if "," in piece else "enumeration")
+            raise ParseError("decimal_comma" if "," in piece else "enumeration")
         part = _parse_form(piece, depth + 1)
         # In a list `1 \pm 2` counts as two values.
         parts += part.parts if part.is_plus_minus else [part]
     if _are_conditions(parts):
         is_or = ["or" in separator for separator in separators]
         if any(is_or) and not all(is_or):
-            raise NotReadError("relation")  # `and` and `or` side by side
+            raise ParseError("relation")  # `and` and `or` side by side
         return join_conditions(text, word="or" if is_or[0] else "and", parts=parts)
-    label = _common_name(parts)
-    if label:
-        parts = [replace(part, label="") for part in parts]
+    name = _common_name(parts)
+    if name:
+        parts = [replace(part, name="") for part in parts]
     if len(parts) > MAX_PARTS:
-        raise NotReadError("too_large")
-    return Answer(kind="unordered", text=text, label=label, parts=tuple(parts))
+        raise ParseError("too_large")
+    return Answer(kind="unordered", text=text, name=name, parts=tuple(parts))
 
 
 def _are_conditions(parts: Sequence[Answer]) -> bool:
@@ -257,7 +257,7 @@ def _are_conditions(parts: Sequence[Answer]) -> bool:
     for part in parts:
         if part.kind == "inequality":
             has_inequality = True
-        elif not part.label or not part.is_value:
+        elif not part.name or not part.is_value:
             return False
     return has_inequality
 
@@ -269,32 +269,32 @@ def _common_name(parts: Sequence[Answer]) -> str:
     - `x = 5 or x = 6`: `x`, since all have the same name.
     - `4, -8` and `a = 4, b = 5`: empty, since there is no name, or each value has its own.
 
-    Raises `NotReadError` for any other combination, such as `a = 4, a = 5, b = 3`.
+    Raises `ParseError` for any other combination, such as `a = 4, a = 5, b = 3`.
     """
-    labels = [part.label for part in parts]
-    if not any(labels):
+    names = [part.name for part in parts]
+    if not any(names):
         return ""
-    only_first_has_name = labels[0] != "" and not any(labels[1:])
-    all_have_one_name = labels[0] != "" and len(set(labels)) == 1
+    only_first_has_name = names[0] != "" and not any(names[1:])
+    all_have_one_name = names[0] != "" and len(set(names)) == 1
     if only_first_has_name or all_have_one_name:
-        return labels[0]
-    has_repeated_name = len(set(labels)) < len(labels)
-    if not all(labels) or has_repeated_name:
-        raise NotReadError("labels")
+        return names[0]
+    has_repeated_name = len(set(names)) < len(names)
+    if not all(names) or has_repeated_name:
+        raise ParseError("labels")
     return ""
 
 
-def _read_bracketed(text: str, depth: int) -> Answer | None:
+def _parse_bracketed(text: str, depth: int) -> Answer | None:
     r"""Read a text in brackets: a point, tuple, interval or set, such as `(3, 4)` and `\{1, 2\}`.
 
     A point may have a name, as in `A(3, 4)`. Returns None if no pair of brackets encloses the whole
-    text. Raises `NotReadError` if the pieces between the brackets cannot be read.
+    text. Raises `ParseError` if the pieces between the brackets cannot be read.
     """
     point = _NAMED_POINT_PATTERN.fullmatch(text)
     if point and "," in point[2]:  # A(3, 4)
         name, coordinates = point.groups()
-        coordinates_answer = _read_bracketed(coordinates, depth)
-        return coordinates_answer and replace(coordinates_answer, label=name, text=text)
+        coordinates_answer = _parse_bracketed(coordinates, depth)
+        return coordinates_answer and replace(coordinates_answer, name=name, text=text)
     if text.startswith(r"\{"):
         opening = r"\{"
         closing = r"\}"
@@ -309,13 +309,13 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         return None
     if opening == r"\{" or (opening == "{" and closing == "}"):
         has_backslash = opening == r"\{"
-        return _read_braces(text, text_inside, has_backslash=has_backslash, depth=depth)
+        return _parse_braces(text, text_inside, has_backslash=has_backslash, depth=depth)
     if opening not in {"(", "["}:
         return None
-    return _read_tuple(text, text_inside, brackets=opening + closing, depth=depth)
+    return _parse_tuple(text, text_inside, brackets=opening + closing, depth=depth)
 
 
-def _read_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answer | None:
+def _parse_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answer | None:
     """Read a point, tuple or interval in round or square brackets: `(3, -4)`, `[2, 5)`.
 
     Returns None for a single value in brackets, and for brackets that do not match.
@@ -326,7 +326,7 @@ def _read_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answe
         brackets: the first and the last character of the text, such as `[)`.
         depth: as in `_parse_form`.
 
-    Raises `NotReadError` for a piece that cannot be read.
+    Raises `ParseError` for a piece that cannot be read.
     """
     pieces, semicolons = split_outside_brackets(text_inside, _SEMICOLON_PATTERN)
     if not semicolons:
@@ -343,10 +343,10 @@ def _read_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answe
         else:
             parts.append(_parse_form(piece, depth + 1))
     if any(part.kind == "unordered" and not part.is_plus_minus for part in parts):
-        raise NotReadError("enumeration")  # (3,5; 4)
+        raise ParseError("enumeration")  # (3,5; 4)
     interval = None
     if len(parts) == 2:
-        low, high = [part.lone_number or part.text for part in parts]
+        low, high = [part.plain_number or part.text for part in parts]
         # None if the two parts cannot be the ends of an interval, as in `(3, -4)`.
         interval = interval_solution(low=low, high=high, brackets=brackets)
     return Answer(
@@ -354,41 +354,41 @@ def _read_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answe
     )
 
 
-def _read_braces(text: str, text_inside: str, *, has_backslash: bool, depth: int) -> Answer:
+def _parse_braces(text: str, text_inside: str, *, has_backslash: bool, depth: int) -> Answer:
     r"""Read a set in `\{\}`, or in plain braces, for which `has_backslash` is false.
 
     `\{5\}` is a set of one value, while `{5}` is the value 5, and `{1, 2}` is a set again. Raises
-    `NotReadError` for a set of sets, and for a set of anything but values and points.
+    `ParseError` for a set of sets, and for a set of anything but values and points.
     """
     inner_answer = _parse_form(text_inside, depth + 1)
     # Plain braces make a set only around a list, whose kind is `unordered`.
     is_set_inside = inner_answer.text.startswith(r"\{")
     if not has_backslash and (is_set_inside or inner_answer.kind != "unordered"):
         return inner_answer
-    is_list = inner_answer.kind == "unordered" and not inner_answer.label
+    is_list = inner_answer.kind == "unordered" and not inner_answer.name
     parts = inner_answer.parts if is_list else (inner_answer,)
     if is_set_inside or not all(part.is_value or part.kind == "ordered" for part in parts):
-        raise NotReadError("enumeration")
+        raise ParseError("enumeration")
     return Answer("unordered", text, parts=parts)
 
 
-def _read_matrix(text: str, inside: str) -> Answer:
+def _parse_matrix(text: str, inside: str) -> Answer:
     r"""Return a matrix as a tuple of its rows, or a matrix of one column as a tuple of its entries.
 
     `inside` is the text between `\begin` and `\end`: `1&2\\3&4` gives the rows (1, 2) and (3, 4),
-    and `1\\2` gives the tuple (1, 2). Raises `NotReadError` for rows of unequal length, for entries
+    and `1\\2` gives the tuple (1, 2). Raises `ParseError` for rows of unequal length, for entries
     that are neither numbers nor expressions, and for more than `MAX_PARTS` entries.
     """
     rows = []
     for line in inside.split(r"\\"):
         if line.strip():
-            rows.append([read_single_value(entry.strip()) for entry in line.split("&")])
+            rows.append([parse_value_or_raise(entry.strip()) for entry in line.split("&")])
     has_equal_rows = len({len(row) for row in rows}) == 1  # false without any row, too
     if not has_equal_rows or len(rows) * len(rows[0]) > MAX_PARTS:
-        raise NotReadError("matrix")
+        raise ParseError("matrix")
     # A number or an expression has a tree. A text or a percentage has none.
     if any(not entry.tree for row in rows for entry in row):
-        raise NotReadError("matrix")
+        raise ParseError("matrix")
     # A column is a vector, which may be written as a tuple too.
     if len(rows) > 1 and len(rows[0]) == 1:
         return Answer(kind="ordered", text=text, parts=tuple(row[0] for row in rows), brackets="()")
@@ -400,47 +400,47 @@ def _read_matrix(text: str, inside: str) -> Answer:
     return Answer(kind="ordered", text=text, parts=tuple(row_answers), brackets="rows")
 
 
-def _read_plus_minus(text: str) -> Answer | None:
+def _parse_plus_minus(text: str) -> Answer | None:
     r"""Read a plus-minus as a list of two values: `1 \pm 2` is `1+2` and `1-2`.
 
-    Returns None for a text without such a sign. Raises `NotReadError` for two plus-minus signs, and
+    Returns None for a text without such a sign. Raises `ParseError` for two plus-minus signs, and
     for two equal values, as in `12 \pm 0`.
     """
     if not _PLUS_MINUS_PATTERN.search(text) and not _MINUS_PLUS_PATTERN.search(text):
         return None
     if len(_PLUS_MINUS_PATTERN.findall(text)) > 1:
-        raise NotReadError("enumeration")  # two values, or four?
+        raise ParseError("enumeration")  # two values, or four?
     values = []
     for plus, minus in ("+-", "-+"):
-        value = read_value(_MINUS_PLUS_PATTERN.sub(minus, _PLUS_MINUS_PATTERN.sub(plus, text)))
+        value = parse_value(_MINUS_PLUS_PATTERN.sub(minus, _PLUS_MINUS_PATTERN.sub(plus, text)))
         if not value.tree:  # this text is no expression
-            raise NotReadError("enumeration")
+            raise ParseError("enumeration")
         # The answer `12 + 1` leaves arithmetic to be done, but `12 \pm 1` does not. The two values
         # have no text in the answer, so `raw` is empty.
-        number = value.number and replace(value.number, has_undone_arithmetic=False)
+        number = value.number and replace(value.number, is_unevaluated=False)
         values.append(replace(value, number=number, raw=""))
-    first, second = [value.lone_number for value in values]
+    first, second = [value.plain_number for value in values]
     if first and second and same_number(first, second):
-        raise NotReadError("enumeration")  # 12 \pm 0
+        raise ParseError("enumeration")  # 12 \pm 0
     return Answer(kind="unordered", text=text, parts=tuple(values), is_plus_minus=True)
 
 
-def _read_named_tuple(text: str, names_text: str, values_text: str, depth: int) -> Answer:
+def _parse_named_tuple(text: str, names_text: str, values_text: str, depth: int) -> Answer:
     """Read a tuple whose parts have names: `(x, y) = (3, 4)` has the parts `x = 3` and `y = 4`.
 
-    Raises `NotReadError` if the right side is no tuple with as many parts as there are names.
+    Raises `ParseError` if the right side is no tuple with as many parts as there are names.
     """
-    values = _read_bracketed(values_text, depth)
+    values = _parse_bracketed(values_text, depth)
     names = re.split(r"[,;]\s?", names_text[1:-1])
     if not values or values.kind != "ordered" or len(names) != len(values.parts):
-        raise NotReadError("equation")
+        raise ParseError("equation")
     parts = []
     for name, part in zip(names, values.parts, strict=True):
-        parts.append(replace(part, label=name))
+        parts.append(replace(part, name=name))
     return replace(values, text=text, parts=tuple(parts))
 
 
-def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
+def _parse_relation(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
     r"""Return the answer in a text with relation signs.
 
     The cases in the order of the code:
@@ -459,32 +459,32 @@ def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) ->
         signs: the signs, with `~` for approximately.
         depth: as in `_parse_form`.
 
-    Raises `NotReadError` for a text that cannot be read.
+    Raises `ParseError` for a text that cannot be read.
     """
     # No side may be empty, and an approximation has to be the last sign.
     if not all(sides) or "~" in signs[:-1]:
-        raise NotReadError("relation")
+        raise ParseError("relation")
     if set(signs) - {"=", "~"}:  # one of `<`, `<=`, `>`, `>=` and `!=`
-        return read_inequality(text, sides, signs)
+        return parse_inequality(text, sides, signs)
     if len(sides) > 2:
-        return read_chain(sides)
+        return parse_chain(sides)
     first, second = sides
     if signs == ["~"]:
         if not _is_value_name(first) and not _TUPLE_OF_NAMES_PATTERN.fullmatch(first):
-            raise NotReadError("equation")
-        return _read_named(text, name=first, value_text=second, depth=depth)
+            raise ParseError("equation")
+        return _parse_named_value(text, name=first, value_text=second, depth=depth)
     if all(FIGURE_NAME_PATTERN.fullmatch(side) for side in sides):
-        return read_equation(text, sides)  # AB = CD
+        return parse_equation(text, sides)  # AB = CD
     if _is_value_name(second) and not _is_value_name(first):  # 5 = x
-        answer = _read_named(text, name=second, value_text=first, depth=depth)
+        answer = _parse_named_value(text, name=second, value_text=first, depth=depth)
     elif _is_value_name(first) or _TUPLE_OF_NAMES_PATTERN.fullmatch(first):
-        answer = _read_named(text, name=first, value_text=second, depth=depth)
+        answer = _parse_named_value(text, name=first, value_text=second, depth=depth)
     else:
-        return read_equation(text, sides)  # 2x + 4y = 3
-    name_tree = read_value(answer.label).tree
+        return parse_equation(text, sides)  # 2x + 4y = 3
+    name_tree = parse_value(answer.name).tree
     if answer.kind == "expression" and name_tree is not None and name_tree[0] == "unknown":
-        equation = read_equation(text, sides)  # y = 2x + 1
-        return replace(equation, parts=(replace(answer, label=""),), label=answer.label)
+        equation = parse_equation(text, sides)  # y = 2x + 1
+        return replace(equation, parts=(replace(answer, name=""),), name=answer.name)
     return answer
 
 
@@ -493,17 +493,17 @@ def _is_value_name(text: str) -> bool:
     return VALUE_NAME_PATTERN.fullmatch(text) is not None
 
 
-def _read_named(text: str, name: str, value_text: str, depth: int) -> Answer:
+def _parse_named_value(text: str, name: str, value_text: str, depth: int) -> Answer:
     """Read `value_text` and return the answer with its name.
 
     `name` is a single name such as `x`, or a tuple of names such as `(x, y)`. Only a single value,
-    a point, a list or a set can have a name. Raises `NotReadError` for anything else.
+    a point, a list or a set can have a name. Raises `ParseError` for anything else.
     """
     if _TUPLE_OF_NAMES_PATTERN.fullmatch(name):
-        return _read_named_tuple(text, names_text=name, values_text=value_text, depth=depth)
+        return _parse_named_tuple(text, names_text=name, values_text=value_text, depth=depth)
     value = _parse_form(value_text, depth + 1)
     if value.is_value:
-        return replace(value, label=name)
+        return replace(value, name=name)
     if value.kind not in {"ordered", "unordered"}:
-        raise NotReadError("equation")
-    return replace(value, text=text, label=name)
+        raise ParseError("equation")
+    return replace(value, text=text, name=name)

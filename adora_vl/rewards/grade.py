@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from adora_vl.data.prompts import without_letters
-from adora_vl.rewards.answer import Answer, read_value
+from adora_vl.rewards.answer import Answer, parse_value
 from adora_vl.rewards.compare import compare
 from adora_vl.rewards.compare_values import (
     ComparisonResult,
@@ -25,7 +25,7 @@ from adora_vl.rewards.compare_values import (
     wrong,
 )
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
-from adora_vl.rewards.forms import canonical_gold, read_reference, read_structured
+from adora_vl.rewards.forms import canonical_gold, parse_reference, parse_structured
 from adora_vl.rewards.grammar import unknowns
 from adora_vl.rewards.thinking import final_part, is_blank
 
@@ -114,8 +114,8 @@ def grade(
     content = last_answer(response) if answer_tags else last_boxed(response)
     result = ComparisonResult("unparseable", "no_box")
     if content is not None:
-        reference = read_reference(gold)
-        answer = read_answer_for(
+        reference = parse_reference(gold)
+        answer = parse_answer_for(
             reference, response=response, content=content, answer_tags=answer_tags
         )
         result = _decide_verdict(
@@ -196,8 +196,8 @@ def _decide_verdict(
     is empty for a problem that is no multiple-choice question. Source: the grading policy, points
     3, 5 and 6.
     """
-    answer_choice = _read_named_choice(answer, choices)
-    reference_choice = _read_named_choice(reference, choices)
+    answer_choice = _parse_named_choice(answer, choices)
+    reference_choice = _parse_named_choice(reference, choices)
     if not choices:
         return _decide_without_choices(
             answer,
@@ -289,7 +289,7 @@ def _grade_by_value(
         return result
     # The value is right but has another text, so no other choice may have the same value.
     for choice in choices:
-        choice_value = read_value(choice)
+        choice_value = parse_value(choice)
         is_another_text = choice_value.text != reference.text
         if is_another_text and compare(choice_value, reference).verdict == "correct":
             return wrong("another_choice")
@@ -316,33 +316,33 @@ def _grade_by_letter(
         is_same = answer_choice.letter == reference_choice.letter
     else:
         # `value` is read as a reference answer. As the answer here, the choice is read anew.
-        is_same = compare(read_value(value.raw), reference).verdict == "correct"
+        is_same = compare(parse_value(value.raw), reference).verdict == "correct"
     if not is_same:
         return wrong("different_letter")
     return correct("letter")
 
 
-def read_answer_for(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
+def parse_answer_for(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
     r"""Return the answer that a response gives, read for this reference answer.
 
     If the reference answer has several values, the last boxes in a row count as one answer:
     `\boxed{1} and \boxed{2}` is read as `1, 2`.
 
     Args:
-        reference: the reference answer, from `read_reference`.
+        reference: the reference answer, from `parse_reference`.
         response: the final part of the response.
         content: the content of its last box or `<answer>` block.
         answer_tags: as in `grade`.
     """
-    answer = read_value(content)
+    answer = parse_value(content)
     if reference.kind != "unordered":
         return answer
-    has_names = any(part.label for part in reference.parts)
+    has_names = any(part.name for part in reference.parts)
     boxes = boxes_in_a_row(response, answer_tags, has_names)
     # A last box that has several values itself is the whole answer.
-    if len(boxes) < 2 or read_structured(answer).kind == "unordered":
+    if len(boxes) < 2 or parse_structured(answer).kind == "unordered":
         return answer
-    return read_value(", ".join(boxes))
+    return parse_value(", ".join(boxes))
 
 
 def compare_parts(
@@ -358,10 +358,12 @@ def compare_parts(
     answer is a single value. The arguments are those of `grade`.
     """
     content = last_answer(response) if answer_tags else last_boxed(response)
-    reference = read_reference(gold)
+    reference = parse_reference(gold)
     if content is None or not reference.is_structured:
         return None
-    answer = read_answer_for(reference, response=response, content=content, answer_tags=answer_tags)
+    answer = parse_answer_for(
+        reference, response=response, content=content, answer_tags=answer_tags
+    )
     return compare(answer, reference, rounding)
 
 
@@ -377,7 +379,7 @@ class _NamedChoice(NamedTuple):
     text_beside: str = ""
 
 
-def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None:
+def _parse_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None:
     """Return the choice that an answer names, None if it names none.
 
     - `C` and `(C)` always name one.
@@ -405,7 +407,7 @@ def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice |
         return None
     if letter.islower():
         # `c` is a value where a choice such as `2c` has it as an unknown.
-        trees = [read_value(choice).tree for choice in choices]
+        trees = [parse_value(choice).tree for choice in choices]
         if any(tree is not None and letter in unknowns(tree) for tree in trees):
             return None
     return _NamedChoice(answer.text, letter=letter.upper(), text_beside=text_beside)
@@ -419,10 +421,10 @@ def _agrees_with_text_beside(choice: _NamedChoice, value: Answer) -> bool:
     # The value of a choice may itself look like a letter with a value.
     if not choice.text_beside or choice.text == value.text:
         return True
-    return compare(read_value(choice.text_beside), value).verdict == "correct"
+    return compare(parse_value(choice.text_beside), value).verdict == "correct"
 
 
 def _value_of_letter(letter: str, choices: Sequence[str]) -> Answer | None:
     """Return the value of the choice with this letter, None if there are fewer choices."""
     index = ord(letter) - ord("A")
-    return read_reference(choices[index]) if index < len(choices) else None
+    return parse_reference(choices[index]) if index < len(choices) else None

@@ -70,7 +70,7 @@ _INVERSE_BY_COMMAND = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
 _MINUS_ONE = ("sum", (-1, ("num", "1")))  # the tree of `-1`
 
 
-class NotReadError(ValueError):
+class ParseError(ValueError):
     """A text cannot be read, or a tree has no value.
 
     `reason` names the rule:
@@ -88,31 +88,31 @@ class NotReadError(ValueError):
         self.reason = reason
 
 
-def read_tree(text: str, *, is_formula: bool = False) -> Tree:
+def parse_tree(text: str, *, is_formula: bool = False) -> Tree:
     """Read a text in canonical form into a tree.
 
     For example, `2x` is `("product", ("*", ("num", "2")), ("*", ("unknown", "x")))`. In a formula
     the letters are quantities, so that `ab` is a product and `R` an unknown.
 
-    Raises `NotReadError` with the reason `not_read` for anything that is not in the grammar, and
+    Raises `ParseError` with the reason `not_read` for anything that is not in the grammar, and
     `too_large` for a text over one of the limits above.
     """
     if len(text) > MAX_CHARS:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     if _deepest_nesting(text) > MAX_NESTING:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     tokens = (_FORMULA_TOKEN_PATTERN if is_formula else _TOKEN_PATTERN).findall(text)
     if "".join(tokens) != text:
-        raise NotReadError  # `findall` has skipped a character that no token has
+        raise ParseError  # `findall` has skipped a character that no token has
     if sum(symbol in _COSTLY_TOKENS for symbol in tokens) > MAX_COSTLY_TOKENS:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     symbols = [symbol for symbol in tokens if symbol != " "]
     if is_formula:
         symbols = [_unify_name(symbol) for symbol in symbols]
     parser = _Parser(symbols)
     tree = parser.sum()
     if parser.peek():
-        raise NotReadError  # tokens are left after the sum, such as a closing bracket
+        raise ParseError  # tokens are left after the sum, such as a closing bracket
     return tree
 
 
@@ -197,7 +197,7 @@ def _unify_name(symbol: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def read_formula(text: str) -> Tree | None:
+def parse_formula(text: str) -> Tree | None:
     r"""Return the tree of a formula whose letters are quantities: `2ab` is 2 times a times b.
 
     Returns None for a text that is no formula: letters alone, such as `ab`, a text with a word of
@@ -208,15 +208,15 @@ def read_formula(text: str) -> Tree | None:
     if text.isalpha() or not has_sign_of_formula or _LONG_WORD_PATTERN.search(text):
         return None
     try:
-        return read_tree(text, is_formula=True)
-    except NotReadError:
+        return parse_tree(text, is_formula=True)
+    except ParseError:
         return None
 
 
 class _Parser:
     """A recursive-descent parser with one method for each rule of the grammar.
 
-    Each method reads its rule from the next token on, returns its tree, and raises `NotReadError`
+    Each method reads its rule from the next token on, returns its tree, and raises `ParseError`
     where the tokens do not fit. `MAX_NESTING` bounds the depth of the recursion.
     """
 
@@ -229,13 +229,13 @@ class _Parser:
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
     def _take(self, expected: str = "") -> str:
-        """Consume the next token and return it. Raises `NotReadError` if it is not `expected`.
+        """Consume the next token and return it. Raises `ParseError` if it is not `expected`.
 
         An empty `expected` allows any token.
         """
         symbol = self.peek()
         if not symbol or (expected and symbol != expected):
-            raise NotReadError
+            raise ParseError
         self._next += 1
         return symbol
 
@@ -282,7 +282,7 @@ class _Parser:
             elif is_behind_divisor or symbol == "{" or symbol[0] in ".0123456789":
                 # `1/2\pi` can be (1/2)pi or 1/(2pi). `1{2}` and `\sqrt{3}2` may be misprints of
                 # something else.
-                raise NotReadError
+                raise ParseError
             factors.append(("*", self._power()))
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
@@ -298,10 +298,10 @@ class _Parser:
         if self.peek() != "^":
             return base
         if first_symbol in _FUNCTION_COMMANDS:
-            raise NotReadError  # `\sin30^2` can be sin(30^2) or (sin 30)^2
+            raise ParseError  # `\sin30^2` can be sin(30^2) or (sin 30)^2
         exponent = self._exponent()
         if self.peek() == "^":
-            raise NotReadError  # `2^3^4` has no meaning in TeX
+            raise ParseError  # `2^3^4` has no meaning in TeX
         return ("power", base, exponent)
 
     def _factorial(self, base: Tree) -> Tree:
@@ -312,10 +312,10 @@ class _Parser:
         """
         last_symbol = self._tokens[self._next - 1]
         if last_symbol not in {")", "}"} and base[0] not in {"num", "unknown"}:
-            raise NotReadError
+            raise ParseError
         self._take("!")
         if self.peek() in {"!", "^"}:
-            raise NotReadError
+            raise ParseError
         return ("factorial", base)
 
     def _exponent(self) -> Tree:
@@ -325,7 +325,7 @@ class _Parser:
         if len(symbol) == 1 and symbol.isdigit():
             return self._literal()
         if symbol != "{" and not _is_unknown(symbol):
-            raise NotReadError  # TeX prints `2^34` as 2^3 with a 4 beside it
+            raise ParseError  # TeX prints `2^34` as 2^3 with a 4 beside it
         return self._primary()  # the group in braces, or the letter
 
     def _primary(self) -> Tree:
@@ -351,7 +351,7 @@ class _Parser:
             return ("pi",)
         if _is_unknown(symbol):
             return ("unknown", symbol)
-        raise NotReadError
+        raise ParseError
 
     def _group(self, opening: str = "{") -> Tree:
         """Return a sum in brackets, round ones or braces."""
@@ -364,9 +364,9 @@ class _Parser:
         """Return a number in digits, such as `12` or `0.5`."""
         symbol = self._take()
         if symbol[0] not in ".0123456789":
-            raise NotReadError
+            raise ParseError
         if len(symbol) > MAX_LITERAL_DIGITS:
-            raise NotReadError("too_large")
+            raise ParseError("too_large")
         return ("num", symbol)
 
     def _mixed(self, integer: Tree) -> Tree:
@@ -389,10 +389,10 @@ class _Parser:
             return integer  # the fraction stays as the next factor of the product
         self._primary()  # takes the tokens of the fraction
         if int(denominator) == 0:
-            raise NotReadError("undefined")
+            raise ParseError("undefined")
         is_proper = 0 < int(numerator) < int(denominator)
         if "." in integer[1] or not is_proper or self.peek() == "^":
-            raise NotReadError
+            raise ParseError
         return ("mixed", integer[1], numerator, denominator)
 
     def _root(self) -> Tree:
@@ -405,7 +405,7 @@ class _Parser:
             self._take()
             degree = self._take()
             if not _ROOT_DEGREE_PATTERN.fullmatch(degree):
-                raise NotReadError
+                raise ParseError
             self._take("]")
         return ("root", int(degree), self._group("(" if self.peek() == "(" else "{"))
 
@@ -426,11 +426,11 @@ class _Parser:
         exponent = self._exponent() if self.peek() == "^" else None
         if exponent == _MINUS_ONE:  # the inverse function, not one divided by the function
             if name not in _INVERSE_BY_COMMAND:
-                raise NotReadError
+                raise ParseError
             return ("call", _INVERSE_BY_COMMAND[name], self._argument())
         # Only the exponents 2 and 3 are read, not `\sin^nx`.
         if exponent not in (None, ("num", "2"), ("num", "3")):
-            raise NotReadError
+            raise ParseError
         call = ("call", name[1:], self._argument())
         return call if exponent is None else ("power", call, exponent)
 
@@ -446,5 +446,5 @@ class _Parser:
         argument = self._primary() if is_primary else self._literal()
         next_symbol = self.peek()
         if next_symbol in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(next_symbol):
-            raise NotReadError  # `\sin30\sqrt{3}` does not show where the angle ends
+            raise ParseError  # `\sin30\sqrt{3}` does not show where the angle ends
         return argument

@@ -205,7 +205,7 @@ class JudgeReward:
             remedy = error.remedy(KEY_VARIABLE)
             raise UserError(f"{judge} gave no answer: {error}; {remedy}") from None
         try:
-            return read_score(reply.text)
+            return parse_score(reply.text)
         except EndpointError as error:
             remedy = "its reply has to end in a score such as <score>0.7</score>"
             if reply.finish_reason == "length":
@@ -224,7 +224,7 @@ class JudgeReward:
         if cached_score is not None:
             return cached_score
         try:
-            return float(self.client.ask(messages, read_score))
+            return float(self.client.ask(messages, parse_score))
         except EndpointError as error:
             return error
 
@@ -241,7 +241,7 @@ class JudgeReward:
             return None
 
 
-def read_score(text: str) -> str:
+def parse_score(text: str) -> str:
     """Return the score in a judge's reply as text, from its last `<score>` tags.
 
     `<score>0.2</score>, no, <score>0.7</score>` gives `0.7`. What the judge thinks before its reply

@@ -31,7 +31,7 @@ _THINK_AND_ANSWER_TAGS = (*THINK_TAGS, *ANSWER_TAGS)
 _ROLE_PATTERN = re.compile(r"\b([A-Za-z]+)\s+is\s+(?:a\s+)?((?i:knight|knave))\b")
 
 
-def read_roles(text: str) -> dict[str, str] | None:
+def parse_roles(text: str) -> dict[str, str] | None:
     """Return the kind of each person that a text names; None where it calls somebody both."""
     roles: dict[str, str] = {}
     for name, role in _ROLE_PATTERN.findall(text):
@@ -40,7 +40,7 @@ def read_roles(text: str) -> dict[str, str] | None:
     return roles
 
 
-def read_logic_rl_roles(text: str, names: Iterable[str]) -> dict[str, str] | None:
+def parse_logic_rl_roles(text: str, names: Iterable[str]) -> dict[str, str] | None:
     """Return the kind of each of `names` as the reference implementation reads it.
 
     It looks for `Ada is a knight`, in capitals or not. None where somebody is missing, or where
@@ -76,9 +76,9 @@ def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
     among them. An answer that names somebody else, leaves somebody out or contradicts itself is
     unparseable. Raises `UserError` for a reference answer without roles.
     """
-    expected_roles = _read_reference_roles(reference)
+    expected_roles = _parse_reference_roles(reference)
     answer = last_answer(response) or ""
-    return _verdict_on_roles(answer, read_roles(answer), expected_roles)
+    return _verdict_on_roles(answer, parse_roles(answer), expected_roles)
 
 
 def _verdict_on_roles(
@@ -93,19 +93,19 @@ def _verdict_on_roles(
 def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
     """Return the verdict of `knights_verdict` by the reference implementation's rules.
 
-    A box does not count, and `read_logic_rl_roles` reads the last `<answer>` block.
+    A box does not count, and `parse_logic_rl_roles` reads the last `<answer>` block.
     """
-    expected_roles = _read_reference_roles(reference)
+    expected_roles = _parse_reference_roles(reference)
     # `answer_block` includes the rest of the response where a box stands in it. The reference
     # implementation knows no boxes: only what stands before the closing tag is the answer.
     block, _, _ = (answer_block(response) or "").partition(ANSWER_TAGS[1])
     answer = block.strip()
-    return _verdict_on_roles(answer, read_logic_rl_roles(answer, expected_roles), expected_roles)
+    return _verdict_on_roles(answer, parse_logic_rl_roles(answer, expected_roles), expected_roles)
 
 
-def _read_reference_roles(reference: str) -> dict[str, str]:
+def _parse_reference_roles(reference: str) -> dict[str, str]:
     """Return the roles in a reference answer. Raises `UserError` where it has none."""
-    roles = read_roles(reference)
+    roles = parse_roles(reference)
     if not roles:
         raise UserError(
             f"answer {reference!r} names no knight and no knave: prepare the data with data_prep "
@@ -130,7 +130,7 @@ def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> 
 
     It gives 3 for a right answer in the form that `has_logic_rl_form` checks, -0.5 for a wrong
     answer and -1 for no answer in that form, and -3 for any other form. Answers are read by
-    `read_logic_rl_roles`, which is stricter than `knights_reward`. It is a reward function in TRL's
+    `parse_logic_rl_roles`, which is stricter than `knights_reward`. It is a reward function in TRL's
     form.
     """
     verdicts = _judge_responses(logic_rl_verdict, completions, **columns)

@@ -1,6 +1,6 @@
 r"""The values of closed forms, and of expressions at chosen points, and whether two are the same.
 
-The values are numbers with a bound on their error (`ball`). Nothing here can hang: the length and
+The values are numbers with a bound on their error (`number_with_error`). Nothing here can hang: the length and
 depth of a tree, its costly nodes and the digits of a literal are capped (`grammar`), and so is the
 size of every value, before it is computed.
 """
@@ -13,9 +13,18 @@ from fractions import Fraction
 from functools import lru_cache, reduce
 from typing import Literal, NamedTuple
 
-from adora_vl.rewards.ball import (
+from adora_vl.rewards.grammar import (
+    ParseError,
+    Tree,
+    children,
+    is_angle_in_radians,
+    nodes,
+    replace_node,
+    unknowns,
+)
+from adora_vl.rewards.number_with_error import (
     ONE,
-    Ball,
+    NumberWithError,
     Value,
     factorial_or_binomial,
     function_value,
@@ -23,15 +32,6 @@ from adora_vl.rewards.ball import (
     pi,
     power_of,
     principal_root,
-)
-from adora_vl.rewards.grammar import (
-    NotReadError,
-    Tree,
-    children,
-    is_angle_in_radians,
-    nodes,
-    replace_node,
-    unknowns,
 )
 
 # A long decimal such as 0.3333333 may stand for a value with more digits, such as 1/3. The largest
@@ -62,43 +62,41 @@ _UNKNOWN_VALUES = [
 
 Comparison = Literal["equal", "different", "undefined", "too_large", "undecided"]
 # A value at a point, or the reason why there is none.
-_ValueOrReason = Ball | Literal["too_large", "undefined"]
+_ValueOrReason = NumberWithError | Literal["too_large", "undefined"]
 
 
-def evaluate_closed_form(tree: Tree) -> Ball:
+def evaluate_closed_form(tree: Tree) -> NumberWithError:
     r"""Return the value of a tree without unknowns, with a bound on its error.
 
-    The `Ball` also says two things about how the value is written, because they decide whether an
+    The `NumberWithError` also says two things about how the value is written, because they decide whether an
     answer is right:
 
-    - `has_undone_arithmetic`: whether arithmetic on rational numbers is still to be done, as in
+    - `is_unevaluated`: whether arithmetic on rational numbers is still to be done, as in
       `180-40`.
     - `last_digit_growth`: how much the value changes with the last digit of a long decimal in it.
 
     For example, `180-40` gives 140 with undone arithmetic, and `1.0471976` gives itself with a
     growth of 0.0000001.
 
-    Raises `NotReadError` with the reason `too_large`, `undefined` (no value, as `1/0`), or
+    Raises `ParseError` with the reason `too_large`, `undefined` (no value, as `1/0`), or
     `has_unknown` for a tree that has unknowns.
     """
-    # No unknown has a value here, so a tree with one raises `NotReadError`.
-    ball = _evaluate(tree, point=None)
+    # No unknown has a value here, so a tree with one raises `ParseError`.
+    number = _evaluate(tree, point=None)
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
         # A short number, as most answers are, has no arithmetic and is no long decimal.
-        return ball
+        return number
     all_nodes = list(nodes(tree))
-    has_undone_arithmetic = False
-    if ball.is_exact:
-        has_undone_arithmetic = any(map(_is_undone_arithmetic, all_nodes))
+    is_unevaluated = False
+    if number.is_exact:
+        is_unevaluated = any(map(_is_unevaluated_operation, all_nodes))
     last_digit_growth = None
     if any(map(_is_long_decimal, all_nodes)):
-        last_digit_growth = _last_digit_growth(tree, ball, None)
-    return replace(
-        ball, has_undone_arithmetic=has_undone_arithmetic, last_digit_growth=last_digit_growth
-    )
+        last_digit_growth = _last_digit_growth(tree, number, None)
+    return replace(number, is_unevaluated=is_unevaluated, last_digit_growth=last_digit_growth)
 
 
-def _is_undone_arithmetic(tree: Tree) -> bool:
+def _is_unevaluated_operation(tree: Tree) -> bool:
     r"""Return whether the root of a tree adds, subtracts or multiplies two rational numbers.
 
     Only the root is looked at, not the trees inside it.
@@ -204,7 +202,7 @@ def _is_long_decimal(node: Tree) -> bool:
 
 
 def _last_digit_growth(
-    tree: Tree, ball: Ball, point: Mapping[str, Fraction] | None
+    tree: Tree, number: NumberWithError, point: Mapping[str, Fraction] | None
 ) -> Value | None:
     r"""Return how much the value of a tree grows if its long decimal grows by its last place.
 
@@ -212,19 +210,19 @@ def _last_digit_growth(
 
     Args:
         tree: any tree. The result is None if it has no long decimal, or several.
-        ball: the value of the tree at `point`.
+        number: the value of the tree at `point`.
         point: the value of each unknown; None for a tree without unknowns.
     """
     raised_tree = _raise_last_digit(tree)
     if raised_tree is None:
         return None
     try:
-        return (_evaluate(raised_tree, point) - ball).value
-    except NotReadError:
+        return (_evaluate(raised_tree, point) - number).value
+    except ParseError:
         return None
 
 
-def same_number(answer: Ball, reference: Ball) -> bool | None:
+def same_number(answer: NumberWithError, reference: NumberWithError) -> bool | None:
     r"""Return whether two values are equal, or one is a long decimal that stands for the other.
 
     A long decimal stands for a value if it is the value rounded or cut at its last place, and
@@ -256,13 +254,15 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
     tolerance = float(ABSOLUTE_TOLERANCE)
     if reference_value.least_magnitude > 0:
         tolerance = float(RELATIVE_TOLERANCE) * reference_value.magnitude
-    distance = Ball(answer_value.value - reference_value.value).magnitude
+    distance = NumberWithError(answer_value.value - reference_value.value).magnitude
     error = answer_value.error + reference_value.error
     if distance > error:  # the values are surely not equal
         if last_digit_growth is None:
             return False
         # The long decimal may still stand for the other value: if less than one unit is between.
-        return distance < min(tolerance, Ball(last_digit_growth).magnitude * _ROUNDED_UNIT)
+        return distance < min(
+            tolerance, NumberWithError(last_digit_growth).magnitude * _ROUNDED_UNIT
+        )
     # The values are equal within their errors. This counts only if the errors are small.
     return True if _ERROR_MARGIN * error < tolerance else None
 
@@ -290,9 +290,11 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
         _comparison_points(names), _reference_values(reference, names), strict=True
     ):
         answer_value = _value_with_last_digit(answer, point)
-        # A value is a `Ball`, or else the reason why the tree has none here.
+        # A value is a `NumberWithError`, or else the reason why the tree has none here.
         takes_too_long = "too_large" in (answer_value, reference_value)
-        if isinstance(answer_value, Ball) and isinstance(reference_value, Ball):
+        if isinstance(answer_value, NumberWithError) and isinstance(
+            reference_value, NumberWithError
+        ):
             is_same = same_number(answer_value, reference_value)
             if is_same is None:
                 # The bounds on the errors of both overlap, but are too wide to call them equal.
@@ -300,7 +302,9 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
             if not is_same:
                 return "different"
             compared_points += 1
-        elif isinstance(answer_value, Ball) or isinstance(reference_value, Ball):
+        elif isinstance(answer_value, NumberWithError) or isinstance(
+            reference_value, NumberWithError
+        ):
             # Only one of the trees has a value. The other is undefined here, or was not computed.
             return "too_large" if takes_too_long else "different"
         elif takes_too_long:
@@ -312,13 +316,13 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
 class _ValuePair(NamedTuple):
     """The values of an answer and of a reference answer at one point."""
 
-    answer: Ball
-    reference: Ball
+    answer: NumberWithError
+    reference: NumberWithError
 
     @property
     def are_real_and_nonzero(self) -> bool:
         """Whether both are real and surely not 0."""
-        return all(ball.is_real and ball.least_magnitude > 0 for ball in self)
+        return all(number.is_real and number.least_magnitude > 0 for number in self)
 
     def is_proportional_to(self, base: _ValuePair) -> bool:
         """Return whether the answer is the same multiple of the reference answer in both pairs."""
@@ -355,7 +359,9 @@ def _value_pairs(answer: Tree, reference: Tree) -> list[_ValuePair]:
         _comparison_points(names), _reference_values(reference, names), strict=True
     ):
         answer_value = _value_at(answer, point)
-        if isinstance(answer_value, Ball) and isinstance(reference_value, Ball):
+        if isinstance(answer_value, NumberWithError) and isinstance(
+            reference_value, NumberWithError
+        ):
             pairs.append(_ValuePair(answer_value, reference_value))
         elif answer_value != reference_value:
             return []
@@ -367,10 +373,10 @@ def is_constant(tree: Tree) -> bool:
 
     `x-x+3` has, and `x+1` has not. Points at which the tree has no value are skipped.
     """
-    earlier_value: Ball | None = None
+    earlier_value: NumberWithError | None = None
     for point in _comparison_points(unknowns(tree)):
         value = _value_at(tree, point)
-        if isinstance(value, Ball):
+        if isinstance(value, NumberWithError):
             if earlier_value is not None and not _are_equal_products(
                 (value, ONE), (earlier_value, ONE)
             ):
@@ -379,7 +385,7 @@ def is_constant(tree: Tree) -> bool:
     return True
 
 
-def solve_linear(tree: Tree) -> tuple[Ball, int] | None:
+def solve_linear(tree: Tree) -> tuple[NumberWithError, int] | None:
     """Return the zero of a tree that is linear in its only unknown, and the sign of its slope.
 
     For example, `2x-6` gives 3 and 1, and `6-2x` gives 3 and -1. Returns None for a tree that is
@@ -400,7 +406,7 @@ def solve_linear(tree: Tree) -> tuple[Ball, int] | None:
     return zero, 1 if slope.value > 0 else -1
 
 
-def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
+def _zero_and_slope(tree: Tree, name: str) -> tuple[NumberWithError, NumberWithError] | None:
     """Return the zero and the slope of a tree that is linear in the unknown `name`, else None.
 
     The values at 0 and 1 give a line. The tree is linear if it lies on that line at the six numbers
@@ -408,25 +414,31 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
     """
     at_0 = _value_at(tree, {name: Fraction(0)})
     at_1 = _value_at(tree, {name: Fraction(1)})
-    if not (isinstance(at_0, Ball) and isinstance(at_1, Ball) and at_0.is_real and at_1.is_real):
+    if not (
+        isinstance(at_0, NumberWithError)
+        and isinstance(at_1, NumberWithError)
+        and at_0.is_real
+        and at_1.is_real
+    ):
         return None
     try:
         slope = at_1 - at_0
         zero = -at_0 / slope
         for x in _UNKNOWN_VALUES:
             at_x = _value_at(tree, {name: x})
-            if not isinstance(at_x, Ball):
+            if not isinstance(at_x, NumberWithError):
                 return None
             rise = at_x - at_0
-            if not _are_equal_products((rise, ONE), (slope, Ball(x))):
+            if not _are_equal_products((rise, ONE), (slope, NumberWithError(x))):
                 return None
-    except NotReadError:
+    except ParseError:
         return None
     return zero, slope
 
 
 def _are_equal_products(
-    first_factors: tuple[Ball, Ball], second_factors: tuple[Ball, Ball]
+    first_factors: tuple[NumberWithError, NumberWithError],
+    second_factors: tuple[NumberWithError, NumberWithError],
 ) -> bool:
     """Return whether two pairs of factors have the same product: (2, 6) and (3, 4) have.
 
@@ -437,7 +449,7 @@ def _are_equal_products(
         first = first_factors[0] * first_factors[1]
         second = second_factors[0] * second_factors[1]
         difference = first - second
-    except NotReadError:
+    except ParseError:
         return False
     if difference.is_exact:
         return bool(difference.value == 0)
@@ -472,12 +484,12 @@ def _reference_values(reference: Tree, names: frozenset[str]) -> tuple[_ValueOrR
 def _value_with_last_digit(tree: Tree, point: Mapping[str, Fraction]) -> _ValueOrReason:
     """Return the value of a tree at a point, or the reason why it has none.
 
-    The `Ball` has its `last_digit_growth` set, which `_value_at` leaves empty.
+    The `NumberWithError` has its `last_digit_growth` set, which `_value_at` leaves empty.
     """
-    ball = _value_at(tree, point)
-    if not isinstance(ball, Ball):
-        return ball
-    return replace(ball, last_digit_growth=_last_digit_growth(tree, ball, point))
+    number = _value_at(tree, point)
+    if not isinstance(number, NumberWithError):
+        return number
+    return replace(number, last_digit_growth=_last_digit_growth(tree, number, point))
 
 
 def _value_at(tree: Tree, point: Mapping[str, Fraction]) -> _ValueOrReason:
@@ -487,65 +499,65 @@ def _value_at(tree: Tree, point: Mapping[str, Fraction]) -> _ValueOrReason:
     """
     try:
         return _evaluate(tree, point)
-    except NotReadError as error:
+    except ParseError as error:
         return "too_large" if error.reason == "too_large" else "undefined"
 
 
-def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
+def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> NumberWithError:
     """Compute the value of a tree from the values of its parts.
 
     `point` has the value of each unknown. If it is None, the tree has to be a closed form: without
-    unknowns, and real in all its parts. Raises `NotReadError` with the reason `has_unknown`,
+    unknowns, and real in all its parts. Raises `ParseError` with the reason `has_unknown`,
     `undefined` or `too_large`.
     """
     kind = tree[0]
     if kind == "num":
-        ball = Ball(Fraction(tree[1]))
+        result = NumberWithError(Fraction(tree[1]))
     elif kind == "unknown":
         if point is None:
-            raise NotReadError("has_unknown")
-        ball = Ball(point[tree[1]])
+            raise ParseError("has_unknown")
+        result = NumberWithError(point[tree[1]])
     elif kind == "sum":
         terms = []
         for sign, term in tree[1:]:
             absolute = _evaluate(term, point)
             terms.append(absolute if sign > 0 else -absolute)
-        ball = reduce(Ball.__add__, terms)
+        result = reduce(NumberWithError.__add__, terms)
     elif kind == "product":
-        ball = _evaluate(tree[1][1], point)
+        result = _evaluate(tree[1][1], point)
         for operator, factor in tree[2:]:
             factor_value = _evaluate(factor, point)
-            ball = ball / factor_value if operator == "/" else ball * factor_value
+            result = result / factor_value if operator == "/" else result * factor_value
     elif kind == "frac":
-        ball = _evaluate(tree[1], point) / _evaluate(tree[2], point)
+        result = _evaluate(tree[1], point) / _evaluate(tree[2], point)
     elif kind == "mixed":
         _, integer, numerator, denominator = tree
-        ball = Ball(int(integer) + Fraction(int(numerator), int(denominator)))
+        result = NumberWithError(int(integer) + Fraction(int(numerator), int(denominator)))
     elif kind == "power":
         # The exponent comes first: `x^{999}` is too large, although `x` has no value here.
         exponent = _evaluate(tree[2], point)
         if point is None and exponent.is_exact and abs(exponent.value) > MAX_CONSTANT_EXPONENT:
-            raise NotReadError("too_large")
-        ball = power_of(_evaluate(tree[1], point), exponent)
+            raise ParseError("too_large")
+        result = power_of(_evaluate(tree[1], point), exponent)
     elif kind in {"factorial", "binomial"}:
-        ball = factorial_or_binomial(*[_evaluate(term, point) for term in tree[1:]])
+        result = factorial_or_binomial(*[_evaluate(term, point) for term in tree[1:]])
     elif kind == "pi":
-        ball = pi()
+        result = pi()
     elif kind == "root":
-        ball = _evaluate_root(tree, point)
+        result = _evaluate_root(tree, point)
     elif kind == "log":
-        ball = logarithm(_evaluate(tree[2], point)) / logarithm(_evaluate(tree[1], point))
+        result = logarithm(_evaluate(tree[2], point)) / logarithm(_evaluate(tree[1], point))
     else:  # ("call", name, argument)
-        ball = function_value(
+        result = function_value(
             tree[1], _evaluate(tree[2], point), is_in_radians=is_angle_in_radians(tree[2])
         )
     # A closed form has to be real. A function may be compared at a point where it is complex.
-    if point is None and not ball.is_real:
-        raise NotReadError("undefined")
-    return ball
+    if point is None and not result.is_real:
+        raise ParseError("undefined")
+    return result
 
 
-def _evaluate_root(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
+def _evaluate_root(tree: Tree, point: Mapping[str, Fraction] | None) -> NumberWithError:
     """Compute the value of a root, as `_evaluate` does for any tree.
 
     The cube root of a constant -8 is -2, as at school. If the radicand has unknowns, the root is

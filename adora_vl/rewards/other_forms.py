@@ -17,7 +17,7 @@ Score = float | Mapping[str, float]
 RewardInputs = list[dict[str, Any]]  # `response`, `ground_truth` and more, for each completion
 
 
-def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_trl_reward_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reward function in TRL's form that calls `function`.
 
     One in TRL's form is returned itself. The form is recognised by the names of the arguments:

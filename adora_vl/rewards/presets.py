@@ -130,7 +130,7 @@ def preset_function(preset: str, grader: Grader, *, logs: bool) -> RewardFunctio
         **columns: Any,
     ) -> list[float]:
         """Grade the completions by their reference answers, and return the preset's rewards."""
-        references = _read_references(answer, choices, len(completions))
+        references = _build_references(answer, choices, len(completions))
         texts = response_texts(completions, thinking_opened)
         answers = [final_part(text) for text in texts]
         grades = grader(answers, references)
@@ -164,7 +164,7 @@ def _batch_metrics(grades: Sequence[Grade], texts: Sequence[str]) -> dict[str, f
     }
 
 
-def _read_references(
+def _build_references(
     answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int
 ) -> list[_Reference]:
     """Return what each completion is graded against, from the columns `answer` and `choices`.

@@ -10,10 +10,10 @@ from dataclasses import replace
 from string import ascii_lowercase
 from typing import Literal, NamedTuple
 
-from adora_vl.rewards.answer import Answer, read_single_value, read_value
+from adora_vl.rewards.answer import Answer, parse_value, parse_value_or_raise
 from adora_vl.rewards.brackets import split_outside_brackets
 from adora_vl.rewards.canonical import FIGURE_NAME_PATTERN, VALUE_NAME_PATTERN
-from adora_vl.rewards.grammar import NotReadError, Tree, replace_node, unknowns
+from adora_vl.rewards.grammar import ParseError, Tree, replace_node, unknowns
 from adora_vl.rewards.numeric import is_constant, same_number, solve_linear
 from adora_vl.rewards.solutions import (
     REVERSED_SIGN,
@@ -58,21 +58,21 @@ class ChainedNumber(NamedTuple):
     answer: Answer
 
 
-def read_chain(sides: Sequence[str]) -> Answer:
+def parse_chain(sides: Sequence[str]) -> Answer:
     """Read a chain of a name and equal numbers: `AB = 3 + 4 = 7` is the value 7 with the name `AB`.
 
     `sides` are the texts between the equals signs, here `AB`, `3 + 4` and `7`. Raises
-    `NotReadError`: `chain_differs` for numbers that are not equal, `equation` for any other chain.
+    `ParseError`: `chain_differs` for numbers that are not equal, `equation` for any other chain.
     """
     if not VALUE_NAME_PATTERN.fullmatch(sides[0]):
-        raise NotReadError("equation")
-    values = [read_single_value(side) for side in sides[1:]]
-    numbers = [value.lone_number for value in values if value.lone_number]
+        raise ParseError("equation")
+    values = [parse_value_or_raise(side) for side in sides[1:]]
+    numbers = [value.plain_number for value in values if value.plain_number]
     if len(numbers) < len(values):
-        raise NotReadError("equation")
+        raise ParseError("equation")
     if not all(same_number(number, numbers[-1]) for number in numbers):
-        raise NotReadError("chain_differs")
-    return replace(values[-1], label=sides[0])
+        raise ParseError("chain_differs")
+    return replace(values[-1], name=sides[0])
 
 
 def chain_of_numbers(text: str) -> list[ChainedNumber]:
@@ -85,13 +85,13 @@ def chain_of_numbers(text: str) -> list[ChainedNumber]:
     """
     try:
         sides, spelled_signs = split_outside_brackets(text, RELATION_SIGN_PATTERN)
-    except NotReadError:
+    except ParseError:
         return []
     signs = [RELATION_SIGN_BY_SPELLING[sign] for sign in spelled_signs]
     # A chain has at least one sign, no empty side, and no sign of an inequality.
     if len(sides) < 2 or not all(sides) or set(signs) - {"=", "~"}:
         return []
-    values = [read_value(side) for side in sides]
+    values = [parse_value(side) for side in sides]
     for side, value in zip(sides, values, strict=True):
         has_words = value.kind == "unreadable" or _WORD_PATTERN.search(value.text)
         # Words cannot be checked, so a side in words is refused, unless it is a name.
@@ -99,9 +99,9 @@ def chain_of_numbers(text: str) -> list[ChainedNumber]:
             return []
     if values[0].kind != "number" and not _is_name_of_one_value(sides[0]):
         return []
-    result = values[-1].lone_number
+    result = values[-1].plain_number
     # The chain has to end in a number that is worked out, unlike `AB = 3 + 4`.
-    if result is None or result.has_undone_arithmetic:
+    if result is None or result.is_unevaluated:
         return []
     numbers = [
         ChainedNumber(sign, value)
@@ -123,42 +123,42 @@ def _is_name_of_one_value(text: str) -> bool:
     )
 
 
-def _read_side(text: str) -> Tree:
+def _parse_side(text: str) -> Tree:
     """Return the tree of one side of an equation or inequality.
 
-    A name such as `AB` or `f(2)` becomes an unknown: `("unknown", "AB")`. Raises `NotReadError` for
+    A name such as `AB` or `f(2)` becomes an unknown: `("unknown", "AB")`. Raises `ParseError` for
     a side that is neither a name nor in the grammar.
     """
-    tree = read_value(text).tree
+    tree = parse_value(text).tree
     # `f(2)` could also be read as the product of f and 2.
     is_function_value = _FUNCTION_VALUE_PATTERN.fullmatch(text) is not None
     is_name = tree is None and VALUE_NAME_PATTERN.fullmatch(text) is not None
     if is_function_value or is_name:
         return ("unknown", undecorated_name(text))
     if tree is None:
-        raise NotReadError("relation")
+        raise ParseError("relation")
     return tree
 
 
 def _subtract_sides(left_side: Tree, right_side: Tree) -> Tree:
     """Return the tree of the left side minus the right side.
 
-    Raises `NotReadError` if the difference has the same value for all values of the unknowns: then
+    Raises `ParseError` if the difference has the same value for all values of the unknowns: then
     the relation holds always, as `x < x + 1`, or never.
     """
     tree: Tree = ("sum", (1, left_side), (-1, right_side))
     if not unknowns(tree) or is_constant(tree):
-        raise NotReadError("always_true")
+        raise ParseError("always_true")
     return tree
 
 
-def read_equation(text: str, sides: Sequence[str]) -> Answer:
+def parse_equation(text: str, sides: Sequence[str]) -> Answer:
     """Return an equation as the tree that it compares with 0: `2x = 6` as `2x - 6`."""
-    tree = _subtract_sides(_read_side(sides[0]), _read_side(sides[1]))
+    tree = _subtract_sides(_parse_side(sides[0]), _parse_side(sides[1]))
     return Answer("equation", text, relations=(("=", tree),))
 
 
-def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
+def parse_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
     """Return an inequality, or a chain of them such as `1 < x < 3`.
 
     The answer is one of these:
@@ -168,7 +168,7 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
     - Any other: the answer has `relations`. Each is `<`, `<=` or `!=` with the tree that it
       compares with 0. `a + b > c` gives `("<", c - (a + b))`.
 
-    Raises `NotReadError` for a text that cannot be read, and if no number or every number solves
+    Raises `ParseError` for a text that cannot be read, and if no number or every number solves
     the inequality.
     """
     relations = _compare_with_zero(sides, signs)
@@ -179,7 +179,7 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
         # would be another unknown.
         is_absolute = name.startswith("|")
         if len(names) > 1 and is_absolute and not VALUE_NAME_PATTERN.fullmatch(name):
-            raise NotReadError("relation")
+            raise ParseError("relation")
     if len(names) > 1:
         return unsolved_answer
     (name,) = names
@@ -198,16 +198,16 @@ def _compare_with_zero(sides: Sequence[str], signs: Sequence[str]) -> list[tuple
     """Return the relations of a chain, each as `<`, `<=` or `!=` and the tree compared with 0.
 
     `1 < x <= 3` gives `("<", 1 - x)` and `("<=", x - 3)`. The sides of `>` and `>=` are exchanged:
-    `x > 1` gives `("<", 1 - x)` too. Raises `NotReadError` for any other sign, and for a side that
+    `x > 1` gives `("<", 1 - x)` too. Raises `ParseError` for any other sign, and for a side that
     cannot be read.
     """
     if len(sides) > MAX_CHAIN_SIDES:
-        raise NotReadError("too_large")
-    trees = [_read_side_of_inequality(side) for side in sides]
+        raise ParseError("too_large")
+    trees = [_parse_side_of_inequality(side) for side in sides]
     relations = []
     for left_tree, sign, right_tree in zip(trees, signs, trees[1:], strict=False):
         if sign not in REVERSED_SIGN:
-            raise NotReadError("relation")
+            raise ParseError("relation")
         if sign in {">", ">="}:
             relations.append((REVERSED_SIGN[sign], _subtract_sides(right_tree, left_tree)))
         else:
@@ -215,16 +215,16 @@ def _compare_with_zero(sides: Sequence[str], signs: Sequence[str]) -> list[tuple
     return relations
 
 
-def _inequality_with_solution(text: str, label: str, conditions: Sequence[Solution]) -> Answer:
-    """Return the inequality that says that all conditions hold for the unknown `label`.
+def _inequality_with_solution(text: str, name: str, conditions: Sequence[Solution]) -> Answer:
+    """Return the inequality that says that all conditions hold for the unknown `name`.
 
-    Raises `NotReadError` where no number or every number solves it. The reason is `always_true` in
+    Raises `ParseError` where no number or every number solves it. The reason is `always_true` in
     both cases, since neither says anything of the unknown.
     """
     solution = JoinedConditions("and", tuple(conditions))
     if not excludes_some_but_not_all(solution):
-        raise NotReadError("always_true")
-    return Answer(kind="inequality", text=text, label=label, solution=solution)
+        raise ParseError("always_true")
+    return Answer(kind="inequality", text=text, name=name, solution=solution)
 
 
 def _solve_condition(sign: str, tree: Tree) -> SingleCondition | None:
@@ -240,24 +240,24 @@ def _solve_condition(sign: str, tree: Tree) -> SingleCondition | None:
     return SingleCondition(sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)
 
 
-def _read_side_of_inequality(text: str) -> Tree:
+def _parse_side_of_inequality(text: str) -> Tree:
     """Return the tree of one side of an inequality, in which an absolute value is an unknown.
 
     `2|x-1|+3` has the unknown `|x-1|`. A length loses its bars: `|AB|` is the unknown `AB`. Raises
-    `NotReadError` for a side that cannot be read.
+    `ParseError` for a side that cannot be read.
     """
     absolute = _ABSOLUTE_VALUE_PATTERN.search(text)
     if absolute is None:
-        return _read_side(text)
+        return _parse_side(text)
     # The grammar has no bars, so an unused letter stands for the absolute value while it is read.
     unused_letters = [letter for letter in ascii_lowercase if letter not in text]
     if not unused_letters:
-        raise NotReadError("relation")
+        raise ParseError("relation")
     letter = unused_letters[0]
-    tree = _read_side(f"{text[: absolute.start()]}({letter}){text[absolute.end() :]}")
+    tree = _parse_side(f"{text[: absolute.start()]}({letter}){text[absolute.end() :]}")
     # `f|x|` has become `f(a)`, which is read as a name in which `a` is no unknown.
     if letter not in unknowns(tree):
-        raise NotReadError("relation")
+        raise ParseError("relation")
     is_length = FIGURE_NAME_PATTERN.fullmatch(absolute[1]) is not None
     name = undecorated_name(absolute[1] if is_length else absolute[0])
     return replace_node(tree, ("unknown", letter), ("unknown", name))
@@ -276,46 +276,46 @@ def _solve_absolute_inequality(
         relations: its relations to 0, with the absolute value as their only unknown.
         absolute: the name of that unknown, `|2x-1|`.
 
-    Raises `NotReadError` for a tree that is not linear, for the sign `!=`, and for an upper bound
+    Raises `ParseError` for a tree that is not linear, for the sign `!=`, and for an upper bound
     of 0 or less.
     """
-    inside = _read_side(absolute.strip("|"))
-    labels = unknowns(inside)
-    if len(labels) != 1:
-        raise NotReadError("relation")
-    (label,) = labels
+    inside = _parse_side(absolute.strip("|"))
+    names = unknowns(inside)
+    if len(names) != 1:
+        raise ParseError("relation")
+    (name,) = names
     conditions: list[Solution] = []
     for sign, tree in relations:
         bound = _solve_condition(sign, tree)
         if bound is None or bound.sign == "!=":
-            raise NotReadError("relation")
+            raise ParseError("relation")
         is_upper_bound = bound.sign in {"<", "<="}
         # `|x| < 0` has no solution, and `|x| <= 0` only x = 0.
         if is_upper_bound and float(bound.number.value) <= 0:
-            raise NotReadError("relation")
+            raise ParseError("relation")
         # The absolute value `|2x-1|` is either `2x-1` or `-(2x-1)`.
         branches = []
         for inside_or_negative in (inside, ("sum", (-1, inside))):
             branch_tree = replace_node(tree, ("unknown", absolute), inside_or_negative)
             branch = _solve_condition(sign, branch_tree)
             if branch is None:
-                raise NotReadError("relation")
+                raise ParseError("relation")
             branches.append(branch)
         conditions.append(JoinedConditions("and" if is_upper_bound else "or", tuple(branches)))
-    return _inequality_with_solution(text, label, conditions)
+    return _inequality_with_solution(text, name, conditions)
 
 
-def _read_solution(answer: Answer) -> Solution:
+def _solution_of_part(answer: Answer) -> Solution:
     r"""Return the solution of one part of a union such as `\{-1\} \cup [0, 7)`.
 
     The solution of an inequality or interval is already in the answer. That of the number or set
-    `\{-1, 2\}` is x = -1 or x = 2. Raises `NotReadError` for any other answer.
+    `\{-1, 2\}` is x = -1 or x = 2. Raises `ParseError` for any other answer.
     """
     if answer.solution:
         return answer.solution
-    numbers = [part.lone_number for part in answer.parts or (answer,)]
+    numbers = [part.plain_number for part in answer.parts or (answer,)]
     if answer.kind == "ordered" or not all(numbers):
-        raise NotReadError("relation")
+        raise ParseError("relation")
     return JoinedConditions(
         "or", tuple(SingleCondition("=", number) for number in numbers if number)
     )
@@ -324,23 +324,23 @@ def _read_solution(answer: Answer) -> Solution:
 def join_conditions(text: str, word: Literal["and", "or"], parts: Sequence[Answer]) -> Answer:
     """Return several inequalities in one unknown, or several intervals, as one answer.
 
-    `word` is `and` if all of them have to hold, `or` if at least one has to. Raises `NotReadError`
+    `word` is `and` if all of them have to hold, `or` if at least one has to. Raises `ParseError`
     if the parts have different unknowns, if none is an inequality or interval, or if the result
     holds for every number or for none.
     """
     # All parts are about one unknown, and at least one is an inequality or interval.
-    labels = {part.label for part in parts}
-    if len(labels) > 1 or not any(part.solution for part in parts):
-        raise NotReadError("relation")
-    solution = JoinedConditions(word, tuple(_read_solution(part) for part in parts))
+    names = {part.name for part in parts}
+    if len(names) > 1 or not any(part.solution for part in parts):
+        raise ParseError("relation")
+    solution = JoinedConditions(word, tuple(_solution_of_part(part) for part in parts))
     if not excludes_some_but_not_all(solution):
-        raise NotReadError("always_true")
-    return Answer(kind="inequality", text=text, label=labels.pop(), solution=solution)
+        raise ParseError("always_true")
+    return Answer(kind="inequality", text=text, name=names.pop(), solution=solution)
 
 
-def undecorated_name(label: str) -> str:
+def undecorated_name(name: str) -> str:
     r"""Return a name in one spelling.
 
     `x1` stands for `x_{1}`, `AB` for `\overline{AB}`, and `A` for `m\angle A`.
     """
-    return label if label.isalnum() else _NAME_DECORATION_PATTERN.sub("", label)
+    return name if name.isalnum() else _NAME_DECORATION_PATTERN.sub("", name)

@@ -56,7 +56,7 @@ class RewardValueError(Exception):
         self.row = row
 
 
-def copy_of_argument(value: object, shared_objects: Sequence[object] = ()) -> Any:
+def copy_argument(value: object, shared_objects: Sequence[object] = ()) -> Any:
     """Copy an argument before a user's function gets it, since the function may edit it.
 
     The original goes to the next function, to the next step and into the record. Lists, mappings,
@@ -70,25 +70,25 @@ def copy_of_argument(value: object, shared_objects: Sequence[object] = ()) -> An
         # Lists of token ids are long, and a plain copy is enough for them.
         if set(map(type, value)) <= _IMMUTABLE_TYPES:
             return value[:]
-        return [copy_of_argument(item, shared_objects) for item in value]
+        return [copy_argument(item, shared_objects) for item in value]
     if type(value) is tuple:  # a named tuple is not built from one iterable
-        return tuple(copy_of_argument(item, shared_objects) for item in value)
+        return tuple(copy_argument(item, shared_objects) for item in value)
     if isinstance(value, dict):
         # A run's log has thousands of such entries, and a plain copy is enough for them.
         if set(map(type, value.values())) <= _IMMUTABLE_TYPES:
             return dict(value)
-        return {key: copy_of_argument(item, shared_objects) for key, item in value.items()}
+        return {key: copy_argument(item, shared_objects) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         dataclass_copy = copy(value)
         for field in fields(value):
-            field_copy = copy_of_argument(getattr(value, field.name), shared_objects)
+            field_copy = copy_argument(getattr(value, field.name), shared_objects)
             # The dataclass may be frozen, which refuses a plain assignment.
             object.__setattr__(dataclass_copy, field.name, field_copy)
         return dataclass_copy
-    return _copy_of_leaf(value)
+    return _copy_leaf(value)
 
 
-def _copy_of_leaf(value: object) -> object:
+def _copy_leaf(value: object) -> object:
     """Return a copy of a picture, an array, a tensor, a set or a bytearray.
 
     Any other object is returned itself.
@@ -117,7 +117,7 @@ def _copy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Environments are not copied, since the call may use and change them.
     """
     environments = arguments.get("environments") or []
-    copies: dict[str, Any] = copy_of_argument(dict(arguments), shared_objects=environments)
+    copies: dict[str, Any] = copy_argument(dict(arguments), shared_objects=environments)
     return copies
 
 
@@ -127,7 +127,7 @@ _LOGGED_BY_TRAINER = frozenset(
 )
 
 
-def _checking_logged(arguments: Mapping[str, Any], counts: Counter[str]) -> dict[str, Any]:
+def _with_checked_logging(arguments: Mapping[str, Any], counts: Counter[str]) -> dict[str, Any]:
     """Return the arguments of one call with logging hooks that check what the function logs.
 
     Two mistakes are found. A column with fewer values than completions would shift the values of
@@ -221,9 +221,11 @@ class _SafeFunction:
                 ending_forked_children(f"reward {self.name}"),
             ):
                 counts = Counter[str]()
-                returned = self.function(**_copy_arguments(_checking_logged(arguments, counts)))
+                returned = self.function(
+                    **_copy_arguments(_with_checked_logging(arguments, counts))
+                )
                 # Still within the time limit, since reading the user's objects runs their code.
-                return self._read_rewards(returned, len(arguments["completions"]), counts)
+                return self._checked_rewards(returned, len(arguments["completions"]), counts)
         except KeyboardInterrupt:
             raise
         # asyncio's cancellation and a panic of compiled code are no subclasses of `Exception`.
@@ -238,8 +240,8 @@ class _SafeFunction:
                     backstop(self.timeout),
                     ending_forked_children(f"reward {self.name}"),
                 ):
-                    row = _first_to_fail(self.function, arguments, self.timeout)
-            return self._note_failure(error, arguments, row)
+                    row = _find_failing_completion(self.function, arguments, self.timeout)
+            return self._record_failure(error, arguments, row)
 
     async def call_async(self, **arguments: Any) -> list[float | None]:
         """Return the rewards of an `async def`, or zeros where it fails.
@@ -254,10 +256,10 @@ class _SafeFunction:
                 ending_forked_children(f"reward {self.name}"),
             ):
                 counts = Counter[str]()
-                copies = _copy_arguments(_checking_logged(arguments, counts))
+                copies = _copy_arguments(_with_checked_logging(arguments, counts))
                 async with asyncio.timeout(self.timeout) as time_limit:
                     returned = await self.function(**copies)
-            return self._read_rewards(returned, len(arguments["completions"]), counts)
+            return self._checked_rewards(returned, len(arguments["completions"]), counts)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -266,13 +268,13 @@ class _SafeFunction:
                 raise  # the caller has cancelled the call, so the function has not failed
             # A TimeoutError may come from the function itself, so the limit has to be asked.
             if time_limit.expired():
-                return self._note_failure(OverdueError(), arguments, None)
+                return self._record_failure(OverdueError(), arguments, None)
             row = None
             if not isinstance(error, RewardValueError | UserError):
-                row = await _first_to_fail_async(self.function, arguments)
-            return self._note_failure(error, arguments, row)
+                row = await _find_failing_completion_async(self.function, arguments)
+            return self._record_failure(error, arguments, row)
 
-    def _read_rewards(
+    def _checked_rewards(
         self, returned: object, count: int, logged_counts: Mapping[str, int]
     ) -> list[float | None]:
         """Return what the function returned as one reward per completion.
@@ -301,7 +303,7 @@ class _SafeFunction:
                 rewards.append(value)
         return rewards
 
-    def _note_failure(
+    def _record_failure(
         self, error: BaseException, arguments: Mapping[str, Any], row: int | None
     ) -> list[float | None]:
         """Add a failure to the list, and return a reward of 0 for each completion.
@@ -465,7 +467,7 @@ def _single_completions(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]
         yield _copy_arguments(single_arguments)
 
 
-def _first_to_fail(
+def _find_failing_completion(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None
 ) -> int | None:
     """Call the function with each completion alone, and return the number of the first that fails.
@@ -485,7 +487,7 @@ def _first_to_fail(
     return None
 
 
-async def _first_to_fail_async(
+async def _find_failing_completion_async(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> int | None:
     """Await the function with each completion alone; return the number of the first that fails."""

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from adora_vl.rewards.ball import Ball
+from adora_vl.rewards.number_with_error import NumberWithError
 from adora_vl.rewards.numeric import same_number
 
 
@@ -22,7 +22,7 @@ class SingleCondition(NamedTuple):
     """
 
     sign: str
-    number: Ball
+    number: NumberWithError
 
 
 class JoinedConditions(NamedTuple):
@@ -44,7 +44,9 @@ _OPERATOR_BY_SIGN = {
 }
 
 
-def interval_solution(low: Ball | str, high: Ball | str, brackets: str) -> Solution | None:
+def interval_solution(
+    low: NumberWithError | str, high: NumberWithError | str, brackets: str
+) -> Solution | None:
     """Return the numbers of an interval as a solution.
 
     Args:
@@ -62,11 +64,11 @@ def interval_solution(low: Ball | str, high: Ball | str, brackets: str) -> Solut
     is_bounded_above = not (high == "infinity" and closing in "()")
     conditions: list[Solution] = []
     if is_bounded_below:
-        if not isinstance(low, Ball):
+        if not isinstance(low, NumberWithError):
             return None
         conditions.append(SingleCondition(">=" if opening in "[]" else ">", low))
     if is_bounded_above:
-        if not isinstance(high, Ball):
+        if not isinstance(high, NumberWithError):
             return None
         conditions.append(SingleCondition("<=" if closing in "[]" else "<", high))
     solution = JoinedConditions("and", tuple(conditions))
@@ -76,7 +78,7 @@ def interval_solution(low: Ball | str, high: Ball | str, brackets: str) -> Solut
     return solution
 
 
-def _numbers(solution: Solution) -> Iterator[Ball]:
+def _numbers(solution: Solution) -> Iterator[NumberWithError]:
     """Yield the number of each condition in a solution."""
     if isinstance(solution, SingleCondition):
         yield solution.number
@@ -104,19 +106,19 @@ def same_solutions(answer: Solution, reference: Solution) -> bool:
     return _truth_by_position(answer, ends) == _truth_by_position(reference, ends)
 
 
-def _sorted_ends(*solutions: Solution) -> list[Ball]:
+def _sorted_ends(*solutions: Solution) -> list[NumberWithError]:
     """Return the numbers in solutions in ascending order, without repetition."""
-    numbers: list[Ball] = []
+    numbers: list[NumberWithError] = []
     for solution in solutions:
         numbers += _numbers(solution)
-    distinct_numbers: list[Ball] = []
+    distinct_numbers: list[NumberWithError] = []
     for number in sorted(numbers, key=lambda number: float(number.value)):
         if not distinct_numbers or not same_number(number, distinct_numbers[-1]):
             distinct_numbers.append(number)
     return distinct_numbers
 
 
-def _truth_by_position(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
+def _truth_by_position(solution: Solution, ends: Sequence[NumberWithError]) -> list[bool]:
     """Return whether the solution holds before, at and behind each of the ends, in order.
 
     The 2 n + 1 positions on the number line alternate between open gaps (even) and ends (odd). A

@@ -8,16 +8,16 @@ spelling that two people could mean differently is nobody's answer: here `2^3^2`
 
 import re
 
-from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.grammar import (
     FUNCTION_NAMES,
     MAX_CHARS,
     MAX_COSTLY_TOKENS,
     MAX_LITERAL_DIGITS,
     MAX_NESTING,
-    NotReadError,
+    ParseError,
     Tree,
 )
+from adora_vl.rewards.number_with_error import NumberWithError
 from adora_vl.rewards.numeric import evaluate_closed_form
 
 _ASCII_BY_SYMBOL = {
@@ -52,43 +52,43 @@ _PI_TREE: Tree = ("pi",)
 _MINUS_ONE_TREE: Tree = ("sum", (-1, ("num", "1")))
 
 
-def evaluate_expression(expression: str) -> Ball:
+def evaluate_expression(expression: str) -> NumberWithError:
     """Return the value of an expression, with a bound on its error.
 
-    Raises `NotReadError`: `not_read` for what is no expression of numbers, `too_large`,
+    Raises `ParseError`: `not_read` for what is no expression of numbers, `too_large`,
     `undefined`.
     """
     return evaluate_closed_form(_read_expression(expression))
 
 
 def _read_expression(expression: str) -> Tree:
-    """Return the tree of an expression. Raises `NotReadError`."""
+    """Return the tree of an expression. Raises `ParseError`."""
     if len(expression) > MAX_CHARS:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     tokens = list[str]()
     position = 0
     text = expression.rstrip()
     while position < len(text):
         match = _TOKEN_PATTERN.match(text, position)
         if match is None:
-            raise NotReadError
+            raise ParseError
         tokens.append(_ASCII_BY_SYMBOL.get(match[1], match[1]))
         position = match.end()
     # Powers, factorials and functions take far longer than the four operations.
     costly_tokens = [token for token in tokens if token in _FUNCTION_NAMES or token in {"^", "!"}]
     if len(costly_tokens) > MAX_COSTLY_TOKENS:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     reader = _Reader(tokens)
     tree = reader.sum()
     if reader.next:  # tokens are left behind the expression
-        raise NotReadError
+        raise ParseError
     return tree
 
 
 class _Reader:
     """A recursive-descent parser with one method for each rule of the grammar.
 
-    Each method reads its rule from the next token on and returns its tree. It raises `NotReadError`
+    Each method reads its rule from the next token on and returns its tree. It raises `ParseError`
     where the tokens do not fit.
     """
 
@@ -105,11 +105,11 @@ class _Reader:
     def _take(self, expected: str = "") -> str:
         """Return the next token, and go past it.
 
-        Raises `NotReadError` where it is not `expected`.
+        Raises `ParseError` where it is not `expected`.
         """
         token = self.next
         if not token or (expected and token != expected):
-            raise NotReadError
+            raise ParseError
         self._position += 1
         return token
 
@@ -140,7 +140,7 @@ class _Reader:
                 continue
             # What can be meant in several ways is refused: `1/2pi`, `(2)3`, `1 2`.
             if is_behind_divisor or _is_number(self.next):
-                raise NotReadError
+                raise ParseError
             factors.append(("*", self._power()))
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
@@ -160,7 +160,7 @@ class _Reader:
         """Read the rule `primary [!] [^ signed]`, a number with factorial and exponent.
 
         Returns its tree. The exponent may have an exponent itself, so 2^3^2 is 2^9. Raises
-        `NotReadError` for two factorials.
+        `ParseError` for two factorials.
         """
         base = self._primary()
         while self.next == "°":  # angles are in degrees with and without their sign
@@ -169,7 +169,7 @@ class _Reader:
             self._take()
             base = ("factorial", base)
             if self.next == "!":
-                raise NotReadError  # a double factorial, or one of a factorial
+                raise ParseError  # a double factorial, or one of a factorial
         if self.next != "^":
             return base
         self._take()
@@ -196,7 +196,7 @@ class _Reader:
         if symbol == "e":
             return _EULER_NUMBER
         if symbol not in _FUNCTION_NAMES:
-            raise NotReadError
+            raise ParseError
         return self._function(symbol)
 
     def _number(self) -> Tree:
@@ -204,7 +204,7 @@ class _Reader:
         token = self._take()
         digits, _, power_of_ten = token.lower().partition("e")
         if len(digits) > MAX_LITERAL_DIGITS or abs(int(power_of_ten or 0)) > _LARGEST_POWER_OF_TEN:
-            raise NotReadError("too_large")
+            raise ParseError("too_large")
         return ("num", token)
 
     def _group(self) -> Tree:
@@ -221,7 +221,7 @@ class _Reader:
         """
         self._nesting += 1
         if self._nesting > MAX_NESTING:
-            raise NotReadError("too_large")
+            raise ParseError("too_large")
         tree = self.sum()
         self._nesting -= 1
         return tree
@@ -252,9 +252,9 @@ class _Reader:
         return ("sum", (-1, tree)) if is_negative else tree
 
     def _require_number(self) -> Tree:
-        """Return a literal. Raises `NotReadError` for any other token."""
+        """Return a literal. Raises `ParseError` for any other token."""
         if not _is_number(self.next):
-            raise NotReadError
+            raise ParseError
         return self._number()
 
     def _logarithm(self) -> Tree:
@@ -271,7 +271,7 @@ class _Reader:
     def _argument(self) -> Tree:
         """Read the argument of a function, and return its tree.
 
-        It is a sum in brackets, or a number or pi without brackets. Raises `NotReadError` where the
+        It is a sum in brackets, or a number or pi without brackets. Raises `ParseError` where the
         argument without brackets may go on, as in `sin 2pi`.
         """
         if self.next == "(":
@@ -284,7 +284,7 @@ class _Reader:
         if self.next == "°":
             self._take()
         if self.next not in {"", "+", "-", "*", "/", ")", "|", ","}:
-            raise NotReadError  # `sin30^2`, `sin 2pi`: where the angle ends is anybody's guess
+            raise ParseError  # `sin30^2`, `sin 2pi`: where the angle ends is anybody's guess
         return argument
 
 

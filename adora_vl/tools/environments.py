@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from adora_vl.data.prompts import CONTROL_TOKENS, control_token_in
-from adora_vl.rewards.safe_call import copy_of_argument
+from adora_vl.rewards.safe_call import copy_argument
 from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.tools.calls import clean, run_limited
 from adora_vl.types import Row
@@ -166,7 +166,7 @@ class Environments:
         """
 
         def reset() -> object:
-            return environment.reset(**copy_of_argument(dict(row)))
+            return environment.reset(**copy_argument(dict(row)))
 
         message = self._run(reset, label=f"{where}: reset", seed=seed)
         if message is not None and not isinstance(message, str):

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from PIL import Image, ImageDraw, ImageFont
 
 from adora_vl.data.images import model_size
-from adora_vl.rewards.answer import read_value
-from adora_vl.rewards.ball import Ball
-from adora_vl.rewards.grammar import NotReadError
+from adora_vl.rewards.answer import parse_value
+from adora_vl.rewards.grammar import ParseError
+from adora_vl.rewards.number_with_error import NumberWithError
 from adora_vl.tools.calculator import evaluate_expression
 
 _MARK_COLOUR = (220, 20, 20)
@@ -216,7 +216,7 @@ def calculate(expression: str) -> str:
     """
     try:
         result = evaluate_expression(expression)
-    except NotReadError as error:
+    except ParseError as error:
         if error.reason != "not_read":
             raise ValueError(_no_value_message(error.reason)) from None
         result = _evaluate_as_answer(expression)
@@ -228,12 +228,12 @@ def calculate(expression: str) -> str:
     return f"{float(result.value):.{_ANSWER_DIGITS}g}"
 
 
-def _evaluate_as_answer(expression: str) -> Ball:
+def _evaluate_as_answer(expression: str) -> NumberWithError:
     r"""Return the value of an answer that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
 
     The grader's reader is used. Raises `ValueError` where the answer has no value.
     """
-    answer = read_value(expression)
+    answer = parse_value(expression)
     if answer.kind != "number" or answer.number is None:
         raise ValueError(_no_value_message(answer.reason or answer.kind))
     return answer.number

@@ -29,7 +29,7 @@ from adora_vl.data.prompts import (
     tool_response,
 )
 from adora_vl.models.families import family_of, sees_images
-from adora_vl.rewards.safe_call import copy_of_argument
+from adora_vl.rewards.safe_call import copy_argument
 from adora_vl.rollout.rollouts import Call
 from adora_vl.rollout.turns import ToolAnswer
 from adora_vl.tools.calls import (
@@ -382,7 +382,7 @@ class Toolbox:
             except ValueError as error:
                 raise CallError(str(error)) from error
         # Code of the user gets copies, so that it cannot change what the run has.
-        kwargs = {key: copy_of_argument(value) for key, value in kwargs.items()}
+        kwargs = {key: copy_argument(value) for key, value in kwargs.items()}
         # The result is read inside the limit, since reading a lazy result runs code of the user too.
         with run_limited(f"tool {name}", self.options.seconds, seed):
             return self._read_result(tool(**kwargs), len(images))

@@ -19,7 +19,7 @@ from PIL import Image
 from adora_vl.data.dataset import Row, read_manifest, stored_rows
 from adora_vl.data.images import diagram_hash
 from adora_vl.rewards import canonical_gold, grade, verify_gold
-from adora_vl.rewards.answer import read_value
+from adora_vl.rewards.answer import parse_value
 from adora_vl.synthetic import generated as prepare
 from adora_vl.synthetic import knights
 from adora_vl.synthetic.drawing import STYLES, Canvas, Point
@@ -468,7 +468,7 @@ def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtes
                 problem = FAMILY_BY_NAME[family](
                     random.Random(f"{family}{level}{number}"), 224, level, STYLES["plain"]
                 )
-                written = read_value(problem.answer).number
+                written = parse_value(problem.answer).number
                 assert written is not None
                 recomputed = _recomputed(family, problem.question, pictures[-1])
                 assert math.isclose(float(written.value), recomputed, rel_tol=1e-9), (

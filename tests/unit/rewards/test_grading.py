@@ -16,7 +16,7 @@ import pytest
 from adora_vl.rewards import canonical_gold, grade, grade_batch, verify_gold
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.rewards.explain import RULE_IN_WORDS
-from adora_vl.rewards.grammar import NotReadError, read_tree
+from adora_vl.rewards.grammar import ParseError, parse_tree
 from adora_vl.rewards.numeric import evaluate_closed_form
 from benchmarks.grading_corpus import LABELS, Case, cases
 from tests.support.grading_rows import ANSWER_ROWS, boxed, expand_repeats, read_grading_rows
@@ -189,8 +189,8 @@ TEXTS_WITHOUT_NUMBER = [
 
 def test_what_is_no_closed_form_has_no_number() -> None:
     for text in TEXTS_WITHOUT_NUMBER:
-        with pytest.raises(NotReadError):
-            pytest.fail(f"{text!r} has the number {evaluate_closed_form(read_tree(text))}")
+        with pytest.raises(ParseError):
+            pytest.fail(f"{text!r} has the number {evaluate_closed_form(parse_tree(text))}")
 
 
 def test_the_package_needs_nothing_heavy() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from adora_vl.rewards import answer as answers
-from adora_vl.rewards import ball, grade, verify_gold
-from adora_vl.rewards.ball import MAX_BITS, PRECISION_BITS
+from adora_vl.rewards import grade, number_with_error, verify_gold
 from adora_vl.rewards.grammar import MAX_CHARS, MAX_COSTLY_TOKENS
+from adora_vl.rewards.number_with_error import MAX_BITS, PRECISION_BITS
 from benchmarks.grading_corpus import cases
 
 HIDDEN_ZERO = r"(\sqrt{2}\sqrt{3}-\sqrt{6})"  # nothing but rounding noise, whatever the precision
@@ -92,8 +92,8 @@ class Work:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     work_done = Work()
-    fraction = ball._exact_result
-    computed = ball._rounded_result
+    fraction = number_with_error._exact_result
+    computed = number_with_error._rounded_result
 
     def watched_fraction(value: Fraction) -> Any:
         work_done.digits.append(max(value.numerator.bit_length(), value.denominator.bit_length()))
@@ -108,8 +108,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
         work_done.sizes.append((result := computed(value, error)).magnitude)
         return result
 
-    monkeypatch.setattr(ball, "_exact_result", watched_fraction)
-    monkeypatch.setattr(ball, "_rounded_result", watched_computed)
+    monkeypatch.setattr(number_with_error, "_exact_result", watched_fraction)
+    monkeypatch.setattr(number_with_error, "_rounded_result", watched_computed)
     return work_done
 
 
@@ -154,8 +154,8 @@ def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return text, ""
 
     monkeypatch.setattr(answers, "canonical_value_and_unit", counted)
-    assert answers.read_value("5" + "%" * 490).reason == "percentage"
-    assert answers.read_value(r"5\%").kind == "percentage"
+    assert answers.parse_value("5" + "%" * 490).reason == "percentage"
+    assert answers.parse_value(r"5\%").kind == "percentage"
     assert len(texts) <= 4
 
 
@@ -255,7 +255,7 @@ def test_threads_find_what_one_finds_alone() -> None:
     drawn_cases = [
         case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}
     ] * 2
-    ball._context_cache.clear()
+    number_with_error._context_cache.clear()
 
     def one(case: Any) -> Any:
         return grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)

@@ -28,7 +28,7 @@ from adora_vl.rewards.choose import (
     RewardSet,
     bind_options,
     choose_rewards,
-    read_rewards,
+    parse_reward_entries,
     try_rewards,
 )
 from adora_vl.rewards.explain import main as explain
@@ -199,8 +199,8 @@ def test_an_option_that_resembles_an_argument_is_meant_for_the_others():
 def test_an_option_without_a_value_has_its_default():
     """YAML reads null where nothing follows the name."""
     judge = {"base_url": "http://localhost:8000/v1", "model": "m"}
-    (plain,) = read_rewards([{"judge": judge}])
-    (without_value,) = read_rewards([{"judge": {**judge, "timeout": None, "budget": None}}])
+    (plain,) = parse_reward_entries([{"judge": judge}])
+    (without_value,) = parse_reward_entries([{"judge": {**judge, "timeout": None, "budget": None}}])
     assert without_value == plain
 
 

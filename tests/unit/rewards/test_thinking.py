@@ -9,7 +9,7 @@ from transformers import TrainerState
 
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rewards import choose_rewards, explain, grade
-from adora_vl.rewards.judge import read_score
+from adora_vl.rewards.judge import parse_score
 from adora_vl.rewards.knights import knights_verdict
 from adora_vl.rewards.thinking import final_part, is_blank, opens_thinking
 from adora_vl.rollout.rollouts import FinishReason, Rollout, Segment
@@ -144,7 +144,7 @@ def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, start_server)
     assert "It is 5." in questions[0]
     for reply in ("<think><score>1</score></think> I cannot say.", "<think><score>1</score>"):
         with pytest.raises(EndpointError, match="no <score>"):
-            read_score(reply)
+            parse_score(reply)
 
 
 def test_a_training_knows_which_prompts_open_the_block() -> None:

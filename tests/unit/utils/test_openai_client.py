@@ -28,7 +28,7 @@ from PIL import Image
 
 from adora_vl.data.dataset import write_split
 from adora_vl.rewards import choose_rewards, try_rewards
-from adora_vl.rewards.judge import KEY_VARIABLE, read_score
+from adora_vl.rewards.judge import KEY_VARIABLE, parse_score
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.cli import flow_mapping
@@ -730,7 +730,7 @@ def refused_key_pattern(server: EndpointServer, reply: str) -> str:
 def test_what_is_no_score_is_a_failure():
     for text in ("1", "<score>", "<score>yes</score>", "<score>1.5</score>", "<score>nan</score>"):
         with pytest.raises(EndpointError):
-            read_score(text)
+            parse_score(text)
 
 
 def test_the_judge_is_tried_before_the_run(tmp_path, start_server):

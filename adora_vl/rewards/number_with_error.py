@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from adora_vl.rewards.grammar import NotReadError
+from adora_vl.rewards.grammar import ParseError
 
 # The numerator and the denominator of an exact value have at most this many bits. An inexact value
 # is 0, or its magnitude is between 2^-1000 and 2^1000.
@@ -41,12 +41,12 @@ Value = Any  # a Fraction, or mpmath's mpf or mpc, which have no types
 
 
 @dataclass(frozen=True)
-class Ball:
+class NumberWithError:
     """A value and a bound on its absolute error, which is 0 for a fraction."""
 
     value: Value
     error: float = 0.0
-    has_undone_arithmetic: bool = False
+    is_unevaluated: bool = False
     r"""Whether a rational number is written as arithmetic still to be done.
 
     Examples are `180-40`, `(180-40)/2` and `\sqrt{3^2+4^2}`.
@@ -79,16 +79,16 @@ class Ball:
         """A lower bound of the absolute value; 0 or less if the value can be 0 within its error."""
         return self.magnitude - self.error
 
-    def as_mpmath(self) -> Ball:
+    def as_mpmath(self) -> NumberWithError:
         """Return the same value as a number of mpmath."""
         if not self.is_exact:
             return self
         return _rounded_result(_mpmath_context().mpf(self.value.numerator) / self.value.denominator)
 
-    def __neg__(self) -> Ball:
-        return Ball(-self.value, self.error, last_digit_growth=self.last_digit_growth)
+    def __neg__(self) -> NumberWithError:
+        return NumberWithError(-self.value, self.error, last_digit_growth=self.last_digit_growth)
 
-    def __add__(self, addend: Ball) -> Ball:
+    def __add__(self, addend: NumberWithError) -> NumberWithError:
         """Return the sum; the errors add up."""
         if self.is_exact and addend.is_exact:
             return _exact_result(self.value + addend.value)
@@ -96,17 +96,17 @@ class Ball:
         second = addend.as_mpmath()
         return _rounded_result(first.value + second.value, first.error + second.error)
 
-    def __sub__(self, subtrahend: Ball) -> Ball:
+    def __sub__(self, subtrahend: NumberWithError) -> NumberWithError:
         """Return the difference; the errors add up."""
         return self + -subtrahend
 
-    def __mul__(self, factor: Ball) -> Ball:
+    def __mul__(self, factor: NumberWithError) -> NumberWithError:
         """Return the product; its error follows from `(a + da)(b + db) - ab`."""
         if self.is_exact and factor.is_exact:
             return _exact_result(self.value * factor.value)
         # An exact 0 makes the product 0, however large the error of the other factor is.
         if (self.is_exact and self.value == 0) or (factor.is_exact and factor.value == 0):
-            return Ball(Fraction(0))
+            return NumberWithError(Fraction(0))
         first = self.as_mpmath()
         second = factor.as_mpmath()
         error = (
@@ -116,25 +116,27 @@ class Ball:
         )
         return _rounded_result(first.value * second.value, error)
 
-    def __truediv__(self, divisor: Ball) -> Ball:
+    def __truediv__(self, divisor: NumberWithError) -> NumberWithError:
         """Return the quotient.
 
-        Raises `NotReadError("undefined")` where the divisor is 0 within its error.
+        Raises `ParseError("undefined")` where the divisor is 0 within its error.
         """
         if divisor.least_magnitude <= 0:
-            raise NotReadError("undefined")
+            raise ParseError("undefined")
         if self.is_exact and divisor.is_exact:
             return _exact_result(self.value / divisor.value)
         numerator = self.as_mpmath()
         denominator = divisor.as_mpmath()
         quotient = numerator.value / denominator.value
         # With q = a / b the error is (a + da) / (b + db) - q = (da - q db) / (b + db).
-        error_times_denominator = numerator.error + Ball(quotient).magnitude * denominator.error
+        error_times_denominator = (
+            numerator.error + NumberWithError(quotient).magnitude * denominator.error
+        )
         return _rounded_result(quotient, error_times_denominator / denominator.least_magnitude)
 
 
-ONE = Ball(Fraction(1))
-_HALF_TURN = Ball(Fraction(180))  # in degrees
+ONE = NumberWithError(Fraction(1))
+_HALF_TURN = NumberWithError(Fraction(180))  # in degrees
 
 _context_cache: dict[str, Any] = {}
 
@@ -158,9 +160,13 @@ def _mpmath_context() -> Any:
     return _context_cache.setdefault("context", context)
 
 
-def _exact_result(value: Fraction) -> Ball:
+def _exact_result(value: Fraction) -> NumberWithError:
     """Return an exact result, or a number of mpmath where the fraction has too many digits."""
-    return Ball(value) if _size_in_bits(value) <= MAX_BITS else Ball(value).as_mpmath()
+    return (
+        NumberWithError(value)
+        if _size_in_bits(value) <= MAX_BITS
+        else NumberWithError(value).as_mpmath()
+    )
 
 
 def _size_in_bits(value: Fraction) -> int:
@@ -168,59 +174,63 @@ def _size_in_bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
-def _rounded_result(value: Value, error: float = 0.0) -> Ball:
+def _rounded_result(value: Value, error: float = 0.0) -> NumberWithError:
     """Return the result of one operation of mpmath, with a bound on its error.
 
     `error` bounds the part of the error that comes from the operands; this function adds the
     rounding error of the operation. An imaginary part that is not larger than the error counts as
-    0. Raises `NotReadError("too_large")` unless the value is 0 or its magnitude is between
+    0. Raises `ParseError("too_large")` unless the value is 0 or its magnitude is between
     2^-`MAX_BITS` and 2^`MAX_BITS`.
     """
-    magnitude = Ball(value).magnitude
+    magnitude = NumberWithError(value).magnitude
     # The first summand is the rounding error of mpmath. A float may be too small to hold it, so the
     # least error keeps the bound above 0.
     error += magnitude * 2.0 ** (_SPARE_BITS - PRECISION_BITS) + _LEAST_ERROR
     is_small_enough = magnitude + error < 2.0**MAX_BITS  # false for a NaN too, which is refused
     is_too_near_zero = value != 0 and magnitude < 2.0**-MAX_BITS
     if not is_small_enough or is_too_near_zero:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     if isinstance(value, _mpmath_context().mpc) and abs(float(value.imag)) <= error:
         value = value.real
-    return Ball(value, error)
+    return NumberWithError(value, error)
 
 
-def pi() -> Ball:
+def pi() -> NumberWithError:
     """Return the number pi."""
     return _rounded_result(
         +_mpmath_context().pi
     )  # the sign makes a number of mpmath's lazy constant
 
 
-def _exponential(ball: Ball) -> Ball:
+def _exponential(number: NumberWithError) -> NumberWithError:
     """Return `e` to the power of a value.
 
-    Raises `NotReadError("too_large")` if the result would be too large or too small, or if the
+    Raises `ParseError("too_large")` if the result would be too large or too small, or if the
     exponent has an error over 1, so that not even the size of the result is known.
     """
-    ball = ball.as_mpmath()
-    if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:
-        raise NotReadError("too_large")
-    value = _mpmath_context().exp(ball.value)
-    return _rounded_result(value, _HIGHER_ORDER_FACTOR * Ball(value).magnitude * ball.error)
+    number = number.as_mpmath()
+    if abs(float(number.value.real)) > MAX_BITS or number.error > 1:
+        raise ParseError("too_large")
+    value = _mpmath_context().exp(number.value)
+    return _rounded_result(
+        value, _HIGHER_ORDER_FACTOR * NumberWithError(value).magnitude * number.error
+    )
 
 
-def logarithm(ball: Ball) -> Ball:
-    """Return the principal value of the logarithm. Raises `NotReadError("undefined")` for 0."""
-    if ball.least_magnitude <= 0:
-        raise NotReadError("undefined")
-    ball = ball.as_mpmath()
-    return _rounded_result(_mpmath_context().ln(ball.value), ball.error / ball.least_magnitude)
+def logarithm(number: NumberWithError) -> NumberWithError:
+    """Return the principal value of the logarithm. Raises `ParseError("undefined")` for 0."""
+    if number.least_magnitude <= 0:
+        raise ParseError("undefined")
+    number = number.as_mpmath()
+    return _rounded_result(
+        _mpmath_context().ln(number.value), number.error / number.least_magnitude
+    )
 
 
-def power_of(base: Ball, exponent: Ball) -> Ball:
+def power_of(base: NumberWithError, exponent: NumberWithError) -> NumberWithError:
     """Return `base ** exponent`, the principal value.
 
-    The size of the result is bounded before it is computed. Raises `NotReadError`: `undefined` for
+    The size of the result is bounded before it is computed. Raises `ParseError`: `undefined` for
     0 to the power of 0 or less, and `too_large` for a result over `MAX_BITS`.
     """
     if base.least_magnitude <= 0:  # the base can be 0
@@ -232,14 +242,14 @@ def power_of(base: Ball, exponent: Ball) -> Ball:
         # The exact power is computed only if its numerator and denominator stay short.
         result_bits = _size_in_bits(base.value) * abs(power)
         if result_bits <= MAX_BITS:
-            return Ball(Fraction(base.value ** int(power)))
+            return NumberWithError(Fraction(base.value ** int(power)))
     return _rounded_power(base.as_mpmath(), power)
 
 
-def _rounded_power(base: Ball, power: Fraction) -> Ball:
+def _rounded_power(base: NumberWithError, power: Fraction) -> NumberWithError:
     """Return `base ** power` as a number of mpmath, for a base that is not 0.
 
-    Raises `NotReadError("too_large")` if the result is over `MAX_BITS`, or if its relative error
+    Raises `ParseError("too_large")` if the result is over `MAX_BITS`, or if its relative error
     would be over 1.
     """
     absolute_power = abs(float(power))
@@ -248,28 +258,30 @@ def _rounded_power(base: Ball, power: Fraction) -> Ball:
     result_bits = absolute_power * (abs(math.log2(base.magnitude)) + _LOGARITHM_ERROR)
     # This rough bound only avoids a costly power; `_rounded_result` applies the exact limit.
     if result_bits > 2 * MAX_BITS:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     if relative_error > 1:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     if power.denominator == 1:
         value = base.value ** int(power)
     else:
         value = base.value ** (_mpmath_context().mpf(power.numerator) / power.denominator)
-    return _rounded_result(value, _HIGHER_ORDER_FACTOR * Ball(value).magnitude * relative_error)
+    return _rounded_result(
+        value, _HIGHER_ORDER_FACTOR * NumberWithError(value).magnitude * relative_error
+    )
 
 
-def _power_of_zero(base: Ball, exponent: Ball) -> Ball:
+def _power_of_zero(base: NumberWithError, exponent: NumberWithError) -> NumberWithError:
     """Return a power of a base that can be 0 within its error.
 
     The result is 0 as well. Its error is the largest value that the power can have: the largest
-    possible base to the smallest or the largest possible exponent. Raises `NotReadError`:
+    possible base to the smallest or the largest possible exponent. Raises `ParseError`:
     `undefined` for an exponent that is not real or can be 0 or less, `too_large` for an error over
     `MAX_BITS`.
     """
     if not exponent.is_real or exponent.value - exponent.error <= 0:
-        raise NotReadError("undefined")
+        raise ParseError("undefined")
     if not base.error:
-        return Ball(Fraction(0))
+        return NumberWithError(Fraction(0))
     largest_base = base.magnitude + base.error
     least_exponent = float(exponent.value) - exponent.error
     largest_exponent = float(exponent.value) + exponent.error
@@ -280,10 +292,10 @@ def _power_of_zero(base: Ball, exponent: Ball) -> Ball:
         # The factor 2 covers the rounding of the floats above.
         return _rounded_result(_mpmath_context().mpf(0), 2 * largest_power)
     except OverflowError:
-        raise NotReadError("too_large") from None
+        raise ParseError("too_large") from None
 
 
-def principal_root(radicand: Ball, degree: int) -> Ball:
+def principal_root(radicand: NumberWithError, degree: int) -> NumberWithError:
     """Return the principal root of a value.
 
     It is exact if the radicand is a perfect power: the square root of 4/9 is the fraction 2/3, and
@@ -297,28 +309,30 @@ def principal_root(radicand: Ball, degree: int) -> Ball:
             round(float(value.denominator) ** (1 / degree)),
         )
         if guess**degree == value:
-            return Ball(guess)
-    return power_of(radicand, Ball(Fraction(1, degree)))
+            return NumberWithError(guess)
+    return power_of(radicand, NumberWithError(Fraction(1, degree)))
 
 
-def factorial_or_binomial(total: Ball, chosen: Ball | None = None) -> Ball:
+def factorial_or_binomial(
+    total: NumberWithError, chosen: NumberWithError | None = None
+) -> NumberWithError:
     """Return the factorial of `total`, or the binomial coefficient "`total` choose `chosen`".
 
-    For example, 5 gives 120, and 5 with 2 chosen gives 10. Raises `NotReadError`: `undefined` for
+    For example, 5 gives 120, and 5 with 2 chosen gives 10. Raises `ParseError`: `undefined` for
     anything but natural numbers, `too_large` over `MAX_FACTORIAL_ARGUMENT`.
     """
     counts = [total] if chosen is None else [total, chosen]
-    for ball in counts:
-        if not ball.is_exact or ball.value.denominator != 1 or ball.value < 0:
-            raise NotReadError("undefined")
-        if ball.value > MAX_FACTORIAL_ARGUMENT:
-            raise NotReadError("too_large")
+    for number in counts:
+        if not number.is_exact or number.value.denominator != 1 or number.value < 0:
+            raise ParseError("undefined")
+        if number.value > MAX_FACTORIAL_ARGUMENT:
+            raise ParseError("too_large")
     if chosen is not None:
         return _exact_result(Fraction(math.comb(int(total.value), int(chosen.value))))
     return _exact_result(Fraction(math.factorial(int(total.value))))
 
 
-def function_value(name: str, argument: Ball, *, is_in_radians: bool) -> Ball:
+def function_value(name: str, argument: NumberWithError, *, is_in_radians: bool) -> NumberWithError:
     """Return the value of a trigonometric function, of an inverse one, or of `ln`.
 
     An angle is in degrees unless `is_in_radians` is set, because the canonical text has no degree
@@ -332,20 +346,20 @@ def function_value(name: str, argument: Ball, *, is_in_radians: bool) -> Ball:
         return _trigonometric_value(name, argument.as_mpmath())
     # Whole turns do not change the value. A small angle keeps the error of the product with pi
     # small.
-    degrees = Ball(argument.value % 360) if argument.is_exact else argument
+    degrees = NumberWithError(argument.value % 360) if argument.is_exact else argument
     return _trigonometric_value(name, (degrees / _HALF_TURN * pi()).as_mpmath())
 
 
-def _trigonometric_value(name: str, angle: Ball) -> Ball:
+def _trigonometric_value(name: str, angle: NumberWithError) -> NumberWithError:
     r"""Return the sine, cosine, tangent or a reciprocal of one of them.
 
     `angle` is a number of mpmath in radians. It may be complex: two functions with `\sin\sqrt{x}`
-    may be compared at a negative x. Raises `NotReadError("too_large")` if the imaginary part is so
+    may be compared at a negative x. Raises `ParseError("too_large")` if the imaginary part is so
     large that the value would overflow, or if the error of the angle is over 1.
     """
     imaginary_size = abs(float(angle.value.imag))
     if imaginary_size > _MAX_IMAGINARY_ANGLE or angle.error > 1:
-        raise NotReadError("too_large")
+        raise ParseError("too_large")
     # The error of the angle is at most 1, and within that distance neither sine nor cosine has a
     # slope over this exponential.
     error = math.exp(imaginary_size + 1) * angle.error
@@ -363,7 +377,7 @@ def _trigonometric_value(name: str, angle: Ball) -> Ball:
     return numerator / denominator
 
 
-def _inverse_function_in_radians(name: str, argument: Ball) -> Ball:
+def _inverse_function_in_radians(name: str, argument: NumberWithError) -> NumberWithError:
     """Return the angle in radians whose sine, cosine or tangent is `argument`.
 
     `name` is `arcsin`, `arccos` or `arctan`. The error of the angle is the error of the argument z
@@ -373,7 +387,7 @@ def _inverse_function_in_radians(name: str, argument: Ball) -> Ball:
     if name == "arctan":
         slope_divisor = ONE + squared
         if slope_divisor.least_magnitude <= 0:
-            raise NotReadError("undefined")
+            raise ParseError("undefined")
         error = argument.error / slope_divisor.least_magnitude
         return _rounded_result(_mpmath_context().atan(argument.value), error)
     squared_slope_divisor = ONE - squared
