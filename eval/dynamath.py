@@ -24,9 +24,8 @@ from adora_vl.evals.records import (
     RowGrade,
 )
 from adora_vl.evals.scoring.score import (
-    answers_per_problem,
-    cell_from_counts,
     describe_extracted_answer,
+    share_cell,
     verdict_of,
 )
 
@@ -155,13 +154,12 @@ def _summary(
     are_variants_right: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for item in graded:
         are_variants_right[item.problem, item.sample].append(item.correct)
-    n_all_right = sum(all(are_right) for are_right in are_variants_right.values())
-    n_answers = answers_per_problem(graded)
-    worst_case = cell_from_counts(n_all_right, len(are_variants_right), n_answers)
+    worst_case = share_cell(
+        [all(are_right) for are_right in are_variants_right.values()],
+        problems=[problem for problem, _ in are_variants_right],
+    )
     accuracy = sum(item.correct for item in graded) / len(graded)
-    robustness = None
-    if worst_case and accuracy:
-        robustness = worst_case["accuracy"] / accuracy
+    robustness = worst_case["accuracy"] / accuracy if accuracy else None
     # With --limit, or where answers are missing, problems may have unequally many variants.
     incomplete = [
         problem

@@ -3,7 +3,7 @@ and loose.
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,9 @@ from adora_vl.evals.records import (
 )
 from adora_vl.evals.scoring.choice import extract_choice, lettered_options
 from adora_vl.evals.scoring.score import (
-    answers_per_problem,
-    cell_from_counts,
     describe_rule_set,
     mean_with_interval,
+    share_cell,
     verdict_of,
 )
 from adora_vl.evals.scoring.table import percent_with_interval
@@ -173,36 +172,44 @@ def _summary(
     if not complete_answers:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _SCORE_DEFINITION}
         return BenchmarkFigures(figures={"score": no_score}, warnings=warnings)
-    n_answers = answers_per_problem(graded)
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _SCORE_DEFINITION}
     lines: list[str] = []
     for name in ("strict", "loose"):
         diagnoses = _diagnoses(list(complete_answers.values()), strict=name == "strict")
-        cells |= _diagnosis_cells(diagnoses, name, n_answers)
+        cells |= _diagnosis_cells(diagnoses, [problem.id for problem in complete_answers], name)
         # The score is the mean of the points of the problems. A diagnosis has 0, 0.5 or 1 points.
         points_by_id = _points_of_problems(complete_answers, diagnoses)
         figure = mean_with_interval(list(points_by_id.values()), list(points_by_id))
-        scores[name] = figure["value"]
+        scores[name] = {"accuracy": figure["value"], "interval_95": figure["interval_95"]}
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"We-Math's score, {name}: {accuracy}")
     return BenchmarkFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
 
 
-def _diagnosis_cells(diagnoses: Sequence[str], name: str, n_answers: int) -> dict[str, Any]:
-    """Return the share of each diagnosis of one score, `strict` or `loose`, by the key of its cell.
+def _diagnosis_cells(
+    diagnoses: Sequence[str], problems: Sequence[str], name: str
+) -> dict[str, Any]:
+    """Return the share of each diagnosis of one score, by the key of its cell.
 
-    `n_answers` is the number of answers to each question.
+    Args:
+        diagnoses: The diagnosis of each sample of each problem.
+        problems: The problem of each diagnosis, in the same order.
+        name: The name of the score, `strict` or `loose`.
     """
-    counts = Counter(diagnoses)
-    total = len(diagnoses)
     cells: dict[str, Any] = {}
     if name == "strict":  # IK and IG are the same for both
         for kind in ("IK", "IG"):
-            cells[kind] = cell_from_counts(counts[kind], total, n_answers)
-    cells[f"CM_{name}"] = cell_from_counts(counts["CM"], total, n_answers)
+            cells[kind] = share_cell([diagnosis == kind for diagnosis in diagnoses], problems)
+    cells[f"CM_{name}"] = share_cell([diagnosis == "CM" for diagnosis in diagnoses], problems)
     # RM is a share of the problems whose whole is right.
-    cells[f"RM_{name}"] = cell_from_counts(counts["RM"], counts["CM"] + counts["RM"], n_answers)
+    are_rote: list[bool] = []
+    solved_problems: list[str] = []
+    for diagnosis, problem in zip(diagnoses, problems, strict=True):
+        if diagnosis in ("CM", "RM"):
+            are_rote.append(diagnosis == "RM")
+            solved_problems.append(problem)
+    cells[f"RM_{name}"] = share_cell(are_rote, solved_problems) if are_rote else None
     return cells
 
 

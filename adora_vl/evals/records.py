@@ -101,12 +101,15 @@ class GradedAnswer:
 
 
 class AccuracyCell(TypedDict):
-    """A share of right answers. A figure that is no count has `accuracy` alone."""
+    """A share of right answers. A figure that is no count has neither `correct` nor `total`."""
 
     accuracy: float
     correct: NotRequired[int]
     total: NotRequired[int]
     wilson_95: NotRequired[list[float]]
+    """The interval of a count."""
+    interval_95: NotRequired[list[float]]
+    """The interval of a mean, such as avg@k. A ratio, such as DynaMath's robustness, has none."""
 
 
 @dataclass(frozen=True)

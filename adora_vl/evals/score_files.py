@@ -72,7 +72,11 @@ class ScoreFile:
         k = samples.get("k")
         for name in (f"avg@{k}", f"pass@{k}"):
             if name in samples:
-                cell_by_name[name] = {"accuracy": samples[name]["value"]}
+                metric = samples[name]
+                cell_by_name[name] = {
+                    "accuracy": metric["value"],
+                    "interval_95": metric["interval_95"],
+                }
         return cell_by_name
 
 

@@ -461,24 +461,37 @@ def _truncation_metrics(
 
 def accuracy_cell(items: Sequence[GradedAnswer]) -> AccuracyCell:
     """Compute the accuracy of answers, with its counts and its Wilson interval over the problems."""
-    are_correct = [item.correct for item in items]
-    correct = sum(are_correct)
-    total = len(items)
-    interval = list(wilson_over_problems(are_correct, [item.problem for item in items]))
-    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
+    return share_cell([item.correct for item in items], [item.problem for item in items])
+
+
+def share_cell(are_counted: Sequence[bool], problems: Sequence[str]) -> AccuracyCell:
+    """Compute a share, with its counts and its Wilson interval over the problems.
+
+    Args:
+        are_counted: Whether each value is counted, such as whether an answer is right; at least one.
+        problems: The problem of each value. Values of one problem are not independent.
+    """
+    count = sum(are_counted)
+    total = len(are_counted)
+    interval = list(wilson_over_problems(are_counted, problems))
+    return {"correct": count, "total": total, "accuracy": count / total, "wilson_95": interval}
 
 
 def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> AccuracyCell | None:
-    """Compute an accuracy from counts, with its Wilson interval over the problems.
+    """Compute an accuracy from counts alone, with its Wilson interval over the problems.
 
     With 2 answers to each problem, 4 right answers of 8 have the interval of 2 right answers of 4.
+    Where answers are missing, the number of problems is no whole number: 3 right answers of 5 have
+    the interval of 1.5 right answers of 2.5.
+
     Returns None if `total` is 0, or if `correct` is not between 0 and `total`.
     """
     if total <= 0 or not 0 <= correct <= total:
         return None
-    n_problems = max(1, total // answers_per_problem)
-    interval = list(wilson_interval(correct / answers_per_problem, n_problems))
-    return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
+    accuracy = correct / total
+    n_problems = max(1.0, total / answers_per_problem)
+    interval = list(wilson_interval(accuracy * n_problems, n_problems))
+    return {"correct": correct, "total": total, "accuracy": accuracy, "wilson_95": interval}
 
 
 def correct_by_problem(items: Iterable[GradedAnswer]) -> dict[str, list[bool]]:

@@ -121,14 +121,15 @@ def _table_rows(kind: str, cell_by_group: Mapping[str, AccuracyCell]) -> list[li
 def accuracy_text(cell: AccuracyCell | None) -> str:
     """Format an accuracy with its interval for a table, in percent: `61.2 [57.9, 64.4]`.
 
-    A metric that is no count has the share alone. A missing metric, None, is `-`.
+    A metric without an interval has the share alone. A missing metric, None, is `-`.
     """
     if cell is None:
         return "-"
     share = f"{100 * cell['accuracy']:5.1f}"
-    if "wilson_95" not in cell:
+    interval = cell.get("wilson_95") or cell.get("interval_95")
+    if interval is None:
         return share
-    low, high = cell["wilson_95"]
+    low, high = interval
     return f"{share} [{100 * low:.1f}, {100 * high:.1f}]"
 
 

@@ -320,6 +320,15 @@ def test_a_problem_that_counts_twice_in_id_is_one_problem_for_its_interval() -> 
     assert id_cell["wilson_95"] == pytest.approx(wilson_interval(3, 6))
 
 
+def test_the_interval_of_ood_has_its_share_in_it_where_samples_are_missing() -> None:
+    rows = [prediction(pid="0", extraction="5") | {"sample": sample} for sample in range(3)]
+    rows += [prediction(pid="1", extraction="5") | {"sample": sample} for sample in range(2)]
+    cell = score_rows(rows, score_options())["id_ood"]["OOD"]
+    assert (cell["correct"], cell["total"]) == (5, 5)
+    low, high = cell["wilson_95"]
+    assert 0 < low < high == 1
+
+
 def test_empty_extractions_can_be_told_to_be_ignored() -> None:
     rows = [choice_prediction("No", "Yes", "No") | {"response": "", "extraction": ""}]
     assert score_rows(rows, score_options())["correct"] == 1

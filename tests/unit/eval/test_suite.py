@@ -67,6 +67,8 @@ def test_a_row_with_one_start_of_the_engine(data, monkeypatch, capsys):
         assert head.split() == list(SUITE_BENCHMARKS)
         assert row.startswith(str(data / name))
         assert "its strict score" in note
+        n_columns = len(SUITE_BENCHMARKS)
+        assert row.count("[") == n_columns, "each figure has its interval"
     assert len(LONGEST_TEXT_OF_ENGINES) == 2, "an engine for each model, that fits all benchmarks"
     assert len(set(LONGEST_TEXT_OF_ENGINES)) == 1, (
         "an engine for each model, that fits all benchmarks"

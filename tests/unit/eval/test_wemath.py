@@ -95,7 +95,10 @@ def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
         "two steps": (3, 5),
         "three steps": (3, 5),
     }
+    low, high = result["score"]["strict"]["interval_95"]
+    assert low < 0.3 < high
     output = capsys.readouterr().out
+    assert f" 30.0 [{100 * low:.1f}, {100 * high:.1f}]" in output
     assert "We-Math's score, strict: 30.0 % (95 %: " in output
     assert "loose: 50.0 %" in output
 
@@ -120,6 +123,17 @@ def test_equal_samples_of_a_problem_make_no_interval_narrower(tmp_path, capsys):
         output_lines = capsys.readouterr().out.splitlines()
         printed_lines.append([line for line in output_lines if line.startswith("We-Math's score")])
     assert printed_lines[0] == printed_lines[1]
+
+
+def test_the_interval_of_a_diagnosis_has_its_share_in_it(tmp_path):
+    """RM counts the samples whose whole is right, which need not be all samples of a problem."""
+    rows = []
+    for sample, pattern in enumerate(("001", "110", "000", "110", "000")):
+        rows += [{**row, "sample": sample} for row in composite_problem("p0", pattern, 0)]
+    cell = score_as_command(tmp_path, rows)["diagnosis"]["RM_strict"]
+    assert (cell["correct"], cell["total"]) == (1, 1)
+    low, high = cell["wilson_95"]
+    assert 0 < low < high == 1
 
 
 def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_path, capsys):
