@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,9 @@ _WORKBOOK_SUFFIXES = (".xlsx", ".xlsm")
 _SEPARATOR_BY_SUFFIX = {".tsv": "\t", ".csv": ","}
 # The fields of a prediction that are numbers. In a table every cell is text.
 _NUMBER_FIELDS = ("precision", "sample", "n_tokens")
+# The fields of a prediction that are texts, also where they have the form of a list or an object:
+# the answer `[1, 2]`, or a response that is JSON.
+_TEXT_FIELDS = ("pid", "question", "option", "answer", "response", "figure")
 
 
 def is_table(path: Path) -> bool:
@@ -27,18 +30,25 @@ def is_table(path: Path) -> bool:
     return path.suffix.lower() in (*_WORKBOOK_SUFFIXES, *_SEPARATOR_BY_SUFFIX)
 
 
-def read_table_rows(path: Path) -> Iterator[Prediction]:
+def read_table_rows(path: Path, columns: Mapping[str, str]) -> Iterator[Prediction]:
     """Yield the rows of a table of predictions, with the values that their cells stand for.
 
     Other programs write no column `metadata`, which holds an object. Without it all cells of a row
     are its metadata, since the groups of a score are looked up there.
 
+    Args:
+        path: The table.
+        columns: The names of its columns by our names, if they differ. Our name says what a cell
+            stands for; the rows have the names of the table.
+
     Raises `UserError` for a table that cannot be read, and where openpyxl is missing.
     """
+    our_name_by_theirs = {theirs: ours for ours, theirs in columns.items()}
     for cells in _read_table(path).to_dict(orient="records"):
         row: Prediction = {}
         for name, cell in cells.items():
-            row[str(name)] = _parse_cell(str(name), cell)
+            our_name = our_name_by_theirs.get(str(name), str(name))
+            row[str(name)] = _parse_cell(our_name, cell)
         row.setdefault("metadata", dict(row))
         yield row
 
@@ -72,7 +82,8 @@ def _parse_cell(name: str, cell: str) -> object:
       may really be `nan`.
     - `512.0` in the column `n_tokens` is 512. The name of the column decides whether a cell is a
       number, so that the `answer` `5` stays a text.
-    - `['3', '5']` and `{"a": 1}` are a list and an object, in Python or in JSON.
+    - `['3', '5']` and `{"a": 1}` are a list and an object, in Python or in JSON, except in columns of
+      texts, such as the answer.
     - Any other cell is its text, such as `[3, 5)`.
     """
     if not cell or (cell == "nan" and name != "response"):
@@ -81,7 +92,7 @@ def _parse_cell(name: str, cell: str) -> object:
         with suppress(ValueError):
             number = float(cell)
             return int(number) if math.isfinite(number) and number.is_integer() else number
-    if cell[0] in "[{":
+    if cell[0] in "[{" and name not in _TEXT_FIELDS:
         for parse in (json.loads, ast.literal_eval):
             with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
                 return parse(cell)

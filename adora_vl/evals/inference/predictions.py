@@ -74,7 +74,7 @@ def read_predictions(
     faults: list[str] = []
     columns = columns or {}
     unseen_names = set(columns.values())  # the names that no row has had so far
-    for number, row_or_fault in enumerate(_read_objects(path), start=1):
+    for number, row_or_fault in enumerate(_read_objects(path, columns), start=1):
         if isinstance(row_or_fault, str):  # what is wrong with an object that cannot be read
             faults.append(f"row {number} {row_or_fault}")
             continue
@@ -199,13 +199,14 @@ def find_field_fault(row: Prediction, kinds: Mapping[str, FieldKind]) -> str | N
     return None
 
 
-def _read_objects(path: Path) -> Iterator[Prediction | str]:
+def _read_objects(path: Path, columns: Mapping[str, str]) -> Iterator[Prediction | str]:
     """Yield the rows of a file of predictions, in any of the forms that `read_predictions` names.
 
-    For a row that is no object, a text that says what is wrong is yielded instead.
+    For a row that is no object, a text that says what is wrong is yielded instead. The rows keep
+    the names of their file; `columns` has those that differ by our names.
     """
     if is_table(path):
-        yield from read_table_rows(path)
+        yield from read_table_rows(path, columns)
         return
     try:
         content = path.read_bytes()

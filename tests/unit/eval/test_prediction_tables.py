@@ -90,6 +90,22 @@ def test_a_table_scores_as_the_same_rows_line_by_line(tmp_path: Path, suffix: st
     assert set(figures_of_table[2]["skills"]) == {"geometry reasoning", "algebraic reasoning"}
 
 
+def test_an_answer_in_the_form_of_a_list_or_an_object_stays_a_text(tmp_path: Path) -> None:
+    """MathVista has such answers, and a response may be JSON or `nan`."""
+    table_file = tmp_path / "Model_MathVista_MINI.tsv"
+    first, second, third = TABLE_ROWS
+    rows = [
+        {**first, "answer_type": "list", "answer": "[1, 2]", "prediction": "[1, 2]"},
+        {**third, "prediction": '{"answer": 5}'},
+        {**second, "prediction": "nan"},
+    ]
+    pd.DataFrame(rows).to_csv(table_file, index=False, sep="\t")
+    score = benchmark_data.score_predictions(BENCHMARK, tmp_path, table_file, *COLUMN_WORDS)
+    assert [item["extraction"] for item in score["items"]] == ["[1, 2]", "5", "nan"]
+    assert score["correct"] == 2
+    assert score["empty_responses"] == 0
+
+
 def test_a_workbook_that_is_none_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "predictions.xlsx"
     path.write_bytes(b"not a workbook")
