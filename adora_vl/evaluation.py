@@ -25,7 +25,7 @@ from adora_vl.evals.benchmark import (
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.runner import AnswerSample, answer_batch, refuse_control_tokens
-from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
+from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, apply_view
 from adora_vl.evals.scoring.files import metrics_in_training
 from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.rollout.stopping import StopCriteria
@@ -243,7 +243,7 @@ def _load_tasks(
     return [
         EvaluationTask(
             benchmark=replace(benchmark, name=f"{benchmark.name}_{view}"),
-            problems=show_in_view(shown_problems, view),
+            problems=apply_view(shown_problems, view),
             problems_in_data=len(problems),
             entry=entry,
         )

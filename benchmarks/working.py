@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from adora_vl.data.dataset import stored_rows, write_manifest, write_split
 from adora_vl.data.output import complete_or_absent
-from adora_vl.evals.scoring.statistics import student_half_width
+from adora_vl.evals.scoring.statistics import t_half_width
 from adora_vl.rewards.grade import grade
 from adora_vl.rewards.steps import check_claims
 from benchmarks.angles import (
@@ -404,7 +404,7 @@ def verdict_of_rule(runs: Sequence[Run]) -> str:
     """Return what the plan's rule says of these runs: `gain`, or `no gain`."""
     for control in ("length", "random"):
         points = paired_differences(runs, "working", control, "accuracy")
-        if len(points) < 2 or statistics.fmean(points) <= student_half_width(points):
+        if len(points) < 2 or statistics.fmean(points) <= t_half_width(points):
             return "no gain"
     return "gain"
 

@@ -13,7 +13,7 @@ from adora_vl.evals.asking import (
     answer_problems,
     check_options,
     check_output,
-    load_asked_problems,
+    load_problems_in_view,
 )
 from adora_vl.evals.inference.engines import parse_tool_options
 from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
@@ -54,10 +54,10 @@ class Command:
 
 
 def parse_command(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
-    """Read the command line of a benchmark into the options of its verb.
+    """Parse the command line of a benchmark into the options of its verb: `infer`, `score` or `run`.
 
-    The verbs that ask a model, `infer` and `run`, may name a YAML file of options with `--config`.
-    An option of the command line takes precedence over one of the file.
+    `infer` and `run`, which ask a model, may name a YAML file of options with `--config`. An option
+    of the command line takes precedence over one of the file.
 
     Args:
         argv: The words of the command line; None: those of this process.
@@ -282,7 +282,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
             benchmark=benchmark,
             options=command.ask,
             settings=settings,
-            selection=load_asked_problems(benchmark, command.ask),
+            selection=load_problems_in_view(benchmark, command.ask),
             processes=processes,
         )
         # Rank 0 has gathered the answers of all ranks into one file.

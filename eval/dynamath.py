@@ -15,8 +15,10 @@ from adora_vl.evals.inference.dataset import load_problems
 from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault
 from adora_vl.evals.options import HubDataOptions, ScoreOptions
 from adora_vl.evals.records import (
+    CORRECT,
+    WRONG,
     Benchmark,
-    BenchmarkFigures,
+    BenchmarkSummary,
     GradedAnswer,
     LoadedProblems,
     Prediction,
@@ -24,9 +26,8 @@ from adora_vl.evals.records import (
     RowGrade,
 )
 from adora_vl.evals.scoring.score import (
-    describe_extracted_answer,
-    share_cell,
-    verdict_of,
+    build_extraction_item,
+    share_metric,
 )
 
 # Each split has one variant of every problem.
@@ -60,7 +61,7 @@ _EXAMPLE_RESPONSE = {
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """Build the official prompt of a row: the question, and the form of the answer in JSON."""
+    """Build the official prompt of a row: the question, and a request to answer in JSON."""
     request = "Please answer in a floating-point number." if row["answer_type"] == "float" else ""
     return f"## Question\n{row['question']}{request}{_ANSWER_INSTRUCTION}{json.dumps(_EXAMPLE_RESPONSE, indent=4)}"
 
@@ -124,7 +125,7 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
     answer, rule = extract_short_answer(row["response"])
     is_right = is_officially_right(answer, row["answer"], row["answer_type"])
     return RowGrade(
-        verdict=verdict_of(is_right),
+        verdict=CORRECT if is_right else WRONG,
         extracted=answer,
         reason=rule,
         groups={name: [row[name]] for name in ("subject", "level", "answer_type")},
@@ -132,47 +133,47 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
 
 
 def _version_of(row: Prediction) -> str:
-    """Return the id of the problem that a row has a variant of.
+    """Return the id of the problem that a row asks a variant of.
 
-    The id of a row begins with the split of its variant: `sample_variant3/17` gives `17`.
+    The `pid` of a row begins with the split of its variant: `sample_variant3/17` gives `17`.
     """
     _, _, problem_id = str(row["pid"]).rpartition("/")
     return problem_id
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: ScoreOptions
-) -> BenchmarkFigures:
+    rows: Sequence[Prediction], graded_answers: Sequence[GradedAnswer], options: ScoreOptions
+) -> BenchmarkSummary:
     """Compute the worst case and the robustness.
 
-    The worst case is the share of problems whose variants are all right. The robustness is the
-    worst case divided by the accuracy over all variants. For example, two problems of ten variants,
-    one with ten right and one with five, have the worst case 0.5, the accuracy 0.75 and the
-    robustness 0.67. The rows and the options, which each benchmark's summary gets, are not needed.
+    The worst case is the share of problems whose variants are all answered right. The robustness is
+    the worst case divided by the accuracy over all variants. For example, two problems of ten
+    variants, one with ten right and one with five, have the worst case 0.5, the accuracy 0.75 and
+    the robustness 0.67. Several samples of a problem count as several problems.
     """
-    # Whether each variant is right, by the problem and the number of the sample.
-    are_variants_right: dict[tuple[str, int], list[bool]] = defaultdict(list)
-    for item in graded:
-        are_variants_right[item.problem, item.sample].append(item.correct)
-    worst_case = share_cell(
-        [all(are_right) for are_right in are_variants_right.values()],
-        problems=[problem for problem, _ in are_variants_right],
+    # Whether the answers to the variants are right, by the problem and the number of the sample.
+    variants_by_problem: dict[tuple[str, int], list[bool]] = defaultdict(list)
+    for graded in graded_answers:
+        variants_by_problem[graded.problem_id, graded.sample].append(graded.correct)
+    n_problems = len(variants_by_problem)
+    worst_case = share_metric(
+        [all(are_correct) for are_correct in variants_by_problem.values()],
+        problem_ids=[problem_id for problem_id, _ in variants_by_problem],
     )
-    accuracy = sum(item.correct for item in graded) / len(graded)
+    accuracy = sum(graded.correct for graded in graded_answers) / len(graded_answers)
     robustness = worst_case["accuracy"] / accuracy if accuracy else None
     # With --limit, or where answers are missing, problems may have unequally many variants.
-    incomplete = [
-        problem
-        for problem, are_right in are_variants_right.items()
-        if len(are_right) < len(SPLIT_NAMES)
-    ]
+    n_variants = len(SPLIT_NAMES)
+    n_incomplete = sum(
+        len(are_correct) < n_variants for are_correct in variants_by_problem.values()
+    )
     warnings: list[str] = []
-    if incomplete:
+    if n_incomplete:
         warnings.append(
-            f"the worst case of {len(incomplete)} of {len(are_variants_right)} problems is over fewer "
-            f"than the {len(SPLIT_NAMES)} variants; --split all without --limit has all"
+            f"the worst case of {n_incomplete} of {n_problems} problems is over fewer "
+            f"than the {n_variants} variants; --split all without --limit has all"
         )
-    return BenchmarkFigures(
+    return BenchmarkSummary(
         {"variants": {"worst_case": worst_case, "robustness": robustness}}, warnings=warnings
     )
 
@@ -218,7 +219,7 @@ BENCHMARK = Benchmark(
     id_column="id",
     version_of=_version_of,
     summary=_summary,
-    item=describe_extracted_answer,
+    item=build_extraction_item,
 )
 if __name__ == "__main__":
     from eval.command import main

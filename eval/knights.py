@@ -7,10 +7,10 @@ from adora_vl.rewards.knights import knights_verdict, parse_roles
 
 
 def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
-    """Grade one answer, which is right if it names everyone's role as knight or knave.
+    """Grade one answer, which is right if it says of everyone whether they are knight or knave.
 
-    Answers are counted by the number of people in the puzzle, and in two halves: the numbers that
-    the published model was trained on (ID), and larger ones (OOD).
+    Answers are counted in groups by the number of people in the puzzle, and in two halves: the
+    numbers that the published model was trained on (ID, in distribution), and larger ones (OOD).
     """
     verdict, extracted = knights_verdict(row["response"], row["answer"])
     reason_by_verdict = {"correct": "everyone_right", "wrong": "someone_wrong"}

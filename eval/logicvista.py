@@ -9,7 +9,7 @@ from operator import itemgetter
 from adora_vl.evals.inference.dataset import load_problems
 from adora_vl.evals.inference.predictions import LIST_OF_TEXTS, TEXT_VALUE, find_field_fault
 from adora_vl.evals.options import HubDataOptions
-from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
+from adora_vl.evals.records import CORRECT, WRONG, Benchmark, Extraction, Prediction, RowGrade
 from adora_vl.evals.scoring.choice import extract_choice
 from adora_vl.evals.scoring.judge import (
     ExtractionOptions,
@@ -17,7 +17,6 @@ from adora_vl.evals.scoring.judge import (
     describe_extraction,
     extract_answers,
 )
-from adora_vl.evals.scoring.score import verdict_of
 from adora_vl.rewards.completion import answer_block, last_boxed
 
 # The columns that each row has, and what their values have to be.
@@ -37,7 +36,7 @@ _STATED_LETTERS_PATTERN = re.compile(
 def parse_letters(value: object) -> list[str]:
     """Return the letters of the options that an answer names, in lower case and sorted.
 
-    `A, C`, `AC` and `['c', 'a']` all give `['a', 'c']`.
+    `value` is a text or a list of letters: `A, C`, `AC` and `['c', 'a']` all give `['a', 'c']`.
     """
     if isinstance(value, list):
         words = [str(word) for word in value]
@@ -60,11 +59,9 @@ def extract_letters(response: str) -> Extraction:
     3. The response names one letter (`extract_choice`): `I choose C because` gives `C`.
     """
     response = answer_block(response) or response
-    stated_letters = list(_STATED_LETTERS_PATTERN.finditer(response.strip()))
-    candidates = (
-        (last_boxed(response) or "", "box"),
-        (stated_letters[-1][1] if stated_letters else "", "stated_letters"),
-    )
+    statements = list(_STATED_LETTERS_PATTERN.finditer(response.strip()))
+    last_statement = statements[-1][1] if statements else ""
+    candidates = ((last_boxed(response) or "", "box"), (last_statement, "stated_letters"))
     for text, rule in candidates:
         # `\text{B}` becomes `B`, and brackets and spaces around the letters are removed, since the
         # group is empty where they match.
@@ -76,14 +73,14 @@ def extract_letters(response: str) -> Extraction:
 
 
 def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
-    """Grade one answer, whose extraction stands in the row under `parsed_answer`.
+    """Grade one answer, which is right if it names the letters of the reference and no others.
 
-    It is right if it names the letters of the reference answer and no others.
+    `extract_answers` has put the extracted answer into the row under `parsed_answer`.
     """
     extraction: Extraction = row["parsed_answer"]
     letters = parse_letters(extraction.text)
     return RowGrade(
-        verdict=verdict_of(letters == parse_letters(row["answer"])),
+        verdict=CORRECT if letters == parse_letters(row["answer"]) else WRONG,
         extracted=", ".join(letters),
         reason=extraction.method,
         groups={"skill": row["skill"]},

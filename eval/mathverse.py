@@ -19,9 +19,11 @@ from adora_vl.evals.inference.predictions import (
 from adora_vl.evals.inference.views import without_images
 from adora_vl.evals.options import HubDataOptions, option
 from adora_vl.evals.records import (
+    CORRECT,
     JUDGE_FAILED,
+    WRONG,
     Benchmark,
-    BenchmarkFigures,
+    BenchmarkSummary,
     Extraction,
     GradedAnswer,
     LoadedProblems,
@@ -41,9 +43,9 @@ from adora_vl.evals.scoring.judge import (
 )
 from adora_vl.evals.scoring.number import extract_number
 from adora_vl.evals.scoring.response_text import without_markup
-from adora_vl.evals.scoring.score import accuracy_cell, metadata_groups, verdict_of
+from adora_vl.evals.scoring.score import accuracy_metric, groups_from_metadata
 from adora_vl.rewards.completion import last_boxed
-from adora_vl.rewards.grade import grade as graded_as_in_training
+from adora_vl.rewards.grade import grade as grade_as_in_training
 from adora_vl.utils.cli import amount
 from adora_vl.utils.openai_client import EndpointError
 
@@ -120,10 +122,9 @@ def strip_to_value(answer: str) -> str:
 
 
 def is_same_answer(answer: str, reference: str) -> tuple[bool, str]:
-    r"""Compare a free-form answer with its reference by value.
+    r"""Tell whether a free-form answer is the same as its reference, by their values.
 
-    Returns whether both are the same, and the name of the rule that decided. In the order of the
-    rules:
+    Returns this, and the name of the rule that decided. The rules in their order:
 
     - `X = 5` is the same as `5`: without a name and a unit it is the same text
     - `(\frac{2}{2}, 2)` is the same as `(1, 2)`: points and intervals are compared value by value
@@ -145,12 +146,12 @@ def is_same_answer(answer: str, reference: str) -> tuple[bool, str]:
     if value.count("=") == 1 and reference_value.count("=") == 1:
         value = _subtract_sides(value)
         reference_value = _subtract_sides(reference_value)
-    result = graded_as_in_training(rf"\boxed{{{value}}}", reference_value)
+    result = grade_as_in_training(rf"\boxed{{{value}}}", reference_value)
     if result.verdict == "correct":
         return True, result.reason
     # The grader accepts a rounded answer to an exact reference. Here the reference may be the
     # rounded one, so the two change places.
-    swapped_result = graded_as_in_training(rf"\boxed{{{reference_value}}}", value, rounding=True)
+    swapped_result = grade_as_in_training(rf"\boxed{{{reference_value}}}", value, rounding=True)
     if swapped_result.reason == "rounded":
         return True, "rounded"
     return False, result.reason
@@ -180,8 +181,8 @@ def find_reference_letter(row: Prediction, choices: Sequence[str]) -> str | None
     """Return the letter of the right option of a multiple-choice question.
 
     The reference answer of a row is a letter, such as `C` or `(C)`, or the value of an option:
-    `5 cm` is `B` among the options 4, 5 and 6. None where it is neither, as for a question with several
-    right options.
+    `5 cm` is `B` among the options 4, 5 and 6. Returns None where it is neither, as for a question
+    with several right options.
     """
     reference = row["answer"]
     letter = re.fullmatch(r"\s*\(?([A-H])\)?\s*", reference)
@@ -207,7 +208,7 @@ REQUIRED_COLUMNS = {
 
 
 def check_row(row: Prediction) -> str | None:
-    """Return what is wrong with the fields of a row; None where nothing is."""
+    """Return what is wrong with the fields of a row of the data; None where nothing is."""
     fault = find_field_fault(row, REQUIRED_COLUMNS)
     if fault:
         return fault
@@ -219,7 +220,7 @@ _OPTIONAL_COLUMN_KINDS = {"question_for_eval": or_null(TEXT_VALUE)}
 
 
 def build_question(row: Prediction) -> Question:
-    """Build the question from which an answer is extracted, with the response of the model.
+    """Build the `Question` from which the judge extracts an answer, with the response of the model.
 
     Without the texts of its options a multiple-choice question counts as one that asks for a text.
     """
@@ -233,20 +234,20 @@ def build_question(row: Prediction) -> Question:
 
 
 def _question_text(row: Prediction) -> str:
-    """Return the question of a row, with as much text as the data have of it.
+    """Return the question of a row, in its fullest wording.
 
-    A problem has several versions, of which some say less in words because the picture says it. The
-    optional column `question_for_eval` has the full question with its options.
+    The versions of a problem leave out in words what their picture shows. The optional column
+    `question_for_eval` has the full question with its options.
     """
     return str(row.get("question_for_eval") or row["question"] or "")
 
 
 def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Prediction]:
-    """Extract the answers of all rows, before `grade` gets them one by one.
+    """Extract the answers of all rows, before `grade` gets the rows one by one.
 
-    Each row gets its `Extraction` under the key `parsed_answer`. With a judge it also gets the key
-    `judge_reply`: an `Extraction` whose text is `1` if the judge says that the answer is right and
-    `0` if not, or None where our rules decide without the judge.
+    Each row gets its `Extraction` under the key `parsed_answer`. With a judge, a language model on
+    a server, it also gets the key `judge_reply`: an `Extraction` whose text is `1` if the judge
+    says that the answer is right and `0` if not, or None where our rules decide without the judge.
     """
     judge = create_judge_client(options) if options.extraction == "judge" else None
     extracted_rows = extract_answers(
@@ -331,17 +332,17 @@ def extract_by_rules(row: Prediction) -> Extraction:
     box = last_boxed(response)
     if box is not None:
         return Extraction(box, "box")
-    announcements = list(_ANSWER_WORDS_PATTERN.finditer(response))
-    if announcements:
-        behind_last = response[announcements[-1].end() :]
-        line = behind_last.split("\n")[0]
-        # The sentence ends at a full stop, which in `3.5` is none.
-        statement = re.split(r"\.(?:\s|$)", line)[0]
+    answer_words = list(_ANSWER_WORDS_PATTERN.finditer(response))
+    if answer_words:
+        text_behind = response[answer_words[-1].end() :]
+        rest_of_line = text_behind.split("\n")[0]
+        # The sentence ends at a full stop, unlike the point in `3.5`.
+        statement = re.split(r"\.(?:\s|$)", rest_of_line)[0]
         if re.search(r"\w", statement):
             return Extraction(statement.strip(), "stated")
     # A short line with few words, besides commands of LaTeX, is a bare answer.
-    without_commands = re.sub(r"\\[a-z]+", "", response)
-    words = re.findall(r"[A-Za-z]{2,}", without_commands)
+    without_latex_commands = re.sub(r"\\[a-z]+", "", response)
+    words = re.findall(r"[A-Za-z]{2,}", without_latex_commands)
     if "\n" not in response.strip() and len(words) <= _MAX_WORDS_OF_BARE_ANSWER:
         return Extraction(response.strip(), "whole")
     return extract_number(response, _question_text(row))
@@ -385,9 +386,9 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
         # No letter is right for a reference with several letters.
         reason = "letter" if right_letter is not None else "gold_several_letters"
     groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
-    groups |= metadata_groups(row, ("subject", "subfield"))
+    groups |= groups_from_metadata(row, ("subject", "subfield"))
     return RowGrade(
-        verdict=verdict_of(is_right),
+        verdict=CORRECT if is_right else WRONG,
         extracted=answer,
         reason=reason,
         groups=groups,
@@ -406,28 +407,32 @@ def _describe_rules(options: ExtractionOptions) -> dict[str, Any]:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: ExtractionOptions
-) -> BenchmarkFigures:
-    """Compute the figure that papers quote: the accuracy over the five versions with images.
+    rows: Sequence[Prediction], graded_answers: Sequence[GradedAnswer], options: ExtractionOptions
+) -> BenchmarkSummary:
+    """Compute the accuracy that papers quote: over the five versions with images.
 
     A note says that the score is not the official one. A warning counts the reference answers with
     several letters, since no answer is right for them.
     """
     with_images = [
-        item for row, item in zip(rows, graded, strict=True) if row["problem_version"] != TEXT_ONLY
+        graded
+        for row, graded in zip(rows, graded_answers, strict=True)
+        if row["problem_version"] != TEXT_ONLY
     ]
-    overall = accuracy_cell(with_images) if with_images else None
-    unmet_references = sum(item.grade.reason == "gold_several_letters" for item in graded)
+    overall = accuracy_metric(with_images) if with_images else None
+    n_several_letters = sum(
+        graded.grade.reason == "gold_several_letters" for graded in graded_answers
+    )
     warnings: list[str] = []
-    if unmet_references:
-        references = amount(unmet_references, "reference answer")
+    if n_several_letters:
+        references = amount(n_several_letters, "reference answer")
         warnings.append(f"{references} with several letters, which no answer meets")
     note = "note: not the official score, which asks a judge whether an answer is right"
     if options.extraction == "judge":
         note = (
             f"note: {options.judge_model} was the judge; the official score's own may say otherwise"
         )
-    return BenchmarkFigures(
+    return BenchmarkSummary(
         {"overall": {"five_versions": overall}}, lines=[note], warnings=warnings
     )
 

@@ -22,12 +22,13 @@ from adora_vl.evals.inference.predictions import (
 from adora_vl.evals.options import HubDataOptions, option
 from adora_vl.evals.records import (
     CORRECT,
+    WRONG,
     Benchmark,
-    BenchmarkFigures,
+    BenchmarkSummary,
     Extraction,
     GradedAnswer,
     Prediction,
-    PublishedFigures,
+    PublishedResults,
     RowGrade,
 )
 from adora_vl.evals.scoring.judge import (
@@ -38,8 +39,8 @@ from adora_vl.evals.scoring.judge import (
     extract_by_rules,
 )
 from adora_vl.evals.scoring.number import extract_number
-from adora_vl.evals.scoring.score import describe_extracted_answer, verdict_of
-from adora_vl.rewards import grade as graded_as_in_training
+from adora_vl.evals.scoring.score import build_extraction_item
+from adora_vl.rewards import grade as grade_as_in_training
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -383,10 +384,10 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
     else:
         # The grader of a training reads the answer out of a box.
         boxed_answer = rf"\boxed{{{answer}}}"
-        result = graded_as_in_training(boxed_answer, reference, choices=choices or None)
+        result = grade_as_in_training(boxed_answer, reference, choices=choices or None)
         is_right = result.verdict == CORRECT
     return RowGrade(
-        verdict=verdict_of(is_right),
+        verdict=CORRECT if is_right else WRONG,
         extracted=answer,
         reason=extraction.method,
         groups={
@@ -399,8 +400,10 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MathVisionScoreOptions
-) -> BenchmarkFigures:
+    rows: Sequence[Prediction],
+    graded_answers: Sequence[GradedAnswer],
+    options: MathVisionScoreOptions,
+) -> BenchmarkSummary:
     """Count the questions that number several images, though each row has one picture.
 
     Their images are parts of that picture.
@@ -412,7 +415,7 @@ def _summary(
             f"{amount(len(pids), 'question')} with several numbered images, which are the parts of "
             "one picture"
         )
-    return BenchmarkFigures(notes={"several_parts": len(pids)}, lines=lines)
+    return BenchmarkSummary(extra_keys={"several_parts": len(pids)}, lines=lines)
 
 
 def _describe_rules(options: MathVisionScoreOptions) -> dict[str, Any]:
@@ -432,7 +435,7 @@ load = partial(
 )
 
 
-_PUBLISHED = PublishedFigures(
+_PUBLISHED = PublishedResults(
     source="MATH-Vision's repository (mathllm/MATH-V), its outputs by its own score",
     rules="official",
     rows={
@@ -457,7 +460,7 @@ BENCHMARK = Benchmark(
     id_column="id",
     prepare=_prepare,
     summary=_summary,
-    item=describe_extracted_answer,
+    item=build_extraction_item,
     published=_PUBLISHED,
 )
 if __name__ == "__main__":

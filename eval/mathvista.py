@@ -5,6 +5,7 @@ from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from string import ascii_uppercase
 from typing import Any, Literal, NamedTuple
 
 from adora_vl.data.prompts import with_letters
@@ -12,12 +13,14 @@ from adora_vl.evals.inference.dataset import load_problems
 from adora_vl.evals.inference.predictions import ANY_VALUE, TEXT_VALUE, find_field_fault, one_of
 from adora_vl.evals.options import HubDataOptions, option
 from adora_vl.evals.records import (
+    CORRECT,
+    WRONG,
     Benchmark,
-    BenchmarkFigures,
+    BenchmarkSummary,
     Extraction,
     GradedAnswer,
     Prediction,
-    PublishedFigures,
+    PublishedResults,
     RowGrade,
 )
 from adora_vl.evals.scoring.judge import (
@@ -28,11 +31,10 @@ from adora_vl.evals.scoring.judge import (
     extract_answers,
 )
 from adora_vl.evals.scoring.score import (
-    accuracy_cell,
-    answers_per_problem,
-    cell_from_counts,
-    metadata_groups,
-    verdict_of,
+    accuracy_from_counts,
+    accuracy_metric,
+    groups_from_metadata,
+    samples_per_problem,
 )
 
 _NUMBER_REQUEST = "requiring a floating-point number with {} and provide the final value, e.g., {}"
@@ -50,13 +52,14 @@ _REQUEST_BY_KIND = {
 def build_query(row: dict[str, Any]) -> str:
     """Build the official prompt of a row: a hint, the question with its unit, and the choices.
 
-    The hint says which form the answer should have.
+    The hint says which form the answer should have: `Hint: Please answer the question requiring an
+    integer answer ...`.
     """
-    kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
+    answer_kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
     # Any other kind is a float or a text. The official code gives a text the hint for two places.
-    if kind not in ("choice", "integer", "list"):
-        kind = "one place" if row["precision"] == 1 else "two places"
-    hint = f"Hint: Please answer the question {_REQUEST_BY_KIND[kind]}, at the end."
+    if answer_kind not in ("choice", "integer", "list"):
+        answer_kind = "one place" if row["precision"] == 1 else "two places"
+    hint = f"Hint: Please answer the question {_REQUEST_BY_KIND[answer_kind]}, at the end."
     question = f"Question: {row['question']}"
     if row.get("unit"):
         question += f" (Unit: {row['unit']})"
@@ -98,11 +101,14 @@ class Comparison(NamedTuple):
 
     is_right: bool
     prediction: str | None
-    """The extracted answer in the form of the reference answer; None if it has no such form."""
+    """The extracted answer, written as the reference answer is; None if it cannot be."""
 
 
 def compare_with_reference(row: dict[str, Any], extraction: object, rules: RuleSet) -> Comparison:
-    """Bring an extracted answer into the form of the reference answer, and compare both.
+    """Write an extracted answer as the reference answer is written, and compare both.
+
+    `B` becomes the text of the second choice, and `1.25` becomes `1.2` where the reference has one
+    decimal place.
 
     Args:
         row: The question, its choices and the reference answer.
@@ -155,7 +161,7 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
     if any(phrase in text for phrase in _REFUSAL_TEXTS):
         return None
     words = re.sub(r"[.()\[\],:;!*#{}]", " ", text).split()
-    letters = [chr(ord("A") + index) for index in range(len(choices))]
+    letters = ascii_uppercase[: len(choices)]
     letters_in_text = [letter for letter in letters if letter in words]
     if len(letters_in_text) == 1:
         letter = letters_in_text[0]
@@ -182,9 +188,9 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
 def edit_distance(first: str, second: str) -> int:
     """Compute Levenshtein's distance: the fewest characters to insert, delete or replace.
 
-    `kitten` and `sitting` have the distance 3. Two rows of the table of distances are kept.
+    `kitten` and `sitting` have the distance 3. Only two rows of the table of distances are kept:
     `current_row[j]` is the distance between the first `i` characters of `first` and the first `j`
-    of `second`; `previous_row` is the row of `i - 1`.
+    of `second`, and `previous_row` has those for `i - 1`.
     """
     previous_row = list(range(len(second) + 1))
     for i, first_char in enumerate(first, start=1):
@@ -315,8 +321,8 @@ def build_question(row: Prediction) -> Question:
 def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     """Grade the answer that was extracted from a response, by `options.rules`.
 
-    The extraction stands in the row under `parsed_answer`. An empty one means the nearest choice by
-    the official rules, unless `options.ignore_empty_extractions` says that it is wrong.
+    `extract_answers` has put it into the row under `parsed_answer`. By the official rules an empty
+    one means the nearest choice, unless `options.ignore_empty_extractions` says that it is wrong.
     """
     extraction: Extraction = row["parsed_answer"]
     is_empty = not str(extraction.text or "").strip()
@@ -325,9 +331,9 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     else:
         comparison = compare_with_reference(row, extraction.text, options.rules)
     groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}
-    groups |= metadata_groups(row, METADATA_GROUPS)
+    groups |= groups_from_metadata(row, METADATA_GROUPS)
     return RowGrade(
-        verdict=verdict_of(comparison.is_right),
+        verdict=CORRECT if comparison.is_right else WRONG,
         extracted=comparison.prediction,
         reason=extraction.method,
         groups=groups,
@@ -335,8 +341,12 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     )
 
 
-def _describe_answer(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
-    """Describe one answer for the score file, before and after it was brought into form."""
+def _build_score_item(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
+    """Build the entry of an answer in `items` of the score file.
+
+    It has the answer as it was extracted, such as `B`, and the text that was compared with the
+    reference answer (`prediction`), such as the text of choice B.
+    """
     return {
         "verdict": graded.grade.verdict,
         "correct": graded.correct,
@@ -348,32 +358,33 @@ def _describe_answer(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MathVistaScoreOptions
-) -> BenchmarkFigures:
+    rows: Sequence[Prediction],
+    graded_answers: Sequence[GradedAnswer],
+    options: MathVistaScoreOptions,
+) -> BenchmarkSummary:
     """Compute the accuracies ID and OOD of the table in ADORA's paper.
 
     ID (in distribution) is over geometry problems, like those of the training, and OOD (out of
     distribution) over all others. As in the table, a problem counts in ID once if its task is
     geometry, and once more if geometry is among its skills.
     """
-    id_items: list[GradedAnswer] = []
-    for item in graded:
-        groups = item.grade.groups
+    id_answers: list[GradedAnswer] = []
+    for graded in graded_answers:
+        groups = graded.grade.groups
         count = groups.get("task", []).count(_GEOMETRY_TASK)
         count += groups.get("skills", []).count(_GEOMETRY_SKILL)
-        id_items += count * [item]  # 0, 1 or 2 times
-    # An item that counts twice is still one problem, over which the interval is.
-    id_cell = accuracy_cell(id_items) if id_items else None
-    id_correct = sum(item.correct for item in id_items)
-    id_total = len(id_items)
-    n_answers = answers_per_problem(graded)
+        id_answers += count * [graded]  # 0, 1 or 2 times
+    # An answer that counts twice is still one for the interval, which is over problems.
+    id_metric = accuracy_metric(id_answers) if id_answers else None
+    id_correct = sum(graded.correct for graded in id_answers)
     # OOD is all answers minus those of ID. In a small set, where many problems count twice in ID,
-    # its counts may be negative, and then its cell is None.
-    ood_correct = sum(item.correct for item in graded) - id_correct
-    ood_total = len(graded) - id_total
-    ood_cell = cell_from_counts(ood_correct, ood_total, n_answers)
-    return BenchmarkFigures(
-        figures={"id_ood": {"definition": ID_OOD_DEFINITION, "ID": id_cell, "OOD": ood_cell}}
+    # its counts may be negative, and then its metric is None.
+    ood_correct = sum(graded.correct for graded in graded_answers) - id_correct
+    ood_total = len(graded_answers) - len(id_answers)
+    n_samples = samples_per_problem(graded_answers)
+    ood_metric = accuracy_from_counts(ood_correct, ood_total, n_samples)
+    return BenchmarkSummary(
+        metrics={"id_ood": {"definition": ID_OOD_DEFINITION, "ID": id_metric, "OOD": ood_metric}}
     )
 
 
@@ -406,7 +417,7 @@ load = partial(
 )
 
 
-_PUBLISHED = PublishedFigures(
+_PUBLISHED = PublishedResults(
     source="ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     rules="vlmevalkit",
     rows={
@@ -430,7 +441,7 @@ BENCHMARK = Benchmark(
     fingerprint=("data_revision",),
     prepare=partial(extract_answers, question_of=build_question),
     summary=_summary,
-    item=_describe_answer,
+    item=_build_score_item,
     published=_PUBLISHED,
 )
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ from adora_vl.evals.inference.predictions import (
 )
 from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
 from adora_vl.evals.records import (
+    CORRECT,
+    WRONG,
     Benchmark,
-    BenchmarkFigures,
+    BenchmarkSummary,
     GradedAnswer,
     LoadedProblems,
     Prediction,
@@ -26,9 +28,8 @@ from adora_vl.evals.records import (
 )
 from adora_vl.evals.scoring.choice import extract_choice
 from adora_vl.evals.scoring.score import (
-    describe_extracted_answer,
+    build_extraction_item,
     describe_rule_set,
-    verdict_of,
 )
 from adora_vl.utils.cli import amount
 
@@ -87,41 +88,40 @@ def official_letter(response: str, choices: Sequence[str]) -> str | None:
     Returns None if no rule finds a letter. The official code then draws one at random.
     """
     letters = ascii_uppercase[: len(choices)]
-    _, mark, text_behind_mark = response.rpartition("Answer:")
-    if mark:
-        letters_behind_mark = [letter for letter in letters if letter in text_behind_mark]
-        if len(letters_behind_mark) == 1:
-            return letters_behind_mark[0]
+    _, answer_prefix, text_behind_answer = response.rpartition("Answer:")
+    if answer_prefix:
+        stated_letters = [letter for letter in letters if letter in text_behind_answer]
+        if len(stated_letters) == 1:
+            return stated_letters[0]
     for sign in ",.!?;:'":
         response = response.strip(sign)
     response = f" {response} "
     letter = _last_letter_in_form(response, letters)
     if letter is not None or len(response.split()) <= 5:
         return letter
-    lower_response = response.lower()
+    # The last position of the text of each option that the response has.
     position_by_letter: dict[str, int] = {}
     for choice_letter, choice in zip(letters, choices, strict=True):
-        position = lower_response.rfind(choice.lower())
+        position = response.lower().rfind(choice.lower())
         if position >= 0:
             position_by_letter[choice_letter] = position
     return max(position_by_letter, key=lambda letter: position_by_letter[letter], default=None)
 
 
 def _last_letter_in_form(response: str, letters: str) -> str | None:
-    """Return the letter that comes last in the first of three forms that the response has.
+    """Return the last of the letters that a response has in a form such as `(B)`.
 
-    The forms are `(B)`, `B ` and `B.` in this order: `I think (A), no (B)` gives B. The official
-    code finds a letter by one pattern and its last position by another. If the second pattern does
-    not match, the position is -1, so that any other letter with a position comes later. Returns
-    None if no letter has any of the forms.
+    The forms are `(B)`, `B ` and `B.`, and only the first of them that the response has counts:
+    `I think (A), no (B)` gives B. Returns None if no letter has any of the forms.
     """
-    # Each form is the pattern that finds a letter, and the pattern that finds its last position.
-    forms = (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} "))
-    for form, form_of_position in forms:
+    # The official code finds a letter by the first template, and its last position by the second.
+    # If that does not match, the position is -1, so that any other letter comes later.
+    templates = (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} "))
+    for letter_template, position_template in templates:
         position_by_letter: dict[str, int] = {}
         for letter in letters:
-            if form.format(letter) in response:
-                position_by_letter[letter] = response.rfind(form_of_position.format(letter))
+            if letter_template.format(letter) in response:
+                position_by_letter[letter] = response.rfind(position_template.format(letter))
         if position_by_letter:
             return max(position_by_letter, key=lambda letter: position_by_letter[letter])
     return None
@@ -147,10 +147,10 @@ def check_row(row: Prediction) -> str | None:
 
 
 def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
-    """Grade the response of a row by its letter, which `options.rules` says how to find.
+    """Grade the response of a row by the letter of the option that it picks.
 
-    A response without a letter is wrong. Its reason is `drawn`, because the official score draws a
-    letter at random for it.
+    `options.rules` says how the letter is extracted. A response without a letter is wrong. Its
+    reason is `drawn`, because the official score draws a letter at random for it.
     """
     choices = read_choices(row)
     if options.rules == "official":
@@ -159,7 +159,7 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
     else:
         letter, rule = extract_choice(row["response"], choices)
     return RowGrade(
-        verdict=verdict_of(letter == row["answer"]),
+        verdict=CORRECT if letter == row["answer"] else WRONG,
         extracted=letter,
         reason=rule if letter else "drawn",
         groups={"subject": [row["subject"]]},
@@ -167,17 +167,17 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMMUProScoreOptions
-) -> BenchmarkFigures:
+    rows: Sequence[Prediction], graded_answers: Sequence[GradedAnswer], options: MMMUProScoreOptions
+) -> BenchmarkSummary:
     """Count the answers without a letter, for which the official score draws one at random."""
-    n_drawn = sum(item.grade.reason == "drawn" for item in graded)
+    n_drawn = sum(graded.grade.reason == "drawn" for graded in graded_answers)
     lines: list[str] = []
     if n_drawn and options.rules == "official":
         lines.append(
             f"note: {amount(n_drawn, 'answer')} without a letter, wrong here; the official score "
             "draws one at random"
         )
-    return BenchmarkFigures(notes={"drawn": n_drawn}, lines=lines)
+    return BenchmarkSummary(extra_keys={"drawn": n_drawn}, lines=lines)
 
 
 def load(options: MMMUProDataOptions) -> LoadedProblems:
@@ -209,7 +209,7 @@ BENCHMARK = Benchmark(
     fingerprint=("data_revision", "query"),
     id_column="id",
     summary=_summary,
-    item=describe_extracted_answer,
+    item=build_extraction_item,
 )
 if __name__ == "__main__":
     from eval.command import main

@@ -19,21 +19,22 @@ from adora_vl.evals.inference.predictions import (
 from adora_vl.evals.inference.views import without_images
 from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
 from adora_vl.evals.records import (
+    CORRECT,
+    WRONG,
     Benchmark,
-    BenchmarkFigures,
+    BenchmarkSummary,
     GradedAnswer,
     LoadedProblems,
     Prediction,
-    PublishedFigures,
+    PublishedResults,
     RowGrade,
 )
 from adora_vl.evals.scoring.choice import extract_choice, lettered_options
 from adora_vl.evals.scoring.score import (
-    correct_by_problem,
-    describe_extracted_answer,
+    build_extraction_item,
+    correctness_by_pid,
     describe_rule_set,
     grade_rows,
-    verdict_of,
 )
 from adora_vl.evals.scoring.statistics import difference_interval
 from adora_vl.evals.scoring.table import percent_with_interval
@@ -118,7 +119,7 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
         extracted, rule = extract_choice(row["response"], read_choices(row["question"]))
         is_right = extracted == right_letter.strip().upper()
     return RowGrade(
-        verdict=verdict_of(is_right),
+        verdict=CORRECT if is_right else WRONG,
         extracted=extracted,
         reason=rule,
         groups={"category": [row["category"]], "l2_category": [row["l2_category"]]},
@@ -126,13 +127,13 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMStarScoreOptions
-) -> BenchmarkFigures:
-    """Compute the multi-modal gain MG and the leakage ML (see `_compute_leakage`).
+    rows: Sequence[Prediction], graded_answers: Sequence[GradedAnswer], options: MMStarScoreOptions
+) -> BenchmarkSummary:
+    """Report how much the picture adds (MG), and how much a model knows the answers by heart (ML).
 
-    Both need other runs to compare with, and are None without one.
+    Both compare the run with other runs, which the score options name, and are None without one.
     """
-    leakage = _compute_leakage(rows, graded, options)
+    leakage = _compute_leakage(rows, graded_answers, options)
     lines: list[str] = []
     if leakage is not None:
         gain = percent_with_interval(leakage["MG"], leakage["MG_95"])
@@ -142,11 +143,11 @@ def _summary(
         if "ML" in leakage:
             leakage_text = percent_with_interval(leakage["ML"], leakage["ML_95"])
             lines.append(f"leakage ML: {leakage_text}, S_t {leakage['S_t']:.3f}")
-    return BenchmarkFigures(notes={"leakage": leakage}, lines=lines)
+    return BenchmarkSummary(extra_keys={"leakage": leakage}, lines=lines)
 
 
 def _compute_leakage(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMStarScoreOptions
+    rows: Sequence[Prediction], graded_answers: Sequence[GradedAnswer], options: MMStarScoreOptions
 ) -> dict[str, Any] | None:
     """Compute the multi-modal gain MG = S_v - S_wv and the leakage ML = max(0, S_wv - S_t).
 
@@ -157,58 +158,57 @@ def _compute_leakage(
 
     Args:
         rows: The predictions of this run.
-        graded: Their grades.
+        graded_answers: Their grades, in the same order.
         options: The score options, which name the predictions without images and, for the leakage,
             those of the language model.
 
-    Returns the figures by name; None where no predictions without images are named.
+    Returns the metrics by name; None where no predictions without images are named. The keys `MG_95`
+    and `ML_95` have the intervals.
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
-    # Shares of right answers, one for each problem; None for a run that was not named.
-    shares_without_image = _grade_other_run(
+    # The accuracy on each problem; None for a run that was not named.
+    without_image = _accuracies_of_other_run(
         options.without_image, rows=rows, options=options, option_name="without_image"
     )
-    shares_of_language_model = _grade_other_run(
+    language_model = _accuracies_of_other_run(
         options.text_only, rows=rows, options=options, option_name="text_only"
     )
-    if shares_without_image is None:
+    if without_image is None:
         return None
-    shares_with_image = _share_right_of_each_problem(graded)
+    with_image = _accuracy_of_each_problem(graded_answers)
     gains = [
-        with_image - without_image
-        for with_image, without_image in zip(shares_with_image, shares_without_image, strict=True)
+        accuracy - blind_accuracy
+        for accuracy, blind_accuracy in zip(with_image, without_image, strict=True)
     ]
-    pids = list(correct_by_problem(graded))
-    figures: dict[str, Any] = {
-        "S_v": _mean(shares_with_image),
-        "S_wv": _mean(shares_without_image),
+    pids = list(correctness_by_pid(graded_answers))
+    metrics: dict[str, Any] = {
+        "S_v": _mean(with_image),
+        "S_wv": _mean(without_image),
         "MG": _mean(gains),
         "MG_95": difference_interval(gains, pids),
     }
-    if shares_of_language_model is not None:
+    if language_model is not None:
         leaks = [
-            without_image - language_model
-            for without_image, language_model in zip(
-                shares_without_image, shares_of_language_model, strict=True
-            )
+            blind_accuracy - text_accuracy
+            for blind_accuracy, text_accuracy in zip(without_image, language_model, strict=True)
         ]
         low, high = difference_interval(leaks, pids)
-        figures["S_t"] = _mean(shares_of_language_model)
-        figures["ML"] = max(0.0, _mean(leaks))
-        figures["ML_95"] = (max(0.0, low), max(0.0, high))
-    return figures
+        metrics["S_t"] = _mean(language_model)
+        metrics["ML"] = max(0.0, _mean(leaks))
+        metrics["ML_95"] = (max(0.0, low), max(0.0, high))
+    return metrics
 
 
-def _grade_other_run(
+def _accuracies_of_other_run(
     file: Path | None, rows: Sequence[Prediction], options: MMStarScoreOptions, option_name: str
 ) -> list[float] | None:
-    """Grade another run on the same problems, and return its share of right answers to each.
+    """Grade another run on the same problems, and return its accuracy on each.
 
     Args:
         file: The predictions of the other run; None where the option was not given.
-        rows: The predictions of this run, in whose order the shares are. The other run has to have
-            the same problems and samples.
+        rows: The predictions of this run, in whose order the accuracies are. The other run has to
+            have the same problems and samples.
         options: The score options, by which the answers are graded.
         option_name: The option that names the file, for messages.
 
@@ -219,7 +219,7 @@ def _grade_other_run(
     other_rows = read_predictions(file, check_row, BENCHMARK.id_column)
     other_row_by_key = {row_key(row): row for row in other_rows}
     missing_pids = [row["pid"] for row in rows if row_key(row) not in other_row_by_key]
-    # An item of this run is missing there, or that run has further ones.
+    # The other run lacks answers of this run, or has further ones.
     if missing_pids or len(other_row_by_key) != len(rows):
         fault = f"it has {len(other_row_by_key)} rows and this run {len(rows)}"
         if missing_pids:
@@ -229,14 +229,16 @@ def _grade_other_run(
             "same data"
         )
     rows_in_order = [other_row_by_key[row_key(row)] for row in rows]
-    _, graded = grade_rows(BENCHMARK, rows_in_order, options)
-    return _share_right_of_each_problem(graded)
+    _, graded_answers = grade_rows(BENCHMARK, rows_in_order, options)
+    return _accuracy_of_each_problem(graded_answers)
 
 
-def _share_right_of_each_problem(graded: Sequence[GradedAnswer]) -> list[float]:
-    """Return the share of right answers to each problem, which may have several answers."""
-    are_right_of_problems = correct_by_problem(graded).values()
-    return [sum(are_right) / len(are_right) for are_right in are_right_of_problems]
+def _accuracy_of_each_problem(graded_answers: Sequence[GradedAnswer]) -> list[float]:
+    """Return the accuracy on each problem, which may have several answers."""
+    return [
+        sum(are_correct) / len(are_correct)
+        for are_correct in correctness_by_pid(graded_answers).values()
+    ]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -263,7 +265,7 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
     return loaded
 
 
-_PUBLISHED = PublishedFigures(
+_PUBLISHED = PublishedResults(
     source="ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     rows={
         "Qwen2.5-VL-7B-Instruct": {"all": 63.9},
@@ -285,7 +287,7 @@ BENCHMARK = Benchmark(
     fingerprint=("data_revision", "no_image"),
     id_column="index",
     summary=_summary,
-    item=describe_extracted_answer,
+    item=build_extraction_item,
     published=_PUBLISHED,
 )
 if __name__ == "__main__":

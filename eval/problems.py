@@ -15,16 +15,16 @@ from adora_vl.evals.prepared import GraderOptions, answer_form
 from adora_vl.evals.prepared import load as load_prepared
 from adora_vl.evals.records import (
     Benchmark,
-    BenchmarkFigures,
+    BenchmarkSummary,
     GradedAnswer,
     LoadedProblems,
     Prediction,
-    PublishedFigures,
+    PublishedResults,
     RowGrade,
 )
-from adora_vl.evals.scoring.score import metadata_groups
+from adora_vl.evals.scoring.score import groups_from_metadata
 from adora_vl.evals.variants import add_variants, original_of, variant_lines
-from adora_vl.rewards import grade as graded_as_in_training
+from adora_vl.rewards import grade as grade_as_in_training
 from adora_vl.utils.cli import amount, optional, text, whole
 
 # The fields of `meta` by which answers are grouped; only a drawn problem has a `family`.
@@ -53,7 +53,10 @@ class PreparedDataOptions(DataOptions):
 
 
 def load(options: PreparedDataOptions) -> LoadedProblems:
-    """Load the problems of a prepared dataset folder, with variants of them if these are wanted."""
+    """Load the problems of a prepared dataset folder; with `--variants`, also variants of them.
+
+    A variant is the same problem with other numbers.
+    """
     loaded = load_prepared(options, options.prompt)
     if not options.variants:
         return loaded
@@ -68,7 +71,7 @@ def grade(row: Prediction, options: GraderOptions) -> RowGrade:
     `options.rounding` also accepts a decimal that is the reference answer rounded, and
     `options.answer_tags` an answer in `<answer> </answer>` without a box.
     """
-    result = graded_as_in_training(
+    result = grade_as_in_training(
         row["response"],
         row["answer"],
         choices=row.get("choices"),
@@ -92,26 +95,26 @@ def _rules(options: GraderOptions) -> dict[str, Any]:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: GraderOptions
-) -> BenchmarkFigures:
+    rows: Sequence[Prediction], graded_answers: Sequence[GradedAnswer], options: GraderOptions
+) -> BenchmarkSummary:
     """Describe the rules and the data of a score, and compare problems with their variants.
 
     A warning counts the reference answers that the grader cannot read: no answer is right for them.
     """
-    rules = "rounded decimals accepted" if options.rounding else "exact answers"
+    rules_text = "rounded decimals accepted" if options.rounding else "exact answers"
     if options.answer_tags:
-        rules += ", in <answer> tags too"
+        rules_text += ", in <answer> tags too"
     # The grader's reason begins with `gold_` if the reference answer is at fault.
-    n_unreadable = sum(item.grade.reason.startswith("gold_") for item in graded)
+    n_unreadable = sum(graded.grade.reason.startswith("gold_") for graded in graded_answers)
     warnings: list[str] = []
     if n_unreadable:
         references = amount(n_unreadable, "reference answer")
         warnings.append(f"{references} cannot be graded against; see the items with a gold_ reason")
-    return BenchmarkFigures(
-        notes={"unusable_golds": n_unreadable, "data_set": _describe_data(rows)},
+    return BenchmarkSummary(
+        extra_keys={"unusable_golds": n_unreadable, "data_set": _describe_data(rows)},
         warnings=warnings,
-        by=rules,
-        lines=variant_lines(graded),
+        rules_text=rules_text,
+        lines=variant_lines(graded_answers),
     )
 
 
@@ -129,13 +132,13 @@ def _describe_data(rows: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def _find_groups(row: Prediction) -> dict[str, list[str]]:
-    """Return the groups in which a row is counted.
+    """Return the groups in which an answer is counted, such as `{"goal": ["length"], ...}`.
 
-    They are its goal, its shapes and the form of its reference answer. A drawn problem also has its
-    family and its kind.
+    They are what the problem asks for (`goal`), the shapes in it, and the form of its reference
+    answer, such as `fraction`. A drawn problem also has its family and its kind.
     """
     metadata = row.get("metadata") or {}
-    groups = metadata_groups(row, _METADATA_GROUPS)
+    groups = groups_from_metadata(row, _METADATA_GROUPS)
     family = metadata.get("family")
     # The kind of a variant is the id of its original problem, which would give too many groups.
     if metadata.get("kind") and family != "variant":
@@ -144,10 +147,10 @@ def _find_groups(row: Prediction) -> dict[str, list[str]]:
 
 
 def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
-    """Say why a score cannot be compared with the published figures, None if it can.
+    """Say why a score cannot be compared with the published ones, None if it can.
 
-    The published figures were measured without showing the choices. Here the model sees them if the
-    template of the prompt has a placeholder for them.
+    Those were measured without showing the choices to the model. Here it sees them if the template
+    of the prompt has a placeholder for them.
     """
     fingerprint = score.get("fingerprint") or {}
     prompt = (fingerprint.get("fields") or {}).get("prompt") or ""
@@ -168,8 +171,8 @@ _WHOLE_SPLIT_SHARE = 0.95
 def _is_the_test_split(score: Mapping[str, Any]) -> bool:
     """Return whether a score is of Geometry3K's whole test split, asked with its pictures.
 
-    Only such a score is shown beside the published figures. `view` is what the model was shown: the
-    picture, its facts in words, both, or a grey picture.
+    Only such a score is shown beside published ones. The `view` of a run is what the model was
+    shown: the picture (`image`), its facts in words, both, or a grey picture.
     """
     data_set = score.get("data_set") or {}
     fingerprint = score.get("fingerprint") or {}
@@ -182,7 +185,7 @@ def _is_the_test_split(score: Mapping[str, Any]) -> bool:
     )
 
 
-_PUBLISHED = PublishedFigures(
+_PUBLISHED = PublishedResults(
     source="EasyR1's reports, Geometry3K test",
     rows={
         "7B before GRPO": {"all": 37.0},
@@ -192,8 +195,8 @@ _PUBLISHED = PublishedFigures(
         "3B before GRPO": {"all": 24.0},
         "3B GRPO": {"all": 38.0},
     },
-    caution=_describe_incomparability,
-    applies=_is_the_test_split,
+    why_not_comparable=_describe_incomparability,
+    is_same_data=_is_the_test_split,
 )
 BENCHMARK = Benchmark(
     name="problems",

@@ -15,7 +15,7 @@ from adora_vl.evals.asking import (
     answer_problems,
     check_options,
     check_output,
-    load_asked_problems,
+    load_problems_in_view,
 )
 from adora_vl.evals.benchmark import find_benchmark
 from adora_vl.evals.inference.engines import build_engine
@@ -24,7 +24,7 @@ from adora_vl.evals.inference.ranks import join_ranks
 from adora_vl.evals.inference.runner import with_engine_bounds
 from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark
-from adora_vl.evals.score_differences import Difference, difference_between
+from adora_vl.evals.score_differences import Difference, accuracy_difference
 from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.coverage import describe_scored_part
 from adora_vl.evals.scoring.files import write_score
@@ -135,7 +135,7 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
     # The options of the engine are the same for all benchmarks.
     first_options = tasks[0].ask_options
     settings = check_options(first_options)
-    selections = [load_asked_problems(task.benchmark, task.ask_options) for task in tasks]
+    selections = [load_problems_in_view(task.benchmark, task.ask_options) for task in tasks]
     all_problems = [problem for selection in selections for problem in selection.problems]
     # The engine has to fit the longest text and the most images of all benchmarks. It is built at
     # the first answer that is missing, and kept from then on.
@@ -220,7 +220,7 @@ def table_lines(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()
             rows.append([model_runs[0].name, *(_quoted_accuracy(run) for run in model_runs)])
     if beside_runs:
         differences = [
-            _difference_text(difference_between([beside_run], [run]))
+            _difference_text(accuracy_difference([beside_run], [run]))
             for beside_run, run in zip(beside_runs, runs, strict=True)
         ]
         rows.append(["difference of accuracy", *differences])
@@ -252,7 +252,7 @@ def _quoted_accuracy(run: ScoreFile) -> str:
     The last part is left out for a score of all the data.
     """
     figure_name = _QUOTED_FIGURE_BY_BENCHMARK.get(run.score["benchmark"], "all")
-    accuracy = accuracy_text(run.cells.get(figure_name))
+    accuracy = accuracy_text(run.metrics.get(figure_name))
     scored_part = describe_scored_part(run.score)
     return f"{accuracy} ({scored_part})" if scored_part else accuracy
 

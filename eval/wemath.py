@@ -14,8 +14,10 @@ from adora_vl.evals.inference.dataset import load_problems
 from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault, matching_text
 from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
 from adora_vl.evals.records import (
+    CORRECT,
+    WRONG,
     Benchmark,
-    BenchmarkFigures,
+    BenchmarkSummary,
     GradedAnswer,
     Prediction,
     RowGrade,
@@ -24,8 +26,7 @@ from adora_vl.evals.scoring.choice import extract_choice, lettered_options
 from adora_vl.evals.scoring.score import (
     describe_rule_set,
     mean_with_interval,
-    share_cell,
-    verdict_of,
+    share_metric,
 )
 from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.utils.cli import amount
@@ -58,7 +59,7 @@ _GROUP_BY_STEP_COUNT = {"2": "two steps", "3": "three steps"}
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """Build the official prompt of a row: the question, its options, and the form of the answer."""
+    """Build the official prompt of a row: the question, its options, and a template to answer by."""
     return _PROMPT_TEMPLATE.format(question=row["question"], option=row["option"])
 
 
@@ -89,7 +90,8 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
     """Grade the response of a row by its letter, which `options.rules` says how to find.
 
     The answer is counted in groups by the number of steps of its question. An answer to a single
-    step is also counted by the concept of that step.
+    step is also counted by the concept of that step. The `key` of a row says which part of a
+    problem is asked: `3steps_2` is the second of three steps, and `3steps_multi` the whole problem.
     """
     if options.rules == "official":
         letter = official_letter(row["response"])
@@ -97,16 +99,16 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
     else:
         choices = lettered_options(row["option"], _OPTION_MARK_PATTERN) or _OPTIONS_WITHOUT_TEXT
         letter, rule = extract_choice(_remove_template(row["response"]), choices)
-    # The key says which part of a problem is asked: `3steps_2` is the second of three steps, and
-    # `3steps_multi` the whole problem.
     n_steps, _, step = row["key"].partition("steps_")
-    # Only an answer to a single step is counted by a concept.
     if step == "multi":
         groups = {"steps": [_GROUP_BY_STEP_COUNT[n_steps]]}
     else:
         groups = {"steps": ["one step"], "concept": [row["knowledge concept"]]}
     return RowGrade(
-        verdict=verdict_of(letter == row["answer"]), extracted=letter, reason=rule, groups=groups
+        verdict=CORRECT if letter == row["answer"] else WRONG,
+        extracted=letter,
+        reason=rule,
+        groups=groups,
     )
 
 
@@ -148,69 +150,74 @@ _SCORE_DEFINITION = (
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: WeMathScoreOptions
-) -> BenchmarkFigures:
+    rows: Sequence[Prediction], graded_answers: Sequence[GradedAnswer], options: WeMathScoreOptions
+) -> BenchmarkSummary:
     """Compute We-Math's strict and loose score, and the share of each diagnosis.
 
-    A problem is diagnosed by the answers to its steps and to the whole (see `diagnose`). Problems
-    that lack one of these answers are left out, with a warning.
+    A problem is diagnosed by whether the answers to its steps and to the whole are right: as
+    insufficient knowledge, mastery and so on (see `diagnose`). Problems that lack one of these
+    answers are left out, with a warning.
     """
-    answers_by_problem = _collect_answers_by_problem(rows, graded)
-    complete_answers = {
-        problem: answers
-        for problem, answers in answers_by_problem.items()
-        if _has_all_answers(answers)
+    correctness_by_problem = _collect_correctness(rows, graded_answers)
+    complete = {
+        problem: correctness
+        for problem, correctness in correctness_by_problem.items()
+        if _has_all_parts(correctness)
     }
-    ids = {problem.id for problem in answers_by_problem}
-    incomplete_ids = ids - {problem.id for problem in complete_answers}
+    ids = {problem.id for problem in correctness_by_problem}
+    incomplete_ids = ids - {problem.id for problem in complete}
     warnings: list[str] = []
     if incomplete_ids:
         problems = amount(len(incomplete_ids), "problem")
         warnings.append(
             f"{problems} without an answer to every step and the whole, left out of the diagnosis"
         )
-    if not complete_answers:
+    if not complete:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _SCORE_DEFINITION}
-        return BenchmarkFigures(figures={"score": no_score}, warnings=warnings)
-    cells: dict[str, Any] = {}
+        return BenchmarkSummary(metrics={"score": no_score}, warnings=warnings)
+    shares: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _SCORE_DEFINITION}
     lines: list[str] = []
     for name in ("strict", "loose"):
-        diagnoses = _diagnoses(list(complete_answers.values()), strict=name == "strict")
-        cells |= _diagnosis_cells(diagnoses, [problem.id for problem in complete_answers], name)
+        diagnoses = [
+            _diagnose_parts(correctness, strict=name == "strict")
+            for correctness in complete.values()
+        ]
+        shares |= _diagnosis_shares(diagnoses, [problem.id for problem in complete], name)
         # The score is the mean of the points of the problems. A diagnosis has 0, 0.5 or 1 points.
-        points_by_id = _points_of_problems(complete_answers, diagnoses)
-        figure = mean_with_interval(list(points_by_id.values()), list(points_by_id))
-        scores[name] = {"accuracy": figure["value"], "interval_95": figure["interval_95"]}
-        accuracy = percent_with_interval(figure["value"], figure["interval_95"])
-        lines.append(f"We-Math's score, {name}: {accuracy}")
-    return BenchmarkFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
+        points_by_id = _points_of_problems(complete, diagnoses)
+        mean = mean_with_interval(list(points_by_id.values()), list(points_by_id))
+        scores[name] = {"accuracy": mean["value"], "interval_95": mean["interval_95"]}
+        score_text = percent_with_interval(mean["value"], mean["interval_95"])
+        lines.append(f"We-Math's score, {name}: {score_text}")
+    return BenchmarkSummary({"score": scores, "diagnosis": shares}, lines=lines, warnings=warnings)
 
 
-def _diagnosis_cells(
-    diagnoses: Sequence[str], problems: Sequence[str], name: str
+def _diagnosis_shares(
+    diagnoses: Sequence[str], problem_ids: Sequence[str], name: str
 ) -> dict[str, Any]:
-    """Return the share of each diagnosis of one score, by the key of its cell.
+    """Compute the share of each diagnosis, as metrics such as `IK` and `CM_strict`.
 
     Args:
-        diagnoses: The diagnosis of each sample of each problem.
-        problems: The problem of each diagnosis, in the same order.
+        diagnoses: The diagnosis of each sample of each problem, such as `CM`.
+        problem_ids: The problem of each diagnosis.
         name: The name of the score, `strict` or `loose`.
     """
-    cells: dict[str, Any] = {}
+    shares: dict[str, Any] = {}
     if name == "strict":  # IK and IG are the same for both
         for kind in ("IK", "IG"):
-            cells[kind] = share_cell([diagnosis == kind for diagnosis in diagnoses], problems)
-    cells[f"CM_{name}"] = share_cell([diagnosis == "CM" for diagnosis in diagnoses], problems)
+            shares[kind] = share_metric([diagnosis == kind for diagnosis in diagnoses], problem_ids)
+    are_mastered = [diagnosis == "CM" for diagnosis in diagnoses]
+    shares[f"CM_{name}"] = share_metric(are_mastered, problem_ids)
     # RM is a share of the problems whose whole is right.
     are_rote: list[bool] = []
-    solved_problems: list[str] = []
-    for diagnosis, problem in zip(diagnoses, problems, strict=True):
+    solved_ids: list[str] = []
+    for diagnosis, problem_id in zip(diagnoses, problem_ids, strict=True):
         if diagnosis in ("CM", "RM"):
             are_rote.append(diagnosis == "RM")
-            solved_problems.append(problem)
-    cells[f"RM_{name}"] = share_cell(are_rote, solved_problems) if are_rote else None
-    return cells
+            solved_ids.append(problem_id)
+    shares[f"RM_{name}"] = share_metric(are_rote, solved_ids) if are_rote else None
+    return shares
 
 
 class _ProblemSample(NamedTuple):
@@ -220,26 +227,35 @@ class _ProblemSample(NamedTuple):
     sample: int
 
 
-def _collect_answers_by_problem(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer]
-) -> dict[_ProblemSample, dict[str, bool]]:
+# Whether the answer to each part of a problem is right: `3steps_1` is the first of three steps, and
+# `3steps_multi` the whole problem.
+PartCorrectness = dict[str, bool]
+
+
+def _collect_correctness(
+    rows: Sequence[Prediction], graded_answers: Sequence[GradedAnswer]
+) -> dict[_ProblemSample, PartCorrectness]:
     """Collect whether the answers to the parts of each problem are right.
 
-    The outer key is a problem and the number of a sample, since each sample is diagnosed on its
-    own. The inner key is a part: `3steps_1` for a step, or `3steps_multi` for the whole.
+    A value is for example `{"2steps_1": True, "2steps_2": True, "2steps_multi": False}`. Each
+    sample of a problem has a key, since it is diagnosed on its own.
     """
-    answers_by_problem: dict[_ProblemSample, dict[str, bool]] = defaultdict(dict)
-    for row, item in zip(rows, graded, strict=True):
-        problem = _ProblemSample(row["ID"], item.sample)
-        answers_by_problem[problem][row["key"]] = item.correct
-    return answers_by_problem
+    correctness_by_problem: dict[_ProblemSample, PartCorrectness] = defaultdict(dict)
+    for row, graded in zip(rows, graded_answers, strict=True):
+        problem = _ProblemSample(row["ID"], graded.sample)
+        correctness_by_problem[problem][row["key"]] = graded.correct
+    return correctness_by_problem
 
 
-def _has_all_answers(is_right_by_key: dict[str, bool]) -> bool:
-    """Return whether a problem has an answer to each of its steps and to the whole."""
-    # Each key begins with the number of steps, such as `3steps_1`.
-    n_steps = int(next(iter(is_right_by_key))[0])
-    return len(is_right_by_key) == n_steps + 1
+def _has_all_parts(correctness: PartCorrectness) -> bool:
+    """Return whether a problem has an answer to each of its steps and to the whole.
+
+    The keys are the parts with an answer, such as `3steps_1` and `3steps_multi`. The first
+    character of each is the number of steps.
+    """
+    first_key = next(iter(correctness))
+    n_steps = int(first_key[0])
+    return len(correctness) == n_steps + 1
 
 
 # The points of each diagnosis in We-Math's score.
@@ -249,7 +265,7 @@ _POINTS_BY_DIAGNOSIS = {"CM": 1.0, "IG": 0.5, "IK": 0.0, "RM": 0.0}
 def _points_of_problems(
     problem_samples: Iterable[_ProblemSample], diagnoses: Sequence[str]
 ) -> dict[str, float]:
-    """Return the points of each problem in We-Math's score: the mean over its samples.
+    """Return the points of each problem in We-Math's score, by its id: the mean over its samples.
 
     Samples of one problem are not independent, so the interval of the score is over the problems.
 
@@ -258,26 +274,20 @@ def _points_of_problems(
         diagnoses: The diagnosis of each sample, in the same order.
     """
     points_by_id: dict[str, list[float]] = defaultdict(list)
-    for problem_sample, kind in zip(problem_samples, diagnoses, strict=True):
-        points_by_id[problem_sample.id].append(_POINTS_BY_DIAGNOSIS[kind])
+    for problem_sample, diagnosis in zip(problem_samples, diagnoses, strict=True):
+        points_by_id[problem_sample.id].append(_POINTS_BY_DIAGNOSIS[diagnosis])
     return {problem_id: fmean(points) for problem_id, points in points_by_id.items()}
 
 
-def _diagnoses(problems: Sequence[dict[str, bool]], *, strict: bool) -> list[str]:
-    """Return the diagnosis of each problem, such as `CM` (see `diagnose`).
+def _diagnose_parts(correctness: PartCorrectness, *, strict: bool) -> str:
+    """Return the diagnosis of a problem, such as `CM`, by the answers to its parts.
 
-    Args:
-        problems: For each problem, whether the answer to each of its parts is right, such as
-            `{"3steps_1": True, ..., "3steps_multi": False}`, which has the whole last.
-        strict: Whether to use the strict diagnosis.
+    `correctness` is for example `{"2steps_1": True, "2steps_2": True, "2steps_multi": False}`.
     """
-    diagnoses: list[str] = []
-    for is_right_by_key in problems:
-        # In alphabetic order the whole comes last.
-        *step_keys, whole_key = sorted(is_right_by_key)
-        are_steps_right = [is_right_by_key[key] for key in step_keys]
-        diagnoses.append(diagnose(are_steps_right, is_right_by_key[whole_key], strict=strict))
-    return diagnoses
+    # In alphabetic order the whole comes last.
+    *step_keys, whole_key = sorted(correctness)
+    are_steps_right = [correctness[key] for key in step_keys]
+    return diagnose(are_steps_right, correctness[whole_key], strict=strict)
 
 
 # The rows are every step of a composite problem, and the whole.

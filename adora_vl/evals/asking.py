@@ -1,7 +1,7 @@
 """Asks a model the problems of a benchmark, and stores its answers, as the verb `infer` does.
 
 The commands, `eval.suite` and an evaluation during a training come through here: `check_options`
-finds mistakes before anything is loaded, `load_asked_problems` loads the problems, and `answer_problems` writes the
+finds mistakes before anything is loaded, `load_problems_in_view` loads the problems, and `answer_problems` writes the
 answers into a folder.
 """
 
@@ -23,7 +23,7 @@ from adora_vl.evals.inference.requests import (
     EngineOptions,
 )
 from adora_vl.evals.inference.runner import Summary, infer
-from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
+from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, apply_view
 from adora_vl.evals.options import DataOptions, option
 from adora_vl.evals.records import Benchmark, Problem
 from adora_vl.models.load import model_hash
@@ -101,7 +101,7 @@ def check_options(options: AskOptions) -> AnswerEngineSettings:
     return settings
 
 
-class AskedProblems(NamedTuple):
+class ProblemsInView(NamedTuple):
     """The problems that a run asks, and what its fingerprint says of their data."""
 
     problems: Sequence[Problem]
@@ -114,7 +114,7 @@ class AskedProblems(NamedTuple):
     """The data options that changed nothing; see `LoadedProblems`."""
 
 
-def load_asked_problems(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
+def load_problems_in_view(benchmark: Benchmark, options: AskOptions) -> ProblemsInView:
     """Load the problems of a benchmark, and show them as the view of the run does.
 
     The view decides what the model sees of a problem, such as its picture or the facts of the
@@ -128,9 +128,9 @@ def load_asked_problems(benchmark: Benchmark, options: AskOptions) -> AskedProbl
         problems = build_checklist(loaded.problems)
         n_left_out = 0
     else:
-        problems = show_in_view(loaded.problems, options.view)
+        problems = apply_view(loaded.problems, options.view)
         n_left_out = len(loaded.problems) - len(problems)
-    return AskedProblems(
+    return ProblemsInView(
         problems=problems,
         left_out=n_left_out,
         data_hash=loaded.data_hash,
@@ -142,7 +142,7 @@ def answer_problems(
     benchmark: Benchmark,
     options: AskOptions,
     settings: AnswerEngineSettings,
-    selection: AskedProblems,
+    selection: ProblemsInView,
     processes: Ranks,
     build: Callable[[AnswerEngineSettings], AnswerEngine] | None = None,
 ) -> None:
@@ -154,7 +154,7 @@ def answer_problems(
         benchmark: The benchmark, whose name and options are a part of the fingerprint.
         options: How the model is asked, and where the answers go.
         settings: The settings of the engine, as `check_options` returned them.
-        selection: The problems, as `load_asked_problems` returned them.
+        selection: The problems, as `load_problems_in_view` returned them.
         processes: The rank of this process. Each asks its share, and only rank 0 prints.
         build: Builds the engine, in place of `build_engine`.
 
@@ -185,7 +185,7 @@ def _collect_fingerprint(
     benchmark: Benchmark,
     options: AskOptions,
     settings: AnswerEngineSettings,
-    selection: AskedProblems,
+    selection: ProblemsInView,
     weights_hash: str | None,
 ) -> FingerprintFields:
     """Collect what the answers of a run depend on, for its fingerprint.

@@ -10,11 +10,11 @@ from statistics import fmean
 
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW
 from adora_vl.evals.score_differences import (
-    common_problems,
+    find_common_pids,
+    improves_significantly,
     paired_difference,
     paired_test,
-    problem_amount,
-    solves_more,
+    problem_count_text,
 )
 from adora_vl.evals.score_files import ScoreFile, fingerprint_part
 from adora_vl.evals.scoring.score import mean_with_interval
@@ -30,9 +30,9 @@ def group_runs_by_view(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
     """Return the groups of runs that differ only in what the model was shown (`--view`).
 
     Each group has at least two views. It maps a view to its run, the first of several, in the order
-    of `DESCRIPTION_BY_VIEW`.
+    of `DESCRIPTION_BY_VIEW`: `{"image": run_a, "blank": run_b}`.
     """
-    # The runs by their other settings, as text, and by view.
+    # The runs by view, for each combination of their other settings, written as JSON.
     runs_by_settings: dict[str, dict[str, ScoreFile]] = {}
     for run in runs:
         fields = fingerprint_part(run.score, "fields")
@@ -53,40 +53,47 @@ def group_runs_by_view(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
 
 
 def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
-    """Compare the views of one model, and say whether it sees and whether it reasons, in lines.
+    """Compare runs of one model that was shown different views of the problems, in lines.
 
-    Only the problems that the model answered in all views count; without any there are no lines.
-    `run_by_view` is a group of `group_runs_by_view`.
+    The lines say how often it is right with each view, and whether it sees and whether it reasons.
+    Only the problems that it answered in all views count; without any there are no lines.
+
+    `run_by_view` is a group of `group_runs_by_view`. Its views are some of `text` (the facts of the
+    picture in words), `image`, `both` and `blank` (a grey picture).
     """
-    common_pids = common_problems(list(run_by_view.values()))
+    common_pids = find_common_pids(list(run_by_view.values()))
     if not common_pids:
         return []
-    # The share of right answers to each common problem, by view.
-    shares_by_view = {
-        view: [run.shares[pid] for pid in common_pids] for view, run in run_by_view.items()
+    # The accuracy on each common problem, by view.
+    accuracies_by_view = {
+        view: [run.accuracy_by_pid[pid] for pid in common_pids] for view, run in run_by_view.items()
     }
-    problems = next(iter(run_by_view.values())).problems_of(common_pids)
-    lines = ["", f"what it was shown, {problem_amount(problems, 'common problem')}:"]
-    for view, shares in shares_by_view.items():
-        figure = mean_with_interval(shares, problems)
-        accuracy = percent_with_interval(figure["value"], figure["interval_95"])
-        lines.append(f"  {view:<6} {accuracy}  {DESCRIPTION_BY_VIEW[view]}")
-    views = shares_by_view.keys()
+    problem_ids = next(iter(run_by_view.values())).problem_ids_of(common_pids)
+    lines = ["", f"what it was shown, {problem_count_text(problem_ids, 'common problem')}:"]
+    for view, accuracies in accuracies_by_view.items():
+        mean = mean_with_interval(accuracies, problem_ids)
+        accuracy_text = percent_with_interval(mean["value"], mean["interval_95"])
+        lines.append(f"  {view:<6} {accuracy_text}  {DESCRIPTION_BY_VIEW[view]}")
+    views = accuracies_by_view.keys()
     if {"text", "image"} <= views:
-        from_words = shares_by_view["text"]
-        from_picture = shares_by_view["image"]
+        from_words = accuracies_by_view["text"]
+        from_picture = accuracies_by_view["image"]
         # How often both answers are right: 1 or 0 for single answers.
         from_both = [text * image for text, image in zip(from_words, from_picture, strict=True)]
-        solved_share = _ratio_text(from_both, from_words, problems)
-        lines.append(f"of what it solves from words, it solves {solved_share} from the picture")
+        ratio_text = _ratio_text(from_both, from_words, problem_ids)
+        lines.append(f"of what it solves from words, it solves {ratio_text} from the picture")
     if {"text", "both"} <= views:
-        gain = paired_difference(shares_by_view["text"], shares_by_view["both"], problems)
+        gain = paired_difference(
+            accuracies_by_view["text"], accuracies_by_view["both"], problem_ids
+        )
         lines.append(f"the picture adds {gain.points} to the words")
     if {"image", "blank"} <= views:
-        remaining = _ratio_text(shares_by_view["blank"], shares_by_view["image"], problems)
-        lines.append(f"without looking {remaining} of the accuracy with the picture remains")
+        ratio_text = _ratio_text(
+            accuracies_by_view["blank"], accuracies_by_view["image"], problem_ids
+        )
+        lines.append(f"without looking {ratio_text} of the accuracy with the picture remains")
     if {"text", "image", "blank"} <= views:
-        lines.append(_sees_or_reasons_verdict(shares_by_view, problems))
+        lines.append(_seeing_and_reasoning_line(accuracies_by_view, problem_ids))
     return lines
 
 
@@ -106,48 +113,51 @@ def differ_in_tools(first: ScoreFile, second: ScoreFile) -> bool:
 
 
 def tool_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
-    """Say what is solved only with tools and only without, and whether tools help, in lines.
+    """Say how many problems are solved only with tools and only without, and whether tools help.
 
-    Only one of the two runs had tools (`differ_in_tools`); it may be either.
+    Exactly one of the two runs had tools; it may be either. Returns lines for the screen.
     """
-    common_pids = common_problems([first, second])
+    common_pids = find_common_pids([first, second])
     # The names of a run without tools are the empty text, which sorts first.
     run_without, run_with = sorted([first, second], key=_tool_names)
     tools = _tool_names(run_with)
-    shares_without = [run_without.shares[pid] for pid in common_pids]
-    shares_with = [run_with.shares[pid] for pid in common_pids]
-    problems = run_without.problems_of(common_pids)
-    test = paired_test(shares_without, shares_with, problems)
+    accuracies_without = [run_without.accuracy_by_pid[pid] for pid in common_pids]
+    accuracies_with = [run_with.accuracy_by_pid[pid] for pid in common_pids]
+    problem_ids = run_without.problem_ids_of(common_pids)
+    test = paired_test(accuracies_without, accuracies_with, problem_ids)
     if test.p is None:  # there are several answers to a problem
         how_often = "more often"
         test_text = ""
     else:
         how_often = "only"
         test_text = f", McNemar p = {test.p:.3g}"
-    if solves_more(shares_without, shares_with, problems):
+    if improves_significantly(accuracies_without, accuracies_with, problem_ids):
         effect = "helps"
-    elif solves_more(shares_with, shares_without, problems):
+    elif improves_significantly(accuracies_with, accuracies_without, problem_ids):
         effect = "harms"
     else:
         effect = "shows no effect"
     return [
         f"  gain {test.gained} (solved {how_often} with {tools}), harm {test.lost} ({how_often} "
         f"without){test_text}",
-        f"  having {tools} {effect}: {100 * fmean(shares_with):.1f} % right, "
-        f"{100 * fmean(shares_without):.1f} % without",
+        f"  having {tools} {effect}: {100 * fmean(accuracies_with):.1f} % right, "
+        f"{100 * fmean(accuracies_without):.1f} % without",
     ]
 
 
-def _ratio_text(parts: Sequence[float], wholes: Sequence[float], problems: Sequence[str]) -> str:
-    """Format sum(parts) / sum(wholes) in percent, with its interval over the problems."""
+def _ratio_text(parts: Sequence[float], wholes: Sequence[float], problem_ids: Sequence[str]) -> str:
+    """Format sum(parts) / sum(wholes) in percent with its interval: `50.0 % (95 %: 30.1 to 69.9)`.
+
+    `problem_ids` has the problem of each pair.
+    """
     if not sum(wholes):
         return "nothing of nothing,"
-    interval = list(ratio_interval(parts, wholes, problems))
+    interval = list(ratio_interval(parts, wholes, problem_ids))
     return percent_with_interval(sum(parts) / sum(wholes), interval)
 
 
-def _sees_or_reasons_verdict(
-    shares_by_view: Mapping[str, Sequence[float]], problems: Sequence[str]
+def _seeing_and_reasoning_line(
+    accuracies_by_view: Mapping[str, Sequence[float]], problem_ids: Sequence[str]
 ) -> str:
     """Say whether a model sees and whether it reasons.
 
@@ -158,14 +168,13 @@ def _sees_or_reasons_verdict(
     by reasoning.
 
     Args:
-        shares_by_view: The shares of right answers for the views `text`, `image` and `blank`,
-            paired by problem.
-        problems: The problem of each share; versions of one problem have the same.
+        accuracies_by_view: The accuracy on each problem for the views `text`, `image` and `blank`.
+        problem_ids: The problem of each accuracy; versions of one problem have the same.
     """
-    from_words = shares_by_view["text"]
-    from_picture = shares_by_view["image"]
-    model_reasons = solves_more(shares_by_view["blank"], from_words, problems)
-    model_sees = solves_more(shares_by_view["blank"], from_picture, problems)
+    from_words = accuracies_by_view["text"]
+    from_picture = accuracies_by_view["image"]
+    model_reasons = improves_significantly(accuracies_by_view["blank"], from_words, problem_ids)
+    model_sees = improves_significantly(accuracies_by_view["blank"], from_picture, problem_ids)
     if model_reasons and model_sees:
         # Right from words and wrong from the picture, problem by problem.
         only_from_words = [

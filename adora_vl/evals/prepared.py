@@ -19,7 +19,7 @@ from adora_vl.data.rows import (
     rows_without_pixels,
 )
 from adora_vl.evals.inference.dataset import problem_with_images
-from adora_vl.evals.inference.predictions import refuse_rows
+from adora_vl.evals.inference.predictions import raise_row_faults
 from adora_vl.evals.options import DataOptions, ScoreOptions, option
 from adora_vl.evals.records import LoadedProblems, Problem
 
@@ -95,7 +95,7 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
         fault = problem_with_row(row)
         if fault:
             faults.append(f"row {row.get('id') or f'number {index}'}: {fault}")
-    refuse_rows(error_start, faults)
+    raise_row_faults(error_start, faults)
     loaded_problems = build_problems(dataset, prompt_template)
     # A template can make a text that cannot be asked from a row that could.
     if prompt_template is not None:
@@ -103,7 +103,7 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
             fault = problem_with_prompt(problem.prompt, problem.n_images)
             if fault:
                 faults.append(f"row {problem.pid}: {fault}")
-        refuse_rows(error_start, faults)
+        raise_row_faults(error_start, faults)
     return LoadedProblems(loaded_problems, split_hash, unused_options)
 
 

@@ -14,7 +14,9 @@ from adora_vl.evals.options import DataOptions, ScoreOptions, required_names
 if TYPE_CHECKING:
     from PIL import Image
 
-Prediction = dict[str, Any]  # a row of `predictions.jsonl`
+# A row of `predictions.jsonl`: the `pid`, the columns of the data that the benchmark grades by, and
+# the model's `response`, `finish_reason`, `n_tokens` and further fields on how it was generated.
+Prediction = dict[str, Any]
 # The content of a score file: `docs/evaluation.md` describes it, `adora_vl.evals.scoring.score`
 # makes it.
 Score = dict[str, Any]
@@ -90,8 +92,8 @@ class GradedAnswer:
     version_of: str | None = None
 
     @property
-    def problem(self) -> str:
-        """The id of the problem, which its versions share: their answers are not independent."""
+    def problem_id(self) -> str:
+        """The id of the problem. Its versions share it, since their answers are not independent."""
         return self.pid if self.version_of is None else self.version_of
 
     @property
@@ -100,52 +102,56 @@ class GradedAnswer:
         return self.grade.verdict == CORRECT
 
 
-class AccuracyCell(TypedDict):
-    """A share of right answers. A figure that is no count has neither `correct` nor `total`."""
+class AccuracyMetric(TypedDict):
+    """An accuracy or another share as a score file has it, such as 6 right answers of 10.
+
+    One that is no count, such as a mean, has neither `correct` nor `total`.
+    """
 
     accuracy: float
+    """The share of right answers, from 0 to 1."""
     correct: NotRequired[int]
+    """The number of right answers."""
     total: NotRequired[int]
+    """The number of answers."""
     wilson_95: NotRequired[list[float]]
-    """The interval of a count."""
+    """The interval of a count: its lower and its upper end, at 95 %."""
     interval_95: NotRequired[list[float]]
     """The interval of a mean, such as avg@k. A ratio, such as DynaMath's robustness, has none."""
 
 
 @dataclass(frozen=True)
-class BenchmarkFigures:
-    """What a benchmark adds to its score, in the file and in the table."""
+class BenchmarkSummary:
+    """What a benchmark adds to its score, in the score file and on the screen."""
 
-    figures: dict[str, dict[str, AccuracyCell | float | str | None]] = field(default_factory=dict)
-    """Named figures under each key of the score file: cells (see `cell`) or, for what is no count,
-    shares. Each is a row of the table, a column of a comparison and a number in the log of a
-    training. None stands where there is nothing to count, and a text explains the figures."""
-    notes: dict[str, Any] = field(default_factory=dict)
-    """Anything else for the score file, under keys of its own."""
+    metrics: dict[str, dict[str, AccuracyMetric | float | str | None]] = field(default_factory=dict)
+    """Named metrics under each key of the score file. A metric is an `AccuracyMetric`, or the share
+    alone as a number. Each is a row of the table, a column of a comparison and a number in the log
+    of a training. None stands where there is nothing to count, and a text explains the metrics."""
+    extra_keys: dict[str, Any] = field(default_factory=dict)
+    """Further keys of the score file, with their values."""
     lines: Sequence[str] = ()
-    """Lines below the table."""
+    """Lines that are printed below the table."""
     warnings: Sequence[str] = ()
-    """Warnings below the table."""
-    by: str | None = None
+    """Warnings that are printed below the table."""
+    rules_text: str | None = None
     """The rules in words, for the head of the table; None: their names."""
 
 
 @dataclass(frozen=True)
-class PublishedFigures:
-    """Figures that others have published, in percent, by row and then by column.
-
-    They are quoted, not measured here.
-    """
+class PublishedResults:
+    """Accuracies that others have published, to be quoted beside ours in a comparison."""
 
     source: str
+    """Who has published them, and where."""
     rows: Mapping[str, Mapping[str, float]]
-    # The rules that they are by; None where the benchmark has one set of rules.
+    """The accuracies in percent, by model and then by metric: `{"GRPO": {"all": 70.2}}`."""
     rules: str | None = None
-    # Says why a score of ours is not comparable with them, in words that are shown beside them;
-    # None where it is.
-    caution: Callable[[Mapping[str, Any]], str | None] | None = None
-    # Says whether a score is of the same problems; None: the benchmark's name suffices.
-    applies: Callable[[Mapping[str, Any]], bool] | None = None
+    """The name of the rules that they are by; None where the benchmark has one set of rules."""
+    why_not_comparable: Callable[[Mapping[str, Any]], str | None] | None = None
+    """Gets a score of ours, and says why it is not comparable with them; None where it is."""
+    is_same_data: Callable[[Mapping[str, Any]], bool] | None = None
+    """Tells whether a score of ours is of the same problems; None: the benchmark's name suffices."""
 
 
 class LoadedProblems(NamedTuple):
@@ -195,16 +201,16 @@ class Benchmark:
     prepare: Callable[[Sequence[Prediction], Any], Sequence[Prediction]] | None = None
     """Makes the rows that `grade` gets, for work that is done on all of them at once."""
     summary: (
-        Callable[[Sequence[Prediction], Sequence[GradedAnswer], Any], BenchmarkFigures] | None
+        Callable[[Sequence[Prediction], Sequence[GradedAnswer], Any], BenchmarkSummary] | None
     ) = None
     """Computes figures of the benchmark's own."""
     item: Callable[[Prediction, GradedAnswer], dict[str, Any]] | None = None
     """What the score file says about an answer, in place of verdict, extracted answer and
     reason."""
-    published: PublishedFigures | None = None
+    published: PublishedResults | None = None
     """Figures of others to compare with."""
     file: str | None = None
-    """The hash of the user's own file in which the benchmark stands; `named` fills it in."""
+    """The hash of the user's own file in which the benchmark stands (see `find_benchmark`)."""
 
     def __post_init__(self) -> None:
         """Raise `TypeError` for an option without a default, since a training gives none."""
@@ -217,10 +223,10 @@ class Benchmark:
                     )
 
 
-class Scored(NamedTuple):
-    """A score, and what its benchmark says about it."""
+class ScoredBenchmark(NamedTuple):
+    """The content of a score file, and what is printed beside it."""
 
     score: Score
     """The content of the score file."""
-    summary: BenchmarkFigures
-    """The figures, notes and lines of the benchmark's own; the score has the figures and notes."""
+    summary: BenchmarkSummary
+    """What the benchmark added: the score has its metrics, and its lines are printed."""

@@ -12,10 +12,10 @@ from adora_vl.utils.cli import amount
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of two means, with its 95 % interval where there is one."""
+    """The difference of two means, second - first, with its 95 % interval where there is one."""
 
     first: float
-    """The mean that is subtracted."""
+    """The mean that is subtracted, such as the accuracy before a training."""
     second: float
     """The mean from which it is subtracted."""
     low: float | None = None
@@ -40,71 +40,80 @@ class Difference:
         )
 
 
-def common_problems(runs: Sequence[ScoreFile]) -> list[str]:
+def find_common_pids(runs: Sequence[ScoreFile]) -> list[str]:
     """Return the ids of the problems that all runs answered, in the order of the first run."""
-    return [pid for pid in runs[0].shares if all(pid in run.shares for run in runs)]
+    return [
+        pid for pid in runs[0].accuracy_by_pid if all(pid in run.accuracy_by_pid for run in runs)
+    ]
 
 
-def difference_between(
-    first_side: Sequence[ScoreFile], second_side: Sequence[ScoreFile]
+def accuracy_difference(
+    first_runs: Sequence[ScoreFile], second_runs: Sequence[ScoreFile]
 ) -> Difference | None:
-    """Compute the difference of accuracy between two sides, on the problems that all runs answered.
+    """Compute the difference in accuracy, second - first, on the problems that all runs answered.
 
-    A side is one run, or several runs whose shares are averaged. The interval is paired, and over
-    the problems: how the difference would vary if other problems had been drawn. None where the
-    runs have no common problem.
+    Either argument has one run, or several whose accuracies on a problem are averaged, such as runs
+    with other seeds. The interval says how the difference would vary if other problems had been
+    drawn. Returns None where the runs have no common problem.
     """
-    common_pids = common_problems([*first_side, *second_side])
+    common_pids = find_common_pids([*first_runs, *second_runs])
     if not common_pids:
         return None
-    first_shares = [fmean(run.shares[pid] for run in first_side) for pid in common_pids]
-    second_shares = [fmean(run.shares[pid] for run in second_side) for pid in common_pids]
-    problems = first_side[0].problems_of(common_pids)
-    difference = paired_difference(first_shares, second_shares, problems)
-    return replace(difference, over=problem_amount(problems))
+    first_accuracies = [
+        fmean(run.accuracy_by_pid[pid] for run in first_runs) for pid in common_pids
+    ]
+    second_accuracies = [
+        fmean(run.accuracy_by_pid[pid] for run in second_runs) for pid in common_pids
+    ]
+    problem_ids = first_runs[0].problem_ids_of(common_pids)
+    difference = paired_difference(first_accuracies, second_accuracies, problem_ids)
+    return replace(difference, over=problem_count_text(problem_ids))
 
 
-def problem_amount(problems: Sequence[str], noun: str = "problem") -> str:
+def problem_count_text(problem_ids: Sequence[str], noun: str = "problem") -> str:
     """Say how many problems there are, and in how many versions: `788 problems in 3940 versions`.
 
-    `problems`: the problem of each version; versions are not mentioned where each has one.
+    `problem_ids` has the problem of each version; versions are left out where each problem has one.
     """
-    n_problems = len(set(problems))
+    n_problems = len(set(problem_ids))
     text = amount(n_problems, noun)
-    return text if n_problems == len(problems) else f"{text} in {len(problems)} versions"
+    return text if n_problems == len(problem_ids) else f"{text} in {len(problem_ids)} versions"
 
 
 def paired_difference(
-    before: Sequence[float], after: Sequence[float], problems: Sequence[str]
+    before: Sequence[float], after: Sequence[float], problem_ids: Sequence[str]
 ) -> Difference:
-    """Compute the difference of the means of paired shares, with its interval over the problems.
+    """Compute the difference of the means of paired accuracies, after - before, with its interval.
 
-    `problems` has the problem of each pair; see `difference_interval`.
+    Args:
+        before: The accuracy on each problem, or on each version of one.
+        after: The accuracy on the same problems in another run.
+        problem_ids: The problem of each pair, since versions of a problem are not independent.
     """
     differences = [second - first for first, second in zip(before, after, strict=True)]
-    low, high = difference_interval(differences, problems)
+    low, high = difference_interval(differences, problem_ids)
     return Difference(first=fmean(before), second=fmean(after), low=low, high=high)
 
 
 class PairedTest(NamedTuple):
-    """How many paired values changed, and whether that may be chance."""
+    """On how many problems the accuracy rose and fell between two runs, with McNemar's test."""
 
     gained: int
-    """The values that are larger after."""
+    """The number of pairs whose accuracy is higher in the second run."""
     lost: int
-    """The values that were larger before."""
+    """The number of pairs whose accuracy is lower in the second run."""
     p: float | None
     """McNemar's p; None where a value is neither 0 nor 1, or a problem has several versions, since
     the test is for single answers to independent problems."""
 
 
 def paired_test(
-    before: Sequence[float], after: Sequence[float], problems: Sequence[str]
+    before: Sequence[float], after: Sequence[float], problem_ids: Sequence[str]
 ) -> PairedTest:
-    """Count the paired values that grew and shrank, and test by McNemar whether that is chance.
+    """Count the problems with a higher and with a lower accuracy after, and test it by McNemar.
 
-    The values (0, 1, 0) before and (1, 1, 0) after give one gained and none lost. `problems` has
-    the problem of each pair.
+    The accuracies (0, 1, 0) before and (1, 1, 0) after give one gained and none lost. The arguments
+    are those of `paired_difference`.
     """
     gained = 0
     lost = 0
@@ -113,21 +122,24 @@ def paired_test(
             gained += 1
         elif second < first:
             lost += 1
-    has_versions = len(set(problems)) < len(problems)
+    has_versions = len(set(problem_ids)) < len(problem_ids)
     are_single_answers = {*before, *after} <= {0.0, 1.0} and not has_versions
     p = mcnemar_p(only_first=lost, only_second=gained) if are_single_answers else None
     return PairedTest(gained=gained, lost=lost, p=p)
 
 
-def solves_more(before: Sequence[float], after: Sequence[float], problems: Sequence[str]) -> bool:
-    """Return whether significantly more is solved after than before.
+def improves_significantly(
+    before: Sequence[float], after: Sequence[float], problem_ids: Sequence[str]
+) -> bool:
+    """Return whether the mean accuracy is higher after than before, at a level of 5 %.
 
-    The values are the shares of right answers to each problem. `problems` has the problem of each
-    pair.
+    The arguments are those of `paired_difference`.
     """
-    test = paired_test(before, after, problems)
+    test = paired_test(before, after, problem_ids)
+    if test.p is not None:
+        return test.gained > test.lost and test.p < 0.05
     # McNemar's test does not apply to several answers to a problem, or to versions of it. Then the
     # interval of the difference has to lie over 0.
-    if test.p is None:
-        return (paired_difference(before, after, problems).low or 0) > 0
-    return test.gained > test.lost and test.p < 0.05
+    difference = paired_difference(before, after, problem_ids)
+    assert difference.low is not None  # a paired difference has an interval
+    return difference.low > 0

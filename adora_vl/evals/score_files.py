@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.evals.inference.predictions import SCORE_FILE
-from adora_vl.evals.records import BENCHMARK_BY_ALIAS, Score
-from adora_vl.evals.scoring.score import find_benchmark_cells
+from adora_vl.evals.records import BENCHMARK_BY_ALIAS, CORRECT, Score
+from adora_vl.evals.scoring.score import find_benchmark_metrics
 from adora_vl.utils.errors import UserError
 
 # The keys that a score file has to have.
@@ -19,38 +19,44 @@ _NEEDED_KEYS = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items"
 
 @dataclass(frozen=True)
 class ScoreFile:
-    """The content of a score file, and how often each problem was answered right."""
+    """The score of a run as it was read from a file, and the accuracy on each of its problems."""
 
     name: str
     """The name in tables: the path, or what the caller calls the run."""
     score: Score
     """The content of the file."""
-    shares: dict[str, float]
-    """The share of right answers to each problem, from 0 to 1, by its id. Where one problem is asked
-    in several versions, each has an id and a share."""
-    problem_by_pid: dict[str, str]
-    """The problem of each id; versions of one problem have the same."""
+    accuracy_by_pid: dict[str, float]
+    """The share of right answers to each problem, by its id (`pid`). Where one problem is asked in
+    several versions, each has a pid."""
+    problem_id_by_pid: dict[str, str]
+    """The id of the problem, by pid; versions of one problem have the same."""
 
     @classmethod
-    def of(cls, name: str, score: Score) -> ScoreFile:
-        """Build a score file from its content, and compute the shares from its items.
+    def from_score(cls, name: str, score: Score) -> ScoreFile:
+        """Compute the accuracy on each problem from the items of a score.
 
-        Two items with the pid `15`, one `correct` and one `wrong`, give the share 0.5.
+        Two items with the pid `15`, one `correct` and one `wrong`, give the accuracy 0.5.
         """
-        verdicts_by_pid: dict[str, list[bool]] = {}
-        problem_by_pid: dict[str, str] = {}
+        are_correct_by_pid: dict[str, list[bool]] = {}
+        problem_id_by_pid: dict[str, str] = {}
         for item in score["items"]:
-            problem_by_pid[item["pid"]] = item.get("problem", item["pid"])
-            is_right = item["verdict"] == "correct"
-            verdicts_by_pid.setdefault(item["pid"], []).append(is_right)
-        shares = {
-            pid: sum(are_right) / len(are_right) for pid, are_right in verdicts_by_pid.items()
+            problem_id_by_pid[item["pid"]] = item.get("problem", item["pid"])
+            is_correct = item["verdict"] == CORRECT
+            are_correct_by_pid.setdefault(item["pid"], []).append(is_correct)
+        accuracy_by_pid = {
+            pid: sum(are_correct) / len(are_correct)
+            for pid, are_correct in are_correct_by_pid.items()
         }
-        return cls(name=name, score=score, shares=shares, problem_by_pid=problem_by_pid)
+        return cls(
+            name=name,
+            score=score,
+            accuracy_by_pid=accuracy_by_pid,
+            problem_id_by_pid=problem_id_by_pid,
+        )
 
-    def problems_of(self, pids: Sequence[str]) -> list[str]:
-        """Return the problem of each id."""
-        return [self.problem_by_pid[pid] for pid in pids]
+    def problem_ids_of(self, pids: Sequence[str]) -> list[str]:
+        """Return the id of the problem that each pid is a version of."""
+        return [self.problem_id_by_pid[pid] for pid in pids]
 
     @property
     def benchmark(self) -> str:
@@ -59,33 +65,33 @@ class ScoreFile:
         return BENCHMARK_BY_ALIAS.get(name, name)
 
     @property
-    def cells(self) -> dict[str, Any]:
-        """The accuracies that get a column in a comparison, by name.
+    def metrics(self) -> dict[str, Any]:
+        """The metrics that get a column in a comparison, each an `AccuracyMetric`, by name.
 
-        They are the accuracy over all answers (`all`), the benchmark's own figures, and avg@k and
+        They are the accuracy over all answers (`all`), the benchmark's own metrics, and avg@k and
         pass@k, where k is the number of answers to a problem.
         """
-        cell_by_name: dict[str, Any] = {"all": self.score}
-        for cells in find_benchmark_cells(self.score).values():
-            cell_by_name |= cells
+        # A score has the keys of an accuracy metric itself.
+        metric_by_name: dict[str, Any] = {"all": self.score}
+        for metrics in find_benchmark_metrics(self.score).values():
+            metric_by_name |= metrics
         samples = self.score.get("samples") or {}
         k = samples.get("k")
         for name in (f"avg@{k}", f"pass@{k}"):
             if name in samples:
-                metric = samples[name]
-                cell_by_name[name] = {
-                    "accuracy": metric["value"],
-                    "interval_95": metric["interval_95"],
+                metric_by_name[name] = {
+                    "accuracy": samples[name]["value"],
+                    "interval_95": samples[name]["interval_95"],
                 }
-        return cell_by_name
+        return metric_by_name
 
 
 def read_run(path: str, name: str | None = None) -> ScoreFile:
-    """Read a score file, and check that it has what comparisons need.
+    """Read the score file of a run, and check that it has what comparisons need.
 
     Args:
-        path: The file, or the output folder of `run` that has it.
-        name: The name in tables, instead of the path.
+        path: The file, or the folder of the run that has it (`--output`).
+        name: The name of the run in tables, instead of the path.
 
     Raises `UserError` if it is no score file.
     """
@@ -113,7 +119,7 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
             f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions "
             "again"
         )
-    return ScoreFile.of(name or path, score)
+    return ScoreFile.from_score(name or path, score)
 
 
 def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:

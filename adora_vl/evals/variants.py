@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from adora_vl.evals.checklist import CHECKLIST_VIEW
@@ -18,7 +19,6 @@ from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load as load_prepared
 from adora_vl.evals.records import GradedAnswer, LoadedProblems, Prediction, Problem
 from adora_vl.evals.score_differences import paired_difference
-from adora_vl.evals.scoring.score import accuracy_cell
 from adora_vl.utils.errors import UserError
 
 VARIANT_SEPARATOR = "~"  # between the id of an original and the number of its variant
@@ -35,7 +35,10 @@ class VariantId(NamedTuple):
 
 
 def parse_variant_id(pid: str) -> VariantId | None:
-    """Split the id of a variant, such as `geometry3k/test/15~3`; None for any other id."""
+    """Split the id of a variant, such as `geometry3k/test/15~3`, at its `~`.
+
+    Returns None for the id of a problem that is no variant.
+    """
     original, separator, number = pid.rpartition(VARIANT_SEPARATOR)
     if not separator or not number.isdigit():
         return None
@@ -61,14 +64,14 @@ def original_of(row: Prediction) -> str:
 def add_variants(
     loaded: LoadedProblems, options: DataOptions, prompt: str | None, n_per_problem: int
 ) -> LoadedProblems:
-    """Add the first variants of each problem behind all problems.
+    """Add variants of the problems, which are the same problems with other numbers, behind them.
 
     Args:
         loaded: The problems.
         options: Where they were loaded from. The folder of the variants has the same name with
             `-variants` behind it.
         prompt: The template of the prompts, as for the problems.
-        n_per_problem: The number of variants of each problem.
+        n_per_problem: How many variants of each problem are added, from the first on.
 
     Raises `UserError` where there is no such folder, or it has no variants of these problems.
     """
@@ -98,42 +101,39 @@ def add_variants(
     )
 
 
-def variant_lines(graded: Sequence[GradedAnswer]) -> list[str]:
+def variant_lines(graded_answers: Sequence[GradedAnswer]) -> list[str]:
     """Compare the answers to problems with those to their variants, in lines for the table.
 
-    A model that remembers a problem may fail at its variants. The difference is paired by problem,
-    and its interval is over the problems. There are no lines where no problem has
-    variants.
+    A variant is the same problem with other numbers, at which a model that remembers the problem
+    may fail. The difference of accuracy is paired by problem. There are no lines where no problem
+    has variants.
     """
-    graded_originals: dict[str, list[GradedAnswer]] = defaultdict(list)
-    # The key is the id of the original here too.
-    graded_variants: dict[str, list[GradedAnswer]] = defaultdict(list)
-    for item in graded:
-        variant_id = parse_variant_id(item.pid)
+    # Whether the answers are right, by the id of the original problem.
+    original_correctness: dict[str, list[bool]] = defaultdict(list)
+    variant_correctness: dict[str, list[bool]] = defaultdict(list)
+    for graded in graded_answers:
+        variant_id = parse_variant_id(graded.pid)
         if variant_id is None:
-            graded_originals[item.pid].append(item)
+            original_correctness[graded.pid].append(graded.correct)
         else:
-            graded_variants[variant_id.original].append(item)
-    pids = [pid for pid in graded_originals if pid in graded_variants]
+            variant_correctness[variant_id.original].append(graded.correct)
+    pids = [pid for pid in original_correctness if pid in variant_correctness]
     if not pids:
         return []
-    original_shares = [_share_right(graded_originals[pid]) for pid in pids]
-    variant_shares = [_share_right(graded_variants[pid]) for pid in pids]
+    original_accuracies = [fmean(original_correctness[pid]) for pid in pids]
+    variant_accuracies = [fmean(variant_correctness[pid]) for pid in pids]
     # 1 for a problem whose variants are all right, else 0.
-    all_right = [float(all(item.correct for item in graded_variants[pid])) for pid in pids]
-    difference = paired_difference(before=variant_shares, after=original_shares, problems=pids)
-    n_variants = sum(len(graded_variants[pid]) for pid in pids)
+    all_variants_right = [float(all(variant_correctness[pid])) for pid in pids]
+    difference = paired_difference(
+        before=variant_accuracies, after=original_accuracies, problem_ids=pids
+    )
+    n_variants = sum(len(variant_correctness[pid]) for pid in pids)
     return [
-        f"originals with variants: {_mean_percent(original_shares)} right, {len(pids)} problems",
-        f"variants: {_mean_percent(variant_shares)} right on average, {n_variants} variants; "
-        f"all of a problem's in {_mean_percent(all_right)}",
+        f"originals with variants: {_mean_percent(original_accuracies)} right, {len(pids)} problems",
+        f"variants: {_mean_percent(variant_accuracies)} right on average, {n_variants} variants; "
+        f"all of a problem's in {_mean_percent(all_variants_right)}",
         f"originals - variants: {difference.points} (paired by problem): the part that may be memory",
     ]
-
-
-def _share_right(items: Sequence[GradedAnswer]) -> float:
-    """Return the share of right answers."""
-    return float(accuracy_cell(items)["accuracy"])
 
 
 def _mean_percent(shares: Sequence[float]) -> str:

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from adora_vl.evals.inference.predictions import SCORE_FILE
-from adora_vl.evals.score_differences import Difference, difference_between
+from adora_vl.evals.score_differences import Difference, accuracy_difference
 from adora_vl.evals.score_files import ScoreFile, read_run
-from adora_vl.evals.scoring.coverage import describe_scored_part, noun_of_counts
+from adora_vl.evals.scoring.coverage import count_noun, describe_scored_part
 from adora_vl.evals.scoring.statistics import welch_interval
-from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
+from adora_vl.evals.scoring.table import percent_with_interval, scored_dataset_name
 from adora_vl.record.metrics import kind_of_entry
 from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_parts, read_part
 from adora_vl.record.shown_metrics import PASS_RATE_KEY
@@ -200,12 +200,12 @@ def _held_out_result(folder: Path) -> str | None:
         return None
     score = score_after.score
     # such as `40 of 512 problems`
-    count = f"{describe_scored_part(score) or score['total']} {noun_of_counts([score])}"
-    title = f"held-out accuracy, {name_of_data(score)}"
+    count = f"{describe_scored_part(score) or score['total']} {count_noun([score])}"
+    title = f"held-out accuracy, {scored_dataset_name(score)}"
     score_before = _read_score(folder / SCORE_FILE_BEFORE)
     change = None
     if score_before is not None and score_before.benchmark == score_after.benchmark:
-        change = difference_between([score_before], [score_after])
+        change = accuracy_difference([score_before], [score_after])
     # There is no score before, it is of another benchmark, or no problem is in both.
     if change is None:
         accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])

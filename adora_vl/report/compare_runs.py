@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from adora_vl.evals.compare import caution_lines, shorten_middle
-from adora_vl.evals.score_differences import Difference, difference_between
+from adora_vl.evals.compare import comparability_warnings, shorten_middle
+from adora_vl.evals.score_differences import Difference, accuracy_difference
 from adora_vl.evals.scoring.statistics import paired_t_interval, welch_interval
 from adora_vl.report.comparison_sides import PASS_RATE, Axis, Side, make_sides, read_compared
 from adora_vl.utils.errors import UserError
@@ -145,7 +145,7 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedMetric]:
     """
     rows: list[ComparedMetric] = []
     for benchmark in _shared_benchmarks(a, b):
-        over_problems = difference_between(
+        over_problems = accuracy_difference(
             [run.scores[benchmark] for run in a.runs],
             [run.scores[benchmark] for run in b.runs],
         )
@@ -379,7 +379,7 @@ def _caution_lines(a: Side, b: Side) -> list[str]:
     runs = (*a.runs, *b.runs)
     lines = [f"warning: {note}" for run in runs for note in run.notes]
     for benchmark in _shared_benchmarks(a, b):
-        lines += caution_lines([run.scores[benchmark] for run in runs])
+        lines += comparability_warnings([run.scores[benchmark] for run in runs])
     seeds_of_a = {run.seed for run in a.runs}
     seeds_of_b = {run.seed for run in b.runs}
     if seeds_of_a != seeds_of_b:

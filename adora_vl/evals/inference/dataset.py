@@ -17,7 +17,7 @@ from adora_vl.data.rows import problem_with_row
 from adora_vl.evals.inference.predictions import (
     describe_missing_fields,
     find_row_fault,
-    refuse_rows,
+    raise_row_faults,
 )
 from adora_vl.evals.inference.requests import HUB_ID_PATTERN
 from adora_vl.evals.options import DataOptions, HubDataOptions
@@ -174,7 +174,7 @@ def _refuse_faulty_rows(loaded: _LoadedRows, fault_of: Callable[[Row], str | Non
         fault = fault_of(row)
         if fault:
             faults.append(f"row {number} {fault}")
-    refuse_rows(f"data: {loaded.origin}", faults)
+    raise_row_faults(f"data: {loaded.origin}", faults)
     if not loaded.rows:
         raise UserError(f"data: {loaded.origin} has no rows")
 

@@ -94,7 +94,7 @@ def read_predictions(
             rows.append(row)
     if faults and "lacks the field" in faults[0]:
         faults.append(": where fields have other names, say --columns pid=NAME response=NAME")
-    refuse_rows(f"predictions: {path}", faults)
+    raise_row_faults(f"predictions: {path}", faults)
     if not rows:
         raise UserError(f"predictions: {path} has no rows")
     if unseen_names:
@@ -107,7 +107,7 @@ _MOST_SHOWN_FAULTS = 20  # in a message
 _MAX_FAULT_CHARS = 300  # characters; a value in it may be huge
 
 
-def refuse_rows(where: str, faults: Sequence[str]) -> None:
+def raise_row_faults(where: str, faults: Sequence[str]) -> None:
     """Raise `UserError` if rows have faults, with a line for each of the first of them.
 
     Args:

@@ -26,7 +26,7 @@ DESCRIPTION_BY_VIEW = {
 }
 
 
-def show_in_view(problems: Sequence[Problem], view: str) -> list[Problem]:
+def apply_view(problems: Sequence[Problem], view: str) -> list[Problem]:
     """Change problems so that they show what a view shows (`DESCRIPTION_BY_VIEW`).
 
     The views `text` and `both` leave out problems without facts in words. Raises `UserError` if no

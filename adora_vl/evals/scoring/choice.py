@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from adora_vl.evals.records import Extraction
 from adora_vl.evals.scoring.choice_matcher import (
     ChoiceMatcher,
+    has_digit_or_pi,
     is_called_wrong,
-    may_be_value,
     normalise_choice_text,
 )
 from adora_vl.evals.scoring.number import concluding_number
@@ -132,7 +132,7 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
         return Extraction("", "refusal")
     # The text that `nearest` compares with the choices: a number only if the choices are numbers.
     number = None
-    choices_are_numbers = all(re.match(r"-?[\d.]", key) for key in matcher.choice_keys)
+    choices_are_numbers = all(re.match(r"-?[\d.]", key) for key in matcher.normalised_choices)
     if choices_are_numbers:
         number = concluding_number(text)
     last_sentence = (split_sentences(text) or [text])[-1]
@@ -145,10 +145,11 @@ def _boxed_value_of_no_choice(matcher: ChoiceMatcher, response: str) -> str:
     It is also "" if the box has no value, or if the choices are not all values.
     """
     box = last_boxed(response) or ""
-    if not may_be_value(box):
+    if not has_digit_or_pi(box):
         return ""
     choices_are_values = all(
-        may_be_value(key) and not _WORD_OF_CHOICE_PATTERN.search(key) for key in matcher.choice_keys
+        has_digit_or_pi(key) and not _WORD_OF_CHOICE_PATTERN.search(key)
+        for key in matcher.normalised_choices
     )
     if not choices_are_values or matcher.choice_of_short_text(box) is not None:
         return ""
@@ -158,8 +159,8 @@ def _boxed_value_of_no_choice(matcher: ChoiceMatcher, response: str) -> str:
 def _choice_by_whole_text(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice if the whole text is its text or its letter."""
     key = normalise_choice_text(text)
-    if key in matcher.choice_keys:
-        return matcher.choice_keys.index(key) if key else None
+    if key in matcher.normalised_choices:
+        return matcher.normalised_choices.index(key) if key else None
     if len(text) > _MAX_LETTER_ANSWER_CHARS:
         return None
     letter = matcher.patterns.alone.fullmatch(text)
@@ -287,9 +288,9 @@ def _choice_by_named_letter(matcher: ChoiceMatcher, text: str) -> int | None:
 def _choice_by_yes_or_no(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice `yes` or `no`, where the text begins with that word."""
     match = re.match(r"\W*(yes|no)\b", text, re.IGNORECASE)
-    if match is None or match[1].lower() not in matcher.choice_keys:
+    if match is None or match[1].lower() not in matcher.normalised_choices:
         return None
-    return matcher.choice_keys.index(match[1].lower())
+    return matcher.normalised_choices.index(match[1].lower())
 
 
 def _choice_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
@@ -327,7 +328,7 @@ def _choice_by_all_words(matcher: ChoiceMatcher, text: str) -> int | None:
     for sentence in reversed(split_sentences(text)):
         words = set(re.findall(r"\w+", sentence.lower()))
         indices: list[int] = []
-        for index, key in enumerate(matcher.choice_keys):
+        for index, key in enumerate(matcher.normalised_choices):
             words_of_choice = set(re.findall(r"\w+", key))
             if " " in key and words_of_choice <= words:
                 indices.append(index)
@@ -342,14 +343,16 @@ def _choice_by_negation(matcher: ChoiceMatcher, text: str) -> int | None:
     The last conclusion decides, or the first sentence if there is no conclusion. Returns None if
     the choices are not `yes` and `no`.
     """
-    if set(matcher.choice_keys) != {"yes", "no"} or is_refusal(text):
+    if set(matcher.normalised_choices) != {"yes", "no"} or is_refusal(text):
         return None
     text_sentences = split_sentences(text) or [text]
     conclusions = [
         sentence for sentence in text_sentences if _CONCLUSION_WORDS_PATTERN.search(sentence)
     ]
     decisive_sentence = conclusions[-1] if conclusions else text_sentences[0]
-    return matcher.choice_keys.index("no" if _NEGATION_PATTERN.search(decisive_sentence) else "yes")
+    return matcher.normalised_choices.index(
+        "no" if _NEGATION_PATTERN.search(decisive_sentence) else "yes"
+    )
 
 
 # The rules with the names that an extraction gives them, the surest first.

@@ -55,7 +55,7 @@ class ChoiceMatcher:
         # The key of a choice is its text in one spelling, for which responses are searched. A
         # choice that is itself a letter has an empty key, because a lone `B` always means option B.
         keys = [normalise_choice_text(choice) for choice in self.choices]
-        self.choice_keys = [
+        self.normalised_choices = [
             "" if len(key) == 1 and key.upper() in self.letters else key for key in keys
         ]
         self.patterns = letter_patterns(self.letters[-1])
@@ -125,8 +125,8 @@ class ChoiceMatcher:
         """
         plain_text = without_markup(text)
         key = normalise_choice_text(plain_text)
-        if key and key in self.choice_keys:
-            return self.choice_keys.index(key)
+        if key and key in self.normalised_choices:
+            return self.normalised_choices.index(key)
         letter = self._letter_of_short_text(plain_text)
         if letter and self.is_one_of_several(plain_text, letter):
             return None
@@ -143,7 +143,7 @@ class ChoiceMatcher:
             return None
         indices = [
             index
-            for index, choice_key in enumerate(self.choice_keys)
+            for index, choice_key in enumerate(self.normalised_choices)
             if _without_unit(choice_key) == number
         ]
         return indices[0] if len(indices) == 1 else None
@@ -166,14 +166,14 @@ class ChoiceMatcher:
         The grader of the training compares the values: `0.5` is the choice `\frac{1}{2}` or `1:2`.
         Returns None if no choice, or several choices, have the value.
         """
-        if len(text) > _MAX_VALUE_CHARS or not may_be_value(text):
+        if len(text) > _MAX_VALUE_CHARS or not has_digit_or_pi(text):
             return None
         # The grader knows a ratio as a fraction.
         boxed_text = rf"\boxed{{{text.replace(':', '/')}}}"
         indices = []
         for index, choice in enumerate(self.choices):
             if (
-                self.choice_keys[index]
+                self.normalised_choices[index]
                 and grade(boxed_text, choice.replace(":", "/")).verdict == "correct"
             ):
                 indices.append(index)
@@ -190,10 +190,10 @@ class ChoiceMatcher:
         first_line = normalise_choice_text(text.split("\n")[0], keep_end=True)
         indices = [
             index
-            for index, key in enumerate(self.choice_keys)
+            for index, key in enumerate(self.normalised_choices)
             if key and re.match(rf"(?:a )?{re.escape(key)}(?!\w)", first_line)
         ]
-        return max(indices, key=lambda index: len(self.choice_keys[index]), default=None)
+        return max(indices, key=lambda index: len(self.normalised_choices[index]), default=None)
 
     def mentioned_choices(self, text: str, *, count_denied: bool = True) -> list[int]:
         """Return the choices whose text stands in `text`, in the order of their mentions.
@@ -213,11 +213,12 @@ class ChoiceMatcher:
         mentions: list[tuple[int, int]] = []  # the position of each, and the index of its choice
         # A longer choice is taken out of the text before a shorter one is looked for.
         longest_first = sorted(
-            range(len(self.choice_keys)), key=lambda index: -len(self.choice_keys[index])
+            range(len(self.normalised_choices)),
+            key=lambda index: -len(self.normalised_choices[index]),
         )
         for index in longest_first:
-            key = self.choice_keys[index]
-            is_same_as_earlier = key in self.choice_keys[:index]
+            key = self.normalised_choices[index]
+            is_same_as_earlier = key in self.normalised_choices[:index]
             if not key or is_same_as_earlier:
                 continue
             pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
@@ -284,7 +285,7 @@ def normalise_choice_text(text: str, *, keep_end: bool = False) -> str:
     return text if keep_end else text.rstrip(" .。")
 
 
-def may_be_value(text: str) -> bool:
+def has_digit_or_pi(text: str) -> bool:
     """Return whether a text has a digit or a π, so that it may be a value."""
     return re.search(r"\d|\\pi|π", text) is not None
 

@@ -58,7 +58,7 @@ def describe_scored_part(score: Mapping[str, Any]) -> str | None:
     return f"{n_answers} of {n_in_data}"
 
 
-def noun_of_counts(scores: Sequence[Mapping[str, Any]]) -> str:
+def count_noun(scores: Sequence[Mapping[str, Any]]) -> str:
     """Return the noun for the counts in score files: `problems` or `answers`.
 
     It is `answers` if one of the scores has several answers to a problem.

@@ -21,8 +21,8 @@ from adora_vl.evals.inference.provenance import (
     write_json,
 )
 from adora_vl.evals.options import ScoreOptions
-from adora_vl.evals.records import Benchmark, Prediction, Scored
-from adora_vl.evals.scoring.score import find_benchmark_cells, score
+from adora_vl.evals.records import Benchmark, Prediction, ScoredBenchmark
+from adora_vl.evals.scoring.score import find_benchmark_metrics, score_predictions
 from adora_vl.evals.scoring.table import format_score
 from adora_vl.utils.files import check_json, make_folder, naming_write_errors
 
@@ -51,11 +51,11 @@ def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) 
 
 def score_predictions_file(
     benchmark: Benchmark, predictions: Path, options: ScoreOptions
-) -> Scored:
-    """Score a file of predictions, and add the fingerprint that lies beside it.
+) -> ScoredBenchmark:
+    """Score a file of predictions, and add what the fingerprint beside it says of their making.
 
-    The fingerprint says how the answers were made; it is None, null in the file, where there is
-    none. Raises `UserError` for a file with faults.
+    The fingerprint is None (null in the score file) where there is none. Raises `UserError` for a
+    file with faults.
     """
     columns = parse_columns(options.columns)
     rows = read_predictions(predictions, benchmark.check, benchmark.id_column, columns)
@@ -64,7 +64,7 @@ def score_predictions_file(
     answer_counts = (fingerprint or {}).get("asked") or {}
     fields = (fingerprint or {}).get("fields") or {}
     answer_tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
-    metrics, summary = score(benchmark, rows, options, answer_tags=answer_tags)
+    metrics, summary = score_predictions(benchmark, rows, options, answer_tags=answer_tags)
     items = metrics.pop("items")  # last in the file, because they are long
     content = {
         **metrics,
@@ -77,7 +77,7 @@ def score_predictions_file(
         "fingerprint": fingerprint,
         "items": items,
     }
-    return Scored(content, summary)
+    return ScoredBenchmark(content, summary)
 
 
 def metrics_in_training(
@@ -95,7 +95,9 @@ def metrics_in_training(
         rows: The predictions, at least one.
         answer_tags: Whether the prompts asked for `<answer> </answer>`.
     """
-    content, _ = score(benchmark, rows, benchmark.score_options(), answer_tags=answer_tags)
+    content, _ = score_predictions(
+        benchmark, rows, benchmark.score_options(), answer_tags=answer_tags
+    )
     low, high = content["wilson_95"]
     metrics: dict[str, float] = {
         "accuracy": content["accuracy"],
@@ -108,13 +110,14 @@ def metrics_in_training(
     for key, name in (("truncated", "truncated"), ("reflective_words", "reflective")):
         if content[key]:
             metrics[name] = content[key]["share"]
-    for cells in find_benchmark_cells(content).values():
-        for name, cell in cells.items():
-            metrics[f"accuracy_{name}"] = cell["accuracy"]
-    for kind, cell in content["groups"].get("kind", {}).items():  # of drawn problems
+    for benchmark_metrics in find_benchmark_metrics(content).values():
+        for name, metric in benchmark_metrics.items():
+            metrics[f"accuracy_{name}"] = metric["accuracy"]
+    # The kinds of drawn problems are a kind of group, such as `crossing, vertical`.
+    for kind, metric in content["groups"].get("kind", {}).items():
         kind_in_key = re.sub(r"[^0-9A-Za-z]+", "_", kind)
-        metrics[f"{kind_in_key}_accuracy"] = cell["accuracy"]
-    for name, metric in content.get("samples", {}).items():
+        metrics[f"{kind_in_key}_accuracy"] = metric["accuracy"]
+    for name, sample_metric in content.get("samples", {}).items():
         if "@" in name:  # such as pass@2; the others are counts
-            metrics[name] = metric["value"]
+            metrics[name] = sample_metric["value"]
     return {f"{benchmark.name}_{name}": value for name, value in metrics.items()}

@@ -5,7 +5,7 @@ It also describes the lengths of the answers.
 """
 
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,22 +13,21 @@ from typing import Any, Protocol
 from adora_vl.evals.inference.predictions import IMAGE_FAILED, NOT_ASKED_REASONS, PROMPT_TOO_LONG
 from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import (
-    CORRECT,
     FAILED,
     JUDGE_FAILED,
     WRONG,
-    AccuracyCell,
+    AccuracyMetric,
     Benchmark,
-    BenchmarkFigures,
+    BenchmarkSummary,
     GradedAnswer,
     Prediction,
-    Scored,
+    ScoredBenchmark,
 )
 from adora_vl.evals.scoring.statistics import (
-    mean_interval,
-    pass_at,
+    bootstrap_mean_interval,
+    clustered_wilson_interval,
+    pass_at_k,
     wilson_interval,
-    wilson_over_problems,
 )
 from adora_vl.evals.scoring.steps import step_metrics
 from adora_vl.rewards.completion import REFLECTIVE_WORD_REGEX, reflective_words
@@ -36,7 +35,7 @@ from adora_vl.rewards.thinking import closes_unopened_block, final_part
 
 
 def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | None:
-    """Compute the mean, median, 90th percentile and maximum of the lengths of answers in tokens.
+    """Compute the `mean`, `median`, `p90` and `max` of the lengths of answers in tokens.
 
     Returns None if there is no answer.
     """
@@ -58,7 +57,7 @@ _CUT_OFF_REASONS = ("length", "calls", "room")
 
 
 def reflection_metrics(
-    rows: Sequence[Prediction], problems: Sequence[str]
+    rows: Sequence[Prediction], problem_ids: Sequence[str]
 ) -> dict[str, Any] | None:
     """Compute the share of responses with reflective words, such as `wait`, with its interval.
 
@@ -67,24 +66,25 @@ def reflection_metrics(
 
     Args:
         rows: The rows with the responses.
-        problems: The problem of each row, for the interval (`wilson_over_problems`).
+        problem_ids: The problem of each row, since answers to one problem are not independent.
     """
     if not rows:
         return None
-    counts_of_responses = [reflective_words(row["response"]) for row in rows]
-    are_reflective = [bool(counts) for counts in counts_of_responses]
+    # How often each reflective word is in each response, such as {"wait": 2}.
+    word_counts = [reflective_words(row["response"]) for row in rows]
+    are_reflective = [bool(count_by_word) for count_by_word in word_counts]
     n_reflective = sum(are_reflective)
     total = len(rows)
     per_1000_answers = {}
     for word in REFLECTIVE_WORD_REGEX:
-        count = sum(counts.get(word, 0) for counts in counts_of_responses)
+        count = sum(count_by_word.get(word, 0) for count_by_word in word_counts)
         if count:
             per_1000_answers[word] = 1000 * count / total
     return {
         "answers": n_reflective,
         "total": total,
         "share": n_reflective / total,
-        "wilson_95": list(wilson_over_problems(are_reflective, problems)),
+        "wilson_95": list(clustered_wilson_interval(are_reflective, problem_ids)),
         "per_1000_answers": per_1000_answers,
     }
 
@@ -98,14 +98,14 @@ _IMAGE_SIZE_GROUPS = (
 )
 
 
-def score(
+def score_predictions(
     benchmark: Benchmark,
     rows: Sequence[Prediction],
     options: ScoreOptions,
     *,
     answer_tags: bool = False,
-) -> Scored:
-    """Score predictions by the rules that `options` name.
+) -> ScoredBenchmark:
+    """Grade predictions by the rules that `options` name, and compute all metrics of the score file.
 
     Args:
         benchmark: The benchmark, which grades each answer.
@@ -115,62 +115,64 @@ def score(
             `options.answer_tags`.
     """
     options = replace(options, answer_tags=answer_tags)
-    prepared_rows, graded = grade_rows(benchmark, rows, options)
-    summary = BenchmarkFigures()
+    prepared_rows, graded_answers = grade_rows(benchmark, rows, options)
+    summary = BenchmarkSummary()
     if benchmark.summary is not None:
-        summary = benchmark.summary(prepared_rows, graded, options)
+        summary = benchmark.summary(prepared_rows, graded_answers, options)
     rules = benchmark.rules(options)
     if benchmark.file:
         rules = rules | {"file": benchmark.file}
-    claims = step_metrics(rows, graded)
+    claim_metrics = step_metrics(rows, graded_answers)
     items = [
-        _describe_answer(benchmark, row, item)
-        for row, item in zip(prepared_rows, graded, strict=True)
+        _build_score_item(benchmark, row, graded)
+        for row, graded in zip(prepared_rows, graded_answers, strict=True)
     ]
     # The score file has the keys in this order. The metrics of the benchmark may replace those
     # before them.
     content = {
         "benchmark": benchmark.name,
-        **summarise_grades(graded),
-        **_metrics_as_cells(summary),
-        **answer_metrics(rows, graded),
-        **summary.notes,
-        **({"steps": claims} if claims else {}),
+        **summarise_grades(graded_answers),
+        **_normalise_metrics(summary),
+        **answer_metrics(rows, graded_answers),
+        **summary.extra_keys,
+        **({"steps": claim_metrics} if claim_metrics else {}),
         "rules": rules,
-        **_extraction_metrics(graded),
+        **_extraction_metrics(graded_answers),
         "items": items,
     }
-    return Scored(content, summary)
+    return ScoredBenchmark(content, summary)
 
 
-def _metrics_as_cells(summary: BenchmarkFigures) -> dict[str, dict[str, Any]]:
-    """Return a benchmark's own metrics in the form of a score file, by key and then by name.
+def _normalise_metrics(summary: BenchmarkSummary) -> dict[str, dict[str, Any]]:
+    """Return a benchmark's own metrics in the form of a score file.
 
-    A metric that is a plain number becomes a cell, which is a mapping with the key `accuracy`.
+    A metric that is a plain number becomes an `AccuracyMetric`: `{"variants": {"robustness": 0.7}}`
+    becomes `{"variants": {"robustness": {"accuracy": 0.7}}}`.
     """
-    cells_by_key: dict[str, dict[str, Any]] = {}
-    for key, metrics in summary.figures.items():
-        cells: dict[str, Any] = {}
+    metrics_by_key: dict[str, dict[str, Any]] = {}
+    for key, metrics in summary.metrics.items():
+        normalised: dict[str, Any] = {}
         for name, metric in metrics.items():
             is_number = isinstance(metric, int | float)
-            cells[name] = {"accuracy": metric} if is_number else metric
-        cells_by_key[key] = cells
-    return cells_by_key
+            normalised[name] = {"accuracy": metric} if is_number else metric
+        metrics_by_key[key] = normalised
+    return metrics_by_key
 
 
-def _extraction_metrics(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
-    """Count how answers were extracted, and how often the judge failed.
+def _extraction_metrics(graded_answers: Sequence[GradedAnswer]) -> dict[str, Any]:
+    """Count by which method answers were extracted, and how often the judge failed.
 
     Returns {} for a benchmark without a separate extraction.
     """
-    methods = Counter(
-        item.grade.extraction.method for item in graded if item.grade.extraction is not None
+    extractions = [graded.grade.extraction for graded in graded_answers]
+    count_by_method = Counter(
+        extraction.method for extraction in extractions if extraction is not None
     )
-    if not methods:
+    if not count_by_method:
         return {}
     return {
-        "extraction_mix": dict(methods.most_common()),
-        "extraction_failed": methods[JUDGE_FAILED],
+        "extraction_mix": dict(count_by_method.most_common()),
+        "extraction_failed": count_by_method[JUDGE_FAILED],
     }
 
 
@@ -179,47 +181,47 @@ def grade_rows(
 ) -> tuple[Sequence[Prediction], list[GradedAnswer]]:
     """Grade all rows by a benchmark, without their blocks of thinking.
 
-    A response is replaced by its final part (`final_part`), since a block of thinking is no answer.
-    If nothing is left, the answer is wrong, even by rules that would guess the nearest choice.
+    Only the part of a response behind `</think>` is graded. If nothing is left, the answer is
+    wrong, even by rules that would guess the nearest choice.
 
-    Returns the rows as the benchmark has prepared them, and their grades in the same order.
+    Returns the rows as `benchmark.prepare` made them, without thinking and, for example, with the
+    extracted answers; and their grades in the same order.
     """
     opens_thinking = template_opens_thinking(rows)
     prepared_rows: Sequence[Prediction] = [_remove_thinking(row, opens_thinking) for row in rows]
     if benchmark.prepare is not None:
         prepared_rows = benchmark.prepare(prepared_rows, options)
-    graded: list[GradedAnswer] = []
+    graded_answers: list[GradedAnswer] = []
     for row, prepared_row in zip(rows, prepared_rows, strict=True):
-        item = grade_row(benchmark, prepared_row, options)
+        graded = grade_row(benchmark, prepared_row, options)
         final_response = prepared_row["response"]
         if final_response != row["response"]:
-            item = _note_thinking(item, has_answer=bool(final_response))
-        graded.append(item)
-    return prepared_rows, graded
+            graded = _record_thinking(graded, has_answer=bool(final_response))
+        graded_answers.append(graded)
+    return prepared_rows, graded_answers
 
 
-def _note_thinking(item: GradedAnswer, *, has_answer: bool) -> GradedAnswer:
-    """Return the grade of a response with its field `thinking` set.
+def _record_thinking(graded: GradedAnswer, *, has_answer: bool) -> GradedAnswer:
+    """Return the graded answer with its field `thinking` set, for a response that had thinking.
 
     `has_answer` says whether the response has a text behind its block of thinking. If not, the
     answer is wrong.
     """
     if has_answer:
-        return replace(item, thinking="set_aside")
-    item = replace(item, thinking="without_answer")
-    if item.grade.verdict == FAILED:  # the problem was not asked, or the judge failed
-        return item
-    grade = item.grade._replace(verdict=WRONG, extracted=None, reason="thinking_without_answer")
-    return replace(item, grade=grade)
+        return replace(graded, thinking="set_aside")
+    graded = replace(graded, thinking="without_answer")
+    if graded.grade.verdict == FAILED:  # the problem was not asked, or the judge failed
+        return graded
+    grade = graded.grade._replace(verdict=WRONG, extracted=None, reason="thinking_without_answer")
+    return replace(graded, grade=grade)
 
 
 def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
-    """Guess whether the prompts of these predictions ended in `<think>`.
+    """Guess whether the chat template ended every prompt in `<think>`.
 
-    If so, each response begins inside a block of thinking. Servers and predictions of other
-    programs do not say it. It is assumed if more than half of the finished responses close a block
-    that they have not opened. Responses that were cut off are left out, since they may lack the end
-    of the block.
+    Each response then begins inside a block of thinking, which servers and other programs do not
+    say. It is assumed if more than half of the finished responses have a `</think>` without a
+    `<think>` before it. Responses that were cut off may lack the `</think>`, and are left out.
     """
     unfinished_reasons = (*_CUT_OFF_REASONS, *NOT_ASKED_REASONS)
     finished_responses = [
@@ -229,13 +231,13 @@ def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
     return 2 * n_closing > len(finished_responses)
 
 
-def _remove_thinking(row: Prediction, template_opens: bool) -> Prediction:
-    """Return a row whose response is replaced by its final part, without a block of thinking.
+def _remove_thinking(row: Prediction, opens_thinking: bool) -> Prediction:
+    """Return a row whose response is cut to the part behind its block of thinking.
 
-    `template_opens` says that all responses begin inside such a block. If it is false, a row may
+    `opens_thinking` says that all responses begin inside such a block. If it is false, a row may
     still say so in its own field `thinking_opened`.
     """
-    thinking_opened = template_opens or row.get("thinking_opened", False)
+    thinking_opened = opens_thinking or row.get("thinking_opened", False)
     return {**row, "response": final_part(row["response"], thinking_opened)}
 
 
@@ -246,13 +248,13 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> G
     """
     grade = benchmark.grade(row, options)
     grade = grade._replace(groups={**grade.groups, **common_groups(row)})
-    failure = None  # the reason of a failure, where there is one
+    failure_reason = None
     if grade.extraction is not None and grade.extraction.method == JUDGE_FAILED:
-        failure = JUDGE_FAILED
+        failure_reason = JUDGE_FAILED
     if row.get("finish_reason") in NOT_ASKED_REASONS:
-        failure = row.get("error") or row["finish_reason"]
-    if failure is not None:
-        grade = grade._replace(verdict=FAILED, extracted=None, reason=failure)
+        failure_reason = row.get("error") or row["finish_reason"]
+    if failure_reason is not None:
+        grade = grade._replace(verdict=FAILED, extracted=None, reason=failure_reason)
     return GradedAnswer(
         pid=row["pid"],
         grade=grade,
@@ -267,39 +269,37 @@ class HasRules(Protocol):
 
     @property
     def rules(self) -> str:
-        """The name of the set."""
+        """The name of the set, such as `official`."""
         ...
 
 
 def describe_rule_set(options: HasRules) -> dict[str, Any]:
-    """Describe the rules of a score for a benchmark with several sets of rules to choose from."""
+    """Return the `rules` of a score file, for a benchmark with several sets of rules to choose from.
+
+    `--rules letter` gives `{"rules": "letter"}`.
+    """
     return {"rules": options.rules}
 
 
-def verdict_of(is_right: bool) -> str:
-    """Return the verdict on an answer that could be judged."""
-    return CORRECT if is_right else WRONG
+def find_benchmark_metrics(score: Mapping[str, Any]) -> dict[str, dict[str, AccuracyMetric]]:
+    """Return the metrics that a benchmark added to its score, by the key of the score and by name.
 
-
-def find_benchmark_cells(score: Mapping[str, Any]) -> dict[str, dict[str, AccuracyCell]]:
-    """Return the cells of a benchmark's own metrics in a score, by its key and by name.
-
-    For example, `{"variants": {"worst_case": {"accuracy": 0.4}}}` in a score is returned as it is.
-    A key counts as the benchmark's own if its value is a mapping with cells, and a cell is a
-    mapping with an `accuracy`. So the function also works on a score that was read from a file.
+    A score with `"variants": {"worst_case": {"accuracy": 0.4}}` gives this entry. They are
+    recognised by their form, also in a score that was read from a file: every mapping with an
+    `accuracy` that is itself in a mapping of the score.
     """
-    cells_by_key: dict[str, dict[str, Any]] = {}
+    metrics_by_key: dict[str, dict[str, Any]] = {}
     for key, metrics in score.items():
         if not isinstance(metrics, dict):
             continue
         for name, metric in metrics.items():
             if isinstance(metric, dict) and isinstance(metric.get("accuracy"), int | float):
-                cells_by_key.setdefault(key, {})[name] = metric
-    return cells_by_key
+                metrics_by_key.setdefault(key, {})[name] = metric
+    return metrics_by_key
 
 
-def describe_extracted_answer(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
-    """Describe one answer for the score file, for benchmarks that extract it and then compare it."""
+def build_extraction_item(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
+    """Build the entry of an answer in `items` of the score file, for a benchmark that extracts it."""
     return {
         "verdict": graded.grade.verdict,
         "correct": graded.correct,
@@ -309,15 +309,18 @@ def describe_extracted_answer(row: Prediction, graded: GradedAnswer) -> dict[str
     }
 
 
-def _describe_answer(benchmark: Benchmark, row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
-    """Describe one answer for the score file, in the benchmark's own way if it has one.
+def _build_score_item(
+    benchmark: Benchmark, row: Prediction, graded: GradedAnswer
+) -> dict[str, Any]:
+    """Build the entry of an answer in `items` of the score file.
 
-    Two keys are left out if they would say nothing: `sample` for the first answer to a problem, and
-    `problem` if the benchmark has no versions of its problems.
+    A benchmark may have a function for it, `benchmark.item`. Two keys are left out if they would
+    say nothing: `sample` for the first answer to a problem, and `problem` if the benchmark has no
+    versions of its problems.
     """
     item: dict[str, Any] = {"pid": graded.pid}
-    if benchmark.version_of is not None or graded.problem != graded.pid:
-        item["problem"] = graded.problem
+    if benchmark.version_of is not None or graded.problem_id != graded.pid:
+        item["problem"] = graded.problem_id
     if graded.sample:
         item["sample"] = graded.sample
     if benchmark.item is not None:
@@ -331,8 +334,8 @@ def _describe_answer(benchmark: Benchmark, row: Prediction, graded: GradedAnswer
     }
 
 
-def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the groups of a row by some fields of its metadata.
+def groups_from_metadata(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the groups in which an answer is counted, by some fields of its row's metadata.
 
     The metadata `{"skills": ["a", "b"], "grade": 5}` give `{"skills": ["a", "b"], "grade": ["5"]}`:
     a row with a list of values counts in the group of each value.
@@ -343,14 +346,15 @@ def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str
         value = metadata.get(name)
         if value:
             values = value if isinstance(value, list) else [value]
-            groups[name] = [str(item) for item in values]
+            groups[name] = [str(element) for element in values]
     return groups
 
 
 def common_groups(row: Prediction) -> dict[str, list[str]]:
-    """Return the groups of a row that every benchmark has.
+    """Return the groups in which an answer to any benchmark is counted.
 
-    They are the reason why the answer ended, whether it called tools, and the size of its image.
+    They are the reason why the answer ended, whether it called tools, and the size of its image:
+    `{"finish_reason": ["stop"], "called": ["no"], "image_size": ["to 256x256"]}`.
     """
     groups: dict[str, list[str]] = {}
     if row.get("finish_reason"):
@@ -365,73 +369,84 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
     return groups
 
 
-def summarise_grades(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
-    """Count right answers over all (at least one) and by group, and the verdicts of each kind.
+def summarise_grades(graded_answers: Sequence[GradedAnswer]) -> dict[str, Any]:
+    """Compute the accuracy over all answers (at least one) and by group, and count the verdicts.
 
     Problems that were not asked are counted too.
     """
-    # The answers by the kind of group, such as `image_size`, and by the group.
-    answers_by_kind_and_group: dict[str, dict[str, list[GradedAnswer]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for item in graded:
-        for kind, groups in item.grade.groups.items():
-            for group in groups:
-                answers_by_kind_and_group[kind][group].append(item)
-    cells_by_kind: dict[str, dict[str, AccuracyCell]] = {}
-    for kind, answers_by_group in answers_by_kind_and_group.items():
-        cells_by_kind[kind] = {
-            group: accuracy_cell(answers_by_group[group]) for group in sorted(answers_by_group)
-        }
-    finish_reasons = [item.grade.groups.get("finish_reason") for item in graded]
+    finish_reasons = [graded.grade.groups.get("finish_reason") for graded in graded_answers]
+    verdicts = Counter(graded.grade.verdict for graded in graded_answers)
+    thinking = [graded.thinking for graded in graded_answers]
     counts: dict[str, Any] = {
-        **accuracy_cell(graded),
-        "groups": cells_by_kind,
-        "verdicts": dict(Counter(item.grade.verdict for item in graded).most_common()),
+        **accuracy_metric(graded_answers),
+        "groups": _accuracy_by_group(graded_answers),
+        "verdicts": dict(verdicts.most_common()),
         "image_failed": finish_reasons.count([IMAGE_FAILED]),
         "too_long": finish_reasons.count([PROMPT_TOO_LONG]),
         "thinking": {
-            "set_aside": sum(item.thinking != "none" for item in graded),
-            "without_answer": sum(item.thinking == "without_answer" for item in graded),
+            "set_aside": len(thinking) - thinking.count("none"),
+            "without_answer": thinking.count("without_answer"),
         },
     }
-    return counts | _sample_metrics(graded)
+    return counts | _sample_metrics(graded_answers)
 
 
-def answer_metrics(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -> dict[str, Any]:
+def _accuracy_by_group(
+    graded_answers: Sequence[GradedAnswer],
+) -> dict[str, dict[str, AccuracyMetric]]:
+    """Compute the accuracy in each group of answers, by the kind of group and by the group.
+
+    For example, `{"level": {"1": {"accuracy": 0.6, ...}, "2": {"accuracy": 0.4, ...}}}`.
+    """
+    answers_by_kind: dict[str, dict[str, list[GradedAnswer]]] = {}
+    for graded in graded_answers:
+        for kind, groups in graded.grade.groups.items():
+            for group in groups:
+                answers_by_kind.setdefault(kind, {}).setdefault(group, []).append(graded)
+    accuracy_by_kind: dict[str, dict[str, AccuracyMetric]] = {}
+    for kind, answers_by_group in answers_by_kind.items():
+        accuracy_by_kind[kind] = {
+            group: accuracy_metric(answers_by_group[group]) for group in sorted(answers_by_group)
+        }
+    return accuracy_by_kind
+
+
+def answer_metrics(
+    rows: Sequence[Prediction], graded_answers: Sequence[GradedAnswer]
+) -> dict[str, Any]:
     """Compute the metrics on the answers themselves, over the problems that were asked.
 
     They are the lengths of right and of wrong answers, the share of answers that was cut off, the
     reflective words, and the number of empty responses.
     """
     asked_rows: list[Prediction] = []
-    asked_problems: list[str] = []
+    problem_ids: list[str] = []  # of the rows that were asked
     correct_lengths: list[int] = []
     wrong_lengths: list[int] = []
-    for row, item in zip(rows, graded, strict=True):
+    for row, graded in zip(rows, graded_answers, strict=True):
         if row.get("finish_reason") in NOT_ASKED_REASONS:
             continue
         asked_rows.append(row)
-        asked_problems.append(item.problem)
-        if item.n_tokens is None:
+        problem_ids.append(graded.problem_id)
+        if graded.n_tokens is None:
             continue
-        if item.correct:
-            correct_lengths.append(item.n_tokens)
+        if graded.correct:
+            correct_lengths.append(graded.n_tokens)
         else:
-            wrong_lengths.append(item.n_tokens)
+            wrong_lengths.append(graded.n_tokens)
     return {
         "tokens": {
             "correct": length_statistics(correct_lengths),
             "wrong": length_statistics(wrong_lengths),
         },
-        "truncated": _truncation_metrics(asked_rows, asked_problems),
-        "reflective_words": reflection_metrics(asked_rows, asked_problems),
+        "truncated": _truncation_metrics(asked_rows, problem_ids),
+        "reflective_words": reflection_metrics(asked_rows, problem_ids),
         "empty_responses": sum(not row["response"].strip() for row in asked_rows),
     }
 
 
 def _truncation_metrics(
-    rows: Sequence[Prediction], problems: Sequence[str]
+    rows: Sequence[Prediction], problem_ids: Sequence[str]
 ) -> dict[str, Any] | None:
     """Compute the share of answers that were cut off, among those with a finish reason.
 
@@ -439,14 +454,14 @@ def _truncation_metrics(
 
     Args:
         rows: The rows of the answers.
-        problems: The problem of each row, for the interval (`wilson_over_problems`).
+        problem_ids: The problem of each row, since answers to one problem are not independent.
     """
     are_cut_off: list[bool] = []
-    problems_with_reason: list[str] = []
-    for row, problem in zip(rows, problems, strict=True):
+    counted_problem_ids: list[str] = []
+    for row, problem_id in zip(rows, problem_ids, strict=True):
         if row.get("finish_reason"):
             are_cut_off.append(row["finish_reason"] in _CUT_OFF_REASONS)
-            problems_with_reason.append(problem)
+            counted_problem_ids.append(problem_id)
     if not are_cut_off:
         return None
     n_cut_off = sum(are_cut_off)
@@ -455,32 +470,40 @@ def _truncation_metrics(
         "count": n_cut_off,
         "total": total,
         "share": n_cut_off / total,
-        "wilson_95": list(wilson_over_problems(are_cut_off, problems_with_reason)),
+        "wilson_95": list(clustered_wilson_interval(are_cut_off, counted_problem_ids)),
     }
 
 
-def accuracy_cell(items: Sequence[GradedAnswer]) -> AccuracyCell:
-    """Compute the accuracy of answers, with its counts and its Wilson interval over the problems."""
-    return share_cell([item.correct for item in items], [item.problem for item in items])
+def accuracy_metric(graded_answers: Sequence[GradedAnswer]) -> AccuracyMetric:
+    """Compute the accuracy of answers (at least one), with its counts and its Wilson interval."""
+    are_correct = [graded.correct for graded in graded_answers]
+    return share_metric(are_correct, [graded.problem_id for graded in graded_answers])
 
 
-def share_cell(are_counted: Sequence[bool], problems: Sequence[str]) -> AccuracyCell:
-    """Compute a share, with its counts and its Wilson interval over the problems.
+def share_metric(successes: Sequence[bool], problem_ids: Sequence[str]) -> AccuracyMetric:
+    """Compute a share, with its counts and its Wilson interval clustered by problem.
 
     Args:
-        are_counted: Whether each value is counted, such as whether an answer is right; at least one.
-        problems: The problem of each value. Values of one problem are not independent.
+        successes: Whether each answer is right (or whatever is counted); at least one.
+        problem_ids: The problem of each answer. Answers to one problem are not independent.
     """
-    count = sum(are_counted)
-    total = len(are_counted)
-    interval = list(wilson_over_problems(are_counted, problems))
-    return {"correct": count, "total": total, "accuracy": count / total, "wilson_95": interval}
+    n_successes = sum(successes)
+    total = len(successes)
+    interval = list(clustered_wilson_interval(successes, problem_ids))
+    return {
+        "correct": n_successes,
+        "total": total,
+        "accuracy": n_successes / total,
+        "wilson_95": interval,
+    }
 
 
-def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> AccuracyCell | None:
+def accuracy_from_counts(
+    correct: int, total: int, samples_per_problem: int = 1
+) -> AccuracyMetric | None:
     """Compute an accuracy from counts alone, with its Wilson interval over the problems.
 
-    With 2 answers to each problem, 4 right answers of 8 have the interval of 2 right answers of 4.
+    With 2 samples per problem, 4 right answers of 8 have the interval of 2 right answers of 4.
     Where answers are missing, the number of problems is no whole number: 3 right answers of 5 have
     the interval of 1.5 right answers of 2.5.
 
@@ -489,72 +512,78 @@ def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> 
     if total <= 0 or not 0 <= correct <= total:
         return None
     accuracy = correct / total
-    n_problems = max(1.0, total / answers_per_problem)
+    n_problems = max(1.0, total / samples_per_problem)
     interval = list(wilson_interval(accuracy * n_problems, n_problems))
     return {"correct": correct, "total": total, "accuracy": accuracy, "wilson_95": interval}
 
 
-def correct_by_problem(items: Iterable[GradedAnswer]) -> dict[str, list[bool]]:
-    """Return whether each answer to a problem is right, by the id of the problem."""
-    correct: dict[str, list[bool]] = {}
-    for item in items:
-        correct.setdefault(item.pid, []).append(item.correct)
-    return correct
+def correctness_by_pid(graded_answers: Iterable[GradedAnswer]) -> dict[str, list[bool]]:
+    """Return for each pid whether its answers are right: `{"p1": [True, False], "p2": [False]}`."""
+    are_correct: dict[str, list[bool]] = {}
+    for graded in graded_answers:
+        are_correct.setdefault(graded.pid, []).append(graded.correct)
+    return are_correct
 
 
-def answers_per_problem(graded: Iterable[GradedAnswer]) -> int:
+def samples_per_problem(graded_answers: Iterable[GradedAnswer]) -> int:
     """Return the largest number of answers to a problem."""
-    return max(len(answers) for answers in correct_by_problem(graded).values())
+    return max(len(are_correct) for are_correct in correctness_by_pid(graded_answers).values())
 
 
-def _sample_metrics(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
+def _sample_metrics(graded_answers: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Compute avg@k and pass@j for j = 1, 2, 4, ... k, with intervals over the problems.
 
     k is the largest number of answers to a problem: with k = 6 there are pass@1, pass@2, pass@4 and
     pass@6. Problems with fewer answers are left out, and counted as `incomplete`. Returns {} if
     each problem has one answer.
     """
-    k = answers_per_problem(graded)
+    k = samples_per_problem(graded_answers)
     if k == 1:
         return {}
-    answers_by_pid = correct_by_problem(graded)
-    problem_by_pid = {item.pid: item.problem for item in graded}
-    complete = {pid: answers for pid, answers in answers_by_pid.items() if len(answers) == k}
-    problems = [problem_by_pid[pid] for pid in complete]
+    are_correct_by_pid = correctness_by_pid(graded_answers)
+    # How many of the k answers are right, for each problem that has all of them.
+    n_correct_by_pid = {
+        pid: sum(are_correct)
+        for pid, are_correct in are_correct_by_pid.items()
+        if len(are_correct) == k
+    }
+    problem_id_by_pid = {graded.pid: graded.problem_id for graded in graded_answers}
+    problem_ids = [problem_id_by_pid[pid] for pid in n_correct_by_pid]
     metrics: dict[str, Any] = {
         "k": k,
-        "problems": len(complete),
-        "incomplete": len(answers_by_pid) - len(complete),
+        "problems": len(n_correct_by_pid),
+        "incomplete": len(are_correct_by_pid) - len(n_correct_by_pid),
     }
-    shares = [sum(answers) / k for answers in complete.values()]
-    metrics[f"avg@{k}"] = mean_with_interval(shares, problems)
+    accuracies = [n_correct / k for n_correct in n_correct_by_pid.values()]
+    metrics[f"avg@{k}"] = mean_with_interval(accuracies, problem_ids)
     # j runs through the powers of two up to k, and k itself.
     powers_of_two = {1 << power for power in range(k.bit_length())}
     for j in sorted(powers_of_two | {k}):
-        chances = [pass_at(j, samples=k, correct=sum(answers)) for answers in complete.values()]
-        metrics[f"pass@{j}"] = mean_with_interval(chances, problems)
+        pass_rates = [
+            pass_at_k(j, samples=k, correct=n_correct) for n_correct in n_correct_by_pid.values()
+        ]
+        metrics[f"pass@{j}"] = mean_with_interval(pass_rates, problem_ids)
     return {"samples": metrics}
 
 
-def mean_with_interval(values: Sequence[float], problems: Sequence[str]) -> dict[str, Any]:
-    """Compute the mean of shares, with its 95 % interval over the problems.
+def mean_with_interval(values: Sequence[float], problem_ids: Sequence[str]) -> dict[str, Any]:
+    """Compute the mean of values from 0 to 1, with its 95 % interval over the problems.
 
     If all values are 0 or 1 it is a Wilson interval, since a bootstrap interval of few or equal
     values is too narrow. Otherwise it is a bootstrap interval.
 
     Args:
-        values: A share or a chance for each version of a problem.
-        problems: The problem of each value. Values of one problem are not independent.
+        values: The accuracy (or pass@k) of each version of a problem.
+        problem_ids: The problem of each value. Values of one problem are not independent.
+
+    Returns for example `{"value": 0.6, "interval_95": [0.5, 0.7], "interval": "bootstrap"}`.
     """
     mean = sum(values) / len(values)
     are_single_answers = set(values) <= {0.0, 1.0}
-    interval = (
-        wilson_over_problems([value == 1.0 for value in values], problems)
-        if are_single_answers
-        else mean_interval(values, problems, lowest=0.0, highest=1.0)
-    )
-    return {
-        "value": mean,
-        "interval_95": list(interval),
-        "interval": "wilson" if are_single_answers else "bootstrap",
-    }
+    if are_single_answers:
+        interval_name = "wilson"
+        interval = clustered_wilson_interval([value == 1.0 for value in values], problem_ids)
+    else:
+        interval_name = "bootstrap"
+        interval = bootstrap_mean_interval(values, problem_ids, lowest=0.0, highest=1.0)
+    return {"value": mean, "interval_95": list(interval), "interval": interval_name}

@@ -51,7 +51,7 @@ _STUDENT_QUANTILES_95 = (
 )
 
 
-def student_quantile(degrees_of_freedom: float) -> float:
+def t_quantile(degrees_of_freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t distribution.
 
     4 degrees of freedom give 2.776. Fractions of a degree, as in Welch's test, are rounded down,
@@ -62,9 +62,9 @@ def student_quantile(degrees_of_freedom: float) -> float:
     return _STUDENT_QUANTILES_95[whole_degrees - 1]
 
 
-def student_half_width(values: Sequence[float]) -> float:
+def t_half_width(values: Sequence[float]) -> float:
     """Return half the width of the 95 % interval of a mean of at least two values, by Student's t."""
-    return student_quantile(len(values) - 1) * stdev(values) / sqrt(len(values))
+    return t_quantile(len(values) - 1) * stdev(values) / sqrt(len(values))
 
 
 def paired_t_interval(differences: Sequence[float]) -> tuple[float, float] | None:
@@ -73,7 +73,7 @@ def paired_t_interval(differences: Sequence[float]) -> tuple[float, float] | Non
     Returns None if all differences are equal, because Student's t needs a spread.
     """
     mean = fmean(differences)
-    half = student_half_width(differences)
+    half = t_half_width(differences)
     if half < _ROUNDING:
         return None
     return mean - half, mean + half
@@ -95,7 +95,7 @@ def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[flo
     # The Welch-Satterthwaite equation.
     denominator = first_error**2 / (len(first) - 1) + second_error**2 / (len(second) - 1)
     degrees_of_freedom = total_error**2 / denominator
-    half = student_quantile(degrees_of_freedom) * sqrt(total_error)
+    half = t_quantile(degrees_of_freedom) * sqrt(total_error)
     return difference - half, difference + half
 
 
@@ -106,7 +106,7 @@ def wilson_interval(correct: float, total: float) -> tuple[float, float]:
         correct: The number of right answers. It may be a fraction if several answers to a problem
             count as one.
         total: The number of answers, more than 0. It may be a fraction if answers are not
-            independent and count as fewer (see `wilson_over_problems`).
+            independent and count as fewer (see `clustered_wilson_interval`).
 
     For example, 6 of 10 right answers give (0.313, 0.832).
     """
@@ -120,32 +120,32 @@ def wilson_interval(correct: float, total: float) -> tuple[float, float]:
     return low, high
 
 
-def wilson_over_problems(
-    are_counted: Sequence[bool], problems: Sequence[str]
+def clustered_wilson_interval(
+    successes: Sequence[bool], problem_ids: Sequence[str]
 ) -> tuple[float, float]:
-    """Return the 95 % score interval of a share of answers, over the problems.
+    """Return the 95 % score interval of a share of answers, clustered by problem.
 
     Several answers to one problem are not independent, so they say less than as many answers to
-    different problems. The interval is that of a smaller number of independent answers, with the
-    same share (`_independent_answers`).
+    different problems. The interval is that of the same share of a smaller, effective number of
+    independent answers.
 
     Args:
-        are_counted: Whether each answer is counted, such as whether it is right; at least one.
-        problems: The problem of each answer.
+        successes: Whether each answer is right (or cut off, or whatever is counted); at least one.
+        problem_ids: The problem of each answer.
     """
-    n_answers = len(are_counted)
-    count = sum(are_counted)
-    n_independent = _independent_answers(are_counted, problems)
+    n_answers = len(successes)
+    n_successes = sum(successes)
+    effective_size = _effective_sample_size(successes, problem_ids)
     # The first two cases are the last one without its rounding: all answers are independent, or all
-    # are counted. If none is counted, the last one is exact too.
-    if n_independent == n_answers:
-        return wilson_interval(count, n_answers)
-    if count == n_answers:
-        return wilson_interval(n_independent, n_independent)
-    return wilson_interval(count / n_answers * n_independent, n_independent)
+    # are successes. Without a success the last one is exact too.
+    if effective_size == n_answers:
+        return wilson_interval(n_successes, n_answers)
+    if n_successes == n_answers:
+        return wilson_interval(effective_size, effective_size)
+    return wilson_interval(n_successes / n_answers * effective_size, effective_size)
 
 
-def _independent_answers(are_counted: Sequence[bool], problems: Sequence[str]) -> float:
+def _effective_sample_size(successes: Sequence[bool], problem_ids: Sequence[str]) -> float:
     """Return how many independent answers would give the share as exactly as these answers do.
 
     Two answers to each of two problems, both right for one problem and both wrong for the other,
@@ -156,71 +156,71 @@ def _independent_answers(are_counted: Sequence[bool], problems: Sequence[str]) -
     residuals summed over each problem. With few problems this estimate is itself uncertain, which
     the quantile of Student's t accounts for (Korn and Graubard 1998).
     """
-    n_answers = len(are_counted)
-    share = sum(are_counted) / n_answers
-    residual_by_problem = dict.fromkeys(problems, 0.0)
-    answers_by_problem = dict.fromkeys(problems, 0)
-    for is_counted, problem in zip(are_counted, problems, strict=True):
-        residual_by_problem[problem] += is_counted - share
-        answers_by_problem[problem] += 1
-    n_problems = len(answers_by_problem)
+    n_answers = len(successes)
+    share = sum(successes) / n_answers
+    residual_by_problem = dict.fromkeys(problem_ids, 0.0)
+    n_answers_by_problem = dict.fromkeys(problem_ids, 0)
+    for is_success, problem_id in zip(successes, problem_ids, strict=True):
+        residual_by_problem[problem_id] += is_success - share
+        n_answers_by_problem[problem_id] += 1
+    n_problems = len(n_answers_by_problem)
     if n_problems == n_answers:
         return n_answers
     # The smallest possible number: all answers to a problem are the same. If each problem has
     # equally many answers, it is the number of problems.
-    least_number = n_answers**2 / sum(n**2 for n in answers_by_problem.values())
+    smallest_size = n_answers**2 / sum(n**2 for n in n_answers_by_problem.values())
     # No variance can be estimated if all answers are the same, or if there is only one problem.
     if share in (0.0, 1.0) or n_problems == 1:
-        return least_number
+        return smallest_size
     squared_residuals = sum(residual**2 for residual in residual_by_problem.values())
     variance_of_share = squared_residuals * n_problems / (n_problems - 1) / n_answers**2
     independent_variance = share * (1 - share) / n_answers
     # A design effect below 1 would make the answers count for more than their number.
     design_effect = max(1.0, variance_of_share / independent_variance)
-    quantile_ratio = _NORMAL_QUANTILE_95 / student_quantile(n_problems - 1)
-    return max(least_number, n_answers / design_effect * quantile_ratio**2)
+    quantile_ratio = _NORMAL_QUANTILE_95 / t_quantile(n_problems - 1)
+    return max(smallest_size, n_answers / design_effect * quantile_ratio**2)
 
 
-class ProblemSums(NamedTuple):
+class ProblemSum(NamedTuple):
     """The sum of the values of one problem, and the number of them."""
 
     total: float
     n_values: int
 
 
-def sum_by_problem(values: Sequence[float], problems: Sequence[str]) -> list[ProblemSums]:
+def sum_by_problem(values: Sequence[float], problem_ids: Sequence[str]) -> list[ProblemSum]:
     """Sum the values of each problem, in the order in which the problems first occur.
 
     The values 1, 0 and 0.5 of the problems a, b and a give (1.5, 2) for a and (0, 1) for b.
 
     Args:
-        values: The values, such as the share of right answers to each version of a problem.
-        problems: The problem of each value.
+        values: The values, such as the accuracy of each version of a problem.
+        problem_ids: The problem of each value.
     """
-    sums_by_problem: dict[str, ProblemSums] = {}
-    for value, problem in zip(values, problems, strict=True):
-        total, count = sums_by_problem.get(problem, ProblemSums(0.0, 0))
-        sums_by_problem[problem] = ProblemSums(total + value, count + 1)
-    return list(sums_by_problem.values())
+    sum_by_id: dict[str, ProblemSum] = {}
+    for value, problem_id in zip(values, problem_ids, strict=True):
+        total, n_values = sum_by_id.get(problem_id, ProblemSum(0.0, 0))
+        sum_by_id[problem_id] = ProblemSum(total + value, n_values + 1)
+    return list(sum_by_id.values())
 
 
-def mean_interval(
-    values: Sequence[float], problems: Sequence[str], *, lowest: float, highest: float
+def bootstrap_mean_interval(
+    values: Sequence[float], problem_ids: Sequence[str], *, lowest: float, highest: float
 ) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of values, over the problems, by resampling.
+    """Return the 95 % interval of the mean of values, by a bootstrap clustered by problem.
 
-    It is a cluster bootstrap: whole problems are drawn, each with all its values. If all problems
-    have the same mean, every draw has it too, and the interval would have no width. Then it is that
-    of `interval_of_equal_values`.
+    Whole problems are drawn, each with all its values. If all problems have the same mean, every
+    draw has it too, and the interval would have no width. Then it is that of
+    `interval_of_equal_values`.
 
     Args:
         values: At least one value.
-        problems: The problem of each value.
+        problem_ids: The problem of each value.
         lowest: The lowest possible value.
         highest: The highest possible value.
     """
-    sums = sum_by_problem(values, problems)
-    means = [total / count for total, count in sums]
+    sums = sum_by_problem(values, problem_ids)
+    means = [total / n_values for total, n_values in sums]
     if min(means) == max(means):
         return interval_of_equal_values(means[0], len(means), lowest=lowest, highest=highest)
     return _bootstrap_ratio(sums)
@@ -248,18 +248,19 @@ def interval_of_equal_values(
     return low, high
 
 
-def paired_answers_interval(only_first: int, only_second: int, total: int) -> tuple[float, float]:
-    """Return the 95 % interval of the difference of two accuracies on the same items, second - first.
+def bonett_price_interval(only_first: int, only_second: int, total: int) -> tuple[float, float]:
+    """Return the 95 % interval of the difference in accuracy of two runs on the same problems.
 
-    It is the adjusted Wald interval of Bonett and Price (2012), Journal of Educational and
-    Behavioral Statistics 37, equation 3, which adds one item to each of the two counts. Resampling
-    would give an interval without width for two runs that agree on all items. It would also exclude
-    0 if only one run has four of ten items right; this interval is then (-0.02, 0.69).
+    The difference is second - first. The interval is the adjusted Wald interval of Bonett and Price
+    (2012), Journal of Educational and Behavioral Statistics 37, equation 3, which adds one problem
+    to each of the two counts. A bootstrap would give an interval without width for two runs that
+    agree on all problems. It would also exclude 0 if only one run has four of ten problems right;
+    this interval is then (-0.02, 0.69).
 
     Args:
-        only_first: The number of items that only the first run has right.
-        only_second: The number of items that only the second run has right.
-        total: The number of all items.
+        only_first: The number of problems that only the first run has right.
+        only_second: The number of problems that only the second run has right.
+        total: The number of all problems.
     """
     lost_share = (only_first + 1) / (total + 2)
     gained_share = (only_second + 1) / (total + 2)
@@ -270,63 +271,59 @@ def paired_answers_interval(only_first: int, only_second: int, total: int) -> tu
 
 
 def difference_interval(
-    differences: Sequence[float], problems: Sequence[str]
+    differences: Sequence[float], problem_ids: Sequence[str]
 ) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of paired differences from -1 to 1, over the problems.
+    """Return the 95 % interval of the mean difference in accuracy between two runs.
 
-    With one answer to each problem it is the interval of `paired_answers_interval`, otherwise that
-    of `mean_interval`.
+    With one answer to each problem it is Bonett and Price's interval, otherwise a bootstrap
+    clustered by problem.
 
     Args:
-        differences: The difference in the share of right answers to each version of a problem.
-        problems: The problem of each difference.
+        differences: The difference in accuracy on each version of a problem, from -1 to 1.
+        problem_ids: The problem of each difference.
     """
     are_single_answers = set(differences) <= {-1.0, 0.0, 1.0}
-    if are_single_answers and len(set(problems)) == len(differences):
-        return paired_answers_interval(
+    if are_single_answers and len(set(problem_ids)) == len(differences):
+        return bonett_price_interval(
             only_first=sum(difference < 0 for difference in differences),
             only_second=sum(difference > 0 for difference in differences),
             total=len(differences),
         )
-    return mean_interval(differences, problems, lowest=-1.0, highest=1.0)
+    return bootstrap_mean_interval(differences, problem_ids, lowest=-1.0, highest=1.0)
 
 
 def ratio_interval(
-    numerators: Sequence[float], denominators: Sequence[float], problems: Sequence[str]
+    numerators: Sequence[float], denominators: Sequence[float], problem_ids: Sequence[str]
 ) -> tuple[float, float]:
-    """Return the 95 % interval of sum(numerators) / sum(denominators), over the problems.
+    """Return the 95 % interval of sum(numerators) / sum(denominators), clustered by problem.
 
-    The cases in the order of the code:
+    An example is how much of what a model solves from words it solves from the picture too. The
+    cases in the order of the code:
 
     - All values are 0 or 1, and no numerator is over its denominator: the ratio is a share of the
-      answers whose denominator is 1, with the interval of `wilson_over_problems`.
-    - Otherwise whole problems are drawn, each with all its pairs.
+      answers whose denominator is 1, with a Wilson interval.
+    - Otherwise it is a bootstrap, which draws whole problems, each with all its pairs.
     - All draws have the same ratio: the interval is widened by the problems that could have other
       numerators without being seen (see `interval_of_equal_values`).
 
     Args:
-        numerators: Values from 0 to 1.
-        denominators: Values from 0 to 1, with a sum above 0.
-        problems: The problem of each pair.
+        numerators: Values from 0 to 1, one for each version of a problem.
+        denominators: As many values from 0 to 1, with a sum above 0.
+        problem_ids: The problem of each pair.
     """
     pairs = list(zip(numerators, denominators, strict=True))
     is_share = {*numerators, *denominators} <= {0.0, 1.0} and all(a <= b for a, b in pairs)
     if is_share:
-        are_counted: list[bool] = []
-        counted_problems: list[str] = []
-        for (numerator, denominator), problem in zip(pairs, problems, strict=True):
+        successes: list[bool] = []
+        counted_ids: list[str] = []
+        for (numerator, denominator), problem_id in zip(pairs, problem_ids, strict=True):
             if denominator:
-                are_counted.append(bool(numerator))
-                counted_problems.append(problem)
-        return wilson_over_problems(are_counted, counted_problems)
-    sums = [
-        (numerator.total, denominator.total)
-        for numerator, denominator in zip(
-            sum_by_problem(numerators, problems),
-            sum_by_problem(denominators, problems),
-            strict=True,
-        )
-    ]
+                successes.append(bool(numerator))
+                counted_ids.append(problem_id)
+        return clustered_wilson_interval(successes, counted_ids)
+    numerator_sums = [total for total, _ in sum_by_problem(numerators, problem_ids)]
+    denominator_sums = [total for total, _ in sum_by_problem(denominators, problem_ids)]
+    sums = list(zip(numerator_sums, denominator_sums, strict=True))
     low, high = _bootstrap_ratio(sums)
     if low == high:  # all draws have the same ratio
         _, unseen_share = wilson_interval(0, len(sums))
@@ -357,8 +354,8 @@ def _bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float
     return ratios[low_index], ratios[high_index]
 
 
-def pass_at(k: int, samples: int, correct: int) -> float:
-    """Return pass@k: the chance that one of `k` answers, drawn from those to a problem, is right.
+def pass_at_k(k: int, samples: int, correct: int) -> float:
+    """Return pass@k: the chance that one of `k` answers, drawn from all to a problem, is right.
 
     It is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), section 2.1.
 
@@ -373,9 +370,9 @@ def pass_at(k: int, samples: int, correct: int) -> float:
 
 
 def mcnemar_p(only_first: int, only_second: int) -> float:
-    """Return the exact two-sided p of McNemar's test for two runs on the same items.
+    """Return the exact two-sided p of McNemar's test for two runs on the same problems.
 
-    The arguments are the number of items that only the first run has right, and the number that
+    The arguments are the number of problems that only the first run has right, and the number that
     only the second run has right. For example, 1 and 5 give 0.219.
     """
     total = only_first + only_second

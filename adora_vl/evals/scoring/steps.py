@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.evals.records import GradedAnswer, Prediction
-from adora_vl.evals.scoring.statistics import mean_interval, wilson_over_problems
+from adora_vl.evals.scoring.statistics import bootstrap_mean_interval, clustered_wilson_interval
 from adora_vl.rewards.steps import ClaimCheck, check_claims_if_possible
 
 
+class _CheckedAnswer(NamedTuple):
+    """A graded answer, and the claims in it, checked on the solved figure of its problem."""
+
+    graded: GradedAnswer
+    claims: ClaimCheck
+
+
 def step_metrics(
-    rows: Sequence[Prediction], graded: Sequence[GradedAnswer]
+    rows: Sequence[Prediction], graded_answers: Sequence[GradedAnswer]
 ) -> dict[str, Any] | None:
-    """Compute the metrics on the claims of answers.
+    """Compute how many claims of the answers, such as `angle ABC = 40`, are true on the figure.
 
     The metrics are:
 
@@ -30,50 +37,48 @@ def step_metrics(
 
     Returns None if no problem has a solved figure.
     """
-    answers: list[tuple[GradedAnswer, ClaimCheck]] = []
-    for row, item in zip(rows, graded, strict=True):
-        check = check_claims_if_possible(row["response"], row.get("figure"))
-        if check is not None:
-            answers.append((item, check))
-    if not answers:
+    checked_answers: list[_CheckedAnswer] = []
+    for row, graded in zip(rows, graded_answers, strict=True):
+        claims = check_claims_if_possible(row["response"], row.get("figure"))
+        if claims is not None:
+            checked_answers.append(_CheckedAnswer(graded, claims))
+    if not checked_answers:
         return None
-    right_answers = [(item.problem, check.is_luck) for item, check in answers if item.correct]
     metrics: dict[str, Any] = {
-        "answers": len(answers),
-        "true": _mean_over_problems(answers, "new_count"),
-        "false": _mean_over_problems(answers, "false_count"),
+        "answers": len(checked_answers),
+        "true": _mean_over_problems(checked_answers, "new_count"),
+        "false": _mean_over_problems(checked_answers, "false_count"),
         "lucky": None,
     }
+    right_answers = [answer for answer in checked_answers if answer.graded.correct]
     if right_answers:
-        are_luck = [is_luck for _, is_luck in right_answers]
-        count = sum(are_luck)
+        are_lucky = [answer.claims.is_luck for answer in right_answers]
+        problem_ids = [answer.graded.problem_id for answer in right_answers]
+        count = sum(are_lucky)
         total = len(right_answers)
         metrics["lucky"] = {
             "count": count,
             "total": total,
             "value": count / total,
-            "interval_95": list(
-                wilson_over_problems(are_luck, [problem for problem, _ in right_answers])
-            ),
+            "interval_95": list(clustered_wilson_interval(are_lucky, problem_ids)),
         }
     return metrics
 
 
-def _mean_over_problems(
-    answers: Sequence[tuple[GradedAnswer, ClaimCheck]], field: str
-) -> dict[str, Any]:
+def _mean_over_problems(checked_answers: Sequence[_CheckedAnswer], field: str) -> dict[str, Any]:
     """Compute the mean number of claims in an answer, with its bootstrap interval over problems.
 
     Args:
-        answers: The answers, each with its claims. Several answers to a problem count as their
-            mean.
-        field: The field of the claims that is counted: `new_count` or `false_count`.
+        checked_answers: The answers. Several answers to a problem count as their mean.
+        field: The field of `ClaimCheck` that is averaged: `new_count` or `false_count`.
     """
     counts_by_problem: dict[str, list[float]] = defaultdict(list)
-    for item, check in answers:
-        counts_by_problem[item.problem].append(float(getattr(check, field)))
+    for answer in checked_answers:
+        counts_by_problem[answer.graded.problem_id].append(float(getattr(answer.claims, field)))
     means = [sum(counts) / len(counts) for counts in counts_by_problem.values()]
     # The bounds matter only if all means are the same: other problems could then have no claims, or
     # one more.
-    interval = mean_interval(means, list(counts_by_problem), lowest=0.0, highest=max(means) + 1.0)
+    interval = bootstrap_mean_interval(
+        means, list(counts_by_problem), lowest=0.0, highest=max(means) + 1.0
+    )
     return {"value": sum(means) / len(means), "interval_95": list(interval)}

@@ -5,15 +5,21 @@ from itertools import zip_longest
 from typing import Any
 
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW
-from adora_vl.evals.records import BENCHMARK_BY_ALIAS, AccuracyCell, BenchmarkFigures, Score, Scored
+from adora_vl.evals.records import (
+    BENCHMARK_BY_ALIAS,
+    AccuracyMetric,
+    BenchmarkSummary,
+    Score,
+    ScoredBenchmark,
+)
 from adora_vl.evals.scoring.coverage import partial_score_notes
-from adora_vl.evals.scoring.score import find_benchmark_cells
+from adora_vl.evals.scoring.score import find_benchmark_metrics
 from adora_vl.utils.cli import amount
 
 _MOST_GROUPS = 16  # of one kind in the table; the score file has all
 
 
-def format_score(scored: Scored) -> str:
+def format_score(scored: ScoredBenchmark) -> str:
     """Format a score for the screen.
 
     The text has the overall line, the groups, the benchmark's own metrics, the lengths of answers,
@@ -25,15 +31,15 @@ def format_score(scored: Scored) -> str:
     rows = [["", "", "right", "accuracy in %, [95 % interval]"]]
     rows += _table_rows("all", {"": overall})
     shortened_kinds: list[str] = []
-    for kind, cell_by_group in score["groups"].items():
-        if _repeats_overall(cell_by_group, overall):
+    for kind, metric_by_group in score["groups"].items():
+        if _repeats_overall(metric_by_group, overall):
             continue
-        first_groups = dict(list(cell_by_group.items())[:_MOST_GROUPS])
+        first_groups = dict(list(metric_by_group.items())[:_MOST_GROUPS])
         rows += _table_rows(kind, first_groups)
-        if len(cell_by_group) > _MOST_GROUPS:
-            shortened_kinds.append(f"{kind} ({len(cell_by_group) - _MOST_GROUPS} more)")
-    for key, cells in find_benchmark_cells(score).items():
-        rows += _table_rows(key, cells)
+        if len(metric_by_group) > _MOST_GROUPS:
+            shortened_kinds.append(f"{kind} ({len(metric_by_group) - _MOST_GROUPS} more)")
+    for key, metrics in find_benchmark_metrics(score).items():
+        rows += _table_rows(key, metrics)
     lines = [describe_scored_run(score, summary), "", *align_columns(rows)]
     if shortened_kinds:
         lines.append(f"in the score file only: {', '.join(shortened_kinds)}")
@@ -46,9 +52,10 @@ def format_score(scored: Scored) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format the rows of a table, with their columns below each other.
+    """Format the rows of a table as lines, with the cells of a column below each other.
 
-    A row may have fewer cells than others.
+    A row may have fewer cells than others. The rows `["", "all"]` and `["base", "61.2"]` give the
+    lines `      all` and `base  61.2`.
     """
     columns = list(zip_longest(*rows, fillvalue=""))
     widths = [max(len(cell) for cell in column) for column in columns]
@@ -59,23 +66,26 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _repeats_overall(cell_by_group: Mapping[str, AccuracyCell], overall: AccuracyCell) -> bool:
-    """Return whether there is one group, which has all problems, so that it repeats the first row."""
-    return [cell.get("total") for cell in cell_by_group.values()] == [overall.get("total")]
+def _repeats_overall(
+    metric_by_group: Mapping[str, AccuracyMetric], overall: AccuracyMetric
+) -> bool:
+    """Return whether a kind has one group with all answers, so that its row would repeat the first."""
+    return [metric.get("total") for metric in metric_by_group.values()] == [overall.get("total")]
 
 
-def describe_scored_run(score: Score, summary: BenchmarkFigures) -> str:
+def describe_scored_run(score: Score, summary: BenchmarkSummary) -> str:
     """Format the first line: benchmark, model, engine, sampling, and the rules of the grades.
 
-    Without a fingerprint beside the predictions only the benchmark and the rules are known.
+    An example is `mmstar val: runs/mine, vllm, greedy, rules letter`. Without a fingerprint beside
+    the predictions only the benchmark and the rules are known.
     """
     rules = score["rules"]
-    rules_text = summary.by  # in words of the benchmark's own
+    rules_text = summary.rules_text  # in words of the benchmark's own
     if not rules_text:
         rules_text = f"rules {rules['rules']}"
         if "extraction" in rules:
             rules_text += f", extraction {rules['extraction']}"
-    name = name_of_data(score)
+    name = scored_dataset_name(score)
     fields = (score.get("fingerprint") or {}).get("fields")
     if not fields:
         return f"{name}: {rules_text} (no fingerprint beside the predictions)"
@@ -91,11 +101,11 @@ def describe_scored_run(score: Score, summary: BenchmarkFigures) -> str:
     )
 
 
-def name_of_data(score: Score) -> str:
+def scored_dataset_name(score: Score) -> str:
     """Return the name of the scored data set.
 
-    It is the name of the benchmark, but `problems` scores any prepared folder. Its rows have ids such
-    as `mine/test/5`, and the name is what stands before the first `/` of all of them.
+    It is the name of the benchmark, except for `problems`, which scores any prepared folder. Rows
+    of such a folder have ids such as `mine/test/5`, which give the name `mine`.
     """
     benchmark = str(score["benchmark"])
     if BENCHMARK_BY_ALIAS.get(benchmark, benchmark) != "problems":
@@ -105,28 +115,29 @@ def name_of_data(score: Score) -> str:
     return names.pop() if len(names) == 1 else benchmark
 
 
-def _table_rows(kind: str, cell_by_group: Mapping[str, AccuracyCell]) -> list[list[str]]:
-    """Build the rows of one kind of group, of which only the first has the name of the kind.
+def _table_rows(kind: str, metric_by_group: Mapping[str, AccuracyMetric]) -> list[list[str]]:
+    """Build the rows of one kind of group: the kind, the group, its count and its accuracy.
 
-    A row has the kind, the group, the count such as `520/850`, and the accuracy.
+    An example is `["level", "1", "520/850", " 61.2 [57.9, 64.4]"]`. Only the first row has the name
+    of the kind.
     """
     rows: list[list[str]] = []
-    for group, cell in cell_by_group.items():
+    for group, metric in metric_by_group.items():
         shown_kind = "" if rows else kind
-        count = f"{cell['correct']}/{cell['total']}" if "total" in cell else ""
-        rows.append([shown_kind, group, count, accuracy_text(cell)])
+        count = f"{metric['correct']}/{metric['total']}" if "total" in metric else ""
+        rows.append([shown_kind, group, count, accuracy_text(metric)])
     return rows
 
 
-def accuracy_text(cell: AccuracyCell | None) -> str:
+def accuracy_text(metric: AccuracyMetric | None) -> str:
     """Format an accuracy with its interval for a table, in percent: `61.2 [57.9, 64.4]`.
 
     A metric without an interval has the share alone. A missing metric, None, is `-`.
     """
-    if cell is None:
+    if metric is None:
         return "-"
-    share = f"{100 * cell['accuracy']:5.1f}"
-    interval = cell.get("wilson_95") or cell.get("interval_95")
+    share = f"{100 * metric['accuracy']:5.1f}"
+    interval = metric.get("wilson_95") or metric.get("interval_95")
     if interval is None:
         return share
     low, high = interval
@@ -140,7 +151,11 @@ def percent_with_interval(share: float, interval: Sequence[float]) -> str:
 
 
 def _answer_lines(score: Score) -> list[str]:
-    """Format the lines on the answers: verdicts, extraction, thinking, lengths, claims and words."""
+    """Format what a score says of the answers in lines, such as `verdicts: correct 6, wrong 4`.
+
+    They are on the verdicts, the extraction, blocks of thinking, lengths, the claims on figures,
+    and reflective words.
+    """
     verdicts = [f"{name} {count}" for name, count in score["verdicts"].items()]
     lines = [f"verdicts: {', '.join(verdicts)}"]
     if score.get("extraction_mix"):
@@ -173,7 +188,11 @@ def _answer_lines(score: Score) -> list[str]:
 
 
 def step_lines(metrics: Mapping[str, Any]) -> list[str]:
-    """Format the metrics on claims (see `step_metrics`) as lines for the screen."""
+    """Format the metrics of `step_metrics` as lines for the screen.
+
+    They say how many claims of an answer, such as `angle ABC = 40`, are true, and which share of the
+    right answers is right by luck.
+    """
     lines = [
         f"true claims of an answer: {_number_with_interval(metrics['true'])}",
         f"false claims of an answer: {_number_with_interval(metrics['false'])}",
@@ -190,13 +209,13 @@ def step_lines(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _number_with_interval(metric: Mapping[str, Any]) -> str:
-    """Format a mean with its interval."""
+    """Format a mean with its interval, such as `1.25 (95 %: 1.10 to 1.40)`."""
     low, high = metric["interval_95"]
     return f"{metric['value']:.2f} (95 %: {low:.2f} to {high:.2f})"
 
 
-def _warning_lines(score: Score, summary: BenchmarkFigures) -> list[str]:
-    """Format the lines on what limits the result."""
+def _warning_lines(score: Score, summary: BenchmarkSummary) -> list[str]:
+    """Format lines on what limits the result: missing, failed, truncated and empty answers."""
     lines = partial_score_notes(score)
     count_by_reason = {
         "unreadable images": score["image_failed"],

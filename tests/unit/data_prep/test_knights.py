@@ -14,7 +14,7 @@ import pytest
 
 from adora_vl.data.dataset import load_split, read_manifest
 from adora_vl.evals.options import DataOptions, ScoreOptions
-from adora_vl.evals.scoring.score import score as score_of
+from adora_vl.evals.scoring.score import score_predictions
 from adora_vl.rewards.knights import knights_verdict
 from adora_vl.synthetic.knights import PEOPLE_NAMES, claim_holds, find_solutions, generate
 from data_prep.cli import main
@@ -111,7 +111,7 @@ def test_the_benchmark_scores_by_number_of_people(tmp_path):
         {**problem.fields, "response": text}
         for problem, text in zip(problems, responses, strict=True)
     ]
-    score = score_of(BENCHMARK, rows, ScoreOptions()).score
+    score = score_predictions(BENCHMARK, rows, ScoreOptions()).score
     assert score["correct"] == 3
     assert score["total"] == 4
     assert score["groups"]["people"]["4 people"]["accuracy"] == 0.5

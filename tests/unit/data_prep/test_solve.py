@@ -22,7 +22,7 @@ from adora_vl.data.dataset import (
 )
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT
-from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
+from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, apply_view
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load
 from adora_vl.geometry.figure import figure_as_json, figure_from_json, largest_residual_of
@@ -338,7 +338,7 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
         except UserError:
             continue  # a template with columns that these rows lack
         for view in DESCRIPTION_BY_VIEW:
-            for problem in show_in_view(problems, view):
+            for problem in apply_view(problems, view):
                 problem_count += 1
                 assert not any(figure in problem.prompt for figure in figures)
                 assert '"at"' not in problem.prompt

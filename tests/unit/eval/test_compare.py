@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.compare import caution_lines
-from adora_vl.evals.records import GradedAnswer, RowGrade
+from adora_vl.evals.compare import comparability_warnings
+from adora_vl.evals.records import CORRECT, WRONG, GradedAnswer, RowGrade
 from adora_vl.evals.score_files import read_run
-from adora_vl.evals.scoring.score import summarise_grades, verdict_of
+from adora_vl.evals.scoring.score import summarise_grades
 from eval.compare import main
 from eval.suite import table_lines
 
@@ -25,7 +25,7 @@ def write_score_file(path: Path, right: str, benchmark: str = "mathvista", **fie
     graded = []
     for index, character in enumerate(right):
         grade = RowGrade(
-            verdict=verdict_of(character == "1"),
+            verdict=CORRECT if character == "1" else WRONG,
             extracted=None,
             reason="r",
             groups={"task": ["ab"[index % 2]]},
@@ -283,12 +283,12 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case_fol
             )
             changed = write_score_file(folder / "other.json", "0111", **fingerprint)
             assert "warning" not in print_comparison(capsys, first, same)
-            assert caution_lines([read_run(first), read_run(same)]) == []
+            assert comparability_warnings([read_run(first), read_run(same)]) == []
             lines = print_comparison(capsys, first, changed).splitlines()
             (warning,) = [line for line in lines if line.startswith("warning")]
             assert f"differ in {name}" in warning
             assert '"different"' in warning
-            assert caution_lines([read_run(first), read_run(changed)]) == [warning]
+            assert comparability_warnings([read_run(first), read_run(changed)]) == [warning]
 
 
 def test_a_setting_that_an_older_score_does_not_have_is_no_difference(tmp_path):
@@ -300,8 +300,8 @@ def test_a_setting_that_an_older_score_does_not_have_is_no_difference(tmp_path):
         read_run(write_score_file(tmp_path / f"{name}.json", "0110", **fingerprint))
         for name, fingerprint in (("older", older), ("vllm", vllm), ("sglang", sglang))
     ]
-    assert caution_lines(runs[:2]) == []
-    (warning,) = caution_lines(runs[1:])
+    assert comparability_warnings(runs[:2]) == []
+    (warning,) = comparability_warnings(runs[1:])
     assert "differ in server" in warning
 
 
@@ -433,7 +433,7 @@ def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
         assert f"having zoom {gain}" in text
         assert "warning" not in text
     # The comparison of trainings does not say what tools gain.
-    cautions = caution_lines([read_run(without_tools), read_run(with_tools)])
+    cautions = comparability_warnings([read_run(without_tools), read_run(with_tools)])
     assert any("the runs differ in tools" in line for line in cautions)
     # Another model is no comparison of tools, and another setting is one with a warning.
     other_model = fingerprint_with(model_hash="n", **TOOL_FIELDS)

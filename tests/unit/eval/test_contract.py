@@ -26,17 +26,17 @@ from adora_vl.evals.benchmark import (
     load_checked_problems,
 )
 from adora_vl.evals.inference.requests import AnswerRequest
-from adora_vl.evals.inference.views import show_in_view
+from adora_vl.evals.inference.views import apply_view
 from adora_vl.evals.options import DataOptions, ScoreOptions
 from adora_vl.evals.records import (
-    AccuracyCell,
+    AccuracyMetric,
     Benchmark,
-    BenchmarkFigures,
+    BenchmarkSummary,
     LoadedProblems,
     Problem,
 )
 from adora_vl.evals.scoring.files import metrics_in_training as figures
-from adora_vl.evals.scoring.score import accuracy_cell, score
+from adora_vl.evals.scoring.score import accuracy_metric, score_predictions
 from adora_vl.utils import own_files
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
@@ -79,7 +79,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     if benchmark.check:
         for row in rows:
             assert benchmark.check(row) is None
-    result = score(benchmark, rows, benchmark.score_options()).score
+    result = score_predictions(benchmark, rows, benchmark.score_options()).score
     assert result["benchmark"] == name
     assert result["total"] == count
     assert result["rules"]
@@ -101,7 +101,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
 def check_images(problems: list[Problem]) -> None:
     """Check that each problem has a prompt and its images, and that the view `blank` greys them."""
     has_images = problems[0].n_images > 0
-    blank_problems = show_in_view(problems, "blank") if has_images else problems
+    blank_problems = apply_view(problems, "blank") if has_images else problems
     for problem, blank_problem in zip(problems, blank_problems, strict=True):
         assert problem.prompt
         images = problem.images()
@@ -330,17 +330,17 @@ def test_problems_that_ones_own_benchmark_makes_are_checked(rows_of_the_page, se
 
 def summary_with_halves(
     rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions
-) -> BenchmarkFigures:
+) -> BenchmarkSummary:
     """The figures of a benchmark's own: of every kind that they may have."""
-    halves: dict[str, AccuracyCell | float | str | None] = {
-        "first": accuracy_cell(graded[:2]),
+    halves: dict[str, AccuracyMetric | float | str | None] = {
+        "first": accuracy_metric(graded[:2]),
         "mean": 0.25,
         "empty": None,
         "definition": "two halves",
     }
-    return BenchmarkFigures(
-        figures={"halves": halves},
-        notes={"count": len(rows)},
+    return BenchmarkSummary(
+        metrics={"halves": halves},
+        extra_keys={"count": len(rows)},
         lines=["a line of its own"],
         warnings=["a warning of its own"],
     )

@@ -11,7 +11,7 @@ import pytest
 
 from adora_vl.evals.inference.predictions import read_predictions
 from adora_vl.evals.scoring.judge import extract_by_rules
-from adora_vl.evals.scoring.score import score as score_of
+from adora_vl.evals.scoring.score import score_predictions
 from adora_vl.evals.scoring.statistics import wilson_interval
 from eval.command import main
 from eval.mathvista import (
@@ -151,7 +151,7 @@ def score_options(*, ignore_empty: bool = False) -> MathVistaScoreOptions:
 
 
 def score_rows(rows: list[dict[str, Any]], options: MathVistaScoreOptions) -> Any:
-    return score_of(BENCHMARK, rows, options).score
+    return score_predictions(BENCHMARK, rows, options).score
 
 
 def prediction(**fields: Any) -> dict[str, Any]:

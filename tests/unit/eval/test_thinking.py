@@ -11,9 +11,9 @@ import pytest
 from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark
 from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.requests import AnswerRequest
-from adora_vl.evals.records import Scored
+from adora_vl.evals.records import ScoredBenchmark
 from adora_vl.evals.scoring.judge import read_report
-from adora_vl.evals.scoring.score import score
+from adora_vl.evals.scoring.score import score_predictions
 from adora_vl.evals.scoring.table import format_score
 from adora_vl.rollout.rollouts import FinishReason, SamplingResult
 from data_prep.filter import count_right_answers
@@ -55,8 +55,8 @@ def choice_prediction(pid: str, response: str, **fields: Any) -> dict[str, Any]:
     )
 
 
-def score_as_mathvista(rows: list[dict[str, Any]], **options: Any) -> Scored:
-    return score(MATHVISTA, rows, MATHVISTA.score_options(**options))
+def score_as_mathvista(rows: list[dict[str, Any]], **options: Any) -> ScoredBenchmark:
+    return score_predictions(MATHVISTA, rows, MATHVISTA.score_options(**options))
 
 
 @pytest.mark.parametrize("rules", ["official", "vlmevalkit"])
@@ -158,7 +158,7 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
             "response": response,
             "finish_reason": "stop",
         }
-        correct: int = score(benchmark, [row], options).score["correct"]
+        correct: int = score_predictions(benchmark, [row], options).score["correct"]
         return correct
 
     assert count_correct(f"<think>Hm.</think>\n\n{final_answer}") == 1

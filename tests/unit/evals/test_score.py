@@ -18,19 +18,18 @@ from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.inference.runner import AnswerSample, answer_batch
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.prepared import GraderOptions, answer_form
-from adora_vl.evals.records import GradedAnswer, RowGrade
+from adora_vl.evals.records import CORRECT, WRONG, GradedAnswer, RowGrade
 from adora_vl.evals.scoring.files import metrics_in_training as figures
 from adora_vl.evals.scoring.files import score_predictions_file
 from adora_vl.evals.scoring.score import (
     answer_metrics,
     grade_row,
     summarise_grades,
-    verdict_of,
 )
 from adora_vl.evals.scoring.statistics import (
+    bootstrap_mean_interval,
     mcnemar_p,
-    mean_interval,
-    pass_at,
+    pass_at_k,
     wilson_interval,
 )
 from adora_vl.evals.scoring.table import format_score
@@ -117,15 +116,17 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
     assert sign_flips([1.0, 2.0, -1.0]) == 6 / 8
     assert 0 < mcnemar_p(2000, 2400) < 1e-8
     # pass@k is the unbiased estimate.
-    assert pass_at(1, 4, 1) == pytest.approx(0.25)
-    assert pass_at(2, 4, 1) == pytest.approx(0.5)
-    assert pass_at(4, 4, 1) == 1.0
-    assert pass_at(2, 4, 3) == 1.0
-    assert pass_at(3, 4, 0) == 0.0
+    assert pass_at_k(1, 4, 1) == pytest.approx(0.25)
+    assert pass_at_k(2, 4, 1) == pytest.approx(0.5)
+    assert pass_at_k(4, 4, 1) == 1.0
+    assert pass_at_k(2, 4, 3) == 1.0
+    assert pass_at_k(3, 4, 0) == 0.0
     # The bootstrap repeats; the normal approximation gives 0.3 -+ 0.09.
     values = [0.0] * 70 + [1.0] * 30
     problems = [str(number) for number in range(len(values))]
-    intervals = [mean_interval(values, problems, lowest=0.0, highest=1.0) for _ in range(2)]
+    intervals = [
+        bootstrap_mean_interval(values, problems, lowest=0.0, highest=1.0) for _ in range(2)
+    ]
     assert intervals[0] == intervals[1] == pytest.approx((0.21, 0.39), abs=0.02)
 
 
@@ -135,7 +136,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     graded = []
     for pid, digits in digits_by_pid.items():
         for sample, digit in enumerate(digits):
-            grade = RowGrade(verdict=verdict_of(digit == "1"), extracted=None, reason="r")
+            grade = RowGrade(verdict=CORRECT if digit == "1" else WRONG, extracted=None, reason="r")
             graded.append(GradedAnswer(pid, grade, sample=sample))
     score = summarise_grades(graded)
     assert score["correct"] == 6

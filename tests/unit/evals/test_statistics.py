@@ -5,13 +5,13 @@ import random
 import pytest
 
 from adora_vl.evals.scoring.statistics import (
+    bonett_price_interval,
+    bootstrap_mean_interval,
+    clustered_wilson_interval,
     difference_interval,
     interval_of_equal_values,
-    mean_interval,
-    paired_answers_interval,
     ratio_interval,
     wilson_interval,
-    wilson_over_problems,
 )
 
 
@@ -29,19 +29,21 @@ def test_answers_to_versions_of_a_problem_count_as_fewer() -> None:
     """The number of independent answers that they are worth is computed by hand."""
     # Of each problem's four versions all are right or none is: they are worth one answer.
     all_or_none = [number < 40 for number in range(100) for _ in range(4)]
-    assert wilson_over_problems(all_or_none, ids(100, 4)) == pytest.approx(wilson_interval(40, 100))
+    assert clustered_wilson_interval(all_or_none, ids(100, 4)) == pytest.approx(
+        wilson_interval(40, 100)
+    )
     # Half of each problem's versions are right: they are worth no more than independent answers.
     half = [version < 2 for _ in range(100) for version in range(4)]
     few_problems_factor = (1.959964 / 2.042) ** 2
     worth = 400 * few_problems_factor
     by_hand = wilson_interval(worth / 2, worth)
-    assert wilson_over_problems(half, ids(100, 4)) == pytest.approx(by_hand, abs=1e-6)
+    assert clustered_wilson_interval(half, ids(100, 4)) == pytest.approx(by_hand, abs=1e-6)
     # One version a problem: Wilson's own interval.
     once = [number < 40 for number in range(100)]
-    assert wilson_over_problems(once, ids(100)) == wilson_interval(40, 100)
+    assert clustered_wilson_interval(once, ids(100)) == wilson_interval(40, 100)
     # Unequal numbers of versions: 5 answers, in the worst case worth 5^2 / (4^2 + 1).
-    assert wilson_over_problems([True] * 5, list("aaaab")) == wilson_interval(25 / 17, 25 / 17)
-    assert wilson_over_problems([False, True], ["a", "a"]) == wilson_interval(0.5, 1)
+    assert clustered_wilson_interval([True] * 5, list("aaaab")) == wilson_interval(25 / 17, 25 / 17)
+    assert clustered_wilson_interval([False, True], ["a", "a"]) == wilson_interval(0.5, 1)
 
 
 def test_the_interval_of_versions_holds_the_truth_as_often_as_it_says() -> None:
@@ -56,7 +58,7 @@ def test_the_interval_of_versions_holds_the_truth_as_often_as_it_says() -> None:
         for _ in range(40):
             chance = generator.betavariate(0.4, 0.6)
             are_right += [generator.random() < chance for _ in range(5)]
-        low, high = wilson_over_problems(are_right, problems)
+        low, high = clustered_wilson_interval(are_right, problems)
         if low <= 0.4 <= high:
             covered += 1
         low, high = wilson_interval(sum(are_right), len(are_right))
@@ -69,7 +71,7 @@ def test_the_interval_of_versions_holds_the_truth_as_often_as_it_says() -> None:
 def test_the_paired_interval_of_single_answers_agrees_with_the_exact_test() -> None:
     """Four problems that only one run solves are no difference, and six are, as by McNemar."""
     # By hand, (0 + 1) / 102 on either side: 1.96 * sqrt(2 / 102 / 102).
-    assert paired_answers_interval(0, 0, total=100) == pytest.approx((-0.02717, 0.02717), abs=1e-5)
+    assert bonett_price_interval(0, 0, total=100) == pytest.approx((-0.02717, 0.02717), abs=1e-5)
     four_gained, _ = difference_interval([1.0] * 4 + [0.0] * 96, ids(100))
     six_gained, _ = difference_interval([1.0] * 6 + [0.0] * 94, ids(100))
     assert four_gained < 0 < six_gained
@@ -83,7 +85,7 @@ def test_equal_values_leave_something_uncertain() -> None:
     low, high = interval_of_equal_values(0.5, 20, lowest=0.0, highest=1.0)
     assert low == pytest.approx(0.5 - 0.5 * unseen_share, abs=1e-4)
     assert high == pytest.approx(0.5 + 0.5 * unseen_share, abs=1e-4)
-    assert mean_interval([0.5] * 20, ids(20), lowest=0.0, highest=1.0) == (low, high)
+    assert bootstrap_mean_interval([0.5] * 20, ids(20), lowest=0.0, highest=1.0) == (low, high)
     # Several answers to a problem, and versions of it, whose differences are all the same.
     quarter_gained = difference_interval([0.25] * 20, ids(20))
     assert quarter_gained == interval_of_equal_values(0.25, 20, lowest=-1.0, highest=1.0)

@@ -17,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from adora_vl.evals.scoring.statistics import student_half_width
+from adora_vl.evals.scoring.statistics import t_half_width
 from adora_vl.record.record_files import ROLLOUTS_FOLDER, write_part
 from adora_vl.record.rollouts import make_table
 from benchmarks import scanned
@@ -125,7 +125,7 @@ def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
 
 
 def test_the_tests_of_a_difference_know_its_unit():
-    assert student_half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert t_half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
     assert scanned.mean_and_interval([1.0, -1.0]).startswith("+0.0 [")
     assert scanned.mean_and_interval([1.0]) == "-"
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.evals.records import GradedAnswer, RowGrade
-from adora_vl.evals.scoring.score import summarise_grades, verdict_of
+from adora_vl.evals.records import CORRECT, WRONG, GradedAnswer, RowGrade
+from adora_vl.evals.scoring.score import summarise_grades
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.record.metrics import read_metrics
 from adora_vl.record.result import (
@@ -81,7 +81,7 @@ def write_score(file: Path, digits: str, **fields: Any) -> None:
     graded: list[GradedAnswer] = []
     for number, digit in enumerate(digits):
         is_right = digit == "1"
-        grade = RowGrade(verdict_of(is_right), None, "r")
+        grade = RowGrade(CORRECT if is_right else WRONG, None, "r")
         graded.append(GradedAnswer(f"mine/{number}", grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     score = {

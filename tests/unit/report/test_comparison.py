@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.records import GradedAnswer, RowGrade
-from adora_vl.evals.scoring.score import summarise_grades, verdict_of
+from adora_vl.evals.records import CORRECT, WRONG, GradedAnswer, RowGrade
+from adora_vl.evals.scoring.score import summarise_grades
 from adora_vl.evals.scoring.statistics import (
     paired_t_interval,
-    student_quantile,
+    t_quantile,
     welch_interval,
 )
 from adora_vl.report.__main__ import main
@@ -65,7 +65,8 @@ def write_run(
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if right is not None:
         graded = [
-            GradedAnswer(str(i), RowGrade(verdict_of(i < right), None, "r")) for i in range(20)
+            GradedAnswer(str(i), RowGrade(CORRECT if i < right else WRONG, None, "r"))
+            for i in range(20)
         ]
         items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
         score = summarise_grades(graded) | {
@@ -91,7 +92,7 @@ def test_intervals_of_differences_are_those_computed_by_hand():
     # without a spread there is no interval; one of width 0 would say that nothing is uncertain
     assert welch_interval([1, 1], [2, 2]) is None
     assert paired_t_interval([0.3 - 0.1, 0.2]) is None
-    assert [student_quantile(df) for df in (1, 2.9, 30, 1000)] == [12.706, 4.303, 2.042, 2.042]
+    assert [t_quantile(df) for df in (1, 2.9, 30, 1000)] == [12.706, 4.303, 2.042, 2.042]
 
 
 def test_seeds_are_paired_where_they_are_the_same():
