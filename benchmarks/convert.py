@@ -95,10 +95,13 @@ def measure_pictures(folder: Path) -> None:
         (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         opened = open_local(folder / "t.jsonl", columns)
         calls = list(
-            row_readers(opened, split="train", name="t", columns=columns, drawn_tests=None)
+            row_readers(opened, split="train", name="t", columns=columns, drawn_test_split=None)
         )
         ours = milliseconds_per_picture(
-            [partial(read_and_clean, call, PixelLimits(), near=False) for call in calls]
+            [
+                partial(read_and_clean, call, PixelLimits(), with_perceptual_hashes=False)
+                for call in calls
+            ]
         )
         alone = milliseconds_per_picture([partial(decode_picture, file) for file in files])
         print(f"{name:<30} {ours:8.1f} {alone:9.1f} {ours / alone:6.2f}")

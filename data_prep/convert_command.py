@@ -3,8 +3,8 @@
 import argparse
 from dataclasses import replace
 
-from adora_vl.conversion.columns import ANSWER_IS, PRESETS, Columns, columns_of_words
-from adora_vl.conversion.convert import Conversion, convert
+from adora_vl.conversion.columns import ANSWER_IS, PRESETS, Columns, columns_from_words
+from adora_vl.conversion.convert import ConversionOptions, convert
 from adora_vl.data.dataset import SPLITS
 from adora_vl.evals.options import options_from
 from adora_vl.utils.cli import (
@@ -155,20 +155,20 @@ def _add_hub_options(command: argparse.ArgumentParser) -> None:
         type=_split_pair,
         nargs="+",
         default=[],
-        metavar="OURS=THEIRS",
+        metavar="OUR_NAMES=THEIRS",
         help="of a hub id: test=testmini",
     )
 
 
 def _split_pair(word: str) -> tuple[str, str]:
-    """Return our split and the data set's split from `OURS=THEIRS`, such as `test=testmini`.
+    """Return our split and the data set's split from `OUR_NAMES=THEIRS`, such as `test=testmini`.
 
     Raises the error that argparse shows for anything else.
     """
     ours, _, theirs = word.partition("=")
     if ours not in SPLITS or not theirs.strip():
         raise argparse.ArgumentTypeError(
-            f"{word!r:.60} is not OURS=THEIRS; before the = stands {', '.join(SPLITS)}"
+            f"{word!r:.60} is not OUR_NAMES=THEIRS; before the = stands {', '.join(SPLITS)}"
         )
     return ours, theirs
 
@@ -184,7 +184,7 @@ def _chosen_columns(arguments: argparse.Namespace) -> Columns:
         raise UserError(
             "columns: give --columns, such as problem=question answer=label, or --preset"
         )
-    columns = preset.columns if preset else columns_of_words(arguments.columns)
+    columns = preset.columns if preset else columns_from_words(arguments.columns)
     reading_options = {
         "decimal_comma": arguments.decimal_comma,
         "answer_is": arguments.answer_is or "",
@@ -211,8 +211,10 @@ def _convert(arguments: argparse.Namespace) -> None:
     location = arguments.input or (preset.id if preset else None)
     if location is None:
         raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")
-    # The other fields of `Conversion` have the values of the options with their names.
-    conversion = options_from(Conversion, arguments, name=data_name, splits=dict(arguments.splits))
+    # The other fields of `ConversionOptions` have the values of the options with their names.
+    conversion = options_from(
+        ConversionOptions, arguments, name=data_name, splits=dict(arguments.splits)
+    )
     manifest = convert(
         location,
         arguments.output,

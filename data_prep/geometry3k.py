@@ -13,11 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from adora_vl.conversion.chat import text_of_chat, without_instruction
+from adora_vl.conversion.chat import question_of_chat, split_off_instruction
 from adora_vl.conversion.columns import PRESETS, Columns
 from adora_vl.conversion.formats import open_table
 from adora_vl.conversion.hub import download_parquet
-from adora_vl.conversion.pipeline import Cleaning, OpenedSource, SplitRows, prepare
+from adora_vl.conversion.pipeline import CleaningOptions, OpenedSource, SplitRows, prepare
 from adora_vl.conversion.problem import RawProblem, RowReaders
 from adora_vl.conversion.tables import open_local, row_readers
 from adora_vl.data.dataset import Manifest
@@ -68,7 +68,7 @@ def _read_questions(table: Path) -> Iterator[LabelledQuestion]:
     for position_in_words, record in opened.read_records():  # such as `line 14`
         row = record if isinstance(record, dict) else {}  # else an error of a row
         path = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
-        question = text_of_chat(row.get("messages"))
+        question = question_of_chat(row.get("messages"))
         answer = row.get("solution")
         if path is None or question is None or not isinstance(answer, str):
             raise UserError(
@@ -80,7 +80,7 @@ def _read_questions(table: Path) -> Iterator[LabelledQuestion]:
         yield LabelledQuestion(
             number=number,
             split=OUR_SPLIT_BY_AUTHORS_SPLIT[authors_split],
-            problem=mend_latex(without_instruction(text).problem),
+            problem=mend_latex(split_off_instruction(text).problem),
             answer=answer,
         )
 
@@ -144,7 +144,7 @@ _PRESET_HUB_ID = GEOMETRY3K_PRESET.id or ""
 
 
 @dataclass(frozen=True)
-class Geometry3KOptions(Cleaning):
+class Geometry3KOptions(CleaningOptions):
     """The options that decide which rows there are.
 
     `limit` takes the first rows of each split, or with a `seed` a random sample.
@@ -187,9 +187,9 @@ def open_source(
         opened = download_parquet(location or _PRESET_HUB_ID, GEOMETRY3K_PRESET.columns, revision)
     else:
         opened = open_local(path, GEOMETRY3K_PRESET.columns)
-        if opened.kind != "parquet":
+        if opened.format != "parquet":
             raise UserError(
-                f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the "
+                f"input: {location!r} is no Parquet but {opened.format}; prepare it with the "
                 "command convert"
             )
     splits = {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.conversion.pipeline import SplitRows
-from adora_vl.conversion.problem import MAX_FILE_BYTES, RawProblem, RowError, storable
+from adora_vl.conversion.problem import MAX_FILE_BYTES, RawProblem, RowError, can_encode_utf8
 from adora_vl.geometry.forms import read_form_from_record
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
@@ -222,10 +222,10 @@ def _read_folder(folder: ProblemFolder, *, split: str, diagram_file: str) -> Raw
     except OSError as error:
         raise RowError(
             row_id=row_id,
-            kind="file_missing",
+            reason="file_missing",
             wrong=f"{folder}/{name} cannot be read ({error.strerror})",
             remedy="put the file there",
-            originals=original_files,
+            original_files=original_files,
         ) from error
     json_bytes, picture_bytes = original_files
     data = _read_data(json_bytes, folder=folder, row_id=row_id, original_files=original_files)
@@ -246,7 +246,7 @@ def _read_folder(folder: ProblemFolder, *, split: str, diagram_file: str) -> Raw
         goal=", ".join(data.texts("problem_type_goal", default=[])),
         shapes=tuple(data.texts("problem_type_graph", default=[])),
         solution=data.text("detailed_solution", default="").strip(),
-        other_files=(json_bytes,),
+        further_files=(json_bytes,),
         **fields_of_facts(form, problem, row_id),
     )
 
@@ -259,18 +259,18 @@ def _read_data(
     Raises `RowError` with `original_files` where the bytes are no object of JSON.
     """
     path = f"{folder}/data.json"
-    row_error = partial(RowError, row_id, originals=original_files)
+    row_error = partial(RowError, row_id, original_files=original_files)
     try:
         fields = read_json(json_bytes.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise row_error(
-            kind="not_json",
+            reason="not_json",
             wrong=f"{path} is not JSON ({error})",
             remedy="download the problem again",
         ) from error
     if not isinstance(fields, dict):
         raise row_error(
-            kind="not_json",
+            reason="not_json",
             wrong=f"{path} is not a JSON object but {fields!r:.40}",
             remedy="download the problem again",
         )
@@ -291,7 +291,7 @@ class _ProblemData:
         Raises `RowError` where it is none, or missing without a default.
         """
         value = self.fields.get(name, default)
-        if isinstance(value, str) and storable(value):
+        if isinstance(value, str) and can_encode_utf8(value):
             return value
         raise self._wrong_type(name, value, expected="a text")
 
@@ -302,7 +302,7 @@ class _ProblemData:
         """
         value = self.fields.get(name, default)
         if isinstance(value, list) and all(
-            isinstance(item, str) and storable(item) for item in value
+            isinstance(item, str) and can_encode_utf8(item) for item in value
         ):
             return value
         raise self._wrong_type(name, value, expected="a list of texts")
@@ -311,7 +311,7 @@ class _ProblemData:
         """Return the error for a field that is missing or of another type."""
         actual = f"{value!r:.60}" if name in self.fields else "missing"
         return self.row_error(
-            kind="field_type",
+            reason="field_type",
             wrong=f"{name!r} is {actual}",
             remedy=f"make it {expected} in {self.path}",
             record=self.fields,

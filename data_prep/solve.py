@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.conversion.columns import Columns
+from adora_vl.conversion.problem import ORIGIN
 from adora_vl.conversion.records import BadRecord, Records
 from adora_vl.conversion.tables import open_local
 from adora_vl.geometry.expressions import number_in_text
@@ -170,7 +171,8 @@ def read_labels(file: Path) -> dict[str, str]:
     for position, row in _read_label_table(file):
         row_in_words = f"{position} of {str(file)!r}"
         if isinstance(row, BadRecord):  # a line that cannot be read
-            raise UserError(f"golds: {row_in_words}: {row.wrong}; {row.remedy}")
+            remedy = row.remedy.replace(ORIGIN, "it")
+            raise UserError(f"golds: {row_in_words}: {row.wrong}; {remedy}")
         label = row.get(_ANSWER_COLUMN)
         number = _problem_number(row)
         if number is None:
@@ -186,9 +188,9 @@ def read_labels(file: Path) -> dict[str, str]:
 
 def _read_label_table(file: Path) -> Records:
     """Yield the rows of a table with labels, each with its position such as `line 14`."""
-    for parts_of_split in open_local(file, _LABEL_TABLE_COLUMNS).parts.values():
-        for part in parts_of_split:
-            yield from part.begin()
+    for tables in open_local(file, _LABEL_TABLE_COLUMNS).tables_by_split.values():
+        for table in tables:
+            yield from table.read_records()
 
 
 def _problem_number(row: Mapping[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from adora_vl.conversion.columns import PRESETS
 from adora_vl.conversion.pipeline import SplitRows
-from adora_vl.conversion.problem import RawProblem
+from adora_vl.conversion.problem import ORIGIN, RawProblem
 from adora_vl.data.images import png_bytes
 from adora_vl.geometry.exact import round_as_in_school
 from adora_vl.geometry.expressions import number_in_text
@@ -116,8 +116,8 @@ def fields_of_facts(form: LogicForm | None, problem: str, row_id: str) -> dict[s
     if form is not None:
         facts = facts_in_words(form, problem)
         figure = solved_figure_as_json(form)
-    notes = {} if facts else {"no_facts": row_id}
-    return {"extras": {"facts": facts, "figure": figure}, "notes": notes}
+    warnings = {} if facts else {"no_facts": row_id}
+    return {"extras": {"facts": facts, "figure": figure}, "warnings": warnings}
 
 
 def _fill_places(form: LogicForm, solution: Verdict) -> LogicForm:
@@ -186,18 +186,18 @@ def _solved_row(question: LabelledQuestion, form: LogicForm, solution: Verdict) 
         problem=rounded_question.problem,
         answer=question.answer or rounded_question.answer,
         extras={"facts": facts, "figure": solved_figure_json},
-        notes={} if facts else {"no_facts": row_id},
+        warnings={} if facts else {"no_facts": row_id},
     )
     label = number_in_text(question.answer) if question.answer else None
     # A label that is no number cannot be compared.
     if label is not None and not is_rounded_value(label, solution.value):
-        raise raw_problem.refuse(
-            kind="other_answer",
+        raise raw_problem.row_error(
+            reason="other_answer",
             wrong=(
                 f"the label is {question.answer!r:.60}, and the facts of its diagram give "
                 f"{rounded_question.answer}"
             ),
-            remedy="correct the label or the facts of",
+            remedy=f"correct the label or the facts of {ORIGIN}",
         )
     return raw_problem
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from adora_vl.conversion.quarantine import QUARANTINE_NAME, first_details, note_lines
+from adora_vl.conversion.quarantine import QUARANTINE_NAME, first_detail_per_reason, warning_lines
 from adora_vl.data.dataset import (
     SPLITS,
     Manifest,
@@ -367,7 +367,7 @@ def describe_left_out_rows(manifest: Manifest) -> list[str]:
             f"leaks: {amount(leaks['found'], 'row')} with the diagram and question of a row in "
             f"another split; {leaks['dropped']} dropped from train"
         )
-    lines += note_lines(manifest)
+    lines += warning_lines(manifest)
     if quarantined.get("rows"):
         reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
         lines.append(
@@ -491,6 +491,6 @@ def print_counts(output: Path, manifest: Manifest) -> None:
     )
     lines = describe_left_out_rows(manifest)
     if manifest["quarantined"]["rows"]:
-        lines += [f"  {detail}" for detail in first_details(output)]
+        lines += [f"  {detail}" for detail in first_detail_per_reason(output)]
     for line in lines:
         print(printable(line))

@@ -19,7 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adora_vl.conversion.pipeline import Cleaning, OpenedSource, SplitRows, prepare
+from adora_vl.conversion.pipeline import CleaningOptions, OpenedSource, SplitRows, prepare
 from adora_vl.conversion.problem import RawProblem
 from adora_vl.conversion.workers import MAX_WORKERS, ordered_map, usable_cores
 from adora_vl.data.dataset import VARIANTS_SOURCE, read_manifest, stored_rows
@@ -75,7 +75,7 @@ _LINEAR_PATTERN = re.compile(r"(\d*[a-z]) ?([+-]) ?(\d+)")
 
 
 @dataclass(frozen=True)
-class VariantOptions(Cleaning):
+class VariantOptions(CleaningOptions):
     """How many variants of each problem are made, from which seed, and of which split."""
 
     per: int = 8  # variants of each problem

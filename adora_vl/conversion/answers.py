@@ -7,7 +7,7 @@ import ast
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from string import ascii_uppercase
@@ -15,9 +15,14 @@ from typing import Any, NamedTuple
 
 from adora_vl.conversion.chat import answer_of_chat
 from adora_vl.conversion.columns import ANSWER_IS, Columns
-from adora_vl.conversion.placeholders import in_words
-from adora_vl.conversion.problem import RowError, reads_as_letter, storable
-from adora_vl.conversion.stated import stated_answer
+from adora_vl.conversion.final_answer import extract_final_answer
+from adora_vl.conversion.placeholders import image_marks_as_words
+from adora_vl.conversion.problem import (
+    ORIGIN,
+    MakeRowError,
+    can_encode_utf8,
+    looks_like_option_letter,
+)
 from adora_vl.rewards import canonical_gold, verify_gold
 from adora_vl.rewards.completion import boxes_in_a_row
 from adora_vl.rewards.thinking import final_part
@@ -32,9 +37,7 @@ _ANSWER_BLOCK = re.compile(
 )
 _AFTER_SOLUTION = re.compile(r"(?:.*\n\s*)?####\s*(\S.*)", re.DOTALL)  # solutions of GSM8K end so
 _INDEX = re.compile(r"[0-9]{1,2}")
-Record = Mapping[str, Any]
-# Makes the error that refuses a row, out of its kind, what is wrong, and what to do.
-Refuse = Callable[[str, str, str], RowError]
+Record = Mapping[str, Any]  # a row of a user's table by its columns, as `pick_columns` returns it
 
 
 # Stands for a value that a record lacks; messages show it as the word `missing`.
@@ -45,51 +48,49 @@ class TableAnswer(NamedTuple):
     """The reference answer of a record."""
 
     text: str
-    is_announced: bool  # words such as `The answer is` stood before it
+    was_extracted: bool  # words such as `The answer is` stood before it
 
 
 def read_answer(
-    record: Record, columns: Columns, refuse: Refuse, has_truth_values: bool = False
+    record: Record, columns: Columns, row_error: MakeRowError, has_truth_values: bool = False
 ) -> TableAnswer:
     """Return the reference answer of a record, however its table spells it.
 
     The value may be the answer alone, a whole solution (with `<answer>`, `\\boxed{}` or `####`), or
     a conversation whose last turn has the answer. With `has_truth_values` the column may also have
-    True and False. `refuse` makes the error of a value that cannot be used.
+    True and False. `row_error` makes the error of a value that cannot be used.
 
     Raises `RowError` where the value gives neither a text nor a finite number.
     """
     column = columns.answer
     value = record.get(column, MISSING)
     looks_like_chat = isinstance(value, str) and value.lstrip().startswith("[{")
-    value = list_in_cell(value, texts_only=looks_like_chat)
-    if isinstance(value, list):
-        text = number_or_text(answer_of_chat(value), has_truth_values)
-    else:
-        text = number_or_text(value, has_truth_values)
+    value = parse_list_cell(value, texts_only=looks_like_chat)
+    answer_cell = answer_of_chat(value) if isinstance(value, list) else value
+    text = number_or_text(answer_cell, has_truth_values)
     if text is None or not text.strip():
-        remedy = "make it a text or a finite number in"
+        remedy = f"make it a text or a finite number in {ORIGIN}"
         if isinstance(value, date | time):
             remedy = (
                 "Excel has made a date of it: give the column the format Text, and write it "
-                "again, in"
+                f"again, in {ORIGIN}"
             )
-        raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
-    answer = _answer_in_solution(text, takes_sentences=columns.text_answers)
+        raise row_error("field_type", f"{column!r} is {shown(value)}", remedy)
+    answer = _answer_in_solution(text, keeps_sentences=columns.text_answers)
     if columns.decimal_comma and isinstance(value, str):
-        return answer._replace(text=with_decimal_points(answer.text, refuse))
+        return answer._replace(text=with_decimal_points(answer.text, row_error))
     return answer
 
 
-def _answer_in_solution(text: str, *, takes_sentences: bool) -> TableAnswer:
+def _answer_in_solution(text: str, *, keeps_sentences: bool) -> TableAnswer:
     """Return the answer out of a text that may be a whole solution, or the answer alone.
 
     The first rule that fits decides:
 
     1. `So \\boxed{4}` gives 4, and several boxes give their contents with commas between them
     2. a last line `#### 4` gives 4
-    3. `The answer is 4` gives 4, whose announcement is noted; with `takes_sentences` the whole
-       sentence is the answer
+    3. `The answer is 4` gives 4, which was extracted; with `keeps_sentences` the whole sentence is
+       the answer
     4. any other text is the answer itself
 
     Before these rules the text is what stands inside of `<answer>`, if it is such a block, and
@@ -101,15 +102,15 @@ def _answer_in_solution(text: str, *, takes_sentences: bool) -> TableAnswer:
     text = final_part(text) or text  # a draft inside a block of thinking is no answer
     boxes = boxes_in_a_row(text, answer_tags=False)
     if boxes and all(boxes):
-        return TableAnswer(text=", ".join(boxes), is_announced=False)
+        return TableAnswer(text=", ".join(boxes), was_extracted=False)
     text_after_solution = _AFTER_SOLUTION.fullmatch(text)
     if text_after_solution:
-        return TableAnswer(text=text_after_solution[1].strip(), is_announced=False)
-    if takes_sentences:
-        return TableAnswer(text=text, is_announced=False)
-    announced_answer = stated_answer(text)
+        return TableAnswer(text=text_after_solution[1].strip(), was_extracted=False)
+    if keeps_sentences:
+        return TableAnswer(text=text, was_extracted=False)
+    extracted_answer = extract_final_answer(text)  # None without words such as `The answer is`
     return TableAnswer(
-        text=(announced_answer or text).strip(), is_announced=announced_answer is not None
+        text=(extracted_answer or text).strip(), was_extracted=extracted_answer is not None
     )
 
 
@@ -119,8 +120,8 @@ _AMBIGUOUS_NUMBER = re.compile(r"(?<![\d,.])[1-9]\d{0,2}\.\d{3}(?![\d,.])")
 _BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]|\\\{[^{}]*\\\}")
 
 
-def with_decimal_points(text: str, refuse: Refuse) -> str:
-    """Rewrite an answer with decimal commas as one with decimal points.
+def with_decimal_points(text: str, row_error: MakeRowError) -> str:
+    """Return an answer, as a table with decimal commas has it, with decimal points.
 
         1.234,5     1234.5
         1.234.567   1234567
@@ -128,36 +129,37 @@ def with_decimal_points(text: str, refuse: Refuse) -> str:
         (2,5; 3)    (2.5, 3)
         (2,3)       (2,3)       without `;` or `|` the comma separates two entries, and stays
 
-    Raises `RowError` for `1.234`, which may be 1234 or 1.234.
+    Raises `RowError`, which `row_error` makes, for `1.234`, which may be 1234 or 1.234.
     """
     ambiguous = _AMBIGUOUS_NUMBER.search(text)
     if ambiguous:
         number = ambiguous[0]
-        raise refuse(
+        raise row_error(
             "ambiguous_answer",
             f"with decimal commas the number {shown(number)} may be two",
-            f"write {number.replace('.', '')} or {number.replace('.', ',')} in",
+            f"write {number.replace('.', '')} or {number.replace('.', ',')} in {ORIGIN}",
         )
     # Brackets whose commas stay are replaced by a NUL while the rest is rewritten.
     brackets: list[str] = []
 
-    def put_aside(match: re.Match[str]) -> str:
-        """Return brackets with a `;` or `|` as they are; put others aside, and return a NUL."""
+    def protect_brackets(match: re.Match[str]) -> str:
+        """Return brackets with a `;` or `|` as they are; keep others in the list, and return NUL."""
         if re.search(r"(?<!\\);|\|", match[0]):
             return match[0]
         brackets.append(match[0])
         return "\0"
 
-    def with_point(match: re.Match[str]) -> str:
-        """Return a number with its thousands joined, and a point before its decimals."""
+    def with_decimal_point(match: re.Match[str]) -> str:
+        """Return `1234.5` for a match of `1.234,5`."""
         whole_part, decimals = match.groups()
         return f"{whole_part.replace('.', '')}.{decimals}"
 
-    text = _BRACKETS.sub(put_aside, text.replace("\0", " "))
-    text = _DECIMAL_COMMA.sub(with_point, text)
+    text = _BRACKETS.sub(protect_brackets, text.replace("\0", " "))
+    text = _DECIMAL_COMMA.sub(with_decimal_point, text)
     text = _GROUPED_THOUSANDS.sub(lambda match: match[0].replace(".", ""), text)
     # A `;`, or a `|` between two numbers, separates the entries of a list.
     text = re.sub(r"\s*(?<!\\);\s*|(?<=\d)\s*\|\s*(?=[-\d])", ", ", text)
+    # Each NUL becomes the brackets again that it stands for.
     return re.sub("\0", lambda _: brackets.pop(0), text)
 
 
@@ -168,7 +170,7 @@ def number_or_text(value: object, has_truth_values: bool = False) -> str | None:
     `True` or `False` with `has_truth_values`, and None without.
     """
     if isinstance(value, str):
-        return value if storable(value) else None
+        return value if can_encode_utf8(value) else None
     if isinstance(value, bool):
         return str(value) if has_truth_values else None
     if not isinstance(value, int | float | Decimal):
@@ -184,38 +186,39 @@ def number_or_text(value: object, has_truth_values: bool = False) -> str | None:
 
 
 def _shortest_digits(value: float) -> str:
-    """Write a float with the fewest digits that give it back, as its table would show it.
+    """Return a float with the fewest digits that give it back, as its table would show it.
 
     A column of float32 holds 0.1 as 0.10000000149011612. So a number of many digits that is exactly
     a float32 is taken for one, and written with the fewest digits of a float32: 0.1.
     """
     digits = repr(value)
-    if len(digits) < _DIGITS_OF_A_DOUBLE or abs(value) > _LARGEST_SINGLE:
+    if len(digits) < _MIN_CHARACTERS_OF_FLOAT32 or abs(value) > _LARGEST_FLOAT32:
         return digits
     is_float32 = _nearest_float32(value) == value
     if not is_float32:
         return digits
+    # A float64 has at most 17 significant digits.
     spellings = (f"{value:.{precision}g}" for precision in range(1, 18))
     return next(spelling for spelling in spellings if _nearest_float32(float(spelling)) == value)
 
 
 def _nearest_float32(value: float) -> float:
-    """Round to the nearest float of 32 bits."""
+    """Return the number of 32 bits that is nearest to a number of 64 bits."""
     nearest: float = struct.unpack("f", struct.pack("f", value))[0]
     return nearest
 
 
-# A decimal number of at least so many characters is a single-precision float only by accident.
-_DIGITS_OF_A_DOUBLE = 14
-_LARGEST_SINGLE = 3e38
+# A shorter number was written by a person, and is a float32 by accident: 0.5 is one.
+_MIN_CHARACTERS_OF_FLOAT32 = 14
+_LARGEST_FLOAT32 = 3e38
 _LONGEST_LIST = 100_000  # characters of a list in Python's spelling
 
 
-def list_in_cell(value: object, texts_only: bool) -> Any:
-    """Return the list that the text of a cell spells; any other cell as it is.
+def parse_list_cell(value: object, texts_only: bool) -> Any:
+    """Return ["3", "4"] for a cell with the text `["3", "4"]`; any other cell as it is.
 
-    The list may be JSON, `["3", "4"]`, or a list of Python, `['3', '4']`. A text is read so only
-    with `texts_only`, which says that all cells of the table are texts, as in CSV.
+    The text may be JSON, or a list as Python writes it, `['3', '4']`. Texts are parsed only with
+    `texts_only`, which says that all cells of the table are texts, as in CSV.
     """
     if not texts_only or not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
@@ -236,28 +239,30 @@ def list_in_cell(value: object, texts_only: bool) -> Any:
 
 
 class TableOptions(NamedTuple):
-    """The options of a record to choose from, without the letters before them."""
+    """The options of a multiple-choice record, without the letters before them."""
 
     texts: list[str] | None  # None for an open question
     name_images: bool  # an option had the mark of an image, which is now words such as `image 2`
 
 
 def read_choices(
-    record: Record, columns: Columns, texts_only: bool, refuse: Refuse
+    record: Record, columns: Columns, texts_only: bool, row_error: MakeRowError
 ) -> TableOptions:
     """Return the options of a record, from one column with a list or from a column for each option.
 
+    For example, the list ["A. 3", "B. 4"] gives the options 3 and 4.
+
     With `texts_only` all cells of the table are texts, so that a list is spelt out in its cell.
+    `row_error` makes the error of a value that cannot be used.
 
     Raises `RowError` for a value that is no list of texts and numbers, and for an option with a
     mark such as `<image>`, which does not say which image it means.
     """
-    names = columns.choices
-    value = _value_of_choices(record, names, texts_only=texts_only)
+    column_names = ", ".join(columns.choices)
+    value = _choices_cell(record, columns.choices, texts_only=texts_only)
     is_blank = isinstance(value, str) and not value.strip()
     if value is None or value in ([], ()) or is_blank:
         return TableOptions(texts=None, name_images=False)
-    spelled_names = ", ".join(names)
     items = value if isinstance(value, list | tuple) else []
     texts = []
     for item in items:
@@ -265,50 +270,50 @@ def read_choices(
         if text is not None and text.strip():
             texts.append(text.strip())
     if not items or len(texts) < len(items):
-        raise refuse(
+        raise row_error(
             "field_type",
-            f"{spelled_names!r} is {shown(value)}",
-            "make it a list of texts or numbers, or null, in",
+            f"{column_names!r} is {shown(value)}",
+            f"make it a list of texts or numbers, or null, in {ORIGIN}",
         )
-    options = _without_letters(texts)
+    options = _strip_option_letters(texts)
     if columns.decimal_comma:
         for index, item in enumerate(items):
             if isinstance(item, str):  # a number has no comma
-                options[index] = with_decimal_points(options[index], refuse)
-    options_in_words = []
+                options[index] = with_decimal_points(options[index], row_error)
+    worded_options = []  # with the words `image 2` in place of the mark `<image2>`
     for option in options:
-        words = in_words(option)
-        if words is None:
-            raise refuse(
+        worded_option = image_marks_as_words(option)
+        if worded_option is None:  # the mark has no number
+            raise row_error(
                 "placeholder",
-                f"{spelled_names!r} is {shown(value)}, an option with the mark of an image",
-                "number its images as the problem does, in",
+                f"{column_names!r} is {shown(value)}, an option with the mark of an image",
+                f"number its images as the problem does, in {ORIGIN}",
             )
-        options_in_words.append(words)
-    return TableOptions(texts=options_in_words, name_images=options_in_words != options)
+        worded_options.append(worded_option)
+    return TableOptions(texts=worded_options, name_images=worded_options != options)
 
 
-def _value_of_choices(record: Record, names: Sequence[str], *, texts_only: bool) -> Any:
-    """Return the value of the columns `names` for options: a list if the record is as it should be.
+def _choices_cell(record: Record, names: Sequence[str], *, texts_only: bool) -> Any:
+    """Return what a record has in its columns for options, whose names are `names`.
 
-    A single column holds all options. Several columns hold one option each, and the last ones may
-    be empty: columns A to D with 3, 4, null, null give ["3", "4"]. Returns None where there is no
-    option.
+    It is a list of options if the record is as it should be, and None where there is no option. A
+    single column holds the whole list. Several columns hold one option each, and the last ones may
+    be empty: columns A to D with 3, 4, null, null give ["3", "4"].
     """
     if not names:
         return None
     if len(names) == 1:
-        return list_in_cell(record.get(names[0]), texts_only)
+        return parse_list_cell(record.get(names[0]), texts_only)
     values = [record.get(name) for name in names]
     while values and values[-1] in (None, ""):
         values.pop()
     return values or None
 
 
-def _without_letters(options: list[str]) -> list[str]:
-    """Take the letters off the options, if they are A, B, C, ... without a gap.
+def _strip_option_letters(options: list[str]) -> list[str]:
+    """Return options without the letters before them, if these are A, B, C, ... without a gap.
 
-    `A. 3` and `B. 4` become 3 and 4. `A. 3` and `C. 4` stay as they are.
+    `A. 3` and `B. 4` give 3 and 4. `A. 3` and `C. 4` stay as they are.
     """
     matches = [_LETTERED.match(option) for option in options]
     for match, letter in zip(matches, ascii_uppercase, strict=False):
@@ -317,7 +322,9 @@ def _without_letters(options: list[str]) -> list[str]:
     return [option[match.end() :] for option, match in zip(options, matches, strict=True) if match]
 
 
-def option_letter(answer: str, choices: Sequence[str], answer_is: str, refuse: Refuse) -> str:
+def option_letter(
+    answer: str, choices: Sequence[str], answer_is: str, row_error: MakeRowError
+) -> str:
     """Return the letter of the right option, which an answer names by letter, text or index.
 
     `answer_is` says what a whole number is: `value` (the text of an option), `index` or
@@ -336,10 +343,10 @@ def option_letter(answer: str, choices: Sequence[str], answer_is: str, refuse: R
     """
     letters = ascii_uppercase[: len(choices)]  # `A` for the first option
     if len(choices) > len(ascii_uppercase):
-        raise refuse(
+        raise row_error(
             "field_type",
             f"there are {len(choices)} options",
-            f"leave at most {len(ascii_uppercase)} in",
+            f"leave at most {len(ascii_uppercase)} in {ORIGIN}",
         )
     index = int(answer) if _INDEX.fullmatch(answer) else None
     if index is not None and answer_is in ("index", "index-from-1"):
@@ -347,83 +354,90 @@ def option_letter(answer: str, choices: Sequence[str], answer_is: str, refuse: R
         if 0 <= position < len(choices):
             return letters[position]
         wrong = f"the answer {answer} is the index of none of {len(choices)} options"
-        raise refuse("letter_without_choice", wrong, "correct it in")
-    answer = _in_capital_letter(answer, choices)
-    named = _named_letters(answer, choices, letters)
+        raise row_error("letter_without_choice", wrong, f"correct it in {ORIGIN}")
+    answer = _capitalize_letter(answer, choices)
+    matches = _matching_letters(answer, choices, letters)
     # The letters that a whole number may mean: as an index from 0, and as one from 1.
     letters_by_index = []
     if index is not None and not answer_is:
-        positions = (index, index - 1)
-        letters_by_index = [letters[at] for at in positions if 0 <= at < len(choices)]
-    if named.by_text and not named.in_any_way.issuperset(letters_by_index):
+        for position in (index, index - 1):
+            if 0 <= position < len(choices):
+                letters_by_index.append(letters[position])
+    # The number is the text of one option, and may be the index of another one.
+    if matches.by_text and not matches.all_letters.issuperset(letters_by_index):
         wrong = (
-            f"the answer {answer} is the option {named.by_text[0]} and may be the index of "
+            f"the answer {answer} is the option {matches.by_text[0]} and may be the index of "
             f"{' or '.join(letters_by_index)}"
         )
-        raise refuse("ambiguous_answer", wrong, f"say --answer-is {', '.join(ANSWER_IS)}, for")
-    if len(named.in_any_way) == 1:
-        return named.in_any_way.pop()
-    if named.in_any_way:
+        remedy = f"say --answer-is {', '.join(ANSWER_IS)}, for {ORIGIN}"
+        raise row_error("ambiguous_answer", wrong, remedy)
+    if len(matches.all_letters) == 1:
+        return matches.all_letters.pop()
+    if matches.all_letters:
         wrong = (
-            f"the answer {shown(answer)} may be {' or '.join(sorted(named.in_any_way))} of "
+            f"the answer {shown(answer)} may be {' or '.join(sorted(matches.all_letters))} of "
             f"{shown(list(choices))}"
         )
-        raise refuse("ambiguous_answer", wrong, "make the options differ in")
+        raise row_error("ambiguous_answer", wrong, f"make the options differ in {ORIGIN}")
     wrong = (
         f"the answer {shown(answer)} is neither a letter of {shown(list(choices))} nor one of them"
     )
-    remedy = f"write one of {', '.join(letters)} in"
+    remedy = f"write one of {', '.join(letters)} in {ORIGIN}"
     if letters_by_index:
-        remedy = "if it is an index say --answer-is index, or index-from-1, for"
-    raise refuse("letter_without_choice", wrong, remedy)
+        remedy = f"if it is an index say --answer-is index, or index-from-1, for {ORIGIN}"
+    raise row_error("letter_without_choice", wrong, remedy)
 
 
-def _in_capital_letter(answer: str, choices: Sequence[str]) -> str:
-    """Write an answer such as `b` or `(b)` as the letter `B`, unless it is itself an option."""
+def _capitalize_letter(answer: str, choices: Sequence[str]) -> str:
+    """Return `B` for an answer `b` or `(b)` that is no option itself; any other answer as it is."""
     small = _SMALL_LETTER.fullmatch(answer)
     if small and answer not in choices:
         return small[1].upper()
     return answer
 
 
-class _NamedLetters(NamedTuple):
+class _MatchingLetters(NamedTuple):
     """The letters of the options that an answer may mean."""
 
-    by_text: list[str]  # the answer is the text of these options
-    in_any_way: set[str]  # also those that it names by their letter
+    by_text: list[str]  # of options whose text is the answer
+    all_letters: set[str]  # also of an option that the answer names by its letter
 
 
-def _named_letters(answer: str, choices: Sequence[str], letters: str) -> _NamedLetters:
-    """Return the letters of the options that an answer names.
+def _matching_letters(answer: str, choices: Sequence[str], letters: str) -> _MatchingLetters:
+    """Return the letters of the options that an answer names by text, by letter, or as `B. 4`.
 
-    An answer names an option by its text, by its letter, or by both as in `B. 4`. `letters` has the
-    letter of each choice.
+    For example, with the options 3 and 4 the answers `4`, `B` and `B. 4` all give B.
+
+    Args:
+        answer: the reference answer of a record.
+        choices: the texts of the options.
+        letters: their letters, such as `AB` for two options.
     """
     match = _LETTER.fullmatch(answer)
     by_letter = match[1] if match and match[1] in letters else None
-    by_text = [letter for letter, choice in zip(letters, choices, strict=True) if choice == answer]
+    choice_by_letter = dict(zip(letters, choices, strict=True))
+    by_text = [letter for letter, choice in choice_by_letter.items() if choice == answer]
     # The answer in a prepared folder is the canonical form of the right option, whose own spelling
     # may differ. So where no text is equal, canonical forms are compared.
     if not by_text and not by_letter:
-        by_text = [
-            letter
-            for letter, choice in zip(letters, choices, strict=True)
-            if canonical_gold(choice) == canonical_gold(answer)
-        ]
+        canonical_answer = canonical_gold(answer)
+        for letter, choice in choice_by_letter.items():
+            if canonical_gold(choice) == canonical_answer:
+                by_text.append(letter)
     labelled = _LETTERED.match(answer)  # `B. 4`: the letter counts if 4 is the text of option B
     if labelled and labelled[1] in letters:
-        choice = choices[letters.index(labelled[1])]
+        choice = choice_by_letter[labelled[1]]
         text = answer[labelled.end() :].strip()
         if choice == text or canonical_gold(choice) == canonical_gold(text):
             by_letter = labelled[1]
-    in_any_way = set(by_text)
+    all_letters = set(by_text)
     if by_letter:
-        in_any_way.add(by_letter)
-    return _NamedLetters(by_text=by_text, in_any_way=in_any_way)
+        all_letters.add(by_letter)
+    return _MatchingLetters(by_text=by_text, all_letters=all_letters)
 
 
 def gold_of_option(letter: str, choices: Sequence[str]) -> str:
-    """Return the reference answer for the option of this letter.
+    """Return the reference answer of a question whose right option has this letter.
 
     It is the text of the option, since a model may answer with that. It is the letter where the
     text cannot be graded, or would itself be taken for a letter. For example, option A of 3 and 4
@@ -431,4 +445,4 @@ def gold_of_option(letter: str, choices: Sequence[str]) -> str:
     """
     text = choices[ascii_uppercase.index(letter)]
     cannot_be_graded = verify_gold(text, choices) is not None
-    return letter if cannot_be_graded or reads_as_letter(text) else text
+    return letter if cannot_be_graded or looks_like_option_letter(text) else text

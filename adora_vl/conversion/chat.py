@@ -9,42 +9,44 @@ from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 _ROLES = {"human": "user", "gpt": "assistant"}  # the roles of ShareGPT in OpenAI's words
 _PICTURES = ("image", "image_url")
 _SENTENCE_ENDS = re.compile(r"(?<=[.?!:])\s+|\n+")
-_SAYS_HOW = re.compile(
+_ANSWER_INSTRUCTION = re.compile(
     r"</?think>|</?answer>|\\boxed|####|step[ -]by[ -]step|reasoning process|thinking "
     r"process|internal monologue"
     r"|final answer|thinks? (?:first|about)",
     re.IGNORECASE,
 )
-_SAYS_WHERE = re.compile(
+_FORMAT_INSTRUCTION = re.compile(
     r"</?think>|</?answer>|\\boxed\s*\{\s*\}|####|step[ -]by[ -]step", re.IGNORECASE
 )
 
 
-def text_of_chat(value: object) -> str | None:
-    """Return the question of a conversation, with `<image>` for each image part in it.
+def question_of_chat(value: object) -> str | None:
+    """Return the text of the only question in a conversation, with `<image>` for each image in it.
 
-    System messages and answers are no part of it. Returns None where there are several questions,
-    or none, or no conversation at all.
+    For example, [{"role": "user", "content": "Find x."}, {"role": "assistant", "content": "5"}]
+    gives `Find x.` Returns None where there are several questions, or none, or no conversation.
     """
-    questions = _contents(value, "user")
-    return _text_of_content(questions[0]) if len(questions) == 1 else None
+    questions = _contents_of_role(value, "user")
+    return _content_as_text(questions[0]) if len(questions) == 1 else None
 
 
 def pictures_of_chat(value: object) -> list[Any]:
-    """Return the pictures in the question of a conversation: a path, an address, `{"bytes": ...}`.
+    """Return the pictures in the only question of a conversation.
 
-    A part that only marks the place of an image gives None. Where all parts are such marks the list
-    is empty, since the pictures then stand in a column of their own.
+    Each is a path, an address, or a struct `{"bytes": ...}`. A part that only marks the place of an
+    image gives None. Where all parts are such marks the list is empty, since the pictures then
+    stand in a column of their own.
     """
-    questions = _contents(value, "user")
-    has_one_question = len(questions) == 1 and isinstance(questions[0], list)
-    parts = questions[0] if has_one_question else []
-    pictures = [
-        picture_of(part)
-        for part in parts
-        if isinstance(part, Mapping) and part.get("type") in _PICTURES
-    ]
-    return pictures if any(picture is not None for picture in pictures) else []
+    questions = _contents_of_role(value, "user")
+    has_parts = len(questions) == 1 and isinstance(questions[0], list)
+    if not has_parts:
+        return []
+    pictures = []
+    for part in questions[0]:
+        if isinstance(part, Mapping) and part.get("type") in _PICTURES:
+            pictures.append(picture_in_part(part))
+    are_marks = all(picture is None for picture in pictures)
+    return [] if are_marks else pictures
 
 
 def answer_of_chat(value: object) -> str | None:
@@ -52,10 +54,10 @@ def answer_of_chat(value: object) -> str | None:
 
     Returns None where there are several questions or answers, or none.
     """
-    if len(_contents(value, "user")) != 1:
+    if len(_contents_of_role(value, "user")) != 1:
         return None
-    answers = _contents(value, "assistant")
-    return _text_of_content(answers[0]) if len(answers) == 1 else None
+    answers = _contents_of_role(value, "assistant")
+    return _content_as_text(answers[0]) if len(answers) == 1 else None
 
 
 _IMG = re.compile(
@@ -70,8 +72,11 @@ class TextAndPaths(NamedTuple):
     paths: list[Any]
 
 
-def pictures_of_text(text: str) -> TextAndPaths:
-    """Replace each `<img>PATH</img>` (as Qwen-VL has it) by `<image>`, and return the paths too."""
+def replace_img_tags(text: str) -> TextAndPaths:
+    """Return a text with `<image>` in place of each `<img>PATH</img>`, and the paths.
+
+    Qwen-VL writes images so. `<img src="PATH">` is replaced too.
+    """
     if "<img" not in text.lower():  # most texts, which the expression below would search slowly
         return TextAndPaths(text, paths=[])
     # The path is in the first group for `<img>PATH</img>`, in the second for `<img src="PATH">`.
@@ -79,8 +84,8 @@ def pictures_of_text(text: str) -> TextAndPaths:
     return TextAndPaths(_IMG.sub(IMAGE_PLACEHOLDER, text), paths)
 
 
-def _contents(value: object, wanted_role: str) -> list[Any]:
-    """Return the contents of the messages of one role; [] where the value is no conversation.
+def _contents_of_role(value: object, wanted_role: str) -> list[Any]:
+    """Return the contents of a conversation's messages of one role; [] for any other value.
 
     A conversation is a list of messages in the spelling of OpenAI, `{"role": "user", "content":
     "Find x."}`, or of ShareGPT, `{"from": "human", "value": "Find x."}`.
@@ -97,7 +102,7 @@ def _contents(value: object, wanted_role: str) -> list[Any]:
     return contents
 
 
-def picture_of(part: Mapping[str, Any]) -> Any:
+def picture_in_part(part: Mapping[str, Any]) -> Any:
     """Return the picture X that an image part holds, or None.
 
     The part is `{"image_url": {"url": X}}`, or has X under `image_url`, `image`, `url` or `path`.
@@ -115,7 +120,7 @@ def picture_of(part: Mapping[str, Any]) -> Any:
     return None
 
 
-def _text_of_content(content: object) -> str | None:
+def _content_as_text(content: object) -> str | None:
     """Return the text of a message's content, with `<image>` for each image part.
 
     Returns None for a content that is neither a text nor a list of such parts.
@@ -136,13 +141,13 @@ def _text_of_content(content: object) -> str | None:
 
 
 class ProblemAndInstruction(NamedTuple):
-    """A problem, and the instruction on how to answer that stood at its end, or an empty text."""
+    """A problem, and the instruction on how to answer that stood at its end."""
 
     problem: str
-    instruction: str
+    instruction: str  # empty where there was none
 
 
-def without_instruction(problem: str) -> ProblemAndInstruction:
+def split_off_instruction(problem: str) -> ProblemAndInstruction:
     """Split a problem from the instruction on how to answer at its end.
 
     The text is cut before the last sentences that all say how to answer. At least one of them has
@@ -151,22 +156,21 @@ def without_instruction(problem: str) -> ProblemAndInstruction:
     where there are no such sentences, or where nothing stands before them.
     """
     no_instruction = ProblemAndInstruction(problem, instruction="")
-    gaps = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]  # between two sentences
-    starts = [0, *(gap_end for _, gap_end in gaps)]
-    ends = [*(gap_start for gap_start, _ in gaps), len(problem)]
     # Go backwards from the last sentence, as long as each one says how to answer.
-    first_of_instruction = len(starts)
-    while first_of_instruction > 0:
-        index = first_of_instruction - 1
-        sentence = problem[starts[index] : ends[index]]
-        if sentence.strip() and not _SAYS_HOW.search(sentence):
+    instruction_start = len(problem)
+    sentence_end = len(problem)
+    for gap in reversed(list(_SENTENCE_ENDS.finditer(problem))):  # the spaces between sentences
+        sentence = problem[gap.end() : sentence_end]
+        if sentence.strip() and not _ANSWER_INSTRUCTION.search(sentence):
             break
-        first_of_instruction = index
-    has_instruction = first_of_instruction < len(starts)
-    if first_of_instruction == 0 or not has_instruction:
-        return no_instruction
-    question = problem[: starts[first_of_instruction]].rstrip()
-    instruction = problem[starts[first_of_instruction] :].strip()
-    if not question or not _SAYS_WHERE.search(instruction):
+        instruction_start = gap.end()
+        sentence_end = gap.start()
+    else:  # no sentence stopped the loop, and the first one may be an instruction too
+        first_sentence = problem[:sentence_end]
+        if not first_sentence.strip() or _ANSWER_INSTRUCTION.search(first_sentence):
+            return no_instruction
+    question = problem[:instruction_start].rstrip()
+    instruction = problem[instruction_start:].strip()
+    if not question or not _FORMAT_INSTRUCTION.search(instruction):
         return no_instruction
     return ProblemAndInstruction(question, instruction)

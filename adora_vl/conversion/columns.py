@@ -6,6 +6,7 @@ A user writes `problem=question answer=label`: our name, and the name of the tab
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -18,7 +19,7 @@ from adora_vl.utils.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from datasets import Features
 
-OURS = ("problem", "answer", "images", "choices", "id")
+OUR_NAMES = ("problem", "answer", "images", "choices", "id")
 # These options say how the columns are read; they stand beside the names of the columns.
 OPTIONS = ("decimal_comma", "answer_is", "image_dir", "text_answers", "keep_options_in_text")
 _SWITCHES = ("decimal_comma", "text_answers", "keep_options_in_text")
@@ -28,11 +29,11 @@ ANSWER_IS = (
     "index",
     "index-from-1",
 )
-_NEEDED = ("problem", "answer")
-_LISTED = ("images", "choices")  # may be spread over several columns
+_REQUIRED_NAMES = ("problem", "answer")
+_MULTI_COLUMN_NAMES = ("images", "choices")  # may be spread over several columns
 # An extra column cannot have these names: the schema has some of them, TRL passes others to a
 # reward function, and a template lists the choices under `multiple_choice`.
-_TAKEN = (
+_RESERVED_NAMES = (
     *KIND_BY_COLUMN,
     "image",
     "prompt",
@@ -48,8 +49,8 @@ _TAKEN = (
     "self",
     "multiple_choice",
 )
-_SHOWN = 20  # column names that an error message lists
-_COMPARED = 1000  # column names among which the nearest to a wrong name is looked for
+_MAX_SHOWN = 20  # column names that an error message lists
+_MAX_COMPARED = 1000  # column names among which the nearest to a wrong name is looked for
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Columns:
     # One column that holds all options of a row, or several columns that hold one option each.
     choices: tuple[str, ...] = ()
     id: str | None = None
-    # Extra columns of the user, as pairs of our name and the table's name. Their values are texts,
-    # which prompts and reward functions can use.
+    # Extra columns of the user, as pairs of our name and the table's name: (("level", "grade"),).
+    # Their values are texts, which prompts and reward functions can use.
     extras: tuple[tuple[str, str], ...] = ()
     optional: tuple[str, ...] = ()  # columns that a table may lack
     requires_image: bool = False  # a row without an image is broken
@@ -87,8 +88,11 @@ class Columns:
         names += [table_name for _, table_name in self.extras]
         return list(dict.fromkeys(names))
 
-    def to_read(self, present: Iterable[str]) -> list[str]:
-        """Return the columns among `present`, those of a table, that have to be read from it."""
+    def needed_from(self, present: Iterable[str]) -> list[str]:
+        """Return which of a table's columns have to be read; `present` are all that it has.
+
+        For the name `reward_model.ground_truth` it is the column `reward_model`.
+        """
         existing = set(present)
         columns = []
         for name in self.table_names:
@@ -102,8 +106,11 @@ class Columns:
 
         return Features({**schema(), **{name: Value("string") for name, _ in self.extras}})
 
-    def described(self) -> dict[str, Any]:
-        """Return the mapping that the manifest stores and that `columns_from` reads."""
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the mapping from our names to the table's, as `columns_from` reads it.
+
+        For example, {"problem": "question", "answer": "label", "level": "grade"}.
+        """
         mapping: dict[str, Any] = {"problem": self.problem, "answer": self.answer}
         for name, table_names in (("images", self.images), ("choices", self.choices)):
             if table_names:
@@ -138,58 +145,68 @@ _GEOMETRY3K = Columns(
 _CHAT = "messages|conversations"  # the answer is in it too
 _QUESTIONS = "messages|query|conversations|prompt|problem|question"
 _SOLUTIONS = f"solution|response|{_CHAT}"
-_ONE = ("images",)
-_EITHER = ("images|image",)
+_IMAGES = ("images",)
+_IMAGES_OR_IMAGE = ("images|image",)
 PRESETS = {
     "geometry3k": Preset("hiyouga/geometry3k", _GEOMETRY3K),
     "easyr1": Preset(
-        None, Columns(problem="prompt|problem", answer="answer", images=_ONE, optional=_ONE)
+        None, Columns(problem="prompt|problem", answer="answer", images=_IMAGES, optional=_IMAGES)
     ),
     "verl": Preset(
         None,
-        Columns(problem="prompt", answer="reward_model.ground_truth", images=_ONE, optional=_ONE),
+        Columns(
+            problem="prompt", answer="reward_model.ground_truth", images=_IMAGES, optional=_IMAGES
+        ),
     ),
     "swift": Preset(
-        None, Columns(problem=_QUESTIONS, answer=_SOLUTIONS, images=_EITHER, optional=_EITHER)
+        None,
+        Columns(
+            problem=_QUESTIONS,
+            answer=_SOLUTIONS,
+            images=_IMAGES_OR_IMAGE,
+            optional=_IMAGES_OR_IMAGE,
+        ),
     ),
     "llamafactory": Preset(
-        None, Columns(problem=_CHAT, answer=_CHAT, images=_EITHER, optional=_EITHER)
+        None,
+        Columns(problem=_CHAT, answer=_CHAT, images=_IMAGES_OR_IMAGE, optional=_IMAGES_OR_IMAGE),
     ),
 }
 
 
 def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
-    """Read a mapping from our names to the table's columns, with the options beside them.
+    """Return the `Columns` that a mapping from our names to the table's columns says.
 
-    Every name that is neither ours nor an option becomes an extra column: {problem: question,
-    answer: label, level: grade} has the extra column `level`, from the table's column `grade`.
+    The mapping has options such as `decimal_comma` too. Every name that is neither ours nor an
+    option becomes an extra column: {problem: question, answer: label, level: grade} has the extra
+    column `level`, from the table's column `grade`.
     `key` is the option or key of a config that has the mapping; error messages begin with it.
 
     Raises `UserError` for a missing problem or answer, a wrong value of an option, a value that
     names no column or too many, and a name that an extra column cannot have.
     """
-    for name in _NEEDED:
+    for name in _REQUIRED_NAMES:
         if name not in mapping:
-            close = did_you_mean(
-                name, [str(other_name) for other_name in mapping if other_name not in OURS]
-            )
+            other_names = [str(other_name) for other_name in mapping if other_name not in OUR_NAMES]
             raise UserError(
-                f"{key}: {name} is missing{close}; write {name}=COLUMN, the table's column that "
-                "has it"
+                f"{key}: {name} is missing{did_you_mean(name, other_names)}; write {name}=COLUMN, "
+                "the table's column that has it"
             )
     options = _options_from(mapping, key)
-    table_names = {
-        str(name): _table_names(name, value, key)
-        for name, value in mapping.items()
-        if name not in options
-    }
-    extras = tuple((name, columns[0]) for name, columns in table_names.items() if name not in OURS)
-    for name, _ in extras:
-        if not name.isidentifier() or name in _TAKEN:
+    table_names: dict[str, tuple[str, ...]] = {}  # the names of the table's columns by our names
+    for name, value in mapping.items():
+        if name not in options:
+            table_names[str(name)] = _parse_column_names(name, value, key)
+    extras = []
+    for name, columns in table_names.items():
+        if name in OUR_NAMES:
+            continue
+        extras.append((name, columns[0]))
+        if not name.isidentifier() or name in _RESERVED_NAMES:
             raise UserError(
                 f"{key}: {name!r} cannot be the name of a column of your "
-                f"own{did_you_mean(name, OURS)}; ours are {', '.join(OURS)}, and others are plain "
-                "words that are not taken"
+                f"own{did_you_mean(name, OUR_NAMES)}; ours are {', '.join(OUR_NAMES)}, and others "
+                "are plain words that are not taken"
             )
     return Columns(
         problem=table_names["problem"][0],
@@ -197,20 +214,25 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
         images=table_names.get("images", ()),
         choices=table_names.get("choices", ()),
         id=table_names["id"][0] if "id" in table_names else None,
-        extras=extras,
+        extras=tuple(extras),
         **options,
     )
 
 
 def _options_from(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the options among the entries of a mapping of columns.
+    """Return the options, such as {"decimal_comma": True}, in a mapping that has columns too.
+
+    Error messages begin with `key`, the option or key of a config that has the mapping.
 
     Raises `UserError` for a value that an option cannot have.
     """
     options = {name: mapping[name] for name in OPTIONS if name in mapping}
-    switches = [(name, (True, False)) for name in _SWITCHES]
-    for name, values in (*switches, ("answer_is", ANSWER_IS)):
-        if options.get(name, values[0]) not in values:
+    allowed_values: dict[str, tuple[object, ...]] = {
+        **dict.fromkeys(_SWITCHES, (True, False)),
+        "answer_is": ANSWER_IS,
+    }
+    for name, values in allowed_values.items():
+        if name in options and options[name] not in values:
             raise UserError(
                 f"{key}: {name} is {options[name]!r:.60}; write one of "
                 f"{', '.join(map(str, values)).lower()}"
@@ -218,27 +240,32 @@ def _options_from(mapping: Mapping[str, Any], key: str) -> dict[str, Any]:
     return options
 
 
-def _table_names(name: str, value: object, key: str) -> tuple[str, ...]:
+def _parse_column_names(name: str, value: object, key: str) -> tuple[str, ...]:
     """Return the names of the table's columns in one entry of a mapping: a text, `a,b`, or a list.
 
     For example, choices=A,B and choices=[A, B] both give ("A", "B").
 
-    Raises `UserError` for anything else, and for several columns where only one may be named.
+    Args:
+        name: our name of the column, such as `choices`.
+        value: what the mapping has for it.
+        key: the option or key of a config that has the mapping, for error messages.
+
+    Raises:
+        UserError: the value names no column, or several where only one may be named.
     """
-    words = list(value) if isinstance(value, list | tuple) else str(value).split(",")
-    if not all(isinstance(word, str) and word.strip() for word in words) or isinstance(
-        value, Mapping
-    ):
+    names = list(value) if isinstance(value, list | tuple) else str(value).split(",")
+    are_names = all(isinstance(column, str) and column.strip() for column in names)
+    if not are_names or isinstance(value, Mapping):
         raise UserError(f"{key}: {name}={value!r:.60} is not the name of a column; write one")
-    if len(words) > 1 and name not in _LISTED:
+    if len(names) > 1 and name not in _MULTI_COLUMN_NAMES:
         raise UserError(
-            f"{key}: {name}={value!r:.60} names {len(words)} columns; only images and choices may"
+            f"{key}: {name}={value!r:.60} names {len(names)} columns; only images and choices may"
         )
-    return tuple(word.strip() for word in words)
+    return tuple(column.strip() for column in names)
 
 
-def columns_of_words(words: Sequence[str]) -> Columns:
-    """Read the columns from words of the command line: `problem=question answer=label`.
+def columns_from_words(words: Sequence[str]) -> Columns:
+    """Return the `Columns` of the words `problem=question answer=label` of a command line.
 
     Raises `UserError` for a word without `=`, a name that is given twice, and as `columns_from`.
     """
@@ -269,8 +296,8 @@ def _candidates(name: str, present: Container[str]) -> Iterator[tuple[str, str]]
     A column may be yielded twice.
     """
     for alternative in (name, *name.split("|")):
-        # The whole name first, then what stands before its first dot, its second one, ...
-        dot_positions = [index for index, sign in enumerate(alternative) if sign == "."]
+        # The column may have the whole name, or what stands before one of its dots.
+        dot_positions = [match.start() for match in re.finditer(r"\.", alternative)]
         for column_end in (len(alternative), *dot_positions):
             column = alternative[:column_end]
             if column in present:
@@ -278,7 +305,7 @@ def _candidates(name: str, present: Container[str]) -> Iterator[tuple[str, str]]
                 break
 
 
-ClassNames = Mapping[str, Sequence[str]]
+ClassNames = Mapping[str, Sequence[str]]  # for each column that has classes: {"answer": ["A", "B"]}
 
 
 def pick_columns(
@@ -286,15 +313,17 @@ def pick_columns(
 ) -> dict[str, Any]:
     """Return the values of a record by the names in `columns`, also those inside of objects.
 
+    For example, {"reward_model": {"ground_truth": "5"}} gives {"reward_model.ground_truth": "5"}.
+    A name that leads to no value is absent.
+
     `names` has the names of classes by column, as `class_names` returns them; numbers in such a
-    column become names. A name that leads to no value is absent.
+    column become names.
     """
     picked = {}
     for name in columns.table_names:
         for column, path in _candidates(name, record):
-            values = _inside(record[column], path)
-            if values:
-                value = values[0]
+            value = _value_at_path(record[column], path)
+            if value is not _NO_VALUE:
                 if names and name in names:
                     value = _class_name(value, names[name])
                 picked[name] = value
@@ -303,9 +332,9 @@ def pick_columns(
 
 
 def class_names(columns: Columns, features: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """Return the class names of each column that stores classes as numbers.
+    """Return the class names of each column that stores classes as numbers: {"answer": ["A", "B"]}.
 
-    Such a column is a `ClassLabel`, or a list of them, in the features of `datasets`.
+    Such a column is a `ClassLabel`, or a list of them, in `features`, those of `datasets`.
     """
     if not features:
         return {}
@@ -342,33 +371,35 @@ def _class_name(value: object, names: Sequence[str]) -> object:
     return names[number] if 0 <= number < len(names) else None
 
 
-def _inside(value: object, path: str) -> list[object]:
-    """Follow a path such as `messages.0.content` into an object, and return [the value there].
+_NO_VALUE = object()  # in place of None, which may be the value
 
-    For example, `{"messages": [{"content": "Find x."}]}` gives `["Find x."]`: a name in the path
-    may be the index of a list. An object may also be a text of JSON. The list is empty where the
-    path leads to nothing; it is [None] where the value is None.
+
+def _value_at_path(value: object, path: str) -> object:
+    """Return what stands in a nested value at a path; `_NO_VALUE` where the path leads to nothing.
+
+    For example, `messages.0.content` leads to `Find x.` in {"messages": [{"content": "Find x."}]}:
+    a name in the path may be the index of a list. A list or an object may also be a text of JSON.
     """
     if not path:
-        return [value]
+        return value
     for name in path.split("."):
         if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
             try:
                 value = read_json(value)
             except (ValueError, RecursionError):
-                return []
+                return _NO_VALUE
         is_number = name.lstrip("-").isdecimal()
         if isinstance(value, list) and is_number and -len(value) <= int(name) < len(value):
             value = value[int(name)]
         elif isinstance(value, Mapping) and name in value:
             value = value[name]
         else:
-            return []
-    return [value]
+            return _NO_VALUE
+    return value
 
 
 def require_columns(columns: Columns, present: Iterable[str], where: str) -> None:
-    """Raise `UserError` for a named column that a table lacks.
+    """Raise `UserError` for a column that the user has named and a table lacks.
 
     `present` has the names of the table's columns, and `where` is the table in words.
     """
@@ -377,10 +408,10 @@ def require_columns(columns: Columns, present: Iterable[str], where: str) -> Non
     missing = []
     for name in columns.table_names:
         if not any(_candidates(name, existing)) and name not in columns.optional:
-            missing.append(f"{name!r:.60}{did_you_mean(name, islice(names, _COMPARED))}")
+            missing.append(f"{name!r:.60}{did_you_mean(name, islice(names, _MAX_COMPARED))}")
     if missing:
-        ellipsis = f", ... ({len(names)} columns)" if len(names) > _SHOWN else ""
-        has = ", ".join(f"{column:.40}" for column in names[:_SHOWN]) or "none"
+        ellipsis = f", ... ({len(names)} columns)" if len(names) > _MAX_SHOWN else ""
+        has = ", ".join(f"{column:.40}" for column in names[:_MAX_SHOWN]) or "none"
         raise UserError(
             f"columns: {where} has no column {', and none '.join(missing)}; it has {has}{ellipsis}"
         )

@@ -19,10 +19,10 @@ from filelock import FileLock
 from adora_vl.conversion import tables
 from adora_vl.conversion.columns import Columns, columns_from
 from adora_vl.conversion.hub import commit_of, open_hub
-from adora_vl.conversion.pictures import named_files
-from adora_vl.conversion.pipeline import Cleaning, OpenedSource, SplitRows, prepare
-from adora_vl.conversion.records import pictures_beside, question_in
-from adora_vl.conversion.tables import DrawnTests, Opened, TablePart, open_local
+from adora_vl.conversion.pictures import files_named_in_cell
+from adora_vl.conversion.pipeline import CleaningOptions, OpenedSource, SplitRows, prepare
+from adora_vl.conversion.records import pictures_in_columns, question_and_pictures
+from adora_vl.conversion.tables import DrawnTestSplit, OpenedDataset, SplitTable, open_local
 from adora_vl.data.dataset import Manifest, read_manifest
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
@@ -32,14 +32,14 @@ _NAME = re.compile(r"[\w.-]{1,80}")
 
 
 @dataclass(frozen=True)
-class Conversion(Cleaning):
-    """The options that decide which rows there are; `limit` takes the first rows of a split."""
+class ConversionOptions(CleaningOptions):
+    """The options of a conversion that decide which rows there are."""
 
     name: str | None = None  # of the data set; the ids of its rows begin with it
     test_share: float = 0.0  # the share of train that becomes the split test, drawn by `seed`
     seed: int = 0
     subset: str | None = None  # the configuration of a data set of the hub
-    # The split of the hub by the name of the split that it becomes here.
+    # The splits of the hub that are read, by their names here: {"train": "all"}.
     splits: Mapping[str, str] = field(default_factory=dict)
     split_name: str | None = None  # of a single table; else the name of the file says the split
     # Take off the instruction on how to answer that problems of other trainers end with.
@@ -51,23 +51,27 @@ def convert(
     output: Path,
     columns: Columns,
     *,
-    options: Conversion | None = None,
+    options: ConversionOptions | None = None,
     revision: str | None = None,
     workers: int = 1,
     overwrite: bool = False,
 ) -> Manifest:
-    """Turn a user's data set into one that a training can read, and write it to `output`.
+    """Turn a user's data set into one that a training can read, and return its manifest.
 
-    `location` is the path of a table or folder, or the id of a data set of the hub, and `revision`
-    the branch, tag or commit of the latter. `columns` says which columns have the problem, the
-    answer and the pictures.
+    Args:
+        location: the path of a table or folder, or the id of a data set of the hub.
+        output: the folder that is written.
+        columns: which columns have the problem, the answer and the pictures.
+        options: which rows there are, and how they are cleaned.
+        revision: the branch, tag or commit of a data set of the hub.
+        workers: how many processes clean rows.
+        overwrite: whether an older data set in `output` is replaced.
 
-    Returns the manifest.
-
-    Raises `UserError`. Nothing was written then, except the folder `OUTPUT.quarantine` with the
-    unusable rows where these are too many.
+    Raises:
+        UserError: a wrong argument, or data that cannot be used. Nothing was written then, except
+            the folder `OUTPUT.quarantine` with the unusable rows where these are too many.
     """
-    conversion = options or Conversion()
+    conversion = options or ConversionOptions()
     if conversion.name is not None and not _NAME.fullmatch(conversion.name):
         raise UserError(
             f"name: {conversion.name!r:.60} is not one word of letters, digits, _ . and -; choose "
@@ -88,36 +92,41 @@ def convert(
 
 
 def _open_converted(
-    location: str, columns: Columns, revision: str | None, conversion: Conversion
+    location: str, columns: Columns, revision: str | None, conversion: ConversionOptions
 ) -> OpenedSource:
-    """Open the data set at a path or on the hub, and describe the conversion for the manifest.
+    """Return the splits of the data set at a path or on the hub, before a row is read.
+
+    What the manifest says of the conversion is returned with them. The arguments are those of
+    `convert`.
 
     Raises `UserError` as `open_source`.
     """
     opened = open_source(location, columns=columns, revision=revision, options=conversion)
-    name = conversion.name or _name_of(location)
+    name = conversion.name or _dataset_name(location)
     description = {
-        "source": f"own/{opened.kind}",
+        "source": f"own/{opened.format}",
         "input": location,
         "revision": opened.revision,
         "arguments": {
             **conversion.recorded(),
             "name": name,
             "splits": dict(conversion.splits),
-            "columns": columns.described(),
+            "columns": columns.to_mapping(),
         },
     }
-    drawn_tests = None
+    drawn_test_split = None
     row_counts = opened.row_counts
     if conversion.test_share:
-        drawn_tests = DrawnTests(share=conversion.test_share, seed=conversion.seed, columns=columns)
+        drawn_test_split = DrawnTestSplit(
+            share=conversion.test_share, seed=conversion.seed, columns=columns
+        )
         row_counts = {}  # how many rows become tests is known only when all of them were read
     begin_reading = partial(
         tables.row_readers,
         opened,
         name=name,
         columns=columns,
-        drawn_tests=drawn_tests,
+        drawn_test_split=drawn_test_split,
         limit=conversion.limit,
         drop_instruction=conversion.drop_instruction,
     )
@@ -130,9 +139,11 @@ def _open_converted(
 
 
 def open_source(
-    location: str, columns: Columns, revision: str | None, options: Conversion
-) -> Opened:
+    location: str, columns: Columns, revision: str | None, options: ConversionOptions
+) -> OpenedDataset:
     """Open the data set at the path `location`, or the one of the hub with this id.
+
+    The arguments are those of `convert`. No row is read.
 
     Raises `UserError` as `open_local` and `open_hub`. Also raises it for a hub id with options for
     files, and for a path with options for the hub.
@@ -155,7 +166,7 @@ def open_source(
                 raise UserError(
                     f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out"
                 )
-        return tables.with_split_name(open_local(path, columns), options.split_name)
+        return tables.rename_split(open_local(path, columns), options.split_name)
     if columns.image_dir:
         raise UserError(
             f"image_dir: {columns.image_dir!r} is for paths in a table; leave it out with a hub id"
@@ -178,24 +189,29 @@ def open_source(
 
 
 def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> Path:
-    """Convert the data set that a config names, unless `cache` has it already; return its folder.
+    """Return the folder of the converted data set that a config names; convert it where needed.
 
-    `location` is the key `dataset_name`, a path or a hub id, and `mapping` the key `adora_columns`,
-    which says what each column has. The data set is converted again where one of its files has
-    changed since. Several processes may call this at once: a lock lets only one of them convert.
+    The folder is in `cache`. The data set is converted again where one of its files has changed
+    since. Several processes may call this at once: a lock lets only one of them convert.
 
-    Raises `UserError` as `convert`.
+    Args:
+        location: the key `dataset_name` of the config, a path or a hub id.
+        mapping: the key `adora_columns`, such as {"problem": "question", "answer": "label"}.
+        cache: a folder with all converted data sets.
+
+    Raises:
+        UserError: as `convert`.
     """
     columns = columns_from(mapping, "adora_columns")
     path = Path(location)
     resolved_location = str(path.resolve()) if path.exists() else location
-    # The same data with other columns gets a folder of its own.
-    identity = json.dumps([resolved_location, columns.described()], sort_keys=True)
-    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    folder = cache / f"own-{key}"
-    hashes_file = cache / f"own-{key}.files.json"
+    # The same data with other columns gets another folder.
+    identity = json.dumps([resolved_location, columns.to_mapping()], sort_keys=True)
+    identity_hash = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    folder = cache / f"own-{identity_hash}"
+    hashes_file = cache / f"own-{identity_hash}.files.json"
     cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f".own-{key}.lock"):
+    with FileLock(cache / f".own-{identity_hash}.lock"):
         try:
             manifest = read_manifest(folder)
             is_current = manifest is not None and _is_unchanged(
@@ -218,9 +234,13 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
 def _is_unchanged(manifest: Manifest, hashes_file: Path, location: str, columns: Columns) -> bool:
     """Return whether the data set at `location` is as it was when it was converted.
 
-    `manifest` is that of the converted folder. It names the commit of a data set of the hub; for
-    files, `hashes_file` has their hashes. Without a network the answer is yes, so that a run can
-    start.
+    Without a network a data set of the hub counts as unchanged, so that a run can start.
+
+    Args:
+        manifest: that of the converted folder. It names the commit of a data set of the hub.
+        hashes_file: a JSON file with the hash of each file by its path, for data that is no hub id.
+        location: the path or hub id of the data set.
+        columns: the columns that are read of it.
     """
     if not Path(location).exists():
         name, _, revision = location.partition("@")
@@ -230,17 +250,17 @@ def _is_unchanged(manifest: Manifest, hashes_file: Path, location: str, columns:
             return True
     try:
         hashes = json.loads(hashes_file.read_text(encoding="utf-8"))
-        table_paths = {str(part.file) for part in _table_parts(location, columns)}
+        table_paths = {str(table.file) for table in _all_tables(location, columns)}
         has_no_new_table = table_paths <= hashes.keys()
         return bool(has_no_new_table and _file_hashes(hashes) == hashes)
     except (OSError, ValueError, AttributeError):
         return False
 
 
-def _table_parts(location: str, columns: Columns) -> list[TablePart]:
-    """Return the tables of all splits of the data set at a path."""
+def _all_tables(location: str, columns: Columns) -> list[SplitTable]:
+    """Return the tables of all splits in the file or folder at a path."""
     opened = open_local(Path(location), columns)
-    return [part for split_parts in opened.parts.values() for part in split_parts]
+    return [table for tables in opened.tables_by_split.values() for table in tables]
 
 
 def source_files(location: str, columns: Columns) -> list[str]:
@@ -251,16 +271,16 @@ def source_files(location: str, columns: Columns) -> list[str]:
     if not Path(location).exists():
         return []
     paths: list[str] = []
-    for part in _table_parts(location, columns):
-        paths.append(str(part.file))
-        for _, record in part.begin():
-            # The other records are errors of rows that cannot be read.
-            if isinstance(record, Mapping):
-                pictures = pictures_beside(record, columns, texts_only=part.texts_only)
-                pictures += question_in(record, columns).pictures
-                for picture in pictures:
-                    paths += [str(path) for path in named_files(picture, part.files)]
-    return list(dict.fromkeys(paths))
+    for table in _all_tables(location, columns):
+        paths.append(str(table.file))
+        for _, record in table.read_records():
+            if not isinstance(record, Mapping):  # a line that cannot be read as a record
+                continue
+            pictures = pictures_in_columns(record, columns, texts_only=table.texts_only)
+            pictures += question_and_pictures(record, columns).pictures
+            for picture in pictures:
+                paths += [str(path) for path in files_named_in_cell(picture, table.image_source)]
+    return list(dict.fromkeys(paths))  # each path once
 
 
 def _file_hashes(paths: Iterable[str]) -> dict[str, str]:
@@ -272,10 +292,11 @@ def _file_hashes(paths: Iterable[str]) -> dict[str, str]:
     return hashes
 
 
-def _name_of(location: str) -> str:
-    """Return a name for the data set of a file, a folder or a hub id, which row ids begin with.
+def _dataset_name(location: str) -> str:
+    """Return the name of a data set, with which row ids begin: `geo` for the file `data/geo.csv`.
 
-    Characters that a row id must not have become hyphens.
+    It is made from the name of the file or folder, or from the hub id. Characters that a row id
+    must not have become hyphens.
     """
     path = Path(location)
     if not path.exists():

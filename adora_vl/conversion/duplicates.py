@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AnsweredRow:
-    """The answer of a row, and where the row stands."""
+    """What is remembered of a row to compare its answer with those of others."""
 
     row_id: str
     gold: str
@@ -38,8 +38,8 @@ _MANY_ROWS_PER_PICTURE = 8  # rows that share one picture; versions of one probl
 _TABLES = """
 PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;
 CREATE TABLE ids (id BLOB PRIMARY KEY) WITHOUT ROWID;
-CREATE TABLE answered_rows (split TEXT, question BLOB, number INTEGER, id TEXT, gold TEXT,
-                            origin TEXT, PRIMARY KEY (split, question, number)) WITHOUT ROWID;
+CREATE TABLE answered_rows (split TEXT, prompt BLOB, number INTEGER, id TEXT, gold TEXT,
+                            origin TEXT, PRIMARY KEY (split, prompt, number)) WITHOUT ROWID;
 CREATE TABLE pictures (picture BLOB PRIMARY KEY, count INTEGER, id TEXT) WITHOUT ROWID;
 """
 
@@ -81,25 +81,30 @@ class SeenRows:
         self._database.close()
         self._file.unlink(missing_ok=True)
 
-    def is_new(self, row_id: str) -> bool:
-        """Remember the id of a row, and return whether no earlier row had it."""
+    def add_id(self, row_id: str) -> bool:
+        """Remember the id of a row; return False where an earlier row had it, else True."""
         id_hash = hashlib.sha256(row_id.encode()).digest()[:12]
         inserted = self._database.execute("INSERT OR IGNORE INTO ids VALUES (?)", (id_hash,))
         return inserted.rowcount == 1
 
-    def add(self, split: str, question: bytes, pictures: Sequence[bytes], row: AnsweredRow) -> bool:
+    def add(self, split: str, prompt: bytes, pictures: Sequence[bytes], row: AnsweredRow) -> bool:
         """Remember a row, and return whether an earlier row has the same question and answer.
 
-        Only rows of the same split are compared. `question` and `pictures` are the hashes of the
-        row's `Fingerprint`.
+        Only rows of the same split are compared.
+
+        Args:
+            split: the split of the row.
+            prompt: the hash of all that a model is given, from the row's `Fingerprint`.
+            pictures: a hash of each of its pictures, from there too.
+            row: its answer, its id, and where it stands.
         """
         self._row_count += 1
         earlier_golds = self._database.execute(
-            "SELECT gold FROM answered_rows WHERE split = ? AND question = ?", (split, question)
+            "SELECT gold FROM answered_rows WHERE split = ? AND prompt = ?", (split, prompt)
         ).fetchall()
         self._database.execute(
             "INSERT INTO answered_rows VALUES (?, ?, ?, ?, ?, ?)",
-            (split, question, self._row_count, row.row_id, row.gold, row.origin),
+            (split, prompt, self._row_count, row.row_id, row.gold, row.origin),
         )
         for picture in set(pictures):
             self._database.execute(
@@ -108,34 +113,34 @@ class SeenRows:
             )
         return any(_has_same_answer(gold, row.gold) for (gold,) in earlier_golds)
 
-    def contradicting(self, split: str) -> dict[str, Contradiction]:
-        """Find the rows of a split that have the same question as another row, but another answer.
+    def find_contradictions(self, split: str) -> dict[str, Contradiction]:
+        """Return the rows of a split that have the question of another row, but another answer.
 
-        Returns them by their ids, each with the first row that contradicts it.
+        They are returned by their ids, each with the first row that contradicts it.
         """
         # Only questions whose answers are not all spelt the same need to be compared.
-        questions = self._database.execute(
-            "SELECT question FROM answered_rows WHERE split = ? GROUP BY question "
+        prompts = self._database.execute(
+            "SELECT prompt FROM answered_rows WHERE split = ? GROUP BY prompt "
             "HAVING COUNT(*) > 1 AND "
             "MIN(gold) < MAX(gold)",
             (split,),
         )
         contradictions = {}
-        for (question,) in questions:
+        for (prompt,) in prompts:
             records = self._database.execute(
-                "SELECT id, gold, origin FROM answered_rows WHERE split = ? AND question = ? "
+                "SELECT id, gold, origin FROM answered_rows WHERE split = ? AND prompt = ? "
                 "ORDER BY number",
-                (split, question),
+                (split, prompt),
             )
             rows = [
                 AnsweredRow(row_id=row_id, gold=gold, origin=origin)
                 for row_id, gold, origin in records
             ]
             for row in rows:
-                rivals = (rival for rival in rows if not _has_same_answer(rival.gold, row.gold))
-                first_rival = next(rivals, None)
-                if first_rival is not None:
-                    contradictions[row.row_id] = Contradiction(row=row, rival=first_rival)
+                for other_row in rows:
+                    if not _has_same_answer(other_row.gold, row.gold):
+                        contradictions[row.row_id] = Contradiction(row=row, other_row=other_row)
+                        break
         return contradictions
 
     def shared_pictures(self) -> tuple[int, str]:
@@ -156,33 +161,38 @@ class Contradiction(NamedTuple):
     """A row, and another row with the same question and another answer."""
 
     row: AnsweredRow
-    rival: AnsweredRow
+    other_row: AnsweredRow
 
 
 def write_without_contradictions(
     folder: Path,
     split: str,
     features: Features,
-    contradicting: Mapping[str, Contradiction],
+    contradictions: Mapping[str, Contradiction],
     quarantine: Quarantine,
 ) -> int:
-    """Write a split of `folder` again without the rows that contradict each other.
+    """Write a split again without the rows that contradict each other; return how many are left.
 
-    They go into the quarantine instead. All rows were written first, since a contradiction is known
-    only when the last row was read, and the rows are never all in memory.
+    These rows go into the quarantine instead. All rows were written first, since a contradiction is
+    known only when the last row was read, and the rows are never all in memory.
 
-    `contradicting` has these rows by their ids. Returns how many rows the split has left.
+    Args:
+        folder: the data set.
+        split: the split that is written again.
+        features: the schema of its rows.
+        contradictions: the rows that contradict another row, by their ids.
+        quarantine: the file of unusable rows.
     """
     new_folder = folder / "again"
 
     def remaining_rows() -> Iterator[Row]:
         """Yield the rows that contradict no other, and put the rest into the quarantine."""
         for row in stored_rows(folder, split):
-            contradiction = contradicting.get(row["id"])
+            contradiction = contradictions.get(row["id"])
             if contradiction is None:
                 yield row
             else:
-                quarantine.add(split, _error_of(row, contradiction))
+                quarantine.add(split, _contradiction_error(row, contradiction))
 
     # The old files are removed only when the new ones are complete.
     row_count = write_split(remaining_rows(), folder=new_folder, split=split, features=features)
@@ -194,18 +204,18 @@ def write_without_contradictions(
     return row_count
 
 
-def _error_of(row: Row, contradiction: Contradiction) -> RowError:
-    """Return the error that sends a stored row to the quarantine, because another contradicts it."""
-    refused = contradiction.row
-    rival = contradiction.rival
+def _contradiction_error(row: Row, contradiction: Contradiction) -> RowError:
+    """Return the error of a stored row that another row contradicts, for the quarantine."""
+    refused_row = contradiction.row
+    other_row = contradiction.other_row
     return RowError(
-        row_id=refused.row_id,
-        kind="contradiction",
+        row_id=refused_row.row_id,
+        reason="contradiction",
         wrong=(
-            f"its question and pictures are those of {rival.origin} ({rival.row_id}), where the "
-            f"answer is {shown(rival.gold)} and not {shown(refused.gold)}"
+            f"its question and pictures are those of {other_row.origin} ({other_row.row_id}), where "
+            f"the answer is {shown(other_row.gold)} and not {shown(refused_row.gold)}"
         ),
-        remedy=f"correct one of them, or remove {refused.origin}",
-        originals=[image["bytes"] for image in row["images"]],
+        remedy=f"correct one of them, or remove {refused_row.origin}",
+        original_files=[image["bytes"] for image in row["images"]],
         record={name: row[name] for name in ("problem", "answer", "answer_raw", "choices")},
     )

@@ -24,8 +24,9 @@ import pyarrow.parquet as pq
 
 from adora_vl.conversion.columns import Columns, class_names, pick_columns, require_columns
 from adora_vl.conversion.json_tables import open_json
+from adora_vl.conversion.problem import ORIGIN
 from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, Records, Table
-from adora_vl.conversion.webdataset import samples
+from adora_vl.conversion.webdataset import read_shard
 from adora_vl.data.images import describe_non_picture
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -33,51 +34,60 @@ if TYPE_CHECKING:
     from openpyxl.cell.read_only import ReadOnlyCell
     from openpyxl.worksheet._read_only import ReadOnlyWorksheet
 
-EXCEL = (".xlsx", ".xlsm")
-SAVED = "state.json"  # stands in each folder that `save_to_disk` wrote
-TEXT_TABLES = (".csv", ".tsv", *EXCEL)  # a cell is one value, so that a list is written as JSON
+EXCEL_SUFFIXES = (".xlsx", ".xlsm")
+SAVED_DATASET = "state.json"  # a file in each folder that `save_to_disk` of `datasets` wrote
+TEXT_TABLES = (
+    ".csv",
+    ".tsv",
+    *EXCEL_SUFFIXES,
+)  # a cell is one value, so that a list is written as JSON
 WEBDATASET = ".tar"
-ENDINGS = (".jsonl", ".ndjson", ".json", *TEXT_TABLES, ".parquet", ".arrow", WEBDATASET)
-_ARROW = (".parquet", ".arrow", SAVED)
+SUFFIXES = (".jsonl", ".ndjson", ".json", *TEXT_TABLES, ".parquet", ".arrow", WEBDATASET)
+_ARROW_FORMATS = (".parquet", ".arrow", SAVED_DATASET)
 _BATCH_ROWS = 64  # in memory at a time
 _LONGEST_CELL = 2**31 - 1  # Python's limit for a cell of CSV is less than a picture in Base64
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 
 def format_of(path: Path) -> str:
-    """Return the format of a file: its ending in small letters, such as `.csv`.
+    """Return the format of a table: its suffix in lower case, such as `.csv`.
 
-    The format of a folder that `save_to_disk` of `datasets` wrote is `state.json`, a file in it.
+    A folder that `save_to_disk` of `datasets` wrote is named by its file `state.json`; its format
+    is that name.
     """
     is_saved_dataset = (
-        path.name == SAVED and path.is_file() and path.with_name("dataset_info.json").is_file()
+        path.name == SAVED_DATASET
+        and path.is_file()
+        and path.with_name("dataset_info.json").is_file()
     )
-    return SAVED if is_saved_dataset else path.suffix.lower()
+    return SAVED_DATASET if is_saved_dataset else path.suffix.lower()
 
 
 def open_table(path: Path, columns: Columns) -> Table:
-    """Open a file of any known format, and check that it has the columns that are to be read.
+    """Open a table of any known format, and check that it has the columns that are to be read.
 
-    The records of the returned table have the columns by the names in `columns` alone.
+    The records of the returned table have only the columns that are named in `columns`.
 
     Raises `UserError` for a file that cannot be read, for one that is something else than its name
     says, and for a column that it lacks or has twice.
     """
-    features: Mapping[str, Any] = {}  # what the file itself says of the types of its columns
-    with _readable(path):
+    features: Mapping[
+        str, Any
+    ] = {}  # the types of its columns that a file written by `datasets` has
+    with _user_errors_for(path):
         with path.open("rb") as file:
             content = describe_non_picture(file.read(512))
         # An Excel workbook is a zip file, which is none of the wrong contents here.
-        if content and format_of(path) not in EXCEL:
+        if content and format_of(path) not in EXCEL_SUFFIXES:
             raise UserError(f"input: {str(path)!r} is {content[1]}")
-        if format_of(path) in _ARROW:
+        if format_of(path) in _ARROW_FORMATS:
             table, features = _open_arrow(path, columns)
-        elif format_of(path) in EXCEL:
+        elif format_of(path) in EXCEL_SUFFIXES:
             table = _open_workbook(path, columns)
         elif format_of(path) in (".csv", ".tsv"):
             table = _open_csv(path, columns)
         elif format_of(path) == WEBDATASET:
-            table = _open_shard(path, columns)
+            table = _open_webdataset(path, columns)
         else:
             table = open_json(path, columns)
         for name in columns.table_names:
@@ -89,11 +99,11 @@ def open_table(path: Path, columns: Columns) -> Table:
         if table.column_names:  # else it is empty, which is reported when its rows are counted
             require_columns(columns, table.column_names, repr(path.name))
         # What the file itself says of its classes comes before what a card beside it says.
-        names = class_names(columns, {**_features_beside(path), **features})
+        names = class_names(columns, {**_features_from_card(path), **features})
 
     def read_chosen_columns() -> Records:
-        """Yield the position of each row with its wanted columns, or with what is broken in it."""
-        with _readable(path):
+        """Yield each row with its position and only its wanted columns, or what is wrong with it."""
+        with _user_errors_for(path):
             for position, record in table.read_records():
                 if isinstance(record, dict):
                     record = pick_columns(record, columns, names)
@@ -103,7 +113,7 @@ def open_table(path: Path, columns: Columns) -> Table:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _user_errors_for(path: Path) -> Iterator[None]:
     """Turn the errors of reading a file in the `with` block into a `UserError` that names it."""
     try:
         yield
@@ -116,14 +126,15 @@ def _readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _features_beside(path: Path) -> Mapping[str, Any]:
-    """Return the types of a table's columns as the card of its data set states them.
+def _features_from_card(path: Path) -> Mapping[str, Any]:
+    """Return the types of a table's columns, the `Features` in the card of its data set.
 
-    The card (`README.md`) or `dataset_infos.json` stands beside the table or in the folder above. It
-    has the names of classes, which the table has as numbers. Returns {} where there is none.
+    They have the names of classes, which the table has as numbers. The card (`README.md`) or
+    `dataset_infos.json` stands beside the table or in the folder above. Returns {} where there is
+    none.
     """
     for folder in (path.parent, path.parent.parent):
-        with suppress(Exception):  # the folder may have a README of any kind
+        with suppress(Exception):  # a README may have any content
             has_infos = (folder / "dataset_infos.json").is_file()
             # Most cards name no classes, and `datasets` takes a second to import.
             if has_infos or "class_label" in (folder / "README.md").read_text(encoding="utf-8"):
@@ -136,16 +147,16 @@ def _features_beside(path: Path) -> Mapping[str, Any]:
 
 def row_count(path: Path) -> int:
     """Return how many rows a Parquet file has, by its metadata."""
-    with _readable(path):
+    with _user_errors_for(path):
         return int(pq.read_metadata(path).num_rows)
 
 
 def _open_dataset(path: Path) -> Any:
-    """Open an Arrow file, or the folder of `save_to_disk` that `path` stands in, as a `Dataset`."""
+    """Return an Arrow file, or the folder of `save_to_disk` that `path` stands in, as a `Dataset`."""
     from datasets import Dataset, load_from_disk
 
     try:
-        if format_of(path) == SAVED:
+        if format_of(path) == SAVED_DATASET:
             return load_from_disk(str(path.parent))
         return Dataset.from_file(str(path))
     except (ValueError, KeyError, TypeError) as error:
@@ -155,7 +166,7 @@ def _open_dataset(path: Path) -> Any:
 
 
 def _open_arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
-    """Open a table of Parquet or Arrow; return it with the features that `datasets` wrote into it.
+    """Open a table of Parquet or Arrow; return it with the `Features` that `datasets` wrote into it.
 
     Features are the types of the columns by their names, {} where the file has none.
     """
@@ -166,27 +177,27 @@ def _open_arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]
         from datasets import Features
 
         features = Features.from_arrow_schema(schema)
-    names = columns.to_read(schema.names)
+    names = columns.needed_from(schema.names)
 
-    def batches() -> Iterator[Any]:
+    def read_batches() -> Iterator[Any]:
         """Yield the needed columns a batch of rows at a time, so that a large table fits."""
-        if format_of(path) != ".parquet":
-            yield from (
-                _open_dataset(path).select_columns(names).with_format("arrow").iter(_BATCH_ROWS)
-            )
-            return
-        with pq.ParquetFile(path, pre_buffer=False) as file:
-            yield from file.iter_batches(_BATCH_ROWS, columns=names)
+        if is_parquet:
+            with pq.ParquetFile(path, pre_buffer=False) as file:
+                yield from file.iter_batches(_BATCH_ROWS, columns=names)
+        else:
+            dataset = _open_dataset(path).select_columns(names).with_format("arrow")
+            yield from dataset.iter(_BATCH_ROWS)
 
-    def records() -> Records:
-        """Begin to read the rows, numbered from 1."""
-        return ((f"row {number}", record) for number, record in enumerate(_rows_of(batches()), 1))
+    def read_records() -> Records:
+        """Yield the rows with their positions, from `row 1` on."""
+        for number, record in enumerate(_rows_of_batches(read_batches()), 1):
+            yield f"row {number}", record
 
-    return Table(schema.names, format_note="", read_records=records), features
+    return Table(schema.names, format_guess="", read_records=read_records), features
 
 
-def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRecord]:
-    """Yield the rows of Arrow batches, and a bad record for each row with a value it cannot convert.
+def _rows_of_batches(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRecord]:
+    """Yield the rows of Arrow batches as dicts, and a bad record for one that cannot be converted.
 
     A batch that cannot be converted as a whole is cut into its rows, to find the faulty ones.
     """
@@ -196,21 +207,26 @@ def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRecord]:
             rows = batch.to_pylist()
         except (UnicodeDecodeError, pa.ArrowException, ValueError, OverflowError) as error:
             if batch.num_rows > 1:
-                rows = _rows_of(batch.slice(index, length=1) for index in range(batch.num_rows))
+                single_rows = (batch.slice(index, length=1) for index in range(batch.num_rows))
+                rows = _rows_of_batches(single_rows)
             else:
-                wrong = f"a value cannot be read ({in_one_line(error):.200})"
-                rows = [BadRecord(kind="field_type", wrong=wrong, remedy="write it anew in")]
+                bad_record = BadRecord(
+                    reason="field_type",
+                    wrong=f"a value cannot be read ({in_one_line(error):.200})",
+                    remedy=f"write it anew in {ORIGIN}",
+                )
+                rows = [bad_record]
         yield from rows
 
 
 def _open_csv(path: Path, columns: Columns) -> Table:
-    """Open a table of CSV, and guess its encoding and its delimiter.
+    """Open a table of CSV, whose encoding and delimiter are guessed.
 
     Excel chooses both by the language it runs in. The whole file is read for its encoding, since
-    its last letter may be the first that is not UTF-8. The delimiter is the one that finds most of
-    the wanted columns in the header.
+    its last letter may be the first that is not UTF-8. The delimiter is the one with which the
+    header has most of the wanted columns.
     """
-    encoding = _encoding(path)
+    encoding = _guess_encoding(path)
     stated_delimiter = ""
     with path.open(encoding=encoding, newline="") as file:
         header_line = file.readline()
@@ -218,25 +234,28 @@ def _open_csv(path: Path, columns: Columns) -> Table:
         if header_line.lower().startswith("sep=") and header_line[4:5] in _DELIMITERS:
             stated_delimiter = header_line[4:5]
             header_line = file.readline()
-        start = header_line + "".join(islice(file, HEAD_RECORDS))
-    usual = "\t" if path.suffix.lower() == ".tsv" else ","
-    delimiters = [stated_delimiter] if stated_delimiter else [usual, *_DELIMITERS]
-    header_by_delimiter = {delimiter: _header(start, delimiter) for delimiter in delimiters}
+        # More than one line, since a cell in quotes may have line breaks.
+        first_lines = header_line + "".join(islice(file, HEAD_RECORDS))
+    usual_delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    delimiters = [stated_delimiter] if stated_delimiter else [usual_delimiter, *_DELIMITERS]
+    header_by_delimiter = {
+        delimiter: _parse_header(first_lines, delimiter) for delimiter in delimiters
+    }
 
     def column_counts(delimiter: str) -> tuple[int, int]:
         """Return how many columns are wanted, and how many there are, if this is the delimiter."""
         header = header_by_delimiter[delimiter]
-        return len(columns.to_read(header)), len(header)
+        return len(columns.needed_from(header)), len(header)
 
     delimiter = max(header_by_delimiter, key=column_counts)  # the first of equally good ones
     guesses = []
-    if delimiter != usual:
+    if delimiter != usual_delimiter:
         guesses.append(f"with {_DELIMITERS[delimiter]} between the cells")
     if encoding == "cp1252":
         guesses.append("in the encoding of Windows (cp1252)")
     elif encoding == "utf-16":
         guesses.append("in UTF-16")
-    format_note = f"{path.name}, {' '.join(guesses)}" if guesses else ""
+    format_guess = f"{path.name}, {' '.join(guesses)}" if guesses else ""
     read_rows = partial(
         _csv_rows,
         path,
@@ -245,22 +264,22 @@ def _open_csv(path: Path, columns: Columns) -> Table:
         has_delimiter_line=bool(stated_delimiter),
         columns=columns,
     )
-    return Table(header_by_delimiter[delimiter], format_note=format_note, read_records=read_rows)
+    return Table(header_by_delimiter[delimiter], format_guess=format_guess, read_records=read_rows)
 
 
-def _header(start: str, delimiter: str) -> list[str]:
+def _parse_header(first_lines: str, delimiter: str) -> list[str]:
     """Return the names of the columns in a CSV file if `delimiter` separates its cells.
 
-    `start` are the first lines of the file. Returns [] where they cannot be read so.
+    `first_lines` begin with the header. Returns [] where they cannot be read with this delimiter.
     """
     with suppress(csv.Error):  # a quote that only another sign closes
-        rows = _reader(io.StringIO(start, newline=""), delimiter)
+        rows = _csv_reader(io.StringIO(first_lines, newline=""), delimiter)
         return [name.strip() for name in next(rows, [])]
     return []
 
 
-def _encoding(path: Path) -> str:
-    """Guess the encoding of a text file, and return its name.
+def _guess_encoding(path: Path) -> str:
+    """Return the name of a text file's encoding, as far as its bytes say it.
 
     It is UTF-16 if a byte order mark says so, UTF-8 if the whole file can be decoded as such, and
     else cp1252 of Windows.
@@ -286,19 +305,19 @@ def _encoding(path: Path) -> str:
 def _csv_rows(
     path: Path, encoding: str, delimiter: str, has_delimiter_line: bool, columns: Columns
 ) -> Records:
-    """Yield the rows of a CSV file, each with its position such as `line 14`.
+    """Yield the rows of a CSV file with their positions, such as `line 14`.
 
-    With `has_delimiter_line` a line before the header names the delimiter (`sep=;`), as Excel
-    writes it.
+    Only the needed `columns` are in a row. With `has_delimiter_line` a line before the header names
+    the delimiter (`sep=;`), as Excel writes it.
     """
     with path.open(encoding=encoding, newline="") as file:
         skipped_lines = 0
         if has_delimiter_line:
             file.readline()
             skipped_lines = 1  # the reader below does not count it
-        rows = _reader(file, delimiter)
+        rows = _csv_reader(file, delimiter)
         header = [name.strip() for name in next(rows, [])]
-        indices = {name: header.index(name) for name in columns.to_read(header)}
+        indices = {name: header.index(name) for name in columns.needed_from(header)}
         lines_read = rows.line_num + skipped_lines
         for row in rows:
             # A row begins behind the last line that was read; a cell in quotes may have several.
@@ -307,21 +326,19 @@ def _csv_rows(
             if not any(row):
                 continue  # an empty line
             if len(row) != len(header):
-                wrong = f"the line has {len(row)} cells and the header {len(header)}"
-                sign = {",": "comma", ";": "semicolon"}.get(delimiter, "tab")
-                remedy = f"quote cells that have a {sign} or a line break in"
-                bad_row = BadRecord(
-                    kind="not_a_row",
-                    wrong=wrong,
-                    remedy=remedy,
+                delimiter_name = {",": "comma", ";": "semicolon"}.get(delimiter, "tab")
+                bad_record = BadRecord(
+                    reason="not_a_row",
+                    wrong=f"the line has {len(row)} cells and the header {len(header)}",
+                    remedy=f"quote cells that have a {delimiter_name} or a line break in {ORIGIN}",
                     original=delimiter.join(row).encode("utf-8", "replace"),
                 )
-                yield position, bad_row
+                yield position, bad_record
                 continue
             yield position, {name: row[index] for name, index in indices.items()}
 
 
-def _reader(file: TextIO, delimiter: str) -> Any:
+def _csv_reader(file: TextIO, delimiter: str) -> Any:
     """Return the reader of `csv` for a file, with room for a picture in a cell."""
     csv.field_size_limit(min(_LONGEST_CELL, sys.maxsize))
     return csv.reader(file, delimiter=delimiter, strict=True)
@@ -352,14 +369,14 @@ def _open_workbook(path: Path, columns: Columns) -> Table:
         if header
     ]
     if not filled_sheets:
-        return Table([], format_note="", read_records=lambda: iter(()))
+        return Table([], format_guess="", read_records=lambda: iter(()))
     # The first of several sheets that have equally many of the wanted columns.
-    chosen = max(filled_sheets, key=lambda sheet: len(columns.to_read(sheet.column_names)))
-    format_note = ""
+    chosen = max(filled_sheets, key=lambda sheet: len(columns.needed_from(sheet.column_names)))
+    format_guess = ""
     if len(filled_sheets) > 1:
-        format_note = f"{path.name}, the sheet {chosen.worksheet.title!r} of {len(filled_sheets)}"
+        format_guess = f"{path.name}, the sheet {chosen.worksheet.title!r} of {len(filled_sheets)}"
     read_rows = partial(_sheet_rows, chosen.worksheet, chosen.column_names)
-    return Table(chosen.column_names, format_note=format_note, read_records=read_rows)
+    return Table(chosen.column_names, format_guess=format_guess, read_records=read_rows)
 
 
 class _Sheet(NamedTuple):
@@ -371,45 +388,50 @@ class _Sheet(NamedTuple):
 
 def _first_row(sheet: ReadOnlyWorksheet) -> list[Any]:
     """Return the cells of the first row of a sheet that is not empty; [] where there is none."""
-    for _, cells in _cells(sheet):
+    for _, cells in _filled_rows(sheet):
         return cells
     return []
 
 
-def _cells(sheet: ReadOnlyWorksheet) -> Iterator[tuple[int, list[Any]]]:
+def _filled_rows(sheet: ReadOnlyWorksheet) -> Iterator[tuple[int, list[Any]]]:
     """Yield the rows of a sheet that are not empty, each with its number, from 1."""
     sheet.reset_dimensions()  # some programs write wrong ones
     for number, row in enumerate(sheet.iter_rows(), 1):
-        values = [_cell(cell) for cell in row]
+        values = [_cell_value(cell) for cell in row]
         while values and values[-1] in (None, ""):
             values.pop()
         if values:
             yield number, values
 
 
-def _cell(cell: ReadOnlyCell) -> Any:
-    """Return the value as Excel shows it: `50%` for 0.5 in per cent, 15 digits of a number."""
+def _cell_value(cell: ReadOnlyCell) -> Any:
+    """Return the value of a cell as Excel shows it: `50%` for 0.5 in per cent, 15 digits at most."""
     value = cell.value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value.strip() if isinstance(value, str) else value
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, bool) or not isinstance(value, int | float):  # a date, or no value
+        return value
     if "%" in (cell.number_format or ""):
         return f"{value * 100:.15g}%"
     return float(f"{value:.15g}") if isinstance(value, float) else value
 
 
 def _sheet_rows(sheet: ReadOnlyWorksheet, names: list[str]) -> Records:
-    """Yield the rows of a sheet below its header; cells that a row lacks are None."""
-    rows = _cells(sheet)
-    next(rows)
+    """Yield the rows of a sheet below its header with their positions, such as `row 14`.
+
+    `names` are the names of the columns. Cells that a row lacks are None.
+    """
+    rows = _filled_rows(sheet)
+    next(rows)  # the header
     for number, values in rows:
-        absent = [None] * (len(names) - len(values))
-        yield f"row {number}", dict(zip(names, [*values, *absent], strict=False))
+        missing_values = [None] * (len(names) - len(values))
+        yield f"row {number}", dict(zip(names, [*values, *missing_values], strict=False))
 
 
-def _open_shard(path: Path, columns: Columns) -> Table:
+def _open_webdataset(path: Path, columns: Columns) -> Table:
     """Open a tar of webdataset, whose columns are those of its first rows."""
-    begin = partial(samples, path)
-    names: dict[str, None] = {}
-    for _, record in islice(begin(), HEAD_RECORDS):
-        names |= dict.fromkeys(record if isinstance(record, dict) else ())
-    return Table(list(names), format_note="", read_records=begin)
+    names: dict[str, None] = {}  # a dict keeps their order
+    for _, record in islice(read_shard(path), HEAD_RECORDS):
+        if isinstance(record, dict):
+            names |= dict.fromkeys(record)
+    return Table(list(names), format_guess="", read_records=partial(read_shard, path))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.conversion.columns import Columns, class_names, pick_columns, require_columns
-from adora_vl.conversion.pictures import FileRoot
+from adora_vl.conversion.pictures import ImageSource
 from adora_vl.conversion.records import Records
-from adora_vl.conversion.tables import SPLIT_OF, Opened, TablePart, open_local
+from adora_vl.conversion.tables import SPLIT_BY_NAME, OpenedDataset, SplitTable, open_local
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hub import why_no_hub
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def open_hub(
     name: str, columns: Columns, revision: str | None, subset: str | None, splits: Mapping[str, str]
-) -> Opened:
+) -> OpenedDataset:
     """Open a data set of the hub as a stream, so that only the rows that are read are downloaded.
 
     Args:
@@ -47,29 +47,33 @@ def open_hub(
         commit = commit_of(name, revision)
         loaded = load_dataset(name, subset, revision=commit, streaming=True)
         chosen = _chosen_splits(name, list(loaded), splits)
-        parts = {}
+        tables = {}
         row_counts = {}
-        files = FileRoot(stored=f"hf://datasets/{name}@{commit}/", fetch=_fetch)
-        for ours, theirs in chosen.items():  # our name of the split, and the name in the data set
-            stream = loaded[theirs].decode(False)  # pictures stay encoded
+        image_source = ImageSource(
+            hub_prefix=f"hf://datasets/{name}@{commit}/", download=_download_file
+        )
+        for our_split, hub_split in chosen.items():  # the split's name here, and on the hub
+            stream = loaded[hub_split].decode(False)  # pictures stay encoded
             if stream.column_names is None:  # only the first rows say which columns there are
                 stream = stream._resolve_features()
-            require_columns(columns, stream.column_names, f"split {theirs!r} of {name!r}")
-            selected = stream.select_columns(columns.to_read(stream.column_names))
-            location = f"split {theirs} of {name}"
-            begin = partial(_records, selected, columns, location)
-            parts[ours] = [TablePart(location, begin, files)]
-            split_info = (loaded[theirs].info.splits or {}).get(theirs)
+            require_columns(columns, stream.column_names, f"split {hub_split!r} of {name!r}")
+            selected = stream.select_columns(columns.needed_from(stream.column_names))
+            location = f"split {hub_split} of {name}"
+            read_records = partial(_read_stream, selected, columns, location)
+            tables[our_split] = [SplitTable(location, read_records, image_source)]
+            split_info = (loaded[hub_split].info.splits or {}).get(hub_split)
             if split_info is not None and split_info.num_examples:
-                row_counts[ours] = int(split_info.num_examples)
+                row_counts[our_split] = int(split_info.num_examples)
     except UserError:
         raise
     except Exception as error:  # errors of the hub's library, of the network, of the file system
-        raise _unreachable(name, revision, no_hub_reason or in_one_line(error)) from error
-    return Opened(kind="hub", parts=parts, revision=commit, row_counts=row_counts)
+        raise _unreachable_error(name, revision, no_hub_reason or in_one_line(error)) from error
+    return OpenedDataset(
+        format="hub", tables_by_split=tables, revision=commit, row_counts=row_counts
+    )
 
 
-def download_parquet(name: str, columns: Columns, revision: str | None) -> Opened:
+def download_parquet(name: str, columns: Columns, revision: str | None) -> OpenedDataset:
     """Download all Parquet files of a data set into the cache of `huggingface_hub`.
 
     Without a network the files in the cache are used.
@@ -89,7 +93,7 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
         )
         folder = Path(snapshot)
     except Exception as error:  # errors of the hub's library, of the network, of the file system
-        raise _unreachable(name, revision, no_hub_reason or in_one_line(error)) from error
+        raise _unreachable_error(name, revision, no_hub_reason or in_one_line(error)) from error
     if next(folder.rglob("*.parquet"), None) is None:
         raise UserError(
             f"input: {name!r} has no Parquet file on the hub; give another id, or a downloaded copy"
@@ -97,20 +101,22 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
     # In the cache CACHED/snapshots/COMMIT/x.parquet is a link to CACHED/blobs/HASH. So links may lead
     # into CACHED, and the name of the folder is the commit.
     opened = open_local(folder, columns, root=folder.parents[1].resolve())
-    return replace(opened, kind="hub", revision=folder.name)
+    return replace(opened, format="hub", revision=folder.name)
 
 
-def _unreachable(name: str, revision: str | None, reason: str) -> UserError:
-    """Make the error for a data set that cannot be loaded."""
-    at = f" at revision {revision!r}" if revision else ""
-    remedy = "check the id and the network, or give a downloaded copy"
-    return UserError(f"input: {name!r}{at} cannot be loaded from the hub ({reason:.300}); {remedy}")
+def _unreachable_error(name: str, revision: str | None, reason: str) -> UserError:
+    """Return the error for a data set of the hub that cannot be loaded; `reason` says why."""
+    at_revision = f" at revision {revision!r}" if revision else ""
+    return UserError(
+        f"input: {name!r}{at_revision} cannot be loaded from the hub ({reason:.300}); check the id "
+        "and the network, or give a downloaded copy"
+    )
 
 
 def commit_of(name: str, revision: str | None) -> str:
-    """Return the commit that a branch, a tag or a commit stands for; the newest for None.
+    """Return the commit of a data set that a branch, a tag or a commit means; the newest for None.
 
-    Raises what the library of the hub raises.
+    `name` is the id of the data set. Raises what the library of the hub raises.
     """
     from huggingface_hub import HfApi
 
@@ -118,52 +124,61 @@ def commit_of(name: str, revision: str | None) -> str:
     return str(HfApi().dataset_info(name, revision=revision).sha)
 
 
-def _chosen_splits(name: str, present: list[str], splits: Mapping[str, str]) -> dict[str, str]:
-    """Return which splits of the data set `name` are read: its names for them, by our names.
+def _chosen_splits(name: str, hub_splits: list[str], splits: Mapping[str, str]) -> dict[str, str]:
+    """Return which splits of a data set are read: their names on the hub, by our names.
 
-    `present` has all splits of the data set. `splits` has those that the user has named, by our
-    names; if it is empty, those with a usual name are read. For example, a data set with `train`,
-    `dev` and `extra` gives {"train": "train", "validation": "dev"}.
+    For example, a data set with `train`, `dev` and `extra` gives {"train": "train", "validation":
+    "dev"} without a choice of the user.
 
-    Raises `UserError` for a split that the data set lacks, or where none has a usual name.
+    Args:
+        name: the id of the data set.
+        hub_splits: all its splits.
+        splits: those that the user has chosen, in the form of the result. If it is empty, the splits
+            with a usual name are read.
+
+    Raises:
+        UserError: the data set lacks a chosen split, or none of its splits has a usual name.
     """
     if not splits:
-        by_name = {SPLIT_OF[split]: split for split in present if split in SPLIT_OF}
-        if by_name:
-            return by_name
-        has = f"{name!r} has {', '.join(present)}"
+        usual_splits = {}
+        for hub_split in hub_splits:
+            if hub_split in SPLIT_BY_NAME:
+                usual_splits[SPLIT_BY_NAME[hub_split]] = hub_split
+        if usual_splits:
+            return usual_splits
         raise UserError(
-            f"splits: {has}, none of which is train or test; write --splits train={present[0]}"
+            f"splits: {name!r} has {', '.join(hub_splits)}, none of which is train or test; write "
+            f"--splits train={hub_splits[0]}"
         )
-    for theirs in splits.values():
-        if theirs not in present:
-            close = did_you_mean(theirs, present)
+    for hub_split in splits.values():
+        if hub_split not in hub_splits:
             raise UserError(
-                f"splits: {name!r} has no split {theirs!r}{close}; it has {', '.join(present)}"
+                f"splits: {name!r} has no split {hub_split!r}{did_you_mean(hub_split, hub_splits)}; "
+                f"it has {', '.join(hub_splits)}"
             )
     return dict(splits)
 
 
-def _records(stream: IterableDataset, columns: Columns, location: str) -> Records:
-    """Yield the records of a stream, each with its position.
+def _read_stream(stream: IterableDataset, columns: Columns, location: str) -> Records:
+    """Yield the records of a stream from the hub, each with its position, such as `row 14`.
 
-    Raises `UserError` where the stream breaks off.
+    `location` names the stream in messages. Raises `UserError` where the stream breaks off.
     """
     try:
         names = class_names(columns, stream.features or {})
         for number, record in enumerate(stream, 1):
             yield f"row {number}", pick_columns(record, columns, names)
-    except Exception as error:
-        why = in_one_line(error)
+    except Exception as error:  # errors of the hub's library, of the network, of the file system
         raise UserError(
-            f"input: {location} broke off ({why:.300}); start again, what was loaded is kept"
+            f"input: {location} broke off ({in_one_line(error):.300}); start again, what was "
+            "loaded is kept"
         ) from error
 
 
-def _fetch(path: str) -> bytes:
-    """Download a file of the data set's own repository.
+def _download_file(path: str) -> bytes:
+    """Return the bytes of a file on the hub, whose path begins with `hf://datasets/`.
 
-    The caller has checked that the path leads to no other place.
+    The caller has checked that the file is in the repository of the data set that is read.
     """
     from huggingface_hub import HfFileSystem
 

@@ -8,21 +8,22 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from adora_vl.conversion.columns import Columns
+from adora_vl.conversion.problem import ORIGIN
 from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, Records, Table
 from adora_vl.utils.cli import GivenTwiceError, read_json, refuse_repeated_keys
 from adora_vl.utils.errors import UserError, in_one_line
 
 _PIECE_CHARACTERS = 2**16  # of a list, read at once
-_KEEP_ONE = "keep the right value in"  # the remedy for a key that an object has twice
+_KEEP_ONE = f"keep the right value in {ORIGIN}"  # the remedy for a key that an object has twice
 
 
 def open_json(path: Path, columns: Columns) -> Table:
-    """Open a table of JSON.
+    """Open a table of JSON, and learn its columns from its first records.
 
-    The ending of its name and its first sign say how the file is read:
+    The suffix of its name and its first sign say how the file is read:
 
         .jsonl, .json with any other first sign     one object a line
         .json that begins with `[`                  one list of objects
@@ -46,17 +47,20 @@ def open_json(path: Path, columns: Columns) -> Table:
     for _, record in islice(read_records(), HEAD_RECORDS):
         if isinstance(record, dict):
             column_names |= dict.fromkeys(record)
-    return Table(list(column_names), format_note="", read_records=read_records)
+    return Table(list(column_names), format_guess="", read_records=read_records)
 
 
 def _records_by_line(path: Path) -> Records:
-    """Yield the objects of a file that has one on each line, and an error for any other line."""
+    """Yield the records of a file that has an object on each line, and a bad one for other lines.
+
+    Each comes with its position, such as `line 14`.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if not line.strip():
                 continue
-            remedy = "write one object a line in"
+            remedy = f"write one object a line in {ORIGIN}"
             try:
                 record = _object_or_fault(read_json(line.decode("utf-8")), remedy)
             except GivenTwiceError as error:
@@ -87,9 +91,9 @@ def _has_object_per_line(file: BinaryIO) -> bool:
 def _records_of_list(path: Path) -> Records:
     """Yield the objects of a file with one JSON list, without the whole list in memory.
 
-    The file is read piece by piece. An item that is not complete in the text so far is decoded
-    again from its beginning once more text is there. Each time the next piece is twice as long, so
-    that a long item is decoded only a few times.
+    Each comes with its position, such as `item 14`. The file is read piece by piece. An item that
+    is not complete in the text so far is decoded again from its beginning once more text is there.
+    Each time the next piece is twice as long, so that a long item is decoded only a few times.
 
     Raises `UserError` where the file is not one list.
     """
@@ -106,39 +110,61 @@ def _records_of_list(path: Path) -> Records:
                 text = text[1:]
                 break
             try:
-                item, item_end = decoder.raw_decode(text)
-                rest = text[item_end:].lstrip()
-                sign = rest[:1]
-                # An item counts only once the `,` or `]` behind it is read: a number at the end
-                # of a piece may go on in the next piece.
-                if (sign or is_end_of_file) and sign not in (",", "]"):
-                    raise json.JSONDecodeError("Expecting ',' delimiter", text, item_end)
+                item = _first_item(text, decoder, is_end_of_file=is_end_of_file)
             except (ValueError, RecursionError) as error:
-                if is_end_of_file or isinstance(error, RecursionError):
-                    reason = f"item {number}: {getattr(error, 'msg', error)}"
-                    raise UserError(
-                        f"input: {str(path)!r} is not JSON ({reason:.200}); mend it"
-                    ) from error
-                sign = ""
-            if sign:
-                yield f"item {number}", _object_or_fault(item, "make it an object in")
-                number += 1
-                piece_size = _PIECE_CHARACTERS
-                is_list_closed = sign == "]"
-                text = rest[1:].lstrip()
-            else:  # the item may go on behind the text that was read so far
+                reason = f"item {number}: {getattr(error, 'msg', error)}"
+                raise UserError(
+                    f"input: {str(path)!r} is not JSON ({reason:.200}); mend it"
+                ) from error
+            if item is None:  # it may go on behind the text that was read so far
                 piece = file.read(piece_size)
                 piece_size *= 2
                 text = (text + piece).lstrip()
                 is_end_of_file = not piece
+                continue
+            yield f"item {number}", _object_or_fault(item.value, f"make it an object in {ORIGIN}")
+            number += 1
+            piece_size = _PIECE_CHARACTERS
+            is_list_closed = item.is_last
+            text = item.text_behind
         if (text + file.read()).strip():
             raise UserError(
                 f"input: {str(path)!r} is not JSON (more stands behind its list); mend it"
             )
 
 
+class _ListItem(NamedTuple):
+    """An item of a JSON list, and what follows it."""
+
+    value: Any
+    is_last: bool  # a `]` follows it, and not a comma
+    text_behind: str  # without that sign
+
+
+def _first_item(text: str, decoder: json.JSONDecoder, *, is_end_of_file: bool) -> _ListItem | None:
+    """Return the item of a JSON list that a text begins with.
+
+    Returns None where it may not be complete yet, unless the text goes to the end of the file.
+
+    Raises `ValueError` at the end of the file for an item that is not JSON.
+    """
+    try:
+        value, item_end = decoder.raw_decode(text)
+        text_behind = text[item_end:].lstrip()
+        sign = text_behind[:1]
+        # An item counts only once the `,` or `]` behind it is read: a number at the end of a piece
+        # may go on in the next piece.
+        if sign not in (",", "]"):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, item_end)
+    except ValueError:
+        if is_end_of_file:
+            raise
+        return None
+    return _ListItem(value, is_last=sign == "]", text_behind=text_behind[1:].lstrip())
+
+
 def _object_or_fault(item: object, remedy: str) -> dict[str, Any] | BadRecord:
-    """Return an object of JSON as it is, and a bad record for anything else."""
+    """Return an object of JSON as it is, and a bad record with this remedy for anything else."""
     if isinstance(item, dict | BadRecord):
         return item
     return BadRecord("not_json", f"it is {item!r:.60}", remedy)
@@ -161,9 +187,10 @@ def _records_in_object(path: Path, columns: Columns) -> Records:
         raise UserError(
             f"input: {str(path)!r} is not JSON ({in_one_line(error):.200}); mend it"
         ) from error
+    # Pairs of a row's number or key, which messages name, and the row.
     items: Iterable[tuple[object, Any]] = [(1, content)]
     list_name = ""
-    if isinstance(content, dict) and not columns.to_read(content):
+    if isinstance(content, dict) and not columns.needed_from(content):
         keys_of_lists = [name for name, value in content.items() if _is_list_of_objects(value)]
         if len(keys_of_lists) == 1:
             items = enumerate(content[keys_of_lists[0]], 1)
@@ -177,7 +204,10 @@ def _records_in_object(path: Path, columns: Columns) -> Records:
                 "rows; write its rows as a list, [{...}, {...}], or one object a line"
             )
     for position, item in items:
-        yield f"item {position}{list_name}", _object_or_fault(item, "make it an object in")
+        yield (
+            f"item {position}{list_name}",
+            _object_or_fault(item, f"make it an object in {ORIGIN}"),
+        )
 
 
 def _is_list_of_objects(value: object) -> bool:
@@ -190,7 +220,7 @@ def _is_list_of_objects(value: object) -> bool:
 
 
 def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
-    """Build an object of JSON from its pairs of key and value, for `json.JSONDecoder`.
+    """Return the object of JSON with these pairs of key and value, as `object_pairs_hook`.
 
     Returns a bad record where the object, or one inside it, has a key twice.
     """

@@ -24,14 +24,14 @@ from adora_vl.data.images import diagram_hash
 
 # Two spellings of one question may differ in spaces and punctuation. The signs of arithmetic are
 # not among these, since 2+3 is not 2-3.
-_NO_SIGNS = re.compile(r"[^\w\\+\-*/^=<>]+")
+_PUNCTUATION = re.compile(r"[^\w\\+\-*/^=<>]+")
 _GRID = 16  # patches in a row and in a column of a picture
-_INK = 245  # a grey level below it is drawing, one above it is paper
+_DARKEST_PAPER = 245  # a grey level below it is drawing, one above it is paper
 _LEAST_CONTRAST = 8  # of two patches in grey levels; recompression causes smaller differences
-# Two hashes of 256 bits are near if they differ in at most so many bits. The six real diagrams that
-# were at hand, scaled by 0.5 to 2, as JPEG 50 and in 16 colours, moved by about 30 at most; two
+# Two hashes of 256 bits are similar if they differ in at most so many bits. The six real diagrams
+# that were at hand, scaled by 0.5 to 2, as JPEG 50 and in 16 colours, moved by about 30 at most; two
 # different ones of them are at least 63 apart.
-_NEAR_BITS = 32
+_MAX_DIFFERING_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Fingerprint:
     """The hashes of a row, which are all that is remembered of it."""
 
     # In these two the question is in lower case and without punctuation.
-    exact: bytes  # of the question and the pixels of all pictures
+    question_and_pixels: bytes  # of the question and the pixels of all pictures
     question_and_gold: bytes  # of the question and the reference answer
-    near: tuple[int, ...]  # for each picture a hash of 256 bits; a scaled copy has nearly the same
-    question: (
-        bytes  # of all that a model is given: the text to the letter, its options, its pictures
-    )
+    # For each picture a hash of 256 bits, of which a scaled copy has nearly all.
+    perceptual_hashes: tuple[int, ...]
+    # Of all that a model is given: the text as it is written, its options, and its pictures.
+    prompt: bytes
     pictures: tuple[bytes, ...] = ()  # for each picture a hash of its pixels
 
 
@@ -54,23 +54,29 @@ def fingerprint(
     images: list[Image.Image],
     choices: Sequence[str] | None = None,
     *,
-    near: bool = True,
+    with_perceptual_hashes: bool = True,
 ) -> Fingerprint:
-    """Hash a cleaned row, so that later rows can be compared with it without its pictures.
+    """Return the hashes of a cleaned row, with which later rows are compared.
 
-    `answer` is the reference answer in its canonical form, and `choices` are the options to choose
-    from. `near` says whether to compute the hashes that find scaled pictures. They take time, and
-    data of a single split does not need them.
+    Args:
+        problem: the text of the problem.
+        answer: the reference answer in the grader's canonical form.
+        images: the pictures.
+        choices: the options of a multiple-choice problem.
+        with_perceptual_hashes: whether to compute the hashes that find scaled pictures. They take
+            time, and data of a single split does not need them.
     """
     question = without_punctuation(problem)
     pixel_hashes = [diagram_hash(image) for image in images]
     pixels = "".join(pixel_hashes)
-    text_to_the_letter = " ".join(problem.split())  # but for the kinds of white space
+    prompt_text = " ".join(problem.split())  # only white space is made equal
     return Fingerprint(
-        exact=_joint_hash(question, pixels),
+        question_and_pixels=_joint_hash(question, pixels),
         question_and_gold=_joint_hash(question, answer),
-        near=tuple(difference_hash(image) for image in images) if near else (),
-        question=_joint_hash(text_to_the_letter, pixels, *(choices or ())),
+        perceptual_hashes=tuple(difference_hash(image) for image in images)
+        if with_perceptual_hashes
+        else (),
+        prompt=_joint_hash(prompt_text, pixels, *(choices or ())),
         pictures=tuple(bytes.fromhex(pixel_hash)[:16] for pixel_hash in pixel_hashes),
     )
 
@@ -82,17 +88,17 @@ def _joint_hash(*texts: str) -> bytes:
 
 def without_punctuation(problem: str) -> str:
     """Return a question in lower case and without punctuation: `find ab` for `Find AB?`."""
-    return _NO_SIGNS.sub(" ", problem.casefold()).strip()
+    return _PUNCTUATION.sub(" ", problem.casefold()).strip()
 
 
 def difference_hash(image: Image.Image) -> int:
-    """Return a hash of 256 bits that a scaled or recompressed copy of a diagram nearly shares.
+    """Return a hash of 256 bits of which a scaled or recompressed copy of a diagram has nearly all.
 
     The drawing without its margin becomes 17 x 16 patches of grey. A bit says whether a patch is
     clearly lighter than its right neighbour.
     """
     grey = image.convert("L")
-    drawing = grey.point(lambda level: 255 if level < _INK else 0).getbbox()
+    drawing = grey.point(lambda level: 255 if level < _DARKEST_PAPER else 0).getbbox()
     patches = grey.crop(drawing).resize((_GRID + 1, _GRID), Image.Resampling.BOX)
     levels = np.asarray(patches, dtype=np.int16)  # signed, for differences below 0
     is_lighter = levels[:, :-1] - levels[:, 1:] > _LEAST_CONTRAST
@@ -104,51 +110,55 @@ class _HeldOutRow(NamedTuple):
 
     split: str
     row_id: str
-    near: tuple[int, ...]  # as in its `Fingerprint`
+    perceptual_hashes: tuple[int, ...]  # as in its `Fingerprint`
 
 
 class LeakMatch(NamedTuple):
     """A held-out row that another split has too."""
 
     row_id: str
-    comparison: str  # what found it: `exact` or `near`
+    comparison: str  # `exact` for equal pixels, `near` for similar ones and an equal answer
 
 
 class LeakIndex:
     """The hashes of the held-out rows so far, which take about 400 bytes of memory a row."""
 
     def __init__(self) -> None:
-        # The first row with each `Fingerprint.exact`.
-        self._first_by_exact: dict[bytes, _HeldOutRow] = {}
+        # The first row with each `Fingerprint.question_and_pixels`.
+        self._row_by_question_and_pixels: dict[bytes, _HeldOutRow] = {}
         # All rows with each `Fingerprint.question_and_gold`.
-        self._rows_by_question: dict[bytes, list[_HeldOutRow]] = defaultdict(list)
+        self._rows_by_question_and_gold: dict[bytes, list[_HeldOutRow]] = defaultdict(list)
 
     def add(self, split: str, row_id: str, hashes: Fingerprint) -> None:
         """Remember a row of a held-out split."""
-        row = _HeldOutRow(split=split, row_id=row_id, near=hashes.near)
-        self._first_by_exact.setdefault(hashes.exact, row)
-        self._rows_by_question[hashes.question_and_gold].append(row)
+        row = _HeldOutRow(split=split, row_id=row_id, perceptual_hashes=hashes.perceptual_hashes)
+        self._row_by_question_and_pixels.setdefault(hashes.question_and_pixels, row)
+        self._rows_by_question_and_gold[hashes.question_and_gold].append(row)
 
     def find(self, split: str, hashes: Fingerprint) -> LeakMatch | None:
-        """Find a held-out row with the same diagram and question as a row of the split `split`.
+        """Return the held-out row with the diagram and question of a row; None if there is none.
 
-        The held-out row has to be in another split. `hashes` are those of the row of `split`.
+        `split` is the split of the row, and `hashes` are its hashes. Only held-out rows of other
+        splits are compared.
         """
-        same = self._first_by_exact.get(hashes.exact)
-        if same is not None and same.split != split:
-            return LeakMatch(row_id=same.row_id, comparison="exact")
-        for row in self._rows_by_question.get(hashes.question_and_gold, ()):
-            if row.split != split and _are_near(row.near, hashes.near):
+        same_row = self._row_by_question_and_pixels.get(hashes.question_and_pixels)
+        if same_row is not None and same_row.split != split:
+            return LeakMatch(row_id=same_row.row_id, comparison="exact")
+        for row in self._rows_by_question_and_gold.get(hashes.question_and_gold, ()):
+            if row.split != split and _are_similar(row.perceptual_hashes, hashes.perceptual_hashes):
                 return LeakMatch(row_id=row.row_id, comparison="near")
         return None
 
 
-def _are_near(hashes: Sequence[int], other_hashes: Sequence[int]) -> bool:
-    """Return whether two rows have equally many pictures, and nearly the same ones in order."""
+def _are_similar(hashes: Sequence[int], other_hashes: Sequence[int]) -> bool:
+    """Return whether two rows have nearly the same pictures in the same order.
+
+    The arguments are the `perceptual_hashes` of the two rows, one for each picture.
+    """
     if len(hashes) != len(other_hashes):
         return False
     for picture_hash, other_hash in zip(hashes, other_hashes, strict=True):
         differing_bits = (picture_hash ^ other_hash).bit_count()
-        if differing_bits > _NEAR_BITS:
+        if differing_bits > _MAX_DIFFERING_BITS:
             return False
     return True

@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from adora_vl.conversion.placeholders import in_words
+from adora_vl.conversion.placeholders import image_marks_as_words
 
 # A letter before an option: `A:40`, `A. 40`, `(A) 40`, `(a) 40`, `A、40`.
 _MARK = re.compile(
@@ -23,11 +23,11 @@ class ProblemAndOptions(NamedTuple):
 
 
 def options_in_text(problem: str) -> ProblemAndOptions | None:
-    """Take the options out of the text of a problem: `What is x? A. 3 B. 4` has `3` and `4`.
+    """Return the options in the text of a problem, and the problem without them.
 
-    There have to be at least two options, each on one line, with the letters A, B, C, ... in order.
-    Only an instruction on how to answer may follow them. Otherwise None is returned. For example,
-    the text
+    `What is x? A. 3 B. 4` has `3` and `4`. There have to be at least two options, each on one line,
+    with the letters A, B, C, ... in order. Only an instruction on how to answer may follow them.
+    Otherwise None is returned. For example, the text
 
         What is AB?
         Choices:
@@ -40,7 +40,7 @@ def options_in_text(problem: str) -> ProblemAndOptions | None:
     marks = _last_run_of_marks(problem)  # the letters before the options
     if not marks:
         return None
-    texts = []
+    texts = []  # of the options, each between its letter and the next one
     for mark, next_mark in pairwise(marks):
         texts.append(problem[mark.end() : next_mark.start()])
     # The last option ends with its line.
@@ -53,18 +53,18 @@ def options_in_text(problem: str) -> ProblemAndOptions | None:
         if not option or "\n" in option or len(option) > _LONGEST:
             return None
     question = _HEADING.sub("", problem[: marks[0].start()]).rstrip()
-    # An option with the mark of an image needs the picture in its place.
-    if not question or any(in_words(option) != option for option in options):
+    # An option with the mark of an image, `<image2>`, needs the picture in its place.
+    has_image_option = any(image_marks_as_words(option) != option for option in options)
+    if not question or has_image_option:
         return None
     instruction = f"{line_end}{after_options}".rstrip() if after_options.strip() else ""
     return ProblemAndOptions(problem=question + instruction, options=options)
 
 
 def _last_run_of_marks(problem: str) -> list[re.Match[str]]:
-    """Return the last run of letters before options, such as `A.`, `B.` and `C.`.
+    """Return the matches of the last letters `A.`, `B.`, `C.`, ... that come in this order.
 
-    A run begins with A and goes on in the order of the alphabet. Returns [] where no run has at
-    least two letters.
+    Such a run begins with A. Returns [] where no run has at least two letters.
     """
     run: list[re.Match[str]] = []
     runs: list[list[re.Match[str]]] = []
@@ -75,4 +75,5 @@ def _last_run_of_marks(problem: str) -> list[re.Match[str]]:
             runs.append(run)
         elif run and letter == chr(ord("A") + len(run)):
             run.append(mark)
-    return next((run for run in reversed(runs) if len(run) > 1), [])
+    long_runs = [run for run in runs if len(run) > 1]
+    return long_runs[-1] if long_runs else []

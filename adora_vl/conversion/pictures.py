@@ -16,51 +16,56 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from adora_vl.conversion.chat import picture_of
-from adora_vl.conversion.problem import MAX_FILE_BYTES
+from adora_vl.conversion.chat import picture_in_part
+from adora_vl.conversion.problem import MAX_FILE_BYTES, ORIGIN
 from adora_vl.data.images import UnreadableImageError, file_within, is_picture
 from adora_vl.utils.cli import read_json, shown
 from adora_vl.utils.errors import nearest_choice
 
 _DATA_URL = re.compile(r"data:image(?:/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 _FILE_URL = "file://"
-_WEB = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_WEB_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _LONGEST_PATH = 1024  # a longer text is Base64
-_ENDING = re.compile(r"\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif)$", re.IGNORECASE)
+_PICTURE_SUFFIX = re.compile(r"\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif)$", re.IGNORECASE)
 _BETWEEN_PATHS = re.compile(r"\s*[;|\n]\s*|\s*,\s*")
-_COMPARED = 200  # file names among which the nearest to a missing one is looked for
-Fetch = Callable[[str], bytes]
+_MAX_COMPARED = 200  # file names among which the nearest to a missing one is looked for
+Download = Callable[[str], bytes]
 
 
 class PictureError(ValueError):
-    """A value gives no picture: `kind` is the broken rule in one word, `remedy` what to do."""
+    """A value of a table gives no picture.
 
-    def __init__(self, kind: str, why: str, remedy: str) -> None:
+    `reason` is the broken rule in one word, such as `file_missing`. `remedy` says what to do, where
+    `ORIGIN` stands for the place of the row.
+    """
+
+    def __init__(self, reason: str, why: str, remedy: str) -> None:
         super().__init__(why)
-        self.kind = kind
+        self.reason = reason
         self.remedy = remedy
 
 
 @dataclass(frozen=True)
-class FileRoot:
-    """Where the paths in a table lead.
+class ImageSource:
+    """Where the paths of pictures in a table lead: to files on disk, or to those of a hub's data set.
 
-    Without folders there are no files, as in a stream from the hub.
+    Without folders there are no files on disk, as in a stream from the hub.
     """
 
     folder: Path | None = None  # where relative paths begin: the table's folder
     root: Path | None = None  # the folder that no path may lead out of: that of the input
-    # A path of another machine leads to the file that has the longest end of this path.
-    by_tail: bool = False
-    # The beginning of the paths of the hub's own files, whose bytes `fetch` gets.
-    stored: str = ""
-    fetch: Fetch | None = None
+    # Whether a path of another machine, `/home/ann/data/train/1.png`, leads to the file in `folder`
+    # that has the longest end of this path, such as `train/1.png`.
+    match_path_end: bool = False
+    # The beginning of the paths of the data set's files on the hub, whose bytes `download` returns.
+    hub_prefix: str = ""
+    download: Download | None = None
 
 
-def picture_bytes(value: object, files: FileRoot) -> bytes:
+def picture_bytes(value: object, source: ImageSource) -> bytes:
     """Return the encoded picture that a value of a table holds or names.
 
-    `files` says where paths lead. These values are told apart, in this order:
+    `source` says where paths lead. These values are told apart, in this order:
 
     - bytes, also inside of a struct of `datasets` such as {"bytes": ..., "path": ...}
     - `data:image/png;base64,...`
@@ -71,54 +76,54 @@ def picture_bytes(value: object, files: FileRoot) -> bytes:
 
     Raises `PictureError` where the value gives no picture.
     """
-    value = _unpacked(value)
+    value = _unwrap_struct(value)
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str) or not value.strip():
-        raise PictureError("no_image", f"is {shown(value)}", "put the picture, or its path, into")
+        raise PictureError(
+            "no_image", f"is {shown(value)}", f"put the picture, or its path, into {ORIGIN}"
+        )
     text = value.strip()
     if text[:5].lower() == "data:":
         head = _DATA_URL.match(text)
         if not head:
             why = f"is {shown(text)}, not a data URL of an image"
-            raise PictureError("not_base64", why, "write data:image/png;base64,... in")
-        return _from_base64(text[head.end() :], "has a data URL whose Base64 is broken")
-    if files.stored and text.startswith(files.stored):
-        assert files.fetch is not None
+            raise PictureError("not_base64", why, f"write data:image/png;base64,... in {ORIGIN}")
+        return _decode_base64(text[head.end() :], "has a data URL whose Base64 is broken")
+    if source.hub_prefix and text.startswith(source.hub_prefix):
+        assert source.download is not None
         try:
-            return files.fetch(text)
-        except (
-            Exception
-        ) as error:  # errors of the hub's library, of the network, of the file system
+            return source.download(text)
+        except Exception as error:  # of the hub's library, of the network, of the file system
             why = f"is {shown(text)}, which the hub does not give ({type(error).__name__})"
-            raise PictureError("file_missing", why, "check it in") from error
-    if _WEB.match(text) and not text.lower().startswith(_FILE_URL):
+            raise PictureError("file_missing", why, f"check it in {ORIGIN}") from error
+    if _WEB_ADDRESS.match(text) and not text.lower().startswith(_FILE_URL):
         why = f"is the address {shown(text)}, and nothing is downloaded"
-        raise PictureError("not_a_file", why, "put the picture itself into")
+        raise PictureError("not_a_file", why, f"put the picture itself into {ORIGIN}")
     if len(text) > _LONGEST_PATH:
-        return _from_base64(text, "is a text that is neither a path nor Base64")
+        return _decode_base64(text, "is a text that is neither a path nor Base64")
     # A short text may be a path or the Base64 of a small drawing. An error of the decoding only
     # means that it is a path, so it is not shown.
     with suppress(PictureError):
-        decoded = _from_base64(text, why="")
+        decoded = _decode_base64(text, why="")
         if is_picture(decoded):
             return decoded
-    return _from_file(text, files)
+    return _read_file(text, source)
 
 
-def _unpacked(value: Any) -> Any:
+def _unwrap_struct(value: Any) -> Any:
     """Return the bytes, path or address in a struct such as `{"bytes": ..., "path": ...}`.
 
     Any other value is returned as it is.
     """
     for _ in range(2):  # the value of a struct may be a struct itself
         if isinstance(value, dict):
-            value = value["bytes"] if value.get("bytes") is not None else picture_of(value)
+            value = value["bytes"] if value.get("bytes") is not None else picture_in_part(value)
     return value
 
 
-def listed_pictures(value: object) -> list[Any]:
-    """Return the pictures of a cell as a list.
+def pictures_in_cell(value: object) -> list[Any]:
+    """Return the pictures of a cell as a list; each is a path, an address or bytes.
 
     A cell may be a list, a list in JSON, or paths with `;`, `,`, `|` or line breaks between them:
     `a.png; b.png` is two pictures. It is a list of paths only if each of them ends as a picture
@@ -132,196 +137,226 @@ def listed_pictures(value: object) -> list[Any]:
             return items if isinstance(items, list) else [value]
     if isinstance(value, str) and len(value) <= _LONGEST_PATH and value[:5].lower() != "data:":
         paths = [path for path in _BETWEEN_PATHS.split(value.strip()) if path]
-        if len(paths) > 1 and all(map(_ENDING.search, paths)):
+        if len(paths) > 1 and all(map(_PICTURE_SUFFIX.search, paths)):
             return paths
     return [value]
 
 
-def _path_in(value: object) -> str:
-    """Return the path that a text or a struct holds; an empty text where there is none."""
-    name = value
+def _path_of_picture(value: object) -> str:
+    """Return the path in a text or in a struct `{"path": ...}`; an empty text where there is none.
+
+    A long text or a data URL is a picture itself, and no path.
+    """
+    path = value
     if isinstance(value, dict) and value.get("bytes") is None:
-        name = picture_of(value)
-    if not isinstance(name, str) or len(name) > _LONGEST_PATH:
+        path = picture_in_part(value)
+    if not isinstance(path, str) or len(path) > _LONGEST_PATH:
         return ""
-    is_data_url = name[:5].lower() == "data:"
-    return "" if is_data_url else name.strip()
+    is_data_url = path[:5].lower() == "data:"
+    return "" if is_data_url else path.strip()
 
 
-def named_files(value: object, files: FileRoot) -> list[Path]:
-    """Return the files inside the input's folder that the value of an images column names."""
-    paths = []
-    for item in listed_pictures(value):
+def files_named_in_cell(value: object, source: ImageSource) -> list[Path]:
+    """Return the files that the value of an images column names.
+
+    Pictures that are no files, and paths out of the input's folder, are left out.
+    """
+    files = []
+    for picture in pictures_in_cell(value):
         with suppress(PictureError, OSError):
-            name = _path_in(item)
-            if name:
-                paths.append(located(name, files))
-    return paths
+            path = _path_of_picture(picture)
+            if path:
+                files.append(resolve_path(path, source))
+    return files
 
 
-def other_spelling(value: object, files: FileRoot) -> str:
+def corrected_path(value: object, source: ImageSource) -> str:
     """Return the right path of a file whose path in the table is spelt in another way.
 
     For example, `Images/A.PNG` gives `images/a.png` where only this file exists. The text is empty
     for a path that is right, and for a value that is no path.
     """
     with suppress(PictureError, OSError):
-        name = _path_in(value)
-        if name and files.folder and not _inside(name, files).exists():
-            path = located(name, files)
-            if path.is_file():
-                return os.path.relpath(path, files.folder)
+        path = _path_of_picture(value)
+        if path and source.folder and not _path_in_root(path, source).exists():
+            file = resolve_path(path, source)
+            if file.is_file():
+                return os.path.relpath(file, source.folder)
     return ""
 
 
-def _from_base64(text: str, why: str) -> bytes:
-    """Decode Base64, or raise `PictureError`, whose message begins with `why`."""
+def _decode_base64(text: str, why: str) -> bytes:
+    """Return the bytes of a text in Base64.
+
+    Raises `PictureError` for another text; its message begins with `why`.
+    """
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise PictureError(
-            "not_base64", f"{why} ({error})", "encode the picture again in"
+            "not_base64", f"{why} ({error})", f"encode the picture again in {ORIGIN}"
         ) from error
 
 
-def _inside(name: str, files: FileRoot) -> Path:
-    """Return the file that a path or file URL leads to, whether or not it exists.
+def _path_in_root(name: str, source: ImageSource) -> Path:
+    """Return the file that a path or file URL in a table leads to, whether or not it exists.
 
-    Raises `PictureError` where that is not inside the input's folder.
+    Raises `PictureError` where that is not inside the input's folder, `source.root`.
     """
-    if files.folder is None or files.root is None:
+    if source.folder is None or source.root is None:
         raise PictureError(
-            "not_a_file", f"is the path {shown(name)}, and there are no files", "put the bytes into"
+            "not_a_file",
+            f"is the path {shown(name)}, and there are no files",
+            f"put the bytes into {ORIGIN}",
         )
     path = unquote(name[len(_FILE_URL) :]) if name.lower().startswith(_FILE_URL) else name
     is_absolute = _ABSOLUTE_PATH.match(path) is not None
     # An absolute path to another place may come from the machine on which the table was made.
-    leads_elsewhere = is_absolute and not Path(path).is_relative_to(files.root)
-    if leads_elsewhere and files.by_tail:
-        path = _longest_tail(path, files.folder) or path
+    leads_elsewhere = is_absolute and not Path(path).is_relative_to(source.root)
+    if leads_elsewhere and source.match_path_end:
+        path = _longest_existing_end(path, source.folder) or path
     if Path(path).is_absolute():
-        path = os.path.relpath(path, files.folder)
+        path = os.path.relpath(path, source.folder)
     try:
-        return file_within(files.folder, path, files.root)
+        return file_within(source.folder, path, source.root)
     except UnreadableImageError as error:
         wrong = f"which is none ({error.__cause__})"
-        remedy = "correct it in"
-        if error.kind == "path_outside":
+        remedy = f"correct it in {ORIGIN}"
+        if error.reason == "path_outside":
             wrong = "which leads out of the input's folder"
-            remedy = "put the picture into it, and its path into"
+            remedy = f"put the picture into it, and its path into {ORIGIN}"
             if leads_elsewhere:
-                remedy = "name the folder that has the end of the path, with --image-dir DIR, for"
-        raise PictureError(error.kind, f"is the path {shown(name)}, {wrong}", remedy) from error
+                remedy = (
+                    "name the folder that has the end of the path, with --image-dir DIR, for "
+                    f"{ORIGIN}"
+                )
+        raise PictureError(error.reason, f"is the path {shown(name)}, {wrong}", remedy) from error
 
 
 _ABSOLUTE_PATH = re.compile(r"/|[A-Za-z]:[\\/]")  # of any system
 
 
-def _longest_tail(path: str, folder: Path) -> str:
+def _longest_existing_end(path: str, folder: Path) -> str:
     """Return the longest end of a path that is a file in `folder`; empty where none is.
 
     For example, `/home/ann/data/train/1.png` gives `train/1.png` where `folder` has that file.
     """
-    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
-    tails = ("/".join(parts[start:]) for start in range(len(parts)))
-    return next((tail for tail in tails if (folder / tail).is_file()), "")
+    names = [name for name in path.replace("\\", "/").split("/") if name not in ("", ".", "..")]
+    for start in range(len(names)):
+        path_end = "/".join(names[start:])
+        if (folder / path_end).is_file():
+            return path_end
+    return ""
 
 
-def located(name: str, files: FileRoot) -> Path:
-    r"""Return the file that a path of a table means, also where the table spells it otherwise.
+def resolve_path(name: str, source: ImageSource) -> Path:
+    r"""Return the file that a path in a table means, also where the table spells it otherwise.
 
     Other spellings are `a\b.PNG` of `a/b.png`, `a%20b.png` of `a b.png`, and an ä that is stored as
     two characters, a and its dots. Where no file fits, the path itself is returned.
 
     Raises `PictureError` where the path leads out of the input, or several files fit.
     """
-    literal_path = _inside(name, files)
-    folder = files.folder
+    literal_path = _path_in_root(name, source)
+    folder = source.folder
     if literal_path.exists() or folder is None:
         return literal_path
     try:
-        unquoted_path = _inside(unquote(name).replace("\\", "/"), files)
+        unquoted_path = _path_in_root(unquote(name).replace("\\", "/"), source)
     except PictureError:
         return literal_path
-    # All existing paths that fit the components so far, relative to the folder.
+    # All existing paths, relative to the folder, that fit the first components of the path. They are
+    # made longer by one component at a time.
     matches = [Path()]
     for component in Path(os.path.relpath(unquoted_path, folder)).parts:
         longer_matches = []
         for path in matches:
-            children = [".."]
+            spellings = [".."]
             if component != "..":
                 # The names in the folder that differ from the component in their spelling alone.
-                children = _names_in(folder / path).get(_folded(component), [])
-            longer_matches += [path / child for child in children]
+                spellings = _names_by_folded_name(folder / path).get(_fold_name(component), [])
+            longer_matches += [path / spelling for spelling in spellings]
         matches = longer_matches
     if len(matches) > 1:
         choices = " or ".join(repr(str(path)) for path in matches)
         raise PictureError(
-            "file_missing", f"is {shown(name)}, which may be {choices}", "name one of them in"
+            "file_missing",
+            f"is {shown(name)}, which may be {choices}",
+            f"name one of them in {ORIGIN}",
         )
-    return _inside(str(matches[0]), files) if matches else literal_path
+    return _path_in_root(str(matches[0]), source) if matches else literal_path
 
 
-def _names_in(folder: Path) -> dict[str, list[str]]:
-    """Return the names in a folder by their folded spelling; none where it cannot be read."""
+def _names_by_folded_name(folder: Path) -> dict[str, list[str]]:
+    """Return the names in a folder by their folded form: {"a.png": ["A.PNG", "a.png"]}.
+
+    Returns {} where the folder cannot be read.
+    """
     try:
-        return _listed(folder, folder.stat().st_mtime_ns)
+        return _list_folder(folder, folder.stat().st_mtime_ns)
     except OSError:
         return {}
 
 
 @lru_cache(maxsize=32)
-def _listed(folder: Path, modified_ns: int) -> dict[str, list[str]]:
-    """Return the names in a folder by their folded spelling; read anew when it was modified."""
+def _list_folder(folder: Path, modified_ns: int) -> dict[str, list[str]]:
+    """Return the names in a folder by their folded form; `modified_ns` renews the cached result."""
     names: dict[str, list[str]] = {}
     for path in folder.iterdir():
-        names.setdefault(_folded(path.name), []).append(path.name)
+        names.setdefault(_fold_name(path.name), []).append(path.name)
     return names
 
 
-def _folded(name: str) -> str:
-    """Return a name in small letters and composed characters, so that its spellings are equal."""
+def _fold_name(name: str) -> str:
+    """Return a name without its upper case, and with composed characters, to compare spellings."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
-def _from_file(name: str, files: FileRoot) -> bytes:
-    """Read the file of a path, or raise `PictureError` where there is none that can be read."""
-    file = located(name, files)
+def _read_file(name: str, source: ImageSource) -> bytes:
+    """Return the bytes of the file that a path in a table leads to.
+
+    Raises `PictureError` where there is no file that can be read.
+    """
+    file = resolve_path(name, source)
     try:
         if not file.is_file():  # a folder, a pipe, a device
-            why = f"is {shown(name)}, where there is no file{_near(file, files.folder)}"
-            raise PictureError("file_missing", why, "put the file there for")
+            hint = _missing_file_hint(file, source.folder)
+            why = f"is {shown(name)}, where there is no file{hint}"
+            raise PictureError("file_missing", why, f"put the file there for {ORIGIN}")
         if file.stat().st_size > MAX_FILE_BYTES:
             raise PictureError(
                 "file_too_large",
                 f"is {shown(name)} of over {MAX_FILE_BYTES} bytes",
-                "shrink it for",
+                f"shrink it for {ORIGIN}",
             )
         return file.read_bytes()
     except OSError as error:
         why = f"is {shown(name)}, which cannot be read ({error.strerror})"
-        raise PictureError("file_missing", why, "make it readable for") from error
+        raise PictureError("file_missing", why, f"make it readable for {ORIGIN}") from error
 
 
-def _near(file: Path, folder: Path | None) -> str:
-    """Return the end of an error message, which proposes where a missing file may be.
+def _missing_file_hint(file: Path, folder: Path | None) -> str:
+    """Return the end of an error message, such as ` (did you mean '1.png'?)` for a missing `l.png`.
 
-    The proposal is a file of the same name in another folder beside the table, or else a file with
-    a similar name in the same folder. The text is empty where there is neither. `folder` is the
+    It proposes a file of the same name in another folder beside the table, or else a file with a
+    similar name in the same folder. The text is empty where there is neither. `folder` is the
     folder of the table.
     """
     assert folder is not None, "without files there is no path"
-    file_name = _folded(file.name)
-    for folder_name in _some_names(folder):
+    file_name = _fold_name(file.name)
+    for folder_name in _first_file_names(folder):
         other_folder = folder / folder_name
-        if file_name in _names_in(other_folder):
+        if file_name in _names_by_folded_name(other_folder):
             if other_folder != file.parent:
                 return f" (there is one in {folder_name!r}: --image-dir {other_folder})"
             break  # the same folder, where the file has another spelling
-    similar_name = nearest_choice(file.name, _some_names(file.parent))
+    similar_name = nearest_choice(file.name, _first_file_names(file.parent))
     return f" (did you mean {similar_name!r}?)" if similar_name else ""
 
 
-def _some_names(folder: Path) -> list[str]:
-    """Return the first names in a folder, in their order."""
-    return sorted(name for names in _names_in(folder).values() for name in names)[:_COMPARED]
+def _first_file_names(folder: Path) -> list[str]:
+    """Return the first names in a folder, sorted; with all of them a comparison would take long."""
+    all_names: list[str] = []
+    for names in _names_by_folded_name(folder).values():
+        all_names += names
+    return sorted(all_names)[:_MAX_COMPARED]

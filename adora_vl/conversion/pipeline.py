@@ -19,7 +19,7 @@ from tqdm import tqdm
 from adora_vl.conversion.duplicates import AnsweredRow, SeenRows, write_without_contradictions
 from adora_vl.conversion.leakage import Fingerprint, LeakIndex, fingerprint
 from adora_vl.conversion.problem import PixelLimits, RawProblem, RowError, RowReaders, to_row
-from adora_vl.conversion.quarantine import LEAK, MAX_SHARE, NOTES, Quarantine
+from adora_vl.conversion.quarantine import LEAK, MAX_SHARE, WARNING_TEXTS, Quarantine
 from adora_vl.conversion.workers import ordered_map
 from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_manifest, write_split
 from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 # These splits are read before train. A leak is a training row that a held-out split has too, and it
 # can be seen only once the held-out rows are known.
-HELD_OUT = ("test", "validation")
+HELD_OUT_SPLITS = ("test", "validation")
 # The manifest lists so many leaks. The quarantine has all rows that were dropped as leaks.
-_SHOWN_LEAKS = 1000
+_MAX_LISTED_LEAKS = 1000
 
 
 @dataclass(frozen=True)
@@ -45,36 +45,41 @@ class CleanedRow:
 
     row: Row
     fingerprint: Fingerprint
-    originals: tuple[bytes, ...]  # the row's bytes in its source
+    original_files: tuple[bytes, ...]  # the bytes of the row's files in its source
     origin: str = ""  # where the row stands in its source
-    # Remarks for the user: the name of a note in `NOTES`, and how this row is named as its example.
-    notes: Mapping[str, str] = field(default_factory=dict)
+    # What the user should know of the row: keys of `WARNING_TEXTS`, each with this row as its
+    # example, such as {"percent": "geo/train/17"}.
+    warnings: Mapping[str, str] = field(default_factory=dict)
 
-    def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
-        """Return the error that sends this row to the quarantine, the file of unusable rows.
+    def row_error(self, reason: str, wrong: str, remedy: str) -> RowError:
+        """Return the error of a fault of this row, which then goes to the file of unusable rows.
 
-        `kind` names the broken rule, `wrong` says what is wrong, and `remedy` what to do.
+        `reason` is the broken rule in one word, `wrong` says what is wrong, and `remedy` what to do.
         """
         record = {name: self.row[name] for name in ("problem", "answer", "answer_raw", "choices")}
         return RowError(
             row_id=self.row["id"],
-            kind=kind,
+            reason=reason,
             wrong=wrong,
             remedy=remedy,
-            originals=self.originals,
+            original_files=self.original_files,
             record=record,
         )
 
 
 def read_and_clean(
-    read: Callable[[], RawProblem], limits: PixelLimits, *, near: bool = True
+    read: Callable[[], RawProblem], limits: PixelLimits, *, with_perceptual_hashes: bool = True
 ) -> CleanedRow | RowError:
     """Read one row from its source, clean it, and hash it so that duplicates can be found.
 
     A `RowError` is returned instead of raised. This runs in a worker process, and the error of an
     unusable row has to come back in the order of the rows, as a usable row does.
 
-    With `near` each picture also gets a hash that is nearly the same for a scaled copy of it.
+    Args:
+        read: the function that reads the row.
+        limits: how many pixels a picture may have.
+        with_perceptual_hashes: whether each picture also gets a hash that is nearly the same for a
+            scaled copy of it.
     """
     try:
         raw = read()
@@ -86,7 +91,7 @@ def read_and_clean(
         answer=row["answer"],
         images=row["images"],
         choices=row["choices"],
-        near=near,
+        with_perceptual_hashes=with_perceptual_hashes,
     )
     stored_images = []
     for encoded, image in zip(raw.images, row["images"], strict=True):
@@ -95,9 +100,9 @@ def read_and_clean(
     return CleanedRow(
         row={**row, "images": stored_images},
         fingerprint=hashes,
-        originals=raw.originals,
+        original_files=raw.original_files,
         origin=raw.origin,
-        notes={**raw.notes, **_answer_notes(row)},
+        warnings={**raw.warnings, **_answer_warnings(row)},
     )
 
 
@@ -105,11 +110,11 @@ def read_and_clean(
 _NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNORECASE)
 
 
-def _answer_notes(row: Row) -> dict[str, str]:
+def _answer_warnings(row: Row) -> dict[str, str]:
     """Return what a user should know of a row's reference answer, which is usable all the same.
 
-    With such an answer a model's right answers may count as wrong. These are the notes, which are
-    keys of `NOTES`, with an answer that gets each:
+    With such an answer a model's right answers may count as wrong. These are the keys of the result
+    and of `WARNING_TEXTS`, each with an answer that has it:
 
         percent     40%        the problem does not ask for a percentage
         words       3 apples   the model may write `3`
@@ -117,43 +122,49 @@ def _answer_notes(row: Row) -> dict[str, str]:
         letter      B          the problem lists no options
         signs       3→4        the grader does not read the arrow
 
-    A problem with choices gets at most the first note. The value of a note is this row, as its
-    example.
+    A problem with choices has at most the first one. The values are this row in words, as the
+    example that is printed: {"words": "geo/train/17 ('3 apples')"}.
     """
     answer = str(row["answer"])
     raw_answer = row["answer_raw"]
     problem = row["problem"]
-    notes = {}
+    warnings = {}
     asks_for_percent = re.search("%|per ?cent", problem, re.IGNORECASE) is not None
     if answer.rstrip().endswith("%") and not asks_for_percent:
-        notes["percent"] = row["id"]
+        warnings["percent"] = row["id"]
     # The answer to a problem with choices is one of them, so its spelling does not matter.
     if row["choices"] is not None:
-        return notes
+        return warnings
     reference = parse_reference(answer)  # as the grader of the training reads it
     has_number = re.search(r"[0-9]", answer) is not None
     has_words = re.search("[A-Za-z#]", answer) is not None  # `3 apples` or `#### 5`
-    is_letter = _LETTER.fullmatch(answer) is not None
+    is_letter = _OPTION_LETTER.fullmatch(answer) is not None
     has_signs = re.search(r"[^\w\s.'-]", answer) is not None
     conditions = {
         "words": has_number and has_words and reference.kind in ("text", "unreadable"),
         "no_answer": _NO_ANSWER.fullmatch(raw_answer.strip()) is not None,
-        "letter": is_letter and _OPTIONS.search(problem) is None,
+        "letter": is_letter and _OPTIONS_IN_TEXT.search(problem) is None,
         "signs": has_signs and reference.reason == "not_read",
     }
     example = f"{row['id']} ({shown(raw_answer, 40)})"
-    return notes | {name: example for name, holds in conditions.items() if holds}
+    for name, is_met in conditions.items():
+        if is_met:
+            warnings[name] = example
+    return warnings
 
 
-_LETTER = re.compile("[A-F]")
+_OPTION_LETTER = re.compile("[A-F]")
 # The options A and B in the text of a problem.
-_OPTIONS = re.compile(r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\]]", re.DOTALL)
+_OPTIONS_IN_TEXT = re.compile(
+    r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\]]", re.DOTALL
+)
 
 
 class Deduplicator:
     """Drops rows whose id an earlier row has, and training rows that a held-out split has too.
 
-    It remembers hashes and not rows, so that memory does not grow with the pictures.
+    It remembers hashes and not rows, so that memory does not grow with the pictures. It also counts
+    what the manifest says of leaks and of usable rows.
     """
 
     def __init__(self, quarantine: Quarantine, seen_rows: SeenRows, *, keep_leaks: bool) -> None:
@@ -169,25 +180,28 @@ class Deduplicator:
         self._held_out_rows = LeakIndex()
         # What the manifest says of leaks: two counts, and the first rows as examples.
         self.leaks: dict[str, Any] = {"found": 0, "dropped": 0, "rows": []}
-        # What the manifest says of usable rows, by the name of a note in `NOTES`: how many rows it
-        # is true of (`rows`), and the first of them (`example`).
-        self.notes: dict[str, dict[str, Any]] = {}
+        # What the manifest says of usable rows, by the keys of `WARNING_TEXTS`: how many rows have
+        # the warning, and the first of them, as {"percent": {"rows": 2, "example": "geo/train/17"}}.
+        self.warnings: dict[str, dict[str, Any]] = {}
         self.rows_read = 0
 
-    def _note(self, name: str, example: str) -> None:
-        """Count a row for the note `name`, a key of `NOTES`; the first row is the note's example."""
-        assert name in NOTES, name
-        self.notes.setdefault(name, {"rows": 0, "example": example})
-        self.notes[name]["rows"] += 1
+    def _count_warning(self, name: str, example: str) -> None:
+        """Count a row that has the warning `name`, a key of `WARNING_TEXTS`.
 
-    def note_shared_pictures(self) -> None:
+        `example` is the row in words. That of the first row is kept.
+        """
+        assert name in WARNING_TEXTS, name
+        self.warnings.setdefault(name, {"rows": 0, "example": example})
+        self.warnings[name]["rows"] += 1
+
+    def count_shared_pictures(self) -> None:
         """Count the rows with a picture that many other rows have too, once all rows are read."""
         row_count, example_id = self.seen_rows.shared_pictures()
         if row_count:
-            self.notes["one_picture"] = {"rows": row_count, "example": example_id}
+            self.warnings["one_picture"] = {"rows": row_count, "example": example_id}
 
     def rows_to_store(self, split: str, results: Iterable[CleanedRow | RowError]) -> Iterator[Row]:
-        """Yield the rows of a split that are stored, in order; the others go to the quarantine.
+        """Yield the rows of a split that are stored, in order, and quarantine the others.
 
         `results` has a cleaned row, or the error of an unusable one, for each row of the source.
         """
@@ -196,25 +210,25 @@ class Deduplicator:
             if isinstance(result, RowError):
                 self.quarantine.add(split, result)
                 continue
-            error = self._error_of_repetition(split, result)
+            error = self._duplicate_or_leak_error(split, result)
             if error is not None:
                 self.quarantine.add(split, error)
                 continue
             row = result.row
-            for name, example in result.notes.items():
-                self._note(name, example)
+            for name, example in result.warnings.items():
+                self._count_warning(name, example)
             answered = AnsweredRow(row_id=row["id"], gold=row["answer"], origin=result.origin)
             repeats_earlier_row = self.seen_rows.add(
                 split,
-                question=result.fingerprint.question,
+                prompt=result.fingerprint.prompt,
                 pictures=result.fingerprint.pictures,
                 row=answered,
             )
             if repeats_earlier_row:
-                self._note("repeats", row["id"])
+                self._count_warning("repeats", row["id"])
             yield row
 
-    def _error_of_repetition(self, split: str, cleaned: CleanedRow) -> RowError | None:
+    def _duplicate_or_leak_error(self, split: str, cleaned: CleanedRow) -> RowError | None:
         """Return the error for a row that must go because of an earlier row; None if it may stay.
 
         It must go in two cases:
@@ -225,29 +239,29 @@ class Deduplicator:
 
         A row that two held-out splits have stays in both, and is counted.
         """
-        if not self.seen_rows.is_new(cleaned.row["id"]):
-            return cleaned.refuse(
-                kind="duplicate_id",
+        if not self.seen_rows.add_id(cleaned.row["id"]):
+            return cleaned.row_error(
+                reason="duplicate_id",
                 wrong="another row has this id",
                 remedy="give every row an id of its own",
             )
         match = self._held_out_rows.find(split, cleaned.fingerprint)
-        if split in HELD_OUT:
+        if split in HELD_OUT_SPLITS:
             self._held_out_rows.add(split, cleaned.row["id"], cleaned.fingerprint)
         if match is None:
             return None
         self.leaks["found"] += 1
-        if len(self.leaks["rows"]) < _SHOWN_LEAKS:
+        if len(self.leaks["rows"]) < _MAX_LISTED_LEAKS:
             entry = {"id": cleaned.row["id"], "also": match.row_id, "by": match.comparison}
             self.leaks["rows"].append(entry)
-        if self._keep_leaks or split in HELD_OUT:
+        if self._keep_leaks or split in HELD_OUT_SPLITS:
             return None
         self.leaks["dropped"] += 1
         wrong = (
             f"the diagram and question of {match.row_id} stand in this training row too "
             f"(by {match.comparison} comparison)"
         )
-        return cleaned.refuse(LEAK, wrong=wrong, remedy="keep such rows with --keep-leaks")
+        return cleaned.row_error(LEAK, wrong=wrong, remedy="keep such rows with --keep-leaks")
 
 
 @dataclass(frozen=True)
@@ -257,11 +271,11 @@ class SplitRows:
     # Begins to read, and returns an iterator with one function for each row. Calling the function
     # reads the row, which a worker process can do.
     begin_reading: Callable[[], RowReaders]
-    row_count: int | None  # None where nobody knows before all rows are read
+    row_count: int | None  # None where it is known only when all rows are read
 
     @classmethod
     def from_readers(cls, readers: Sequence[Callable[[], RawProblem]]) -> SplitRows:
-        """Return the rows of a split from a list with a function for each row, which reads it."""
+        """Return the rows of a split that are read by these functions, one for each row."""
         return cls(begin_reading=partial(iter, readers), row_count=len(readers))
 
 
@@ -282,7 +296,7 @@ _UNRECORDED_DEFAULTS = {
 
 
 @dataclass(frozen=True)
-class Cleaning:
+class CleaningOptions:
     """Options on how rows are cleaned, and which are stored; the manifest records them."""
 
     # Images outside these limits are resized by the rule of the model.
@@ -327,30 +341,35 @@ class Cleaning:
 
 def prepare(
     output: Path,
-    options: Cleaning,
+    options: CleaningOptions,
     open_source: Callable[[], OpenedSource],
     features: Features | None = None,
     *,
     workers: int,
     overwrite: bool,
 ) -> Manifest:
-    """Read a source, clean its rows, and write them as a data set to the folder `output`.
+    """Read a source, clean its rows, and write them as a data set; return its manifest.
 
-    `open_source` opens the source; this is called once the options and the output folder are known
-    to be usable. `features` is the schema, where the rows have more columns than the usual ones.
+    Args:
+        output: the folder that the data set is written to.
+        options: how rows are cleaned, and which are stored.
+        open_source: opens the source. It is called once the options and the output folder are known
+            to be usable.
+        features: the schema of the rows; None for the usual columns alone.
+        workers: how many processes read and clean rows.
+        overwrite: whether an older data set in `output` is replaced.
 
-    Returns the manifest.
-
-    Raises `UserError`. Where too many rows were unusable, they are then in the folder
-    `OUTPUT.quarantine` beside `output`.
+    Raises:
+        UserError: a wrong option, a source that cannot be read, or too many unusable rows. These
+            rows are then in the folder `OUTPUT.quarantine` beside `output`.
     """
     limits = options.pixel_limits()
-    report = Path(f"{output.resolve()}.quarantine")
-    for folder in (output, report):
+    quarantine_folder = Path(f"{output.resolve()}.quarantine")
+    for folder in (output, quarantine_folder):
         refuse_foreign(folder)
     description, splits = open_source()
     # A leak needs two splits. Without one, the slow hashes that find scaled pictures are of no use.
-    clean = partial(read_and_clean, limits=limits, near=len(splits) > 1)
+    clean = partial(read_and_clean, limits=limits, with_perceptual_hashes=len(splits) > 1)
     output_folder = complete_or_absent(output, description, overwrite=overwrite)
     with output_folder as folder, SeenRows(folder / "seen.sqlite") as seen_rows:
         quarantine = Quarantine(folder)
@@ -367,8 +386,8 @@ def prepare(
                     features=features or schema(),
                 )
         stored = sum(row_counts.values())
-        _require_usable_rows(deduplicator, stored, options, description, report)
-        deduplicator.note_shared_pictures()
+        _require_usable_rows(deduplicator, stored, options, description, quarantine_folder)
+        deduplicator.count_shared_pictures()
         seen_rows.close()  # its file must not become part of the data set
         manifest = write_manifest(
             folder,
@@ -376,9 +395,9 @@ def prepare(
             counts=row_counts,
             quarantined=quarantine.summary(),
             leaks=deduplicator.leaks,
-            noted=deduplicator.notes,
+            noted=deduplicator.warnings,
         )
-    remove_report(report)
+    remove_report(quarantine_folder)
     return manifest
 
 
@@ -387,7 +406,9 @@ def _held_out_first(splits: Iterable[str]) -> list[str]:
 
     A training row is compared with all held-out rows, so the held-out splits come first.
     """
-    return sorted(splits, key=lambda split: split not in HELD_OUT)
+    held_out_splits = [split for split in splits if split in HELD_OUT_SPLITS]
+    training_splits = [split for split in splits if split not in HELD_OUT_SPLITS]
+    return held_out_splits + training_splits
 
 
 def _write_split(
@@ -399,22 +420,28 @@ def _write_split(
     deduplicator: Deduplicator,
     features: Features,
 ) -> int:
-    """Write the usable rows of one split into `folder`, and return how many there are.
+    """Write the usable rows of one split, and return how many there are.
 
-    `total` is how many `results` there will be, for the progress bar; None where nobody knows.
+    Args:
+        folder: the data set.
+        split: the split.
+        total: how many `results` there will be, for the progress bar; None where it is not known.
+        results: a cleaned row, or the error of an unusable one, for each row of the source.
+        deduplicator: drops rows that an earlier row or a held-out split has.
+        features: the schema of the rows.
     """
     with tqdm(results, desc=split, total=total, unit="row", disable=None) as bar:
         rows = deduplicator.rows_to_store(split, bar)
         row_count = write_split(rows, folder=folder, split=split, features=features)
     # Rows with the same question and different answers. They are known only now that all rows are
     # read, so the split is written again without them.
-    contradicting = deduplicator.seen_rows.contradicting(split)
-    if contradicting:
+    contradictions = deduplicator.seen_rows.find_contradictions(split)
+    if contradictions:
         row_count = write_without_contradictions(
             folder,
             split=split,
             features=features,
-            contradicting=contradicting,
+            contradictions=contradictions,
             quarantine=deduplicator.quarantine,
         )
     return row_count
@@ -423,13 +450,18 @@ def _write_split(
 def _require_usable_rows(
     deduplicator: Deduplicator,
     stored: int,
-    options: Cleaning,
+    options: CleaningOptions,
     description: dict[str, Any],
-    report: Path,
+    quarantine_folder: Path,
 ) -> None:
     """Raise `UserError` for a source without rows, or with too many that cannot be used.
 
-    The unusable rows are then in the folder `report`. `stored` is how many rows are stored.
+    Args:
+        deduplicator: has the number of rows and the quarantine.
+        stored: how many rows are stored.
+        options: has the share of rows that may be unusable.
+        description: what the manifest says of the source.
+        quarantine_folder: where the user finds the unusable rows if there are too many.
     """
     # An empty source is no data set, and no share of its rows can be checked.
     if not deduplicator.rows_read:
@@ -438,22 +470,28 @@ def _require_usable_rows(
         deduplicator.quarantine.check(
             rows=deduplicator.rows_read,
             stored=stored,
-            allowed=options.allow_quarantined,
-            report=report,
+            allowed_share=options.allow_quarantined,
+            quarantine_folder=quarantine_folder,
         )
     except UserError:
-        _write_report(report, deduplicator.quarantine, description)
+        _keep_unusable_rows(quarantine_folder, deduplicator.quarantine, description)
         raise
 
 
-def _write_report(report: Path, quarantine: Quarantine, description: dict[str, Any]) -> None:
-    """Move the unusable rows into the folder `report`, for a preparation that fails.
+def _keep_unusable_rows(
+    quarantine_folder: Path, quarantine: Quarantine, description: dict[str, Any]
+) -> None:
+    """Move the unusable rows into `quarantine_folder`, since this preparation fails.
 
-    Raises `UserError` where a data set stands in `report`.
+    `description` is what the manifest there says of the source.
+
+    Raises `UserError` where a data set stands in that folder.
     """
-    if (read_manifest(report) or {}).get("counts"):
-        holds = f"{str(report)!r} holds a dataset, where the refused rows should go"
-        raise UserError(f"output: {holds}; move it away") from None
-    with complete_or_absent(report) as folder:
+    if (read_manifest(quarantine_folder) or {}).get("counts"):
+        raise UserError(
+            f"output: {str(quarantine_folder)!r} holds a dataset, where the refused rows should go; "
+            "move it away"
+        ) from None
+    with complete_or_absent(quarantine_folder) as folder:
         quarantine.move_to(folder)
         write_manifest(folder, description, {}, quarantine.summary())

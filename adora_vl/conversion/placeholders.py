@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
+from adora_vl.utils.cli import amount
 
 _MARK = re.compile(
     # The first is the mark of a chat template, in rows that were made for another trainer.
@@ -22,28 +23,31 @@ class MisplacedImagesError(ValueError):
     """The marks of a text do not fit the images of its row."""
 
     def __init__(self, wrong: str, remedy: str) -> None:
-        """Begin an error. `wrong`: what is wrong, as words after the text; `remedy`: what to do."""
+        """Describe the error: `wrong` is what is wrong, such as `has <image> and the row no image`.
+
+        `remedy` is what to do.
+        """
         super().__init__(f"{wrong}; {remedy}")
         self.wrong = wrong
         self.remedy = remedy
 
 
 @dataclass(frozen=True)
-class Placed:
+class TextWithImages:
     """A text with `<image>` where each image stands, or without any where all stand before it."""
 
     text: str
-    order: tuple[int, ...]  # the numbers of the images, from 0, in the order of their places
+    order: tuple[int, ...]  # the indices of the row's images, from 0, in the order of the marks
     # Whether the text numbers more images than the row has, as parts of one picture. The marks
-    # without an image of their own stand in it as the words "image 2".
+    # without an image became words such as "image 2".
     numbers_parts: bool = False
 
 
-def place_images(text: str, images: int) -> Placed:
-    """Write `<image>` into a text where its marks (`<image1>`, `[image]`, ...) place its images.
+def place_images(text: str, image_count: int) -> TextWithImages:
+    """Return a text with `<image>` in place of its marks (`<image1>`, `[image]`, ...) of images.
 
-    `images` is how many images the row has. The marks have numbers, or there are as many of them as
-    images. For example, with two images:
+    `image_count` is how many images the row has. The marks have numbers, or there are as many of
+    them as images. For example, with two images:
 
         See [image]. Find x in [image].    See <image>. Find x in <image>.    order 0, 1
         Compare <image2> with <image1>.    Compare <image> with <image>.      order 1, 0
@@ -52,32 +56,31 @@ def place_images(text: str, images: int) -> Placed:
     Raises `MisplacedImagesError` where that is not possible.
     """
     marks = list(_MARK.finditer(text))
+    images_in_order = tuple(range(image_count))
     if not marks:
-        return Placed(text=text.strip(), order=tuple(range(images)))
-    if not images:
+        return TextWithImages(text=text.strip(), order=images_in_order)
+    if not image_count:
         raise MisplacedImagesError(
             f"has {marks[0].group()} and the row no image",
             remedy="put the picture in, or take the mark out",
         )
-    image_count = "1 image" if images == 1 else f"{images} images"
-    numbers = [_number_of(mark) for mark in marks]  # as texts, empty for a mark without one
+    numbers = [_mark_number(mark) for mark in marks]  # as texts, empty for a mark without one
     if not any(numbers):
-        if len(marks) != images:
+        if len(marks) != image_count:
             raise MisplacedImagesError(
-                f"has {len(marks)} {marks[0].group()} and the row {image_count}",
+                f"has {len(marks)} {marks[0].group()} and the row {amount(image_count, 'image')}",
                 remedy="give as many as images, or none",
             )
-        return Placed(
-            text=_before_the_text(_MARK.sub(IMAGE_PLACEHOLDER, text)), order=tuple(range(images))
-        )
+        placed_text = _MARK.sub(IMAGE_PLACEHOLDER, text)
+        return TextWithImages(text=_drop_leading_marks(placed_text), order=images_in_order)
     if not all(numbers):
         raise MisplacedImagesError(
             "has marks of images with and without numbers", remedy="number all of them, or none"
         )
-    return _place_by_number(text, [int(number) for number in numbers], images)
+    return _place_by_number(text, [int(number) for number in numbers], image_count)
 
 
-def _number_of(mark: re.Match[str]) -> str:
+def _mark_number(mark: re.Match[str]) -> str:
     """Return the digits of a mark: `2` for `<image2>`, and an empty text for `<image>`."""
     # Each spelling of a mark has a group of its own for its digits.
     for digits in mark.groups():
@@ -86,19 +89,19 @@ def _number_of(mark: re.Match[str]) -> str:
     return ""
 
 
-def in_words(text: str) -> str | None:
-    """Replace the marks of images in an option by words: `<image2>` becomes `image 2`.
+def image_marks_as_words(text: str) -> str | None:
+    """Return an option with words in place of the marks of images: `image 2` for `<image2>`.
 
     The problem shows the pictures themselves. Returns None where a mark has no number.
     """
-    numbers = [_number_of(mark) for mark in _MARK.finditer(text)]
+    numbers = [_mark_number(mark) for mark in _MARK.finditer(text)]
     if not all(numbers):
         return None
-    return _MARK.sub(lambda mark: f"image {int(_number_of(mark))}", text)
+    return _MARK.sub(lambda mark: f"image {int(_mark_number(mark))}", text)
 
 
-def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
-    """Write `<image>` into a text whose marks have numbers, `<image1>` or `<image 0>`.
+def _place_by_number(text: str, numbers: Sequence[int], image_count: int) -> TextWithImages:
+    """Return a text with `<image>` in place of marks with numbers, `<image1>` or `<image 0>`.
 
     The first mark with a number becomes `<image>`, and later marks with this number become words.
     Images whose numbers are not in the text follow at its end.
@@ -109,15 +112,16 @@ def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
     Args:
         text: the text with its marks.
         numbers: the number of each mark, in order.
-        images: the number of images of the row.
+        image_count: how many images the row has.
     """
     # A text counts its images from 0 if a mark has the number 0, else from 1.
     base = 0 if min(numbers) == 0 else 1
     distinct_numbers = list(dict.fromkeys(numbers))
-    are_parts = max(numbers) - base >= images
+    are_parts = max(numbers) - base >= image_count
+    # The indices of the images that have no place yet, by the numbers of their marks.
     if are_parts:
         # The numbers count the parts of a picture: the first ones get the images in their order.
-        unplaced_images = dict(zip(distinct_numbers, range(images), strict=False))
+        unplaced_images = dict(zip(distinct_numbers, range(image_count), strict=False))
     else:
         unplaced_images = {number: number - base for number in distinct_numbers}
     order: list[int] = []  # the indices of the images, in the order of their places
@@ -132,17 +136,17 @@ def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
         return IMAGE_PLACEHOLDER
 
     placed_text = _MARK.sub(place_image, text).strip()
-    images_without_mark = [image for image in range(images) if image not in order]
+    images_without_mark = [image for image in range(image_count) if image not in order]
     placed_text += f"\n{IMAGE_PLACEHOLDER}" * len(images_without_mark)
-    return Placed(
-        text=_before_the_text(placed_text),
+    return TextWithImages(
+        text=_drop_leading_marks(placed_text),
         order=(*order, *images_without_mark),
         numbers_parts=are_parts,
     )
 
 
-def _before_the_text(problem: str) -> str:
-    """Remove the marks from a text that begins with all of them.
+def _drop_leading_marks(problem: str) -> str:
+    """Return a text without its marks `<image>`, if it begins with all of them; else unchanged.
 
     Images come before a text without marks anyway, so `<image> Find x.` becomes `Find x.`
     """

@@ -21,30 +21,41 @@ from adora_vl.rewards import canonical_gold, verify_gold
 from adora_vl.rewards.forms import parse_reference
 from adora_vl.utils.errors import UserError
 
+# A remedy says with this mark where the row stands: `write it in {ORIGIN}`. The error of a row has
+# the place itself, such as `line 14 of train.csv`, instead of the mark.
+ORIGIN = "\0origin\0"
+
 
 class RowError(UserError):
-    """A row cannot be used; the message is `ROW_ID: WHAT IS WRONG, WITH THE VALUE; WHAT TO DO`.
+    """A row cannot be used, and goes into the quarantine, the file of such rows.
 
-    `kind` is the broken rule, such as `image_truncated`. `originals` are the row's bytes in its
-    source, and `record` its texts, both for the quarantine.
+    The message is `ROW_ID: WHAT IS WRONG, WITH THE VALUE; WHAT TO DO`.
+
+    Attributes:
+        row_id: the id of the row.
+        sentence: the message without the id.
+        reason: the broken rule in one word, such as `image_truncated`.
+        original_files: the bytes of the row's files in its source, for the quarantine.
+        record: its texts by their columns, for the quarantine.
+        further_faults: the errors of other faults of the same row.
     """
 
     def __init__(
         self,
         row_id: str,
-        kind: str,
+        reason: str,
         wrong: str,
         remedy: str,
         *,
-        originals: Sequence[bytes] = (),
+        original_files: Sequence[bytes] = (),
         record: dict[str, Any] | None = None,
     ) -> None:
-        """Begin an error of the row `row_id`. `wrong`: what is wrong; `remedy`: what to do."""
-        super().__init__(row_id, kind, wrong, remedy)  # pickling needs the arguments
+        """Describe the fault: `wrong` says what is wrong, and `remedy` what to do."""
+        super().__init__(row_id, reason, wrong, remedy)  # pickling needs the arguments
         self.row_id = row_id
         self.sentence = f"{wrong}; {remedy}"
-        self.kind = kind
-        self.originals = tuple(originals)
+        self.reason = reason
+        self.original_files = tuple(original_files)
         self.record = record or {}
         self.further_faults: tuple[RowError, ...] = ()
 
@@ -53,27 +64,32 @@ class RowError(UserError):
 
 
 @contextmanager
-def several_faults() -> Iterator[Callable[..., Any]]:
-    """Collect the faults of a row, so that a user sees all of them in one pass.
+def collect_row_errors() -> Iterator[Callable[..., Any]]:
+    """Collect every `RowError` of a row, so that a user sees all its faults at once.
 
     The `with` block gets a function that calls another one, and returns None where that raises
     `RowError`. At the end of the block the first of these errors is raised, with the others as its
-    `further_faults`.
-    """
-    faults: list[RowError] = []
+    `further_faults`:
 
-    def call(function: Callable[..., Any], *arguments: object, **keywords: object) -> Any:
+        with collect_row_errors() as try_call:
+            images = try_call(read_images, row)
+            answer = try_call(read_answer, row)  # also called if the images have a fault
+    """
+    errors: list[RowError] = []
+
+    def try_call(function: Callable[..., Any], *arguments: object, **keywords: object) -> Any:
         """Return what a function returns; None where it raises `RowError`, which is remembered."""
         try:
             return function(*arguments, **keywords)
         except RowError as error:
-            faults.append(error)
+            errors.append(error)
             return None
 
-    yield call
-    if faults:
-        faults[0].further_faults = tuple(faults[1:])
-        raise faults[0]
+    yield try_call
+    if errors:
+        first_error = errors[0]
+        first_error.further_faults = tuple(errors[1:])
+        raise first_error
 
 
 # The largest file of a source that is read, since a small zip file can unpack to terabytes.
@@ -90,7 +106,7 @@ class RawProblem:
     origin: str  # where a person finds and corrects the row
     images: tuple[bytes, ...]  # encoded
     problem: str  # without image placeholder, or with one for each image
-    # The letter of a choice where there are choices, unless `value_answer` says that it is a value.
+    # With `choices` it is the letter of one of them, or its text if `value_answer` is true.
     answer: str
     choices: tuple[str, ...] | None = None
     goal: str = ""
@@ -101,19 +117,25 @@ class RawProblem:
     value_answer: bool = False
     text_only: bool = False  # it needs no image
     extras: Mapping[str, str | None] = field(default_factory=dict)  # more columns, as texts
-    # What is noted of the row, by the names of `NOTES`, with the row as an example.
-    notes: Mapping[str, str] = field(default_factory=dict)
-    other_files: tuple[
-        bytes, ...
-    ] = ()  # further files of the row in its source, for the quarantine
+    # What the user should know of the row, which is used all the same: keys of `WARNING_TEXTS` with
+    # the words for this row as an example, such as {"percent": "geo/train/17 (40%)"}.
+    warnings: Mapping[str, str] = field(default_factory=dict)
+    # Files of the row in its source that are no images, for the quarantine.
+    further_files: tuple[bytes, ...] = ()
 
     @property
-    def originals(self) -> tuple[bytes, ...]:
-        """All bytes that the source has of the row."""
-        return (*self.other_files, *self.images)
+    def original_files(self) -> tuple[bytes, ...]:
+        """The bytes of all files that the source has of the row."""
+        return (*self.further_files, *self.images)
 
-    def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
-        """Make the error that refuses this row, with everything that the source has of it."""
+    def row_error(self, reason: str, wrong: str, remedy: str) -> RowError:
+        """Return the error for a fault of this row, with everything that the source has of it.
+
+        Args:
+            reason: the broken rule in one word, such as `no_text`.
+            wrong: what is wrong.
+            remedy: what to do, where `ORIGIN` stands for the place of the row.
+        """
         record = {
             "problem": self.problem,
             "answer": self.answer,
@@ -121,15 +143,15 @@ class RawProblem:
         }
         return RowError(
             row_id=self.id,
-            kind=kind,
+            reason=reason,
             wrong=wrong,
-            remedy=f"{remedy} {self.origin}",
-            originals=self.originals,
+            remedy=remedy.replace(ORIGIN, self.origin),
+            original_files=self.original_files,
             record=record,
         )
 
 
-# Each call reads one row. It can be pickled, so that another process can make it.
+# A function for each row, which reads it. It can be pickled, so that another process can call it.
 RowReaders = Iterator[Callable[[], RawProblem]]
 
 
@@ -152,16 +174,16 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     """
     limits = limits or PixelLimits()
     if not raw.problem.strip():
-        raise raw.refuse("no_text", f"the problem text {raw.problem!r} is empty", "write it in")
-    if not raw.images and not raw.text_only:
-        raise raw.refuse("no_image", "images [] is empty", "add the diagram in")
-    # `read_part` calls a function, and returns None where that raises `RowError`. The errors are
-    # raised together at the end of the block, so that a user sees all faults of a row at once.
-    with several_faults() as read_part:
-        images = read_part(
-            lambda: [_clean_image(raw, number, limits) for number in range(len(raw.images))]
+        raise raw.row_error(
+            "no_text", f"the problem text {raw.problem!r} is empty", f"write it in {ORIGIN}"
         )
-        gold = read_part(_gold, raw)
+    if not raw.images and not raw.text_only:
+        raise raw.row_error("no_image", "images [] is empty", f"add the diagram in {ORIGIN}")
+    # `try_call` returns None for a function that raises `RowError`. The errors are raised together
+    # at the end of the block, so that a user sees all faults of a row at once.
+    with collect_row_errors() as try_call:
+        images = try_call(_clean_images, raw, limits)
+        gold = try_call(_gold, raw)
     meta = {
         **dict.fromkeys(KIND_BY_META_FIELD, ""),  # all keys of the schema, in its order
         "goal": raw.goal,
@@ -182,71 +204,78 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         "meta": meta,
         **raw.extras,
     }
-    # A sentence such as `WHAT IS WRONG; WHAT TO DO`, or None.
-    fault = problem_with_row(row)
+    fault = problem_with_row(row)  # `WHAT IS WRONG; WHAT TO DO`, or None
     if fault:
         wrong, _, remedy = fault.partition("; ")
-        kind = "placeholder" if IMAGE_PLACEHOLDER in raw.problem else "control_token"
-        raise raw.refuse(kind, wrong, f"{remedy}, in")
+        reason = "placeholder" if IMAGE_PLACEHOLDER in raw.problem else "control_token"
+        raise raw.row_error(reason, wrong, f"{remedy}, in {ORIGIN}")
     return row
 
 
-def _clean_image(raw: RawProblem, number: int, limits: PixelLimits) -> Image.Image:
-    """Decode and resize one picture of a problem.
+def _clean_images(raw: RawProblem, limits: PixelLimits) -> list[Image.Image]:
+    """Decode the pictures of a problem, and resize those that are out of the limits.
 
-    Raises `RowError` for one that is broken or out of the limits.
+    Raises `RowError` for one that is broken, or cannot be brought into the limits.
     """
-    encoded = raw.images[number]
-    try:
-        return clean_image(encoded, low=limits.low, high=limits.high, unit=limits.unit)
-    except UnreadableImageError as error:
-        wrong = f"image {number} ({len(encoded)} bytes) is not usable ({error})"
-        raise raw.refuse(error.kind, wrong, "replace it in") from error
+    images = []
+    for number, encoded in enumerate(raw.images):
+        try:
+            image = clean_image(encoded, low=limits.low, high=limits.high, unit=limits.unit)
+        except UnreadableImageError as error:
+            wrong = f"image {number} ({len(encoded)} bytes) is not usable ({error})"
+            raise raw.row_error(error.reason, wrong, f"replace it in {ORIGIN}") from error
+        images.append(image)
+    return images
 
 
-def storable(value: str) -> bool:
+def can_encode_utf8(text: str) -> bool:
     """Return whether a text can be stored as UTF-8.
 
     JSON can spell half of a surrogate pair, which is no character.
     """
-    return re.search("[\ud800-\udfff]", value) is None
+    return re.search("[\ud800-\udfff]", text) is None
 
 
-def reads_as_letter(text: str) -> bool:
-    """Return whether a choice would be taken for the letter of a choice.
+def looks_like_option_letter(text: str) -> bool:
+    """Return whether the text of a choice, such as `D` or `(D)`, looks like the letter of one.
 
-    For example, the choice `D`, which is the name of a point.
+    It may be the name of a point. As a reference answer it would be taken for choice D.
     """
     return re.fullmatch(r"[A-Z]|\([A-Z]\)", canonical_gold(text)) is not None
 
 
 def _gold(raw: RawProblem) -> str:
-    """Return the canonical gold answer of a problem.
+    """Return the reference answer of a problem in the grader's canonical form.
 
-    Where the answer is the letter of a choice, the gold is the choice's value: B of the choices 3
-    and 4 gives 4. It stays the letter where the value would itself be taken for a letter.
+    Where the answer is the letter of a choice, the reference answer is the choice's text: B of the
+    choices 3 and 4 gives 4. It stays the letter where the text would itself be taken for a letter.
 
-    Raises `RowError` where no answer could meet it.
+    Raises `RowError` for a reference answer to which no answer would be graded as equal.
     """
     if raw.choices is None:
-        return check_gold(raw.answer, raw.refuse)
+        return check_gold(raw.answer, raw.row_error)
     gold = raw.answer
     if not raw.value_answer:  # the answer is a letter
-        value = _chosen(raw, raw.choices)
-        if not reads_as_letter(value):
-            gold = value
-    reason = verify_gold(gold, raw.choices)
-    if reason:
-        raise raw.refuse(*_ungradable(gold, reason))
+        choice = _choice_of_letter(raw, raw.choices)
+        if not looks_like_option_letter(choice):
+            gold = choice
+    ungradable_reason = verify_gold(gold, raw.choices)
+    if ungradable_reason:
+        raise _ungradable_error(gold, ungradable_reason, raw.row_error)
     return canonical_gold(gold)
 
 
-def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
-    """Return the canonical form of an open question's answer.
+# Makes the error for a fault of a row from the broken rule, what is wrong, and what to do, as
+# `RawProblem.row_error` does.
+MakeRowError = Callable[[str, str, str], RowError]
+
+
+def check_gold(gold: str, row_error: MakeRowError) -> str:
+    """Return the reference answer of an open question in the grader's canonical form.
 
     For example, `3, -4` gives `3,-4`.
 
-    Raises `RowError`, which `refuse` makes, in two cases:
+    Raises `RowError`, which `row_error` makes, in two cases:
 
     - The grader finds no answer equal to it. `3,5` may be a decimal or two answers.
     - It has digits or mathematical signs that cannot be read, as `x#$`. Then only an answer with
@@ -257,28 +286,32 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
         without_braces = re.sub(r"\{\s*\}", " ", gold).strip()
         if parse_reference(without_braces).kind in ("number", "expression", "percentage"):
             gold = without_braces
-    reason = verify_gold(gold)
-    if reason:
-        raise refuse(*_ungradable(gold, reason))
-    if parse_reference(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
+    ungradable_reason = verify_gold(gold)
+    if ungradable_reason:
+        raise _ungradable_error(gold, ungradable_reason, row_error)
+    is_unread = parse_reference(gold).reason == "not_read"
+    has_mathematics = re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold) is not None
+    if is_unread and has_mathematics:
         wrong = (
             f"the right answer {gold!r:.200} can be read as a text of signs alone, which hardly "
             "any answer meets"
         )
-        raise refuse("gold_signs", wrong, f"{_A_GOLD}, without other signs or words, in")
+        raise row_error(
+            "gold_signs", wrong, f"{_GOLD_REMEDY}, without other signs or words, in {ORIGIN}"
+        )
     return canonical_gold(gold)
 
 
-_A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5, and several as 4; -4"
+_GOLD_REMEDY = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5, and several as 4; -4"
 
 
-def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
-    """Return the arguments of `RawProblem.refuse` for a reference answer that cannot be graded.
+def _ungradable_error(gold: str, grader_reason: str, row_error: MakeRowError) -> RowError:
+    """Return the error of a reference answer to which no answer would be graded as equal.
 
-    These are the kind of the fault, what is wrong, and what to do. `reason` comes from the grader:
-    its rule, and after a colon the remedy that it proposes, as `decimal_comma: write 3.5`.
+    `grader_reason` is what `verify_gold` says: the grader's rule, and after a colon the remedy that
+    it proposes, as `decimal_comma: write 3.5`. `row_error` makes the error.
     """
-    rule, _, remedy = reason.partition(": ")
+    rule, _, remedy = grader_reason.partition(": ")
     if rule == "decimal_comma":
         remedy += "; --decimal-comma reads all as decimals"
     has_letter_before_value = re.match(r"\s*[(（]?[A-H][)）]?\s*[.:：、)]\s*\S", gold)  # `A. 3`
@@ -286,26 +319,28 @@ def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
         remedy = (
             "name the options, choices=COLUMN, so that the letter is one, or write the value alone"
         )
-    kind = f"gold_{rule}" if remedy else "gold"
+    reason = f"gold_{rule}" if remedy else "gold"
     wrong = f"with the right answer {gold!r:.200} no answer would be graded as right ({rule})"
-    return kind, wrong, f"{remedy or _A_GOLD}, in"
+    return row_error(reason, wrong, f"{remedy or _GOLD_REMEDY}, in {ORIGIN}")
 
 
-def _chosen(raw: RawProblem, choices: Sequence[str]) -> str:
-    """Return the value of the choice that the answer letter names.
+def _choice_of_letter(raw: RawProblem, choices: Sequence[str]) -> str:
+    """Return the text of the choice whose letter is the answer of a problem: B of 3 and 4 gives 4.
 
     Raises `RowError` where there is no such choice, or it is empty.
     """
     letters = ascii_uppercase[: len(choices)]
     if not choices:
-        raise raw.refuse("no_choices", "choices [] is empty", "list the choices in")
+        raise raw.row_error("no_choices", "choices [] is empty", f"list the choices in {ORIGIN}")
     if len(raw.answer) != 1 or raw.answer not in letters:
         wrong = (
             f"the answer {raw.answer!r:.200} is not the letter of one of its {len(choices)} choices"
         )
-        raise raw.refuse("letter_without_choice", wrong, f"write one of {', '.join(letters)} in")
-    value = choices[letters.index(raw.answer)]
-    if not value.strip():
-        wrong = f"choice {raw.answer}, the right one, is {value!r}"
-        raise raw.refuse("letter_without_choice", wrong, "write its value in")
-    return value
+        raise raw.row_error(
+            "letter_without_choice", wrong, f"write one of {', '.join(letters)} in {ORIGIN}"
+        )
+    choice = choices[letters.index(raw.answer)]
+    if not choice.strip():
+        wrong = f"choice {raw.answer}, the right one, is {choice!r}"
+        raise raw.row_error("letter_without_choice", wrong, f"write its value in {ORIGIN}")
+    return choice

@@ -1,4 +1,4 @@
-"""Stores rows that cannot be used, and has the notes on rows that are used all the same.
+"""Stores rows that cannot be used, and has the warnings on rows that are used all the same.
 
 `quarantine.jsonl` has the reasons, and the folder `quarantine` the original bytes. The bytes are
 separate files instead of text in the JSON. A viewer can then open a picture, `less` stays usable,
@@ -21,7 +21,7 @@ from adora_vl.utils.cli import MistakesError, amount, shown
 QUARANTINE_NAME = "quarantine.jsonl"
 LEAK = "leak"  # a sound row of the training split that stands in a held-out one too
 MAX_SHARE = 0.02  # with a larger share of broken rows, the source itself is taken for broken
-_SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"{": "json"}
+_SUFFIX_BY_FIRST_BYTES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"{": "json"}
 
 
 class Quarantine:
@@ -30,74 +30,79 @@ class Quarantine:
     def __init__(self, folder: Path) -> None:
         """Begin without a refused row; the file is written to `folder` with the first one."""
         self._folder = folder
-        self._first_faults: dict[str, str] = {}  # by kind of fault, the first row and what is wrong
+        # The first row with each reason and what is wrong with it, by reason.
+        self._first_faults: dict[str, str] = {}
         self._row_count = 0
-        self.broken_count = 0  # of rows that are unusable; a leak is sound in itself
-        self.kind_counts: Counter[str] = Counter()  # rows with a fault, by the kind of fault
+        self.unusable_count = 0  # rows without leaks, which are usable in themselves
+        self.reason_counts: Counter[str] = Counter()  # rows by the reason why they were refused
 
     def add(self, split: str, error: RowError) -> None:
         """Write a refused row of a split, with all its faults and its original bytes."""
         line: dict[str, Any] = {
             "id": error.row_id,
             "split": split,
-            "reason": error.kind,
+            "reason": error.reason,
             "detail": str(error),
             "record": error.record,
-            "files": [self._store(original) for original in error.originals],
+            "files": [self._write_file(original) for original in error.original_files],
         }
         if error.further_faults:
             line["also"] = [
-                {"reason": fault.kind, "detail": fault.sentence} for fault in error.further_faults
+                {"reason": fault.reason, "detail": fault.sentence} for fault in error.further_faults
             ]
         with (self._folder / QUARANTINE_NAME).open("a", encoding="utf-8") as stream:
             # In ASCII even half a surrogate pair can be written.
             stream.write(json.dumps(line, sort_keys=True) + "\n")
         self._row_count += 1
-        if error.kind != LEAK:
-            self.broken_count += 1
-        # A row with two faults of one kind counts once for it.
-        fault_by_kind = {fault.kind: fault for fault in (*error.further_faults, error)}
-        for kind, fault in fault_by_kind.items():
-            self.kind_counts[kind] += 1
-            self._first_faults.setdefault(kind, f"{error.row_id}: {fault.sentence}")
+        if error.reason != LEAK:
+            self.unusable_count += 1
+        # A row with two faults of one reason counts once for it.
+        fault_by_reason = {fault.reason: fault for fault in (*error.further_faults, error)}
+        for reason, fault in fault_by_reason.items():
+            self.reason_counts[reason] += 1
+            self._first_faults.setdefault(reason, f"{error.row_id}: {fault.sentence}")
 
     def summary(self) -> dict[str, Any]:
         """Return the counts of refused rows for the manifest.
 
-        A row with several faults counts for each of their kinds.
+        For example, {"rows": 2, "reasons": {"gold": 1, "no_image": 2}}: a row with several faults
+        counts for each of their reasons.
         """
-        return {"rows": self._row_count, "reasons": dict(sorted(self.kind_counts.items()))}
+        return {"rows": self._row_count, "reasons": dict(sorted(self.reason_counts.items()))}
 
-    def check(self, rows: int, stored: int, allowed: float, report: Path) -> None:
+    def check(self, rows: int, stored: int, allowed_share: float, quarantine_folder: Path) -> None:
         """Refuse a source with too many unusable rows, which is probably broken as a whole.
 
-        `rows` is how many were read, `stored` how many of them are stored, and `allowed` the
-        largest share that may be unusable. `report` is the folder where the user will find the
-        refused rows.
+        Args:
+            rows: how many rows were read.
+            stored: how many of them are stored.
+            allowed_share: the largest share that may be unusable.
+            quarantine_folder: where the user will find the refused rows.
 
-        Raises `MistakesError`, with a line for each kind of fault, where a larger share is unusable,
-        or no row is stored.
+        Raises:
+            MistakesError: a larger share is unusable, or no row is stored. It has a line for each
+                reason.
         """
-        if self.broken_count <= allowed * rows and stored:
+        if self.unusable_count <= allowed_share * rows and stored:
             return
-        share = self.broken_count / rows
+        share = self.unusable_count / rows
         # The share is rounded up, so that the option that is proposed suffices.
         percent = math.ceil(share * 100)
         remedy = "no row is left to use"
         if stored:
             remedy = f"mend them, or accept them with --allow-quarantined {percent / 100:.2f}"
-        lines_on_kinds = []
-        for kind, count in self.kind_counts.most_common():
-            # Leaks are no fault of the source. They are named only where nothing else was refused.
-            if kind != LEAK or not self.broken_count:
-                first_fault = self._first_faults[kind]
-                lines_on_kinds.append(f"{kind}: {amount(count, 'row')}, the first is {first_fault}")
+        reason_lines = []
+        for reason, count in self.reason_counts.most_common():
+            # Leaks are no fault of the source. They are listed only where nothing else was refused.
+            if reason != LEAK or not self.unusable_count:
+                first_fault = self._first_faults[reason]
+                reason_lines.append(f"{reason}: {amount(count, 'row')}, the first is {first_fault}")
         raise MistakesError(
             [
-                f"input: {self.broken_count} of {rows} rows ({share:.1%}) cannot be used, over the "
-                f"{allowed * 100:g}% allowed",
-                *lines_on_kinds,
-                f"all of them are in {report / QUARANTINE_NAME}; {remedy}",
+                f"input: {self.unusable_count} of {rows} rows ({share:.1%}) cannot be used, over the "
+                f"{allowed_share * 100:g}% allowed",
+                *reason_lines,
+                f"all of them are in {quarantine_folder / QUARANTINE_NAME}; {remedy}",
             ]
         )
 
@@ -107,35 +112,42 @@ class Quarantine:
             if path.exists():
                 shutil.move(path, folder / path.name)
 
-    def _store(self, original: bytes) -> str:
-        """Write the bytes of a row into a file named by its hash; return the name in the folder."""
-        endings = (end for start, end in _SIGNATURES.items() if original.startswith(start))
-        ending = next(endings, "bin")
-        name = f"quarantine/{hashlib.sha256(original).hexdigest()[:24]}.{ending}"
+    def _write_file(self, original: bytes) -> str:
+        """Write a file of a refused row, and return its path in the folder.
+
+        The file is named by its hash, and its first bytes say the suffix: `quarantine/3f0a....png`.
+        """
+        suffix = "bin"
+        for first_bytes, suffix_of_format in _SUFFIX_BY_FIRST_BYTES.items():
+            if original.startswith(first_bytes):
+                suffix = suffix_of_format
+        name = f"quarantine/{hashlib.sha256(original).hexdigest()[:24]}.{suffix}"
         path = self._folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(original)
         return name
 
 
-def first_details(folder: Path) -> list[str]:
-    """Return for each kind of fault what is wrong with the first row that has it; leaks are left out.
+def first_detail_per_reason(folder: Path) -> list[str]:
+    """Return what is wrong with the first refused row of each reason; leaks are left out.
 
     `folder` is a data set with a quarantine, the file of its unusable rows.
     """
-    details: dict[str, str] = {}  # by the kind of fault
+    detail_by_reason: dict[str, str] = {}
     with (folder / QUARANTINE_NAME).open(encoding="utf-8") as stream:
         for line in map(json.loads, stream):
             for fault in (line, *line.get("also", ())):
-                if fault["reason"] != LEAK and fault["reason"] not in details:
-                    # The first fault of a line names the row already.
-                    prefix = "" if fault is line else f"{line['id']}: "
-                    details[fault["reason"]] = f"{prefix}{fault['detail']}"
-    return list(details.values())
+                reason = fault["reason"]
+                if reason != LEAK and reason not in detail_by_reason:
+                    # The detail of the row's first fault begins with its id already.
+                    row_id = "" if fault is line else f"{line['id']}: "
+                    detail_by_reason[reason] = f"{row_id}{fault['detail']}"
+    return list(detail_by_reason.values())
 
 
-# The name of each note, and the words that follow "12 of the rows", with a row as an example.
-NOTES = {
+# What a user should know of rows that are used all the same. By the name of each warning, the words
+# that follow "12 of the rows", with the first row as an example.
+WARNING_TEXTS = {
     "no_facts": "have no facts in words, such as {example}: what their diagram says does not suffice "
     "without looking",
     "without_image": "have no image, such as {example}",
@@ -184,21 +196,30 @@ NOTES = {
     "CSV UTF-8",
     "instruction": "end with an instruction on how to answer, such as {example}; ",
 }
-_KEPT = "it was kept, beside the training's own system prompt: --drop-instruction takes it off"
-_DROPPED = "it was taken off"
-_SHOWN = 100  # characters of an example that are printed
+_INSTRUCTION_KEPT = (
+    "it was kept, beside the training's own system prompt: --drop-instruction takes it off"
+)
+_INSTRUCTION_DROPPED = "it was taken off"
+_MAX_EXAMPLE_CHARACTERS = 100  # characters of an example that are printed
 
 
-def note_lines(manifest: Mapping[str, Any]) -> list[str]:
-    """Return the remarks of a manifest on rows that were used, as lines for the user to read.
+def warning_lines(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the warnings of a manifest on rows that were used, as lines for the user to read.
 
-    A note in the manifest has the number of rows that it is true of, and one of them as an example.
+    The manifest has, by the name of each warning, how many rows have it, and one of them as an
+    example: {"percent": {"rows": 2, "example": "geo/train/17"}}.
     """
     lines = []
-    for name, note in (manifest.get("noted") or {}).items():
-        example = shown(note["example"], _SHOWN) if name == "instruction" else note["example"]
-        line = f"noted: {note['rows']} of the rows {NOTES[name].format(example=example)}"
+    for name, warning in (manifest.get("noted") or {}).items():
+        example = warning["example"]
+        if name == "instruction":  # a text, which may be long
+            example = shown(example, _MAX_EXAMPLE_CHARACTERS)
+        line = f"noted: {warning['rows']} of the rows {WARNING_TEXTS[name].format(example=example)}"
         if name == "instruction":
-            line += _DROPPED if manifest["arguments"].get("drop_instruction") else _KEPT
+            line += (
+                _INSTRUCTION_DROPPED
+                if manifest["arguments"].get("drop_instruction")
+                else _INSTRUCTION_KEPT
+            )
         lines.append(line)
     return lines

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from adora_vl.conversion.problem import MAX_FILE_BYTES
+from adora_vl.conversion.problem import MAX_FILE_BYTES, ORIGIN
 from adora_vl.conversion.records import BadRecord
 from adora_vl.utils.cli import read_json
 
@@ -19,48 +19,60 @@ _PICTURES = ("png", "jpg", "jpeg", "webp", "bmp", "gif")
 _TEXTS = ("txt", "text", "cls", "json")
 
 
-def samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRecord]]:
-    """Yield the rows of a shard with their positions, one at a time."""
+def read_shard(path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRecord]]:
+    """Yield the rows of a shard of webdataset, each with its position, such as `sample 0001`."""
     with tarfile.open(path, "r:") as shard:
-        files = (member for member in shard if member.isfile() and not _hidden(member.name))
-        for key, members in groupby(files, key=lambda member: _key(member.name)):
-            yield f"sample {key}", _row(shard, key, list(members))
+        files = (member for member in shard if member.isfile() and not _is_hidden(member.name))
+        for key, members in groupby(files, key=lambda member: _sample_key(member.name)):
+            yield f"sample {key}", _read_sample(shard, key, list(members))
 
 
-def _hidden(name: str) -> bool:
+def _is_hidden(name: str) -> bool:
     """Return whether a file is hidden, as those are that macOS adds to a tar."""
     return PurePosixPath(name).name.startswith(".")
 
 
-def _key(name: str) -> str:
-    """Return the name of the row that a file belongs to: its path up to the name's first dot."""
+def _sample_key(name: str) -> str:
+    """Return the name of the row that a file belongs to: `0001` for `0001.left.png`.
+
+    It is the path up to the first dot of the file's name.
+    """
     path = PurePosixPath(name)
     return str(path.with_name(path.name.partition(".")[0]))
 
 
-def _row(
+def _read_sample(
     shard: tarfile.TarFile, key: str, members: list[tarfile.TarInfo]
 ) -> dict[str, Any] | BadRecord:
-    """Read the files of one row; files of unknown kinds are left out."""
+    """Return a row by its columns, from its files in a shard; other files are left out.
+
+    For example, `0001.png` and `0001.json` give {"__key__": "0001", "png": {"bytes": ...}, "json":
+    {...}}. Returns a bad record for a file that is too large, or cannot be read.
+
+    Args:
+        shard: the tar.
+        key: the name of the row.
+        members: the files of the row.
+    """
     row: dict[str, Any] = {KEY: key}
     for member in members:
         # `0001.left.png` is the column `left.png` of the row `0001`, a picture.
         column = PurePosixPath(member.name).name.partition(".")[2].lower()
-        kind = column.rpartition(".")[2]
-        if kind not in (*_PICTURES, *_TEXTS):
+        suffix = column.rpartition(".")[2]
+        if suffix not in (*_PICTURES, *_TEXTS):
             continue
         if member.size > MAX_FILE_BYTES:
             wrong = f"{member.name!r} has over {MAX_FILE_BYTES} bytes"
-            return BadRecord("file_too_large", wrong, "shrink it in")
+            return BadRecord("file_too_large", wrong, f"shrink it in {ORIGIN}")
         stream = shard.extractfile(member)
         content = stream.read() if stream else b""
-        if kind in _PICTURES:
+        if suffix in _PICTURES:
             row[column] = {"bytes": content}
             continue
         try:
             text = content.decode("utf-8")
-            row[column] = read_json(text) if kind == "json" else text.strip()
+            row[column] = read_json(text) if suffix == "json" else text.strip()
         except (ValueError, RecursionError) as error:
             wrong = f"{member.name!r} cannot be read ({error!s:.200})"
-            return BadRecord("not_json", wrong, "mend it in", content)
+            return BadRecord("not_json", wrong, f"mend it in {ORIGIN}", content)
     return row

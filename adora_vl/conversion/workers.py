@@ -19,11 +19,11 @@ _ROWS_IN_FLIGHT_PER_WORKER = 8
 
 @contextmanager
 def ordered_map(workers: int) -> Iterator[OrderedMap]:
-    """Provide a function like `map` that works in `workers` processes and keeps the order.
+    """Provide the `with` block with a function like `map` that works in several processes.
 
-    With one worker it is `map` itself. With more there is a pool of processes, which ends with the
-    `with` block. This process does the first rows itself: a small table is cleaned before a pool
-    has started.
+    It keeps the order. With one worker it is `map` itself. With more there is a pool of `workers`
+    processes, which ends with the block. This process does the first rows itself: a small table is
+    cleaned before a pool has started.
     """
     if workers == 1:
         yield map

@@ -149,12 +149,12 @@ def size_to_store(
 class UnreadableImageError(ValueError):
     """The picture cannot be used; the message says why.
 
-    `kind`: the reason in one word, by which refused rows are counted, such as `image_truncated`.
+    `reason`: the reason in one word, by which refused rows are counted, such as `image_truncated`.
     """
 
-    def __init__(self, kind: str, why: str) -> None:
+    def __init__(self, reason: str, why: str) -> None:
         super().__init__(why)
-        self.kind = kind
+        self.reason = reason
 
 
 def clean_image(
@@ -177,7 +177,7 @@ def clean_image(
         size = size_to_store(*image.size, low, high, unit)
     except ValueError as error:
         raise UnreadableImageError(
-            kind="image_shape", why=f"{image.width} x {image.height} pixels: {error}"
+            reason="image_shape", why=f"{image.width} x {image.height} pixels: {error}"
         ) from error
     if size == image.size:
         return image
@@ -340,13 +340,13 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
         except UnidentifiedImageError as error:  # its own text has a memory address in it
             recognized = describe_non_picture(encoded[:512])
             word, why = recognized or ("undecodable", "not in any known picture format")
-            raise UnreadableImageError(kind=f"image_{word}", why=why) from error
+            raise UnreadableImageError(reason=f"image_{word}", why=why) from error
         except Exception as error:
             unreadable = _unreadable_error(error)
             is_heic = _HEIF_SIGNATURE_PATTERN.match(encoded) is not None
-            if is_heic and unreadable.kind != "image_too_large":
+            if is_heic and unreadable.reason != "image_too_large":
                 why = f"a photograph in HEIC that cannot be read ({unreadable}); save it as JPEG"
-                unreadable = UnreadableImageError(kind="image_heic", why=why)
+                unreadable = UnreadableImageError(reason="image_heic", why=why)
             raise unreadable from error
 
 
@@ -429,8 +429,8 @@ def _unreadable_error(error: Exception) -> UnreadableImageError:
     why = str(error) or type(error).__name__
     if isinstance(error, Image.DecompressionBombError):
         return UnreadableImageError("image_too_large", why)
-    kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
-    return UnreadableImageError(kind, why)
+    reason = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
+    return UnreadableImageError(reason, why)
 
 
 def _refuse_degenerate(image: Image.Image) -> None:

@@ -460,7 +460,7 @@ class Toolbox:
         try:
             image = upright_rgb_copy(image)
         except UnreadableImageError as error:
-            if error.kind == "image_too_large":
+            if error.reason == "image_too_large":
                 (width, height) = image.size
                 raise CallError(
                     f"the tool's picture has {width} x {height} pixels, too many"

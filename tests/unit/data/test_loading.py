@@ -402,7 +402,7 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
     def opened(name: str, columns: Any, revision: str | None, **_: Any) -> Any:
         revisions.append(revision)
         local = open_local(write_user_jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
-        return replace(local, kind="hub", revision=commits[-1])
+        return replace(local, format="hub", revision=commits[-1])
 
     def commit_of(name: str, revision: str | None) -> str:
         if not commits:

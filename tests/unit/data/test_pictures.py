@@ -166,7 +166,7 @@ def test_a_broken_picture_that_code_hands_over_is_refused_by_its_kind() -> None:
     for picture, kind in broken_pictures:
         with pytest.raises(UnreadableImageError) as refused:
             upright_rgb_copy(picture)
-        assert refused.value.kind == kind
+        assert refused.value.reason == kind
 
 
 def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
@@ -270,7 +270,7 @@ def test_floats_whose_white_nobody_can_tell_are_refused_with_the_remedy() -> Non
         encoded = encoded_as(picture, "TIFF")
         with pytest.raises(UnreadableImageError, match="save it with 8 bits a channel") as refused:
             clean_image(encoded)
-        assert refused.value.kind == "image_range"
+        assert refused.value.reason == "image_range"
 
 
 def colours_up_to(largest: int) -> Any:

@@ -290,7 +290,7 @@ def test_no_input_reaches_a_path(tmp_path: Path) -> None:
     tmp_path.joinpath("in").mkdir()
     quarantine = Quarantine(tmp_path / "in")
     quarantine.add(
-        "train", RowError("../../evil", "gold", "wrong", "remedy", originals=[b"../../x", PNG])
+        "train", RowError("../../evil", "gold", "wrong", "remedy", original_files=[b"../../x", PNG])
     )
     assert {path.name for path in tmp_path.rglob("*")} >= {"in", "quarantine", "quarantine.jsonl"}
     assert len(list(tmp_path.iterdir())) == 1
@@ -468,4 +468,4 @@ def test_a_bomb_is_refused_before_it_is_decoded(
     for content in (_decompression_bomb(), bytes(large)):
         with pytest.raises(UnreadableImageError) as caught:
             clean_image(content)
-        assert caught.value.kind == "image_too_large"
+        assert caught.value.reason == "image_too_large"

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adora_vl.conversion.columns import Columns
-from adora_vl.conversion.pictures import FileRoot, PictureError, picture_bytes
+from adora_vl.conversion.pictures import ImageSource, PictureError, picture_bytes
 from adora_vl.conversion.pipeline import CleanedRow, read_and_clean
 from adora_vl.conversion.problem import PixelLimits, RowError
-from adora_vl.conversion.records import Context, read_record
+from adora_vl.conversion.records import TableContext, read_record
 from adora_vl.conversion.tables import is_test_question
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.prompts import conversation_with_images, conversations
@@ -573,15 +573,15 @@ def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_
     if not (tmp_path / "in").exists():
         write(tmp_path, "jsonl", [GOOD_ROW])
     columns = Columns("q", "a", ("i",), ("c",), "k", (("own", "x"),))
-    files = FileRoot((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
-    context = Context("mine", "train", "mine.jsonl", columns, files, texts_only)
+    files = ImageSource((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
+    context = TableContext("mine", "train", "mine.jsonl", columns, files, texts_only)
     outcome = read_and_clean(
         lambda: read_record({**GOOD_ROW, **record}, position="line 1", index=0, context=context),
         PixelLimits(),
     )
     assert isinstance(outcome, CleanedRow | RowError)
     if isinstance(outcome, RowError):
-        assert outcome.kind
+        assert outcome.reason
         assert len(str(outcome)) < 2000
         json.dumps(outcome.record)
     else:
@@ -601,7 +601,7 @@ def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> No
         (tmp_path / "in" / "a").symlink_to(tmp_path)
     inside = (tmp_path / "in").resolve()
     try:
-        content = picture_bytes("/".join(parts), FileRoot(inside, inside))
+        content = picture_bytes("/".join(parts), ImageSource(inside, inside))
     except PictureError:
         return
     assert content == encode_picture(draw_figure(1, 60)), (

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from adora_vl.conversion.chat import without_instruction
+from adora_vl.conversion.chat import split_off_instruction
 from adora_vl.conversion.convert import ensure_converted
-from adora_vl.conversion.placeholders import MisplacedImagesError, Placed, place_images
+from adora_vl.conversion.placeholders import MisplacedImagesError, TextWithImages, place_images
 from adora_vl.data.dataset import read_manifest
 from data_prep.cli import main
 from tests.support.cases import CaseFolder
@@ -66,7 +66,7 @@ def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) ->
     ]
     for text, images, placed, order, parts in cases:
         with subtests.test(text):
-            assert place_images(text, images) == Placed(placed, order, parts)
+            assert place_images(text, images) == TextWithImages(placed, order, parts)
     for text, images, message in [
         ("See <image1>.", 0, "has <image1> and the row no image; put the picture in"),
         ("See [image].", 0, "has [image] and the row no image; put the picture in"),
@@ -568,7 +568,7 @@ def test_an_instruction_is_the_last_sentences_on_how_to_answer(subtests: pytest.
         (r"What is in $\boxed{5}$?", None),
     ]:
         with subtests.test(problem):
-            assert without_instruction(problem)[0] == (problem if rest is None else rest)
+            assert split_off_instruction(problem)[0] == (problem if rest is None else rest)
 
 
 def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_path: Path) -> None:
