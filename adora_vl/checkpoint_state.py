@@ -6,8 +6,8 @@ from typing import Any
 
 from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.checkpoint.fingerprint import Fingerprint
-from adora_vl.checkpoint.store import manifest_of
-from adora_vl.checkpoint.trl_state import LossSums, MovingReference
+from adora_vl.checkpoint.store import read_checkpoint_manifest
+from adora_vl.checkpoint.trl_state import LossSums, SyncedReferenceModel
 from adora_vl.record import trackers
 from adora_vl.rewards.entries import current_column_name
 from adora_vl.training.pool import Pool
@@ -25,7 +25,7 @@ class CheckpointState:
     """Groups that are still to be learned from."""
     unfinished_generation: UnfinishedGeneration
     """What is left of the present generation."""
-    moving_reference: MovingReference
+    moving_reference: SyncedReferenceModel
     """A reference model that TRL moves."""
     loss_sums: LossSums
     """Transformers' sums of losses."""
@@ -36,14 +36,14 @@ class CheckpointState:
     function_names: list[str]
     """The names of the reward functions, after which TRL calls metrics and columns of the table."""
 
-    def facts(self, fingerprint: Fingerprint) -> dict[str, Any]:
+    def metadata(self, fingerprint: Fingerprint) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says of the run at this moment.
 
         `fingerprint`: everything that influences the steps of the run.
         """
         return {
             "fingerprint": fingerprint,
-            **self.loss_sums.facts(),
+            **self.loss_sums.metadata(),
             "methods": self.pipeline.state(),
             "metrics": {name: list(values) for name, values in self.metrics.items()},
         }
@@ -51,15 +51,15 @@ class CheckpointState:
     def save(
         self,
         folder: Path,
-        facts: dict[str, Any],
+        metadata: dict[str, Any],
         micro_step: int,
         micro_batches: list[Batch] | None,
     ) -> dict[str, Any]:
-        """Write this rank's files of a checkpoint, and return the facts for its manifest.
+        """Write this rank's files of a checkpoint, and return the metadata for its manifest.
 
         Args:
             folder: the folder of the checkpoint.
-            facts: what `facts` returned on this rank. The result has the sums of losses of all
+            metadata: what `metadata` returned on this rank. The result has the sums of losses of all
                 ranks in place of this rank's.
             micro_step: TRL's `_step`, its count of micro-batches, at the last optimizer step.
             micro_batches: the micro-batches of the present generation; None without a generation.
@@ -70,22 +70,22 @@ class CheckpointState:
         unfinished_facts = self.unfinished_generation.save(
             folder, micro_step=micro_step, micro_batches=micro_batches, table=table
         )
-        return {**LossSums.with_all_ranks(facts), **unfinished_facts}
+        return {**LossSums.with_all_ranks(metadata), **unfinished_facts}
 
     def restore(self, checkpoint: Path) -> RestoredGeneration | None:
         """Restore what `save` wrote.
 
         Returns the generation that the run was still learning from; None if there was none.
         """
-        facts = manifest_of(checkpoint)
-        self.pipeline.load(facts.get("methods", {}))
+        manifest = read_checkpoint_manifest(checkpoint)
+        self.pipeline.load(manifest.get("methods", {}))
         self.pool.load(checkpoint)
         self.moving_reference.load(checkpoint)
         self.loss_sums.load(checkpoint)
         unfinished = self.unfinished_generation.load(checkpoint)
         if unfinished is not None:
             trackers.restore_table(unfinished.table, self.table, self.function_names)
-        for saved_name, values in facts.get("metrics", {}).items():
+        for saved_name, values in manifest.get("metrics", {}).items():
             self.metrics[self._present_metric(saved_name)] = list(values)
         return unfinished
 

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.checkpoint.run_files import recording_saved_files, run_has_begun
+from adora_vl.checkpoint.run_files import has_run_manifest_or_checkpoint, recording_saved_files
 from adora_vl.checkpoint.store import (
     COMPLETE_FILE,
-    newest_valid_checkpoint,
-    problem_with_checkpoint,
+    describe_checkpoint_damage,
+    find_newest_valid_checkpoint,
 )
 from adora_vl.checkpoint.training_prompts import write_training_prompts
 from adora_vl.models.adapter import (
@@ -104,7 +104,9 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         return source
     # At its end a run proposes to export into its own folder `merged`. Files there are recorded as
     # files of the run.
-    belongs_to_run = output.resolve() == run.resolve() / MERGED_FOLDER and run_has_begun(run)
+    belongs_to_run = (
+        output.resolve() == run.resolve() / MERGED_FOLDER and has_run_manifest_or_checkpoint(run)
+    )
     # All is written into `staged`, which becomes `output` when the block ends.
     with recording_saved_files(run, saves_model=belongs_to_run), replacing_folder(output) as staged:
         if (source / ADAPTER_CONFIG_FILE).is_file() and not adapter:
@@ -199,11 +201,11 @@ def find_weights(run: Path) -> Path:
     if not run.is_dir():
         raise UserError(f"RUN: no folder {str(run)!r}")
     if (run / COMPLETE_FILE).is_file() or run.name.startswith("checkpoint-"):
-        problem = problem_with_checkpoint(run)
+        problem = describe_checkpoint_damage(run)
         if problem:
             raise UserError(f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint")
         return run
-    checkpoint, _ = newest_valid_checkpoint(run)
+    checkpoint, _ = find_newest_valid_checkpoint(run)
     if checkpoint is not None:
         return checkpoint
     if (run / ADAPTER_CONFIG_FILE).is_file() or list(run.glob("*.safetensors")):

@@ -15,7 +15,7 @@ from adora_vl.models.generation_config import repair_generation_config
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copy_policy
-from adora_vl.preflight.facts import ResolvedRun
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.record.clocks import TimedPhase
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
@@ -79,9 +79,9 @@ def prepare_models(
         run: the checked run.
         gather_params: TRL's context in which sharded parameters are whole.
     """
-    if run.model.continued is not None:
-        load_adapter_weights(policy, run.model.continued)
-    elif run.model.four_bit:
+    if run.model.continued_adapter is not None:
+        load_adapter_weights(policy, run.model.continued_adapter)
+    elif run.model.is_four_bit:
         cast_trained_to_float32(policy)
     models = [policy]
     if reference is not None:
@@ -90,10 +90,10 @@ def prepare_models(
         restore_buffers(model)
     repair_generation_config(policy)
     if is_peft_model(policy):
-        record_base(policy, run.model.merged)
+        record_base(policy, run.model.merged_adapters)
         if run.config.gradient_checkpointing:
             compute_branches_first(policy)
-        if not run.model.four_bit:
+        if not run.model.is_four_bit:
             refuse_unmergeable(policy, gather_params)
     freeze(policy, run.config.adora_freeze)
     return models

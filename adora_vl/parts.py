@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils.generic import is_flash_attention_requested
 from trl import GRPOTrainer
 
-from adora_vl.checkpoint.trl_state import LossSums, MovingReference
+from adora_vl.checkpoint.trl_state import LossSums, SyncedReferenceModel
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.checkpoint_state import CheckpointState
 from adora_vl.config.methods import build_pipeline
@@ -27,7 +27,7 @@ from adora_vl.packing.pass_differences import (
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.packing.split_attention import configured_attention
-from adora_vl.preflight.facts import ResolvedRun
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.record import metrics, progress
 from adora_vl.record.clocks import StepClocks
 from adora_vl.record.metrics_logger import MetricsLogger
@@ -531,13 +531,13 @@ class StepParts:
         )
 
     @property
-    def _moving_reference(self) -> MovingReference:
+    def _moving_reference(self) -> SyncedReferenceModel:
         """Saves and loads the reference model, where TRL moves it."""
         accelerator = self.context.accelerator
         reference = self._trainer.ref_model
         if reference is not None:
             reference = accelerator.unwrap_model(reference)
-        return MovingReference(
+        return SyncedReferenceModel(
             reference,
             moves=self.context.config.sync_ref_model,
             is_main=accelerator.is_main_process,

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
     from adora_vl.config.dry_run_options import DryRunOptions
     from adora_vl.config.run_context import OutputDirMode
-    from adora_vl.preflight.facts import ResolvedRun
+    from adora_vl.preflight.resolved_run import ResolvedRun
 
 
-def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "take") -> ResolvedRun:
+def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "lock") -> ResolvedRun:
     """Make all checks of a command's run, before a weight is loaded, and return what they found.
 
-    `output_dir`: `take` locks the folder for the run and prints its first lines; other modes only
+    `output_dir`: `lock` locks the folder for the run and prints its first lines; other modes only
     look at the folder. Raises `UserError` for what a check refuses.
     """
     prepare_engine_environment()
@@ -26,8 +26,8 @@ def prepare(cli_args: CliArgs, output_dir: OutputDirMode = "take") -> ResolvedRu
     from adora_vl.preflight.run_checks import run_checks
 
     run = run_checks(request_from_command(cli_args), RunContext.of_launch(output_dir))
-    if output_dir == "take" and run.request.is_main_process:
-        print("\n".join(run.first_lines()), flush=True)
+    if output_dir == "lock" and run.request.is_main_process:
+        print("\n".join(run.lines_before_start()), flush=True)
     return run
 
 

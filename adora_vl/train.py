@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.config.command import CliArgs, read
-from adora_vl.config.dry_run_options import take_options
+from adora_vl.config.command import CliArgs, parse_command
+from adora_vl.config.dry_run_options import split_dry_run_options
 from adora_vl.config.help import asks_for_help, help_text
 from adora_vl.prepare import prepare
 from adora_vl.utils import errors
@@ -30,7 +30,7 @@ from adora_vl.utils.versions import check_versions
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
-    from adora_vl.preflight.facts import ResolvedRun
+    from adora_vl.preflight.resolved_run import ResolvedRun
     from adora_vl.trainer import AdoraGRPOTrainer
 
 # Seconds before a rank other than the first reports a mistake of its own. The launcher ends it
@@ -44,13 +44,13 @@ def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
     from adora_vl.trainer import AdoraGRPOTrainer
 
     config = run.config
-    keys = run.request.model.keys
-    init_kwargs: dict[str, Any] = {"revision": run.model.revision, "dtype": keys.dtype}
-    if keys.attn_implementation is not None:
-        init_kwargs["attn_implementation"] = keys.attn_implementation
+    model_args = run.request.model.model_args
+    init_kwargs: dict[str, Any] = {"revision": run.model.revision, "dtype": model_args.dtype}
+    if model_args.attn_implementation is not None:
+        init_kwargs["attn_implementation"] = model_args.attn_implementation
     config.model_init_kwargs = {**init_kwargs, **(config.model_init_kwargs or {})}
     return AdoraGRPOTrainer(
-        model=keys.model_name_or_path,
+        model=model_args.model_name_or_path,
         reward_funcs=list(run.rewards.functions),
         args=config,
         run=run,
@@ -144,7 +144,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
             if is_main:
                 write_card(trainer.manifest, merged_folder, trainer.state)
     except Exception as error:
-        remedy = trainer.parts.checkpoint_writer.where_to_go_on()
+        remedy = trainer.parts.checkpoint_writer.describe_resume_point()
         if disk_is_full(error):
             raise DiskFullError(
                 "the model could not be written (no space left on the disk of "
@@ -169,12 +169,12 @@ def finish_from_checkpoint(run: ResolvedRun, checkpoint: Path) -> None:
     from transformers.trainer import TRAINER_STATE_NAME
 
     from adora_vl.checkpoint.run_files import read_run_manifest, recording_saved_files
-    from adora_vl.checkpoint.store import manifest_of
+    from adora_vl.checkpoint.store import read_checkpoint_manifest
     from adora_vl.export import copy_model, merge_checkpoint
     from adora_vl.models.load import MERGED_FOLDER
     from adora_vl.record.card import write_card
-    from adora_vl.record.manifest import note_finished
-    from adora_vl.record.metrics import end_run_from_checkpoint
+    from adora_vl.record.manifest import mark_finished
+    from adora_vl.record.metrics import write_missing_end_of_metrics
 
     output_dir = Path(run.config.output_dir)
     manifest = run.manifest()
@@ -190,13 +190,13 @@ def finish_from_checkpoint(run: ResolvedRun, checkpoint: Path) -> None:
             # Merging a large model takes minutes. A run that has finished has merged already.
             has_finished = read_run_manifest(output_dir).get("status") == "finished"
             if not has_finished or not merged_folder.is_dir():
-                dtype = run.request.model.keys.dtype or "auto"
+                dtype = run.request.model.model_args.dtype or "auto"
                 merge_checkpoint(checkpoint, merged_folder, dtype=dtype)
             model_folders.append(merged_folder)
-        end_run_from_checkpoint(output_dir, manifest_of(checkpoint), state)
+        write_missing_end_of_metrics(output_dir, read_checkpoint_manifest(checkpoint), state)
         state.save_to_json(str(output_dir / TRAINER_STATE_NAME))
         # Behind the models: a run whose model cannot be written has not finished.
-        note_finished(manifest, output_dir, steps=state.global_step)
+        mark_finished(manifest, output_dir, steps=state.global_step)
         for folder in model_folders:
             write_card(manifest, folder, state)
     print(f"{checkpoint} is the last step: nothing left to train; its model is in {output_dir}")
@@ -258,11 +258,11 @@ def finish_run(
     The manifest gets how the run has ended. Collective: every rank saves. `seconds`: how long the
     training took.
     """
-    from adora_vl.checkpoint.writer import delete_run_set_aside
-    from adora_vl.record.manifest import end_manifest, noting_failure
+    from adora_vl.checkpoint.writer import delete_old_run
+    from adora_vl.record.manifest import end_manifest, mark_failed_on_error
 
     is_main = trainer.accelerator.is_main_process
-    with noting_failure(
+    with mark_failed_on_error(
         trainer.manifest,
         output_dir=output_dir,
         count_steps=lambda: trainer.state.global_step,
@@ -270,7 +270,7 @@ def finish_run(
     ):
         model_folder = save_final_model(trainer, output_dir)
     if is_main:
-        delete_run_set_aside(output_dir)
+        delete_old_run(output_dir)
         end_manifest(
             trainer.manifest,
             output_dir=output_dir,
@@ -352,8 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         check_versions(use_vllm=False)
         # Without `--dry-run` the options are None, and all words are those of the training.
-        options, training_arguments = take_options(words)
-        cli_args = read(words if options is None else training_arguments)
+        options, training_arguments = split_dry_run_options(words)
+        cli_args = parse_command(words if options is None else training_arguments)
         announce_imports(USUAL_IMPORT_S)
         if options is None:
             return train(cli_args)

@@ -37,11 +37,11 @@ from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
 from adora_vl.checkpoint.run_files import recording_saved_files
-from adora_vl.checkpoint.store import manifest_of
+from adora_vl.checkpoint.store import read_checkpoint_manifest
 from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
-from adora_vl.checkpoint.writer import set_run_aside
+from adora_vl.checkpoint.writer import move_old_run_aside
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import BatchLayout, cuts_generations
+from adora_vl.config.batch_plan import BatchLayout, regroups_micro_batches
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, NoPrefetch
 from adora_vl.model_setup import prepare_models, use_own_classes_in_trl
@@ -50,20 +50,25 @@ from adora_vl.models.load import restore_weights
 from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.parts import StepParts
-from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.preflight.python_inputs import Datasets
-from adora_vl.preflight.request import RunRequest, config_of, model_source, refuse_objects
+from adora_vl.preflight.request import (
+    RunRequest,
+    copy_or_default_config,
+    model_source,
+    refuse_unsupported_arguments,
+)
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.clocks import StepClocks, start_clocks
 from adora_vl.record.manifest import (
     end_manifest,
-    note_finished,
-    noting_failure,
+    mark_failed_on_error,
+    mark_finished,
     write_manifest,
 )
-from adora_vl.record.metrics import end_run_from_checkpoint
+from adora_vl.record.metrics import write_missing_end_of_metrics
 from adora_vl.record.micro_batch_means import MicroBatchMeans
 from adora_vl.record.shown_metrics import LARGEST_VALUE_KEYS, keep_largest
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey
@@ -122,13 +127,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         Raises `UserError`, in one line, for what cannot work.
         """
         if run is None:
-            refuse_objects(
+            refuse_unsupported_arguments(
                 train_dataset,
                 reward_funcs=reward_funcs,
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-            config = config_of(args, model)
+            config = copy_or_default_config(args, model)
             request = RunRequest(
                 config=config,
                 model=model_source(
@@ -139,7 +144,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 tools=tools or (),
                 environment_factory=environment_factory,
             )
-            run = run_checks(request, RunContext.of_launch("leave"))
+            run = run_checks(request, RunContext.of_launch("ignore"))
         self.run = run
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
@@ -152,8 +157,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 model=policy,
                 reward_funcs=list(run.rewards.functions),
                 args=run.config,
-                train_dataset=run.data.train,
-                eval_dataset=run.data.evaluated,
+                train_dataset=run.data.train_dataset,
+                eval_dataset=run.data.eval_dataset,
                 processing_class=run.prompts.processor,
                 reward_processing_classes=reward_processing_classes,
                 callbacks=callbacks,
@@ -212,7 +217,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         # Where the config does not allow our way of cutting, TRL cuts the generation.
-        if cuts_generations(self.args):
+        if regroups_micro_batches(self.args):
             micro_batch = self._next_micro_batch(generation_batch)
         else:
             micro_batch = super()._prepare_inputs(generation_batch)
@@ -444,7 +449,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         Only generations that this class cuts have empty micro-batches. Those that TRL cuts have none.
         """
         run_with_retry = self.parts.recomputed_layers.run_with_retry
-        if not cuts_generations(self.args):
+        if not regroups_micro_batches(self.args):
             return run_with_retry(trl_step, self._means.snapshot)
         micro = self._prepare_inputs(inputs)
         if not micro:
@@ -576,15 +581,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         is_main = self.accelerator.is_main_process
         try:
             if is_main:
-                print("\n".join(run.first_lines()), flush=True)
+                print("\n".join(run.lines_before_start()), flush=True)
             if run.finished_checkpoint is not None:
                 output = self._load_finished_run(run.finished_checkpoint)
                 self.manifest = run.manifest()
                 if is_main:
                     output_dir = Path(self.args.output_dir)
-                    facts = manifest_of(run.finished_checkpoint)
-                    end_run_from_checkpoint(output_dir, facts, self.state)
-                    note_finished(self.manifest, output_dir, steps=self.state.global_step)
+                    facts = read_checkpoint_manifest(run.finished_checkpoint)
+                    write_missing_end_of_metrics(output_dir, facts, self.state)
+                    mark_finished(self.manifest, output_dir, steps=self.state.global_step)
                 return output
             output = self._train_in_folder(trial, ignore_keys_for_eval)
             if is_main:
@@ -615,7 +620,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if is_main:
             # Not earlier: until here the new run could still have failed.
             if run.output.start.replaces:
-                set_run_aside(output_dir)
+                move_old_run_aside(output_dir)
             write_manifest(self.manifest, output_dir)
         self.accelerator.wait_for_everyone()
 
@@ -625,14 +630,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             # TRL's count is 0 until `super().train` has read the count of the checkpoint.
             return max(int(self.state.global_step), steps_of_checkpoint)
 
-        with noting_failure(
+        with mark_failed_on_error(
             self.manifest, output_dir=output_dir, count_steps=steps_done, is_main=is_main
         ):
             if checkpoint:
                 self.restore(checkpoint)
                 if is_universal(Path(checkpoint)):
                     expect_universal_checkpoint(self)
-            with errors_with_step(steps_done, self.parts.checkpoint_writer.where_to_go_on):
+            with errors_with_step(steps_done, self.parts.checkpoint_writer.describe_resume_point):
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
             # If too many steps in a row had unusable gradients, the training has ended early without
             # an error of its own, and this has the reason. Else it is None.
@@ -786,7 +791,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def _facts(self) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says of the run at this moment."""
-        return self.parts.checkpoint_state.facts(self.run.fingerprint)
+        return self.parts.checkpoint_state.metadata(self.run.fingerprint)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: PreTrainedModel | None = None

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 
-from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_parts, read_parts
+from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_record_files, read_record_files
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -201,11 +201,11 @@ def hash_recorded_rollouts(folder: Path) -> dict[str, str]:
 
     The seconds that tools took do not count. Empty where nothing was recorded.
     """
-    files = list_parts(folder / ROLLOUTS_FOLDER)
+    files = list_record_files(folder / ROLLOUTS_FOLDER)
     if not files:
         return {}
     digests: dict[str, Any] = {}
-    for row in read_parts(files).to_pylist():
+    for row in read_record_files(files).to_pylist():
         for turn in row["turns"] or ():
             del turn["seconds"]
         digest = digests.setdefault(f"step {row['step']}", hashlib.sha256())

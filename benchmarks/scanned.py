@@ -304,14 +304,14 @@ def train(
 
     Returns the log's lines. `watch`: gets the trainer before its first step.
     """
-    from adora_vl.config.command import read
+    from adora_vl.config.command import parse_command
     from adora_vl.prepare import prepare
     from adora_vl.record.metrics import METRICS_FILE, read_metrics
     from adora_vl.train import build_trainer
 
     shutil.rmtree(folder, ignore_errors=True)
     with folder.with_suffix(".log").open("w") as log, contextlib.redirect_stdout(log):
-        trainer = build_trainer(prepare(read([*words, "--output_dir", str(folder)])))
+        trainer = build_trainer(prepare(parse_command([*words, "--output_dir", str(folder)])))
         if watch is not None:
             watch(trainer)
         trainer.train()

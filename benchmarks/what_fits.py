@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.planning.memory import Prediction, Setup, predict_memory
+from adora_vl.planning.memory import MemoryPrediction, MemorySetup, predict_memory
 from adora_vl.planning.plan import make_plan
-from adora_vl.planning.what_fits import proposed_utilization
+from adora_vl.planning.what_fits import best_vllm_utilization
 from adora_vl.utils.files import GIB
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -29,16 +29,16 @@ RECIPE_AND_CHANGES_BY_MODE = {  # model, mode: the recipe and what is changed in
 }
 
 
-def run_setup(recipe: str, changed: list[str]) -> Setup:
+def run_setup(recipe: str, changed: list[str]) -> MemorySetup:
     options = DryRunOptions(accelerate_config=CONFIGS / "accelerate" / "gpu1.yaml", card_gib=80.0)
     # The least memory: auto would fill the card
     changed = [*changed, "--adora_recompute", "all"]
     return make_plan(
-        read(["--config", str(CONFIGS / "train" / f"{recipe}.yaml"), *changed]), options
+        parse_command(["--config", str(CONFIGS / "train" / f"{recipe}.yaml"), *changed]), options
     ).setup
 
 
-def longest_answer(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
+def longest_answer(setup: MemorySetup, card: int) -> tuple[MemorySetup, MemoryPrediction] | None:
     """Return the setup with the longest answers that fit, and its prediction; None if none fits.
 
     Of those with equal answers it is the one with the largest micro-batch. 5 % of the `card`, in
@@ -50,7 +50,7 @@ def longest_answer(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
             batch = replace(setup.batch, sequences=sequences, completion_tokens=answer)
             engine = replace(setup.engine, max_length=batch.prompt_tokens + answer)
             longer_setup = replace(setup, batch=batch, engine=engine)
-            share = proposed_utilization(longer_setup, card)
+            share = best_vllm_utilization(longer_setup, card)
             if share is None:
                 continue
             longer_setup = replace(longer_setup, engine=replace(engine, utilization=share))
@@ -93,7 +93,7 @@ def table_rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
                 fitting_setup.batch.sequences,
                 f"{prediction.engine.concurrent_rollouts} of {fitting_setup.sequences_per_generation}",
                 f"{fitting_setup.engine.utilization:g}",
-                f"{prediction.peak / GIB:.1f}",
+                f"{prediction.peak_bytes / GIB:.1f}",
             )
             yield f"| {' | '.join(map(str, cells))} |"
 

@@ -33,7 +33,7 @@ from adora_vl.evals.scoring.statistics import (
     paired_t_interval,
     wilson_interval,
 )
-from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_parts
+from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_record_files
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.filter import prompts_asked_for_tags
@@ -246,7 +246,7 @@ def recorded_groups(run: Path) -> Groups:
     Raises `UserError` where `run` has no record.
     """
     # A file that was merged into another one may still be there, and would count twice.
-    files = [part.path for part in list_parts(run / ROLLOUTS_FOLDER)]
+    files = [part.path for part in list_record_files(run / ROLLOUTS_FOLDER)]
     if not files:
         raise UserError(
             f"attenuation: {str(run)!r} has no rollouts/; name the output_dir of a run, or stored "

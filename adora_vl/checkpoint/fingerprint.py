@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 
 from adora_vl.data.dataset import data_hash
 from adora_vl.models.load import model_hash
-from adora_vl.rewards.entries import comparable_entries
+from adora_vl.rewards.entries import normalize_reward_entries
 from adora_vl.utils.cli import plain_value, spelled_in_config, with_dotted_keys
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears_in_time
@@ -119,7 +119,7 @@ def fingerprint(
         model: The folder or hub id of the model.
         revision: The model's revision on the hub.
         processes: The number of processes.
-        sharding: How the model is divided over them, from `sharding_of`.
+        sharding: How the model is divided over them, from `zero_stage_name`.
         code_hashes: A hash of each file of the user's code, by a name that begins with what the
             code is for, such as `tool my_tools.py`.
         left_out_ids: The ids of rows that are not trained on.
@@ -127,7 +127,7 @@ def fingerprint(
     """
     values = _values_by_dotted_key(settings)
     has_user_tools = any(name.startswith("tool ") for name in code_hashes or ())
-    ignored_keys = _ignored_keys(values, has_further_tools=has_tools or has_user_tools)
+    ignored_keys = _keys_without_influence(values, has_further_tools=has_tools or has_user_tools)
     text_by_name: dict[str, str] = {}
     for key, value in values.items():
         top_key = key.partition(".")[0]
@@ -163,11 +163,11 @@ def _values_by_dotted_key(settings: Sequence[Any]) -> dict[str, Any]:
             values |= with_dotted_keys(field.name, value)
     rewards = values.get("adora_reward")
     if isinstance(rewards, list):
-        values["adora_reward"] = comparable_entries(rewards)
+        values["adora_reward"] = normalize_reward_entries(rewards)
     return values
 
 
-def _ignored_keys(values: Mapping[str, Any], *, has_further_tools: bool) -> set[str]:
+def _keys_without_influence(values: Mapping[str, Any], *, has_further_tools: bool) -> set[str]:
     """Return the keys that do not influence the steps of a run with these values.
 
     `has_further_tools`: whether the run has tools that the key `tools` does not name: methods of an
@@ -192,7 +192,7 @@ def _ignored_keys(values: Mapping[str, Any], *, has_further_tools: bool) -> set[
     return ignored
 
 
-def sharding_of(config: TrainingArguments) -> str:
+def zero_stage_name(config: TrainingArguments) -> str:
     """Return how a config shards the model over processes: `zero1` to `zero3`, or `none`."""
     plugin = getattr(config, "deepspeed_plugin", None)
     return f"zero{plugin.zero_stage}" if plugin is not None and plugin.zero_stage else "none"
@@ -204,8 +204,8 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     For example: `beta: 0.0 -> 0.1`. The keys of this project come first, since the user has more
     likely set one of them.
     """
-    before = _with_comparable_rewards(before)
-    now = _with_comparable_rewards(now)
+    before = _with_current_reward_names(before)
+    now = _with_current_reward_names(now)
     all_keys = before.keys() | now.keys()
     different_keys = [key for key in all_keys if before.get(key) != now.get(key)]
     # False comes before True, so the keys of this project come first.
@@ -216,7 +216,7 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     return lines
 
 
-def _with_comparable_rewards(fingerprint: Fingerprint) -> Fingerprint:
+def _with_current_reward_names(fingerprint: Fingerprint) -> Fingerprint:
     """Return a fingerprint in which the rewards have their present names.
 
     A checkpoint may have been saved when a reward had another name.
@@ -224,7 +224,7 @@ def _with_comparable_rewards(fingerprint: Fingerprint) -> Fingerprint:
     comparable = {**fingerprint}
     for key in ("adora_reward", "reward_funcs"):
         if key in fingerprint:
-            comparable[key] = json.dumps(comparable_entries(json.loads(fingerprint[key])))
+            comparable[key] = json.dumps(normalize_reward_entries(json.loads(fingerprint[key])))
     return comparable
 
 
@@ -244,7 +244,7 @@ class RankView:
     """Lines about the settings that differ from those of the first rank."""
 
 
-def leave_token_file(output_dir: Path) -> str:
+def create_token_file(output_dir: Path) -> str:
     """Make an empty file with a random name in `output_dir`, and return the name.
 
     The first rank calls this. Ranks that see the file have the same folder, on a shared disk.
@@ -272,7 +272,7 @@ def check_ranks(
 
     Args:
         output_dir: The run's folder, as this rank sees it.
-        token: The name of a file that the first rank has made in the folder (`leave_token_file`).
+        token: The name of a file that the first rank has made in the folder (`create_token_file`).
         first: The fingerprint of the first rank, its settings that influence the steps.
         mine: The fingerprint of this rank.
         patience_s: Seconds to wait for the file, since a network disk may show it late.
@@ -287,12 +287,12 @@ def check_ranks(
     # come here deletes it.
     with contextlib.suppress(OSError):
         (output_dir / token).unlink(missing_ok=True)
-    problem = problem_among_ranks(views, output_dir)
+    problem = describe_rank_mismatch(views, output_dir)
     if problem is not None:
         raise UserError(problem)
 
 
-def problem_among_ranks(views: Sequence[RankView], output_dir: Path) -> str | None:
+def describe_rank_mismatch(views: Sequence[RankView], output_dir: Path) -> str | None:
     """Return an error line for the first rank that cannot take part in a run; None if all can.
 
     A rank cannot take part if it has another folder or other settings than rank 0. `views`: what
@@ -303,15 +303,15 @@ def problem_among_ranks(views: Sequence[RankView], output_dir: Path) -> str | No
         "the same path"
     )
     for rank, view in enumerate(views):
-        where = f"on {view.machine} (rank {rank})"
+        rank_in_words = f"on {view.machine} (rank {rank})"
         if not view.shares_folder:
             folder_of_first = f"the folder that rank 0 has on {views[0].machine}"
-            return f"output_dir: {str(output_dir)!r} {where} is not {folder_of_first}; {remedy}"
+            return f"output_dir: {str(output_dir)!r} {rank_in_words} is not {folder_of_first}; {remedy}"
         if view.differences:
             further_count = len(view.differences) - 1
             remaining = f" (and {further_count} more)" if further_count > 0 else ""
             return (
-                f"{where} the run is not the one of rank 0: {view.differences[0]}{remaining}; start "
+                f"{rank_in_words} the run is not the one of rank 0: {view.differences[0]}{remaining}; start "
                 "every machine with the same arguments, data and model"
             )
     return None

@@ -11,17 +11,17 @@ from filelock import FileLock, Timeout
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
 from adora_vl.checkpoint.run_files import (
     SET_ASIDE_FOLDER,
-    first_names_in_words,
-    holds_a_run,
+    has_checkpoint_or_model,
+    list_first_names,
     list_users_files,
     run_entries,
 )
 from adora_vl.checkpoint.store import (
     STAGING_FOLDER,
     clear_staging,
-    manifest_of,
-    newest_valid_checkpoint,
-    problem_with_checkpoint,
+    describe_checkpoint_damage,
+    find_newest_valid_checkpoint,
+    read_checkpoint_manifest,
 )
 from adora_vl.checkpoint.universal import shard_folder_of
 from adora_vl.utils.errors import UserError
@@ -75,7 +75,7 @@ class InputFolder(NamedTuple):
     """Its path or hub id."""
 
 
-def choose_start(
+def choose_start_point(
     output_dir: Path,
     resume_from_checkpoint: object,
     overwrite: bool,
@@ -101,21 +101,23 @@ def choose_start(
 
     Raises `UserError` if `output_dir` has another run, or a checkpoint is damaged.
     """
-    user_checkpoint = _named_checkpoint(resume_from_checkpoint)
+    user_checkpoint = _parse_checkpoint_path(resume_from_checkpoint)
     if user_checkpoint is not None:
         _refuse_cleared_folder(user_checkpoint, output_dir)
     if clear:
         clear_staging(output_dir)
     resume_word = str(resume_from_checkpoint).lower()
     if overwrite:
-        _refuse_to_replace(inputs, output_dir)
-        return _start_over(output_dir, user_checkpoint, resume_word=resume_word, current=current)
+        _refuse_deleting_inputs(inputs, output_dir)
+        return _start_replacing_old_run(
+            output_dir, user_checkpoint, resume_word=resume_word, current=current
+        )
     if user_checkpoint is not None:
-        return _start_at(user_checkpoint, current)
+        return _start_from_named_checkpoint(user_checkpoint, current)
     return _start_from_newest(output_dir, resume_word=resume_word, current=current)
 
 
-def _named_checkpoint(resume_from_checkpoint: object) -> Path | None:
+def _parse_checkpoint_path(resume_from_checkpoint: object) -> Path | None:
     """Return the folder that `resume_from_checkpoint` names, or None if it names none.
 
     The words `auto`, `true` and `false`, and None, leave it to the run to find a checkpoint.
@@ -141,49 +143,49 @@ def _start_from_newest(output_dir: Path, *, resume_word: str, current: Fingerpri
 
     Args:
         output_dir: The run's folder.
-        resume_word: `true`: there has to be a checkpoint. `false`: there must be none. Anything else
-            allows both.
+        resume_word: `true`: there has to be a checkpoint. `false`: there must be none. Anything
+            else allows both.
         current: The run's fingerprint, its settings that influence the steps.
 
     Raises `UserError` if these do not fit, or the folder has another run.
     """
     name = repr(str(output_dir))
-    newest, damaged_checkpoints = newest_valid_checkpoint(output_dir)
+    newest, damaged_checkpoints = find_newest_valid_checkpoint(output_dir)
     skipped = [f"skipped {damaged.path}: {damaged.problem}" for damaged in damaged_checkpoints]
     if newest is None:
         if skipped:
             raise UserError(
                 f"output_dir: no checkpoint in {name} is whole; {skipped[0]}; "
-                f"{_remedies_for_old_run(output_dir)}"
+                f"{_remedy_for_old_run(output_dir)}"
             )
         if resume_word == "true":
             raise UserError(
                 f"resume_from_checkpoint: true, but {name} holds no checkpoint-N folder"
             )
-        if holds_a_run(output_dir):
+        if has_checkpoint_or_model(output_dir):
             raise UserError(
-                f"output_dir: {name} holds a finished run; {_remedies_for_old_run(output_dir)}"
+                f"output_dir: {name} holds a finished run; {_remedy_for_old_run(output_dir)}"
             )
         return StartPoint(checkpoint=None)
     contents = f"{name} holds {newest.name}"
     if resume_word == "false":
         raise UserError(
-            f"resume_from_checkpoint: false, but {contents}; {_remedies_for_old_run(output_dir)}"
+            f"resume_from_checkpoint: false, but {contents}; {_remedy_for_old_run(output_dir)}"
         )
-    saved: Fingerprint = manifest_of(newest).get("fingerprint", {})
+    saved: Fingerprint = read_checkpoint_manifest(newest).get("fingerprint", {})
     changed_keys = differences(saved, current)
     if changed_keys:
         # Another number of processes has an error of its own, with the command that converts.
-        _refuse_other_shards(newest, saved, current)
+        _refuse_incompatible_shards(newest, saved, current)
         remaining = f" (and {len(changed_keys) - 1} more)" if len(changed_keys) > 1 else ""
         raise UserError(
             f"output_dir: {contents} of another run: {changed_keys[0]}{remaining}; set it back, "
-            f"{_remedies_for_old_run(output_dir)}"
+            f"{_remedy_for_old_run(output_dir)}"
         )
     return StartPoint(checkpoint=str(newest), notes=[*skipped, f"going on from {newest}"])
 
 
-def _remedies_for_old_run(output_dir: Path) -> str:
+def _remedy_for_old_run(output_dir: Path) -> str:
     """Return the end of an error about a folder that has a run: what the user can do about it.
 
     That is to choose another folder, or to replace the run. The text names what would be deleted
@@ -194,11 +196,11 @@ def _remedies_for_old_run(output_dir: Path) -> str:
         deleted = [path.name for path in run_entries(output_dir) if path.name not in users_files]
     move_away = ""
     if users_files:
-        names = first_names_in_words(users_files)
+        names = list_first_names(users_files)
         move_away = f"move away {names}, which no run is known to have written, and "
     deletes = ""
     if deleted:
-        names = first_names_in_words(deleted)
+        names = list_first_names(deleted)
         deletes = f", which deletes {names} once the new run has a whole checkpoint"
     return (
         f"choose another output_dir, or {move_away}start anew with --overwrite_output_dir "
@@ -206,7 +208,7 @@ def _remedies_for_old_run(output_dir: Path) -> str:
     )
 
 
-def _refuse_to_replace(inputs: Sequence[InputFolder], output_dir: Path) -> None:
+def _refuse_deleting_inputs(inputs: Sequence[InputFolder], output_dir: Path) -> None:
     """Raise `UserError` for a folder that the run reads and `overwrite_output_dir` would delete.
 
     `inputs`: folders that the run reads, such as a model that an earlier run has left here.
@@ -226,7 +228,7 @@ def _refuse_to_replace(inputs: Sequence[InputFolder], output_dir: Path) -> None:
             )
 
 
-def _start_over(
+def _start_replacing_old_run(
     output_dir: Path, user_checkpoint: Path | None, *, resume_word: str, current: Fingerprint
 ) -> StartPoint:
     """Return the start of a run that replaces the one in its folder (`overwrite_output_dir`).
@@ -252,10 +254,10 @@ def _start_over(
         )
     start = StartPoint(checkpoint=None)
     if user_checkpoint is not None:
-        start = _start_at(user_checkpoint, current)
-    if not holds_a_run(output_dir):
+        start = _start_from_named_checkpoint(user_checkpoint, current)
+    if not has_checkpoint_or_model(output_dir):
         return start
-    old_names = first_names_in_words([path.name for path in run_entries(output_dir)])
+    old_names = list_first_names([path.name for path in run_entries(output_dir)])
     note = (
         f"the run in {output_dir} ({old_names}) is put aside, into "
         f"{output_dir / SET_ASIDE_FOLDER}, and "
@@ -264,26 +266,26 @@ def _start_over(
     return replace(start, notes=[*start.notes, note], replaces=True)
 
 
-def _start_at(checkpoint: Path, current: Fingerprint) -> StartPoint:
+def _start_from_named_checkpoint(checkpoint: Path, current: Fingerprint) -> StartPoint:
     """Return the start from a checkpoint that the user named.
 
     Settings that differ from the checkpoint's are only reported, since the user asked for it.
     `current`: the run's fingerprint. Raises `UserError` for a checkpoint that is damaged, or was
     written by another number of processes.
     """
-    where = f"resume_from_checkpoint: {str(checkpoint)!r}"
+    error_prefix = f"resume_from_checkpoint: {str(checkpoint)!r}"
     if not (checkpoint / "trainer_state.json").is_file():
-        raise UserError(f"{where} is no checkpoint folder (no trainer_state.json)")
-    problem = problem_with_checkpoint(checkpoint)
+        raise UserError(f"{error_prefix} is no checkpoint folder (no trainer_state.json)")
+    problem = describe_checkpoint_damage(checkpoint)
     if problem:
-        raise UserError(f"{where} is not whole: {problem}; name another one")
-    saved: Fingerprint = manifest_of(checkpoint).get("fingerprint", {})
-    _refuse_other_shards(checkpoint, saved, current)
+        raise UserError(f"{error_prefix} is not whole: {problem}; name another one")
+    saved: Fingerprint = read_checkpoint_manifest(checkpoint).get("fingerprint", {})
+    _refuse_incompatible_shards(checkpoint, saved, current)
     changed = [f"changed since then: {line}" for line in differences(saved, current)]
     return StartPoint(checkpoint=str(checkpoint), notes=[f"going on from {checkpoint}", *changed])
 
 
-def _refuse_other_shards(checkpoint: Path, saved: Fingerprint, current: Fingerprint) -> None:
+def _refuse_incompatible_shards(checkpoint: Path, saved: Fingerprint, current: Fingerprint) -> None:
     """Raise `UserError` if DeepSpeed could not load a checkpoint's shards in this run.
 
     It cannot load them with another ZeRO stage or another number of processes. `saved`, `current`:
@@ -293,17 +295,17 @@ def _refuse_other_shards(checkpoint: Path, saved: Fingerprint, current: Fingerpr
     saved_sharding = saved.get("sharding")
     processes = current.get("processes")
     sharding = current.get("sharding")
-    where = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
+    error_prefix = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
     export = f"python -m adora_vl.export {quote(str(checkpoint))} OUT"
     # A value of None is missing in the checkpoint's fingerprint, and is not compared.
     if saved_sharding not in (None, sharding):
         raise UserError(
-            f"{where} with sharding {saved_sharding} and this run has {sharding}; "
+            f"{error_prefix} with sharding {saved_sharding} and this run has {sharding}; "
             f"launch it as before, or begin anew from its weights: {export}, then "
             "--model_name_or_path OUT"
         )
     if shard_folder_of(checkpoint) is not None and saved_processes not in (None, processes):
         raise UserError(
-            f"{where} by {saved_processes} processes and this run has {processes}; "
+            f"{error_prefix} by {saved_processes} processes and this run has {processes}; "
             f"convert it: {export} --universal, then --resume_from_checkpoint OUT"
         )

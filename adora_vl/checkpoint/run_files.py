@@ -25,10 +25,10 @@ from adora_vl.checkpoint.store import (
     COMPLETE_FILE,
     MANIFEST_FILE,
     STAGING_FOLDER,
+    checkpoint_step,
     checkpoints,
-    hash_and_size_by_name,
-    manifest_of,
-    step_of,
+    hash_files,
+    read_checkpoint_manifest,
 )
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import (
@@ -38,7 +38,7 @@ from adora_vl.utils.files import (
     replace_file,
 )
 
-WRITTEN_FILES_NOTE = "written.json"
+WRITTEN_FILES_RECORD = "written.json"
 SET_ASIDE_FOLDER = ".replaced"  # the hidden folder in output_dir that an old run is moved into
 MADE_BY = {"made_by": "adora_vl.train"}  # in manifest.json and written.json of a run
 _STOPPED_KEYS = {"exit_code", "step", "checkpoint"}  # the keys of stopped.json
@@ -73,8 +73,8 @@ def run_entries(folder: Path) -> list[Path]:
     """
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     checkpoint_folders = [path for path in entries if CHECKPOINT_NAME_PATTERN.fullmatch(path.name)]
-    paths = sorted(checkpoint_folders, key=step_of)
-    for pattern in (*_MODEL_NAME_PATTERNS, *_RECORD_NAMES, WRITTEN_FILES_NOTE):
+    paths = sorted(checkpoint_folders, key=checkpoint_step)
+    for pattern in (*_MODEL_NAME_PATTERNS, *_RECORD_NAMES, WRITTEN_FILES_RECORD):
         paths += [path for path in entries if fnmatchcase(path.name, pattern)]
     # A name may fit several patterns.
     return list(dict.fromkeys(paths))
@@ -82,7 +82,7 @@ def run_entries(folder: Path) -> list[Path]:
 
 def model_entries(folder: Path) -> list[Path]:
     """Return the files and folders of a final model in a run's folder, and `written.json`."""
-    patterns = (*_MODEL_NAME_PATTERNS, WRITTEN_FILES_NOTE)
+    patterns = (*_MODEL_NAME_PATTERNS, WRITTEN_FILES_RECORD)
     paths: list[Path] = []
     for path in run_entries(folder):
         if any(fnmatchcase(path.name, pattern) for pattern in patterns):
@@ -103,7 +103,7 @@ def list_users_files(folder: Path, entries: Iterable[Path] | None = None) -> lis
 
     Returns the names relative to the folder. Raises `OSError` if a folder cannot be listed.
     """
-    notes = _read_notes(folder)
+    notes = _read_written_record(folder)
     users_files: list[Path] = []
     if entries is None:
         entries = run_entries(folder)
@@ -118,7 +118,7 @@ def list_users_files(folder: Path, entries: Iterable[Path] | None = None) -> lis
     return [path.relative_to(folder).as_posix() for path in users_files]
 
 
-def first_names_in_words(names: Sequence[str]) -> str:
+def list_first_names(names: Sequence[str]) -> str:
     """Return the first few names as text for an error, and how many more there are."""
     text = ", ".join(repr(name) for name in names[:_MAX_SHOWN_NAMES])
     further_count = len(names) - _MAX_SHOWN_NAMES
@@ -142,10 +142,10 @@ def recording_saved_files(output_dir: Path, saves_model: bool) -> Iterator[None]
         yield
         return
     versions_before = _model_file_versions(output_dir)
-    notes = _read_notes(output_dir)
+    notes = _read_written_record(output_dir)
     recorded_files = notes.get("files", {})
-    unknown_names = _names_of_others(notes, versions_before)
-    _write_notes(output_dir, others=unknown_names)
+    unknown_names = _names_not_written_by_run(notes, versions_before)
+    _write_written_record(output_dir, others=unknown_names)
     try:
         yield
     finally:
@@ -161,12 +161,12 @@ def recording_saved_files(output_dir: Path, saves_model: bool) -> Iterator[None]
         older_files = {
             name: entry for name, entry in recorded_files.items() if name in versions_after
         }
-        _write_notes(
-            output_dir, files={**older_files, **hash_and_size_by_name(output_dir, saved_files)}
+        _write_written_record(
+            output_dir, files={**older_files, **hash_files(output_dir, saved_files)}
         )
 
 
-def _names_of_others(notes: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def _names_not_written_by_run(notes: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Return the names of files in a run's folder that no run is known to have written.
 
     Args:
@@ -181,14 +181,14 @@ def _names_of_others(notes: Mapping[str, Any], names: Iterable[str]) -> list[str
     return [name for name in names if name not in recorded_files]
 
 
-def _write_notes(output_dir: Path, **notes: Any) -> None:
+def _write_written_record(output_dir: Path, **notes: Any) -> None:
     """Write `written.json`, the notes on which files of a final model are the run's.
 
     `notes`: either `files`, a hash of each file of the run, or `others`, the names of files that
     are not the run's.
     """
     content = json.dumps({**MADE_BY, **notes}, indent=2, sort_keys=True)
-    replace_file(output_dir / WRITTEN_FILES_NOTE, content + "\n")
+    replace_file(output_dir / WRITTEN_FILES_RECORD, content + "\n")
 
 
 class _FileVersion(NamedTuple):
@@ -209,7 +209,7 @@ def _model_file_versions(output_dir: Path) -> dict[str, _FileVersion]:
     """
     versions: dict[str, _FileVersion] = {}
     for entry in model_entries(output_dir):
-        if entry.name == WRITTEN_FILES_NOTE:
+        if entry.name == WRITTEN_FILES_RECORD:
             continue
         for path in _files_below(entry):
             if path.is_symlink():
@@ -243,10 +243,10 @@ def _users_files_of_checkpoint(checkpoint: Path) -> list[Path]:
     files = list(_files_below(checkpoint))
     run_files: set[Path] = set()
     try:
-        facts = manifest_of(checkpoint)
-        if "step" in facts:
+        manifest = read_checkpoint_manifest(checkpoint)
+        if "step" in manifest:
             run_files = {
-                checkpoint / name for name in (*facts["files"], MANIFEST_FILE, COMPLETE_FILE)
+                checkpoint / name for name in (*manifest["files"], MANIFEST_FILE, COMPLETE_FILE)
             }
     except (OSError, ValueError, KeyError, TypeError):
         # There is no manifest, or it is not a checkpoint's.
@@ -271,7 +271,7 @@ def _is_written_by_run(path: Path, name: str, notes: Mapping[str, Any]) -> bool:
     try:
         if top_name in _RECORD_NAMES:
             return _is_record_file(path, top_name, name_inside)
-        if name == WRITTEN_FILES_NOTE:
+        if name == WRITTEN_FILES_RECORD:
             # The notes are empty if no run wrote this file.
             return bool(notes)
         if "others" in notes:
@@ -281,15 +281,15 @@ def _is_written_by_run(path: Path, name: str, notes: Mapping[str, Any]) -> bool:
         if entry is None or entry["bytes"] != path.stat().st_size:
             return False
         # The file is hashed last, and only if its size is the same, because a model is large.
-        return bool(hash_and_size_by_name(path.parent, [path])[path.name] == entry)
+        return bool(hash_files(path.parent, [path])[path.name] == entry)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         # The file cannot be read, or the notes are not as a run writes them.
         return False
 
 
-def _read_notes(folder: Path) -> dict[str, Any]:
+def _read_written_record(folder: Path) -> dict[str, Any]:
     """Return the content of `written.json`; empty if a run did not write it."""
-    notes = read_object(folder / WRITTEN_FILES_NOTE)
+    notes = read_object(folder / WRITTEN_FILES_RECORD)
     return notes if notes.items() >= MADE_BY.items() else {}
 
 
@@ -341,12 +341,12 @@ def _is_rollout_file(path: Path, name: str) -> bool:
     return is_partial(path) or is_image
 
 
-def holds_a_run(output_dir: Path) -> bool:
+def has_checkpoint_or_model(output_dir: Path) -> bool:
     """Return whether the folder has a checkpoint or a model that a new run would replace."""
     return bool(checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
 
 
-def run_has_begun(output_dir: Path) -> bool:
+def has_run_manifest_or_checkpoint(output_dir: Path) -> bool:
     """Return whether a training command has begun here, even if it came to no checkpoint.
 
     It has if the folder has a run's `manifest.json`, or a checkpoint that is marked as complete.
@@ -369,7 +369,11 @@ def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
     `overwrite`: whether the run replaces the one in the folder.
     """
     with naming_write_errors("output_dir", output_dir):
-        resumes = holds_a_run(output_dir) and run_has_begun(output_dir) and not overwrite
+        resumes = (
+            has_checkpoint_or_model(output_dir)
+            and has_run_manifest_or_checkpoint(output_dir)
+            and not overwrite
+        )
         if resumes:
             users_files = list_users_files(output_dir, model_entries(output_dir))
         else:
@@ -377,7 +381,7 @@ def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
         users_files += _users_hidden_files(output_dir)
     if users_files:
         raise UserError(
-            f"output_dir: {str(output_dir)!r} holds {first_names_in_words(users_files)}, which no "
+            f"output_dir: {str(output_dir)!r} holds {list_first_names(users_files)}, which no "
             "run is "
             "known to have written and this one would write over or delete; choose another "
             "output_dir, or move what is yours away"
@@ -397,7 +401,9 @@ def _users_hidden_files(output_dir: Path) -> list[str]:
     entries_aside = sorted(aside.iterdir()) if aside.is_dir() else []
     users_files = [f"{SET_ASIDE_FOLDER}/{name}" for name in list_users_files(aside, entries_aside)]
     has_staged_files = staging.is_dir() and any(staging.iterdir())
-    is_folder_of_run = run_has_begun(output_dir) or run_has_begun(aside)
+    is_folder_of_run = has_run_manifest_or_checkpoint(output_dir) or has_run_manifest_or_checkpoint(
+        aside
+    )
     if has_staged_files and not is_folder_of_run:
         users_files.append(STAGING_FOLDER)
     return users_files

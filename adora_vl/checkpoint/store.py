@@ -44,7 +44,7 @@ class NewestCheckpoint(NamedTuple):
     """Checkpoints that are newer, and damaged."""
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """Return the optimizer step in the name of a checkpoint."""
     match = CHECKPOINT_NAME_PATTERN.fullmatch(checkpoint.name)
     assert match, f"{checkpoint} is no checkpoint folder"
@@ -60,11 +60,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
         for path in output_dir.iterdir()
         if path.is_dir() and CHECKPOINT_NAME_PATTERN.fullmatch(path.name)
     ]
-    return sorted(folders, key=step_of, reverse=True)
+    return sorted(folders, key=checkpoint_step, reverse=True)
 
 
 def publish_checkpoint(
-    staged: Path, final: Path, facts: dict[str, Any], written: Collection[str] = ()
+    staged: Path, final: Path, metadata: dict[str, Any], written_files: Collection[str] = ()
 ) -> None:
     """Finish a checkpoint: write its manifest, and move it to its place in one rename.
 
@@ -74,24 +74,26 @@ def publish_checkpoint(
     Args:
         staged: The folder with the checkpoint's files.
         final: Where the checkpoint belongs.
-        facts: What the manifest says of the run, besides hashes and sizes of the files.
-        written: Names of the files that all machines have written. On a network disk this machine
+        metadata: What the manifest says of the run, besides hashes and sizes of the files.
+        written_files: Names of the files that all machines have written. On a network disk this machine
             may see the files of another machine some seconds late, so it waits for them.
 
     Raises `OSError` if one of the files does not appear.
     """
-    for name in written:
+    for name in written_files:
         if not appears_in_time(staged / name):
             raise FileNotFoundError(
                 errno.ENOENT, "a file of another machine does not appear here", str(staged / name)
             )
-    seal_checkpoint(staged, facts, written)
+    finalize_checkpoint(staged, metadata, written_files)
     replaced = staged.with_name(f"{staged.name}.replaced")
     put_in_place(staged, final, replaced)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def seal_checkpoint(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
+def finalize_checkpoint(
+    folder: Path, metadata: dict[str, Any], written_files: Collection[str] = ()
+) -> None:
     """Write the manifest of a checkpoint, and the file `complete` that marks it as whole.
 
     All other files are flushed to the disk first and the mark is written last, so that a checkpoint
@@ -99,14 +101,14 @@ def seal_checkpoint(folder: Path, facts: dict[str, Any], written: Collection[str
 
     Args:
         folder: The checkpoint.
-        facts: What the manifest says of the run, besides hashes and sizes of the files.
-        written: Names of further files that other machines have written.
+        metadata: What the manifest says of the run, besides hashes and sizes of the files.
+        written_files: Names of further files that other machines have written.
     """
-    paths = [folder / name for name in sorted({*file_names_below(folder), *written})]
+    paths = [folder / name for name in sorted({*file_names_below(folder), *written_files})]
     for path in paths:
         flush_to_disk(path)
     manifest = json.dumps(
-        {**facts, "files": hash_and_size_by_name(folder, paths)}, indent=2, sort_keys=True
+        {**metadata, "files": hash_files(folder, paths)}, indent=2, sort_keys=True
     )
     replace_file(folder / MANIFEST_FILE, manifest)
     replace_file(folder / COMPLETE_FILE, hashlib.sha256(manifest.encode()).hexdigest())
@@ -114,7 +116,7 @@ def seal_checkpoint(folder: Path, facts: dict[str, Any], written: Collection[str
         flush_to_disk(directory)
 
 
-def problem_with_checkpoint(checkpoint: Path) -> str | None:
+def describe_checkpoint_damage(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint, in a few words; None if it is whole.
 
     Every byte is read, to compare its hashes with those in the manifest.
@@ -133,17 +135,17 @@ def problem_with_checkpoint(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-    actual = hash_and_size_by_name(checkpoint, [checkpoint / name for name in expected])
+    actual = hash_files(checkpoint, [checkpoint / name for name in expected])
     damaged = [name for name in expected if actual[name] != expected[name]]
     if damaged:
         return f"{damaged[0]} is damaged (its SHA-256 is another one)"
     return None
 
 
-def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a whole checkpoint: facts about the run, and its files."""
-    facts: dict[str, Any] = json.loads((checkpoint / MANIFEST_FILE).read_text())
-    return facts
+def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest of a whole checkpoint: metadata of the run, and the hash and size of its files."""
+    manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST_FILE).read_text())
+    return manifest
 
 
 def save_for_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
@@ -175,11 +177,11 @@ def load_for_rank(checkpoint: Path, kind: str, rank: int) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def newest_valid_checkpoint(output_dir: Path) -> NewestCheckpoint:
+def find_newest_valid_checkpoint(output_dir: Path) -> NewestCheckpoint:
     """Return the newest whole checkpoint of a run, and the damaged ones that are newer."""
     damaged: list[DamagedCheckpoint] = []
     for checkpoint in checkpoints(output_dir):
-        problem = problem_with_checkpoint(checkpoint)
+        problem = describe_checkpoint_damage(checkpoint)
         if problem is None:
             return NewestCheckpoint(path=checkpoint, damaged=damaged)
         damaged.append(DamagedCheckpoint(path=checkpoint, problem=problem))
@@ -219,7 +221,7 @@ def file_names_below(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
-def hash_and_size_by_name(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
+def hash_files(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
     """Return SHA-256 and size of files in a folder, by their names relative to it.
 
     The form is that of the manifest: {"sha256": ..., "bytes": ...} for each file.

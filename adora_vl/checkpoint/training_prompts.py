@@ -1,7 +1,7 @@
 """The prompts that a model was trained with, and what ended its answers; its evaluation asks so too.
 
-A run's `manifest.json` has them with the whole config. What is exported from a run takes them along in
-a file of its own.
+A run's `manifest.json` has them with the whole config. What is exported from a run takes them along
+in a file of its own.
 """
 
 import json

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.checkpoint.store import MANIFEST_FILE, manifest_of
+from adora_vl.checkpoint.store import MANIFEST_FILE, read_checkpoint_manifest
 from adora_vl.models.load import GatherParameters, gathered_parameters
 from adora_vl.utils.errors import RunError, UserError
 
@@ -46,7 +46,7 @@ def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         save_file(tensors_of_file, folder / f"model-{file_number:05}.safetensors")
 
 
-class MovingReference:
+class SyncedReferenceModel:
     """Saves and loads the reference model that TRL moves towards the policy (`sync_ref_model`).
 
     TRL itself does not save it. Collective: all ranks call every method together.
@@ -133,7 +133,7 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         # What `load` has read, until the training begins; else None.
         self._loaded: dict[str, Any] | None = None
 
-    def facts(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return the sums of this rank for the manifest of a checkpoint; none before the training.
 
         `with_all_ranks` replaces them by the sums of all ranks before the manifest is written.
@@ -151,17 +151,17 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         return {LOSSES_KEY: sums}
 
     @staticmethod
-    def with_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the facts for a manifest, with the sums since the last log of all ranks.
+    def with_all_ranks(metadata: dict[str, Any]) -> dict[str, Any]:
+        """Return the metadata for a manifest, with the sums since the last log of all ranks.
 
-        Collective. `facts`: what the manifest says of the run, with the sums of this rank.
+        Collective. `metadata`: what the manifest says of the run, with the sums of this rank.
         """
-        sums = facts.get(LOSSES_KEY)
+        sums = metadata.get(LOSSES_KEY)
         if sums is None:
-            return facts
+            return metadata
         sum_of_rank = float(sums["rest"])
         sums_of_ranks = gather_object([sum_of_rank])
-        return {**facts, LOSSES_KEY: {**sums, "rest": sums_of_ranks}}
+        return {**metadata, LOSSES_KEY: {**sums, "rest": sums_of_ranks}}
 
     def load(self, checkpoint: Path) -> None:
         """Read the sums from a checkpoint, for `on_train_begin`.
@@ -169,7 +169,7 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         A checkpoint that only TRL has written has none.
         """
         if (checkpoint / MANIFEST_FILE).is_file():
-            self._loaded = manifest_of(checkpoint).get(LOSSES_KEY)
+            self._loaded = read_checkpoint_manifest(checkpoint).get(LOSSES_KEY)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -185,12 +185,12 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         trainer = self._trainer
         rank = trainer.accelerator.process_index
         ranks = trainer.accelerator.num_processes
-        trainer._tr_loss += _unlogged_sum_of_rank(sums["rest"], rank, ranks)
+        trainer._tr_loss += _unlogged_loss_sum_for_rank(sums["rest"], rank, ranks)
         trainer._total_loss_scalar = sums["logged"]
         trainer._globalstep_last_logged = sums["since"]
 
 
-def _unlogged_sum_of_rank(sums: Sequence[float], rank: int, ranks: int) -> float:
+def _unlogged_loss_sum_for_rank(sums: Sequence[float], rank: int, ranks: int) -> float:
     """Return the sum of losses since the last log with which a rank goes on.
 
     With as many ranks as before, each rank goes on with its own sum. With another number, each rank

@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.checkpoint.store import COMPLETE_FILE, MANIFEST_FILE, manifest_of, seal_checkpoint
+from adora_vl.checkpoint.store import (
+    COMPLETE_FILE,
+    MANIFEST_FILE,
+    finalize_checkpoint,
+    read_checkpoint_manifest,
+)
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_folder
 
@@ -136,8 +141,12 @@ def write_universal(checkpoint: Path, output: Path) -> None:
         # stranger's, so no code in it may run.
         with contextlib.redirect_stdout(sys.stderr), refusing_pickled_code(checkpoint):
             convert(options)
-        facts = {key: value for key, value in manifest_of(checkpoint).items() if key != "files"}
-        seal_checkpoint(staged, facts)
+        metadata = {
+            key: value
+            for key, value in read_checkpoint_manifest(checkpoint).items()
+            if key != "files"
+        }
+        finalize_checkpoint(staged, metadata)
 
 
 def expect_universal_checkpoint(trainer: Trainer) -> None:

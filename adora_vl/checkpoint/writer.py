@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.run_files import (
     SET_ASIDE_FOLDER,
-    WRITTEN_FILES_NOTE,
+    WRITTEN_FILES_RECORD,
     has_complete_checkpoint,
     refuse_users_files,
     run_entries,
@@ -27,7 +27,7 @@ _CHECKPOINT_PREFIX = "checkpoint"  # Transformers' PREFIX_CHECKPOINT_DIR, whose 
 _TRL_COMPLETIONS_FOLDER = "completions"
 
 
-def set_run_aside(output_dir: Path) -> str | None:
+def move_old_run_aside(output_dir: Path) -> str | None:
     """Move the old run in a folder into a hidden subfolder, so that a new run can begin.
 
     No start resumes from there, even if the new run ends before its first checkpoint. In that case
@@ -45,9 +45,9 @@ def set_run_aside(output_dir: Path) -> str | None:
     target = output_dir / STAGING_FOLDER / "dropped" if keeps_older_run else aside
     # The notes on which files are a run's are copied before anything moves: if this process is
     # killed halfway, both folders have them.
-    if (output_dir / WRITTEN_FILES_NOTE).is_file():
+    if (output_dir / WRITTEN_FILES_RECORD).is_file():
         target.mkdir(parents=True, exist_ok=True)
-        shutil.copy(output_dir / WRITTEN_FILES_NOTE, target)
+        shutil.copy(output_dir / WRITTEN_FILES_RECORD, target)
     for path in run_entries(output_dir):
         target.mkdir(parents=True, exist_ok=True)
         path.rename(target / path.name)
@@ -59,19 +59,19 @@ def set_run_aside(output_dir: Path) -> str | None:
     return str(aside) if aside.is_dir() else None
 
 
-def delete_run_set_aside(output_dir: Path) -> None:
+def delete_old_run(output_dir: Path) -> None:
     """Delete the old run that was moved aside, once the new one has a checkpoint."""
     shutil.rmtree(output_dir / SET_ASIDE_FOLDER, ignore_errors=True)
 
 
-# Writes the files of a checkpoint into a folder, and returns the facts for its manifest.
+# Writes the files of a checkpoint into a folder, and returns the metadata for its manifest.
 WriteCheckpointFiles = Callable[[Path], dict[str, Any]]
 
 
 class CheckpointWriter:
     """Writes the checkpoints of one run, so that each is either complete or absent.
 
-    Every method but `where_to_go_on` is collective: all ranks call it together.
+    Every method but `describe_resume_point` is collective: all ranks call it together.
     """
 
     def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator) -> None:
@@ -96,7 +96,7 @@ class CheckpointWriter:
         complete.
 
         `step`: the optimizer step N. `write_files`: writes the files of this rank, and returns
-        facts for the manifest. Raises `RunError` if a file cannot be written; older checkpoints are
+        metadata for the manifest. Raises `RunError` if a file cannot be written; older checkpoints are
         then as they were.
         """
         from accelerate.utils import gather_object
@@ -105,7 +105,7 @@ class CheckpointWriter:
         self.staging = self.output_dir / STAGING_FOLDER
         staged_checkpoint = self.staging / name
         try:
-            facts = write_files(staged_checkpoint)
+            metadata = write_files(staged_checkpoint)
             # A file is renamed when it is complete. Once all ranks are here, all names are final.
             self.accelerator.wait_for_everyone()
             written_names = set(gather_object(store.file_names_below(staged_checkpoint)))
@@ -113,10 +113,10 @@ class CheckpointWriter:
                 store.publish_checkpoint(
                     staged_checkpoint,
                     final=self.output_dir / name,
-                    facts={**facts, "step": step},
-                    written=written_names,
+                    metadata={**metadata, "step": step},
+                    written_files=written_names,
                 )
-                delete_run_set_aside(self.output_dir)
+                delete_old_run(self.output_dir)
                 store.delete_old_checkpoints(self.output_dir, self.keep)
         except Exception as error:
             shutil.rmtree(staged_checkpoint, ignore_errors=True)
@@ -124,7 +124,7 @@ class CheckpointWriter:
                 raise DiskFullError(
                     f"{name} could not be written (no space left on the disk of "
                     f"{str(self.output_dir)!r}); older checkpoints are as they were; make room "
-                    f"there, and {self.where_to_go_on()}"
+                    f"there, and {self.describe_resume_point()}"
                 ) from None
             reason = lost_contact_message(error) or error
             raise RunError(
@@ -148,7 +148,7 @@ class CheckpointWriter:
         self.accelerator.wait_for_everyone()
         return self.output_dir / f"{_CHECKPOINT_PREFIX}-{step}"
 
-    def where_to_go_on(self) -> str:
+    def describe_resume_point(self) -> str:
         """Return the end of an error: where the same command begins when it is started again."""
         newest = self.resumed_from
         if self.last_saved_step is not None:

@@ -212,7 +212,7 @@ def unit_size(micro_batch_rows: int, group_size: int) -> int:
     return math.gcd(micro_batch_rows, group_size)
 
 
-def batch_plan(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
+def build_batch_layout(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
     """Return the sizes of a run's batches by TRL's rules, and check that they fit together.
 
     Raises `UserError` where a generation does not consist of whole groups, and where one optimizer
@@ -266,9 +266,9 @@ def check_row_count(layout: BatchLayout, rows: int) -> None:
         )
 
 
-def cuts_generations(config: AdoraGRPOConfig) -> bool:
+def regroups_micro_batches(config: AdoraGRPOConfig) -> bool:
     """Return whether this package cuts a generation into micro-batches, in place of TRL."""
-    return asks_for_regrouping(config) and not regroup_obstacle(config)
+    return asks_for_regrouping(config) and not setting_against_regrouping(config)
 
 
 def asks_for_regrouping(config: AdoraGRPOConfig) -> bool:
@@ -287,7 +287,7 @@ def asks_for_regrouping(config: AdoraGRPOConfig) -> bool:
     return config.adora_rollouts.refill > 0
 
 
-def regroup_obstacle(config: AdoraGRPOConfig) -> str:
+def setting_against_regrouping(config: AdoraGRPOConfig) -> str:
     """Return the setting that forbids moving rows between micro-batches, as `key: value`.
 
     With such a setting the loss depends on which rows share a micro-batch, so moving them would

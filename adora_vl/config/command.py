@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.trl_keys import Key, read_keys
+from adora_vl.config.trl_keys import Key, config_key_by_name
 from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
 from adora_vl.config.values import annotations_of_keys, convert_key
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
@@ -107,17 +107,17 @@ class CliArgs:
         return {*self.values, *self.unconverted}
 
 
-def read_value(key: str, value: object, hint: Any) -> Any:
+def convert_cli_value(key: str, value: object, hint: Any) -> Any:
     """Convert what the user wrote for a key to the type of its annotation. Raises `UserError`.
 
     `value`: the value in the config file, or the `CliWords` behind the key on the command line.
     """
     if isinstance(value, CliWords):
-        value = _join_words(key, value, hint)
+        value = _words_for_annotation(key, value, hint)
     return convert_key(key, value, hint)
 
 
-def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
+def parse_command(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     """Read a training command: its config file, and the command line, which wins over the file.
 
     The environment variables that the file asks for are set. TRL is not imported, so keys whose
@@ -130,13 +130,13 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     Raises `UserError` for a key that no training config has, a file that cannot be read, and a
     value that its key does not take.
     """
-    keys = read_keys()
-    cli_keys = _split_into_keys(arguments)
+    keys = config_key_by_name()
+    cli_keys = _group_words_by_key(arguments)
     file = _config_file(cli_keys)
     # A FILE.py that a key names is also looked for in the folder of the config file.
     search_files_beside(file)
-    written_values = read_file(file) if file else {}
-    _set_environment(written_values.pop("env", {}), where=str(file))
+    written_values = read_config_file(file) if file else {}
+    _set_environment(written_values.pop("env", {}), error_prefix=str(file))
     for cli_key in cli_keys:
         if cli_key.dotted_name != "config":
             _override_from_command_line(written_values, cli_key, keys)
@@ -149,11 +149,11 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     unconverted: dict[str, object] = {}
     for key, value in written_values.items():
         if key in known_types:
-            values[key] = read_value(key, value, known_types[key])
+            values[key] = convert_cli_value(key, value, known_types[key])
         else:
             unconverted[key] = value
     if "output_dir" in values:
-        refuse_no_folder(values["output_dir"])
+        refuse_unusable_output_dir(values["output_dir"])
     if needs_model and "model_name_or_path" not in values:
         raise UserError(
             "model_name_or_path: not set; name a file with --config "
@@ -173,13 +173,13 @@ def _config_file(cli_keys: Sequence[CliKey]) -> Path | None:
     if len(config_options) > 1:
         raise UserError("--config: given twice; name one file, and other keys on the command line")
     words = config_options[0].words
-    refuse_stray(words[1:])
+    refuse_extra_words(words[1:])
     if not words:
         raise UserError("--config: expected the path of a YAML file after it")
-    return recipe_path(words[0])
+    return resolve_config_path(words[0])
 
 
-def recipe_path(name: str) -> Path:
+def resolve_config_path(name: str) -> Path:
     """Return the path of the config file that `--config NAME` means.
 
     NAME is a path, or the name of a recipe, such as `adora_3b_1gpu_lora`. Recipes are the config
@@ -201,7 +201,7 @@ def recipe_path(name: str) -> Path:
     return user_file
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_config_file(path: Path) -> dict[str, Any]:
     """Read a config file as the values of its keys, and check that all keys exist.
 
     Raises `UserError` naming the file, also for a config of another trainer.
@@ -217,11 +217,11 @@ def read_file(path: Path) -> dict[str, Any]:
     for key, value in values_by_key.items():
         # `env` is TRL's: environment variables, and no key of a config.
         if key != "env":
-            _check_key(key, value=value, where=str(path), keys=read_keys())
+            _check_key(key, value=value, error_prefix=str(path), keys=config_key_by_name())
     return values_by_key
 
 
-def refuse_no_folder(value: object) -> None:
+def refuse_unusable_output_dir(value: object) -> None:
     """Raise `UserError` for an `output_dir` that nobody can mean: null, or the file system's root.
 
     Transformers would choose a folder of its own for null.
@@ -238,7 +238,7 @@ def refuse_no_folder(value: object) -> None:
         )
 
 
-def refuse_stray(words: Sequence[str]) -> None:
+def refuse_extra_words(words: Sequence[str]) -> None:
     """Raise `UserError` if `words`, which belong to no key of the command line, has any."""
     if words:
         raise UserError(
@@ -247,7 +247,7 @@ def refuse_stray(words: Sequence[str]) -> None:
         )
 
 
-def _split_into_keys(arguments: Sequence[str]) -> list[CliKey]:
+def _group_words_by_key(arguments: Sequence[str]) -> list[CliKey]:
     """Split a command line into its keys, each with the words that follow it.
 
     Both `--key value` and `--key=value` are read. For example, `--beta=0.1 --dataset-name a b`
@@ -264,14 +264,14 @@ def _split_into_keys(arguments: Sequence[str]) -> list[CliKey]:
         elif cli_keys:
             cli_keys[-1].words.append(word)
         else:
-            refuse_stray([word])
+            refuse_extra_words([word])
     return cli_keys
 
 
 def _check_key(
     key: str,
     value: object,
-    where: str,
+    error_prefix: str,
     keys: Mapping[str, Key],
     command_options: Collection[str] = (),
 ) -> None:
@@ -280,7 +280,7 @@ def _check_key(
     Args:
         key: The key as the user wrote it.
         value: Its value, to write the proposal out.
-        where: The file or the command line, for the error.
+        error_prefix: The file or the command line, for the error.
         keys: All keys of a training config by name.
         command_options: Options of the command that are no keys, such as `dry-run`; the user may
             have misspelt one of these.
@@ -290,14 +290,16 @@ def _check_key(
     root, _, option = key.partition(".")
     if option and root in keys:
         line = f"{root}: {{{option}: {yaml_line(value)}}}"
-        raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
-    proposal_by_word = _proposal_by_word(keys, command_options)
-    nearest_word = nearest_choice(key, proposal_by_word)
-    hint = f"; did you mean {proposal_by_word[nearest_word]!r}?" if nearest_word else ""
-    raise UserError(f"{where}: unknown key '{key}'{hint}")
+        raise UserError(f"{error_prefix}: {key}: dots are for the command line; write {line}")
+    suggestion_by_word = _suggestion_by_word(keys, command_options)
+    nearest_word = nearest_choice(key, suggestion_by_word)
+    hint = f"; did you mean {suggestion_by_word[nearest_word]!r}?" if nearest_word else ""
+    raise UserError(f"{error_prefix}: unknown key '{key}'{hint}")
 
 
-def _proposal_by_word(keys: Mapping[str, Key], command_options: Collection[str]) -> dict[str, str]:
+def _suggestion_by_word(
+    keys: Mapping[str, Key], command_options: Collection[str]
+) -> dict[str, str]:
     """Return what an error may propose to write in place of an unknown key.
 
     Each proposal stands under the word that the unknown key is compared with. Examples:
@@ -306,17 +308,17 @@ def _proposal_by_word(keys: Mapping[str, Key], command_options: Collection[str])
         adora_factor    adora_method.adora.factor
         dry_run         --dry-run
     """
-    proposal_by_word: dict[str, str] = {}
+    suggestion_by_word: dict[str, str] = {}
     for key in keys.values():
-        proposal_by_word[key.name] = key.name
+        suggestion_by_word[key.name] = key.name
         for option in key.options:
-            proposal_by_word[option.name] = option.name
+            suggestion_by_word[option.name] = option.name
     # Users write an option of ADORA like a key of its own, such as `adora_factor`.
     for name in ("mode", "factor", *_CRITERIA_OPTIONS):
-        proposal_by_word[f"adora_{name}"] = f"adora_method.adora.{name}"
+        suggestion_by_word[f"adora_{name}"] = f"adora_method.adora.{name}"
     for option_name in command_options:
-        proposal_by_word[option_name.replace("-", "_")] = f"--{option_name}"
-    return proposal_by_word
+        suggestion_by_word[option_name.replace("-", "_")] = f"--{option_name}"
+    return suggestion_by_word
 
 
 def _override_from_command_line(
@@ -328,7 +330,7 @@ def _override_from_command_line(
 
         --no_key                 sets a key to false that is true by default
         --key.option VALUE       sets one option of a mapping
-        --adora_method VALUE     keeps ADORA's criteria of the config file (`_keep_criteria`)
+        --adora_method VALUE     also keeps ADORA's criteria of the config file
         --key VALUE              sets a key
 
     `keys`: all keys of a training config by name. Raises `UserError` for an unknown key.
@@ -338,24 +340,26 @@ def _override_from_command_line(
     if key not in keys and key.startswith("no_"):
         negated_key = key.removeprefix("no_")
         if negated_key in keys and keys[negated_key].default is True:
-            refuse_stray(words)
+            refuse_extra_words(words)
             values[negated_key] = False
             return
-    _check_key(key, value=words, where="command line", keys=keys, command_options=COMMAND_OPTIONS)
+    _check_key(
+        key, value=words, error_prefix="command line", keys=keys, command_options=COMMAND_OPTIONS
+    )
     if option_path:
         value_before = values.get(key, keys[key].default)
         if isinstance(value_before, CliWords):
             # The whole key was set too, earlier on the command line.
-            value_before = _parse_words(value_before)
-        new_option = _parse_words(words)
+            value_before = _words_to_yaml_value(value_before)
+        new_option = _words_to_yaml_value(words)
         values[key] = _with_option(key, value_before, option_path, new_option)
     elif key == "adora_method":
-        values[key] = _keep_criteria(words, file_methods=values.get(key))
+        values[key] = _methods_with_file_criteria(words, file_methods=values.get(key))
     else:
         values[key] = words
 
 
-def _keep_criteria(words: CliWords, file_methods: object) -> Any:
+def _methods_with_file_criteria(words: CliWords, file_methods: object) -> Any:
     """Return the methods that `--adora_method` names, with ADORA's criteria from the config file.
 
     ADORA's criteria decide which groups it changes. Where the command line names other methods
@@ -373,7 +377,7 @@ def _keep_criteria(words: CliWords, file_methods: object) -> Any:
         # A mapping names all methods and their options itself.
         return words
     names = [name.strip() for name in words[0].split("+")]
-    criteria = _criteria_in(file_methods)
+    criteria = _criteria_options(file_methods)
     # A method that is named twice is refused later, so these words stay as they are.
     has_duplicates = len(set(names)) < len(names)
     if not criteria or "adora" in names or has_duplicates:
@@ -383,7 +387,7 @@ def _keep_criteria(words: CliWords, file_methods: object) -> Any:
     return methods
 
 
-def _criteria_in(file_methods: object) -> dict[str, Any]:
+def _criteria_options(file_methods: object) -> dict[str, Any]:
     """Return the options for ADORA's criteria in a config file's `adora_method`, if it has any."""
     if not isinstance(file_methods, Mapping):
         return {}
@@ -419,9 +423,9 @@ def _with_option(key: str, container: Any, option_path: Sequence[str], value: An
     elif isinstance(container, str):
         mapping = {word.strip(): {} for word in container.split("+")}
         # This refuses an option of a name that the text does not have.
-        _entry_meant_by(key, list(mapping), name)
+        _find_entry(key, list(mapping), name)
     # NAME alone also means an entry FILE.py:NAME of the mapping.
-    entry = next((entry for entry in mapping if _name_means_entry(entry, name)), name)
+    entry = next((entry for entry in mapping if _entry_has_name(entry, name)), name)
     return {**mapping, entry: _with_option(key, mapping.get(entry), inner_path, value)}
 
 
@@ -438,7 +442,7 @@ def _with_option_in_list(
     """
     name, *inner_path = option_path
     entries = [next(iter(item)) if isinstance(item, Mapping) else item for item in items]
-    entry = _entry_meant_by(key, entries, name)
+    entry = _find_entry(key, entries, name)
     index = entries.index(entry)
     item = items[index]
     options = item[entry] if isinstance(item, Mapping) else {}
@@ -447,25 +451,25 @@ def _with_option_in_list(
     return new_items
 
 
-def _name_means_entry(entry: object, name: str) -> bool:
+def _entry_has_name(entry: object, name: str) -> bool:
     """Return whether `name` means an entry, which is a name or FILE.py:NAME."""
     return str(entry).rpartition(":")[2] == name
 
 
-def _entry_meant_by(key: str, entries: Sequence[Any], name: str) -> Any:
+def _find_entry(key: str, entries: Sequence[Any], name: str) -> Any:
     """Return the entry that `name` means: the name itself, or an entry FILE.py:NAME.
 
     For example, `Canon` means the entry `docs/canon.py:Canon`. `key`: the config key that has the
     entries. Raises `UserError` if none is meant.
     """
-    entry = next((entry for entry in entries if _name_means_entry(entry, name)), None)
+    entry = next((entry for entry in entries if _entry_has_name(entry, name)), None)
     if entry is None:
         listed = ", ".join(map(str, entries))
         raise UserError(f"{key}: {listed} has no {name}; write --{key} {name} before its options")
     return entry
 
 
-def _parse_words(words: CliWords) -> Any:
+def _words_to_yaml_value(words: CliWords) -> Any:
     """Return the value that the words of a key would have in a config file; true for no words."""
     values = [yaml_value(word) for word in words]
     if not values:
@@ -473,7 +477,7 @@ def _parse_words(words: CliWords) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _join_words(key: str, words: CliWords, hint: Any) -> Any:
+def _words_for_annotation(key: str, words: CliWords, hint: Any) -> Any:
     """Return the words that follow a key on the command line in the form that `convert` takes.
 
     That is true for a flag without words, a list for a key that takes one, else the only word.
@@ -485,18 +489,18 @@ def _join_words(key: str, words: CliWords, hint: Any) -> Any:
         raise UserError(f"{key}: its value is missing; write --{key} VALUE")
     if allows_type(hint, list):
         return list(words)
-    refuse_stray(words[1:])
+    refuse_extra_words(words[1:])
     return words[0]
 
 
-def _set_environment(variables: object, where: str) -> None:
+def _set_environment(variables: object, error_prefix: str) -> None:
     """Set the environment variables that a config file has under `env`, as TRL does.
 
-    `where`: the file, for errors. Raises `UserError` for what is no variable.
+    `error_prefix`: the file, for errors. Raises `UserError` for what is no variable.
     """
     if not isinstance(variables, dict):
         raise UserError(
-            f"{where}: env: {variables!r:.60} is not a mapping of environment variables, such as "
+            f"{error_prefix}: env: {variables!r:.60} is not a mapping of environment variables, such as "
             "{A: 1}"
         )
     for name, value in variables.items():
@@ -504,7 +508,7 @@ def _set_environment(variables: object, where: str) -> None:
         has_nul = "\0" in f"{name}{value}"
         if not is_name or has_nul or isinstance(value, dict | list):
             raise UserError(
-                f"{where}: env: {name!r:.60}: {value!r:.60} is not a name and a text; write such "
+                f"{error_prefix}: env: {name!r:.60}: {value!r:.60} is not a name and a text; write such "
                 "as A: 1"
             )
     os.environ.update({name: str(value) for name, value in variables.items()})

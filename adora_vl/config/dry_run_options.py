@@ -9,7 +9,7 @@ from pathlib import Path
 
 from adora_vl.config.sharding import (
     Sharding,
-    check_spread,
+    check_processes_divide_evenly,
     sharding_from_environment,
     sharding_from_file,
 )
@@ -38,7 +38,7 @@ class DryRunOptions:
     json: Path | None = None
 
 
-def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[str]]:
+def split_dry_run_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[str]]:
     """Split the options of a dry run from the arguments of a training command.
 
     Returns the options and the remaining arguments. Without `--dry-run` the options are None.
@@ -87,5 +87,5 @@ def planned_sharding(options: DryRunOptions) -> Sharding:
     sharding_of_launch = sharding_from_environment()
     machines = options.machines or sharding_of_launch.machines
     processes = options.processes or sharding_of_launch.local_processes * machines
-    check_spread(processes, machines)
+    check_processes_divide_evenly(processes, machines)
     return replace(sharding_of_launch, processes=processes, machines=machines)

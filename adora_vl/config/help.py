@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING
 
-from adora_vl.config.trl_keys import OUR_LIBRARY, Key, read_keys
+from adora_vl.config.trl_keys import OUR_LIBRARY, Key, config_key_by_name
 from adora_vl.utils.cli import yaml_line
 from adora_vl.utils.versions import installed_version
 
@@ -79,7 +79,7 @@ def help_text(arguments: Sequence[str]) -> str:
     """
     if "--version" in arguments:
         return f"adora_vl {installed_version('adora-vl') or 'of a checkout that is not installed'}"
-    keys = read_keys()
+    keys = config_key_by_name()
     if "--help-all" in arguments:
         return _help_of_all_keys(list(keys.values()))
     lines: list[str] = []

@@ -88,7 +88,7 @@ class MethodSet:
     notes: tuple[str, ...] = ()
 
     @property
-    def chosen(self) -> dict[str, Method]:
+    def by_name(self) -> dict[str, Method]:
         """The methods by name; one from a file is named without the file."""
         return {
             name_in_users_file(configured.entry): configured.method
@@ -106,7 +106,7 @@ class MethodSet:
         return options_by_entry
 
 
-def name_functions(value: Any) -> tuple[Any, dict[str, Any]]:
+def replace_functions_by_names(value: Any) -> tuple[Any, dict[str, Any]]:
     """Replace the functions that Python code passes as `adora_method` by their names.
 
     Python code may pass a function `(groups, advantages) -> advantages` or a subclass of `Method`,
@@ -119,7 +119,7 @@ def name_functions(value: Any) -> tuple[Any, dict[str, Any]]:
     Raises `UserError` for a function or class that has the name of a built-in method.
     """
     if callable(value):
-        name = _checked_name(value)
+        name = _name_of_python_method(value)
         return {name: {}}, {name: value}
     if not isinstance(value, Mapping):
         return value, {}
@@ -127,7 +127,7 @@ def name_functions(value: Any) -> tuple[Any, dict[str, Any]]:
     options_by_name: dict[Any, Any] = {}
     for method, options in value.items():
         if callable(method):
-            name = _checked_name(method)
+            name = _name_of_python_method(method)
             functions[name] = method
             options_by_name[name] = options
         else:
@@ -135,7 +135,7 @@ def name_functions(value: Any) -> tuple[Any, dict[str, Any]]:
     return options_by_name, functions
 
 
-def _checked_name(method: Any) -> str:
+def _name_of_python_method(method: Any) -> str:
     """Return the name of a function or class that Python code passes as a method.
 
     Raises `UserError` for the name of a built-in method, and for a class that is no `Method`.
@@ -169,7 +169,7 @@ def build_methods(
     configured_methods: list[ConfiguredMethod] = []
     hashes: dict[str, str] = {}
     functions = functions or {}
-    options_by_name = _options_of_methods(value, functions)
+    options_by_name = _options_by_method(value, functions)
     for name, options in options_by_name.items():
         kept_keys = options.pop(KEEP_SETTINGS, [])
         if is_users_file(name):
@@ -203,7 +203,7 @@ def build_methods(
     return MethodSet(configured=tuple(configured_methods), hashes=hashes)
 
 
-def settle_methods(config: AdoraGRPOConfig, functions: Mapping[str, Any]) -> MethodSet:
+def build_methods_and_set_keys(config: AdoraGRPOConfig, functions: Mapping[str, Any]) -> MethodSet:
     """Build the methods of a config that is being constructed, and let them change its keys.
 
     A method may set keys of TRL, such as the loss that its paper uses. The key `adora_method`
@@ -229,7 +229,7 @@ def settle_methods(config: AdoraGRPOConfig, functions: Mapping[str, Any]) -> Met
     return replace(methods, notes=tuple(notes))
 
 
-def _options_of_methods(
+def _options_by_method(
     value: str | Mapping[str, Any], functions: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Return the options that are set for each method in the value of `adora_method`, in order.
@@ -328,7 +328,7 @@ def check_methods(config: AdoraGRPOConfig) -> None:
             "adora_method: it was set after the config was made, when its methods are built; give "
             "it to AdoraGRPOConfig(adora_method=...)"
         )
-    for name, method in config.methods.chosen.items():
+    for name, method in config.methods.by_name.items():
         # A method that starts from the rewards gets their sum.
         if method.remakes and config.multi_objective_aggregation != "sum_then_normalize":
             raise UserError(
@@ -391,7 +391,7 @@ def _try_method(name: str, method: Method, config: AdoraGRPOConfig) -> None:
 def build_pipeline(config: AdoraGRPOConfig) -> AdvantagePipeline:
     """Build what computes the advantages of a run: its methods in their order, and their state."""
     return AdvantagePipeline(
-        config.methods.chosen,
+        config.methods.by_name,
         scale=str(config.scale_rewards),
         max_length=config.max_completion_length,
         sums_rewards=config.multi_objective_aggregation == "sum_then_normalize",
@@ -405,7 +405,7 @@ def notes_on_methods(config: AdoraGRPOConfig) -> list[str]:
     The cost is what a method computes beyond GRPO, in words; most methods cost nothing.
     """
     lines = [*config.methods.notes]
-    for name, method in config.methods.chosen.items():
+    for name, method in config.methods.by_name.items():
         cost = method.costs(config)
         if cost:
             lines.append(f"{name}: {cost}")

@@ -12,20 +12,20 @@ _OTHER_MACHINE_NOTE = (
     "the run is for another machine, so packages, trackers, servers, attention kernel, weights "
     "and output_dir were not looked at"
 )
-OutputDirMode = Literal["take", "look", "leave"]
+OutputDirMode = Literal["lock", "inspect", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Messages:
     """What the checks say to the user, in their order.
 
-    `notes`: lines about the run, printed before it starts. `unknown`: lines about what could not be
-    checked; only a dry run has any. `refusals`: what a run would stop with, where a dry run goes on
-    to predict its memory.
+    `notes`: lines about the run, printed before it starts. `unchecked`: lines about what could not
+    be checked; only a dry run has any. `refusals`: what a run would stop with, where a dry run goes
+    on to predict its memory.
     """
 
     notes: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
 
 
@@ -35,8 +35,8 @@ class RunContext:
 
     `on_this_machine`: whether this machine will run it. If not, its packages, device, servers and
     folders are not checked. `sharding`: how the run is spread over processes. `output_dir_mode`:
-    whether `output_dir` is locked for the run (`take`), only looked at (`look`) or left alone
-    (`leave`). `dry_run`: whether nothing will run. Then what this machine lacks is reported as
+    whether `output_dir` is locked for the run (`lock`), only looked at (`inspect`) or left alone
+    (`ignore`). `dry_run`: whether nothing will run. Then what this machine lacks is reported as
     unknown, and not refused. `messages`: what the checks say to the user; each check adds its
     lines.
     """
@@ -51,8 +51,8 @@ class RunContext:
     def of_launch(cls, output_dir_mode: OutputDirMode) -> RunContext:
         """Return the context of a run on this machine, spread over processes as it was launched.
 
-        `output_dir_mode`: whether `output_dir` is locked (`take`), only looked at (`look`) or left
-        alone (`leave`).
+        `output_dir_mode`: whether `output_dir` is locked (`lock`), only looked at (`inspect`) or
+        left alone (`ignore`).
         """
         return cls(
             on_this_machine=True,
@@ -71,7 +71,7 @@ class RunContext:
         return cls(
             on_this_machine=on_this_machine,
             sharding=planned_sharding(options),
-            output_dir_mode="look" if on_this_machine else "leave",
+            output_dir_mode="inspect" if on_this_machine else "ignore",
             dry_run=True,
-            messages=Messages(unknown=[] if on_this_machine else [_OTHER_MACHINE_NOTE]),
+            messages=Messages(unchecked=[] if on_this_machine else [_OTHER_MACHINE_NOTE]),
         )

@@ -14,9 +14,9 @@ from transformers.utils import (
 )
 from trl import GRPOConfig, ModelConfig
 
-from adora_vl.config.command import CliArgs, read, read_value
+from adora_vl.config.command import CliArgs, convert_cli_value, parse_command
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.methods import name_functions, settle_methods
+from adora_vl.config.methods import build_methods_and_set_keys, replace_functions_by_names
 from adora_vl.config.values import annotations_of_keys, convert_fields
 from adora_vl.utils.cli import plain_value, spelled_in_config
 from adora_vl.utils.errors import UserError
@@ -41,15 +41,17 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         number of processes that a dry run plans; None for a run on this machine. Raises `UserError`
         if a check of this project fails, `ValueError` if one of TRL does.
         """
-        self.adora_method, functions = name_functions(self.adora_method)
+        self.adora_method, functions = replace_functions_by_names(self.adora_method)
         convert_fields(self, converted=converted, library_class=GRPOConfig)
         # A dry run may plan for a GPU that this machine does not have.
-        is_for_other_machine = planned_processes is not None and missing_gpu(self) is not None
+        is_for_other_machine = (
+            planned_processes is not None and key_that_needs_missing_gpu(self) is not None
+        )
         if not is_for_other_machine:
             check_device(self)
         self._refuse_best_checkpoint()
         # Before TRL's own checks, because a method may set keys of TRL.
-        self.methods = settle_methods(self, functions)
+        self.methods = build_methods_and_set_keys(self, functions)
         self._init_trl_keys(planned_processes)
         # For its side effect: `without_secrets` remembers the secrets among the values, so that no
         # later output shows them.
@@ -86,7 +88,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         user_steps = vars(self).get("steps_per_generation")
         num_generations_eval: Any = vars(self).get("num_generations_eval")
         # A dry run plans also for a GPU that this machine lacks, which Transformers refuses.
-        gpu_key = missing_gpu(self) if planned_processes is not None else None
+        gpu_key = key_that_needs_missing_gpu(self) if planned_processes is not None else None
         try:
             # TRL refuses evaluation batches of partial groups, but whether it evaluates at all is
             # only known once there are data. A group size of 1 passes its check.
@@ -236,7 +238,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         return bool(self.use_vllm) and self.vllm_mode == "colocate"
 
     @property
-    def corrects_by_sequence(self) -> bool:
+    def corrects_per_sequence(self) -> bool:
         """Whether the correction for vLLM has one importance ratio for a whole answer.
 
         Otherwise it has one for each token, or there is none.
@@ -250,7 +252,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         return spelled_in_config(self.eval_strategy) != "no"
 
     @property
-    def learns_by_engine(self) -> bool:
+    def loss_uses_engine_logps(self) -> bool:
         """Whether the loss depends on the log-probabilities that vLLM returns with its samples.
 
         It does if vLLM's importance sampling correction is on, or if vLLM's values are taken as
@@ -260,7 +262,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         return bool(self.vllm_importance_sampling_correction) or takes_engine_logps
 
 
-def missing_gpu(config: AdoraGRPOConfig) -> str | None:
+def key_that_needs_missing_gpu(config: AdoraGRPOConfig) -> str | None:
     """Return the key, `bf16` or `fp16`, that needs a GPU which this machine does not have.
 
     None if no key does.
@@ -287,7 +289,7 @@ def check_device(config: AdoraGRPOConfig) -> None:
 
     Transformers refuses such a config too, but names neither the key nor a remedy.
     """
-    key = missing_gpu(config)
+    key = key_that_needs_missing_gpu(config)
     if key is not None:
         raise UserError(f"{key}: true needs a GPU, and there is none here; {_CPU_RECIPE}")
     if config.use_cpu or not computes_in_bf16(config.bf16, config.fp16):
@@ -308,7 +310,7 @@ class Configs(NamedTuple):
     is of a dry run, which plans for another machine.
     """
 
-    script: AdoraScriptArguments
+    script_args: AdoraScriptArguments
     training: AdoraGRPOConfig
     model: ModelConfig
     runs_here: bool = True
@@ -327,7 +329,7 @@ def build_configs(cli_args: CliArgs, *, planned_processes: int | None = None) ->
     converted_values = dict(cli_args.values)
     try:
         script_kwargs = _kwargs_for(AdoraScriptArguments, cli_args, converted_values)
-        script = AdoraScriptArguments(**script_kwargs, converted=frozenset(script_kwargs))
+        script_args = AdoraScriptArguments(**script_kwargs, converted=frozenset(script_kwargs))
         training_kwargs = _kwargs_for(AdoraGRPOConfig, cli_args, converted_values)
         training = AdoraGRPOConfig(
             **training_kwargs,
@@ -341,7 +343,10 @@ def build_configs(cli_args: CliArgs, *, planned_processes: int | None = None) ->
         one_line = " ".join(str(error).split())
         raise UserError(one_line) from error
     return Configs(
-        script=script, training=training, model=model, runs_here=missing_gpu(training) is None
+        script_args=script_args,
+        training=training,
+        model=model,
+        runs_here=key_that_needs_missing_gpu(training) is None,
     )
 
 
@@ -356,7 +361,7 @@ def _kwargs_for(
     kwargs: dict[str, Any] = {}
     for key, hint in annotations_of_keys(config_class).items():
         if key in cli_args.unconverted and key not in converted_values:
-            converted_values[key] = read_value(key, cli_args.unconverted[key], hint)
+            converted_values[key] = convert_cli_value(key, cli_args.unconverted[key], hint)
         if key in converted_values:
             kwargs[key] = converted_values[key]
     return kwargs
@@ -367,5 +372,5 @@ def parse(arguments: Sequence[str]) -> tuple[AdoraScriptArguments, AdoraGRPOConf
 
     The command need not name a model. Raises `UserError`.
     """
-    configs = build_configs(read(arguments, needs_model=False))
-    return configs.script, configs.training, configs.model
+    configs = build_configs(parse_command(arguments, needs_model=False))
+    return configs.script_args, configs.training, configs.model

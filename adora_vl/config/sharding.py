@@ -89,39 +89,43 @@ def sharding_from_file(
     several machines cannot start.
     """
     content = read_mapping("--accelerate-config", Path(path))
-    where = f"--accelerate-config: {str(path)!r}"
+    error_prefix = f"--accelerate-config: {str(path)!r}"
     if "num_processes" not in content:
-        raise UserError(f"{where} is no accelerate config (no num_processes)")
-    file_machines = convert(f"{where}: num_machines", content.get("num_machines") or 1, _Count)
+        raise UserError(f"{error_prefix} is no accelerate config (no num_processes)")
+    file_machines = convert(
+        f"{error_prefix}: num_machines", content.get("num_machines") or 1, _Count
+    )
     machines = machines or file_machines
     if not processes:
-        file_processes = convert(f"{where}: num_processes", content["num_processes"], _Count)
+        file_processes = convert(f"{error_prefix}: num_processes", content["num_processes"], _Count)
         processes = file_processes // file_machines * machines
-    check_spread(processes, machines)
+    check_processes_divide_evenly(processes, machines)
     distributed_type = str(content.get("distributed_type", "NO")).upper()
     if distributed_type == "FSDP":
-        raise UserError(f"{where} asks for FSDP, which {FSDP_IS_UNSUPPORTED}")
+        raise UserError(f"{error_prefix} asks for FSDP, which {FSDP_IS_UNSUPPORTED}")
     if distributed_type == "NO" and processes > 1:
         raise UserError(
-            f"{where} has distributed_type: 'NO', with which accelerate starts one process, "
+            f"{error_prefix} has distributed_type: 'NO', with which accelerate starts one process, "
             f"and not {processes}; {SEVERAL_PROCESSES_HINT}"
         )
-    deepspeed = mapping_of_options(f"{where}: deepspeed_config", content.get("deepspeed_config"))
+    deepspeed = mapping_of_options(
+        f"{error_prefix}: deepspeed_config", content.get("deepspeed_config")
+    )
     if file_machines > 1:
-        _check_several_machines(content, deepspeed, where=where)
+        _check_several_machines(content, deepspeed, error_prefix=error_prefix)
     if distributed_type != "DEEPSPEED":
         return Sharding(processes=processes, machines=machines)
     if "deepspeed_config_file" in deepspeed:
         raise UserError(
-            f"{where} names a DeepSpeed file; write "
+            f"{error_prefix} names a DeepSpeed file; write "
             "zero_stage and the offload keys into the accelerate config"
         )
-    stage = convert(f"{where}: zero_stage", deepspeed.get("zero_stage", 2), _CountOrZero)
+    stage = convert(f"{error_prefix}: zero_stage", deepspeed.get("zero_stage", 2), _CountOrZero)
     return _deepspeed_sharding(processes, machines, {**deepspeed, "zero_stage": stage})
 
 
 def _check_several_machines(
-    content: Mapping[str, Any], deepspeed: Mapping[str, Any], where: str
+    content: Mapping[str, Any], deepspeed: Mapping[str, Any], error_prefix: str
 ) -> None:
     """Raise `UserError` for an accelerate config from which several machines cannot start.
 
@@ -130,18 +134,18 @@ def _check_several_machines(
     Args:
         content: The accelerate config.
         deepspeed: Its `deepspeed_config`, empty without one.
-        where: The file, for the error.
+        error_prefix: The file, for the error.
     """
     example = "see configs/accelerate/zero3_nodes.yaml"
     if content.get("main_process_port") == 0:
         raise UserError(
-            f"{where} has main_process_port: 0, which becomes another port on each machine, so "
+            f"{error_prefix} has main_process_port: 0, which becomes another port on each machine, so "
             f"that they never meet; choose one port for all, {example}"
         )
     uses_deepspeed = str(content.get("distributed_type", "NO")).upper() == "DEEPSPEED"
     if uses_deepspeed and deepspeed.get("deepspeed_multinode_launcher") != "standard":
         raise UserError(
-            f"{where} would start the machines with DeepSpeed's launcher, which needs pdsh and a "
+            f"{error_prefix} would start the machines with DeepSpeed's launcher, which needs pdsh and a "
             f"hostfile; set deepspeed_multinode_launcher: standard, {example}"
         )
 
@@ -167,7 +171,7 @@ def sharding_from_environment(environment: Mapping[str, str] = os.environ) -> Sh
     return _deepspeed_sharding(processes, machines, deepspeed_keys)
 
 
-def check_spread(processes: int, machines: int) -> None:
+def check_processes_divide_evenly(processes: int, machines: int) -> None:
     """Raise `UserError` unless the processes divide evenly over the machines.
 
     accelerate starts the same number of processes on each machine.

@@ -59,7 +59,7 @@ class _LibraryClass:
 
 
 @cache
-def read_keys() -> dict[str, Key]:
+def config_key_by_name() -> dict[str, Key]:
     """Return every key of a training config by its name, without importing TRL.
 
     Raises `UserError` if TRL or Transformers has its config classes in other files than expected,
@@ -125,11 +125,11 @@ def _keys_of_class(class_name: str, classes: Mapping[str, _LibraryClass]) -> dic
             continue
         field_name = statement.target.id
         if not field_name.startswith("_"):
-            keys[field_name] = _read_field(field_name, statement.value, dataclass.library)
+            keys[field_name] = _key_of_field(field_name, statement.value, dataclass.library)
     return keys
 
 
-def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
+def _key_of_field(name: str, value: ast.expr | None, library: str) -> Key:
     """Return the key that a field of a library's dataclass declares.
 
     `value`: the expression behind the `=` of the field. It is a plain value such as `0.2`, or a

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.config.batch_plan import cuts_generations
+from adora_vl.config.batch_plan import regroups_micro_batches
 from adora_vl.config.losses import CLIPPED_LOSSES
 from adora_vl.utils.cli import spelled_in_config
 from adora_vl.utils.convert import default_of
@@ -65,7 +65,7 @@ def _uses_plateau_schedule(settings: RunSettings) -> bool:
 
 
 def _pads_as_trl_does(settings: RunSettings) -> bool:
-    return not cuts_generations(settings.config)
+    return not regroups_micro_batches(settings.config)
 
 
 def _reads_epsilon(settings: RunSettings) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.rewards.choose import accepts_rounding, parse_reward_entries
 from adora_vl.rewards.entries import JUDGE
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
@@ -35,8 +35,8 @@ from adora_vl.utils.launch import (
 
 if TYPE_CHECKING:
     from adora_vl.config.command import CliArgs
-    from adora_vl.preflight.facts import ResolvedRun
     from adora_vl.preflight.request import RunRequest
+    from adora_vl.preflight.resolved_run import ResolvedRun
 
 CHECKED_ROWS = 8  # rows of the run's data set that each rank checks
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Now, and not after minutes of checks.
             check_json("--json", path=options.json, kind="a table of the doctor", is_ours=is_table)
         # A mistake in the command is found before torch is imported, which takes seconds.
-        cli_args = read(training_words)
+        cli_args = parse_command(training_words)
         announce_imports(USUAL_IMPORT_S)
         checks.extend(diagnose(cli_args))
         if is_main_process:
@@ -102,7 +102,7 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
     if not is_healthy(checks):
         # Further checks would use the wrong libraries, and say nothing about the run.
         return checks
-    run = run_checks(request, RunContext.of_launch("look"))
+    run = run_checks(request, RunContext.of_launch("inspect"))
     checks += checks_without_weights(run)
     return checks + engine_checks(run)
 
@@ -115,7 +115,7 @@ def environment_checks(request: RunRequest) -> list[Check]:
     from adora_vl.doctor import checks
 
     config = request.config
-    model = request.model.keys
+    model = request.model.model_args
     uses_deepspeed = sharding_from_environment().stage is not None
     libraries = checks.check_optional_libraries(
         use_vllm=config.use_vllm,
@@ -143,16 +143,16 @@ def checks_without_weights(run: ResolvedRun) -> list[Check]:
     """Check what needs the data and the config, but no weights: grader, rewards, output folder."""
     from adora_vl.doctor.checks import check_golds, check_rewards, check_writable
 
-    script = run.script
+    script_args = run.script_args
     config = run.config
-    train = run.data.train
-    assert script is not None, "a doctor examines a command"
+    train = run.data.train_dataset
+    assert script_args is not None, "a doctor examines a command"
     assert train is not None, "a doctor examines a command"
     # The images are not needed, and decoding them takes long.
     dataset = train.remove_columns("images") if "images" in train.column_names else train
     rows = [dataset[number] for number in range(min(CHECKED_ROWS, len(train)))]
     checks = [
-        check_golds(rows, rounding=accepts_rounding(parse_reward_entries(script.adora_reward)))
+        check_golds(rows, rounding=accepts_rounding(parse_reward_entries(script_args.adora_reward)))
     ]
     # Functions of the user's were tried already, and may rate answers by something else than being
     # right. A judge, which is a served model, may give any score, or none where it does not reply.
@@ -174,16 +174,20 @@ def checks_without_weights(run: ResolvedRun) -> list[Check]:
 def _room_check(run: ResolvedRun) -> Check:
     """Check that the disk of `output_dir` has room for the run's checkpoints and final model."""
     from adora_vl.doctor.checks import check_room
-    from adora_vl.planning.disk import checkpoint_of, most_checkpoints, run_bytes
+    from adora_vl.planning.disk import (
+        max_checkpoint_count,
+        max_run_folder_bytes,
+        predict_checkpoint_bytes,
+    )
 
     config = run.config
-    checkpoint_bytes = checkpoint_of(config, run.shape, run.context.sharding)
+    checkpoint_bytes = predict_checkpoint_bytes(config, run.shape, run.context.sharding)
     model_bytes = run.shape.total_parameters * run.shape.weight_bytes
-    checkpoints = most_checkpoints(config, run.layout, run.data.rows)
+    checkpoints = max_checkpoint_count(config, run.layout, run.data.rows)
     if checkpoints is None:
         # Without a limit, and of unknown length: the run needs room for one at least.
         checkpoints = 1
-    needed_bytes = run_bytes(
+    needed_bytes = max_run_folder_bytes(
         checkpoint_bytes,
         model=model_bytes,
         checkpoints=checkpoints,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from adora_vl.config.trl_keys import read_keys
+from adora_vl.config.trl_keys import config_key_by_name
 from adora_vl.migrate.migration import LaunchPlan, Migration, words_in
 from adora_vl.migrate.source import options_of
 from adora_vl.utils.cli import read_mapping
@@ -115,7 +115,7 @@ def sharding_of(name: str) -> str:
 
 def copy_equal_keys(migration: Migration) -> None:
     """Copy every value whose name is a key of this package too, unless it was converted already."""
-    our_keys = read_keys()
+    our_keys = config_key_by_name()
     equal_names = [
         name for name in migration.values if name not in migration.used and name in our_keys
     ]

@@ -54,7 +54,7 @@ def checkpoint_bytes(
     return model_bytes + optimizer_bytes + module_bytes + reference_bytes + _SMALL_FILES_BYTES
 
 
-def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
+def predict_checkpoint_bytes(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
     """Predict the bytes of one checkpoint of the run with this config."""
     return checkpoint_bytes(
         shape,
@@ -64,7 +64,9 @@ def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding
     )
 
 
-def most_checkpoints(config: AdoraGRPOConfig, layout: BatchLayout, rows: int | None) -> int | None:
+def max_checkpoint_count(
+    config: AdoraGRPOConfig, layout: BatchLayout, rows: int | None
+) -> int | None:
     """Return the largest number of checkpoints that a run's folder has at once.
 
     An old checkpoint is deleted only after a new one is complete. So there is one more than
@@ -97,7 +99,9 @@ def most_checkpoints(config: AdoraGRPOConfig, layout: BatchLayout, rows: int | N
     return min(counts, default=None)
 
 
-def run_bytes(one_checkpoint: int, model: int, checkpoints: int, record_gb: float) -> int:
+def max_run_folder_bytes(
+    one_checkpoint: int, model: int, checkpoints: int, record_gb: float
+) -> int:
     """Return the largest size of a run's folder, in bytes.
 
     The folder is largest at the end: then it has all its checkpoints, the final model, and a full
@@ -106,7 +110,7 @@ def run_bytes(one_checkpoint: int, model: int, checkpoints: int, record_gb: floa
     Args:
         one_checkpoint: Bytes of one checkpoint.
         model: Bytes of the final model.
-        checkpoints: How many checkpoints the folder has at once, as `most_checkpoints` counts them.
+        checkpoints: How many checkpoints the folder has at once, as `max_checkpoint_count` counts them.
         record_gb: The key `adora_record_gb`, in 10^9 bytes.
     """
     return one_checkpoint * checkpoints + model + int(record_gb * 1e9)

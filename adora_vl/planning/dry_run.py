@@ -14,7 +14,7 @@ import yaml
 from adora_vl.config.command import CliArgs
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.planning.plan import Plan, make_plan
-from adora_vl.planning.report import prompt_lines, report_figures, report_text
+from adora_vl.planning.report import prompt_lines, report_text, report_values
 from adora_vl.planning.run_keys import resolve_keys
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB, check_folder, check_json, naming_write_errors, replace_file
@@ -40,28 +40,28 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
         config_text = yaml.safe_dump(resolve_keys(plan), sort_keys=False)
         _write_output("--write-config", options.write_config, config_text)
     if options.json is not None:
-        figures_text = json.dumps(report_figures(plan), indent=2, default=str)
+        figures_text = json.dumps(report_values(plan), indent=2, default=str)
         _write_output("--json", options.json, figures_text + "\n")
     print(f"\n{verdict_line(plan)}", flush=True)
     if not plan.fits:
         return 1
     # Without rows the data set is not on this machine.
     if plan.rows is None:
-        names = " ".join(plan.script.dataset_name)
+        names = " ".join(plan.script_args.dataset_name)
         print(f"First: prepare the data, {names} (python -m data_prep --help)", flush=True)
-    print(f"Next: {launch_command(plan, options.accelerate_config)}", flush=True)
+    print(f"Next: {training_command(plan, options.accelerate_config)}", flush=True)
     return 0
 
 
 def verdict_line(plan: Plan) -> str:
     """Return a line on whether the run fits into its GPUs."""
-    usage = f"{plan.prediction.peak / GIB:.3g} of {plan.card_bytes / GIB:.3g} GiB"
+    usage = f"{plan.prediction.peak_bytes / GIB:.3g} of {plan.gpu_bytes / GIB:.3g} GiB"
     if plan.fits:
         return f"It fits: {usage}."
     return f"It does NOT fit: {usage}; the section on memory above says what would."
 
 
-def launch_command(plan: Plan, accelerate_config: Path | None) -> str:
+def training_command(plan: Plan, accelerate_config: Path | None) -> str:
     """Return the command that starts the planned run.
 
     `accelerate_config`: the file that the dry run has read, None without one.

@@ -48,13 +48,13 @@ def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: 
     `dtype_bytes`: bytes per number in the engine.
     """
     text = shape.text
-    kv_heads_per_card = max(1, text.kv_heads // tensor_parallel)
-    values_per_layer = 2 * kv_heads_per_card * text.head_size  # a key and a value
+    kv_heads_per_gpu = max(1, text.kv_heads // tensor_parallel)
+    values_per_layer = 2 * kv_heads_per_gpu * text.head_size  # a key and a value
     return text.layers * values_per_layer * dtype_bytes
 
 
-def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineMemory:
-    """Predict how vLLM divides its share of a GPU with `card_bytes` of memory."""
+def engine_memory(shape: ModelShape, engine: Engine, gpu_bytes: int) -> EngineMemory:
+    """Predict how vLLM divides its share of a GPU with `gpu_bytes` of memory."""
     weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
     if shape.four_bit_parameters:
         # An adapter cannot be merged into a base in 4 bits, so the engine holds it separately.
@@ -62,7 +62,7 @@ def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineM
     if engine.cpu_cache is None:
         # On a GPU the cache gets the rest of the engine's share.
         workspace = ENGINE_WORKSPACE_BYTES
-        cache = int(engine.utilization * card_bytes) - weights - workspace
+        cache = int(engine.utilization * gpu_bytes) - weights - workspace
     else:
         workspace = CPU_ENGINE_WORKSPACE_BYTES
         cache = engine.cpu_cache

@@ -54,7 +54,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Setup:
+class MemorySetup:
     """Everything about a run that its memory depends on.
 
     A generation is all rollouts that are sampled at once, and a group those of one prompt.
@@ -98,7 +98,7 @@ class Setup:
         return replace(batch, sequences_per_problem=sequences_per_problem, packed=shares_prompt)
 
     @property
-    def images(self) -> int:
+    def image_count(self) -> int:
         """The number of images that one rank holds for a generation."""
         if not self.sharing.images:
             return self.sequences_per_generation
@@ -138,18 +138,18 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class MemoryPrediction:
     """The bytes on one GPU in each phase of a training step.
 
     `phases`: for each phase the bytes by component, such as {"rollouts": {"weights": ...}}.
-    `engine`: how the engine divides its share; None without one. `states`: weights, gradients and
-    optimizer. `recomputed`: layers of the language model that the backward pass recomputes.
+    `engine`: how the engine divides its share; None without one. `model_states`: weights, gradients and
+    optimizer. `recomputed_layers`: those of the language model that the backward pass recomputes.
     """
 
     phases: dict[str, dict[str, int]]
     engine: EngineMemory | None
-    states: ModelStateBytes
-    recomputed: int
+    model_states: ModelStateBytes
+    recomputed_layers: int
 
     @property
     def peak_phase(self) -> str:
@@ -157,24 +157,24 @@ class Prediction:
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """The bytes of the phase that takes the most memory."""
         return sum(self.phases[self.peak_phase].values())
 
-    def fits_into(self, card_bytes: int) -> bool:
+    def fits_into(self, gpu_bytes: int) -> bool:
         """Return whether every phase fits into a GPU with so much memory.
 
         The engine must also have room for at least one rollout of full length.
         """
         engine_has_room = self.engine is None or self.engine.concurrent_rollouts >= 1
-        return self.peak <= card_bytes and engine_has_room
+        return self.peak_bytes <= gpu_bytes and engine_has_room
 
 
-def predict_memory(setup: Setup, card_bytes: int) -> Prediction:
+def predict_memory(setup: MemorySetup, gpu_bytes: int) -> MemoryPrediction:
     """Predict what a GPU holds in each phase of a training step, in bytes by component.
 
     The phases are the rollouts, the pass of the images through a frozen vision tower, forward and
-    backward, and the optimizer step. `card_bytes`: the memory of the GPU.
+    backward, and the optimizer step. `gpu_bytes`: the memory of the GPU.
     """
     model_state = predict_state_bytes(
         setup.shape,
@@ -182,7 +182,7 @@ def predict_memory(setup: Setup, card_bytes: int) -> Prediction:
         has_reference=setup.has_reference,
         mixed_precision=setup.mixed_precision,
     )
-    engine = engine_memory(setup.shape, setup.engine, card_bytes) if setup.engine else None
+    engine = engine_memory(setup.shape, setup.engine, gpu_bytes) if setup.engine else None
     tower = frozen_tower_memory(setup)
     pixels = {"pixels": _pixel_bytes(setup)}
     features = {"image features": tower.feature_bytes}
@@ -192,7 +192,7 @@ def predict_memory(setup: Setup, card_bytes: int) -> Prediction:
     resident = {**_resident_bytes(model_state), **_engine_while_learning(setup, engine)}
     before_pass = {**resident, **gathered, **pixels, **features}
     recomputed = recomputed_layers(
-        setup, card_bytes, held_bytes=sum(before_pass.values()) + model_state.gradients
+        setup, gpu_bytes, held_bytes=sum(before_pass.values()) + model_state.gradients
     )
     phases = {
         "rollouts": _rollout_phase(setup, model_state, engine),
@@ -216,14 +216,14 @@ def predict_memory(setup: Setup, card_bytes: int) -> Prediction:
         **pixels,
         "step": model_state.during_step,
     }
-    return Prediction(
+    return MemoryPrediction(
         phases={
             phase: _with_overhead(component_bytes, setup)
             for phase, component_bytes in phases.items()
         },
         engine=engine,
-        states=model_state,
-        recomputed=recomputed,
+        model_states=model_state,
+        recomputed_layers=recomputed,
     )
 
 
@@ -237,7 +237,7 @@ def _resident_bytes(model_state: ModelStateBytes) -> dict[str, int]:
 
 
 def _rollout_phase(
-    setup: Setup, model_state: ModelStateBytes, engine: EngineMemory | None
+    setup: MemorySetup, model_state: ModelStateBytes, engine: EngineMemory | None
 ) -> dict[str, int]:
     """Return what a GPU holds while rollouts are sampled, in bytes by component.
 
@@ -263,21 +263,21 @@ def _rollout_phase(
     }
 
 
-def _pixel_bytes(setup: Setup) -> int:
+def _pixel_bytes(setup: MemorySetup) -> int:
     """Return the bytes of the pixels that stay on the GPU until the policy learns from them.
 
     Where the images of a group are stored once (`ImageBank`), one frame of each image is stored,
     with a byte per value. Otherwise all frames are stored in float32.
     """
     shape = setup.shape
-    patches = setup.images * setup.batch.image_tokens * shape.merge_size**2
+    patches = setup.image_count * setup.batch.image_tokens * shape.merge_size**2
     bytes_per_patch = shape.patch_values * _PIXEL_VALUE_BYTES
     if setup.sharing.images:
         bytes_per_patch = shape.patch_values // shape.frames
     return patches * bytes_per_patch
 
 
-def recomputed_layers(setup: Setup, card_bytes: int, held_bytes: int) -> int:
+def recomputed_layers(setup: MemorySetup, gpu_bytes: int, held_bytes: int) -> int:
     """Predict how many layers of the language model the backward pass recomputes.
 
     The trainer decides by the same rule. It knows the lengths of each micro-batch and measures the
@@ -294,9 +294,9 @@ def recomputed_layers(setup: Setup, card_bytes: int, held_bytes: int) -> int:
     # With "auto" on a CPU all layers are recomputed: its memory is not for this process alone.
     if setup.recompute == "all" or not setup.on_gpu:
         return layers
-    free_bytes = card_bytes - CUDA_CONTEXT_BYTES - held_bytes
+    free_bytes = gpu_bytes - CUDA_CONTEXT_BYTES - held_bytes
     return setup.activation_memory.fewest_recomputed_layers(
-        setup.pass_size, usable_bytes(card_bytes, free_bytes)
+        setup.pass_size, usable_bytes(gpu_bytes, free_bytes)
     )
 
 
@@ -307,7 +307,7 @@ class FrozenTowerMemory(NamedTuple):
     pass_bytes: int  # the most that one pass over `PATCHES_PER_PASS` patches holds
 
 
-def frozen_tower_memory(setup: Setup) -> FrozenTowerMemory:
+def frozen_tower_memory(setup: MemorySetup) -> FrozenTowerMemory:
     """Predict the memory of a frozen vision tower that sees each image of a generation once.
 
     For any other tower both numbers are 0, since it computes its features in the training pass.
@@ -322,14 +322,14 @@ def frozen_tower_memory(setup: Setup) -> FrozenTowerMemory:
     )
     if tower is None or not setup.sharing.vision or is_trained:
         return FrozenTowerMemory(feature_bytes=0, pass_bytes=0)
-    image_tokens = setup.images * setup.batch.image_tokens
+    image_tokens = setup.image_count * setup.batch.image_tokens
     # With DeepStack (Qwen3-VL) an image token also has features for several deeper layers.
     features_per_token = 1 + shape.deepstack_layers
     feature_bytes = image_tokens * shape.text.width * features_per_token * setup.dtypes.compute
     patches_per_image = setup.batch.image_tokens * shape.merge_size**2
     # A pass has at most `PATCHES_PER_PASS` patches, unless a single image has more.
     most_patches = max(PATCHES_PER_PASS, patches_per_image)
-    patches = min(setup.images * patches_per_image, most_patches)
+    patches = min(setup.image_count * patches_per_image, most_patches)
     # The pixels are there as float32 and in the dtype of the computation.
     input_bytes = patches * shape.patch_values * (_PIXEL_VALUE_BYTES + setup.dtypes.compute)
     block_bytes = activations.vision_block_bytes(tower, patches, setup.dtypes)
@@ -348,7 +348,7 @@ class _PeakMoment(NamedTuple):
         return self.candidate.transient_bytes + self.candidate.kept_bytes + self.gradient_bytes
 
 
-def _learning_memory(setup: Setup, gradient_bytes: int, recomputed: int) -> dict[str, int]:
+def _learning_memory(setup: MemorySetup, gradient_bytes: int, recomputed: int) -> dict[str, int]:
     """Return the gradients and activations of a micro-batch at their peak, in bytes by component.
 
     The peak is in the LM head or in the backward pass of a layer, whichever takes more.
@@ -378,7 +378,7 @@ def _learning_memory(setup: Setup, gradient_bytes: int, recomputed: int) -> dict
 
 
 def _moments_with_first_gradients(
-    setup: Setup, peaks: PassPeaks, gradient_bytes: int, recomputed: int
+    setup: MemorySetup, peaks: PassPeaks, gradient_bytes: int, recomputed: int
 ) -> list[_PeakMoment]:
     """Return the moments at which a pass without gradients at its start may hold most.
 
@@ -429,7 +429,7 @@ class _BackwardGradients(NamedTuple):
     of_layers: int  # of all layers of the language model, without head and embedding
 
 
-def _gradients_during_backward(setup: Setup, gradient_bytes: int) -> _BackwardGradients:
+def _gradients_during_backward(setup: MemorySetup, gradient_bytes: int) -> _BackwardGradients:
     """Return the gradients that exist at moments of a backward pass that begins without them.
 
     `gradient_bytes`: the bytes of all gradients, at the end of the pass.
@@ -451,7 +451,7 @@ def _gradients_during_backward(setup: Setup, gradient_bytes: int) -> _BackwardGr
 
 
 def _first_and_last_layer_back(
-    setup: Setup, recomputed: int
+    setup: MemorySetup, recomputed: int
 ) -> tuple[PeakCandidate, PeakCandidate]:
     """Return the moments at which the backward pass is in its first, and in its last layer.
 
@@ -494,7 +494,7 @@ def _engine_awake(engine: EngineMemory | None) -> dict[str, int]:
     }
 
 
-def _engine_while_learning(setup: Setup, engine: EngineMemory | None) -> dict[str, int]:
+def _engine_while_learning(setup: MemorySetup, engine: EngineMemory | None) -> dict[str, int]:
     """Return the memory of an engine while the policy learns, in bytes by component.
 
     It is the same as while it samples, unless the engine sleeps. Empty without an engine.
@@ -504,7 +504,7 @@ def _engine_while_learning(setup: Setup, engine: EngineMemory | None) -> dict[st
     return _engine_awake(engine)
 
 
-def _with_overhead(component_bytes: dict[str, int], setup: Setup) -> dict[str, int]:
+def _with_overhead(component_bytes: dict[str, int], setup: MemorySetup) -> dict[str, int]:
     """Return the components of a phase with the overhead of a GPU; those of 0 bytes are left out.
 
     The overhead is the CUDA context, and the gaps that torch's allocator cannot use. vLLM has a

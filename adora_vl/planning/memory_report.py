@@ -13,15 +13,15 @@ from adora_vl.config.batch_plan import unit_size
 from adora_vl.planning.engine_memory import cache_bytes_per_token
 from adora_vl.planning.memory import Sharing, predict_memory
 from adora_vl.planning.what_fits import (
+    best_vllm_utilization,
     largest_batch,
     largest_image_tokens,
-    proposed_utilization,
 )
 from adora_vl.utils.cli import report_section
 from adora_vl.utils.files import GIB
 
 if TYPE_CHECKING:
-    from adora_vl.planning.memory import Setup
+    from adora_vl.planning.memory import MemorySetup
     from adora_vl.planning.plan import Plan
 
 # Share of the GPU below which the report does not list what takes how much (--json has it).
@@ -44,7 +44,7 @@ def memory_lines(plan: Plan) -> list[str]:
     """Return the report's section on memory: by component and phase, and whether the run fits."""
     setup = plan.setup
     prediction = plan.prediction
-    title = f"Memory, predicted, on {plan.card_name}"
+    title = f"Memory, predicted, on {plan.gpu_name}"
     lines = [
         f"{_parameter_count(setup.shape.total_parameters)} parameters, "
         f"{_parameter_count(setup.shape.trained_parameters)} trained; {setup.sharding.describe()}.",
@@ -53,10 +53,10 @@ def memory_lines(plan: Plan) -> list[str]:
         *recomputed_lines(plan),
     ]
     # A run that fits easily has a short report.
-    if prediction.peak < _SHORT_REPORT_SHARE * plan.card_bytes:
+    if prediction.peak_bytes < _SHORT_REPORT_SHARE * plan.gpu_bytes:
         return report_section(title, [*lines, *verdict_lines(plan)])
     lines += ["", *_memory_table(prediction.phases)]
-    host_optimizer = prediction.states.host_optimizer * setup.sharding.local_processes
+    host_optimizer = prediction.model_states.host_optimizer * setup.sharding.local_processes
     if host_optimizer > 0:
         processes = "the processes of one machine"
         if setup.sharding.machines == 1:
@@ -109,7 +109,7 @@ def recomputed_lines(plan: Plan) -> list[str]:
     else:
         reason = "auto needs a GPU"
     return [
-        f"Layers recomputed in its backward pass: {plan.prediction.recomputed} of {setup.shape.text.layers} "
+        f"Layers recomputed in its backward pass: {plan.prediction.recomputed_layers} of {setup.shape.text.layers} "
         f"(adora_recompute: {setup.recompute}; {reason})."
     ]
 
@@ -132,8 +132,8 @@ def sharing_lines(plan: Plan) -> list[str]:
     # The same run with image and prompt computed for each rollout, as TRL does.
     setup_of_trl = replace(setup, sharing=Sharing())
     phase = "forward and backward"
-    phases = predict_memory(setup, plan.card_bytes).phases
-    phases_of_trl = predict_memory(setup_of_trl, plan.card_bytes).phases
+    phases = predict_memory(setup, plan.gpu_bytes).phases
+    phases_of_trl = predict_memory(setup_of_trl, plan.gpu_bytes).phases
     sharing_gib = sum(phases[phase].values()) / GIB
     trl_gib = sum(phases_of_trl[phase].values()) / GIB
     batch = plan.setup.micro_batch
@@ -199,15 +199,15 @@ def utilization_lines(plan: Plan, concurrent_rollouts: int) -> list[str]:
     """
     engine = plan.setup.engine
     # None where no value leaves enough of the GPU's memory free
-    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
     if engine is None or utilization is None:
         return []
     proposed_setup = replace(plan.setup, engine=replace(engine, utilization=utilization))
-    prediction = predict_memory(proposed_setup, plan.card_bytes)
+    prediction = predict_memory(proposed_setup, plan.gpu_bytes)
     proposed_rollouts = prediction.engine.concurrent_rollouts if prediction.engine else 0
     if proposed_rollouts <= concurrent_rollouts and plan.fits:
         return []
-    free_share = 1 - prediction.peak / plan.card_bytes
+    free_share = 1 - prediction.peak_bytes / plan.gpu_bytes
     return [
         f"vllm_gpu_memory_utilization: {utilization:g} instead of {engine.utilization:g} lets "
         f"{proposed_rollouts} run at once, and leaves {free_share:.0%} of the card free."
@@ -218,7 +218,7 @@ def verdict_lines(plan: Plan) -> list[str]:
     """Return lines on whether the run fits into its GPUs, and on the largest batch and image."""
     setup = plan.setup
     lines = [_verdict_line(plan)]
-    largest_size = largest_batch(setup, plan.card_bytes)
+    largest_size = largest_batch(setup, plan.gpu_bytes)
     if largest_size == 0:
         lines.append("No per_device_train_batch_size fits.")
     else:
@@ -237,15 +237,15 @@ def verdict_lines(plan: Plan) -> list[str]:
 def _verdict_line(plan: Plan) -> str:
     """Return a line on whether the run fits into its GPUs, or what to change if it does not."""
     prediction = plan.prediction
-    peak_gib = prediction.peak / GIB
-    card_gib = plan.card_bytes / GIB
+    peak_gib = prediction.peak_bytes / GIB
+    card_gib = plan.gpu_bytes / GIB
     if plan.fits:
-        used_share = prediction.peak / plan.card_bytes
+        used_share = prediction.peak_bytes / plan.gpu_bytes
         return (
             f"It fits: {peak_gib:.3g} GiB at most ({prediction.peak_phase}), {used_share:.0%} of "
             f"{card_gib:.3g} GiB."
         )
-    if prediction.peak > plan.card_bytes:
+    if prediction.peak_bytes > plan.gpu_bytes:
         component_bytes = prediction.phases[prediction.peak_phase]
         largest = max(component_bytes, key=lambda name: component_bytes[name])
         return (
@@ -262,13 +262,13 @@ def _verdict_line(plan: Plan) -> str:
 
 def largest_image_line(plan: Plan) -> str:
     """Return a line with the largest `max_pixels` that fits, or why no image does."""
-    if plan.limit is not None and plan.image_room < 1:
+    if plan.limit is not None and plan.max_image_tokens < 1:
         return (
             "No max_pixels leaves room for a whole answer: text of up to "
             f"{plan.lengths.longest_text} tokens and max_completion_length: "
             f"{plan.limit.completion_tokens} together exceed {plan.limit.name}."
         )
-    tokens = largest_image_tokens(plan.setup, plan.card_bytes, plan.image_room)
+    tokens = largest_image_tokens(plan.setup, plan.gpu_bytes, plan.max_image_tokens)
     if tokens == 0:
         return "No max_pixels fits."
     pixels = tokens * plan.setup.shape.image_token_pixels
@@ -281,7 +281,7 @@ def memory_remedy(plan: Plan) -> str:
     Only changes that the run's settings leave open are named.
     """
     setup = plan.setup
-    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
     changes: list[str] = []
     if utilization is not None:
         # With this value the run fits.
@@ -305,7 +305,7 @@ def memory_remedy(plan: Plan) -> str:
     return f"Try, in this order: {'; '.join(changes)}."
 
 
-def _smaller_weights(setup: Setup) -> list[str]:
+def _smaller_weights(setup: MemorySetup) -> list[str]:
     """Return the changes with which weights and optimizer take less of a card."""
     sharding = setup.sharding
     trains_all_weights = not setup.shape.has_adapters

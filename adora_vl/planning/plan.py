@@ -9,7 +9,7 @@ from typing import NamedTuple
 from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.batch_plan import regroup_obstacle, total_optimizer_steps
+from adora_vl.config.batch_plan import setting_against_regrouping, total_optimizer_steps
 from adora_vl.config.command import CliArgs
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.sharding import Sharding
@@ -23,12 +23,12 @@ from adora_vl.models.shape import ModelShape
 from adora_vl.planning.engine_memory import Engine
 from adora_vl.planning.memory import (
     MAX_IMAGE_TOKENS,
-    Prediction,
-    Setup,
+    MemoryPrediction,
+    MemorySetup,
     Sharing,
     predict_memory,
 )
-from adora_vl.preflight.facts import ResolvedRun
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.prepare import prepare_on_paper
 from adora_vl.rollout.engine_settings import engine_dtype
 from adora_vl.utils.cli import amount
@@ -36,7 +36,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 
 # the size of an H100 or A100, for a dry run on a machine without a GPU
-ASSUMED_CARD_GIB = 80.0
+ASSUMED_GPU_GIB = 80.0
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -45,15 +45,15 @@ class Plan:
     """A run on paper: what was checked, measured and predicted before a weight is loaded."""
 
     run: ResolvedRun
-    script: AdoraScriptArguments
+    script_args: AdoraScriptArguments
     lengths: PromptLengths
     rows: int | None
     """Rows that the run trains on; None where the dataset is not on this machine."""
-    setup: Setup
+    setup: MemorySetup
     """What the memory of the run depends on."""
-    card_bytes: int
+    gpu_bytes: int
     """Bytes of memory of one GPU, or one process's share of this machine for a run on its CPU."""
-    card_name: str
+    gpu_name: str
     """The GPU, or this machine's memory, in words."""
     notes: list[str]
     """Lines about the run for the user."""
@@ -66,14 +66,14 @@ class Plan:
         return cli_args
 
     @cached_property
-    def prediction(self) -> Prediction:
+    def prediction(self) -> MemoryPrediction:
         """What the GPU holds in each phase of a training step."""
-        return predict_memory(self.setup, self.card_bytes)
+        return predict_memory(self.setup, self.gpu_bytes)
 
     @property
     def fits(self) -> bool:
         """Whether the run fits into its GPUs."""
-        return self.prediction.fits_into(self.card_bytes)
+        return self.prediction.fits_into(self.gpu_bytes)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -101,7 +101,7 @@ class Plan:
         return self.run.prompts.overlong.checks if self.rows is not None else []
 
     @property
-    def image_room(self) -> int:
+    def max_image_tokens(self) -> int:
         """The number of image tokens that fit beside the longest text and a whole answer.
 
         Below 1 there is no room for any image.
@@ -123,10 +123,10 @@ def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool =
     # A dry run goes on after this one fault, and reports it as a refusal.
     if run.messages.refusals and not with_few_rows:
         raise UserError(run.messages.refusals[0])
-    script = run.script
-    lengths = run.data.measured
+    script_args = run.script_args
+    lengths = run.data.prompt_lengths
     sharding = run.context.sharding
-    assert script is not None, "a dry run has the keys of a command"
+    assert script_args is not None, "a dry run has the keys of a command"
     assert lengths is not None, "a dry run measures"
     notes = [*run.messages.notes, *_mixture_notes(run), *_zoom_notes(run)]
     if family_of(run.model.config) is None and sees_images(run.model.config):
@@ -135,32 +135,32 @@ def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool =
             "Qwen2.5-VL, and what its vision tower keeps for the backward pass is not in the "
             "prediction"
         )
-    setup = make_setup(
+    setup = build_memory_setup(
         run.config,
-        model=run.request.model.keys,
+        model=run.request.model.model_args,
         shape=run.shape,
         sharding=sharding,
         lengths=lengths,
     )
-    card = _planned_card(options, run.config, sharding.local_processes)
+    card = _planned_gpu(options, run.config, sharding.local_processes)
     return Plan(
         run=run,
-        script=script,
+        script_args=script_args,
         lengths=lengths,
         rows=run.data.rows,
         setup=setup,
-        card_bytes=card.bytes,
-        card_name=card.name,
+        gpu_bytes=card.bytes,
+        gpu_name=card.name,
         notes=notes,
     )
 
 
 def _mixture_notes(run: ResolvedRun) -> list[str]:
     """Return a note on how several data sets are mixed; none if there is only one."""
-    if run.data.train is None or run.script is None or len(run.data.folders) == 1:
+    if run.data.train_dataset is None or run.script_args is None or len(run.data.folders) == 1:
         return []
-    split = run.script.dataset_train_split
-    mixture_shares = run.script.adora_mixture
+    split = run.script_args.dataset_train_split
+    mixture_shares = run.script_args.adora_mixture
     dataset_texts: list[str] = []
     for number, folder in enumerate(run.data.folders):
         rows = row_count(Path(folder), split)
@@ -169,7 +169,7 @@ def _mixture_notes(run: ResolvedRun) -> list[str]:
             text += f" at {mixture_shares[number]:.0%}"
         dataset_texts.append(text)
     return [
-        f"{len(dataset_texts)} data sets are mixed into {len(run.data.train)} rows per epoch: "
+        f"{len(dataset_texts)} data sets are mixed into {len(run.data.train_dataset)} rows per epoch: "
         f"{', '.join(dataset_texts)}"
     ]
 
@@ -180,10 +180,10 @@ def _zoom_notes(run: ResolvedRun) -> list[str]:
     These are the images that are shrunk for the model. There is no note for a data set that is not
     on this machine.
     """
-    if run.data.train is None or "zoom" not in run.tools.functions:
+    if run.data.train_dataset is None or "zoom" not in run.tools.functions:
         return []
     image_sizes = []
-    for sizes_of_row in sizes_in(run.data.train.data.table):
+    for sizes_of_row in sizes_in(run.data.train_dataset.data.table):
         image_sizes += [size for size in sizes_of_row if size is not None]
     # Larger images are shrunk to this number of pixels.
     max_pixels = run.prompts.overlong.pixels.high
@@ -195,14 +195,16 @@ def _zoom_notes(run: ResolvedRun) -> list[str]:
     return [f"{len(larger_sizes)} of {total} are larger than the model sees them{consequence}"]
 
 
-class _Card(NamedTuple):
+class _PlannedGpu(NamedTuple):
     """The memory that one process of a run has, in bytes, and what it is in words."""
 
     bytes: int
     name: str
 
 
-def _planned_card(options: DryRunOptions, config: AdoraGRPOConfig, local_processes: int) -> _Card:
+def _planned_gpu(
+    options: DryRunOptions, config: AdoraGRPOConfig, local_processes: int
+) -> _PlannedGpu:
     """Return the memory of the GPU that a dry run plans for.
 
     The sources in their order:
@@ -213,11 +215,13 @@ def _planned_card(options: DryRunOptions, config: AdoraGRPOConfig, local_process
         4. an assumed size
     """
     if options.card_gib is not None:
-        return _Card(bytes=int(options.card_gib * GIB), name=f"a card of {options.card_gib:g} GiB")
+        return _PlannedGpu(
+            bytes=int(options.card_gib * GIB), name=f"a card of {options.card_gib:g} GiB"
+        )
     if config.use_cpu:
         machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         share = machine_bytes // local_processes
-        return _Card(
+        return _PlannedGpu(
             bytes=share,
             name=f"a process's share of this machine's memory, {share / GIB:.0f} GiB",
         )
@@ -226,23 +230,23 @@ def _planned_card(options: DryRunOptions, config: AdoraGRPOConfig, local_process
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         gpu_bytes = int(properties.total_memory)
-        return _Card(bytes=gpu_bytes, name=f"{properties.name}, {gpu_bytes / GIB:.0f} GiB")
-    return _Card(
-        bytes=int(ASSUMED_CARD_GIB * GIB),
+        return _PlannedGpu(bytes=gpu_bytes, name=f"{properties.name}, {gpu_bytes / GIB:.0f} GiB")
+    return _PlannedGpu(
+        bytes=int(ASSUMED_GPU_GIB * GIB),
         name=(
-            f"a card of {ASSUMED_CARD_GIB:g} GiB (no GPU is visible here; --card-gib says another "
+            f"a card of {ASSUMED_GPU_GIB:g} GiB (no GPU is visible here; --card-gib says another "
             "size)"
         ),
     )
 
 
-def make_setup(
+def build_memory_setup(
     config: AdoraGRPOConfig,
     model: ModelConfig,
     shape: ModelShape,
     sharding: Sharding,
     lengths: PromptLengths,
-) -> Setup:
+) -> MemorySetup:
     """Collect everything that the memory of a run depends on.
 
     All prompts are assumed to be as long as the longest one, and all completions as long as
@@ -258,7 +262,7 @@ def make_setup(
     longest_prompt = lengths.longest_prompt
     sequences = config.per_device_train_batch_size
     sequences_per_generation = sequences * config.steps_per_generation
-    return Setup(
+    return MemorySetup(
         shape=shape,
         sharding=sharding,
         batch=PlannedMicroBatch(
@@ -291,7 +295,7 @@ def _sharing(config: AdoraGRPOConfig) -> Sharing:
     stores_images_once = config.uses("cache_images")
     # Where groups are not kept together, the rollouts of a group may be in different micro-batches
     # and share nothing.
-    keeps_groups_together = stores_images_once and not regroup_obstacle(config)
+    keeps_groups_together = stores_images_once and not setting_against_regrouping(config)
     return Sharing(
         images=stores_images_once,
         vision=keeps_groups_together and config.uses("share_vision"),

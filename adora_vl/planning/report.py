@@ -18,22 +18,27 @@ from adora_vl.planning import disk, what_fits
 from adora_vl.planning.memory_report import memory_lines
 from adora_vl.planning.plan import Plan
 from adora_vl.planning.run_keys import changed_keys
-from adora_vl.preflight.check_machine import TRIED_UPDATES, depends_on_step_alone, schedule_of
+from adora_vl.preflight.check_machine import (
+    TRIAL_SCHEDULE_STEPS,
+    build_lr_schedule,
+    depends_only_on_step,
+)
 from adora_vl.utils.cli import amount, quantile, report_section, spelled_in_config
 from adora_vl.utils.files import GIB
 
 
-def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, float]:
+def learning_rates(config: AdoraGRPOConfig, total_steps: int | None) -> dict[str, float]:
     """Return the learning rate at the `first`, the `middle` and the `last` optimizer step.
 
     Empty for a schedule that depends on how the training goes, such as reduce_lr_on_plateau.
 
-    `updates`: the number of optimizer steps of the run; None if it is not known. The rates are then
-    those of a run of `TRIED_UPDATES` steps, since most schedules have one shape for every length.
+    `total_steps`: the number of optimizer steps of the run; None if it is not known. The rates are
+    then those of a run of `TRIAL_SCHEDULE_STEPS` steps, since most schedules have one shape for
+    every length.
     """
-    step_count = updates or TRIED_UPDATES
-    schedule = schedule_of(config, step_count)
-    if not depends_on_step_alone(schedule):
+    step_count = total_steps or TRIAL_SCHEDULE_STEPS
+    schedule = build_lr_schedule(config, step_count)
+    if not depends_only_on_step(schedule):
         return {}
     step_by_name = {"first": 0, "middle": step_count // 2, "last": step_count - 1}
     # torch's function from the step to a factor of the learning rate
@@ -41,12 +46,12 @@ def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, fl
     return {name: config.learning_rate * factor_at(step) for name, step in step_by_name.items()}
 
 
-def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
+def learning_rate_line(config: AdoraGRPOConfig, total_steps: int | None) -> str:
     """Return a line with the name of the learning rate's schedule, and three of its rates.
 
-    `updates`: the number of optimizer steps of the run; None if it is not known.
+    `total_steps`: the number of optimizer steps of the run; None if it is not known.
     """
-    rates = learning_rates(config, updates)
+    rates = learning_rates(config, total_steps)
     schedule = spelled_in_config(config.lr_scheduler_type)
     if not rates:
         return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
@@ -63,18 +68,18 @@ def prompt_lines(plan: Plan) -> list[str]:
     """
     if not plan.rows:
         return []
-    script = plan.script
+    script_args = plan.script_args
     example_rows = []
     for folder in plan.run.data.folders:
-        row = example_row(Path(folder), [script.dataset_train_split])
+        row = example_row(Path(folder), [script_args.dataset_train_split])
         if row:
             example_rows.append(row)
     # A row with choices shows how the prompt presents them too.
     rows_with_choices = [row for row in example_rows if row.get("choices")]
     example = rows_with_choices[0] if rows_with_choices else example_rows[0]
     problem_text = example["problem"]
-    if script.adora_prompt:
-        problem_text = read_template(script.adora_prompt)(example)
+    if script_args.adora_prompt:
+        problem_text = read_template(script_args.adora_prompt)(example)
     image_count = len(example["images"] or [])
     messages = conversation_with_images(problem_text, image_count, plan.run.system_prompt)
     prompt_text = _render_messages(plan, messages)
@@ -125,7 +130,7 @@ def batch_lines(plan: Plan) -> list[str]:
         f"gradient_accumulation_steps: {config.gradient_accumulation_steps} x "
         f"{processes} {process_noun}. Optimizer steps a generation: "
         f"{batches.updates_per_generation:g}.",
-        *_other_process_counts_lines(plan),
+        *_other_process_count_lines(plan),
         *_epoch_lines(plan),
         learning_rate_line(config, plan.total_steps),
     ]
@@ -138,7 +143,7 @@ def batch_lines(plan: Plan) -> list[str]:
     return report_section("Batches", lines)
 
 
-def _other_process_counts_lines(plan: Plan) -> list[str]:
+def _other_process_count_lines(plan: Plan) -> list[str]:
     """Return a line with the batch sizes that the run would have on 1, 2, 4 and 8 processes.
 
     There is no line for one process on a CPU, since a config for a CPU always starts one.
@@ -184,7 +189,7 @@ def _epoch_lines(plan: Plan) -> list[str]:
 
 def _length_table_line(name: str, token_counts: Sequence[int]) -> str:
     """Return a line of the table of lengths: smallest, median, 95 % quantile and largest."""
-    cells = [f"{count:>9}" for count in _min_median_q95_max(token_counts).values()]
+    cells = [f"{count:>9}" for count in _min_median_p95_max(token_counts).values()]
     return f"{name:14}" + "".join(cells)
 
 
@@ -232,8 +237,8 @@ def disk_lines(plan: Plan) -> list[str]:
     """Return a section on what the checkpoints will take on the disk."""
     setup = plan.setup
     config = plan.run.config
-    checkpoint_bytes = disk.checkpoint_of(config, setup.shape, setup.sharding)
-    checkpoints = disk.most_checkpoints(config, plan.run.layout, plan.rows)
+    checkpoint_bytes = disk.predict_checkpoint_bytes(config, setup.shape, setup.sharding)
+    checkpoints = disk.max_checkpoint_count(config, plan.run.layout, plan.rows)
     if checkpoints == 0:
         lines = ["No checkpoints on the way (save_strategy)."]
     elif checkpoints is None:
@@ -243,7 +248,7 @@ def disk_lines(plan: Plan) -> list[str]:
         ]
     else:
         model_bytes = setup.shape.total_parameters * setup.shape.weight_bytes
-        folder_bytes = disk.run_bytes(
+        folder_bytes = disk.max_run_folder_bytes(
             checkpoint_bytes,
             model=model_bytes,
             checkpoints=checkpoints,
@@ -282,7 +287,7 @@ def report_text(plan: Plan) -> str:
     ]
     if plan.notes:
         lines += report_section("Notes", [f"- {note}" for note in plan.notes])
-    unknown = plan.run.messages.unknown
+    unknown = plan.run.messages.unchecked
     if unknown:
         lines += report_section("Not known here", [f"- {line}" for line in unknown])
     return "\n".join(lines)
@@ -291,13 +296,13 @@ def report_text(plan: Plan) -> str:
 _BATCH_FIGURES = ("global_batch", "optimizer_batch", "generation_batch", "prompts_per_generation")
 
 
-def report_figures(plan: Plan) -> dict[str, Any]:
+def report_values(plan: Plan) -> dict[str, Any]:
     """Return the numbers of the report for `--json`; sizes are in bytes."""
     prediction = plan.prediction
     schedule = spelled_in_config(plan.run.config.lr_scheduler_type)
     batches = plan.run.layout
-    image_room = max(0, plan.image_room)
-    image_tokens = what_fits.largest_image_tokens(plan.setup, plan.card_bytes, image_room)
+    max_image_tokens = max(0, plan.max_image_tokens)
+    image_tokens = what_fits.largest_image_tokens(plan.setup, plan.gpu_bytes, max_image_tokens)
     return {
         "changed": changed_keys(plan),
         "batches": {
@@ -315,25 +320,25 @@ def report_figures(plan: Plan) -> dict[str, Any]:
             **learning_rates(plan.run.config, plan.total_steps),
         },
         "rows": plan.rows,
-        "prompt_tokens": _min_median_q95_max(plan.lengths.prompt_tokens),
-        "image_tokens": _min_median_q95_max(plan.lengths.image_tokens),
+        "prompt_tokens": _min_median_p95_max(plan.lengths.prompt_tokens),
+        "image_tokens": _min_median_p95_max(plan.lengths.image_tokens),
         "overlong_prompts": sum(len(check.too_long_numbers) for check in plan.checks),
-        "card_bytes": plan.card_bytes,
+        "card_bytes": plan.gpu_bytes,
         "phases": prediction.phases,
-        "peak_bytes": prediction.peak,
-        "recomputed_layers": prediction.recomputed,
+        "peak_bytes": prediction.peak_bytes,
+        "recomputed_layers": prediction.recomputed_layers,
         "fits": plan.fits,
-        "proposed_vllm_gpu_memory_utilization": what_fits.proposed_utilization(
-            plan.setup, plan.card_bytes
+        "proposed_vllm_gpu_memory_utilization": what_fits.best_vllm_utilization(
+            plan.setup, plan.gpu_bytes
         ),
-        "largest_per_device_train_batch_size": what_fits.largest_batch(plan.setup, plan.card_bytes),
+        "largest_per_device_train_batch_size": what_fits.largest_batch(plan.setup, plan.gpu_bytes),
         "largest_max_pixels": image_tokens * plan.setup.shape.image_token_pixels,
         "notes": plan.notes,
-        "unknown": plan.run.messages.unknown,
+        "unknown": plan.run.messages.unchecked,
     }
 
 
-def _min_median_q95_max(values: Sequence[int]) -> dict[str, int]:
+def _min_median_p95_max(values: Sequence[int]) -> dict[str, int]:
     """Return the smallest value, the median, the 95 % quantile and the largest value.
 
     `values`: at least one.

@@ -26,7 +26,7 @@ class KeyValue(NamedTuple):
 
 def _key_values(plan: Plan) -> Iterator[KeyValue]:
     """Yield all keys of a run, in the order in which the three config dataclasses declare them."""
-    for arguments in (plan.script, plan.run.config, plan.run.request.model.keys):
+    for arguments in (plan.script_args, plan.run.config, plan.run.request.model.model_args):
         for field in fields(arguments):
             value = getattr(arguments, field.name)
             # A member of an enumeration is written by its value.

@@ -7,12 +7,12 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
-from adora_vl.planning.memory import MAX_IMAGE_TOKENS, Setup, predict_memory
+from adora_vl.planning.memory import MAX_IMAGE_TOKENS, MemorySetup, predict_memory
 
 
-def fits_into_gpu(setup: Setup, card_bytes: int) -> bool:
+def fits_into_gpu(setup: MemorySetup, gpu_bytes: int) -> bool:
     """Return whether a run fits into a GPU with so much memory."""
-    return predict_memory(setup, card_bytes).fits_into(card_bytes)
+    return predict_memory(setup, gpu_bytes).fits_into(gpu_bytes)
 
 
 # Share of the GPU's memory that a proposed utilization leaves free, since no GPU has confirmed the
@@ -20,7 +20,7 @@ def fits_into_gpu(setup: Setup, card_bytes: int) -> bool:
 HEADROOM_SHARE = 0.05
 
 
-def proposed_utilization(setup: Setup, card_bytes: int) -> float | None:
+def best_vllm_utilization(setup: MemorySetup, gpu_bytes: int) -> float | None:
     """Return the share of the GPU for vLLM (`vllm_gpu_memory_utilization`) that is best for a run.
 
     Every hundredth is tried. The best share leaves `HEADROOM_SHARE` of the memory free in every
@@ -36,8 +36,8 @@ def proposed_utilization(setup: Setup, card_bytes: int) -> float | None:
     for hundredths in range(1, 100):
         utilization = hundredths / 100
         candidate = replace(setup, engine=replace(engine, utilization=utilization))
-        prediction = predict_memory(candidate, card_bytes)
-        leaves_headroom = prediction.peak <= (1 - HEADROOM_SHARE) * card_bytes
+        prediction = predict_memory(candidate, gpu_bytes)
+        leaves_headroom = prediction.peak_bytes <= (1 - HEADROOM_SHARE) * gpu_bytes
         concurrent = prediction.engine.concurrent_rollouts if prediction.engine else 0
         if leaves_headroom and concurrent > most_concurrent:
             most_concurrent = concurrent
@@ -45,7 +45,7 @@ def proposed_utilization(setup: Setup, card_bytes: int) -> float | None:
     return best_utilization
 
 
-def batch_sizes(setup: Setup) -> list[int]:
+def batch_sizes(setup: MemorySetup) -> list[int]:
     """Return the values of `per_device_train_batch_size` that suit a run, in ascending order.
 
     They divide the rollouts of a generation, and keep groups whole or split them evenly. For
@@ -58,7 +58,7 @@ def batch_sizes(setup: Setup) -> list[int]:
     return [size for size in divisors if size % group_size == 0 or group_size % size == 0]
 
 
-def largest_batch(setup: Setup, card_bytes: int) -> int:
+def largest_batch(setup: MemorySetup, gpu_bytes: int) -> int:
     """Return the largest of `batch_sizes` with which a run fits into a GPU; 0 if none does.
 
     The number of rollouts per generation stays the same.
@@ -68,13 +68,13 @@ def largest_batch(setup: Setup, card_bytes: int) -> int:
     def batch_fits(number: int) -> bool:
         """Return whether the `number`-th smallest size fits."""
         batch = replace(setup.batch, sequences=sizes[number - 1])
-        return fits_into_gpu(replace(setup, batch=batch), card_bytes)
+        return fits_into_gpu(replace(setup, batch=batch), gpu_bytes)
 
     largest_number = _largest_number(batch_fits, limit=len(sizes))
     return sizes[largest_number - 1] if largest_number > 0 else 0
 
 
-def largest_image_tokens(setup: Setup, card_bytes: int, room: int = MAX_IMAGE_TOKENS) -> int:
+def largest_image_tokens(setup: MemorySetup, gpu_bytes: int, room: int = MAX_IMAGE_TOKENS) -> int:
     """Return the largest number of image tokens per prompt with which a run fits into a GPU.
 
     The text of the prompts stays the same. The number is 0 if no image fits. `room`: the most image
@@ -90,7 +90,7 @@ def largest_image_tokens(setup: Setup, card_bytes: int, room: int = MAX_IMAGE_TO
         """Return whether the run fits with so many image tokens in every prompt."""
         prompt_tokens = text_tokens + image_tokens
         batch = replace(setup.batch, image_tokens=image_tokens, prompt_tokens=prompt_tokens)
-        return fits_into_gpu(replace(setup, batch=batch), card_bytes)
+        return fits_into_gpu(replace(setup, batch=batch), gpu_bytes)
 
     return _largest_number(image_fits, limit=max(limit, 0))
 

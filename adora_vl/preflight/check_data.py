@@ -26,7 +26,7 @@ from adora_vl.evaluation import (
 from adora_vl.models import check as model_checks
 from adora_vl.models.families import sees_images
 from adora_vl.preflight import python_inputs
-from adora_vl.preflight.facts import DataFacts, ModelFacts, PromptFacts
+from adora_vl.preflight.resolved_run import DataInfo, ModelInfo, PromptInfo
 from adora_vl.rollout.prompt_tokens import refuse_prefill
 from adora_vl.tools.room import ConversationLimits, refuse_no_room
 from adora_vl.utils.errors import UserError
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 def check_rows(
     request: RunRequest,
     layout: BatchLayout,
-    model: ModelFacts,
-    prompts: PromptFacts,
+    model: ModelInfo,
+    prompts: PromptInfo,
     context: RunContext,
-) -> DataFacts:
+) -> DataInfo:
     """Load the rows to train on, without those whose prompts leave no room for an answer.
 
     The rows are those of a data set that Python code passed, or of the data sets that a command, a
@@ -54,17 +54,17 @@ def check_rows(
     `layout`: the sizes of the batches. Raises `UserError` for rows that cannot be trained on, and
     for too few.
     """
-    script = request.script
-    if script is None:  # from Python
-        data = _python_rows(request, model, prompts)
+    script_args = request.script_args
+    if script_args is None:  # from Python
+        data = _check_python_data(request, model, prompts)
     else:
         # Collective: every rank waits here while the first one of each machine makes the data set.
         with request.config.main_process_first(desc="making the dataset where it is missing"):
-            folders = tuple(data_folders(script))
+            folders = tuple(data_folders(script_args))
         missing = [folder for folder in folders if not Path(folder).is_dir()]
         if context.dry_run and missing:
-            return _assumed_rows(folders, missing[0], model, prompts, context)
-        data = _command_rows(request, script, folders, model, prompts, context)
+            return _data_with_assumed_lengths(folders, missing[0], model, prompts, context)
+        data = _load_command_data(request, script_args, folders, model, prompts, context)
         context.messages.notes.extend(_notes_on_tiny_model(request, folders))
     if data.rows is None:
         # a stream
@@ -99,7 +99,7 @@ def _notes_on_tiny_model(request: RunRequest, folders: tuple[str, ...]) -> list[
     ]
 
 
-def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -> DataFacts:
+def _check_python_data(request: RunRequest, model: ModelInfo, prompts: PromptInfo) -> DataInfo:
     """Check the data sets that Python code passed, and describe the tools in their prompts.
 
     Raises `UserError`.
@@ -118,11 +118,15 @@ def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -
     # The rows of a stream are checked when they are drawn.
     if python_inputs.is_plain_table(train):
         any_images = python_inputs.check_prompts(train)
-        model_checks.check_reads_images(request.model.keys, model.config, has_images=any_images)
+        model_checks.check_reads_images(
+            request.model.model_args, model.config, has_images=any_images
+        )
         # This measures the prompts and refuses overlong ones. Rows of Python code are never left
         # out, so the numbers of the rows that it returns are not needed.
-        prompts.overlong.prompts_to_train_on(python_inputs.prompts_of(train), len(train))
-    return DataFacts(train=train, evaluated=evaluated, measured=prompts.overlong.lengths)
+        prompts.overlong.prompts_to_train_on(python_inputs.iterate_prompts(train), len(train))
+    return DataInfo(
+        train_dataset=train, eval_dataset=evaluated, prompt_lengths=prompts.overlong.lengths
+    )
 
 
 def _check_stream(config: AdoraGRPOConfig, dataset: Dataset | IterableDataset) -> None:
@@ -135,13 +139,13 @@ def _check_stream(config: AdoraGRPOConfig, dataset: Dataset | IterableDataset) -
         )
 
 
-def _assumed_rows(
+def _data_with_assumed_lengths(
     folders: tuple[str, ...],
     missing: str,
-    model: ModelFacts,
-    prompts: PromptFacts,
+    model: ModelInfo,
+    prompts: PromptInfo,
     context: RunContext,
-) -> DataFacts:
+) -> DataInfo:
     """Assume the lengths of prompts for a dry run whose data set is not on this machine.
 
     `missing`: the first of the `folders` that is not here.
@@ -149,23 +153,23 @@ def _assumed_rows(
     assumed_lengths, explanation = assume_lengths(
         prompts.overlong.pixels, sees_images=sees_images(model.config)
     )
-    context.messages.unknown.append(
+    context.messages.unchecked.append(
         f"the dataset {missing!r} is not here, so rows and prompts are not known; {explanation}"
     )
-    return DataFacts(folders=folders, train=None, measured=assumed_lengths)
+    return DataInfo(folders=folders, train_dataset=None, prompt_lengths=assumed_lengths)
 
 
-def _command_rows(
+def _load_command_data(
     request: RunRequest,
-    script: AdoraScriptArguments,
+    script_args: AdoraScriptArguments,
     folders: tuple[str, ...],
-    model: ModelFacts,
-    prompts: PromptFacts,
+    model: ModelInfo,
+    prompts: PromptInfo,
     context: RunContext,
-) -> DataFacts:
+) -> DataInfo:
     """Load the rows that a command names, without those whose prompts are too long.
 
-    `script`: the command's keys of data and rewards. Raises `UserError`, also for images that the
+    `script_args`: the command's keys of data and rewards. Raises `UserError`, also for images that the
     model cannot read, and for overlong prompts where the config refuses them.
     """
 
@@ -177,21 +181,23 @@ def _command_rows(
         # This comes first, because for a model without vision the tokens of images would count as
         # none.
         any_images = has_images(dataset.data.table)
-        model_checks.check_reads_images(request.model.keys, model.config, has_images=any_images)
+        model_checks.check_reads_images(
+            request.model.model_args, model.config, has_images=any_images
+        )
         if request.max_rows is not None and request.max_rows < len(dataset):
-            context.messages.unknown.append(
+            context.messages.unchecked.append(
                 f"measured on the first {request.max_rows} of {len(dataset)} rows (--rows)"
             )
         # Counting the tokens of few rows is fast, so their counts are not kept on the disk.
         if len(dataset) < REMEMBERED_ROWS:
             return prompts.overlong.rows_to_train_on(dataset, texts)
-        sources = [data_hash(Path(folder), script.dataset_train_split) for folder in folders]
+        sources = [data_hash(Path(folder), script_args.dataset_train_split) for folder in folders]
         # Collective: the first rank of each machine counts, and the others read its counts.
         with request.config.main_process_first(desc="counting the tokens of the prompts"):
             return prompts.overlong.rows_to_train_on(dataset, texts, sources)
 
     # The system prompt describes the tools too.
-    script_with_tools = copy(script)
+    script_with_tools = copy(script_args)
     script_with_tools.adora_system_prompt = prompts.system_prompt
     train = load_rows(
         script_with_tools,
@@ -201,15 +207,15 @@ def _command_rows(
     )
     tokens = control_tokens(prompts.processor)
     python_inputs.refuse_unusable_prompts("dataset", train, tokens)
-    return DataFacts(
+    return DataInfo(
         folders=folders,
-        train=train,
-        measured=prompts.overlong.lengths,
-        left_out=tuple(prompts.overlong.left_out),
+        train_dataset=train,
+        prompt_lengths=prompts.overlong.lengths,
+        left_out_ids=tuple(prompts.overlong.left_out),
     )
 
 
-def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -> None:
+def check_tool_reply_room(config: AdoraGRPOConfig, prompts: PromptInfo, data: DataInfo) -> None:
     """Raise `UserError` if the token limits leave no room for the reply of one of the tools.
 
     The shortest prompt and the fewest images of any row are assumed, so that only a tool whose
@@ -219,15 +225,15 @@ def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -
         return
     # Without a data set the lengths are only assumed, which is no reason to refuse a tool.
     prompt_lengths: Sequence[int] = []
-    if data.measured is not None and data.train is not None:
-        prompt_lengths = data.measured.prompt_tokens
+    if data.prompt_lengths is not None and data.train_dataset is not None:
+        prompt_lengths = data.prompt_lengths.prompt_tokens
     limits = ConversationLimits(
         completion_key="max_completion_length",
         max_completion=config.max_completion_length,
         # A server's limit takes precedence over the key, as it does when rollouts are sampled.
         context=prompts.overlong.limit if config.use_vllm else None,
         shortest_prompt=min(prompt_lengths, default=None),
-        fewest_pictures=python_inputs.fewest_images(data.train),
+        fewest_pictures=python_inputs.fewest_images(data.train_dataset),
     )
     refuse_no_room(
         prompts.toolbox,
@@ -240,8 +246,8 @@ def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -
 def check_evaluations(
     request: RunRequest,
     layout: BatchLayout,
-    prompts: PromptFacts,
-    data: DataFacts,
+    prompts: PromptInfo,
+    data: DataInfo,
     context: RunContext,
 ) -> EvaluationPlan | None:
     """Load the problems that are evaluated during training; None if there are none.
@@ -253,7 +259,7 @@ def check_evaluations(
     if request.trl_evaluates:
         _check_evaluation_batches(config, layout.processes)
         return None
-    template = request.script.adora_prompt if request.script is not None else None
+    template = request.script_args.adora_prompt if request.script_args is not None else None
     # `take_evaluations` removes keys from the config, which the report of a dry run needs.
     config_to_take_from = copy(config) if context.dry_run else config
     try:
@@ -261,7 +267,7 @@ def check_evaluations(
     except DataMissingError as error:
         if not context.dry_run:
             raise
-        context.messages.unknown.append(f"the problems of the evaluations are not known: {error}")
+        context.messages.unchecked.append(f"the problems of the evaluations are not known: {error}")
         return None
     return leave_out_overlong(plan, prompts.overlong) if plan is not None else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from adora_vl.config.batch_plan import BatchLayout, asks_for_regrouping, regroup_obstacle
+from adora_vl.config.batch_plan import BatchLayout, asks_for_regrouping, setting_against_regrouping
 from adora_vl.config.losses import check_loss
 from adora_vl.config.unused_keys import refuse_unused
 from adora_vl.utils.cli import spelled_in_config
@@ -42,7 +42,7 @@ def _check_unsupported(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of TRL that a run would ignore, or fail on late."""
     liger = dict(config.liger_kernel_config or {})
     # The correction for vLLM then has one importance ratio for a whole answer.
-    if config.loss_type == "vespo" and config.corrects_by_sequence:
+    if config.loss_type == "vespo" and config.corrects_per_sequence:
         mode = config.vllm_importance_sampling_mode
         raise UserError(
             f"loss_type: vespo does not go with vllm_importance_sampling_mode: {mode}; set it to "
@@ -104,8 +104,8 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
 def _check_rollouts(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of sampling that contradict each other."""
     # The drift guard compares the log-probabilities of the policy with those that vLLM returns. A
-    # run has vLLM's only if its loss depends on them (`learns_by_engine`).
-    lacks_engine_logps = config.use_vllm and not config.learns_by_engine
+    # run has vLLM's only if its loss depends on them (`loss_uses_engine_logps`).
+    lacks_engine_logps = config.use_vllm and not config.loss_uses_engine_logps
     if lacks_engine_logps and config.adora_max_drift is not None:
         raise UserError(
             "vllm_importance_sampling_correction: false leaves the drift guard nothing to "
@@ -181,7 +181,7 @@ def check_refill(config: AdoraGRPOConfig) -> None:
             "per_device_train_batch_size a multiple of it"
         )
     # The setting because of which the loss depends on the rows of a micro-batch; empty without one.
-    obstacle = regroup_obstacle(config)
+    obstacle = setting_against_regrouping(config)
     if obstacle:
         raise conflict_error(key, f"{obstacle}, which depends on the rows of a micro-batch")
 
@@ -217,7 +217,7 @@ def check_budget(config: AdoraGRPOConfig) -> None:
     key = f"adora_rollouts.budget: {budget}"
     _check_continued_answers(config, key)
     _check_groups_that_wait(config, key)
-    if config.corrects_by_sequence:
+    if config.corrects_per_sequence:
         mode = config.vllm_importance_sampling_mode
         raise UserError(
             f"{key} learns less from an answer the longer it is where the ratio to the earlier "
@@ -234,7 +234,7 @@ def _check_continued_answers(config: AdoraGRPOConfig, key: str) -> None:
     if not config.use_vllm:
         raise conflict_error(key, "use_vllm: false", ENGINE_REMEDY)
     # The loss corrects for older weights by the log-probabilities that vLLM returns.
-    if not config.learns_by_engine:
+    if not config.loss_uses_engine_logps:
         raise conflict_error(key, "vllm_importance_sampling_correction: false")
     # vLLM would match the pattern, and apply many other parameters, to the continued part alone.
     if config.vllm_structured_outputs_regex:
@@ -253,7 +253,7 @@ def _check_groups_that_wait(config: AdoraGRPOConfig, key: str) -> None:
 
     `key`: the key that lets groups wait, with its value.
     """
-    obstacle = regroup_obstacle(config)
+    obstacle = setting_against_regrouping(config)
     if obstacle:
         raise conflict_error(key, obstacle)
     if not asks_for_regrouping(config):
@@ -313,7 +313,7 @@ def check_sampling_ahead(config: AdoraGRPOConfig) -> None:
         raise conflict_error(
             key, "another engine than vllm_mode: server with adora_weight_transfer: file"
         )
-    if not config.learns_by_engine:
+    if not config.loss_uses_engine_logps:
         raise conflict_error(key, "vllm_importance_sampling_correction: false")
     workers = config.dataloader_num_workers
     if workers > 0:

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer, get_scheduler
 
-from adora_vl.config.batch_plan import BatchLayout, batch_plan
+from adora_vl.config.batch_plan import BatchLayout, build_batch_layout
 from adora_vl.config.sharding import FSDP_IS_UNSUPPORTED
 from adora_vl.record.trackers import check_trackers
 from adora_vl.utils.cli import spelled_in_config
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Optimizer steps of a schedule whose length is not known yet. Unless its warmup is given in steps,
 # the curve is the same for every length.
-TRIED_UPDATES = 1000
+TRIAL_SCHEDULE_STEPS = 1000
 # Optimizers that cannot be tried without a model.
 _OPTIMIZERS_THAT_NEED_A_MODEL = (
     "galore",
@@ -40,7 +40,7 @@ def check_batches(config: AdoraGRPOConfig, sharding: Sharding) -> BatchLayout:
     `sharding`: how the run is spread over processes and machines. Raises `UserError`.
     """
     check_several_machines(config, processes=sharding.processes, machines=sharding.machines)
-    return batch_plan(config, sharding.processes)
+    return build_batch_layout(config, sharding.processes)
 
 
 def check_machine(config: AdoraGRPOConfig, context: RunContext) -> None:
@@ -61,8 +61,8 @@ def check_machine(config: AdoraGRPOConfig, context: RunContext) -> None:
         )
 
 
-def schedule_of(config: AdoraGRPOConfig, updates: int) -> LRScheduler:
-    """Build the learning rate's schedule of a run with `updates` optimizer steps.
+def build_lr_schedule(config: AdoraGRPOConfig, optimizer_steps: int) -> LRScheduler:
+    """Build the learning rate's schedule of a run with `optimizer_steps` optimizer steps.
 
     The optimizer behind it has a single parameter, and is there for the schedule alone.
     """
@@ -70,14 +70,14 @@ def schedule_of(config: AdoraGRPOConfig, updates: int) -> LRScheduler:
     schedule: LRScheduler = get_scheduler(
         config.lr_scheduler_type,
         optimizer,
-        num_warmup_steps=config.get_warmup_steps(updates),
-        num_training_steps=updates,
+        num_warmup_steps=config.get_warmup_steps(optimizer_steps),
+        num_training_steps=optimizer_steps,
         scheduler_specific_kwargs=dict(config.lr_scheduler_kwargs or {}),
     )
     return schedule
 
 
-def depends_on_step_alone(schedule: LRScheduler) -> TypeGuard[LambdaLR]:
+def depends_only_on_step(schedule: LRScheduler) -> TypeGuard[LambdaLR]:
     """Return whether a schedule's learning rate depends on the step alone.
 
     Some schedules, such as reduce_lr_on_plateau, depend on how the training goes.
@@ -91,7 +91,7 @@ def check_schedule(config: AdoraGRPOConfig) -> None:
     The schedule is built, and asked for the rate in the middle of the run.
     """
     name = spelled_in_config(config.lr_scheduler_type)
-    updates = config.max_steps if config.max_steps > 0 else TRIED_UPDATES
+    optimizer_steps = config.max_steps if config.max_steps > 0 else TRIAL_SCHEDULE_STEPS
     kwargs = dict(config.lr_scheduler_kwargs or {})
     check_finite("lr_scheduler_kwargs", kwargs)
     # Transformers ignores them for these schedules.
@@ -101,10 +101,10 @@ def check_schedule(config: AdoraGRPOConfig) -> None:
             "out"
         )
     try:
-        schedule = schedule_of(config, updates)
+        schedule = build_lr_schedule(config, optimizer_steps)
         # Other schedules, such as reduce_lr_on_plateau, have no function of the step to try.
-        if depends_on_step_alone(schedule):
-            schedule.lr_lambdas[0](updates // 2)
+        if depends_only_on_step(schedule):
+            schedule.lr_lambdas[0](optimizer_steps // 2)
     except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
         reason = f"does not fit lr_scheduler_type: {name} ({in_one_line(error)})"
         raise UserError(f"lr_scheduler_kwargs: {kwargs} {reason}") from error

@@ -16,7 +16,7 @@ from adora_vl.models.generation_config import check_generation_config
 from adora_vl.models.load import check_weights, load_config
 from adora_vl.models.lora_branch import untested_peft_notes
 from adora_vl.models.shape import config_for_planning, refuse_embedding_adapters
-from adora_vl.preflight.facts import ModelFacts
+from adora_vl.preflight.resolved_run import ModelInfo
 from adora_vl.rollout.engine_settings import refuse_on_cpu, refuse_taken_card
 from adora_vl.training.extensions import Extension, check_extensions
 from adora_vl.utils.errors import UserError
@@ -36,7 +36,7 @@ def check_model(
     request: RunRequest,
     extensions: Mapping[str, Extension],
     context: RunContext,
-) -> ModelFacts:
+) -> ModelInfo:
     """Find the model, and check its family, its precision and what the engine can do with it.
 
     Args:
@@ -46,22 +46,22 @@ def check_model(
 
     Raises `UserError` for a model that cannot be trained with these keys.
     """
-    keys = request.model.keys
+    model_args = request.model.model_args
     config = request.config
-    model = _find_model(request, context)
-    context.messages.notes.extend(model_checks.check_family(keys, config, model.config))
+    model = _resolve_model(request, context)
+    context.messages.notes.extend(model_checks.check_family(model_args, config, model.config))
     context.messages.notes.extend(
-        model_checks.choose_layers(request.model.peft_config, keys, model.config)
+        model_checks.choose_layers(request.model.peft_config, model_args, model.config)
     )
     is_in_four_bit = check_four_bit(
-        keys,
+        model_args,
         config,
         model.config,
         model.peft_config,
         stage=context.sharding.stage,
         runs_here=context.on_this_machine,
     )
-    model = replace(model, four_bit=is_in_four_bit)
+    model = replace(model, is_four_bit=is_in_four_bit)
     # An adapter that does not go on training would be merged into the base.
     _refuse_merge_into_four_bit(model)
     check_extensions(extensions, model.config)
@@ -71,30 +71,30 @@ def check_model(
     # A dry run plans for DeepSpeed without starting it.
     uses_deepspeed = config.deepspeed_plugin is not None or context.sharding.stage is not None
     # Small updates are lost in weights in 16 bits. Those of an adapter are in float32.
-    if model.continued is None and model_checks.loses_updates(
-        keys, model.config, deepspeed=uses_deepspeed
+    if model.continued_adapter is None and model_checks.loses_updates(
+        model_args, model.config, deepspeed=uses_deepspeed
     ):
         context.messages.notes.append(model_checks.LOST_UPDATES_WARNING)
     return model
 
 
-def _find_model(request: RunRequest, context: RunContext) -> ModelFacts:
+def _resolve_model(request: RunRequest, context: RunContext) -> ModelInfo:
     """Find the model of a run and read its config; the weights are not loaded.
 
     Python code may have passed a model that is loaded already. Raises `UserError`.
     """
-    keys = request.model.keys
-    name = str(keys.model_name_or_path or "")
-    revision = keys.model_revision
+    model_args = request.model.model_args
+    name = str(model_args.model_name_or_path or "")
+    revision = model_args.model_revision
     peft_config = request.model.peft_config
     if request.model.loaded is not None:
-        return ModelFacts(
+        return ModelInfo(
             name=name,
             revision=revision,
             config=request.model.loaded.config,
             peft_config=peft_config,
         )
-    adapters = _named_adapters(request, context)
+    adapters = _adapters_named_as_model(request, context)
     if adapters:
         # An adapter may be trained on top of others. The last one has the base model.
         name = adapters[-1].base
@@ -106,18 +106,18 @@ def _find_model(request: RunRequest, context: RunContext) -> ModelFacts:
     # The trainer reads the key, so it gets the folder of a built-in model. In a dry run it keeps
     # the user's name for the model, which goes into the report and the config that it writes.
     if not context.dry_run and not adapters:
-        keys.model_name_or_path = name
+        model_args.model_name_or_path = name
     # The adapter to train is the one that the user named in place of a model, or else a new one.
-    continued = None
-    if adapters and _continues_adapter(request):
-        continued = adapters[0]
-        peft_config = continued.config
-    return ModelFacts(
+    continued_adapter = None
+    if adapters and _trains_named_adapter(request):
+        continued_adapter = adapters[0]
+        peft_config = continued_adapter.config
+    return ModelInfo(
         name=name,
         revision=revision,
         config=model_config,
         adapters=adapters,
-        continued=continued,
+        continued_adapter=continued_adapter,
         peft_config=peft_config,
     )
 
@@ -131,7 +131,7 @@ def _read_config(name: str, revision: str | None, context: RunContext) -> Pretra
     if context.dry_run:
         model_config, note_on_shipped_config = config_for_planning(name, revision)
         if note_on_shipped_config:
-            context.messages.unknown.append(note_on_shipped_config)
+            context.messages.unchecked.append(note_on_shipped_config)
             return model_config
     else:
         model_config = load_config(name, revision)
@@ -139,9 +139,9 @@ def _read_config(name: str, revision: str | None, context: RunContext) -> Pretra
     return model_config
 
 
-def _refuse_merge_into_four_bit(model: ModelFacts) -> None:
+def _refuse_merge_into_four_bit(model: ModelInfo) -> None:
     """Raise `UserError` for an adapter that would be merged into a base model in 4 bits."""
-    if model.four_bit and model.merged:
+    if model.is_four_bit and model.merged_adapters:
         raise UserError(
             f"model_name_or_path: {model.adapters[-1].name!r} would be merged into a base in 4 "
             "bits, which rounds it away; make a model of it with `python -m adora_vl.export` and "
@@ -149,7 +149,7 @@ def _refuse_merge_into_four_bit(model: ModelFacts) -> None:
         )
 
 
-def _continues_adapter(request: RunRequest) -> bool:
+def _trains_named_adapter(request: RunRequest) -> bool:
     """Return whether an adapter that the user named in place of a model goes on training.
 
     If the request asks for a new adapter, the named one is merged into its base instead.
@@ -157,28 +157,28 @@ def _continues_adapter(request: RunRequest) -> bool:
     return request.model.peft_config is None
 
 
-def _named_adapters(request: RunRequest, context: RunContext) -> tuple[Adapter, ...]:
+def _adapters_named_as_model(request: RunRequest, context: RunContext) -> tuple[Adapter, ...]:
     """Return the adapter that the user named in place of a model, and the adapters below it.
 
     The named adapter comes first. The result is empty if the user named no adapter. A note for the
     user says whether the adapter goes on training or is merged. Raises `UserError`.
     """
-    keys = request.model.keys
-    name = str(keys.model_name_or_path or "")
+    model_args = request.model.model_args
+    name = str(model_args.model_name_or_path or "")
     if not name:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
-    adapters = tuple(read_adapters("model_name_or_path", name, keys.model_revision))
+    adapters = tuple(read_adapters("model_name_or_path", name, model_args.model_revision))
     if not adapters:
         return adapters
     base = adapters[0].base
-    if not _continues_adapter(request):
+    if not _trains_named_adapter(request):
         context.messages.notes.append(
             f"the adapter {name} is merged into its base {base}, and a new one is trained"
         )
         return adapters
     # Keys that the user has set must not contradict the adapter's own config.
     set_keys = request.cli_args.set_keys if request.cli_args else ()
-    check_lora_keys(adapters[0], keys, set_keys)
+    check_lora_keys(adapters[0], model_args, set_keys)
     context.messages.notes.append(f"the adapter {name} of {base} goes on training")
     return adapters
 
@@ -186,7 +186,7 @@ def _named_adapters(request: RunRequest, context: RunContext) -> tuple[Adapter, 
 def check_parts(
     request: RunRequest,
     layout: BatchLayout,
-    model: ModelFacts,
+    model: ModelInfo,
     context: RunContext,
 ) -> None:
     """Check how the model is loaded and which of its parts are trained.
@@ -197,10 +197,10 @@ def check_parts(
     Notes for the user name the keys that do nothing with this model. Raises `UserError`.
     """
     config = request.config
-    keys = request.model.keys
+    model_args = request.model.model_args
     init_kwargs = dict(config.model_init_kwargs or {})
     if context.on_this_machine:
-        model_checks.check_attention(keys, init_kwargs)
+        model_checks.check_attention(model_args, init_kwargs)
     # A model that Python code has loaded, or None. It may have an adapter already.
     loaded = request.model.loaded
     has_adapter = hasattr(loaded, "peft_config")
@@ -210,13 +210,15 @@ def check_parts(
     if has_adapter:
         refuse_embedding_adapters(loaded)
     else:
-        model_checks.check_model_parts(keys, model.config, model.peft_config, config.adora_freeze)
+        model_checks.check_model_parts(
+            model_args, model.config, model.peft_config, config.adora_freeze
+        )
     _check_dropout(config, model.peft_config)
     trains_adapter = model.peft_config is not None or has_adapter
     model_checks.check_trainable(config, model.config, trains_adapter=trains_adapter)
     settings = RunSettings(
         config=config,
-        model=keys,
+        model=model_args,
         trains_adapter=trains_adapter,
         trl_evaluates=request.trl_evaluates,
     )
@@ -224,7 +226,7 @@ def check_parts(
     if context.on_this_machine and trains_adapter and config.gradient_checkpointing:
         context.messages.notes.extend(untested_peft_notes())
     checkpoint = config.resume_from_checkpoint
-    if request.script is None and checkpoint is not None:
+    if request.script_args is None and checkpoint is not None:
         context.messages.notes.append(
             f"resume_from_checkpoint: {checkpoint} in the config is not read by train(), as in "
             "Transformers; write train(resume_from_checkpoint=...)"
@@ -250,7 +252,7 @@ def _check_dropout(config: AdoraGRPOConfig, peft_config: PeftConfig | None) -> N
         )
 
 
-def _check_reference(request: RunRequest, model: ModelFacts) -> None:
+def _check_reference(request: RunRequest, model: ModelInfo) -> None:
     """Raise `UserError` if the reference model of a KL term would not be the first policy.
 
     With an adapter the reference is the model without it. So a new adapter must not change the
@@ -259,7 +261,7 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
     beta = request.config.beta
     loaded = request.model.loaded
     if loaded is None:
-        is_new = model.continued is None
+        is_new = model.continued_adapter is None
         reference.check_adapter_start(model.peft_config, beta, is_new=is_new)
         return
     # A model of Python code: TRL copies it as the reference, and it may have adapters already.
@@ -269,7 +271,7 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
         reference.check_adapter_start(adapter_config, beta, is_new=False)
 
 
-def check_model_files(request: RunRequest, model: ModelFacts, context: RunContext) -> None:
+def check_model_files(request: RunRequest, model: ModelInfo, context: RunContext) -> None:
     """Raise `UserError` for model files that are damaged or incomplete, and for a GPU in use.
 
     The weights of the model and of its adapters have to be complete. Its generation config has to

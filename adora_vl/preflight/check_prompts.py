@@ -22,7 +22,7 @@ from adora_vl.data.token_counters import (
 from adora_vl.models.adapter import find_processor_folder
 from adora_vl.models.families import sees_images
 from adora_vl.models.load import limit_pixels, load_processor
-from adora_vl.preflight.facts import ModelFacts, PromptFacts
+from adora_vl.preflight.resolved_run import ModelInfo, PromptInfo
 from adora_vl.tools.run import Toolbox, ToolSet, build_view
 from adora_vl.utils.errors import UserError
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 def check_prompts(
     request: RunRequest,
-    model: ModelFacts,
+    model: ModelInfo,
     tools: ToolSet,
     context: RunContext,
-) -> PromptFacts:
+) -> PromptInfo:
     """Load the processor, build the tools and the system prompt, and limit the prompts' lengths.
 
     Args:
@@ -76,10 +76,10 @@ def check_prompts(
             control_tokens=tokens,
         )
     system_prompt = None
-    if request.script is not None:
+    if request.script_args is not None:
         schemas = toolbox.schemas if toolbox is not None else []
-        system_prompt = with_tools(request.script.adora_system_prompt, schemas)
-    return PromptFacts(
+        system_prompt = with_tools(request.script_args.adora_system_prompt, schemas)
+    return PromptInfo(
         processor=processor,
         toolbox=toolbox,
         system_prompt=system_prompt,
@@ -89,7 +89,7 @@ def check_prompts(
 
 def _overlong_prompts(
     request: RunRequest,
-    model: ModelFacts,
+    model: ModelInfo,
     context: RunContext,
     processor: ProcessorMixin | None,
     system_prompt: str | None,
@@ -114,8 +114,8 @@ def _overlong_prompts(
         print(f"the lengths of the prompts are not checked: {reason}")
     # What becomes of overlong prompts. Python code has no such key.
     error_or_drop = None
-    if request.script is not None:
-        error_or_drop = request.script.adora_overlong_prompts
+    if request.script_args is not None:
+        error_or_drop = request.script_args.adora_overlong_prompts
     return OverlongPrompts(
         limit,
         _token_counter(request, processor, system_prompt),
@@ -127,7 +127,7 @@ def _overlong_prompts(
     )
 
 
-def _load_processor(model: ModelFacts, context: RunContext) -> ProcessorMixin | None:
+def _load_processor(model: ModelInfo, context: RunContext) -> ProcessorMixin | None:
     """Load the processor of the adapter, or of the model if the adapter has none.
 
     None, with a line for the user, if a dry run cannot reach the hub. Raises `UserError`.
@@ -140,7 +140,7 @@ def _load_processor(model: ModelFacts, context: RunContext) -> ProcessorMixin | 
         is_on_hub = not Path(name).is_dir()
         if not context.dry_run or not is_on_hub:
             raise
-        context.messages.unknown.append(
+        context.messages.unchecked.append(
             f"the processor of {name} cannot be reached: text is estimated at "
             f"{CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
         )
@@ -174,7 +174,7 @@ def _token_counter(
     `system_prompt`: the system prompt of a command. Prompts of Python code contain theirs already.
     """
     template_kwargs = request.config.chat_template_kwargs
-    if request.script is None:
+    if request.script_args is None:
         return message_counter(processor, template_kwargs)
     if processor is None:
         return character_counter(system_prompt)
@@ -182,7 +182,7 @@ def _token_counter(
 
 
 def _context_limit(
-    request: RunRequest, model: ModelFacts, context: RunContext
+    request: RunRequest, model: ModelInfo, context: RunContext
 ) -> ContextLimit | None:
     """Return the limit on the tokens of a prompt with its answer; None if nothing limits them.
 

@@ -30,8 +30,8 @@ from adora_vl.utils.own_files import function_name
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.config.run_context import RunContext
-    from adora_vl.preflight.facts import DataFacts, PromptFacts
     from adora_vl.preflight.request import RunRequest
+    from adora_vl.preflight.resolved_run import DataInfo, PromptInfo
 
 
 def check_rewards(request: RunRequest) -> RewardSet:
@@ -40,12 +40,16 @@ def check_rewards(request: RunRequest) -> RewardSet:
     Raises `UserError` for one that does not exist, or does not fit the prompts.
     """
     output_dir = Path(request.config.output_dir)
-    script = request.script
-    if script is None:
+    script_args = request.script_args
+    if script_args is None:
         return python_inputs.rewards_from_python(request.rewards, output_dir)
     # If the prompts ask for <answer> tags, the text inside the tags is graded.
-    has_answer_tags = asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt)
-    return choose_rewards(script.adora_reward, answer_tags=has_answer_tags, output_dir=output_dir)
+    has_answer_tags = asks_for_answer_tags(
+        script_args.adora_system_prompt, script_args.adora_prompt
+    )
+    return choose_rewards(
+        script_args.adora_reward, answer_tags=has_answer_tags, output_dir=output_dir
+    )
 
 
 def check_tools(request: RunRequest) -> ToolSet:
@@ -104,7 +108,7 @@ def check_criteria(config: AdoraGRPOConfig, rewards: RewardSet) -> None:
     The criterion compares the claims on a figure that the reward `steps` counts in each response.
     """
     measures_steps = STEPS in rewards.entries
-    for name, method in config.methods.chosen.items():
+    for name, method in config.methods.by_name.items():
         if isinstance(method, Adora) and "working" in method.criteria and not measures_steps:
             raise UserError(
                 f"adora_method.{name}.criteria: working compares what the reward steps counts; add "
@@ -116,8 +120,8 @@ def check_user_code(
     request: RunRequest,
     rewards: RewardSet,
     tools: ToolSet,
-    prompts: PromptFacts,
-    data: DataFacts,
+    prompts: PromptInfo,
+    data: DataInfo,
     context: RunContext,
 ) -> None:
     """Call the user's environments, tools and reward functions once, on two rows of the data.
@@ -156,17 +160,17 @@ def check_user_code(
 
 
 def _first_rows(
-    rewards: RewardSet, tools: ToolSet, prompts: PromptFacts, data: DataFacts
+    rewards: RewardSet, tools: ToolSet, prompts: PromptInfo, data: DataInfo
 ) -> list[dict[str, Any]]:
     """Return the first two rows of the data, for trying the user's rewards and tools on them.
 
     Empty if there are none to try, or no data. Raises `UserError` for rows that cannot be read, and
     for columns that a reward function needs and the data lacks.
     """
-    if data.train is None:
+    if data.train_dataset is None:
         return []
-    if isinstance(data.train, Dataset):
-        columns = [name for name in data.train.column_names if name != "prompt"]
+    if isinstance(data.train_dataset, Dataset):
+        columns = [name for name in data.train_dataset.column_names if name != "prompt"]
         if tools.environments:
             columns.append("environments")
         rewards.check_columns(columns)
@@ -174,7 +178,7 @@ def _first_rows(
     if not has_code_to_try:
         return []
     try:
-        return shown_rows(list(islice(iter(data.train), 2)))
+        return shown_rows(list(islice(iter(data.train_dataset), 2)))
     except Exception as error:  # the decoders of images raise exceptions of any class
         reason = in_one_line(error)
         raise UserError(

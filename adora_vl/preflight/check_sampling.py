@@ -77,7 +77,7 @@ def check_sampling(config: AdoraGRPOConfig) -> None:
             f"another one than the trainer computes with; set {MIN_TEMPERATURE} or more"
         )
     filter_notes = notes_on_filters(config)
-    if filter_notes and config.corrects_by_sequence:
+    if filter_notes and config.corrects_per_sequence:
         mode = config.vllm_importance_sampling_mode
         raise UserError(
             f"{''.join(filter_notes)}, and vllm_importance_sampling_mode: {mode} multiplies this "
@@ -123,7 +123,7 @@ def notes_on_filters(config: AdoraGRPOConfig) -> list[str]:
     """
     generation_kwargs = dict(config.generation_kwargs or {})
     # Without an engine that the loss depends on, there is no ratio of policy to engine.
-    if not config.use_vllm or not config.learns_by_engine:
+    if not config.use_vllm or not config.loss_uses_engine_logps:
         return []
     # With such keys vLLM returns its log-probabilities from before the filters.
     if engine_scores_raw(config.temperature, config.repetition_penalty, generation_kwargs):

@@ -26,7 +26,7 @@ from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import REWARD_NAMES, RewardSet, choose_rewards
-from adora_vl.rewards.entries import comparable_entries, current_reward_name
+from adora_vl.rewards.entries import current_reward_name, normalize_reward_entries
 from adora_vl.utils.cli import plain_value
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_users_file, source_hash
@@ -66,7 +66,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
     else:
         rewards = [reward_funcs]
     # The entries that the key takes are loaded together, as for a command.
-    rewards_of_key = [reward for reward in rewards if _is_entry_of_key(reward)]
+    rewards_of_key = [reward for reward in rewards if _is_adora_reward_entry(reward)]
     loaded = RewardSet((), (), {})  # no rewards
     if rewards_of_key:
         loaded = choose_rewards(rewards_of_key, output_dir=output_dir)
@@ -75,20 +75,20 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
     functions: list[Any] = []
     hashes = {**loaded.hashes}
     for reward in rewards:
-        if _is_entry_of_key(reward):
+        if _is_adora_reward_entry(reward):
             # A mapping stands for one reward for each of its names.
             count = len(reward) if isinstance(reward, Mapping) else 1
             for entry, function in islice(remaining_loaded, count):
                 entries.append(entry)
                 functions.append(function)
             continue
-        entry = _entry_of_python_reward(reward)
+        entry = _name_of_python_reward(reward)
         entries.append(entry)
         functions.append(reward)
-        hashes[entry] = _identity_of_reward(reward)
+        hashes[entry] = _hash_reward(reward)
     tried_entries: set[str] = set()
     for entry, function in zip(entries, functions, strict=True):
-        if _can_be_tried(function):
+        if _is_users_function(function):
             tried_entries.add(entry)
     return RewardSet(
         entries=tuple(entries),
@@ -98,7 +98,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
     )
 
 
-def _entry_of_python_reward(reward: object) -> str:
+def _name_of_python_reward(reward: object) -> str:
     """Return the name of a function or reward model that Python code passes, as TRL takes them.
 
     The name differs from all names of the presets: a function with the name of a preset becomes
@@ -114,7 +114,7 @@ def _entry_of_python_reward(reward: object) -> str:
     return f"{name} of Python" if current_reward_name(name) in REWARD_NAMES else name
 
 
-def rewards_text(reward_funcs: object) -> str:
+def rewards_as_json(reward_funcs: object) -> str:
     """Return the entries of `reward_funcs` in their order as JSON, for a fingerprint.
 
     Options of an entry count, but not the address of a judge, which may change in the middle of a
@@ -128,11 +128,11 @@ def rewards_text(reward_funcs: object) -> str:
             entries.append(without_secrets(plain_value(reward)))
         else:
             entries.append(function_name(reward))
-    # `comparable_entries` leaves out the address of a judge.
-    return json.dumps(comparable_entries(entries), default=str)
+    # `normalize_reward_entries` leaves out the address of a judge.
+    return json.dumps(normalize_reward_entries(entries), default=str)
 
 
-def _is_entry_of_key(reward: object) -> bool:
+def _is_adora_reward_entry(reward: object) -> bool:
     """Return whether an entry of `reward_funcs` is one that the key `adora_reward` takes.
 
     These are presets, FILE.py:FUNCTION, and mappings of them to their options.
@@ -147,19 +147,19 @@ def _is_reward_model(reward: object) -> bool:
     return "/" in reward or Path(reward).is_dir()
 
 
-def _identity_of_reward(reward: Any) -> str:
+def _hash_reward(reward: Any) -> str:
     """Return a text that tells this reward from others, for the run's fingerprint.
 
     It has a hash of a model's weights or of a function's source.
     """
     if isinstance(reward, torch.nn.Module):
-        return identity_of_model(reward)
+        return hash_model_object(reward)
     if isinstance(reward, str):
         return model_hash(reward) or reward
     return source_hash(reward)
 
 
-def _can_be_tried(reward: Any) -> bool:
+def _is_users_function(reward: Any) -> bool:
     """Return whether a reward is a function of the user's, which is called once before the run.
 
     A reward model is not loaded at that time, and the functions of this project are known to work.
@@ -212,7 +212,7 @@ def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[A
             '"content": "..."}]'
         )
     first_content = first_message["content"]
-    system_text = system_text_of(prompt)
+    system_text = system_message_text(prompt)
     has_system_message = system_text is not None
     content: Any = with_tools(system_text, schemas)
     if not isinstance(first_content, str):
@@ -224,7 +224,7 @@ def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[A
     return [{"role": "system", "content": content}, *remaining_messages]
 
 
-def system_text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str | None:
+def system_message_text(prompt: str | Sequence[Mapping[str, Any]]) -> str | None:
     """Return the text of a prompt's system message; None for a prompt without one.
 
     The message's content is a text, or a list of parts as chat templates take it. `prompt`: a list
@@ -250,7 +250,7 @@ def check_prompts(dataset: Dataset) -> bool:
             "adora_vl.load_problems"
         )
     any_images = False
-    for row in prompts_of(dataset):
+    for row in iterate_prompts(dataset):
         if not row.image_sizes:
             continue
         any_images = True
@@ -282,7 +282,7 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
         return
     first_number = 0
     for table in _arrow_tables(dataset, ["id", "prompt"]):
-        names = _names_of_rows(table, first_number)
+        names = _row_names(table, first_number)
         first_number += table.num_rows
         for name, prompt in zip(names, table["prompt"].to_pylist(), strict=True):
             fault = problem_with_messages(prompt, tokens)
@@ -301,18 +301,18 @@ class PromptRow(NamedTuple):
     image_sizes: Sequence[Size | None]
 
 
-def prompts_of(dataset: Dataset) -> Iterator[PromptRow]:
+def iterate_prompts(dataset: Dataset) -> Iterator[PromptRow]:
     """Yield the prompt of each row with the sizes of its images; no image is decoded."""
     first_number = 0
     for table in _arrow_tables(dataset, ["id", "prompt", *_IMAGE_COLUMNS]):
-        names = _names_of_rows(table, first_number)
+        names = _row_names(table, first_number)
         first_number += table.num_rows
         prompts = table["prompt"].to_pylist()
         for name, prompt, sizes in zip(names, prompts, _image_sizes(table), strict=True):
             yield PromptRow(name=str(name), prompt=prompt, image_sizes=sizes)
 
 
-def _names_of_rows(table: pa.Table, first_number: int) -> Sequence[Any]:
+def _row_names(table: pa.Table, first_number: int) -> Sequence[Any]:
     """Return the ids of a table's rows; without a column `id` their numbers in the data set.
 
     `first_number`: the number of the table's first row.
@@ -388,7 +388,7 @@ def is_plain_table(dataset: object) -> bool:
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
 
-def identity_of_rows(dataset: Dataset | IterableDataset) -> str:
+def hash_rows(dataset: Dataset | IterableDataset) -> str:
     """Return a text that tells these rows from others: their number and a hash of all of them.
 
     If an image is a file, the bytes of the file count. A stream is known by its columns alone.
@@ -421,7 +421,7 @@ def _image_paths(table: pa.Table) -> Iterator[str]:
                     yield str(image["path"])
 
 
-def identity_of_processor(processor: ProcessorMixin) -> str:
+def hash_processor(processor: ProcessorMixin) -> str:
     """Return a text that tells a processor, or a tokenizer, from others: a hash of what it does.
 
     The hash is of its chat templates, its vocabulary, and the settings for images. How it was used
@@ -440,7 +440,7 @@ def identity_of_processor(processor: ProcessorMixin) -> str:
     return xxhash.xxh3_128(repr(parts).encode()).hexdigest()
 
 
-def identity_of_model(model: torch.nn.Module) -> str:
+def hash_model_object(model: torch.nn.Module) -> str:
     """Return a text that tells a model object from others: its class and a hash of its content.
 
     The content is its config, the configs of its adapters, and every byte of its weights and stored
@@ -452,7 +452,7 @@ def identity_of_model(model: torch.nn.Module) -> str:
     if config is not None:
         digest.update(config.to_json_string().encode())
     for name, adapter_config in adapter_configs.items():
-        digest.update(f"{name} {adapter_text(adapter_config)}".encode())
+        digest.update(f"{name} {adapter_config_as_json(adapter_config)}".encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
         # An empty tensor cannot be viewed as bytes.
@@ -462,7 +462,7 @@ def identity_of_model(model: torch.nn.Module) -> str:
     return f"{type(model).__name__} {digest.hexdigest()}"
 
 
-def adapter_text(peft_config: PeftConfig) -> str:
+def adapter_config_as_json(peft_config: PeftConfig) -> str:
     """Return PEFT's config as JSON, for a fingerprint.
 
     Its sets are sorted, because their order is random.

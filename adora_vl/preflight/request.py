@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 class ModelSource:
     """Where the policy comes from.
 
-    `keys`: its name and how it is loaded. `peft_config`: PEFT's config of an adapter to make; None
-    for none. `loaded`, `processor`: a model and a processor that Python code passed as objects;
-    None for those that are loaded by name.
+    `model_args`: TRL's model keys, its name and how it is loaded. `peft_config`: PEFT's config of
+    an adapter to make; None for none. `loaded`, `processor`: a model and a processor that Python
+    code passed as objects; None for those that are loaded by name.
     """
 
-    keys: ModelConfig
+    model_args: ModelConfig
     peft_config: PeftConfig | None = None
     loaded: PreTrainedModel | None = None
     processor: ProcessorMixin | None = None
@@ -62,7 +62,7 @@ class RunRequest:
     environment_factory: Callable[[], object] | None = None
 
     @property
-    def script(self) -> AdoraScriptArguments | None:
+    def script_args(self) -> AdoraScriptArguments | None:
         """The keys of a command's data and rewards; None from Python."""
         return self.rows if isinstance(self.rows, AdoraScriptArguments) else None
 
@@ -107,15 +107,15 @@ def request_from_command(
     configs = build_configs(cli_args, planned_processes=planned_processes)
     return RunRequest(
         config=configs.training,
-        model=ModelSource(keys=configs.model, peft_config=make_lora_config(configs.model)),
-        rows=configs.script,
+        model=ModelSource(model_args=configs.model, peft_config=make_lora_config(configs.model)),
+        rows=configs.script_args,
         cli_args=cli_args,
         max_rows=max_rows,
         runs_here=configs.runs_here,
     )
 
 
-def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
+def copy_or_default_config(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
     """Return a copy of the config that Python code passes to the trainer as `args`.
 
     It is a copy because the trainer writes into it, and the user may make another trainer with the
@@ -135,7 +135,7 @@ def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
     return copy(args)
 
 
-def refuse_objects(
+def refuse_unsupported_arguments(
     train_dataset: object,
     reward_funcs: object,
     rollout_func: object,
@@ -183,7 +183,7 @@ def model_source(
     # A copy, because PEFT writes the name of the base model into it.
     peft_config = deepcopy(peft_config)
     return ModelSource(
-        keys=model_keys(model, config, peft_config, quantization_config),
+        model_args=model_keys(model, config, peft_config, quantization_config),
         peft_config=peft_config,
         loaded=None if isinstance(model, str) else model,
         processor=processor,

@@ -13,7 +13,7 @@ from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.methods import check_methods
 from adora_vl.config.run_context import RunContext
 from adora_vl.evaluation import EvaluationPlan
-from adora_vl.preflight.check_data import check_evaluations, check_room, check_rows
+from adora_vl.preflight.check_data import check_evaluations, check_rows, check_tool_reply_room
 from adora_vl.preflight.check_keys import check_keys
 from adora_vl.preflight.check_machine import check_batches, check_machine, check_schedule
 from adora_vl.preflight.check_model import check_model, check_model_files, check_parts
@@ -27,15 +27,15 @@ from adora_vl.preflight.check_rewards import (
     with_environment_reward,
 )
 from adora_vl.preflight.check_sampling import check_sampling
-from adora_vl.preflight.facts import (
-    DataFacts,
-    ModelFacts,
-    OutputFacts,
-    PromptFacts,
+from adora_vl.preflight.request import RunRequest
+from adora_vl.preflight.resolved_run import (
+    DataInfo,
+    ModelInfo,
+    OutputInfo,
+    PromptInfo,
     ResolvedRun,
     hashes_of_user_code,
 )
-from adora_vl.preflight.request import RunRequest
 from adora_vl.rewards.choose import RewardSet, check_reward_sums
 from adora_vl.tools.run import ToolSet
 from adora_vl.training.extensions import Extension, build_extensions
@@ -62,16 +62,16 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
     rewards = with_environment_reward(rewards, tools, config)
     check_reward_sums(rewards.entries, config.reward_weights, config.adora_correct_above)
     check_criteria(config, rewards)
-    model: ModelFacts = check_model(request, extensions, context)
+    model: ModelInfo = check_model(request, extensions, context)
     check_parts(request, layout, model, context)
-    prompts: PromptFacts = check_prompts(request, model, tools, context)
-    data: DataFacts = check_rows(request, layout, model, prompts, context)
-    check_room(config, prompts, data)
+    prompts: PromptInfo = check_prompts(request, model, tools, context)
+    data: DataInfo = check_rows(request, layout, model, prompts, context)
+    check_tool_reply_room(config, prompts, data)
     check_user_code(request, rewards, tools, prompts, data, context)
     evaluations: EvaluationPlan | None = check_evaluations(request, layout, prompts, data, context)
     check_model_files(request, model, context)
     code_hashes = hashes_of_user_code(config, rewards, tools)
-    output: OutputFacts = check_output_dir(request, model, data, code_hashes, context)
+    output: OutputInfo = check_output_dir(request, model, data, code_hashes, context)
     return ResolvedRun(
         request=request,
         context=context,

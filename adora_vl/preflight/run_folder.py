@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 
-from adora_vl.checkpoint.fingerprint import Fingerprint, check_ranks, leave_token_file
+from adora_vl.checkpoint.fingerprint import Fingerprint, check_ranks, create_token_file
 from adora_vl.checkpoint.resume import (
     LOCK_FILE,
     InputFolder,
     StartPoint,
-    choose_start,
+    choose_start_point,
     lock_output_dir,
 )
-from adora_vl.checkpoint.run_files import holds_a_run, refuse_users_files, run_has_begun
+from adora_vl.checkpoint.run_files import (
+    has_checkpoint_or_model,
+    has_run_manifest_or_checkpoint,
+    refuse_users_files,
+)
 from adora_vl.checkpoint.stop import STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.utils.errors import UserError
@@ -27,15 +31,16 @@ from adora_vl.utils.files import check_folder, naming_write_errors
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
 
-_Choice = TypeVar("_Choice")
+_Decision = TypeVar("_Decision")
 # The values of resume_from_checkpoint that name no checkpoint, as words.
 _WORDS_FOR_NO_FOLDER = ("none", "auto", "true", "false")
 
 
-class _Claim(NamedTuple):
+class _LockedStart(NamedTuple):
     """What rank 0 broadcasts when it has locked `output_dir`.
 
-    `token`: the name of a file in the folder by which other ranks recognise it; empty with one rank.
+    `token`: the name of a file in the folder by which other ranks recognise it; empty with one
+    rank.
     """
 
     start: StartPoint
@@ -80,7 +85,7 @@ class RunFolder:
             return self._fingerprint()
         return self._fingerprint
 
-    def look(self, resume_from_checkpoint: object, *, has_data: bool = True) -> StartPoint:
+    def inspect(self, resume_from_checkpoint: object, *, has_data: bool = True) -> StartPoint:
         """Return where a run would start, for a dry run; nothing is locked or written.
 
         `resume_from_checkpoint`: the value of the key: a checkpoint, or whether to resume from the
@@ -90,7 +95,7 @@ class RunFolder:
         Raises `UserError` if a run could not start here, and if another one is running here.
         """
 
-        def choose_without_lock() -> StartPoint:
+        def choose_start_without_lock() -> StartPoint:
             check_folder("output_dir", self.path)
             refuse_users_files(self.path, self.overwrite)
             if (self.path / LOCK_FILE).is_file():
@@ -104,7 +109,7 @@ class RunFolder:
             fingerprint: Fingerprint = {}
             if names_a_folder or checkpoints(self.path):
                 fingerprint = self.fingerprint
-            return choose_start(
+            return choose_start_point(
                 self.path,
                 resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
@@ -113,9 +118,9 @@ class RunFolder:
                 clear=False,
             )
 
-        return self._decide_together(choose_without_lock)
+        return self._decide_on_rank_zero(choose_start_without_lock)
 
-    def take(self, resume_from_checkpoint: object, *, from_python: bool = False) -> StartPoint:
+    def lock(self, resume_from_checkpoint: object, *, from_python: bool = False) -> StartPoint:
         """Lock the folder until `release`, and return where the run starts.
 
         `resume_from_checkpoint`: a checkpoint, or whether to resume from the newest one of the
@@ -125,9 +130,9 @@ class RunFolder:
         Raises `UserError`, also if the ranks do not share the folder or do not have the same run.
         """
 
-        def lock_and_choose() -> _Claim:
+        def lock_and_choose_start() -> _LockedStart:
             with naming_write_errors("output_dir", self.path):
-                is_folder_of_run = run_has_begun(self.path)
+                is_folder_of_run = has_run_manifest_or_checkpoint(self.path)
             # A run's folder is locked before the check, which reads the run's files.
             if is_folder_of_run:
                 self._locks.append(lock_output_dir(self.path))
@@ -139,7 +144,7 @@ class RunFolder:
             # A new run of Python code must not write over an earlier one, unless it says so.
             if from_python and not resume_from_checkpoint and not self.overwrite:
                 self._refuse_earlier_run()
-            start = choose_start(
+            start = choose_start_point(
                 self.path,
                 resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
@@ -150,23 +155,26 @@ class RunFolder:
             self._locks.append(lock_output_dir(self.path))
             (self.path / STOPPED_FILE).unlink(missing_ok=True)
             # Each rank looks for the token's file, which shows that all see the same disk.
-            token = leave_token_file(self.path) if self._ranks > 1 else ""
-            return _Claim(start=start, fingerprint=self.fingerprint, token=token)
+            token = create_token_file(self.path) if self._ranks > 1 else ""
+            return _LockedStart(start=start, fingerprint=self.fingerprint, token=token)
 
         try:
-            claim = self._decide_together(lock_and_choose)
+            locked_start = self._decide_on_rank_zero(lock_and_choose_start)
             if self._ranks > 1:
                 check_ranks(
-                    self.path, token=claim.token, first=claim.fingerprint, mine=self.fingerprint
+                    self.path,
+                    token=locked_start.token,
+                    first=locked_start.fingerprint,
+                    mine=self.fingerprint,
                 )
         except UserError:
             self.release()
             raise
-        return claim.start
+        return locked_start.start
 
     def _refuse_earlier_run(self) -> None:
         """Raise `UserError` if the folder has a run that a new one would write over."""
-        if not holds_a_run(self.path):
+        if not has_checkpoint_or_model(self.path):
             return
         newest = next(iter(checkpoints(self.path)), None)
         if newest is not None:
@@ -184,25 +192,25 @@ class RunFolder:
             lock.release()
         self._locks.clear()
 
-    def _decide_together(self, choose: Callable[[], _Choice]) -> _Choice:
-        """Call `choose` on rank 0, and return its result on every rank.
+    def _decide_on_rank_zero(self, decide: Callable[[], _Decision]) -> _Decision:
+        """Call `decide` on rank 0, and return its result on every rank.
 
-        Collective. A `UserError` of `choose` is raised on every rank too. If it were raised on rank
+        Collective. A `UserError` of `decide` is raised on every rank too. If it were raised on rank
         0 alone, the other ranks would wait forever.
         """
-        choice: _Choice | None = None
+        decision: _Decision | None = None
         error_text = ""
         try:
             if self._is_main_process:
-                choice = choose()
+                decision = decide()
         except UserError as error:
             error_text = str(error)
         # `broadcast_object_list` replaces the entries on the other ranks.
-        choice_and_error: list[Any] = [choice, error_text]
+        decision_and_error: list[Any] = [decision, error_text]
         if self._ranks > 1:
-            broadcast_object_list(choice_and_error)
-        choice_of_rank_0, error_text = choice_and_error
+            broadcast_object_list(decision_and_error)
+        broadcast_decision, error_text = decision_and_error
         if error_text:
             raise UserError(error_text)
-        agreed_choice: _Choice = choice_of_rank_0
-        return agreed_choice
+        decision_of_rank_0: _Decision = broadcast_decision
+        return decision_of_rank_0

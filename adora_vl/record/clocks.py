@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import gather
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.record.card_memory import CardMemory
+from adora_vl.record.gpu_memory import GpuMemoryCallback
 from adora_vl.record.phases import PhaseClock
 from adora_vl.types import LogMetric
 
@@ -25,7 +25,7 @@ class StepClocks:
     """
 
     seconds: PhaseClock
-    memory: CardMemory | None
+    memory: GpuMemoryCallback | None
 
     @property
     def engine_phase(self) -> TimedPhase:
@@ -52,14 +52,14 @@ def start_clocks(config: AdoraGRPOConfig, log: LogMetric, *, evaluates: bool) ->
         return float(gather(torch.tensor([value], device=config.device)).max())
 
     engine_sleeps = config.use_vllm and config.vllm_enable_sleep_mode
-    card_memory = None
+    gpu_memory = None
     if config.device.type == "cuda":
-        card_memory = CardMemory(
+        gpu_memory = GpuMemoryCallback(
             log,
             largest_of_ranks=largest_of_ranks,
             device=config.device,
             sleep_mode=engine_sleeps,
         )
     return StepClocks(
-        seconds=PhaseClock(log, sleep_mode=engine_sleeps, evaluates=evaluates), memory=card_memory
+        seconds=PhaseClock(log, sleep_mode=engine_sleeps, evaluates=evaluates), memory=gpu_memory
     )

@@ -66,10 +66,10 @@ def interpreter() -> str:
     program = Path(sys.executable)
     short_path = program.with_name("python")
     is_same_program = short_path.is_file() and short_path.samefile(program)
-    return path_to_type(str(short_path if is_same_program else program))
+    return shortest_program_path(str(short_path if is_same_program else program))
 
 
-def path_to_type(program: str) -> str:
+def shortest_program_path(program: str) -> str:
     """Return a program as one types it in the current folder.
 
     A program below the current folder is its relative path, such as `.venv/bin/python`. Any other
@@ -99,9 +99,9 @@ def _accelerate_words(command_line_file: Path) -> list[str] | None:
     for position, word in enumerate(words):
         following = words[position + 1 :]
         if Path(word).name == "accelerate" and following[:1] == ["launch"]:
-            return [path_to_type(word), *following]
+            return [shortest_program_path(word), *following]
         if word == "accelerate.commands.launch":  # python -m accelerate.commands.launch
-            program = path_to_type(str(Path(sys.executable).with_name("accelerate")))
+            program = shortest_program_path(str(Path(sys.executable).with_name("accelerate")))
             return [program, "launch", *following]
     return None
 
@@ -337,7 +337,7 @@ def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) 
     write_manifest(manifest, output_dir)
 
 
-def note_finished(manifest: Manifest, output_dir: Path, steps: int) -> None:
+def mark_finished(manifest: Manifest, output_dir: Path, steps: int) -> None:
     """Mark a run as finished that is started again and has no step left to make.
 
     An earlier process has made the last step. It was killed, was stopped or failed after its last
@@ -360,7 +360,7 @@ def note_finished(manifest: Manifest, output_dir: Path, steps: int) -> None:
 
 
 @contextmanager
-def noting_failure(
+def mark_failed_on_error(
     manifest: Manifest, output_dir: Path, count_steps: Callable[[], int], is_main: bool
 ) -> Iterator[None]:
     """Mark a run as `failed` in its manifest if the code inside the `with` raises an exception.

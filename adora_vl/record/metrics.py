@@ -23,20 +23,20 @@ METRICS_FILE = "metrics.jsonl"
 MetricsLine = dict[str, Any]
 
 
-def kind_of_entry(logs: Mapping[str, Any]) -> str:
+def log_entry_kind(logs: Mapping[str, Any]) -> str:
     """Return the kind of a log entry: `train` for steps, `eval`, or `end` for the run's last one.
 
     Steps in which nothing was sampled, and which have no reward, are `train` as well.
     """
     # Transformers logs both once, when the training ends. The end of a run that died just before
-    # that has no runtime (`end_run_from_checkpoint`).
+    # that has no runtime (`write_missing_end_of_metrics`).
     if "train_runtime" in logs or "train_loss" in logs:
         return "end"
     is_evaluation = any(key.startswith("eval_") for key in logs)
     return "eval" if is_evaluation else "train"
 
 
-def make_line(logs: Mapping[str, Any], step: int, time: str | None) -> MetricsLine:
+def log_entry_to_line(logs: Mapping[str, Any], step: int, time: str | None) -> MetricsLine:
     """Return a log entry as a line of `metrics.jsonl`, before it becomes text.
 
     Args:
@@ -45,7 +45,7 @@ def make_line(logs: Mapping[str, Any], step: int, time: str | None) -> MetricsLi
         time: when it was logged, as text; None for an entry from a checkpoint, which does not say.
     """
     metrics = {key: _as_json_value(value) for key, value in logs.items() if key != "step"}
-    return {"step": step, "kind": kind_of_entry(logs), "time": time, **metrics}
+    return {"step": step, "kind": log_entry_kind(logs), "time": time, **metrics}
 
 
 def _as_json_value(value: object) -> object:
@@ -79,7 +79,7 @@ def read_metrics(path: Path) -> list[MetricsLine]:
     return lines
 
 
-def lines_of_resumed_run(
+def lines_kept_by_resumed_run(
     lines_of_file: Iterable[MetricsLine], history: Sequence[Mapping[str, Any]], step: int
 ) -> list[MetricsLine]:
     """Return the lines with which `metrics.jsonl` goes on in a run that resumes from a checkpoint.
@@ -92,7 +92,9 @@ def lines_of_resumed_run(
         history: the log entries in the checkpoint.
         step: the optimizer step of the checkpoint.
     """
-    history_lines = [make_line(entry, step=int(entry["step"]), time=None) for entry in history]
+    history_lines = [
+        log_entry_to_line(entry, step=int(entry["step"]), time=None) for entry in history
+    ]
     line_by_key: dict[_LineKey, MetricsLine] = {}
     # The file's own lines go first, since they have the time. Of two lines with the same key,
     # `setdefault` keeps the first.
@@ -104,8 +106,8 @@ def lines_of_resumed_run(
     return sorted(line_by_key.values(), key=lambda line: line["step"])
 
 
-def end_run_from_checkpoint(
-    output_dir: Path, facts: Mapping[str, Any], state: TrainerState
+def write_missing_end_of_metrics(
+    output_dir: Path, checkpoint_manifest: Mapping[str, Any], state: TrainerState
 ) -> None:
     """Write the end of `metrics.jsonl`, where a run has died after the checkpoint of its last step.
 
@@ -115,33 +117,35 @@ def end_run_from_checkpoint(
 
     Args:
         output_dir: the folder of the run.
-        facts: what the checkpoint's manifest says.
+        checkpoint_manifest: what the checkpoint's manifest says.
         state: the state of the training in the checkpoint.
     """
     path = output_dir / METRICS_FILE
     lines_of_file = read_metrics(path)
     ends = [line for line in lines_of_file if line["kind"] == "end"]
-    lines = lines_of_resumed_run(lines_of_file, state.log_history, state.global_step)
+    lines = lines_kept_by_resumed_run(lines_of_file, state.log_history, state.global_step)
     if ends and ends[-1]["step"] == state.global_step:
         end = ends[-1]
     else:
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        end = make_line(_end_entry(facts, state), step=state.global_step, time=time)
+        end = log_entry_to_line(
+            _final_log_entry(checkpoint_manifest, state), step=state.global_step, time=time
+        )
     replace_file(path, _to_jsonl([*lines, end]))
     entry = {key: value for key, value in end.items() if key not in ("kind", "time")}
     state.log_history.append(entry)
 
 
-def _end_entry(facts: Mapping[str, Any], state: TrainerState) -> dict[str, Any]:
+def _final_log_entry(checkpoint_manifest: Mapping[str, Any], state: TrainerState) -> dict[str, Any]:
     """Return the entry that Transformers and TRL log when a training ends, without its times."""
     entry: dict[str, Any] = {"total_flos": state.total_flos, "epoch": state.epoch}
-    losses = facts.get(LOSSES_KEY)
+    losses = checkpoint_manifest.get(LOSSES_KEY)
     loss_sum = math.nan
     if losses is not None:
         # Transformers divides what the first rank has summed up.
         loss_sum = losses["logged"] + losses["rest"][0]
     entry["train_loss"] = loss_sum / max(state.global_step, 1)
-    for name, values in facts.get("metrics", {}).items():
+    for name, values in checkpoint_manifest.get("metrics", {}).items():
         valid_values = [value for value in values if not math.isnan(value)]
         entry[name] = sum(valid_values) / len(valid_values) if valid_values else None
     return entry
@@ -184,7 +188,9 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
         path.parent.mkdir(parents=True, exist_ok=True)
         lines: list[MetricsLine] = []
         if state.global_step:
-            lines = lines_of_resumed_run(read_metrics(path), state.log_history, state.global_step)
+            lines = lines_kept_by_resumed_run(
+                read_metrics(path), state.log_history, state.global_step
+            )
         replace_file(path, _to_jsonl(lines))
 
     def on_log(
@@ -199,7 +205,7 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
         if not state.is_world_process_zero or not logs:
             return
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        line = make_line(logs, step=state.global_step, time=time)
+        line = log_entry_to_line(logs, step=state.global_step, time=time)
         with (Path(args.output_dir) / METRICS_FILE).open("a", encoding="utf-8") as stream:
             stream.write(_to_jsonl([line]))
             stream.flush()

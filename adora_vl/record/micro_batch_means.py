@@ -82,7 +82,7 @@ class MicroBatchMeans:
         if parts and values:
             values.pop()
         parts.append(_Part(value=value, weight=weight))
-        values.append(_joined(name, parts))
+        values.append(_combine(name, parts))
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that undoes what is logged from here on, joined metrics too."""
@@ -122,7 +122,7 @@ class MicroBatchMeans:
                 self.add(name, value, weight=row_count if counts_rollouts else token_count)
 
 
-def _joined(name: str, parts: list[_Part]) -> float:
+def _combine(name: str, parts: list[_Part]) -> float:
     """Return the metric of all rollouts from the metrics of their parts.
 
     For example, the mean 1 of 30 tokens and the mean 5 of 10 tokens give 2.

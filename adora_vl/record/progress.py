@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from adora_vl.record.metrics import kind_of_entry
+from adora_vl.record.metrics import log_entry_kind
 from adora_vl.record.phases import PHASES
 from adora_vl.record.shown_metrics import (
     ACCURACY_KEY,
@@ -65,21 +65,23 @@ def accuracy_differs_from_pass_rate(logs: Mapping[str, Any]) -> bool:
     return not math.isclose(accuracy, pass_rate, abs_tol=1e-4)
 
 
-def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float | None) -> str:
+def progress_line(
+    logs: Mapping[str, Any], step: int, total: int, seconds_left: float | None
+) -> str:
     """Return a log entry as one line: step, metrics, seconds of each phase, time that is left.
 
     For example:
 
         step  12/500  reward 0.430 | 9.10 s: rollout 6.20 policy 2.90 | 1h14m left
 
-    Metrics that the entry lacks are left out, and so are phases that did not occur. Seconds are means
-    per step since the entry before.
+    Metrics that the entry lacks are left out, and so are phases that did not occur. Seconds are
+    means per step since the entry before.
 
     Args:
         logs: the log entry.
         step: optimizer steps that were made.
         total: optimizer steps of the run.
-        left_s: estimated seconds until the end of the run; None where there is no estimate yet.
+        seconds_left: estimated seconds until the end of the run; None where there is no estimate yet.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     for key in PROGRESS_LINE_KEYS:
@@ -91,7 +93,7 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         # Most runs have a reward for every rollout, so a share of 0 says nothing new.
         if key == MISSING_REWARD_KEY and not value:
             continue
-        parts.append(METRIC_BY_KEY[key].in_line(value))
+        parts.append(METRIC_BY_KEY[key].format_for_line(value))
     line = "  ".join(parts)
     # A phase of no seconds did not occur, such as `evaluation` in most steps.
     seconds_by_phase = {
@@ -103,7 +105,7 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         ]
         total_seconds = sum(seconds_by_phase.values())
         line += f" | {_seconds_text(total_seconds)} s: {' '.join(phase_texts)}"
-    return line if left_s is None else f"{line} | {duration_text(left_s)} left"
+    return line if seconds_left is None else f"{line} | {duration_text(seconds_left)} left"
 
 
 def _seconds_text(seconds: float) -> str:
@@ -195,9 +197,11 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         is_training_entry = "reward" in logs or "rewards/missing" in logs
         if not is_training_entry:
             return
-        left_s = self._seconds_left(state.max_steps)
+        seconds_left = self._seconds_left(state.max_steps)
         self._bar.write(
-            progress_line(logs, step=state.global_step, total=state.max_steps, left_s=left_s)
+            progress_line(
+                logs, step=state.global_step, total=state.max_steps, seconds_left=seconds_left
+            )
         )
         sys.stdout.flush()
         warning = no_signal_warning(state.log_history)
@@ -247,7 +251,7 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
     for entry in reversed(history):
         # TRL's share of groups in which all rewards are equal
         equal_reward_share = entry.get("frac_reward_zero_std")
-        if kind_of_entry(entry) != "train" or equal_reward_share is None:
+        if log_entry_kind(entry) != "train" or equal_reward_share is None:
             continue
         # Runs of older versions have not logged it.
         signal_share = entry.get(SIGNAL_SHARE_KEY) or 0.0

@@ -21,7 +21,7 @@ _MAX_BYTES_TO_MERGE = 8_000_000
 
 
 @dataclass(frozen=True)
-class RecordPart:
+class RecordFile:
     """One file of the record and the first and last step in it."""
 
     path: Path
@@ -29,14 +29,14 @@ class RecordPart:
     last_step: int
 
 
-def list_parts(folder: Path) -> list[RecordPart]:
+def list_record_files(folder: Path) -> list[RecordFile]:
     """Return the record's files in `folder`, in the order of their steps.
 
     A file is left out if another file also has its steps. For example, where there are files of the
     steps 1 to 3 and 2 to 2, the second was merged into the first, and a crash came before it was
     deleted.
     """
-    parts_or_none = [_part_of_path(path) for path in folder.glob("*")]
+    parts_or_none = [_parse_record_path(path) for path in folder.glob("*")]
     all_parts = [part for part in parts_or_none if part is not None]
     merged_parts = set()
     for outer in all_parts:
@@ -47,36 +47,37 @@ def list_parts(folder: Path) -> list[RecordPart]:
     return sorted(set(all_parts) - merged_parts, key=lambda part: part.first_step)
 
 
-def _part_of_path(path: Path) -> RecordPart | None:
+def _parse_record_path(path: Path) -> RecordFile | None:
     """Return the part with this path; None if the name is not that of a part."""
     match = _PART_NAME_PATTERN.fullmatch(path.name)
     if match is None:
         return None
-    return RecordPart(path, first_step=int(match[1]), last_step=int(match[2]))
+    return RecordFile(path, first_step=int(match[1]), last_step=int(match[2]))
 
 
-def write_part(folder: Path, table: pa.Table, first_step: int, last_step: int) -> RecordPart:
+def write_record_file(folder: Path, table: pa.Table, first_step: int, last_step: int) -> RecordFile:
     """Write the rows of the steps from `first_step` to `last_step` as one file of the record.
 
     The data are on the disk before the file gets its name, so that no crash leaves half a file.
     """
     name = f"rollouts-{first_step:08}-{last_step:08}.parquet"
-    part = RecordPart(folder / name, first_step=first_step, last_step=last_step)
+    part = RecordFile(folder / name, first_step=first_step, last_step=last_step)
     with replacing_file(part.path) as stream:
         pq.write_table(table, stream, compression="zstd")
     return part
 
 
-def merge_small_parts(folder: Path) -> None:
+def merge_small_record_files(folder: Path) -> None:
     """Merge the newest files if they are many and small, so that a long run leaves few files."""
-    newest_parts = list_parts(folder)[-_PARTS_TO_MERGE:]
+    newest_parts = list_record_files(folder)[-_PARTS_TO_MERGE:]
     are_small = all(part.path.stat().st_size <= _MAX_BYTES_TO_MERGE for part in newest_parts)
     if len(newest_parts) < _PARTS_TO_MERGE or not are_small:
         return
-    # A crash between here and the last deletion does no harm: `list_parts` leaves merged files out.
-    write_part(
+    # A crash between here and the last deletion does no harm: `list_record_files` leaves merged
+    # files out.
+    write_record_file(
         folder,
-        table=read_parts(newest_parts),
+        table=read_record_files(newest_parts),
         first_step=newest_parts[0].first_step,
         last_step=newest_parts[-1].last_step,
     )
@@ -84,12 +85,12 @@ def merge_small_parts(folder: Path) -> None:
         part.path.unlink()
 
 
-def delete_oldest_parts(folder: Path, limit_bytes: float) -> None:
+def delete_oldest_record_files(folder: Path, limit_bytes: float) -> None:
     """Delete the record's oldest files until the rest has at most `limit_bytes`.
 
     The newest file always stays.
     """
-    bytes_by_part = {part: part.path.stat().st_size for part in list_parts(folder)}
+    bytes_by_part = {part: part.path.stat().st_size for part in list_record_files(folder)}
     total_bytes = sum(bytes_by_part.values())
     oldest_first = list(bytes_by_part)
     for part in oldest_first[:-1]:
@@ -105,21 +106,21 @@ def delete_steps_after(folder: Path, step: int) -> None:
     The step 0 deletes all rollouts, and the diagrams too. Files of others are not touched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    current_parts = list_parts(folder)
+    current_parts = list_record_files(folder)
     current_paths = [part.path for part in current_parts]
     remove_partial(folder)
     remove_partial(folder / IMAGES_FOLDER)
     for path in folder.glob("rollouts-*"):
-        is_merged = _part_of_path(path) is not None and path not in current_paths
+        is_merged = _parse_record_path(path) is not None and path not in current_paths
         if is_merged:
             path.unlink()
     for part in current_parts:
         has_steps_on_both_sides = part.first_step <= step < part.last_step
         if has_steps_on_both_sides:
             # the rows up to `step` become a file of their own before their old file is deleted
-            write_part(
+            write_record_file(
                 folder,
-                table=read_part(part).filter(pc.field("step") <= step),
+                table=read_record_file(part).filter(pc.field("step") <= step),
                 first_step=part.first_step,
                 last_step=step,
             )
@@ -129,16 +130,16 @@ def delete_steps_after(folder: Path, step: int) -> None:
         shutil.rmtree(folder / IMAGES_FOLDER, ignore_errors=True)
 
 
-def read_parts(record_parts: list[RecordPart]) -> pa.Table:
+def read_record_files(record_parts: list[RecordFile]) -> pa.Table:
     """Return the rows of several files of the record in one table.
 
     A column that a file lacks is null in its rows.
     """
-    tables = [read_part(part) for part in record_parts]
+    tables = [read_record_file(part) for part in record_parts]
     return pa.concat_tables(tables, promote_options="default")
 
 
-def read_part(part: RecordPart, columns: list[str] | None = None) -> pa.Table:
+def read_record_file(part: RecordFile, columns: list[str] | None = None) -> pa.Table:
     """Return the rows of one file of the record.
 
     Args:

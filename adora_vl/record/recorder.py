@@ -69,7 +69,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self.decode = decode
         self._is_enabled = config.adora_record_gb > 0
         # how many rollouts this rank has graded in the present step so far
-        self._graded_in_step = 0
+        self._rollout_count_in_step = 0
         # the numbers of the rollouts of all ranks that `add` has got last
         self._newest_numbers: list[int] = []
         # what `add_measured_drift` has measured on this rank, by the number of the rollout, which
@@ -101,7 +101,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
     def _numbers_of_rank(self, rank: int, count: int) -> list[int]:
         """Return the numbers of the next `count` rollouts of a rank; all grade equally many."""
-        positions = range(self._graded_in_step, self._graded_in_step + count)
+        positions = range(self._rollout_count_in_step, self._rollout_count_in_step + count)
         return [position * self.accelerator.num_processes + rank for position in positions]
 
     def add(
@@ -130,7 +130,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             for rank in range(self.accelerator.num_processes)
             for number in self._numbers_of_rank(rank, rollout_count)
         ]
-        self._graded_in_step += rollout_count
+        self._rollout_count_in_step += rollout_count
         if not self._is_enabled:
             return
         batch_columns = self._gather_batch_columns(scored_groups.batch)
@@ -207,7 +207,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         }
         for name, values_N in values_by_column.items():
             value_by_number = dict(zip(numbers, values_N.float().tolist(), strict=True))
-            self.record.fill_in(name, value_by_number)
+            self.record.fill_in_column(name, value_by_number)
             newest_values = [value_by_number.get(number) for number in self._newest_numbers]
             set_final_values(table, name, newest_values)
 
@@ -261,12 +261,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         gathered and filled in: a rank may have measured it for rollouts of another rank.
         """
         # All ranks have added the same generations, so either all of them gather or none does.
-        if self._is_enabled and self._graded_in_step > 0:
+        if self._is_enabled and self._rollout_count_in_step > 0:
             drift_by_number: dict[int, float] = {}
             for drift_of_rank in gather_object([self._drift_by_number]):
                 drift_by_number |= drift_of_rank
-            self.record.fill_in("drift", drift_by_number)
-        self._graded_in_step = 0
+            self.record.fill_in_column("drift", drift_by_number)
+        self._rollout_count_in_step = 0
         self._drift_by_number = {}
         self.record.flush(state.global_step)
 

@@ -19,8 +19,8 @@ from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.coverage import count_noun, describe_scored_part
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.evals.scoring.table import percent_with_interval, scored_dataset_name
-from adora_vl.record.metrics import kind_of_entry
-from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_parts, read_part
+from adora_vl.record.metrics import log_entry_kind
+from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_record_files, read_record_file
 from adora_vl.record.shown_metrics import PASS_RATE_KEY
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -74,7 +74,7 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
         the change; None for a log of fewer than two steps. It has no interval where a fifth has a
         single value, or where all values of each fifth are equal.
     """
-    lines = [line for line in log if kind_of_entry(line) != "eval" and _is_number(line.get(key))]
+    lines = [line for line in log if log_entry_kind(line) != "eval" and _is_number(line.get(key))]
     if len(lines) < 2:
         return None
     fifth = max(1, len(lines) // 5)
@@ -182,7 +182,8 @@ def _means_of_groups(folder: Path, column: str) -> pa.Table:
     For example, if the rewards of group 0 in step 3 are 1, 0, 0 and 1, its row is 3, 0, 0.5.
     """
     tables = [
-        read_part(part, ["step", "group", column]) for part in list_parts(folder / ROLLOUTS_FOLDER)
+        read_record_file(part, ["step", "group", column])
+        for part in list_record_files(folder / ROLLOUTS_FOLDER)
     ]
     groups = pa.concat_tables(tables).group_by(["step", "group"]).aggregate([(column, "mean")])
     groups = groups.rename_columns(["step", "group", "mean"])
@@ -248,7 +249,8 @@ def _evaluation_change(
 
     It is Newcombe's interval (1998, method 10) for two independent shares. The evaluations ask the
     same problems, so a paired interval would be narrower, but the log does not say which of the
-    answers were right. There is no interval for a single evaluation, or where the log lacks a bound.
+    answers were right. There is no interval for a single evaluation, or where the log lacks a
+    bound.
 
     Args:
         first_line: the log's line of the first evaluation.

@@ -14,10 +14,10 @@ from adora_vl.record.diagrams import DiagramStore
 from adora_vl.record.record_files import (
     IMAGES_FOLDER,
     ROLLOUTS_FOLDER,
-    delete_oldest_parts,
+    delete_oldest_record_files,
     delete_steps_after,
-    merge_small_parts,
-    write_part,
+    merge_small_record_files,
+    write_record_file,
 )
 from adora_vl.rollout.rollouts import Rollout
 
@@ -219,7 +219,7 @@ class Record:
             columns: the values of the rollouts of all ranks by column, group after group. The
                 columns `group` and `rollout` are added to it.
             group_size: rollouts of a group.
-            numbers: a number of each rollout, by which `fill_in` finds it; empty where nothing is
+            numbers: a number of each rollout, by which `fill_in_column` finds it; empty where nothing is
                 filled in.
         """
         # The groups of a step are numbered through all of its batches.
@@ -231,7 +231,7 @@ class Record:
         self._waiting_batches.append(columns)
         self._numbers_of_batches.append(numbers)
 
-    def fill_in(self, name: str, value_by_number: Mapping[int, float]) -> None:
+    def fill_in_column(self, name: str, value_by_number: Mapping[int, float]) -> None:
         """Write values that are known only now into a column of the rows that wait for `flush`.
 
         Args:
@@ -257,14 +257,14 @@ class Record:
         tables = [make_table(columns, self._settings) for columns in self._waiting_batches]
         self._clear()
         try:
-            write_part(
+            write_record_file(
                 self.folder,
                 table=pa.concat_tables(tables, promote_options="default"),
                 first_step=step,
                 last_step=step,
             )
-            merge_small_parts(self.folder)
-            delete_oldest_parts(self.folder, self._limit_bytes)
+            merge_small_record_files(self.folder)
+            delete_oldest_record_files(self.folder, self._limit_bytes)
         except OSError as error:
             self.failure_reason = str(error)
             print(

@@ -64,16 +64,16 @@ class LoggedMetric:
     format: MetricFormat = "number"
     short: str = ""
 
-    def in_table(self, value: float) -> str:
+    def format_for_table(self, value: float) -> str:
         """Return the value as text for a table."""
         return _TABLE_TEMPLATE_BY_FORMAT[self.format].format(value)
 
-    def in_line(self, value: float) -> str:
+    def format_for_line(self, value: float) -> str:
         """Return the short title and the value as text for the progress line."""
         number = _LINE_TEMPLATE_BY_FORMAT[self.format].format(value)
         # A share is rounded to whole per cents. A small one would become 0 %, so it gets a decimal.
         if self.format == "share" and 0 < value < 0.1:
-            number = self.in_table(value)
+            number = self.format_for_table(value)
         return f"{self.short or self.title} {number}"
 
 

@@ -12,7 +12,7 @@ from adora_vl.config.blocks import ToolOptions
 from adora_vl.evals.benchmark import BENCHMARK_FOLDER, benchmark_name_for
 from adora_vl.models.load import ADAPTER_CONFIG_FILE, MERGED_FOLDER
 from adora_vl.record.manifest import interpreter
-from adora_vl.record.metrics import METRICS_FILE, kind_of_entry
+from adora_vl.record.metrics import METRICS_FILE, log_entry_kind
 from adora_vl.record.progress import (
     accuracy_differs_from_pass_rate,
     duration_text,
@@ -118,7 +118,7 @@ def metric_rows(history: Sequence[Mapping[str, Any]]) -> list[MetricRow]:
     A metric that was never logged has no row. `history` is the trainer's log history.
     """
     # The last entry of a run counts too: it has the metrics of the steps since the entry before.
-    entries = [entry for entry in history if kind_of_entry(entry) != "eval"]
+    entries = [entry for entry in history if log_entry_kind(entry) != "eval"]
     rows = []
     for key in SUMMARY_KEYS:
         # The accuracy gets a row only if it is not the same as the pass rate.
@@ -131,8 +131,8 @@ def metric_rows(history: Sequence[Mapping[str, Any]]) -> list[MetricRow]:
             continue
         fifth = max(1, len(values) // 5)
         metric = METRIC_BY_KEY[key]
-        first_mean = metric.in_table(fmean(values[:fifth]))
-        last_mean = metric.in_table(fmean(values[-fifth:]))
+        first_mean = metric.format_for_table(fmean(values[:fifth]))
+        last_mean = metric.format_for_table(fmean(values[-fifth:]))
         rows.append(MetricRow(metric.title, first_mean=first_mean, last_mean=last_mean))
     return rows
 

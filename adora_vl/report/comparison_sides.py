@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_files import ScoreFile, read_run
-from adora_vl.rewards.entries import comparable_entries
+from adora_vl.rewards.entries import normalize_reward_entries
 from adora_vl.utils.cli import amount, with_dotted_keys
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import leads_out, refuse_links_out
@@ -147,7 +147,7 @@ def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
     config = dict(manifest["config"])
     if isinstance(config.get("adora_reward"), list):
-        config["adora_reward"] = comparable_entries(config["adora_reward"])
+        config["adora_reward"] = normalize_reward_entries(config["adora_reward"])
     settings: dict[str, Any] = {}
     for key in config.keys() - _NOT_COMPARED:
         settings |= with_dotted_keys(key, config[key])

@@ -21,9 +21,9 @@ from adora_vl.record.progress import no_signal_warning
 from adora_vl.record.record_files import (
     IMAGES_FOLDER,
     ROLLOUTS_FOLDER,
-    RecordPart,
-    list_parts,
-    read_part,
+    RecordFile,
+    list_record_files,
+    read_record_file,
 )
 from adora_vl.record.result import describe_result
 from adora_vl.record.rollouts import SETTINGS_METADATA_KEY
@@ -126,7 +126,7 @@ def load_run(folder: Path, max_rollouts: int) -> RunView:
 
 def _load_once(folder: Path, max_rollouts: int) -> RunView:
     """Read a run as `load_run` does; `FileNotFoundError` where a file vanishes meanwhile."""
-    record_parts = list_parts(folder / ROLLOUTS_FOLDER)
+    record_parts = list_record_files(folder / ROLLOUTS_FOLDER)
     record_paths = [part.path for part in record_parts]
     # The page is passed on to others, so no link may bring a file from outside into it.
     refuse_links_out("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE, *record_paths)
@@ -156,7 +156,7 @@ def _load_once(folder: Path, max_rollouts: int) -> RunView:
 
 
 def _add_groups(
-    view: RunView, folder: Path, record_parts: list[RecordPart], max_rollouts: int
+    view: RunView, folder: Path, record_parts: list[RecordFile], max_rollouts: int
 ) -> None:
     """Add recorded groups to `view`, with a note where not all of them are shown.
 
@@ -172,7 +172,7 @@ def _add_groups(
         part_steps = [step for step in steps if part.first_step <= step <= part.last_step]
         if not part_steps:
             continue
-        table = read_part(part).filter(pc.field("step").isin(part_steps))
+        table = read_record_file(part).filter(pc.field("step").isin(part_steps))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS_METADATA_KEY, b"{}"))
         turn_reader = TurnReader(folder, settings)
         # The rows of a group follow one another.
@@ -189,11 +189,11 @@ def _add_groups(
         )
 
 
-def _count_rollouts(record_parts: list[RecordPart]) -> dict[int, int]:
+def _count_rollouts(record_parts: list[RecordFile]) -> dict[int, int]:
     """Return how many rollouts of each step are recorded, by step."""
     rollouts_by_step: dict[int, int] = {}
     for part in record_parts:
-        step_column = read_part(part, ["step"])["step"]
+        step_column = read_record_file(part, ["step"])["step"]
         for entry in pc.value_counts(step_column).to_pylist():
             step = entry["values"]
             rollouts_by_step[step] = rollouts_by_step.get(step, 0) + entry["counts"]

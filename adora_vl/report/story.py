@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from adora_vl.evals.scoring.statistics import welch_interval
-from adora_vl.record.record_files import RecordPart, read_part
+from adora_vl.record.record_files import RecordFile, read_record_file
 from adora_vl.utils.cli import amount
 
 _COLUMNS = [
@@ -76,7 +76,7 @@ class GroupFacts:
         return self.weight is not None and self.weight > 1
 
 
-def story_of(record: Sequence[RecordPart]) -> list[str]:
+def story_of(record: Sequence[RecordFile]) -> list[str]:
     """Describe a run in sentences: what it learned from, ADORA's weights, and how lengths changed.
 
     Args:
@@ -90,9 +90,9 @@ def story_of(record: Sequence[RecordPart]) -> list[str]:
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def _groups_of(part: RecordPart) -> Iterable[GroupFacts]:
+def _groups_of(part: RecordFile) -> Iterable[GroupFacts]:
     """Yield what is known of each group in a file of the record, in the order of the file."""
-    rows = read_part(part, _COLUMNS).to_pylist()
+    rows = read_record_file(part, _COLUMNS).to_pylist()
     # the rows of a group follow one another
     for _, group_rows in groupby(rows, key=itemgetter("step", "group")):
         yield _group_facts(list(group_rows))

@@ -316,7 +316,7 @@ def choose_rewards(
 def reward_function(
     preset: str, rounding: bool = False, answer_tags: bool = False
 ) -> Callable[..., Any]:
-    """Return the reward function of one preset, in TRL's form; see `choose_rewards`.
+    """Return the reward function of one preset, with TRL's signature; see `choose_rewards`.
 
     `rounding` and `answer_tags`: what it accepts as an answer, as in `grade`.
     """
@@ -411,7 +411,7 @@ def call_once(
         raise UserError(failures[0].reason)
     if failures:
         raise UserError(
-            f"adora_reward: {entry!r}, tried before the run: {failures[0].row}: "
+            f"adora_reward: {entry!r}, tried before the run: {failures[0].rows_in_words}: "
             f"{failures[0].reason}"
         )
     return rewards

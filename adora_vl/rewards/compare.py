@@ -195,8 +195,8 @@ def _with_letter_as_unit(answer: Answer, opposite: Answer) -> Answer:
 def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict where the reference answer is a list, point, relation or named value.
 
-    Both sides are from `parse_structured`. The parts of lists, points and tuples are compared by the
-    same function.
+    Both sides are from `parse_structured`. The parts of lists, points and tuples are compared by
+    the same function.
     """
     if answer.kind == "unreadable":
         return result_without_value(answer)

@@ -57,8 +57,9 @@ def last_boxed(response: str) -> str | None:
     point 1.
     """
     response = final_part(response)[-MAX_CHARS:]
-    # The pattern matches a box that begins and has nothing in it at the end of the text: the response
-    # was cut off there. The brace is looked for first, as the pattern searches all the text.
+    # The pattern matches a box that begins and has nothing in it at the end of the text: the
+    # response was cut off there. The brace is looked for first, as the pattern searches all the
+    # text.
     if response.rstrip().endswith("{") and _UNFINISHED_BOX_PATTERN.search(response):
         return None
     boxes = _complete_boxes(response)
@@ -309,7 +310,7 @@ def think_format_reward(
     """Return 1.0 for a single block of thinking before an answer, else 0.0.
 
     Neither the block nor the text behind it may be blank. `thinking_opened` says whether the prompt
-    of each completion has opened the block. It is a reward function in TRL's form.
+    of each completion has opened the block. It is a reward function with TRL's signature.
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):

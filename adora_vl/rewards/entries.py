@@ -74,7 +74,7 @@ def with_current_names(entries: Sequence[RewardEntry]) -> list[str | dict[str, A
     return current_entries
 
 
-def comparable_entries(entries: Sequence[RewardEntry]) -> list[RewardEntry]:
+def normalize_reward_entries(entries: Sequence[RewardEntry]) -> list[RewardEntry]:
     """Return entries of `adora_reward` such that those of equal runs are equal.
 
     Rewards have their current names. A judge lacks the options that say where it is: the same model

@@ -60,7 +60,7 @@ class JudgeOptions:
 
 
 class JudgeReward:
-    """The judge as a reward function in TRL's form.
+    """The judge as a reward function with TRL's signature.
 
     It keeps its scores in a cache, so that a resumed run pays for no answer twice.
     """

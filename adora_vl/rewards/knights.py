@@ -117,7 +117,7 @@ def _parse_reference_roles(reference: str) -> dict[str, str]:
 def knights_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
     """Return 1 if all roles are right, 0.1 for a complete but wrong answer, else 0.
 
-    It is a reward function in TRL's form.
+    It is a reward function with TRL's signature.
     """
     rewards = {"correct": RIGHT_REWARD, "wrong": COMPLETE_REWARD, "unparseable": NO_ANSWER_REWARD}
     return [
@@ -130,8 +130,8 @@ def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> 
 
     It gives 3 for a right answer in the form that `has_logic_rl_form` checks, -0.5 for a wrong
     answer and -1 for no answer in that form, and -3 for any other form. Answers are read by
-    `parse_logic_rl_roles`, which is stricter than `knights_reward`. It is a reward function in TRL's
-    form.
+    `parse_logic_rl_roles`, which is stricter than `knights_reward`. It is a reward function in
+    TRL's form.
     """
     verdicts = _judge_responses(logic_rl_verdict, completions, **columns)
     return [

@@ -1,8 +1,8 @@
 r"""The values of closed forms, and of expressions at chosen points, and whether two are the same.
 
-The values are numbers with a bound on their error (`number_with_error`). Nothing here can hang: the length and
-depth of a tree, its costly nodes and the digits of a literal are capped (`grammar`), and so is the
-size of every value, before it is computed.
+The values are numbers with a bound on their error (`number_with_error`). Nothing here can hang: the
+length and depth of a tree, its costly nodes and the digits of a literal are capped (`grammar`), and
+so is the size of every value, before it is computed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _ValueOrReason = NumberWithError | Literal["too_large", "undefined"]
 def evaluate_closed_form(tree: Tree) -> NumberWithError:
     r"""Return the value of a tree without unknowns, with a bound on its error.
 
-    The `NumberWithError` also says two things about how the value is written, because they decide whether an
-    answer is right:
+    The `NumberWithError` also says two things about how the value is written, because they decide
+    whether an answer is right:
 
     - `is_unevaluated`: whether arithmetic on rational numbers is still to be done, as in
       `180-40`.
@@ -396,8 +396,9 @@ def solve_linear(tree: Tree) -> tuple[NumberWithError, int] | None:
     if zero_and_slope is None:
         return None
     zero, slope = zero_and_slope
-    # If the tree has a long decimal, such as 0.333333, its last digit may be rounded. So the zero says
-    # by how much it moves if that digit is raised by one: a comparison then allows for the rounding.
+    # If the tree has a long decimal, such as 0.333333, its last digit may be rounded. So the zero
+    # says by how much it moves if that digit is raised by one: a comparison then allows for the
+    # rounding.
     raised_tree = _raise_last_digit(tree)
     raised_zero_and_slope = _zero_and_slope(raised_tree, name) if raised_tree else None
     if raised_zero_and_slope is not None:

@@ -18,17 +18,18 @@ RewardInputs = list[dict[str, Any]]  # `response`, `ground_truth` and more, for 
 
 
 def as_trl_reward_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function in TRL's form that calls `function`.
+    """Return a reward function with TRL's signature that calls `function`.
 
-    One in TRL's form is returned itself. The form is recognised by the names of the arguments:
+    One with TRL's signature is returned itself. The form is recognised by the names of the
+    arguments:
 
     - EasyR1: `compute_score(reward_inputs)` takes a list of answers, or `reward_input` a single
       one, with `response` and `ground_truth`. The score is `overall`.
     - verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`. The score is a
       number, or `score` of a mapping.
 
-    The reference answer is the row's `answer`, and `extra_info` a mapping, also where the data set has
-    it as a text in JSON. The adapter has the name of the function.
+    The reference answer is the row's `answer`, and `extra_info` a mapping, also where the data set
+    has it as a text in JSON. The adapter has the name of the function.
     """
     try:
         parameters = set(inspect.signature(function).parameters)
@@ -88,7 +89,7 @@ def _adapt(
     total_key: str,
     call: Callable[[Callable[..., Any], RewardInputs], Sequence[Score]],
 ) -> Callable[..., list[float]]:
-    """Return a reward function in TRL's form around `function`.
+    """Return a reward function with TRL's signature around `function`.
 
     `total_key` is the name of the reward among sub-scores, and `call` passes the inputs of a batch
     to `function` in its own form.
@@ -132,7 +133,8 @@ def _reward_inputs(
     count = len(completions)
     data_sources = columns.get("data_source", [""] * count)
     extra_infos = [_as_mapping(value) for value in columns.get("extra_info", [{}] * count)]
-    # Columns that the data set lacks, and token ids that the caller leaves out, have neutral values.
+    # Columns that the data set lacks, and token ids that the caller leaves out, have neutral
+    # values.
     lengths = [len(ids) for ids in completion_ids] or [0] * count
     return [
         {

@@ -1,4 +1,4 @@
-"""The presets: reward functions in TRL's form, by name.
+"""The presets: reward functions with TRL's signature, by name.
 
 A completion is graded once, however many presets a run has.
 """
@@ -105,7 +105,7 @@ class Grader:
 
 
 def preset_function(preset: str, grader: Grader, *, logs: bool) -> RewardFunction:
-    """Return the reward function of one preset, in TRL's form and named `<preset>_reward`.
+    """Return the reward function of one preset, with TRL's signature and named `<preset>_reward`.
 
     It reads the columns `answer` (the canonical reference answer) and, if it exists, `choices` (a
     list of strings or None), and returns one float per completion. It raises `UserError` for a

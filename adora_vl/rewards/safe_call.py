@@ -37,8 +37,8 @@ class RewardFailure(NamedTuple):
 
     function: str
     """The name of the function."""
-    row: str
-    """The row of data, or the completions, on which it failed; empty for a mistake of the user."""
+    rows_in_words: str
+    """The rows on which it failed, as `row 12`; empty for a mistake of the user."""
     reason: str
     """How it failed."""
     is_users_mistake: bool = False
@@ -48,12 +48,12 @@ class RewardFailure(NamedTuple):
 class RewardValueError(Exception):
     """The value that a function returned is not one reward per completion.
 
-    `row` is the number of the completion with the wrong reward, None if it is unknown.
+    `completion_index` is that of the completion with the wrong reward, None if it is unknown.
     """
 
-    def __init__(self, message: str, row: int | None = None) -> None:
+    def __init__(self, message: str, completion_index: int | None = None) -> None:
         super().__init__(message)
-        self.row = row
+        self.completion_index = completion_index
 
 
 def copy_argument(value: object, shared_objects: Sequence[object] = ()) -> Any:
@@ -177,7 +177,7 @@ def safe_call(
     the caller stops the run.
 
     Args:
-        function: a reward function in TRL's form.
+        function: a reward function with TRL's signature.
         name: its name in messages.
         timeout: seconds for each call, None for no limit.
         failures: the list to which a failure is added.
@@ -230,7 +230,9 @@ class _SafeFunction:
             raise
         # asyncio's cancellation and a panic of compiled code are no subclasses of `Exception`.
         except BaseException as error:
-            row = None  # the number of a completion that also fails alone, None if unknown
+            completion_index = (
+                None  # the completion that also fails when it is alone, None if unknown
+            )
             # These errors need no search: a call that is overdue would be so again, a wrong value
             # names its row, and a `UserError` is about no row. For any other error each completion
             # is tried alone, to find the first that fails.
@@ -240,8 +242,10 @@ class _SafeFunction:
                     backstop(self.timeout),
                     ending_forked_children(f"reward {self.name}"),
                 ):
-                    row = _find_failing_completion(self.function, arguments, self.timeout)
-            return self._record_failure(error, arguments, row)
+                    completion_index = _find_failing_completion(
+                        self.function, arguments, self.timeout
+                    )
+            return self._record_failure(error, arguments, completion_index)
 
     async def call_async(self, **arguments: Any) -> list[float | None]:
         """Return the rewards of an `async def`, or zeros where it fails.
@@ -269,10 +273,10 @@ class _SafeFunction:
             # A TimeoutError may come from the function itself, so the limit has to be asked.
             if time_limit.expired():
                 return self._record_failure(OverdueError(), arguments, None)
-            row = None
+            completion_index = None
             if not isinstance(error, RewardValueError | UserError):
-                row = await _find_failing_completion_async(self.function, arguments)
-            return self._record_failure(error, arguments, row)
+                completion_index = await _find_failing_completion_async(self.function, arguments)
+            return self._record_failure(error, arguments, completion_index)
 
     def _checked_rewards(
         self, returned: object, count: int, logged_counts: Mapping[str, int]
@@ -304,18 +308,19 @@ class _SafeFunction:
         return rewards
 
     def _record_failure(
-        self, error: BaseException, arguments: Mapping[str, Any], row: int | None
+        self, error: BaseException, arguments: Mapping[str, Any], completion_index: int | None
     ) -> list[float | None]:
         """Add a failure to the list, and return a reward of 0 for each completion.
 
-        `row`: the number of a completion that also fails alone, None if unknown.
+        `completion_index`: that of the completion that also fails when it is alone, None if
+        unknown.
         """
         failure = _describe_failure(
             self.function,
             name=self.name,
             error=error,
             arguments=arguments,
-            row=row,
+            completion_index=completion_index,
             timeout=self.timeout,
         )
         self.failures.append(failure)
@@ -349,22 +354,22 @@ def check_returned_rewards(returned: object, count: int) -> list[float | BaseExc
     # A function may leave a completion without a score, by None or by an exception that says why.
     unscored = (BaseException, type(None))
     return [
-        value if isinstance(value, unscored) else _finite_number(value, row)
-        for row, value in enumerate(values)
+        value if isinstance(value, unscored) else _finite_number(value, index)
+        for index, value in enumerate(values)
     ]
 
 
-def _finite_number(value: object, row: int) -> float:
+def _finite_number(value: object, index: int) -> float:
     """Return the reward of one completion as a float.
 
-    Raises `RewardValueError` with the completion's number `row` for anything but a finite number.
+    Raises `RewardValueError` with the completion's index for anything but a finite number.
     """
     value = value.item() if hasattr(value, "item") else value
     if not isinstance(value, numbers.Real):
-        raise RewardValueError(f"it returned {_short_repr(value)}, not a number or None", row)
+        raise RewardValueError(f"it returned {_short_repr(value)}, not a number or None", index)
     if not math.isfinite(value):
         raise RewardValueError(
-            f"it returned {value}; return None for a completion that is not scored", row
+            f"it returned {value}; return None for a completion that is not scored", index
         )
     return float(value)
 
@@ -382,7 +387,7 @@ def _describe_failure(
     name: str,
     error: BaseException,
     arguments: Mapping[str, Any],
-    row: int | None,
+    completion_index: int | None,
     timeout: float | None,
 ) -> RewardFailure:
     """Return a failure of a reward function in words.
@@ -392,38 +397,40 @@ def _describe_failure(
         name: its name in messages.
         error: what the call raised.
         arguments: the keyword arguments of the call.
-        row: the number of a completion that also fails alone, None if unknown.
+        completion_index: that of the completion that also fails when it is alone, None if unknown.
         timeout: the limit of the call in seconds, for an overdue one.
     """
     if isinstance(error, UserError):
-        return RewardFailure(function=name, row="", reason=str(error), is_users_mistake=True)
+        return RewardFailure(
+            function=name, rows_in_words="", reason=str(error), is_users_mistake=True
+        )
     location = _error_location(function, error)
     if isinstance(error, OverdueError):
         reason = f"it did not return within {timeout:g} s (adora_reward_timeout){location}"
     elif isinstance(error, RewardValueError):
         reason = str(error)
-        row = error.row
+        completion_index = error.completion_index
     elif isinstance(error, SystemExit):
         code = "" if error.code is None else f"{error.code!r:.{_MAX_REASON_CHARS}}"
         reason = f"it called sys.exit({code}){location}"
     else:
         reason = f"{in_one_line(error)[:_MAX_REASON_CHARS]}{location}"
-    return RewardFailure(name, _failed_rows(arguments, row), reason)
+    return RewardFailure(name, _failed_rows(arguments, completion_index), reason)
 
 
-def _failed_rows(arguments: Mapping[str, Any], row: int | None) -> str:
+def _failed_rows(arguments: Mapping[str, Any], completion_index: int | None) -> str:
     """Return in words which rows of the data set a failed call was about.
 
-    With ids it is `row 12`, without ids `completion 3 of 8`. If `row` is None, no completion is
-    known to fail alone, and it is `8 completions together, of row 12 and others`.
+    With ids it is `row 12`, without ids `completion 3 of 8`. If `completion_index` is None,
+    no completion is known to fail alone, and it is `8 completions together, of row 12 and others`.
     """
     count = len(arguments["completions"])
     ids = arguments.get("id")
-    if row is None and count > 1:
+    if completion_index is None and count > 1:
         together = f"{count} completions together"
         return f"{together}, of row {ids[0]} and others" if ids else together
-    number = 0 if row is None else row
-    return f"row {ids[number]}" if ids else f"completion {number + 1} of {count}"
+    index = completion_index or 0
+    return f"row {ids[index]}" if ids else f"completion {index + 1} of {count}"
 
 
 def _error_location(function: Callable[..., Any], error: BaseException) -> str:
@@ -457,10 +464,10 @@ def _single_completions(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]
     for name, value in arguments.items():
         if isinstance(value, list | tuple) and len(value) == count:
             columns[name] = value
-    for row in range(count):
+    for index in range(count):
         single_arguments = dict(arguments)
         for name, values in columns.items():
-            single_arguments[name] = [values[row]]
+            single_arguments[name] = [values[index]]
         for hook in ("log_extra", "log_metric"):
             if hook in single_arguments:
                 single_arguments[hook] = lambda *_: None
@@ -474,7 +481,7 @@ def _find_failing_completion(
 
     Returns None if no completion fails, or if a call takes too long.
     """
-    for row, single_arguments in enumerate(_single_completions(arguments)):
+    for index, single_arguments in enumerate(_single_completions(arguments)):
         try:
             with deadline(timeout):
                 function(**single_arguments)
@@ -483,7 +490,7 @@ def _find_failing_completion(
         except KeyboardInterrupt:
             raise
         except BaseException:
-            return row
+            return index
     return None
 
 
@@ -491,11 +498,11 @@ async def _find_failing_completion_async(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> int | None:
     """Await the function with each completion alone; return the number of the first that fails."""
-    for row, single_arguments in enumerate(_single_completions(arguments)):
+    for index, single_arguments in enumerate(_single_completions(arguments)):
         try:
             await function(**single_arguments)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException:
-            return row
+            return index
     return None

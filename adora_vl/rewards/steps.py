@@ -161,7 +161,7 @@ class StepsOptions:
 
 
 class StepsReward:
-    """The reward function `steps` in TRL's form.
+    """The reward function `steps` with TRL's signature.
 
     Without options the reward is `ClaimCheck.reward`. With `gate` a wrong answer earns 0, and a
     right one 0.5 + 0.5 * `ClaimCheck.reward`.

@@ -209,7 +209,7 @@ class RewardGuard:
         raise RunError(
             stopped_before(
                 step,
-                f"reward {first_failure.function}: {first_failure.row}: {first_failure.reason}",
+                f"reward {first_failure.function}: {first_failure.rows_in_words}: {first_failure.reason}",
                 remedy="Repair the function",
                 checkpoint=self.save_now(),
             )
@@ -443,7 +443,7 @@ class RatioGuard:
 
 
 def errors_with_step(
-    step: Callable[[], int], where_to_go_on: Callable[[], str]
+    step: Callable[[], int], describe_resume_point: Callable[[], str]
 ) -> TranslatedErrors:
     """Return a context for the training, in which errors are raised again with the step.
 
@@ -452,32 +452,32 @@ def errors_with_step(
 
     Args:
         step: returns the optimizer steps that have been made.
-        where_to_go_on: returns the part of the message that says how to go on from a checkpoint.
+        describe_resume_point: returns the part of the message that says how to go on from a checkpoint.
     """
 
     def translate(error: Exception) -> Exception | None:
         """Return the error to raise instead; None where the error itself is to be raised."""
         if isinstance(error, EngineError):
-            run_error = RunError(stopped_in(step(), str(error), where_to_go_on()))
+            run_error = RunError(stopped_in(step(), str(error), describe_resume_point()))
             run_error.__cause__ = error.__cause__ or error
             return run_error
         # These name step and remedy already.
         if isinstance(error, RolloutError | RunError | UserError):
             return None
         if disk_is_full(error):
-            return _full_disk_error(error, step(), where_to_go_on())
+            return _full_disk_error(error, step(), describe_resume_point())
         # `lost_contact_message` is empty, unless a rank has lost contact with another one.
         reason = lost_contact_message(error) or in_one_line(error)
-        run_error = RunError(stopped_in(step(), reason, where_to_go_on()))
+        run_error = RunError(stopped_in(step(), reason, describe_resume_point()))
         run_error.__cause__ = error
         return run_error
 
     return TranslatedErrors(translate)
 
 
-def _full_disk_error(error: Exception, step: int, where_to_go_on: str) -> DiskFullError:
+def _full_disk_error(error: Exception, step: int, resume_point: str) -> DiskFullError:
     """Return the error of a step that found the disk full; it names the file if it is known."""
     file = getattr(error, "filename", None)
     of_file = f" of {str(file)!r}" if file else ""
     reason = f"no space left on the disk{of_file}"
-    return DiskFullError(stopped_in(step, reason, f"make room there, and {where_to_go_on}"))
+    return DiskFullError(stopped_in(step, reason, f"make room there, and {resume_point}"))

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from adora_vl.config.batch_plan import cuts_generations
+from adora_vl.config.batch_plan import regroups_micro_batches
 from adora_vl.training.batch_rows import RowReader
 from adora_vl.training.micro_batches import signal_of_units
 from adora_vl.types import Batch, StepContext
@@ -120,7 +120,7 @@ class OldLogps:
         if not self.config.uses("skip_old_pass"):
             return OldLogpsSource.GENERATION
         # Passes over some micro-batches need micro-batches that this package has cut.
-        if cuts_generations(self.config):
+        if regroups_micro_batches(self.config):
             return OldLogpsSource.MICRO_BATCHES
         # With one optimizer step the pass that is learned from gives them, unless it has dropout.
         if self.layout.generation_has_one_step and not self.has_dropout:

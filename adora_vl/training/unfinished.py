@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from accelerate.utils import send_to_device
 
-from adora_vl.checkpoint.store import load_for_rank, manifest_of, save_for_rank
+from adora_vl.checkpoint.store import load_for_rank, read_checkpoint_manifest, save_for_rank
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import to_cpu
 from adora_vl.types import Batch, StepContext
@@ -140,7 +140,7 @@ class UnfinishedGeneration:
         The images go into a new image bank, and the micro-batches refer to them there. Raises
         `UserError` if the sizes of the run have changed since.
         """
-        entry = manifest_of(checkpoint).get(_MANIFEST_KEY)
+        entry = read_checkpoint_manifest(checkpoint).get(_MANIFEST_KEY)
         if entry is None:
             return None
         for name, size in self._sizes().items():

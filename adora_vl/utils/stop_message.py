@@ -21,13 +21,13 @@ def stopped_before(step: int, reason: str, *, checkpoint: Path | str, remedy: st
     return f"{line}, and go on with --resume_from_checkpoint {checkpoint}"
 
 
-def stopped_in(step: int, reason: str, where_to_go_on: str) -> str:
+def stopped_in(step: int, reason: str, resume_point: str) -> str:
     """Return the message of a run that stops within a step, which may have changed something.
 
     Args:
         step: optimizer steps that have been made; the line names the next one.
         reason: what has happened.
-        where_to_go_on: where a new start of the same command begins, in the words of
+        resume_point: where a new start of the same command begins, in the words of
             `CheckpointWriter`.
     """
-    return f"step {step + 1}: {reason}; {where_to_go_on}"
+    return f"step {step + 1}: {reason}; {resume_point}"

@@ -37,9 +37,14 @@ from adora_vl.models.families import freeze
 from adora_vl.models.four_bit import UNQUANTISED_MODULES, four_bit_parameter_bytes
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import SHAPES_FOLDER, model_shape
-from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, Prediction, Setup, predict_memory
-from adora_vl.planning.plan import make_setup
-from adora_vl.preflight import check_model, facts
+from adora_vl.planning.memory import (
+    CUDA_CONTEXT_BYTES,
+    MemoryPrediction,
+    MemorySetup,
+    predict_memory,
+)
+from adora_vl.planning.plan import build_memory_setup
+from adora_vl.preflight import check_model, resolved_run
 from adora_vl.trainer import AdoraGRPOTrainer
 from benchmarks.recorded_answers import RecordedAnswers
 from benchmarks.sized_inputs import image_size, set_special_tokens, sized_problems
@@ -100,8 +105,8 @@ class CardRunResult:
     peaks: list[int] = field(default_factory=list)  # bytes of each micro-batch
     # The memory that the dry run predicts for later micro-batches, and for the first one of an
     # optimizer step; None where the run has failed.
-    predicted: Prediction | None = None
-    predicted_first: Prediction | None = None
+    predicted: MemoryPrediction | None = None
+    predicted_first: MemoryPrediction | None = None
     fault: str = ""  # the error that ended the run, with its last lines
     seconds: float = 0.0  # that the simulation took
 
@@ -163,7 +168,7 @@ _NOT_SIMULATED = (
 )
 
 
-def _simulated_bytes(predicted: Prediction | None) -> int:
+def _simulated_bytes(predicted: MemoryPrediction | None) -> int:
     """Return the predicted bytes of forward and backward, as far as the card simulates them."""
     assert predicted is not None
     parts = predicted.phases["forward and backward"]
@@ -367,7 +372,7 @@ def _stock_config(config: AdoraGRPOConfig) -> GRPOConfig:
 
 def _setup(
     card_run: CardRun, config: AdoraGRPOConfig, model: ModelConfig, folder: Path, prompt: int
-) -> Setup:
+) -> MemorySetup:
     """Return what the dry run predicts memory from.
 
     `prompt`: tokens of the longest prompt.
@@ -383,7 +388,7 @@ def _setup(
         four_bit_bytes=four_bit_bytes,
     )
     image_tokens = card_run.image_tokens if shape.vision else 0
-    return make_setup(
+    return build_memory_setup(
         config,
         model=model,
         shape=shape,
@@ -461,7 +466,7 @@ def _without_weights_and_files(card: Card) -> Iterator[None]:
         (PreTrainedModel, "from_pretrained", classmethod(_model_without_values)),
         (PreTrainedModel, "save_pretrained", _make_folder),
         (torch, "save", _touch_file),
-        (facts, "four_bit_folder", _four_bit_folder),
+        (resolved_run, "four_bit_folder", _four_bit_folder),
         (check_model, "check_weights", lambda *args: None),
         # It asks the vLLM that is installed here, which is one for CPUs.
         (check_model, "refuse_on_cpu", lambda *args: None),

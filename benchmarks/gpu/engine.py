@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoProcessor, PretrainedConfig
 
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.doctor.engine import FEATURES_CHECK
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.checks import Status
@@ -219,7 +219,7 @@ def seeded_rollout_lines(setting: Setting, folder: Path) -> Iterator[CheckLine]:
     from adora_vl.train import build_trainer
 
     trainer: Any = build_trainer(
-        prepare(read(train_arguments(setting, "float32", folder, eager=False)), "look")
+        prepare(parse_command(train_arguments(setting, "float32", folder, eager=False)), "inspect")
     )
     try:
         rows = [trainer.train_dataset[number] for number in range(8)]

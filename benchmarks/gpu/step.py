@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from adora_vl.record.card_memory import POLICY_MEMORY_KEY, ROLLOUT_MEMORY_KEY
+from adora_vl.record.gpu_memory import POLICY_MEMORY_KEY, ROLLOUT_MEMORY_KEY
 from adora_vl.record.metrics import METRICS_FILE
 from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import find_cpu_build

@@ -42,7 +42,7 @@ from adora_vl.data.prompt_lengths import PromptLengths
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import model_shape
 from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, predict_memory
-from adora_vl.planning.plan import make_setup
+from adora_vl.planning.plan import build_memory_setup
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import JUDGED_ON_GPU_ONLY, Setting
@@ -394,11 +394,13 @@ def predict_peak_bytes(
     )
     image = (side // shape.patch_size // shape.merge_size) ** 2
     lengths = PromptLengths(["row"], [prompt], [image])
-    setup = make_setup(
+    setup = build_memory_setup(
         args,
         model=ModelConfig(attn_implementation="sdpa"),
         shape=shape,
         sharding=Sharding(),
         lengths=lengths,
     )
-    return predict_memory(setup, 80 * GIB).peak - (CUDA_CONTEXT_BYTES if setting.on_gpu else 0)
+    return predict_memory(setup, 80 * GIB).peak_bytes - (
+        CUDA_CONTEXT_BYTES if setting.on_gpu else 0
+    )

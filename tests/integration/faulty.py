@@ -169,7 +169,7 @@ def start_in_turn(arguments: list[str], starts: list[str]) -> int:
         else:
             trainers.append(build(run))
         trainer = trainers[0]
-        trainer.train_dataset = run.data.train
+        trainer.train_dataset = run.data.train_dataset
         trainer.run = run
         trainer.parts.skip_bad_steps.bad_steps_in_a_row = 0
         trainer.parts.skip_bad_steps.reason = None

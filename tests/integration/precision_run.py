@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.utils.errors import RunError
 
@@ -126,7 +126,7 @@ def main() -> int:
     from adora_vl.prepare import prepare
     from adora_vl.train import build_trainer
 
-    trainer: Any = build_trainer(prepare(read(sys.argv[2:]), "look"))
+    trainer: Any = build_trainer(prepare(parse_command(sys.argv[2:]), "inspect"))
     trainer.callback_handler.callbacks.insert(0, SaveTensorsAtStart(trainer, Path(sys.argv[1])))
     with contextlib.suppress(LookedAtError):
         GRPOTrainer.train(trainer)  # which notes no failure

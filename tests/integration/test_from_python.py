@@ -22,7 +22,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer, load_problems
 from adora_vl.checkpoint.store import checkpoints
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.config.run_context import RunContext
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import (
@@ -160,8 +160,8 @@ def test_problems_loaded_in_python_are_those_of_the_command(prepared_folder, tmp
     words += ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
     for key, value in keys.items():
         words += [f"--{key}", "null" if value is None else value]
-    request = request_from_command(read(words))
-    command_rows = run_checks(request, RunContext.of_launch("leave")).data.train
+    request = request_from_command(parse_command(words))
+    command_rows = run_checks(request, RunContext.of_launch("ignore")).data.train_dataset
     assert len(rows) == len(command_rows) == 12
     for row, command_row in zip(rows, command_rows, strict=True):
         assert row == command_row
@@ -356,21 +356,21 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     source = ModelSource(model_keys("tiny", args, None))
     run = run_checks(
         RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment_factory=Board),
-        RunContext.of_launch("leave"),
+        RunContext.of_launch("ignore"),
     )
     assert run.rewards.entries == ("seen", "Board")
-    assert '"name": "pair"' in run.data.train[0]["prompt"][0]["content"]
+    assert '"name": "pair"' in run.data.train_dataset[0]["prompt"][0]["content"]
     with pytest.raises(
         UserError, match="environment_factory: a reward function has the name 'seen', too; rename"
     ):
         run_checks(
             RunRequest(args, source, rows, seen, environment_factory=type("seen", (Board,), {})),
-            RunContext.of_launch("leave"),
+            RunContext.of_launch("ignore"),
         )
-    assert run.data.evaluated["own"][0]["prompt"][0] == run.data.train[0]["prompt"][0], (
+    assert run.data.eval_dataset["own"][0]["prompt"][0] == run.data.train_dataset[0]["prompt"][0], (
         "TRL's evaluations tell of them, too"
     )
-    system, user = run.data.train[0]["prompt"]
+    system, user = run.data.train_dataset[0]["prompt"]
     assert system["role"] == "system"
     assert '"name": "area"' in system["content"]
     assert '"name": "zoom"' in system["content"]

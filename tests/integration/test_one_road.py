@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import Gemma3Config, Qwen2Config
 from trl import get_quantization_config
 
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
@@ -170,7 +170,7 @@ def start_from_python(words: list[str], dataset: Dataset | None = None) -> None:
     source = ModelSource(model_keys(name, config, lora, get_quantization_config(model)), lora)
     run = run_checks(
         RunRequest(config, source, Datasets(dataset or equal_rows()), list(script.adora_reward)),
-        RunContext.of_launch("leave"),
+        RunContext.of_launch("ignore"),
     )
     run.lock_output_dir(
         {"true": True, "None": None}.get(
@@ -180,9 +180,9 @@ def start_from_python(words: list[str], dataset: Dataset | None = None) -> None:
 
 
 PREPARE_BY_WAY: dict[str, Callable[[list[str]], Any]] = {
-    "C": lambda words: prepare(read(words)),
-    "D": lambda words: make_plan(read(words), DryRunOptions()),
-    "K": lambda words: doctor.diagnose(read(words)),
+    "C": lambda words: prepare(parse_command(words)),
+    "D": lambda words: make_plan(parse_command(words), DryRunOptions()),
+    "K": lambda words: doctor.diagnose(parse_command(words)),
     "P": start_from_python,
 }
 ALL_WAYS = "CDKP"
@@ -836,7 +836,7 @@ CHECKS_IN_ORDER = [
     "check_parts",
     "check_prompts",
     "check_rows",
-    "check_room",
+    "check_tool_reply_room",
     "check_user_code",
     "check_evaluations",
     "check_model_files",
@@ -869,11 +869,11 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
         "--output_dir",
     ]
     ways: dict[str, Callable[[], Any]] = {
-        "command": lambda: prepare(read([*words, str(tmp_path / "run")])),
+        "command": lambda: prepare(parse_command([*words, str(tmp_path / "run")])),
         "dry run": lambda: prepare_on_paper(
-            read([*words, str(tmp_path / "paper")]), DryRunOptions()
+            parse_command([*words, str(tmp_path / "paper")]), DryRunOptions()
         ),
-        "doctor": lambda: prepare(read([*words, str(tmp_path / "doctor")]), "look"),
+        "doctor": lambda: prepare(parse_command([*words, str(tmp_path / "doctor")]), "inspect"),
         "Python": lambda: start_from_python([*words, str(tmp_path / "python")]),
     }
     for name, way in ways.items():
@@ -881,7 +881,7 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
             checks_made.clear()
             run = way()
             assert checks_made == CHECKS_IN_ORDER
-            assert run is None or run.messages.unknown == []
+            assert run is None or run.messages.unchecked == []
 
 
 def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
@@ -895,9 +895,9 @@ def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
         with subtests.test(name):
             words = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml")]
             file = CONFIGS_FOLDER / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
-            run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=file))
+            run = prepare_on_paper(parse_command(words), DryRunOptions(accelerate_config=file))
             assert not run.context.on_this_machine
-            assert run.messages.unknown[0].startswith("the run is for another machine")
+            assert run.messages.unchecked[0].startswith("the run is for another machine")
             assert (
                 run.layout.global_batch
                 == run.config.per_device_train_batch_size * run.context.sharding.processes

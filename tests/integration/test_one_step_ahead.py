@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from adora_vl.checkpoint.store import manifest_of
+from adora_vl.checkpoint.store import read_checkpoint_manifest
 from adora_vl.rollout.engine_pair import EnginePair
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_files import WeightFiles
@@ -184,7 +184,7 @@ def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
     ), "in the first pass"
     for name, step in (("reward", 2), ("drift", 0)):
         checkpoint = tmp_path / name / f"checkpoint-{step}"
-        manifest = manifest_of(checkpoint)
+        manifest = read_checkpoint_manifest(checkpoint)
         assert manifest["metrics"] == {}
         assert manifest["methods"] == {}
         state = json.loads((checkpoint / "trainer_state.json").read_text())

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from adora_vl.checkpoint.stop import EXIT_STOPPED
-from adora_vl.checkpoint.store import checkpoints, problem_with_checkpoint
+from adora_vl.checkpoint.store import checkpoints, describe_checkpoint_damage
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED_FOLDER
 from benchmarks.kill_and_resume import smaller_demo_arguments
@@ -188,7 +188,7 @@ def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(sigterm_run):
     out, code, errors = sigterm_run
     assert code == EXIT_STOPPED, errors[-2000:]
     (checkpoint,) = checkpoints(out)
-    assert problem_with_checkpoint(checkpoint) is None
+    assert describe_checkpoint_damage(checkpoint) is None
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     assert "SIGTERM: saving after this optimizer step" in errors
     assert f"Stopped after step {step}; the same command goes on from checkpoint-{step}" in errors
@@ -227,4 +227,4 @@ def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path
     assert command_lines_marked_with(mark) == []
     (checkpoint,) = checkpoints(tmp_path / "out")
     assert checkpoint.name == "checkpoint-3"
-    assert problem_with_checkpoint(checkpoint) is None
+    assert describe_checkpoint_damage(checkpoint) is None

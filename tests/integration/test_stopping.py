@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import (
+    checkpoint_step,
     checkpoints,
-    newest_valid_checkpoint,
-    problem_with_checkpoint,
-    step_of,
+    describe_checkpoint_damage,
+    find_newest_valid_checkpoint,
 )
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
@@ -113,7 +113,7 @@ def start_and_stop(
 ) -> StoppedRun:
     """Start a run without an end, and stop it after its first step."""
     older_checkpoints = checkpoints(output_dir)
-    resumed_step = step_of(older_checkpoints[0]) if older_checkpoints else 0
+    resumed_step = checkpoint_step(older_checkpoints[0]) if older_checkpoints else 0
     with RunningCommand(config, output_dir, [*STOPPING_RUN_ARGUMENTS, *ENDLESS_STEPS]) as run:
         run.wait_for_step(resumed_step + 1)
         output_at_step = run.output
@@ -127,7 +127,7 @@ def start_and_stop(
         output=output,
         code=code,
         saved=saved,
-        problems=[problem_with_checkpoint(folder) for folder in saved],
+        problems=[describe_checkpoint_damage(folder) for folder in saved],
         note=note,
     )
 
@@ -139,7 +139,7 @@ def assert_one_whole_checkpoint(stopped: StoppedRun) -> None:
     """
     (checkpoint,) = stopped.saved
     assert stopped.problems == [None]
-    step = step_of(checkpoint)
+    step = checkpoint_step(checkpoint)
     assert stopped.note == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
 
 
@@ -175,7 +175,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_way):
     The run gets at least to the first checkpoint of the run on one machine, to be compared there.
     """
     first_run_stopped = next(iter(stopped_run_by_way.values()))
-    first_saved_step = step_of(first_run_stopped.saved[0])
+    first_saved_step = checkpoint_step(first_run_stopped.saved[0])
     folder = tmp_path_factory.mktemp("machines")
     out = folder / "out"
     config = "configs/accelerate/cpu_zero3.yaml"
@@ -197,7 +197,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_way):
             codes.append(script.wait(NOTICE_BOUND_S))
             seconds_to_end = time.monotonic() - time_of_power_loss
             outputs.append(machines.output)
-        checkpoint = newest_valid_checkpoint(out)[0]
+        checkpoint = find_newest_valid_checkpoint(out)[0]
         last_logged_step = read_metrics(out / METRICS_FILE)[-1]["step"]
         with machines.running(config, out, words) as script:
             # the new run cuts the log back to its checkpoint
@@ -240,7 +240,7 @@ def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(run_on_two_machin
     assert run_on_two_machines.codes[1] == EXIT_STOPPED
     assert run_on_two_machines.outputs[1].count("Stopped after step") == 1
     assert json.loads((newest.parent / STOPPED_FILE).read_text())["checkpoint"] == newest.name
-    assert [problem_with_checkpoint(folder) for folder in run_on_two_machines.saved] == [
+    assert [describe_checkpoint_damage(folder) for folder in run_on_two_machines.saved] == [
         None
     ] * len(run_on_two_machines.saved)
 

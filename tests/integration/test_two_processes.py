@@ -22,7 +22,7 @@ from adora_vl.checkpoint.store import (
     COMPLETE_FILE,
     MANIFEST_FILE,
     checkpoints,
-    problem_with_checkpoint,
+    describe_checkpoint_damage,
     publish_checkpoint,
 )
 from adora_vl.checkpoint.trl_state import REFERENCE_FOLDER
@@ -103,7 +103,7 @@ def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(drift_stoppe
     assert f"go on with --resume_from_checkpoint {out / 'checkpoint-2'}" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: step 3")[0]
     assert [path.name for path in checkpoints(out)] == ["checkpoint-2", "checkpoint-1"]
-    assert [problem_with_checkpoint(path) for path in checkpoints(out)] == [None, None]
+    assert [describe_checkpoint_damage(path) for path in checkpoints(out)] == [None, None]
     assert processes == []
 
 
@@ -296,7 +296,7 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
         rf"--resume_from_checkpoint {newest}",
         line,
     )
-    assert problem_with_checkpoint(newest) is None
+    assert describe_checkpoint_damage(newest) is None
     assert "2" in re.findall(r"exitcode +: (\S+)", done.stderr), (
         "the launcher may end the other before it ends itself"
     )

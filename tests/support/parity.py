@@ -33,7 +33,7 @@ from adora_vl.utils.checks import as_json
 from tests.support.launch import accelerate_launch
 
 if TYPE_CHECKING:
-    from adora_vl.preflight.facts import ResolvedRun
+    from adora_vl.preflight.resolved_run import ResolvedRun
     from adora_vl.tools.run import Toolbox
     from adora_vl.trainer import AdoraGRPOTrainer
     from adora_vl.types import StepContext

@@ -17,8 +17,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from adora_vl.checkpoint import store
-from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_of
-from adora_vl.checkpoint.resume import choose_start
+from adora_vl.checkpoint.fingerprint import differences, fingerprint, zero_stage_name
+from adora_vl.checkpoint.resume import choose_start_point
 from adora_vl.checkpoint.run_files import SET_ASIDE_FOLDER
 from adora_vl.checkpoint.universal import (
     _RestoreParameterGroups,
@@ -83,17 +83,17 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
     for name, (damage, reason) in DAMAGES.items():
         older = write_checkpoint(tmp_path / name, 10)
         newer = write_checkpoint(tmp_path / name, 20)
-        assert store.problem_with_checkpoint(newer) is None
+        assert store.describe_checkpoint_damage(newer) is None
         damage(newer)
-        assert reason in str(store.problem_with_checkpoint(newer)), name
-        start = choose_start(
+        assert reason in str(store.describe_checkpoint_damage(newer)), name
+        start = choose_start_point(
             tmp_path / name, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT
         )
         assert start.checkpoint == str(older), name
         assert start.notes[0].startswith(f"skipped {newer}: "), name
         assert reason in start.notes[0], name
         with pytest.raises(UserError, match="is not whole|is no checkpoint folder"):
-            choose_start(
+            choose_start_point(
                 tmp_path / name,
                 resume_from_checkpoint=str(newer),
                 overwrite=False,
@@ -106,8 +106,10 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(
         UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"
     ):
-        choose_start(tmp_path, resume_from_checkpoint="auto", overwrite=False, current=FINGERPRINT)
-    start = choose_start(
+        choose_start_point(
+            tmp_path, resume_from_checkpoint="auto", overwrite=False, current=FINGERPRINT
+        )
+    start = choose_start_point(
         tmp_path, resume_from_checkpoint="auto", overwrite=True, current=FINGERPRINT
     )
     assert start.checkpoint is None
@@ -119,13 +121,13 @@ def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_
     with pytest.raises(
         UserError, match=r"of another run: adora_method.adora.factor: 0.1 -> 0.2 \(and 1 more\)"
     ):
-        choose_start(
+        choose_start_point(
             tmp_path,
             resume_from_checkpoint=None,
             overwrite=False,
             current={"adora_method.adora.factor": "0.2", "dataset": "xyz"},
         )
-    start = choose_start(
+    start = choose_start_point(
         tmp_path,
         str(tmp_path / "checkpoint-10"),
         False,
@@ -143,7 +145,7 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
         with pytest.raises(
             UserError, match=rf"by 2 processes and this run has 1; .* {checkpoint} OUT --universal"
         ):
-            choose_start(
+            choose_start_point(
                 tmp_path,
                 resume_from_checkpoint=resume_from,
                 overwrite=False,
@@ -153,7 +155,7 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
             UserError,
             match=r"with sharding zero3 and this run has none; .* --model_name_or_path OUT",
         ):
-            choose_start(
+            choose_start_point(
                 tmp_path,
                 resume_from_checkpoint=resume_from,
                 overwrite=False,
@@ -161,14 +163,16 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
             )
     universal = write_checkpoint(tmp_path / "universal", 10, SHARDED)
     (universal / "latest_universal").write_text("global_step")
-    assert choose_start(
+    assert choose_start_point(
         tmp_path,
         resume_from_checkpoint=str(universal),
         overwrite=False,
         current={**SHARDED, "processes": "1"},
     ).notes[1:] == ["changed since then: processes: 2 -> 1"]
-    assert sharding_of(training_config(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))) == "zero3"
-    assert sharding_of(training_config()) == "none"
+    assert (
+        zero_stage_name(training_config(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))) == "zero3"
+    )
+    assert zero_stage_name(training_config()) == "none"
 
 
 def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path):
@@ -200,7 +204,7 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
             {"optimizer_state_dict": Code(ran)}, checkpoint / "global_step1" / f"{name}_states.pt"
         )
     (checkpoint / "latest").write_text("global_step1")
-    store.seal_checkpoint(checkpoint, {"step": 1, "fingerprint": {}})
+    store.finalize_checkpoint(checkpoint, {"step": 1, "fingerprint": {}})
     engine = SimpleNamespace(
         load_checkpoint=lambda *_, **__: torch.load(
             checkpoint / "global_step1" / f"{names[0]}_states.pt", weights_only=False
@@ -262,22 +266,24 @@ def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
 
 def test_the_words_of_resume_from_checkpoint(tmp_path):
     assert (
-        choose_start(
+        choose_start_point(
             tmp_path / "new", resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT
         ).checkpoint
         is None
     )
     with pytest.raises(UserError, match="true, but"):
-        choose_start(
+        choose_start_point(
             tmp_path / "new", resume_from_checkpoint="true", overwrite=False, current=FINGERPRINT
         )
     newest = write_checkpoint(tmp_path, 10)
     for word in (None, "auto", "true", True):
-        assert choose_start(
+        assert choose_start_point(
             tmp_path, resume_from_checkpoint=word, overwrite=False, current=FINGERPRINT
         ).checkpoint == str(newest)
     with pytest.raises(UserError, match="false, but .* holds checkpoint-10"):
-        choose_start(tmp_path, resume_from_checkpoint="false", overwrite=False, current=FINGERPRINT)
+        choose_start_point(
+            tmp_path, resume_from_checkpoint="false", overwrite=False, current=FINGERPRINT
+        )
 
 
 def test_differences_name_what_a_person_sets_first():
@@ -397,7 +403,7 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     writer = CheckpointWriter(tmp_path, keep=1, accelerator=accelerator)
 
     def save(folder: Path) -> dict[str, object]:
-        assert store.problem_with_checkpoint(older) is None
+        assert store.describe_checkpoint_damage(older) is None
         assert store.checkpoints(tmp_path / SET_ASIDE_FOLDER)
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"half")
@@ -413,11 +419,11 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
         writer.write(20, on_a_full_disk)
     assert full.value.__cause__ is None, "a cause would be printed as a traceback"
     assert list((tmp_path / store.STAGING_FOLDER).iterdir()) == []
-    assert store.problem_with_checkpoint(older) is None
+    assert store.describe_checkpoint_damage(older) is None
     assert store.checkpoints(tmp_path / SET_ASIDE_FOLDER)
     assert writer.last_saved_step is None
     writer.write(20, save)
-    assert store.newest_valid_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-20"
+    assert store.find_newest_valid_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-20"
     assert writer.last_saved_step == 20
     assert len(store.checkpoints(tmp_path)) == 1
     assert not (tmp_path / SET_ASIDE_FOLDER).exists()
@@ -425,16 +431,14 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
 
 def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
     flip_a_byte(write_checkpoint(tmp_path, 10) / "model.safetensors")
-    assert store.problem_with_checkpoint(write_checkpoint(tmp_path, 10)) is None
+    assert store.describe_checkpoint_damage(write_checkpoint(tmp_path, 10)) is None
     assert list((tmp_path / store.STAGING_FOLDER).iterdir()) == []
 
 
 def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkeypatch):
     """The new folder is whole or missing, whichever call was the last to succeed."""
     older = write_checkpoint(tmp_path, 10)
-    for call, survived in product(
-        ("replace_file", "hash_and_size_by_name", "flush_to_disk"), range(6)
-    ):
+    for call, survived in product(("replace_file", "hash_files", "flush_to_disk"), range(6)):
         real = getattr(store, call)
         calls_left = iter(range(survived))
 
@@ -447,7 +451,7 @@ def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkey
         with contextlib.suppress(KeyboardInterrupt):
             write_checkpoint(tmp_path, 20)
         monkeypatch.setattr(store, call, real)
-        newest = store.newest_valid_checkpoint(tmp_path)
+        newest = store.find_newest_valid_checkpoint(tmp_path)
         assert newest[0] == (
             tmp_path / "checkpoint-20" if (tmp_path / "checkpoint-20").exists() else older
         )

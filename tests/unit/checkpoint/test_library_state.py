@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from adora_vl.checkpoint.run_files import run_entries
-from adora_vl.checkpoint.store import seal_checkpoint
+from adora_vl.checkpoint.store import finalize_checkpoint
 from adora_vl.checkpoint.trl_state import (
     REFERENCE_FOLDER,
     LossSums,
-    MovingReference,
+    SyncedReferenceModel,
 )
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
@@ -87,8 +87,8 @@ def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):
         resumed(model, tmp_path)
 
 
-def reference(model: Any, moves: bool = True) -> MovingReference:
-    return MovingReference(model, moves=moves, is_main=True, gather=nullcontext)
+def reference(model: Any, moves: bool = True) -> SyncedReferenceModel:
+    return SyncedReferenceModel(model, moves=moves, is_main=True, gather=nullcontext)
 
 
 def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp_path):
@@ -133,11 +133,11 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
             accelerator=SimpleNamespace(process_index=rank, num_processes=ranks), **sums
         )
 
-    assert LossSums(trainer(0, 2)).facts() == {}, "the training has not begun"
+    assert LossSums(trainer(0, 2)).metadata() == {}, "the training has not begun"
     stopped = trainer(
         0, 2, _tr_loss=torch.tensor(0.1), _total_loss_scalar=2.25, _globalstep_last_logged=4
     )
-    seal_checkpoint(tmp_path, LossSums.with_all_ranks(LossSums(stopped).facts()))
+    finalize_checkpoint(tmp_path, LossSums.with_all_ranks(LossSums(stopped).metadata()))
     for rank, ranks, rest in (
         (0, 2, 0.1),
         (1, 2, 0.5),

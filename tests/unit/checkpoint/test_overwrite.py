@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.checkpoint.resume import InputFolder, choose_start, lock_output_dir
+from adora_vl.checkpoint.resume import InputFolder, choose_start_point, lock_output_dir
 from adora_vl.checkpoint.run_files import (
     SET_ASIDE_FOLDER,
-    WRITTEN_FILES_NOTE,
+    WRITTEN_FILES_RECORD,
     list_users_files,
     recording_saved_files,
     refuse_users_files,
@@ -31,12 +31,12 @@ from adora_vl.checkpoint.store import (
     CHECKPOINT_NAME_PATTERN,
     STAGING_FOLDER,
     checkpoints,
-    newest_valid_checkpoint,
+    find_newest_valid_checkpoint,
 )
-from adora_vl.checkpoint.writer import delete_run_set_aside, set_run_aside
+from adora_vl.checkpoint.writer import delete_old_run, move_old_run_aside
 from adora_vl.export import main as export
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
-from adora_vl.record.record_files import write_part
+from adora_vl.record.record_files import write_record_file
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError
@@ -65,7 +65,7 @@ def write_run(folder: Path, *steps: int) -> Path:
     (folder / "metrics.jsonl").write_text(METRICS_OF_OLD_RUN)
     (folder / "manifest.json").write_text(MANIFEST_OF_RUN)
     (folder / "rollouts").mkdir()
-    write_part(
+    write_record_file(
         folder / "rollouts",
         pa.table({"step": [1]}).replace_schema_metadata({"adora_vl": "{}"}),
         1,
@@ -90,7 +90,7 @@ def names_of_files(folder: Path) -> set[str]:
 def test_choosing_the_start_deletes_nothing(tmp_path):
     before = names_of_files(write_run(tmp_path, 4, 8))
     for resume_from in (None, "auto", "false"):
-        start = choose_start(
+        start = choose_start_point(
             tmp_path, resume_from_checkpoint=resume_from, overwrite=True, current=FINGERPRINT
         )
         assert start.checkpoint is None
@@ -105,15 +105,15 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
     before = names_of_files(run)
     for resume_from in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
         with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
-            choose_start(
+            choose_start_point(
                 run, resume_from_checkpoint=resume_from, overwrite=True, current=FINGERPRINT
             )
-    start = choose_start(
+    start = choose_start_point(
         run, resume_from_checkpoint=str(elsewhere), overwrite=True, current=FINGERPRINT
     )
     assert start.checkpoint == str(elsewhere)
     assert start.replaces
-    set_run_aside(run)
+    move_old_run_aside(run)
     assert elsewhere.is_dir()
     assert {name.removeprefix(f"{SET_ASIDE_FOLDER}/") for name in names_of_files(run)} == before
 
@@ -121,7 +121,7 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
 def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
     """The run that goes on from it would delete it, at its first checkpoint or before reading it."""
     run = write_run(tmp_path / "run", 4, 8)
-    set_run_aside(run)
+    move_old_run_aside(run)
     write_checkpoint(run, 2)  # of the run after it
     (run / STAGING_FOLDER).mkdir(exist_ok=True)
     # whole, and killed before it got its place
@@ -136,7 +136,7 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
         with pytest.raises(
             UserError, match="^resume_from_checkpoint: .*, which a run clears; move it out of there"
         ):
-            choose_start(
+            choose_start_point(
                 run,
                 resume_from_checkpoint=str(run / name),
                 overwrite=overwrite,
@@ -144,7 +144,7 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
             )
     assert names_of_files(run) == before
     moved = (run / SET_ASIDE_FOLDER / "checkpoint-4").rename(tmp_path / "checkpoint-4")
-    assert choose_start(
+    assert choose_start_point(
         run, resume_from_checkpoint=str(moved), overwrite=True, current=FINGERPRINT
     ).checkpoint == str(moved)
 
@@ -180,7 +180,7 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
         with pytest.raises(
             UserError, match=f"^{key}: .* whose run overwrite_output_dir: true replaces"
         ):
-            choose_start(
+            choose_start_point(
                 run,
                 resume_from_checkpoint=None,
                 overwrite=True,
@@ -189,7 +189,7 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
             )
     assert names_of_files(run) == before
     for elsewhere in (tmp_path, run / "eval", "somebody/model"):
-        assert choose_start(
+        assert choose_start_point(
             run,
             resume_from_checkpoint=None,
             overwrite=True,
@@ -202,24 +202,24 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
     tmp_path,
 ):
     run = write_run(tmp_path, 4, 8)
-    assert set_run_aside(run) == str(run / SET_ASIDE_FOLDER)
+    assert move_old_run_aside(run) == str(run / SET_ASIDE_FOLDER)
     assert checkpoints(run) == []
     assert (run / "notes.txt").is_file()
     for overwrite in (False, True):  # the crash, and the same or the plain command again
         (run / "metrics.jsonl").write_text(METRICS_OF_CRASHED_RUN)
-        start = choose_start(
+        start = choose_start_point(
             run, resume_from_checkpoint=None, overwrite=overwrite, current=FINGERPRINT
         )
         assert start.checkpoint is None
         if start.replaces:
-            set_run_aside(run)
+            move_old_run_aside(run)
             assert not (run / "metrics.jsonl").exists()
         assert (run / SET_ASIDE_FOLDER / "metrics.jsonl").read_text() == METRICS_OF_OLD_RUN
     assert (
-        newest_valid_checkpoint(run / SET_ASIDE_FOLDER)[0]
+        find_newest_valid_checkpoint(run / SET_ASIDE_FOLDER)[0]
         == run / SET_ASIDE_FOLDER / "checkpoint-8"
     )
-    delete_run_set_aside(run)
+    delete_old_run(run)
     assert not (run / SET_ASIDE_FOLDER).exists()
 
 
@@ -230,12 +230,15 @@ def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
     run = write_checkpoint(tmp_path_factory.mktemp("run"), 4).parent
     for number, event in enumerate(events):
         if event == "set aside":
-            set_run_aside(run)
+            move_old_run_aside(run)
         elif event == "checkpoint":
             write_checkpoint(run, 10 + number)
-            assert newest_valid_checkpoint(run)[0] == run / f"checkpoint-{10 + number}"
-            delete_run_set_aside(run)
-        assert newest_valid_checkpoint(run)[0] or newest_valid_checkpoint(run / SET_ASIDE_FOLDER)[0]
+            assert find_newest_valid_checkpoint(run)[0] == run / f"checkpoint-{10 + number}"
+            delete_old_run(run)
+        assert (
+            find_newest_valid_checkpoint(run)[0]
+            or find_newest_valid_checkpoint(run / SET_ASIDE_FOLDER)[0]
+        )
     shutil.rmtree(run)
 
 
@@ -246,8 +249,8 @@ def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
         match="^output_dir: .* holds a finished run; choose another output_dir, or start anew with --overwrite_output_d"
         r"ir true, which deletes 'model.safetensors', .* and \d more once the new run has a whole checkpoint$",
     ):
-        choose_start(run, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT)
-    assert choose_start(
+        choose_start_point(run, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT)
+    assert choose_start_point(
         run, resume_from_checkpoint=None, overwrite=True, current=FINGERPRINT
     ).replaces
 
@@ -394,7 +397,7 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, 
         # and a late file
         for refuse in (
             lambda run=run: refuse_users_files(run, overwrite=True),
-            lambda run=run: set_run_aside(run),
+            lambda run=run: move_old_run_aside(run),
         ):
             with pytest.raises(UserError, match=ERROR_ABOUT_USERS_FILES) as caught:
                 refuse()
@@ -460,7 +463,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
 @pytest.mark.core
 def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     """The final model of a resumed run takes the place of the earlier one's, and of nothing else."""
-    notes = json.loads((run / WRITTEN_FILES_NOTE).read_text())
+    notes = json.loads((run / WRITTEN_FILES_RECORD).read_text())
     killed = shutil.copytree(run, tmp_path / "killed")
     for name in ("README.md", "config.json"):
         write_users_file(run / name)
@@ -478,9 +481,9 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     write_users_file(killed / "added_tokens.json")
     with pytest.raises(RuntimeError), recording_saved_files(killed, saves_model=True):
         write_users_file(killed / "model.safetensors", "half of an")
-        shutil.copy(killed / WRITTEN_FILES_NOTE, tmp_path)
+        shutil.copy(killed / WRITTEN_FILES_RECORD, tmp_path)
         raise RuntimeError
-    shutil.copy(tmp_path / WRITTEN_FILES_NOTE, killed)  # as a kill would leave it
+    shutil.copy(tmp_path / WRITTEN_FILES_RECORD, killed)  # as a kill would leave it
     with pytest.raises(UserError, match="holds 'added_tokens.json', which"):
         refuse_users_files(killed, overwrite=False)
     (killed / "added_tokens.json").unlink()
@@ -494,9 +497,9 @@ def test_files_of_a_save_that_is_killed_twice_stay_the_runs(tmp_path):
     def save_until_killed(name: str) -> None:
         with pytest.raises(RuntimeError), recording_saved_files(tmp_path, saves_model=True):
             write_users_file(tmp_path / name, "half of one")
-            notes_of_killed_process = (tmp_path / WRITTEN_FILES_NOTE).read_bytes()
+            notes_of_killed_process = (tmp_path / WRITTEN_FILES_RECORD).read_bytes()
             raise RuntimeError
-        (tmp_path / WRITTEN_FILES_NOTE).write_bytes(notes_of_killed_process)
+        (tmp_path / WRITTEN_FILES_RECORD).write_bytes(notes_of_killed_process)
 
     write_users_file(tmp_path / "config.json")
     save_until_killed("model.safetensors")
@@ -511,7 +514,7 @@ def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_pat
     for output in (run / "merged", tmp_path / "merged"):
         assert export([str(run), str(output)]) == 0
     assert list_users_files(run) == []
-    assert not (tmp_path / WRITTEN_FILES_NOTE).exists()
+    assert not (tmp_path / WRITTEN_FILES_RECORD).exists()
 
 
 def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_more(run, capsys):
@@ -605,12 +608,14 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"
     ):
-        choose_start(tmp_path, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT)
+        choose_start_point(
+            tmp_path, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT
+        )
     write_checkpoint(tmp_path, 4)
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', .* true, which deletes 'checkpoint-4' once "
     ):
-        choose_start(
+        choose_start_point(
             tmp_path,
             resume_from_checkpoint=None,
             overwrite=False,
@@ -634,7 +639,7 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     mark_stopped(run, 4)
     assert list_users_files(run) == []
     refuse_users_files(run, overwrite=True)
-    assert set_run_aside(run)
+    assert move_old_run_aside(run)
     assert run_entries(run) == []
     refuse_users_files(run, overwrite=True)  # what was put aside is known there as well
 
@@ -646,14 +651,14 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
     rename = Path.rename
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
         patch.setattr(Path, "rename", lambda path, target: next(moves) and rename(path, target))
-        set_run_aside(run)
+        move_old_run_aside(run)
     assert (run / SET_ASIDE_FOLDER / "config.json").is_file()
     assert (run / "README.md").is_file()
     refuse_users_files(run, overwrite=True)
 
 
 def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved(run, tmp_path):
-    (run / WRITTEN_FILES_NOTE).unlink()
+    (run / WRITTEN_FILES_RECORD).unlink()
     with pytest.raises(
         UserError,
         match=rf"{ERROR_ABOUT_USERS_FILES.split(' .*')[0]} .* holds 'model.safetensors', .* and \d more, ",
@@ -662,8 +667,8 @@ def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved
     for name in list_users_files(run):
         shutil.move(run / name, tmp_path)
     refuse_users_files(run, overwrite=True)
-    write_users_file(run / WRITTEN_FILES_NOTE, '{"files": {}}')
-    assert list_users_files(run) == [WRITTEN_FILES_NOTE]
+    write_users_file(run / WRITTEN_FILES_RECORD, '{"files": {}}')
+    assert list_users_files(run) == [WRITTEN_FILES_RECORD]
 
 
 def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
@@ -672,7 +677,7 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
     assert list_users_files(tmp_path / "copy") == []
     (tmp_path / "link").symlink_to(run)
     refuse_users_files(tmp_path / "link", overwrite=True)
-    assert set_run_aside(tmp_path / "link")
+    assert move_old_run_aside(tmp_path / "link")
     assert (run / SET_ASIDE_FOLDER / "checkpoint-4").is_dir()
     assert (tmp_path / "link").is_symlink()
 
@@ -701,7 +706,7 @@ def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
         raise OSError("full")
     with recording_saved_files(tmp_path, saves_model=False):
         write_users_file(tmp_path / "model.safetensors", "of another process")
-    assert json.loads((tmp_path / WRITTEN_FILES_NOTE).read_text())["files"].keys() == {
+    assert json.loads((tmp_path / WRITTEN_FILES_RECORD).read_text())["files"].keys() == {
         "config.json",
         "README.md",
     }

@@ -12,7 +12,7 @@ from transformers import Trainer
 from trl.trainer.utils import RepeatSampler
 
 from adora_vl.config.batch_plan import BatchLayout, total_optimizer_steps
-from adora_vl.preflight.facts import ResolvedRun
+from adora_vl.preflight.resolved_run import ResolvedRun
 
 COUNTS = st.integers(min_value=1, max_value=6)
 LAYOUTS = st.builds(

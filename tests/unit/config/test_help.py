@@ -8,7 +8,7 @@ from pathlib import Path
 
 from adora_vl.config.help import asks_for_help, help_text
 from adora_vl.config.schema import CONFIG_DATACLASSES
-from adora_vl.config.trl_keys import read_keys
+from adora_vl.config.trl_keys import config_key_by_name
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = (
@@ -76,12 +76,14 @@ def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
         assert words in text
     shown = re.findall(r"^  (\w+): ", text, re.MULTILINE)
     assert len(shown) >= 20
-    assert set(shown) <= set(read_keys())
+    assert set(shown) <= set(config_key_by_name())
 
 
 def test_every_key_stands_once_in_the_long_help_with_what_it_means():
     text = help_text(["--help-all"])
-    assert sorted(re.findall(r"^(\w+):(?: |$)", text, re.MULTILINE)) == sorted(set(read_keys()))
+    assert sorted(re.findall(r"^(\w+):(?: |$)", text, re.MULTILINE)) == sorted(
+        set(config_key_by_name())
+    )
     parts_in_order = [
         "Keys of this project",
         "adora_correct_above: 0.5\n",
@@ -92,12 +94,12 @@ def test_every_key_stands_once_in_the_long_help_with_what_it_means():
     ]
     positions = [text.index(part) for part in parts_in_order]
     assert positions == sorted(positions)
-    assert [key.name for key in read_keys().values() if not key.help] == []
+    assert [key.name for key in config_key_by_name().values() if not key.help] == []
     assert max(map(len, text.splitlines())) <= 200  # a default or an address may be long
 
 
 def test_the_defaults_read_from_the_sources_are_those_of_the_classes():
-    key_by_name = read_keys()
+    key_by_name = config_key_by_name()
     wrong_defaults = {}
     all_fields = [field for dataclass in CONFIG_DATACLASSES for field in fields(dataclass)]
     for field in all_fields:

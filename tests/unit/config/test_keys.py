@@ -20,7 +20,7 @@ from trl import GRPOConfig, ModelConfig
 from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.blocks import RolloutOptions, ToolOptions
-from adora_vl.config.command import read_file
+from adora_vl.config.command import read_config_file
 from adora_vl.config.schema import CONFIG_DATACLASSES, parse
 from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
 from adora_vl.config.values import annotations_of_keys, convert_key
@@ -341,7 +341,7 @@ def test_a_key_of_trl_that_the_annotated_config_explains_has_a_range():
         assert is_refusal(error_of(key, str(value)), key), key
     assert is_refusal(error_of("seed", 2**32), "seed"), "what numpy takes"
     assert error_of("seed", 2**32 - 1) == "", "what numpy takes"
-    explained = read_file(ROOT / "configs" / "train" / "annotated.yaml").keys() - OUR_KEYS
+    explained = read_config_file(ROOT / "configs" / "train" / "annotated.yaml").keys() - OUR_KEYS
     without_range = {
         key for key in explained if HINT_BY_KEY[key] in (bool, bool | None, list[str] | None)
     }
@@ -475,7 +475,7 @@ def test_the_documentation_has_every_key_of_ours_with_its_default():
 def test_keys_of_ours_are_few_and_each_is_explained_in_the_annotated_config():
     """More of them would be more than a person reads; one that is nowhere shown is never used."""
     keys = OUR_KEYS - OPTION_CLASSES.keys()
-    shown = read_file(ROOT / "configs" / "train" / "annotated.yaml")
+    shown = read_config_file(ROOT / "configs" / "train" / "annotated.yaml")
     explained = {name for key, value in shown.items() for name in with_dotted_keys(key, value)}
     # These two may be written in one line or with a block of their own.
     explained |= {"adora_method", "adora_extensions"} & shown.keys()

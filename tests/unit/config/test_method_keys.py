@@ -327,12 +327,12 @@ def test_python_passes_a_function_or_a_class_in_place_of_a_name():
     ):
         ours = AdoraGRPOConfig("x", adora_method=method, **keys)
         check_methods(ours)
-        name, applied = list(ours.methods.chosen.items())[-1]
+        name, applied = list(ours.methods.by_name.items())[-1]
         advantages_PG = applied.apply(None, expected_PG, build_pipeline(ours))
         assert torch.equal(advantages_PG, expected_PG * factor)
         assert name in ours.methods.hashes, "another text of it is another run"
         assert name in json.dumps(ours.to_dict()["adora_method"])
-        assert copy.copy(ours).methods.chosen.keys() == ours.methods.chosen.keys()
+        assert copy.copy(ours).methods.by_name.keys() == ours.methods.by_name.keys()
         assert name in pickle.loads(pickle.dumps(ours)).adora_method  # noqa: S301
     no_method: Any = int
     with pytest.raises(UserError, match="no subclass of adora_vl.advantage.Method"):

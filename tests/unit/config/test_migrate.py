@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.migrate import main
 from adora_vl.rewards import choose_rewards
 from adora_vl.utils.errors import UserError
@@ -127,7 +127,7 @@ def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp
     ours = yaml.safe_load((tmp_path / "c.adora.yaml").read_text())
     assert {key: ours[key] for key in expected} == expected
     assert [name for name in names_without_counterpart if name not in printed] == []
-    assert read(["--config", str(tmp_path / "c.adora.yaml")]).set_keys >= ours.keys(), (
+    assert parse_command(["--config", str(tmp_path / "c.adora.yaml")]).set_keys >= ours.keys(), (
         "every key and value is one of ours"
     )
     assert main([trainer, str(tmp_path / "c.yaml")]) == 2
@@ -163,7 +163,7 @@ def test_what_cannot_be_moved_is_one_line(tmp_path, capsys):
     ):
         (tmp_path / "f.yaml").write_text(text)
         with pytest.raises(UserError, match=rf"is a config of {name}; `python -m adora_vl.migrate"):
-            read(["--config", str(tmp_path / "f.yaml")])
+            parse_command(["--config", str(tmp_path / "f.yaml")])
 
 
 FORMS = """

@@ -21,7 +21,7 @@ import yaml
 from datasets import Dataset
 from PIL import Image, ImageDraw
 
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.migrate import main
 from adora_vl.train import main as train
 
@@ -243,7 +243,7 @@ def test_a_published_example_is_read_whole(trainer, tmp_path, capsys):
     printed = capsys.readouterr().out
     ours = yaml.safe_load(config.read_text())
     assert {key: ours.get(key, "not written") for key in KEYS[trainer]} == KEYS[trainer]
-    assert read(["--config", str(config)]).set_keys >= ours.keys()
+    assert parse_command(["--config", str(config)]).set_keys >= ours.keys()
     for remark in REMARKS[trainer]:
         assert remark in printed.partition("Look at these:")[2]
     following = printed.splitlines()[-1]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from adora_vl.config import command, trl_keys
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.command import COMMAND_OPTIONS, read
+from adora_vl.config.command import COMMAND_OPTIONS, parse_command
 from adora_vl.config.help import help_text
 from adora_vl.config.methods import build_pipeline
 from adora_vl.config.schema import CONFIG_DATACLASSES, parse
@@ -206,7 +206,7 @@ def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
     for content, (words, expected) in cases.items():
         path.write_text(content)
         with pytest.raises(UserError) as refused:
-            read(words)
+            parse_command(words)
         line = str(refused.value)
         names_file = str(path) in line or content not in BAD_FILES
         if expected not in line or "\n" in line or not names_file:
@@ -219,18 +219,18 @@ def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
 def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("smoke_cpu", "smoke_cpu.yaml"):
-        assert read(["--config", name]).file.parent.name == "train"
+        assert parse_command(["--config", name]).file.parent.name == "train"
     Path("smoke_cpu.yaml").write_text("model_name_or_path: mine")
-    assert read(["--config", "smoke_cpu.yaml"]).set_keys == {"model_name_or_path"}
+    assert parse_command(["--config", "smoke_cpu.yaml"]).set_keys == {"model_name_or_path"}
     with pytest.raises(UserError, match="no file 'runs/smoke_cpu.yaml'"):
-        read(["--config", "runs/smoke_cpu.yaml"])
+        parse_command(["--config", "runs/smoke_cpu.yaml"])
 
 
 def test_a_file_is_read_once_and_a_list_in_it_may_have_mappings(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text("adora_reward: [accuracy, {judge: {model: m}}, 'a,b']\n")
     once = Mock(wraps=read_mapping)
     monkeypatch.setattr(command, "read_mapping", once)
-    cli_args = read(["--config", str(tmp_path / "c.yaml")], needs_model=False)
+    cli_args = parse_command(["--config", str(tmp_path / "c.yaml")], needs_model=False)
     once.assert_called_once()
     assert cli_args.values["adora_reward"] == ["accuracy", {"judge": {"model": "m"}}, "a", "b"]
 
@@ -263,9 +263,9 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
         ("{daro: {}}", {"daro": {}}),
     ):
         assert (
-            read(["--config", str(path), "--adora_method", words], needs_model=False).values[
-                "adora_method"
-            ]
+            parse_command(
+                ["--config", str(path), "--adora_method", words], needs_model=False
+            ).values["adora_method"]
             == expected
         )
     assert build_pipeline(
@@ -284,17 +284,17 @@ def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
     """They are read from the libraries' sources; those of another version have one error line."""
-    assert trl_keys.read_keys().keys() == {
+    assert trl_keys.config_key_by_name().keys() == {
         key.name for dataclass in CONFIG_DATACLASSES for key in fields(dataclass) if key.init
     }
     for files in (("trainer/grpo_config.py", "trainer/model_config.py"), ("trainer/elsewhere.py",)):
         monkeypatch.setitem(trl_keys._CONFIG_FILES_BY_LIBRARY, "trl", files)
-        trl_keys.read_keys.cache_clear()
+        trl_keys.config_key_by_name.cache_clear()
         with pytest.raises(
             UserError, match="^the installed TRL or Transformers is another version"
         ):
-            read(["--beta", "1"])
-    trl_keys.read_keys.cache_clear()
+            parse_command(["--beta", "1"])
+    trl_keys.config_key_by_name.cache_clear()
 
 
 EARLY = {

@@ -11,8 +11,8 @@ import yaml
 
 from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import BatchLayout, batch_plan, check_row_count
-from adora_vl.config.command import read_file
+from adora_vl.config.batch_plan import BatchLayout, build_batch_layout, check_row_count
+from adora_vl.config.command import read_config_file
 from adora_vl.config.schema import parse
 from adora_vl.preflight.check_keys import check_keys
 from adora_vl.preflight.request import ModelSource, RunRequest
@@ -46,7 +46,7 @@ def parse_recipe(name: str) -> Any:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    return read_file(CONFIGS_FOLDER / "train" / f"{name}.yaml")
+    return read_config_file(CONFIGS_FOLDER / "train" / f"{name}.yaml")
 
 
 def test_every_shipped_config_is_in_the_pairs():
@@ -64,8 +64,8 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
             processes = yaml.safe_load(
                 (CONFIGS_FOLDER / "accelerate" / f"{launcher}.yaml").read_text()
             )["num_processes"]
-            check_keys(RunRequest(config=config, model=ModelSource(keys=model), rows=script))
-            plan = batch_plan(config, processes)
+            check_keys(RunRequest(config=config, model=ModelSource(model_args=model), rows=script))
+            plan = build_batch_layout(config, processes)
             check_row_count(plan, ROWS.get(name, 2101))
             assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
             assert model.model_name_or_path
@@ -91,7 +91,7 @@ def test_each_config_s_header_names_its_accelerate_config():
 def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps():
     for name in ("adora_7b_geo3k", "grpo_7b_geo3k", "adora_qwen3_vl_8b_geo3k"):
         config = parse_recipe(name)[1]
-        plan = batch_plan(config, 8)
+        plan = build_batch_layout(config, 8)
         assert (plan.prompts_per_generation, plan.generation_batch, plan.optimizer_batch) == (
             128,
             1024,
@@ -174,7 +174,7 @@ def config_with(**changes: Any) -> AdoraGRPOConfig:
 
 def layout_with(**changes: Any) -> BatchLayout:
     """Return the batch sizes of `config_with` on two processes."""
-    return batch_plan(config_with(**changes), 2)
+    return build_batch_layout(config_with(**changes), 2)
 
 
 def test_the_numbers_of_a_run():
@@ -204,7 +204,7 @@ def test_batches_that_are_not_whole_groups_and_too_few_rows_are_errors():
     with pytest.raises(
         UserError, match="64 sequences does not divide into groups of num_generations: 12; make"
     ):
-        batch_plan(config, 2)
+        build_batch_layout(config, 2)
     check_row_count(layout_with(), 8)
     with pytest.raises(UserError, match="7 rows cannot fill one generation of 8 prompts"):
         check_row_count(layout_with(), 7)

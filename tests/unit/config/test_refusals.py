@@ -222,7 +222,7 @@ def test_keys_that_go_together_are_taken() -> None:
         lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}
     )
     check_machine.check_schedule(schedule)
-    check_machine.schedule_of(schedule, 10)
+    check_machine.build_lr_schedule(schedule, 10)
     budget: dict[str, Any] = {
         "adora_rollouts": {"budget": 100},
         "use_vllm": True,

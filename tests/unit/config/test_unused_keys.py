@@ -7,8 +7,8 @@ import pytest
 from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import batch_plan
-from adora_vl.config.trl_keys import OUR_LIBRARY, read_keys
+from adora_vl.config.batch_plan import build_batch_layout
+from adora_vl.config.trl_keys import OUR_LIBRARY, config_key_by_name
 from adora_vl.config.unused_keys import _UNUSED_KEYS, RunSettings, refuse_unused, unused_keys
 from adora_vl.utils.errors import UserError
 
@@ -82,12 +82,14 @@ def test_every_key_of_the_libraries_is_read_named_or_refused():
     may_be_unused = {key for group in _UNUSED_KEYS for key in group.keys}
     refused = {key for keys, _ in REFUSED for key in keys} | {"parallelism_config"}
     always_read = set(KEYS_THAT_ARE_READ.split())
-    keys_of_libraries = {key.name for key in read_keys().values() if key.library != OUR_LIBRARY}
+    keys_of_libraries = {
+        key.name for key in config_key_by_name().values() if key.library != OUR_LIBRARY
+    }
     assert always_read | may_be_unused | refused >= keys_of_libraries, "what reads these?"
     assert always_read.isdisjoint(may_be_unused)
     assert refused.isdisjoint(may_be_unused)
     assert always_read | refused <= keys_of_libraries
-    assert may_be_unused <= set(read_keys())
+    assert may_be_unused <= set(config_key_by_name())
 
 
 def other_value(default: Any) -> Any:
@@ -158,7 +160,7 @@ def test_a_step_that_passes_over_a_generation_twice_is_refused():
             gradient_accumulation_steps=accumulated,
         )
         if fits:
-            batch_plan(keys, 1)
+            build_batch_layout(keys, 1)
             continue
         with pytest.raises(UserError, match=f"^num_iterations: {passes} with .* same rollouts"):
-            batch_plan(keys, 1)
+            build_batch_layout(keys, 1)

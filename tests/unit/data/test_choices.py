@@ -11,7 +11,7 @@ import pytest
 
 from adora_vl.builtin.builtin_data import data_folders
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences, fingerprint
-from adora_vl.checkpoint.resume import choose_start
+from adora_vl.checkpoint.resume import choose_start_point
 from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split, split_files
 from adora_vl.data.loading import load_rows, script_arguments_for_fingerprint
@@ -207,10 +207,10 @@ def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
     with pytest.raises(
         UserError, match=r"of another run: adora_prompt: null -> \"{problem}\\n.*; set it back"
     ):
-        choose_start(
+        choose_start_point(
             tmp_path, resume_from_checkpoint=None, overwrite=False, current=fingerprint_of(data)
         )
-    started = choose_start(
+    started = choose_start_point(
         tmp_path,
         resume_from_checkpoint=None,
         overwrite=False,

@@ -15,7 +15,7 @@ from transformers import Qwen2Config
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
 from adora_vl.data import overlong_prompts
@@ -401,9 +401,9 @@ def test_the_length_that_is_named_holds_all(
 ) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
     words = words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)
-    run = prepare(read(words), "look")
-    assert len(run.data.train) == 12
-    assert run.data.left_out == ()
+    run = prepare(parse_command(words), "inspect")
+    assert len(run.data.train_dataset) == 12
+    assert run.data.left_out_ids == ()
     assert capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
     assert main([*words, "--dry-run"]) == 0
@@ -428,25 +428,25 @@ def test_rows_are_left_out_and_recorded(
         "--adora_overlong_prompts",
         "drop",
     )
-    run = prepare(read(words), "look")
+    run = prepare(parse_command(words), "inspect")
     (note,) = capsys.readouterr().out.splitlines()
     assert note.startswith(
         "adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len"
     )
-    assert run.data.left_out == ("mine/train/7", "mine/train/9", "mine/train/11")
-    assert [row["id"] for row in run.data.train] == [
+    assert run.data.left_out_ids == ("mine/train/7", "mine/train/9", "mine/train/11")
+    assert [row["id"] for row in run.data.train_dataset] == [
         f"mine/train/{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 10)
     ]
-    assert {row["problem"] for row in run.data.train} == {SHORT}
-    assert run.data.train[7]["images"][0].size == (140, 140)
+    assert {row["problem"] for row in run.data.train_dataset} == {SHORT}
+    assert run.data.train_dataset[7]["images"][0].size == (140, 140)
     manifest = run.manifest()
     assert manifest["data"]["rows"] == 9
     assert manifest["data"]["overlong_rows_left_out"] == 3
     assert "9 rows without 3 overlong ones" in describe_run(manifest)["data"]
     assert "| overlong_rows_left_out | 3 |" in model_card(manifest, [], 1)
-    assert prepare(read(words)).fingerprint["rows left out"].startswith("3 (")
+    assert prepare(parse_command(words)).fingerprint["rows left out"].startswith("3 (")
     capsys.readouterr()
-    plan = make_plan(read(words), DryRunOptions())
+    plan = make_plan(parse_command(words), DryRunOptions())
     assert plan.rows == 9
     assert plan.lengths.longest_prompt == counted(processor, SHORT)
     assert main([*words, "--dry-run"]) == 0
@@ -517,10 +517,10 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
         "--adora_overlong_prompts",
         "drop",
     ]
-    plan = make_plan(read(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
+    plan = make_plan(parse_command(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
     assert len(plan.lengths.prompt_tokens) == 7
     assert plan.rows == 11
-    assert plan.run.messages.unknown == ["measured on the first 8 of 12 rows (--rows)"]
+    assert plan.run.messages.unchecked == ["measured on the first 8 of 12 rows (--rows)"]
 
 
 def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
@@ -609,14 +609,14 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, 
         )
         assert expected + "mine/test/1 has" in capsys.readouterr().err
     words += ["--adora_overlong_prompts", "drop"]
-    run = prepare(read(words), "look")
+    run = prepare(parse_command(words), "inspect")
     assert run.evaluations is not None
     assert [problem.pid for problem in run.evaluations.tasks[0].problems] == [
         "mine/test/0",
         "mine/test/2",
     ]
-    assert run.data.left_out == ()
-    assert len(run.data.train) == 4
+    assert run.data.left_out_ids == ()
+    assert len(run.data.train_dataset) == 4
     assert main([*words, "--dry-run"]) == 0
     assert "drop leaves out 1 of 3 rows of the evaluation geometry3k" in capsys.readouterr().out
     write(tmp_path / "all", [LONG], split="test")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adora_vl.advantage import Groups
-from adora_vl.record.record_files import ROLLOUTS_FOLDER, write_part
+from adora_vl.record.record_files import ROLLOUTS_FOLDER, write_record_file
 from adora_vl.record.rollouts import make_table
 from data_prep.cli import main
 from data_prep.forecast import forecast_attenuation
@@ -83,7 +83,7 @@ def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
     table = make_table(columns, {"num_generations": 3, "adora_correct_above": 0.5})
     (tmp_path / ROLLOUTS_FOLDER).mkdir()
     for step in range(1, 13):
-        write_part(tmp_path / ROLLOUTS_FOLDER, table, step, step)
+        write_record_file(tmp_path / ROLLOUTS_FOLDER, table, step, step)
     assert main(["filter", "--attenuation", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert "24 of 24" in output
@@ -167,8 +167,8 @@ def test_a_merged_file_that_was_not_deleted_counts_once(tmp_path, capsys):
         "truncated": [False] * 3,
     }
     table = make_table(columns, {"num_generations": 3})
-    write_part(folder, table, 1, 1)
-    write_part(folder, table, 1, 2)  # as if the first one had been merged into it
+    write_record_file(folder, table, 1, 1)
+    write_record_file(folder, table, 1, 2)  # as if the first one had been merged into it
     assert main(["filter", "--attenuation", str(tmp_path)]) == 0
     assert "1 of 1" in capsys.readouterr().out
     assert main(["filter", "--attenuation", str(tmp_path), "--rounding"]) == 2

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from adora_vl.builtin.tiny_vl import build_config
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.doctor import __main__ as command
 from adora_vl.doctor import checks as versions
 from adora_vl.doctor.checks import (
@@ -436,6 +436,6 @@ def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(m
             f"adora_vl.preflight.{step}", lambda *_, **__: pytest.fail("looked at the run")
         )
     checks = command.diagnose(
-        read(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"])
+        parse_command(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"])
     )
     assert [check.name for check in checks if check.status is Status.FAILED] == ["version of trl"]

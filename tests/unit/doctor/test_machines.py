@@ -30,10 +30,10 @@ from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import (
     RankView,
     check_ranks,
-    leave_token_file,
-    problem_among_ranks,
+    create_token_file,
+    describe_rank_mismatch,
 )
-from adora_vl.checkpoint.store import manifest_of, publish_checkpoint
+from adora_vl.checkpoint.store import publish_checkpoint, read_checkpoint_manifest
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
@@ -130,7 +130,7 @@ def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
 def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for context in (
-        lambda: RunContext.of_launch("leave"),
+        lambda: RunContext.of_launch("ignore"),
         lambda: RunContext.of_dry_run(DryRunOptions(), on_this_machine=True),
     ):
         with pytest.raises(UserError, match="its config asks for FSDP, which is not supported"):
@@ -230,7 +230,7 @@ def single_rank(monkeypatch):
 
 def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, single_rank):
     (tmp_path / f"{ranks._SHARED_FILE_PREFIX}of-a-start-that-was-killed").touch()
-    token = leave_token_file(tmp_path)
+    token = create_token_file(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [token]
     check_ranks(tmp_path, token, first={"seed": "1"}, mine={"seed": "1"}, patience_s=0)
     assert not list(tmp_path.iterdir())
@@ -241,8 +241,8 @@ def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
     ours = tmp_path / "ours"
     theirs = tmp_path / "theirs"
     ours.mkdir(), theirs.mkdir()
-    token = leave_token_file(ours)
-    leave_token_file(theirs)
+    token = create_token_file(ours)
+    create_token_file(theirs)
     with pytest.raises(
         UserError, match="is not the folder that rank 0 has on .*a disk that they share"
     ):
@@ -250,7 +250,7 @@ def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
 
 
 def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
-    token = leave_token_file(tmp_path)
+    token = create_token_file(tmp_path)
     (tmp_path / token).unlink()
     late = threading.Timer(0.3, (tmp_path / token).touch)
     late.start()
@@ -259,7 +259,7 @@ def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
 
 
 def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, single_rank):
-    token = leave_token_file(tmp_path)
+    token = create_token_file(tmp_path)
     named = rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
     with pytest.raises(UserError, match=named):
         check_ranks(
@@ -274,10 +274,10 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, sing
 def test_the_first_rank_that_differs_is_named():
     fine = RankView(machine="one", shares_folder=True, differences=[])
     different = RankView(machine="two", shares_folder=True, differences=["dataset: a -> b"])
-    assert problem_among_ranks([fine, fine], Path("out")) is None
-    problem = problem_among_ranks([fine, different], Path("out"))
+    assert describe_rank_mismatch([fine, fine], Path("out")) is None
+    problem = describe_rank_mismatch([fine, different], Path("out"))
     assert "on two (rank 1) the run is not the one of rank 0: dataset: a -> b;" in problem
-    problem = problem_among_ranks(
+    problem = describe_rank_mismatch(
         [fine, fine, RankView(machine="two", shares_folder=False, differences=[])], Path("out")
     )
     assert problem.startswith(
@@ -364,10 +364,13 @@ def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monke
     late = threading.Timer(0.3, (checkpoint / "theirs").write_text, ["2"])
     late.start()
     publish_checkpoint(
-        checkpoint, final=tmp_path / "checkpoint-3", facts={"step": 3}, written={"mine", "theirs"}
+        checkpoint,
+        final=tmp_path / "checkpoint-3",
+        metadata={"step": 3},
+        written_files={"mine", "theirs"},
     )
     late.join()
-    assert manifest_of(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
+    assert read_checkpoint_manifest(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
 
 
 def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path, monkeypatch):
@@ -376,8 +379,8 @@ def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path
         publish_checkpoint(
             stage_checkpoint(tmp_path),
             final=tmp_path / "checkpoint-3",
-            facts={"step": 3},
-            written={"mine", "theirs"},
+            metadata={"step": 3},
+            written_files={"mine", "theirs"},
         )
     assert not (tmp_path / "checkpoint-3").exists()
 

@@ -13,8 +13,8 @@ from adora_vl.builtin.processor import processor_around
 from adora_vl.builtin.small_model import build_start
 from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.builtin.tiny_vl import build_config
-from adora_vl.config.command import read
-from adora_vl.config.dry_run_options import DryRunOptions, take_options
+from adora_vl.config.command import parse_command
+from adora_vl.config.dry_run_options import DryRunOptions, split_dry_run_options
 from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split
 from adora_vl.data.overlong_prompts import OverlongPrompts
@@ -126,7 +126,7 @@ def test_the_papers_recipe_takes_eight_updates_a_generation_along_its_cosine():
 def _check_recipe(processes, generation, update):
     words = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     plan = make_plan(
-        read(words),
+        parse_command(words),
         DryRunOptions(80.0, CONFIGS_FOLDER / "accelerate" / "zero3_offload.yaml", processes),
     )
     plan = replace(plan, rows=2101)  # Geometry3K's
@@ -223,7 +223,7 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data_
         UserError,
         match=r"^model_name_or_path: the processor of .* cannot be loaded \(.*_config.json",
     ):
-        make_plan(read([*words, "--model_name_or_path", str(model)]), DryRunOptions())
+        make_plan(parse_command([*words, "--model_name_or_path", str(model)]), DryRunOptions())
 
 
 @pytest.mark.core
@@ -295,7 +295,9 @@ def test_rows_above_the_prefill_budget_are_counted(data_folder):
         "--dataset_name",
         str(data_folder),
     ]
-    plan = make_plan(read([*words, "--adora_vllm_max_num_batched_tokens", "90"]), DryRunOptions())
+    plan = make_plan(
+        parse_command([*words, "--adora_vllm_max_num_batched_tokens", "90"]), DryRunOptions()
+    )
     plan = replace(plan, lengths=PromptLengths(["a", "b", "c", "d"], [50, 90, 91, 130], [4] * 4))
     assert (
         length_lines(plan)[-1]
@@ -304,16 +306,16 @@ def test_rows_above_the_prefill_budget_are_counted(data_folder):
 
 
 def test_both_spellings_and_what_is_left_for_trl():
-    assert take_options(["--dry-run"])[0] == DryRunOptions()
-    assert take_options(["--config", "x"])[0] is None
-    options, rest = take_options(
+    assert split_dry_run_options(["--dry-run"])[0] == DryRunOptions()
+    assert split_dry_run_options(["--config", "x"])[0] is None
+    options, rest = split_dry_run_options(
         ["--config", "x.yaml", "--dry_run", "--card_gib=24", "--seed", "3", "--rows", "9"]
     )
     assert rest == ["--config", "x.yaml", "--seed", "3"]
     assert options.card_gib == 24.0
     assert options.rows == 9
     with pytest.raises(UserError, match="--processes: '0' is not a whole number from 1 on; see"):
-        take_options(["--processes", "0"])
+        split_dry_run_options(["--processes", "0"])
 
 
 SMOKE_CONFIG = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml")]
@@ -348,7 +350,7 @@ def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(
     assert "cannot fill one generation" in error
     assert not written.exists()
     with pytest.raises(UserError, match="cannot fill one generation"):
-        make_plan(read(words), DryRunOptions())
+        make_plan(parse_command(words), DryRunOptions())
     assert main(words) == 2
     assert "cannot fill one generation" in capsys.readouterr().err
 

@@ -5,13 +5,13 @@ from functools import cache
 
 import pytest
 
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.models.check import LOST_UPDATES_WARNING
-from adora_vl.planning.memory import Setup, predict_memory
+from adora_vl.planning.memory import MemorySetup, predict_memory
 from adora_vl.planning.memory_report import memory_lines, memory_remedy
 from adora_vl.planning.plan import Plan, make_plan
-from adora_vl.planning.what_fits import HEADROOM_SHARE, fits_into_gpu, proposed_utilization
+from adora_vl.planning.what_fits import HEADROOM_SHARE, best_vllm_utilization, fits_into_gpu
 from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
 from tests.support.recipes import CONFIGS_FOLDER
@@ -39,7 +39,9 @@ def plan_for_recipe(name: str, *words: str) -> Plan:
     card = gigabytes * 1e9 / GIB
     accelerate = CONFIGS_FOLDER / "accelerate" / f"{launcher}.yaml"
     command = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml"), *words]
-    return make_plan(read(command), DryRunOptions(card_gib=card, accelerate_config=accelerate))
+    return make_plan(
+        parse_command(command), DryRunOptions(card_gib=card, accelerate_config=accelerate)
+    )
 
 
 def four_gpus() -> list[str]:
@@ -58,11 +60,12 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
     command = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml"), *words]
     accelerate = CONFIGS_FOLDER / "accelerate" / "zero3.yaml"
     plan = make_plan(
-        read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
+        parse_command(command),
+        DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4),
     )
-    assert fits_into_gpu(plan.setup, plan.card_bytes)
+    assert fits_into_gpu(plan.setup, plan.gpu_bytes)
     whole_plan = make_plan(
-        read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate)
+        parse_command(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate)
     )
     on_four = plan.run.layout.generation_batch
     on_eight = whole_plan.run.layout.generation_batch
@@ -73,18 +76,19 @@ def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
     command = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     accelerate = CONFIGS_FOLDER / "accelerate" / "zero3.yaml"
     plan = make_plan(
-        read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
+        parse_command(command),
+        DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4),
     )
-    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
     assert utilization is not None
-    assert not fits_into_gpu(plan.setup, plan.card_bytes)
+    assert not fits_into_gpu(plan.setup, plan.gpu_bytes)
     assert memory_remedy(plan).startswith(
         f"Try, in this order: vllm_gpu_memory_utilization: {utilization:g}; the optimizer in host"
     )
-    assert fits_into_gpu(with_utilization(plan.setup, utilization), plan.card_bytes)
+    assert fits_into_gpu(with_utilization(plan.setup, utilization), plan.gpu_bytes)
 
 
-def with_utilization(setup: Setup, utilization: float) -> Setup:
+def with_utilization(setup: MemorySetup, utilization: float) -> MemorySetup:
     assert setup.engine is not None
     return replace(setup, engine=replace(setup.engine, utilization=utilization))
 
@@ -92,9 +96,9 @@ def with_utilization(setup: Setup, utilization: float) -> Setup:
 @pytest.mark.parametrize("name", ACCELERATE_CONFIG_AND_GB_BY_RECIPE)
 def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
     plan = plan_for_recipe(name)
-    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
     engine = plan.setup.engine
-    assert fits_into_gpu(plan.setup, plan.card_bytes)
+    assert fits_into_gpu(plan.setup, plan.gpu_bytes)
     assert utilization is not None
     assert engine is not None
     assert utilization - 0.05 <= engine.utilization <= utilization
@@ -121,19 +125,19 @@ def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, ca
         ("float32", False),
         ("auto", False),
     ):
-        prepare(read(tiny_run_arguments(tmp_path / dtype, dtype=dtype)))
+        prepare(parse_command(tiny_run_arguments(tmp_path / dtype, dtype=dtype)))
         assert (LOST_UPDATES_WARNING in capsys.readouterr().out) == warns
 
 
 def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memory_free():
     plan = plan_for_recipe("adora_3b_1gpu_lora")
-    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
     assert utilization is not None
     at_once = {}
     for hundredths in range(1, 100):
-        prediction = predict_memory(with_utilization(plan.setup, hundredths / 100), plan.card_bytes)
+        prediction = predict_memory(with_utilization(plan.setup, hundredths / 100), plan.gpu_bytes)
         if (
-            prediction.peak <= (1 - HEADROOM_SHARE) * plan.card_bytes
+            prediction.peak_bytes <= (1 - HEADROOM_SHARE) * plan.gpu_bytes
             and prediction.engine is not None
         ):
             at_once[hundredths / 100] = prediction.engine.concurrent_rollouts
@@ -146,25 +150,25 @@ def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memor
 def test_where_all_rollouts_run_at_once_no_more_is_proposed():
     short = ["--max_completion_length", "64", "--vllm_max_model_length", "700"]
     plan = plan_for_recipe("adora_qwen3_vl_2b_1gpu", *short)
-    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
     assert utilization is not None
     assert utilization < 0.5
-    engine = predict_memory(with_utilization(plan.setup, utilization), plan.card_bytes).engine
+    engine = predict_memory(with_utilization(plan.setup, utilization), plan.gpu_bytes).engine
     assert engine is not None
     assert engine.concurrent_rollouts == plan.setup.sequences_per_generation
 
 
 def test_without_room_or_without_an_engine_nothing_is_proposed():
     plan = plan_for_recipe("adora_3b_1gpu_lora")
-    assert proposed_utilization(plan.setup, 8 * GIB) is None
-    assert proposed_utilization(replace(plan.setup, engine=None), plan.card_bytes) is None
-    assert proposed_utilization(replace(plan.setup, on_gpu=False), plan.card_bytes) is None
+    assert best_vllm_utilization(plan.setup, 8 * GIB) is None
+    assert best_vllm_utilization(replace(plan.setup, engine=None), plan.gpu_bytes) is None
+    assert best_vllm_utilization(replace(plan.setup, on_gpu=False), plan.gpu_bytes) is None
 
 
 def test_the_dry_run_names_the_share_only_where_it_helps():
     low = plan_for_recipe("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.35")
     right = plan_for_recipe("adora_3b_1gpu_lora")
-    utilization = proposed_utilization(low.setup, low.card_bytes)
+    utilization = best_vllm_utilization(low.setup, low.gpu_bytes)
     right = replace(right, setup=with_utilization(right.setup, utilization or 0))
     line = f"vllm_gpu_memory_utilization: {utilization:g} instead of 0.35 lets 150 run at once"
     assert any(memory_line.startswith(line) for memory_line in memory_lines(low))
@@ -173,7 +177,7 @@ def test_the_dry_run_names_the_share_only_where_it_helps():
         for memory_line in memory_lines(right)
     )
     much = plan_for_recipe("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.95")
-    assert not fits_into_gpu(much.setup, much.card_bytes)
+    assert not fits_into_gpu(much.setup, much.gpu_bytes)
     assert any(
         f"{utilization:g} instead of 0.95" in memory_line for memory_line in memory_lines(much)
     )
@@ -182,8 +186,8 @@ def test_the_dry_run_names_the_share_only_where_it_helps():
 def test_a_card_that_is_too_small_for_16_bits_is_told_of_4():
     """A lower share would free nothing where the engine has no cache left."""
     command = ["--config", str(CONFIGS_FOLDER / "train" / "adora_3b_24gb.yaml")]
-    plan = make_plan(read(command), DryRunOptions(card_gib=12e9 / GIB))
-    assert not fits_into_gpu(plan.setup, plan.card_bytes)
+    plan = make_plan(parse_command(command), DryRunOptions(card_gib=12e9 / GIB))
+    assert not fits_into_gpu(plan.setup, plan.gpu_bytes)
     remedy = memory_remedy(plan)
     assert "load_in_4bit: true" in remedy
     assert "vllm_gpu_memory_utilization" not in remedy
@@ -191,5 +195,5 @@ def test_a_card_that_is_too_small_for_16_bits_is_told_of_4():
 
 def test_one_process_that_trains_all_weights_is_told_of_several_gpus():
     command = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
-    plan = make_plan(read(command), DryRunOptions(card_gib=80e9 / GIB))
+    plan = make_plan(parse_command(command), DryRunOptions(card_gib=80e9 / GIB))
     assert "--accelerate-config configs/accelerate/zero3.yaml" in memory_remedy(plan)

@@ -17,20 +17,20 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 from trl import ModelConfig, get_peft_config
 
-from adora_vl.checkpoint.trl_state import MovingReference
-from adora_vl.config.batch_plan import batch_plan, unit_size
+from adora_vl.checkpoint.trl_state import SyncedReferenceModel
+from adora_vl.config.batch_plan import build_batch_layout, unit_size
 from adora_vl.config.sharding import Sharding, sharding_from_environment, sharding_from_file
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
 from adora_vl.planning.disk import (
     checkpoint_bytes,
-    checkpoint_of,
-    most_checkpoints,
-    run_bytes,
+    max_checkpoint_count,
+    max_run_folder_bytes,
+    predict_checkpoint_bytes,
 )
 from adora_vl.planning.engine_memory import Engine, cache_bytes_per_token, engine_memory
-from adora_vl.planning.memory import Setup, Sharing, frozen_tower_memory, predict_memory
+from adora_vl.planning.memory import MemorySetup, Sharing, frozen_tower_memory, predict_memory
 from adora_vl.planning.what_fits import (
     batch_sizes,
     fits_into_gpu,
@@ -283,10 +283,10 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     predicted = checkpoint_bytes(shape, Sharding(processes=1), mixed_precision=False)
     assert written <= predicted <= written + 3 * 2**20
-    largest = run_bytes(predicted, 10, checkpoints=2, record_gb=1.5)
+    largest = max_run_folder_bytes(predicted, 10, checkpoints=2, record_gb=1.5)
     assert largest == 2 * predicted + 10 + 1_500_000_000, "with a full record of the rollouts"
-    assert checkpoint_of(training_config(), shape, Sharding(processes=1)) == predicted
-    MovingReference(model, moves=True, is_main=True, gather=nullcontext).save(tmp_path)
+    assert predict_checkpoint_bytes(training_config(), shape, Sharding(processes=1)) == predicted
+    SyncedReferenceModel(model, moves=True, is_main=True, gather=nullcontext).save(tmp_path)
     moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
     assert moved == pytest.approx(
         checkpoint_bytes(shape, Sharding(processes=1), mixed_precision=False, saves_reference=True)
@@ -306,7 +306,7 @@ def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
             steps_per_generation=1,
             **keys,
         )
-        return most_checkpoints(config, batch_plan(config, processes=1), rows)
+        return max_checkpoint_count(config, build_batch_layout(config, processes=1), rows)
 
     ten_steps = {"max_steps": 10, "save_steps": 4}
     assert most(**ten_steps, save_total_limit=2) == 3
@@ -344,10 +344,10 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
 
 
 @pytest.fixture(scope="module")
-def plan_recipe(shape_of_7b) -> Setup:
+def plan_recipe(shape_of_7b) -> MemorySetup:
     """adora_7b_geo3k.yaml on configs/accelerate/zero3_offload.yaml with prompts of 1,580 tokens."""
     engine = Engine(utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128, sleep=True)
-    return Setup(
+    return MemorySetup(
         shape_of_7b,
         Sharding(processes=8, stage=3, offload_optimizer=True),
         PlannedMicroBatch(
@@ -383,7 +383,10 @@ def test_what_saves_memory_saves_memory(plan_recipe, subtests):
 
 def test_an_engine_that_stays_awake_takes_its_share_while_learning(plan_recipe):
     awake = replace(plan_recipe, engine=replace(plan_recipe.engine, sleep=False))
-    gained = predict_memory(awake, 80 * GIB).peak - predict_memory(plan_recipe, 80 * GIB).peak
+    gained = (
+        predict_memory(awake, 80 * GIB).peak_bytes
+        - predict_memory(plan_recipe, 80 * GIB).peak_bytes
+    )
     assert gained > 0
     assert "KV cache" in predict_memory(awake, 80 * GIB).phases["optimizer step"]
 
@@ -411,7 +414,7 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
     eight of them.
     """
     shape = ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), 1, False, 2, 1, True)
-    setup = Setup(
+    setup = MemorySetup(
         shape,
         Sharding(),
         PlannedMicroBatch(sequences=1, prompt_tokens=1, completion_tokens=1),
@@ -495,7 +498,7 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
         measured = peak_bytes(
             torch.device("cpu"), lambda: eye(torch.cat([pixels]).bfloat16(), grid_thw=grid)
         )
-    setup = Setup(
+    setup = MemorySetup(
         shape,
         Sharding(),
         PlannedMicroBatch(sequences=1, prompt_tokens=300, completion_tokens=10, image_tokens=256),
@@ -540,17 +543,17 @@ def test_the_dry_run_recomputes_as_few_layers_as_leave_a_tenth_free(plan_recipe,
         card = gigabytes * GIB
         fewest = predict_memory(chosen, card)
         every = predict_memory(plan_recipe, card)
-        numbers.append(fewest.recomputed)
+        numbers.append(fewest.recomputed_layers)
         with subtests.test(gigabytes):
-            assert every.recomputed == layers
+            assert every.recomputed_layers == layers
             learning = fewest.phases["forward and backward"]
-            if fewest.recomputed < layers:
+            if fewest.recomputed_layers < layers:
                 assert sum(learning.values()) - learning["fragmentation"] <= 0.9 * card
             assert fits_into_gpu(chosen, card) == fits_into_gpu(plan_recipe, card)
     assert numbers == sorted(numbers, reverse=True)
     assert numbers[0] == layers
     assert numbers[-1] == 0
-    assert predict_memory(replace(plan_recipe, recompute=5), 80 * GIB).recomputed == 5
-    assert predict_memory(replace(plan_recipe, recompute=99), 80 * GIB).recomputed == layers
-    assert predict_memory(replace(chosen, on_gpu=False), 400 * GIB).recomputed == layers
-    assert predict_memory(replace(chosen, checkpointing=False), 80 * GIB).recomputed == 0
+    assert predict_memory(replace(plan_recipe, recompute=5), 80 * GIB).recomputed_layers == 5
+    assert predict_memory(replace(plan_recipe, recompute=99), 80 * GIB).recomputed_layers == layers
+    assert predict_memory(replace(chosen, on_gpu=False), 400 * GIB).recomputed_layers == layers
+    assert predict_memory(replace(chosen, checkpointing=False), 80 * GIB).recomputed_layers == 0

@@ -20,15 +20,15 @@ from PIL import Image
 from transformers import BitsAndBytesConfig
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.models.check import make_lora_config
-from adora_vl.preflight.check_output_dir import fingerprint_of
-from adora_vl.preflight.facts import ResolvedRun
-from adora_vl.preflight.python_inputs import Datasets, rewards_text
+from adora_vl.preflight.check_output_dir import compute_fingerprint_of_run
+from adora_vl.preflight.python_inputs import Datasets, rewards_as_json
 from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare_on_paper
 from data_prep.cli import main as data_prep
@@ -49,7 +49,7 @@ HASHED_FILES = ("dataset", "model")
 
 def write_settings(run: ResolvedRun) -> dict[str, str]:
     """Return the fingerprint of a run without the hashes of files."""
-    fingerprint = fingerprint_of(
+    fingerprint = compute_fingerprint_of_run(
         run.request, run.model, run.data, run.user_code_hashes, run.context
     )
     return {key: value for key, value in fingerprint.items() if key not in HASHED_FILES}
@@ -70,7 +70,7 @@ def fingerprint_of_recipe(name: str, data: Path) -> dict[str, str]:
     # The recipe's own folder holds a finished run where somebody has tried it here.
     words += ["--output_dir", str(data.parent / "runs")]
     launcher = CONFIGS_FOLDER / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
-    run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=launcher))
+    run = prepare_on_paper(parse_command(words), DryRunOptions(accelerate_config=launcher))
     return write_settings(run)
 
 
@@ -106,11 +106,11 @@ def fingerprint_from_python(**options: Any) -> dict[str, str]:
     keys = model_keys("tiny", config, peft_config, quantised)
     request = RunRequest(
         config=config,
-        model=ModelSource(keys=keys, peft_config=peft_config),
+        model=ModelSource(model_args=keys, peft_config=peft_config),
         rows=Datasets(Dataset.from_list(rows * 8)),
         rewards=rewards,
     )
-    run = run_checks(request, RunContext.of_launch("leave"))
+    run = run_checks(request, RunContext.of_launch("ignore"))
     return write_settings(run)
 
 
@@ -246,11 +246,13 @@ def test_a_run_from_python_is_the_same_one_when_its_reward_has_counted_on():
 
 def test_a_run_from_python_is_the_same_one_with_its_judge_at_another_address():
     texts = {
-        rewards_text([{"judge": {"model": "m", "base_url": f"http://{host}:8000/v1"}}, "accuracy"])
+        rewards_as_json(
+            [{"judge": {"model": "m", "base_url": f"http://{host}:8000/v1"}}, "accuracy"]
+        )
         for host in ("a", "b")
     }
     assert len(texts) == 1
-    assert rewards_text({"judge": {"model": "other"}}) not in texts
+    assert rewards_as_json({"judge": {"model": "other"}}) not in texts
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from adora_vl.data.prompts import with_tools
 from adora_vl.models.load import PRETRAINED_FOLDER, limit_pixels, load_processor
 from adora_vl.models.shape import refuse_embedding_adapters
-from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.preflight.python_inputs import (
-    identity_of_model,
-    identity_of_processor,
+    hash_model_object,
+    hash_processor,
     rewards_from_python,
     with_tool_descriptions,
 )
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.utils.errors import UserError
 
 
@@ -40,14 +40,14 @@ def model() -> Any:
 
 def test_a_model_object_is_another_one_where_any_of_its_numbers_is(model):
     """Otherwise a run would resume with another base model, and say nothing."""
-    identity = identity_of_model(model)
-    assert identity == identity_of_model(deepcopy(model))
+    identity = hash_model_object(model)
+    assert identity == hash_model_object(deepcopy(model))
     for name, parameter in model.named_parameters():
         for place in (0, parameter.numel() // 3, parameter.numel() - 1):
             changed = deepcopy(model)
             with torch.no_grad():
                 changed.get_parameter(name).view(-1)[place] += 1.0
-            assert identity_of_model(changed) != identity, (name, place)
+            assert hash_model_object(changed) != identity, (name, place)
 
 
 def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(model):
@@ -60,8 +60,8 @@ def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(mode
     other_config = deepcopy(model)
     other_config.config.rope_theta = 5.0
     models = [model, half, other_config, with_adapter(4), with_adapter(8)]
-    assert len(set(map(identity_of_model, models))) == len(models)
-    assert identity_of_model(with_adapter(4)) == identity_of_model(with_adapter(4))
+    assert len(set(map(hash_model_object, models))) == len(models)
+    assert hash_model_object(with_adapter(4)) == hash_model_object(with_adapter(4))
 
 
 def test_a_reward_model_is_known_by_its_weights_and_a_function_by_its_source(tmp_path):
@@ -92,7 +92,7 @@ def test_a_peft_model_with_an_adapter_on_its_head_is_refused(model):
 def run_from_python(rows: Dataset) -> ResolvedRun:
     """Return a run that Python code has started on these rows, without its other parts."""
     run = object.__new__(ResolvedRun)
-    vars(run).update(request=Mock(script=None), data=Mock(train=rows))
+    vars(run).update(request=Mock(script_args=None), data=Mock(train_dataset=rows))
     return run
 
 
@@ -130,7 +130,7 @@ def test_a_processor_is_another_one_with_another_template_or_other_images_and_no
     padded_before = load()
     padded_before(text=["a", "a b"], padding=True, return_tensors="pt")
     other_processors = [other_template, other_images, other_words, load().tokenizer]
-    identity = identity_of_processor(load())
-    assert identity_of_processor(padded_before) == identity
-    identities = {identity, *map(identity_of_processor, other_processors)}
+    identity = hash_processor(load())
+    assert hash_processor(padded_before) == identity
+    identities = {identity, *map(hash_processor, other_processors)}
     assert len(identities) == 1 + len(other_processors)

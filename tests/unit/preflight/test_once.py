@@ -10,7 +10,7 @@ from datasets import Dataset
 from PIL import Image
 
 from adora_vl.config import AdoraGRPOConfig, command, methods, values
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.doctor import __main__ as doctor
@@ -90,11 +90,11 @@ def start_from_python(output_dir: Path) -> None:
     config = AdoraGRPOConfig(output_dir=str(output_dir), **CPU_KEYS, **CHANGED_KEYS)
     request = RunRequest(
         config=config,
-        model=ModelSource(keys=model_keys("tiny", config, None)),
+        model=ModelSource(model_args=model_keys("tiny", config, None)),
         rows=Datasets(Dataset.from_list([row] * 8)),
         rewards="accuracy",
     )
-    run_checks(request, RunContext.of_launch("leave"))
+    run_checks(request, RunContext.of_launch("ignore"))
 
 
 @pytest.mark.slow
@@ -108,12 +108,14 @@ def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
     words_for_gpu = ["--config", str(CONFIGS_FOLDER / "train" / "adora_3b_1gpu_lora.yaml")]
     launcher = DryRunOptions(accelerate_config=CONFIGS_FOLDER / "accelerate" / "gpu1.yaml")
     ways: dict[str, Callable[[], object]] = {
-        "command": lambda: prepare(read(words_of_keys(tmp_path / "command"))),
+        "command": lambda: prepare(parse_command(words_of_keys(tmp_path / "command"))),
         "dry run": lambda: prepare_on_paper(
-            read(words_of_keys(tmp_path / "paper")), DryRunOptions()
+            parse_command(words_of_keys(tmp_path / "paper")), DryRunOptions()
         ),
-        "dry run for another machine": lambda: prepare_on_paper(read(words_for_gpu), launcher),
-        "doctor": lambda: doctor.diagnose(read(words_of_keys(tmp_path / "doctor"))),
+        "dry run for another machine": lambda: prepare_on_paper(
+            parse_command(words_for_gpu), launcher
+        ),
+        "doctor": lambda: doctor.diagnose(parse_command(words_of_keys(tmp_path / "doctor"))),
         "Python": lambda: start_from_python(tmp_path / "python"),
     }
     counted = CountedCalls(monkeypatch)

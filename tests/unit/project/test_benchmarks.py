@@ -18,7 +18,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from adora_vl.evals.scoring.statistics import t_half_width
-from adora_vl.record.record_files import ROLLOUTS_FOLDER, write_part
+from adora_vl.record.record_files import ROLLOUTS_FOLDER, write_record_file
 from adora_vl.record.rollouts import make_table
 from benchmarks import scanned
 from benchmarks.attenuation import task
@@ -235,7 +235,7 @@ def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts
             "completion": ["a", "b"],
             "turns": [None, [turn]],
         }
-        write_part(tmp_path / ROLLOUTS_FOLDER, make_table(columns, {}), 1, 1)
+        write_record_file(tmp_path / ROLLOUTS_FOLDER, make_table(columns, {}), 1, 1)
         return hash_recorded_rollouts(tmp_path)
 
     assert hash_recorded_rollouts(tmp_path) == {}

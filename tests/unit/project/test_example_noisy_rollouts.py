@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import TrainerState
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from adora_vl.config.batch_plan import batch_plan
+from adora_vl.config.batch_plan import build_batch_layout
 from adora_vl.config.schema import parse
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
 from adora_vl.training.extensions import build_extensions
@@ -125,7 +125,7 @@ def test_the_recipe_of_noisy_rollouts_is_that_of_its_repository():
     script, config, _ = parse([*words, "--bf16", "false"])
     assert script.adora_system_prompt.startswith("You FIRST think")
     assert config.reward_weights == [0.9, 0.1]
-    plan = batch_plan(config, 8)
+    plan = build_batch_layout(config, 8)
     assert plan.prompts_per_generation == 512
     assert plan.updates_per_generation == 4
     assert plan.optimizer_batch == 128 * 12

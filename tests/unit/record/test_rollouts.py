@@ -48,17 +48,17 @@ def columns_of_step(step: int, count: int = 4, **changed: list[Any]) -> dict[str
 
 def write_step(
     folder: Path, step: int, settings: dict[str, object] | None = None
-) -> record_files.RecordPart:
+) -> record_files.RecordFile:
     """Write a file of the record with the four rollouts of one step."""
     columns = columns_of_step(step)
     table = rollouts.make_table(columns, settings or {})
-    return record_files.write_part(folder, table, first_step=step, last_step=step)
+    return record_files.write_record_file(folder, table, first_step=step, last_step=step)
 
 
 def read_record(folder: Path) -> pa.Table:
     """Every row of a record, as the report reads it."""
-    parts = record_files.list_parts(folder)
-    return record_files.read_parts(parts)
+    parts = record_files.list_record_files(folder)
+    return record_files.read_record_files(parts)
 
 
 def recorded_steps(folder: Path) -> list[int]:
@@ -145,7 +145,7 @@ def test_generations_of_one_step_are_numbered_through(tmp_path):
     assert group_numbers == [0, 0, 1, 1, 2, 2, 3, 3]
     assert numbers_in_group == [0, 1, 0, 1, 0, 1, 0, 1]
     record.flush(2)  # a step whose rollouts are those of the one before
-    assert len(record_files.list_parts(record.folder)) == 1
+    assert len(record_files.list_record_files(record.folder)) == 1
 
 
 def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
@@ -154,7 +154,7 @@ def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
     for step in range(1, 101):
         record.add(columns_of_step(step), group_size=4)
         record.flush(step)
-    files = record_files.list_parts(record.folder)
+    files = record_files.list_record_files(record.folder)
     assert len(files) < 40
     assert recorded_steps(record.folder) == four_rollouts_of(range(1, 101))
 
@@ -168,7 +168,7 @@ def test_a_crash_between_a_merge_and_its_deletions_leaves_nothing_twice(tmp_path
         write_step(tmp_path, step)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "unlink", crash)
-        record_files.merge_small_parts(tmp_path)
+        record_files.merge_small_record_files(tmp_path)
     files = list(tmp_path.glob("*.parquet"))
     # the 32 small ones and the merged one
     assert len(files) == 33
@@ -200,9 +200,9 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
         folder.mkdir()
         for number in range(1, 41):
             write_step(folder, number, settings={"kept": 1})
-            record_files.merge_small_parts(folder)
+            record_files.merge_small_record_files(folder)
         record_files.delete_steps_after(folder, step)
-        newest_file = record_files.list_parts(folder)[-1]
+        newest_file = record_files.list_record_files(folder)[-1]
         metadata = read_record(folder).schema.metadata
         assert recorded_steps(folder) == four_rollouts_of(range(1, step + 1))
         assert newest_file.last_step == step
@@ -217,13 +217,13 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
 def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
     for number in range(1, 11):
         write_step(tmp_path, number)
-    oldest_file = record_files.list_parts(tmp_path)[0].path
+    oldest_file = record_files.list_record_files(tmp_path)[0].path
     file_bytes = oldest_file.stat().st_size
     # room for three files
-    record_files.delete_oldest_parts(tmp_path, 3.5 * file_bytes)
+    record_files.delete_oldest_record_files(tmp_path, 3.5 * file_bytes)
     assert recorded_steps(tmp_path) == four_rollouts_of([8, 9, 10])
     # room for none: the newest one stays
-    record_files.delete_oldest_parts(tmp_path, 1)
+    record_files.delete_oldest_record_files(tmp_path, 1)
     assert recorded_steps(tmp_path) == four_rollouts_of([10])
 
 

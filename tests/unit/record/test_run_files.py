@@ -19,7 +19,7 @@ from datasets import load_dataset
 
 from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_groups
 from adora_vl.checkpoint.run_files import read_run_manifest
-from adora_vl.checkpoint.store import problem_with_checkpoint
+from adora_vl.checkpoint.store import describe_checkpoint_damage
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.dataset import PREPARED_BY
@@ -33,11 +33,16 @@ from adora_vl.record.manifest import (
     end_manifest,
     interpreter,
     launch_command,
-    noting_failure,
-    path_to_type,
+    mark_failed_on_error,
+    shortest_program_path,
     write_manifest,
 )
-from adora_vl.record.metrics import MetricsFile, lines_of_resumed_run, make_line, read_metrics
+from adora_vl.record.metrics import (
+    MetricsFile,
+    lines_kept_by_resumed_run,
+    log_entry_to_line,
+    read_metrics,
+)
 from adora_vl.record.phases import PHASES, PhaseClock
 from adora_vl.record.progress import ProgressLine, duration_text, no_signal_warning, progress_line
 from adora_vl.record.rollout_metrics import TieNotice, adora_metrics
@@ -293,8 +298,10 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
         {"step": 4, "reward": 0.4},
     ]
     # The line with which a run ends is dropped, since the resumed run goes on.
-    end_line = make_line({"train_runtime": 9.0}, 3, "then")
-    lines = lines_of_resumed_run([make_line({"reward": 0.25}, 2, "then"), end_line], history, 3)
+    end_line = log_entry_to_line({"train_runtime": 9.0}, 3, "then")
+    lines = lines_kept_by_resumed_run(
+        [log_entry_to_line({"reward": 0.25}, 2, "then"), end_line], history, 3
+    )
     assert [(line["step"], line["kind"]) for line in lines] == [
         (1, "eval"),
         (1, "train"),
@@ -306,7 +313,7 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
 
 
 def test_metrics_that_are_not_finite_are_null():
-    line = make_line(
+    line = log_entry_to_line(
         {
             "reward": 1.0,
             "grad_norm": math.nan,
@@ -323,7 +330,7 @@ def test_metrics_that_are_not_finite_are_null():
     assert line["note"] == "x"
     assert line["off"] is None
     assert line["odd"] == "[1]"
-    assert make_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
+    assert log_entry_to_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
 
 
 ADORA_METHOD = {"adora": {"mode": "attenuation", "factor": 0.1}}
@@ -474,7 +481,7 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     assert "0.75" not in text
 
 
-TYPED_ACCELERATE = path_to_type(str(Path(sys.executable).with_name("accelerate")))
+TYPED_ACCELERATE = shortest_program_path(str(Path(sys.executable).with_name("accelerate")))
 LAUNCH_WORDS = [
     "/venv/bin/accelerate",
     "launch",
@@ -627,7 +634,10 @@ def test_a_run_that_fails_says_so(tmp_path):
         "status": "running",
         "starts": [{"time": "t", "checkpoint": None}],
     }
-    with pytest.raises(ValueError), noting_failure(manifest, tmp_path, lambda: 7, is_main=True):
+    with (
+        pytest.raises(ValueError),
+        mark_failed_on_error(manifest, tmp_path, lambda: 7, is_main=True),
+    ):
         raise ValueError("the cause\nand more")
     written = read_run_manifest(tmp_path)
     assert written["status"] == "failed"
@@ -635,7 +645,7 @@ def test_a_run_that_fails_says_so(tmp_path):
     assert written["error"] == "ValueError: the cause"
     with (
         pytest.raises(ValueError),
-        noting_failure(manifest, tmp_path / "other", lambda: 7, is_main=False),
+        mark_failed_on_error(manifest, tmp_path / "other", lambda: 7, is_main=False),
     ):
         raise ValueError
     assert not (tmp_path / "other").exists()
@@ -647,7 +657,7 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     early = (adora_run / "checkpoint-2" / "README.md").read_text()
     assert "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
     assert "# builtin/pretrained, 2 steps of" in early
-    assert problem_with_checkpoint(adora_run / "checkpoint-2") is None
+    assert describe_checkpoint_damage(adora_run / "checkpoint-2") is None
     assert '| adora_method | {"adora": {"mode": "attenuation", "factor": 0.1, ' in final
     assert "| learning_rate | 0.001 |" in final
     assert f"| fingerprint | {read_run_manifest(adora_run)['data']['fingerprint']} |" in final

@@ -36,9 +36,9 @@ def test_a_chart_has_shares_alone_or_none():
 def test_a_share_is_a_percentage_in_a_table_a_line_and_on_the_page():
     pass_rate = METRIC_BY_KEY[PASS_RATE_KEY]
     missing_share = METRIC_BY_KEY[MISSING_REWARD_KEY]
-    assert pass_rate.in_table(0.375) == "37.5%"
-    assert pass_rate.in_line(0.375) == "pass 38%"
-    assert missing_share.in_line(0.002) == "without reward 0.2%"
+    assert pass_rate.format_for_table(0.375) == "37.5%"
+    assert pass_rate.format_for_line(0.375) == "pass 38%"
+    assert missing_share.format_for_line(0.002) == "without reward 0.2%"
 
     page = page_metrics()
     rows = [row for row in page["rows"] if row["key"] == PASS_RATE_KEY]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adora_vl.record.phases import PHASES
-from adora_vl.record.record_files import list_parts, read_parts, write_part
+from adora_vl.record.record_files import list_record_files, read_record_files, write_record_file
 from adora_vl.report import page as module
 from adora_vl.report.__main__ import main
 from adora_vl.report.page import _SCRIPTS, _VIEWER, build_page, formulas, mathml
@@ -210,7 +210,7 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
         "--output",
         "--output",
     ]
-    damaged = list_parts(run / "rollouts")[0].path
+    damaged = list_record_files(run / "rollouts")[0].path
     damaged.write_bytes(b"PAR1 not a table PAR1")
     assert main([str(run)]) == 2
     (warning,) = capsys.readouterr().err.splitlines()
@@ -223,15 +223,15 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
 
 def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypatch):
     run = write_recorded_run(tmp_path / "run", 31)
-    parts_before_merge = list_parts(run / "rollouts")
-    write_part(run / "rollouts", read_parts(parts_before_merge), 1, 31)
+    parts_before_merge = list_record_files(run / "rollouts")
+    write_record_file(run / "rollouts", read_record_files(parts_before_merge), 1, 31)
     for part in parts_before_merge:
         part.path.unlink()
     # The first call still lists the files that were merged.
     outdated_lists = iter([parts_before_merge])
     monkeypatch.setattr(
-        "adora_vl.report.run_view.list_parts",
-        lambda folder: next(outdated_lists, None) or list_parts(folder),
+        "adora_vl.report.run_view.list_record_files",
+        lambda folder: next(outdated_lists, None) or list_record_files(folder),
     )
     assert len(load_run(run, max_rollouts=1000).groups) == 62
 
@@ -285,8 +285,8 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
 def test_a_record_without_choices_has_a_page(tmp_path):
     """An open problem has no choices, nor has a run from before they were recorded."""
     run = write_recorded_run(tmp_path / "run", 1, choices=None)
-    (part,) = list_parts(run / "rollouts")
-    write_part(run / "rollouts", read_parts([part]).drop_columns(["choices"]), 2, 2)
+    (part,) = list_record_files(run / "rollouts")
+    write_record_file(run / "rollouts", read_record_files([part]).drop_columns(["choices"]), 2, 2)
     assert [problem["choices"] for problem in load_run(run, 100).problems.values()] == [[], []]
 
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from adora_vl.record.diagrams import DiagramStore, read_original_size
-from adora_vl.record.record_files import list_parts
+from adora_vl.record.record_files import list_record_files
 from adora_vl.record.rollouts import Record
 from adora_vl.report.conversation import TurnReader, spelled_call
 from adora_vl.report.run_view import load_run
@@ -36,7 +36,7 @@ def story_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
                     columns.setdefault(name, []).append(value)
         record.add(columns, 2)
         record.flush(step)
-    return story_of(list_parts(record.folder))
+    return story_of(list_record_files(record.folder))
 
 
 def rollout_row(group: dict[str, Any], position: int, step: int) -> dict[str, Any]:

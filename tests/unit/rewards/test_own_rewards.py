@@ -370,7 +370,7 @@ def test_nonsense_is_a_failure_with_row_and_reason(subtests):
             rewards, [failure] = call_safely(reward_that_returns(returned))
             assert len(rewards) == 3
             assert failure.function == "mine"
-            assert failure.row.startswith(row)
+            assert failure.rows_in_words.startswith(row)
             assert failure.reason.startswith(reason)
 
 
@@ -462,7 +462,7 @@ def test_an_exception_names_the_row_that_fails_alone_and_the_line(subtests):
     for function in [fails_on_one, fails_on_one_async]:
         with subtests.test(f"{function!r:.80}"):
             _, [failure] = call_safely(function)
-            assert failure.row == "row row/1"
+            assert failure.rows_in_words == "row row/1"
             assert re.fullmatch(
                 r"ZeroDivisionError: .* \(test_own_rewards.py, line \d+\)", failure.reason
             )
@@ -479,7 +479,7 @@ def test_an_exception_of_the_batch_alone_is_said_so_and_the_search_logs_nothing(
     failures: list[RewardFailure] = []
     arguments = {"completions": ["a", "b"], "log_metric": lambda *_: logged.append(1)}
     safe_call(function, "mine", 5.0, failures)(**arguments)
-    assert failures[0].row == "2 completions together"
+    assert failures[0].rows_in_words == "2 completions together"
     assert logged == [1]
 
 
@@ -636,7 +636,7 @@ def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
         with subtests.test(reason):
             rewards, [failure] = call_safely(function)
             assert len(rewards) == 3
-            assert failure.row == "row row/0"
+            assert failure.rows_in_words == "row row/0"
             assert failure.reason.startswith(reason)
             assert len(failure.reason) < 300
     with pytest.raises(KeyboardInterrupt):  # the user's own, who waits for it

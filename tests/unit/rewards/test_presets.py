@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer_tags
 from adora_vl.prepare import prepare
 from adora_vl.rewards import PRESETS, choose_rewards, grade_batch, reward_function
@@ -328,7 +328,7 @@ def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None
         words = tiny_run_arguments(
             tmp_path / form, adora_system_prompt=form, adora_reward="accuracy"
         )
-        (function,) = prepare(read(words), "look").rewards.functions
+        (function,) = prepare(parse_command(words), "inspect").rewards.functions
         assert (
             function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"])
             == expected

@@ -260,12 +260,12 @@ def test_explain_shows_each_claim(
 
 def test_adora_by_work_is_refused_where_nothing_measures_it() -> None:
     config: Any = SimpleNamespace(
-        methods=SimpleNamespace(chosen={"adora": Adora(criteria=("working",))})
+        methods=SimpleNamespace(by_name={"adora": Adora(criteria=("working",))})
     )
     check_criteria(config, choose_rewards(["accuracy", "steps"]))
     with pytest.raises(UserError, match="add steps to adora_reward, with weight 0"):
         check_criteria(config, choose_rewards(["accuracy"]))
-    config.methods.chosen = {"adora": Adora()}
+    config.methods.by_name = {"adora": Adora()}
     check_criteria(config, choose_rewards(["accuracy"]))
 
 

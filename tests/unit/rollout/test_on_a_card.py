@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from adora_vl.record.card_memory import CardMemory
+from adora_vl.record.gpu_memory import GpuMemoryCallback
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import disable_tf32_of_float32_engine, refuse_taken_card
 from adora_vl.utils.errors import UserError
@@ -107,7 +107,7 @@ def test_the_memory_of_a_card_is_logged_awake_and_asleep(sleep_mode, monkeypatch
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peak["bytes"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.update(bytes=0))
     logged: list[tuple[str, float]] = []
-    memory = CardMemory(
+    memory = GpuMemoryCallback(
         lambda name, value: logged.append((name, value)),
         largest_of_ranks=lambda value: value + 1,
         device=torch.device("cuda", 0),

@@ -278,7 +278,10 @@ def raised_in_step_7(
     writer = CheckpointWriter(Path("runs/x"), nothing, nothing)
     writer.last_saved_step = saved_at
     writer.resumed_from = began_at
-    with pytest.raises(RunError) as caught, errors_with_step(lambda: 6, writer.where_to_go_on):
+    with (
+        pytest.raises(RunError) as caught,
+        errors_with_step(lambda: 6, writer.describe_resume_point),
+    ):
         raise error
     return caught.value
 

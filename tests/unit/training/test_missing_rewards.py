@@ -15,7 +15,7 @@ import torch
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, group_advantages
 from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.advantage.grpo import Dapo
-from adora_vl.checkpoint.store import manifest_of
+from adora_vl.checkpoint.store import read_checkpoint_manifest
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.record.rollout_metrics import adora_metrics
 from adora_vl.report.run_view import load_run
@@ -420,7 +420,7 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
         line,
     )
     # Metrics of the second generation, which is sampled again, would be counted twice.
-    assert manifest_of(tmp_path / "run" / "checkpoint-1")["metrics"] == {}
+    assert read_checkpoint_manifest(tmp_path / "run" / "checkpoint-1")["metrics"] == {}
     user_file.with_name("back").touch()  # from here on the function works
     assert main([*words, *line.split()[-2:]]) == 0
     metrics = [

@@ -12,7 +12,7 @@ from adora_vl.utils.launch import segments_expand
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 PREPARE_BY_COMMAND = """
     import sys
-    from adora_vl.config.command import read
+    from adora_vl.config.command import parse_command
     from adora_vl.prepare import prepare
     from adora_vl.utils import launch
     before = launch.use_expandable_segments
@@ -22,7 +22,7 @@ PREPARE_BY_COMMAND = """
         raise InterruptedError("what follows imports torch, and much else")
     prepare.__globals__["use_expandable_segments"] = seen
     try:
-        prepare(read(["--model_name_or_path", "tiny"]))
+        prepare(parse_command(["--model_name_or_path", "tiny"]))
     except InterruptedError:
         pass
     else:

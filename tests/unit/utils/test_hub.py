@@ -17,7 +17,7 @@ import pytest
 from datasets import Dataset
 from huggingface_hub import constants, get_session
 
-from adora_vl.config.command import read
+from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
 from adora_vl.evals.inference.engines import build_engine
@@ -217,8 +217,8 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
     config.model_init_kwargs = {"revision": "v1"}
     rows = Dataset.from_list([{"prompt": "Say so."}] * 4)
     ways: list[Callable[[], object]] = [
-        lambda: prepare(read(words)),
-        lambda: make_plan(read(words), DryRunOptions()),
+        lambda: prepare(parse_command(words)),
+        lambda: make_plan(parse_command(words), DryRunOptions()),
         lambda: AdoraGRPOTrainer(str(PRETRAINED_FOLDER), "accuracy", config, rows),
     ]
     for way in ways:
@@ -238,7 +238,9 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
     """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
     with serve_as(answer) as (address, connections):
         use_address_as_hub(address)
-        run = prepare(read(tiny_run_arguments(tmp_path / "run", model_name_or_path=cached_model)))
+        run = prepare(
+            parse_command(tiny_run_arguments(tmp_path / "run", model_name_or_path=cached_model))
+        )
         assert (
             f"{cached_model}: {address} does not answer; its copy on this machine is used"
             in capsys.readouterr().out

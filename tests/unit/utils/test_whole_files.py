@@ -112,9 +112,9 @@ def write_metrics_file(folder: Path) -> None:
 def write_rollouts_file(folder: Path) -> None:
     import pyarrow as pa
 
-    from adora_vl.record.record_files import write_part
+    from adora_vl.record.record_files import write_record_file
 
-    write_part(folder, pa.table({"step": list(range(500))}), 1, 1)
+    write_record_file(folder, pa.table({"step": list(range(500))}), 1, 1)
 
 
 def write_diagram_file(folder: Path) -> None:

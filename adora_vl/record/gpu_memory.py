@@ -1,4 +1,4 @@
-"""How much GPU memory a generation and a policy step take, as two metrics of the log."""
+"""A callback that logs how much GPU memory a generation and a policy step take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROLLOUT_MEMORY_KEY = "memory/rollout"
 POLICY_MEMORY_KEY = "memory/policy"
 
 
-class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+class GpuMemoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Logs the GPU memory while rollouts are sampled and while the policy learns, in GiB.
 
     Each metric is that of the rank whose GPU is fullest.

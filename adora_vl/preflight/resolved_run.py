@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
-from adora_vl.checkpoint.store import manifest_of
+from adora_vl.checkpoint.store import read_checkpoint_manifest
 from adora_vl.config.batch_plan import total_optimizer_steps
 from adora_vl.config.methods import notes_on_methods
 from adora_vl.models.adapter import load_merged, load_policy
@@ -23,7 +23,7 @@ from adora_vl.models.four_bit import (
 )
 from adora_vl.models.shape import ModelShape, model_shape
 from adora_vl.preflight.check_sampling import notes_on_filters
-from adora_vl.preflight.python_inputs import system_text_of
+from adora_vl.preflight.python_inputs import system_message_text
 from adora_vl.record.manifest import run_manifest
 from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
 from adora_vl.utils.cli import amount
@@ -51,28 +51,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFacts:
+class ModelInfo:
     """The model of a run, as far as it is known before its weights are loaded.
 
     `name`: its folder or hub id; where the user named an adapter, that of its base. `revision`: of
     `name` on the hub. `config`: that of Transformers. `adapters`: the one that the user named, then
-    those that it was trained on top of; empty without one. `continued`: the named adapter if it
-    goes on training; None where a new adapter, or none, is trained. `peft_config`: of the adapter
-    that is trained; None without one. `four_bit`: whether the base is quantised to 4 bits.
+    those that it was trained on top of; empty without one. `continued_adapter`: the named adapter
+    if it goes on training; None where a new adapter, or none, is trained. `peft_config`: of the
+    adapter that is trained; None without one. `is_four_bit`: whether the base is quantised to 4
+    bits.
     """
 
     name: str
     revision: str | None
     config: PretrainedConfig
     adapters: tuple[Adapter, ...] = ()
-    continued: Adapter | None = None
+    continued_adapter: Adapter | None = None
     peft_config: PeftConfig | None = None
-    four_bit: bool = False
+    is_four_bit: bool = False
 
     @property
-    def merged(self) -> tuple[Adapter, ...]:
+    def merged_adapters(self) -> tuple[Adapter, ...]:
         """The adapters that are merged into the base before training."""
-        if self.continued is None:
+        if self.continued_adapter is None:
             return self.adapters
         return self.adapters[1:]
 
@@ -83,7 +84,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PromptFacts:
+class PromptInfo:
     """What turns a row into a prompt, and says whether it leaves room for an answer.
 
     `processor`: the model's; None where a dry run cannot reach it. `toolbox`: the tools that the
@@ -104,30 +105,30 @@ class PromptFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataFacts:
+class DataInfo:
     """The rows of a run.
 
-    `folders`: the data sets of a command; empty from Python. `train`: the rows to train on; None
-    where a dry run does not have them. `evaluated`: the data set of Python code that TRL evaluates;
-    else None. `measured`: the lengths of the prompts to train on; None where nothing limits them.
-    `left_out`: the ids of the rows that are not trained on, since their prompts leave no room for
-    an answer.
+    `folders`: the data sets of a command; empty from Python. `train_dataset`: the rows to train on;
+    None where a dry run does not have them. `eval_dataset`: the data set of Python code that TRL
+    evaluates; else None. `prompt_lengths`: the lengths of the prompts to train on; None where
+    nothing limits them. `left_out_ids`: the ids of the rows that are not trained on, since their
+    prompts leave no room for an answer.
     """
 
     folders: tuple[str, ...] = ()
-    train: Dataset | IterableDataset | None
-    evaluated: AnyDatasets | None = None
-    measured: PromptLengths | None
-    left_out: tuple[str, ...] = ()
+    train_dataset: Dataset | IterableDataset | None
+    eval_dataset: AnyDatasets | None = None
+    prompt_lengths: PromptLengths | None
+    left_out_ids: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int | None:
         """The number of rows to train on; None where they are a stream, or not here."""
-        return len(self.train) if isinstance(self.train, Dataset) else None
+        return len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OutputFacts:
+class OutputInfo:
     """Where a run writes, and where it starts.
 
     `folder`: the run's `output_dir`; None for a run on another machine. `start`: the first step, or
@@ -153,11 +154,11 @@ class ResolvedRun:
     layout: BatchLayout
     rewards: RewardSet
     tools: ToolSet
-    model: ModelFacts
-    prompts: PromptFacts
-    data: DataFacts
+    model: ModelInfo
+    prompts: PromptInfo
+    data: DataInfo
     evaluations: EvaluationPlan | None
-    output: OutputFacts
+    output: OutputInfo
 
     @property
     def messages(self) -> Messages:
@@ -170,9 +171,9 @@ class ResolvedRun:
         return self.request.config
 
     @property
-    def script(self) -> AdoraScriptArguments | None:
+    def script_args(self) -> AdoraScriptArguments | None:
         """The keys of a command's data and rewards; None from Python."""
-        return self.request.script
+        return self.request.script_args
 
     @property
     def folder(self) -> RunFolder:
@@ -194,13 +195,15 @@ class ResolvedRun:
     @cached_property
     def shape(self) -> ModelShape:
         """Parameters and layers of the policy as it will be trained."""
-        keys = self.request.model.keys
+        model_args = self.request.model.model_args
         four_bit_bytes = (
-            four_bit_parameter_bytes(keys.use_bnb_nested_quant) if self.model.four_bit else 0.0
+            four_bit_parameter_bytes(model_args.use_bnb_nested_quant)
+            if self.model.is_four_bit
+            else 0.0
         )
         return model_shape(
             self.model.config,
-            dtype=keys.dtype,
+            dtype=model_args.dtype,
             frozen=self.config.adora_freeze,
             peft_config=self.model.peft_config,
             four_bit_bytes=four_bit_bytes,
@@ -213,10 +216,10 @@ class ResolvedRun:
         For a command it is the text of the key. For Python code it is the system message of the
         first row.
         """
-        if self.script is not None:
+        if self.script_args is not None:
             return self.prompts.system_prompt
-        assert self.data.train is not None, "Python code passes its rows"
-        return system_text_of(next(iter(self.data.train))["prompt"])
+        assert self.data.train_dataset is not None, "Python code passes its rows"
+        return system_message_text(next(iter(self.data.train_dataset))["prompt"])
 
     def policy(self) -> Any:
         """Return the model argument for TRL's trainer: a name, or a model that is loaded here.
@@ -225,8 +228,8 @@ class ResolvedRun:
         that goes on training or is merged first. So these are loaded here.
         """
         model = self.model
-        keys = self.request.model.keys
-        if not model.adapters and not model.four_bit:
+        model_args = self.request.model.model_args
+        if not model.adapters and not model.is_four_bit:
             return model.name
         init_kwargs = {
             **(self.config.model_init_kwargs or {}),
@@ -239,10 +242,10 @@ class ResolvedRun:
             # Each process loads onto its own device, as in TRL.
             init_kwargs["device_map"] = None
         base = model.name
-        if keys.load_in_4bit and not is_four_bit(model.config):
+        if model_args.load_in_4bit and not is_four_bit(model.config):
             # The base is quantised once, and kept in a folder.
-            base = four_bit_folder(base, model.revision, keys)
-        if model.continued is not None:
+            base = four_bit_folder(base, model.revision, model_args)
+        if model.continued_adapter is not None:
             policy = load_policy(base, model.adapters, init_kwargs)
         else:
             policy = load_merged(base, model.adapters, init_kwargs)
@@ -259,15 +262,15 @@ class ResolvedRun:
         `resume_from_checkpoint`: the argument of `train`. Raises `UserError`, such as for a folder
         that another run has locked.
         """
-        start = self.folder.take(resume_from_checkpoint, from_python=True)
-        return replace(self, output=OutputFacts(folder=self.folder, start=start))
+        start = self.folder.lock(resume_from_checkpoint, from_python=True)
+        return replace(self, output=OutputInfo(folder=self.folder, start=start))
 
     def manifest(self) -> dict[str, Any]:
         """Return the content of `manifest.json` when the run starts: its settings and inputs."""
         cli_args = self.request.cli_args
-        settings: list[Any] = [self.config, self.request.model.keys]
-        if self.script is not None:
-            settings = [self.script, *settings]
+        settings: list[Any] = [self.config, self.request.model.model_args]
+        if self.script_args is not None:
+            settings = [self.script_args, *settings]
         manifest = run_manifest(
             *settings,
             arguments=cli_args.words if cli_args else None,
@@ -278,7 +281,7 @@ class ResolvedRun:
             processes=self.context.sharding.processes,
             checkpoint=self.output.start.checkpoint,
             user_code_hashes=self.user_code_hashes,
-            overlong_rows=len(self.data.left_out),
+            overlong_rows=len(self.data.left_out_ids),
         )
         manifest["model"]["sees_images"] = sees_images(self.model.config)
         if self.model.adapters:
@@ -291,8 +294,8 @@ class ResolvedRun:
 
         Under ZeRO-3, and with a base in 4 bits, merging is left to the user.
         """
-        has_adapter = self.model.peft_config is not None or self.model.continued is not None
-        return has_adapter and self.context.sharding.stage != 3 and not self.model.four_bit
+        has_adapter = self.model.peft_config is not None or self.model.continued_adapter is not None
+        return has_adapter and self.context.sharding.stage != 3 and not self.model.is_four_bit
 
     @property
     def finished_checkpoint(self) -> Path | None:
@@ -304,10 +307,12 @@ class ResolvedRun:
             return None
         checkpoint = Path(self.output.start.checkpoint)
         total_steps = total_optimizer_steps(self.config, self.layout, self.data.rows)
-        is_last = total_steps is not None and manifest_of(checkpoint)["step"] >= total_steps
+        is_last = (
+            total_steps is not None and read_checkpoint_manifest(checkpoint)["step"] >= total_steps
+        )
         return checkpoint if is_last else None
 
-    def first_lines(self) -> list[str]:
+    def lines_before_start(self) -> list[str]:
         """Return the lines that describe the run before it starts."""
         problems = "a stream of problems"
         if self.data.rows is not None:
