@@ -162,7 +162,7 @@ def sample_answers(
         settings=settings,
         fingerprint=fingerprint,
         build=build,
-        samples=samples,
+        samples_per_problem=samples,
     )
     return folder / PREDICTIONS_FILE
 

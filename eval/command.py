@@ -18,7 +18,7 @@ from adora_vl.evals.asking import (
 from adora_vl.evals.inference.engines import parse_tool_options
 from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
 from adora_vl.evals.inference.provenance import KEY_AND_DEFAULT_BY_PROMPT, resolve_prompts
-from adora_vl.evals.inference.ranks import join_ranks
+from adora_vl.evals.inference.ranks import join_process_group
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
 from adora_vl.evals.scoring.files import write_score
@@ -276,17 +276,17 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
         assert command.ask is not None  # every verb but `score` has these options
         # Every mistake that can be found without the model is found before it is loaded.
         check_output(command.ask.output)
-        processes = join_ranks()
+        process_group = join_process_group()
         settings = check_options(command.ask)
         answer_problems(
             benchmark=benchmark,
             options=command.ask,
             settings=settings,
-            selection=load_problems_in_view(benchmark, command.ask),
-            processes=processes,
+            view_problems=load_problems_in_view(benchmark, command.ask),
+            process_group=process_group,
         )
         # Rank 0 has gathered the answers of all ranks into one file.
-        if command.score is not None and processes.rank == 0:
+        if command.score is not None and process_group.rank == 0:
             write_score(benchmark, command.ask.output / PREDICTIONS_FILE, command.score)
 
     return exit_code_of(run, "what was answered is kept, and the same command goes on from there")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.evals.inference.dataset import load_problems
-from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault
+from adora_vl.evals.inference.predictions import TEXT_VALUE, describe_field_fault
 from adora_vl.evals.options import HubDataOptions, ScoreOptions
 from adora_vl.evals.records import (
     CORRECT,
@@ -36,7 +36,7 @@ SPLIT_NAMES = tuple(f"sample_variant{number}" for number in range(1, 11))
 REQUIRED_COLUMNS = dict.fromkeys(
     ("question", "answer", "answer_type", "subject", "level"), TEXT_VALUE
 )
-check_row = partial(find_field_fault, kinds=REQUIRED_COLUMNS)
+check_row = partial(describe_field_fault, types=REQUIRED_COLUMNS)
 _FLOAT_TOLERANCE = 0.001  # by which the official score lets a number differ
 # The line breaks are those of the official prompt, also where they end no sentence.
 _ANSWER_INSTRUCTION = (

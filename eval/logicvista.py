@@ -7,7 +7,7 @@ from functools import partial
 from operator import itemgetter
 
 from adora_vl.evals.inference.dataset import load_problems
-from adora_vl.evals.inference.predictions import LIST_OF_TEXTS, TEXT_VALUE, find_field_fault
+from adora_vl.evals.inference.predictions import LIST_OF_TEXTS, TEXT_VALUE, describe_field_fault
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.records import CORRECT, WRONG, Benchmark, Extraction, Prediction, RowGrade
 from adora_vl.evals.scoring.choice import extract_choice
@@ -21,7 +21,7 @@ from adora_vl.rewards.completion import answer_block, last_boxed
 
 # The columns that each row has, and what their values have to be.
 REQUIRED_COLUMNS = {"question": TEXT_VALUE, "answer": TEXT_VALUE, "skill": LIST_OF_TEXTS}
-check_row = partial(find_field_fault, kinds=REQUIRED_COLUMNS)
+check_row = partial(describe_field_fault, types=REQUIRED_COLUMNS)
 _OPTION_LETTERS = "ABCDEFGHI"  # letters that an option may have; the options stand in the picture
 # One letter, or several with commas, `&` or `and` between them.
 _LETTERS_REGEX = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"

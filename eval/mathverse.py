@@ -12,7 +12,7 @@ from adora_vl.evals.inference.dataset import load_problems
 from adora_vl.evals.inference.predictions import (
     ANY_VALUE,
     TEXT_VALUE,
-    find_field_fault,
+    describe_field_fault,
     one_of,
     or_null,
 )
@@ -209,11 +209,11 @@ REQUIRED_COLUMNS = {
 
 def check_row(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row of the data; None where nothing is."""
-    fault = find_field_fault(row, REQUIRED_COLUMNS)
+    fault = describe_field_fault(row, REQUIRED_COLUMNS)
     if fault:
         return fault
     # A row without the optional column is checked as one in which it is null.
-    return find_field_fault({"question_for_eval": None, **row}, _OPTIONAL_COLUMN_KINDS)
+    return describe_field_fault({"question_for_eval": None, **row}, _OPTIONAL_COLUMN_KINDS)
 
 
 _OPTIONAL_COLUMN_KINDS = {"question_for_eval": or_null(TEXT_VALUE)}

@@ -16,7 +16,7 @@ from adora_vl.evals.inference.predictions import (
     ANY_VALUE,
     LIST_OF_TEXTS,
     TEXT_VALUE,
-    find_field_fault,
+    describe_field_fault,
     one_of,
 )
 from adora_vl.evals.options import HubDataOptions, option
@@ -315,11 +315,11 @@ def check_row(row: Prediction) -> str | None:
     The reference answer of a multiple-choice question has to be the letter of one of its options. A
     free-form question has no options, and its reference answer may be any text.
     """
-    fault = find_field_fault(row, REQUIRED_COLUMNS)
+    fault = describe_field_fault(row, REQUIRED_COLUMNS)
     if fault or not row["options"]:
         return fault
     letters = ascii_uppercase[: len(row["options"])]
-    return find_field_fault(row, {"answer": one_of(*letters)})
+    return describe_field_fault(row, {"answer": one_of(*letters)})
 
 
 @dataclass(frozen=True, kw_only=True)

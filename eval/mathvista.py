@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from adora_vl.data.prompts import with_letters
 from adora_vl.evals.inference.dataset import load_problems
-from adora_vl.evals.inference.predictions import ANY_VALUE, TEXT_VALUE, find_field_fault, one_of
+from adora_vl.evals.inference.predictions import ANY_VALUE, TEXT_VALUE, describe_field_fault, one_of
 from adora_vl.evals.options import HubDataOptions, option
 from adora_vl.evals.records import (
     CORRECT,
@@ -292,7 +292,7 @@ def check_row(row: Prediction) -> str | None:
     Each row needs some columns. A multiple-choice question needs choices too, and an answer of the
     type `float` needs a number of decimal places.
     """
-    fault = find_field_fault(row, REQUIRED_COLUMNS)
+    fault = describe_field_fault(row, REQUIRED_COLUMNS)
     if fault:
         return fault
     if row["question_type"] == "multi_choice":

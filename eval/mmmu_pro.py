@@ -12,8 +12,8 @@ from adora_vl.evals.inference.dataset import load_problems
 from adora_vl.evals.inference.predictions import (
     ANY_VALUE,
     TEXT_VALUE,
-    FieldKind,
-    find_field_fault,
+    FieldType,
+    describe_field_fault,
 )
 from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
 from adora_vl.evals.records import (
@@ -132,7 +132,7 @@ def check_row(row: Prediction) -> str | None:
 
     The options have to be a list, and the answer the letter of one of them.
     """
-    fault = find_field_fault(row, REQUIRED_COLUMNS)
+    fault = describe_field_fault(row, REQUIRED_COLUMNS)
     if fault:
         return fault
     try:
@@ -140,10 +140,10 @@ def check_row(row: Prediction) -> str | None:
     except (ValueError, SyntaxError, TypeError):
         return f"has options = {row['options']!r:.60}, expected a list"
     last_letter = letters[-1] if letters else ""
-    letter_of_option = FieldKind(
+    letter_of_option = FieldType(
         lambda answer: answer in letters, f"a letter from A to {last_letter}"
     )
-    return find_field_fault(row, {"answer": letter_of_option})
+    return describe_field_fault(row, {"answer": letter_of_option})
 
 
 def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from adora_vl.evals.inference.dataset import load_problems
 from adora_vl.evals.inference.predictions import (
     TEXT_VALUE,
-    find_field_fault,
+    describe_field_fault,
     matching_text,
     read_predictions,
     row_key,
@@ -49,7 +49,7 @@ REQUIRED_COLUMNS = {
     "l2_category": TEXT_VALUE,
 }
 _OPTION_MARK_PATTERN = re.compile(r"(?:^|[\s,])([A-Z]): ")
-check_row = partial(find_field_fault, kinds=REQUIRED_COLUMNS)
+check_row = partial(describe_field_fault, types=REQUIRED_COLUMNS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from adora_vl.evals.asking import (
 from adora_vl.evals.benchmark import find_benchmark
 from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
-from adora_vl.evals.inference.ranks import join_ranks
+from adora_vl.evals.inference.ranks import join_process_group
 from adora_vl.evals.inference.runner import with_engine_bounds
 from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark
@@ -135,28 +135,30 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
     # The options of the engine are the same for all benchmarks.
     first_options = tasks[0].ask_options
     settings = check_options(first_options)
-    selections = [load_problems_in_view(task.benchmark, task.ask_options) for task in tasks]
-    all_problems = [problem for selection in selections for problem in selection.problems]
+    problems_of_tasks = [load_problems_in_view(task.benchmark, task.ask_options) for task in tasks]
+    all_problems = [
+        problem for view_problems in problems_of_tasks for problem in view_problems.problems
+    ]
     # The engine has to fit the longest text and the most images of all benchmarks. It is built at
     # the first answer that is missing, and kept from then on.
     engine_settings = with_engine_bounds(settings, all_problems)
     shared_engine = cache(lambda: build_engine(engine_settings))
-    processes = join_ranks()
-    for task, selection in zip(tasks, selections, strict=True):
+    process_group = join_process_group()
+    for task, view_problems in zip(tasks, problems_of_tasks, strict=True):
         answer_problems(
             benchmark=task.benchmark,
             options=task.ask_options,
             settings=settings,
-            selection=selection,
+            view_problems=view_problems,
             # The ranks wait at barriers that have the name of the run, so each benchmark needs its
             # own.
-            processes=replace(processes, run=task.benchmark.name),
+            process_group=replace(process_group, run=task.benchmark.name),
             build=lambda _: shared_engine(),
         )
-        if processes.rank == 0:
+        if process_group.rank == 0:
             predictions_file = task.ask_options.output / PREDICTIONS_FILE
             write_score(task.benchmark, predictions_file, task.score_options)
-    if processes.rank == 0:
+    if process_group.rank == 0:
         runs = [
             read_run(str(task.ask_options.output), name=str(suite_options.output)) for task in tasks
         ]

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from adora_vl.evals.inference.dataset import load_problems
-from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault, matching_text
+from adora_vl.evals.inference.predictions import TEXT_VALUE, describe_field_fault, matching_text
 from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
 from adora_vl.evals.records import (
     CORRECT,
@@ -50,7 +50,7 @@ REQUIRED_COLUMNS = {
     "option": TEXT_VALUE,
     "answer": matching_text("[A-H]", "a letter from A to H"),
 }
-check_row = partial(find_field_fault, kinds=REQUIRED_COLUMNS)
+check_row = partial(describe_field_fault, types=REQUIRED_COLUMNS)
 # The brackets of the official form of an answer. One of the groups is the text inside them.
 _TEMPLATE_BRACKETS_PATTERN = re.compile(
     r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>"

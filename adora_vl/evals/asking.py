@@ -16,13 +16,13 @@ from adora_vl.evals.checklist import CHECKLIST_DESCRIPTION, CHECKLIST_VIEW, buil
 from adora_vl.evals.inference.engines import build_engine, build_settings, check_loadable
 from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
 from adora_vl.evals.inference.provenance import FingerprintFields
-from adora_vl.evals.inference.ranks import Ranks
+from adora_vl.evals.inference.ranks import ProcessGroup
 from adora_vl.evals.inference.requests import (
     AnswerEngine,
     AnswerEngineSettings,
     EngineOptions,
 )
-from adora_vl.evals.inference.runner import Summary, infer
+from adora_vl.evals.inference.runner import InferenceSummary, infer
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, apply_view
 from adora_vl.evals.options import DataOptions, option
 from adora_vl.evals.records import Benchmark, Problem
@@ -102,11 +102,14 @@ def check_options(options: AskOptions) -> AnswerEngineSettings:
 
 
 class ProblemsInView(NamedTuple):
-    """The problems that a run asks, and what its fingerprint says of their data."""
+    """The problems of a run as its view shows them, and what its fingerprint says of their data.
+
+    The view decides what the model sees: the picture, the facts of the picture in words, or both.
+    """
 
     problems: Sequence[Problem]
-    """The problems as the view of the run shows them: with their pictures, facts in words or so."""
-    left_out: int
+    """The problems."""
+    n_left_out: int
     """The number of problems without facts in words, which a view with such facts leaves out."""
     data_hash: str
     """The hash of the data that all problems were loaded from."""
@@ -115,11 +118,10 @@ class ProblemsInView(NamedTuple):
 
 
 def load_problems_in_view(benchmark: Benchmark, options: AskOptions) -> ProblemsInView:
-    """Load the problems of a benchmark, and show them as the view of the run does.
+    """Load the problems of a benchmark, and change them to what `options.view` shows the model.
 
-    The view decides what the model sees of a problem, such as its picture or the facts of the
-    picture in words (see `DESCRIPTION_BY_VIEW`). The view `checklist` asks questions on what is marked in the
-    pictures instead.
+    A view shows the picture, the facts of the picture in words, both, or a grey picture. The view
+    `checklist` replaces the problems by questions on what is marked in their pictures.
 
     `options.limit` is not applied yet. Raises `UserError` for data that cannot be loaded or asked.
     """
@@ -132,7 +134,7 @@ def load_problems_in_view(benchmark: Benchmark, options: AskOptions) -> Problems
         n_left_out = len(loaded.problems) - len(problems)
     return ProblemsInView(
         problems=problems,
-        left_out=n_left_out,
+        n_left_out=n_left_out,
         data_hash=loaded.data_hash,
         unused_options=loaded.unused_options,
     )
@@ -142,8 +144,8 @@ def answer_problems(
     benchmark: Benchmark,
     options: AskOptions,
     settings: AnswerEngineSettings,
-    selection: ProblemsInView,
-    processes: Ranks,
+    view_problems: ProblemsInView,
+    process_group: ProcessGroup,
     build: Callable[[AnswerEngineSettings], AnswerEngine] | None = None,
 ) -> None:
     """Ask the model all problems, and write its answers into the folder `options.output`.
@@ -154,30 +156,32 @@ def answer_problems(
         benchmark: The benchmark, whose name and options are a part of the fingerprint.
         options: How the model is asked, and where the answers go.
         settings: The settings of the engine, as `check_options` returned them.
-        selection: The problems, as `load_problems_in_view` returned them.
-        processes: The rank of this process. Each asks its share, and only rank 0 prints.
+        view_problems: The problems, as `load_problems_in_view` returned them.
+        process_group: The rank of this process. Each asks its share, and only rank 0 prints.
         build: Builds the engine, in place of `build_engine`.
 
     Raises `UserError`, also where answers are missing at the end because calls of a server failed.
     """
     # A server does not show its weights, so they cannot be hashed.
     weights_hash = None if settings.endpoint else model_hash(settings.model, settings.revision)
-    if weights_hash is not None and processes.rank == 0:
+    if weights_hash is not None and process_group.rank == 0:
         for line in notes_on_local_copy(settings.model):
             print(line, file=sys.stderr)
     summary = infer(
-        selection.problems[: options.limit],
+        view_problems.problems[: options.limit],
         output=options.output,
         settings=settings,
-        fingerprint=_collect_fingerprint(benchmark, options, settings, selection, weights_hash),
+        fingerprint=_collect_fingerprint(benchmark, options, settings, view_problems, weights_hash),
         build=build or build_engine,
-        samples=options.samples,
-        problems_in_data=len(selection.problems),
-        ranks=processes,
+        samples_per_problem=options.samples,
+        problems_in_data=len(view_problems.problems),
+        process_group=process_group,
     )
-    if processes.rank == 0:
+    if process_group.rank == 0:
         _print_summary(
-            summary, n_left_out=selection.left_out, predictions=options.output / PREDICTIONS_FILE
+            summary,
+            n_left_out=view_problems.n_left_out,
+            predictions=options.output / PREDICTIONS_FILE,
         )
 
 
@@ -185,10 +189,10 @@ def _collect_fingerprint(
     benchmark: Benchmark,
     options: AskOptions,
     settings: AnswerEngineSettings,
-    selection: ProblemsInView,
+    view_problems: ProblemsInView,
     weights_hash: str | None,
 ) -> FingerprintFields:
-    """Collect what the answers of a run depend on, for its fingerprint.
+    """Collect the settings that the answers of a run depend on, for the file `fingerprint.json`.
 
     A run is resumed only with equal fields. A field that few runs need, such as `view`, is left out
     where it has its usual value, so that older fingerprints without it stay equal.
@@ -197,7 +201,7 @@ def _collect_fingerprint(
         "benchmark": benchmark.name,
         "model": settings.model,
         "model_hash": weights_hash,
-        "data_hash": selection.data_hash,
+        "data_hash": view_problems.data_hash,
         "engine": options.engine,
         "split": options.data.split,
     }
@@ -205,13 +209,13 @@ def _collect_fingerprint(
         fields[name] = getattr(options, name)
     for name in benchmark.fingerprint:
         # An option that changed nothing is None, since the same questions were asked without it.
-        is_unused = name in selection.unused_options
+        is_unused = name in view_problems.unused_options
         fields[name] = None if is_unused else getattr(options.data, name)
     if options.view != "image":
         fields["view"] = options.view
     fields |= settings.fingerprint_fields
-    if selection.left_out:
-        fields["left_out"] = selection.left_out
+    if view_problems.n_left_out:
+        fields["left_out"] = view_problems.n_left_out
     if benchmark.prompt_revision > 1:
         fields["prompt_revision"] = benchmark.prompt_revision
     if benchmark.file:
@@ -219,12 +223,12 @@ def _collect_fingerprint(
     return fields
 
 
-def _print_summary(summary: Summary, *, n_left_out: int, predictions: Path) -> None:
+def _print_summary(summary: InferenceSummary, *, n_left_out: int, predictions: Path) -> None:
     """Print on stderr how many answers a run got, and how many problems could not be asked.
 
     Args:
         summary: The numbers of the run.
-        n_left_out: The problems that the view could not show.
+        n_left_out: The number of problems whose facts do not suffice in words.
         predictions: The file of the answers.
 
     Raises `UserError` where answers are missing.

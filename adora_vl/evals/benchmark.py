@@ -89,7 +89,7 @@ def load_checked_problems(benchmark: Benchmark, options: DataOptions) -> LoadedP
     have the same id, by which answers are matched, or where the text of one cannot be asked.
     """
     # Imported here, because pyarrow takes long, and Ctrl-C in the meantime ends with a line.
-    from adora_vl.evals.inference.dataset import find_prompt_fault
+    from adora_vl.evals.inference.dataset import describe_prompt_fault
 
     # A user's own benchmark may return a plain tuple.
     loaded = LoadedProblems(*benchmark.load(options))
@@ -97,7 +97,7 @@ def load_checked_problems(benchmark: Benchmark, options: DataOptions) -> LoadedP
     for problem in loaded.problems:
         if problem.pid in pids:
             raise UserError(f"data: the id {problem.pid!r} occurs twice; ids have to be unique")
-        fault = find_prompt_fault(problem.prompt, has_image=problem.n_images > 0)
+        fault = describe_prompt_fault(problem.prompt, has_image=problem.n_images > 0)
         if fault:
             raise UserError(f"data: the problem {problem.pid!r} {fault}")
         pids.add(problem.pid)

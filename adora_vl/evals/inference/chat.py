@@ -29,10 +29,10 @@ _MAX_TEMPLATE_TOKENS = 256
 def _combine_limits(
     model_limits: Mapping[str, int], user_limits: Mapping[str, int]
 ) -> dict[str, int]:
-    """Combine pixel limits: those of the user, and those of the model where the user gave none.
+    """Return the pixel limits of the user, with those of the model where the user gave none.
 
-    The keys are `min_pixels` and `max_pixels`. Raises `UserError` if the user gave limits for a
-    model that sees no images, or if the lower limit is over the upper one.
+    Both mappings may have the keys `min_pixels` and `max_pixels`. Raises `UserError` if the user
+    gave limits for a model that sees no images, or if the lower limit is over the upper one.
     """
     if user_limits and not model_limits:
         raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
@@ -51,8 +51,8 @@ class ChatProcessor:
     """Turns conversations with images into tokens, and tokens into text, as the model expects it.
 
     It has the model's own processor and configuration, with the user's pixel limits. `pixel_limits`
-    is empty if the user gave none, and otherwise has both limits: Qwen's image processor silently
-    ignores a `min_pixels` or `max_pixels` that is given alone, while vLLM counts image tokens with
+    is empty if the user gave none, and otherwise has both `min_pixels` and `max_pixels`: Qwen's
+    image processor silently ignores one that is given alone, while vLLM counts image tokens with
     it.
     """
 
@@ -97,8 +97,8 @@ class ChatProcessor:
             user_limits["min_pixels"] = min_pixels
         if max_pixels:
             user_limits["max_pixels"] = max_pixels
-        self._limits_in_use = _combine_limits(model_limits or {}, user_limits)
-        self.pixel_limits = self._limits_in_use if user_limits else {}
+        self._effective_limits = _combine_limits(model_limits or {}, user_limits)
+        self.pixel_limits = self._effective_limits if user_limits else {}
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         # The prompts of a batch end together, so that generation begins at one position.
         self._tokenizer.padding_side = "left"
@@ -144,7 +144,7 @@ class ChatProcessor:
             ) from error
 
     @classmethod
-    def of(cls, settings: AnswerEngineSettings) -> Self:
+    def from_settings(cls, settings: AnswerEngineSettings) -> Self:
         """Load the processor of the model that an engine's settings name."""
         return cls(
             settings.model,
@@ -155,7 +155,7 @@ class ChatProcessor:
         )
 
     def check_vllm(self, model: str, dtype: str) -> None:
-        """Raise `UserError` for a model that vLLM cannot run, or would compute otherwise.
+        """Raise `UserError` for a model that vLLM cannot run, or computes with another precision.
 
         Args:
             model: The model's name, for messages.
@@ -188,10 +188,10 @@ class ChatProcessor:
         return text
 
     def prompt_ids(self, messages: list[Message], images: Sequence[Image.Image]) -> list[int]:
-        """Return the token ids of a conversation.
+        """Return the token ids of a conversation with images.
 
-        The placeholder of each image is repeated once for each token of the image: with two tokens
-        for the image, the ids 5, P, 7 of the template become 5, P, P, 7.
+        The placeholder P of an image is repeated once for each token of the image: with two tokens
+        for the image, the ids 5, P, 7 of the chat template become 5, P, P, 7.
         """
         template_ids: list[int] = self._tokenizer(self.render(messages))["input_ids"]
         image_token_counts = iter([self.image_token_count(image) for image in images])
@@ -254,9 +254,12 @@ class ChatProcessor:
             return str(saved_dtype).removeprefix("torch.")
         return "bfloat16" if torch.cuda.is_available() else "float32"
 
-    def settings_in_use(self, dtype: str) -> dict[str, Any]:
-        """Return the dtype and the pixel limits in use: the user's, else the model's own."""
-        return {"dtype": self.resolve_dtype(dtype), **self._limits_in_use}
+    def resolved_settings(self, dtype: str) -> dict[str, Any]:
+        """Return the settings that options such as `dtype: auto` leave to the model.
+
+        For example, `{"dtype": "bfloat16", "min_pixels": 3136, "max_pixels": 401408}`.
+        """
+        return {"dtype": self.resolve_dtype(dtype), **self._effective_limits}
 
     def why_too_long(self, ids: Sequence[int], context: int) -> str | None:
         """Say why a prompt leaves no room for an answer in a context of `context` tokens.
@@ -277,22 +280,22 @@ class ChatProcessor:
             f"{context}; lower --max-pixels"
         )
 
-    def needed_context(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
-        """Return an upper bound of the context length that any prompt with its answer needs.
+    def required_context_length(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
+        """Return the context length that suffices for any prompt with its answer.
+
+        It is at most the model's own context length.
 
         Args:
             max_images: The most images of a prompt.
             max_text_bytes: The bytes of the longest text. A byte is at most one token.
             max_tokens: The most tokens of an answer.
-
-        It is at most the model's own context length.
         """
         bound = max_text_bytes + _MAX_TEMPLATE_TOKENS + max_tokens
         if not self.text_only:
             # The side of the square of pixels that becomes one token.
             token_side = self._image_processor.patch_size * self._image_processor.merge_size
             # Rounded up, since a part of a square needs a token too.
-            tokens_per_image = math.ceil(self._limits_in_use["max_pixels"] / token_side**2)
+            tokens_per_image = math.ceil(self._effective_limits["max_pixels"] / token_side**2)
             bound += max_images * tokens_per_image
         return min(self.context, int(bound))
 

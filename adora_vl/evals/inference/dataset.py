@@ -16,7 +16,7 @@ from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
 from adora_vl.evals.inference.predictions import (
     describe_missing_fields,
-    find_row_fault,
+    describe_row_fault,
     raise_row_faults,
 )
 from adora_vl.evals.inference.requests import HUB_ID_PATTERN
@@ -41,19 +41,19 @@ class _LoadedRows:
 
     rows: list[Row]
     """The rows, with None in place of each encoded image."""
-    column_by_name: Mapping[str, Any]
+    image_column_by_name: Mapping[str, Any]
     """The Arrow columns of encoded images, by name."""
-    hash: str
+    data_hash: str
     """The hash of the data."""
     origin: str
-    """Where the data come from, for messages."""
+    """The path or the hub id of the data, for messages."""
     folder: Path | None
     """The folder that paths of images are relative to; None for data from the hub."""
 
-    def encoded_image(self, index: int, columns: Sequence[str]) -> list[bytes]:
-        """Return the first usable image of a row, encoded, as a list of one.
+    def read_encoded_image(self, index: int, columns: Sequence[str]) -> list[bytes]:
+        """Return the first usable image of a row, encoded (as in a PNG file), in a list of one.
 
-        Benchmarks store images in many forms: bytes, a struct with bytes or a path, a path, or
+        Benchmarks store images in many ways: as bytes, a struct with bytes or a path, a path, or
         Base64.
 
         Args:
@@ -63,7 +63,7 @@ class _LoadedRows:
         Raises `ValueError` for a row without an image, and `OSError` for a file that is missing.
         """
         row = dict(self.rows[index])
-        for name, column in self.column_by_name.items():
+        for name, column in self.image_column_by_name.items():
             row[name] = column[index].as_py()
         values = [row[name] for name in columns if row.get(name) is not None]
         for value in values:
@@ -122,21 +122,23 @@ def load_problems(
             message has a line for each such row.
     """
     loaded = _load_split(options, image_columns=image_columns, id_column=id_column, config=config)
-    loaded = _adapt_layout(loaded, image_folder=image_folder, our_names=our_names or {})
+    loaded = _rename_columns_and_find_images(
+        loaded, image_folder=image_folder, our_names=our_names or {}
+    )
     has_image = bool(image_columns)  # the question may then be empty, as a part of the picture
 
-    def fault_of(row: Row) -> str | None:
-        """Return the first fault of a row, None if it has none."""
-        answered_row = _as_prediction(row, id_column)
+    def describe_fault(row: Row) -> str | None:
+        """Return what is wrong with a row, None if nothing is."""
+        prediction = _as_prediction(row, id_column)
         return (
             describe_missing_fields(row, needed)
-            or find_row_fault(answered_row)
-            or check(answered_row)
-            or find_prompt_fault(prompt(row), has_image=has_image)
-            or _find_path_fault(row, image_columns, loaded.folder)
+            or describe_row_fault(prediction)
+            or check(prediction)
+            or describe_prompt_fault(prompt(row), has_image=has_image)
+            or _describe_path_fault(row, image_columns, loaded.folder)
         )
 
-    _refuse_faulty_rows(loaded, fault_of)
+    _check_rows(loaded, describe_fault)
     field_names = stored_columns or [name for name in needed if name != id_column]
     problems: list[Problem] = []
     for index, row in enumerate(loaded.rows):
@@ -160,18 +162,18 @@ def _build_problem(
     """
     if not image_columns:
         return Problem(fields=fields, prompt=prompt, n_images=0, images=list)
-    read_image = partial(loaded.encoded_image, index, image_columns)
+    read_image = partial(loaded.read_encoded_image, index, image_columns)
     return problem_with_images(fields, prompt=prompt, n_images=1, read_images=read_image)
 
 
-def _refuse_faulty_rows(loaded: _LoadedRows, fault_of: Callable[[Row], str | None]) -> None:
+def _check_rows(loaded: _LoadedRows, describe_fault: Callable[[Row], str | None]) -> None:
     """Raise `UserError` if rows have faults, with a line for each row, or if there are no rows.
 
-    `fault_of` returns what is wrong with a row, or None.
+    `describe_fault` returns what is wrong with a row, or None.
     """
     faults: list[str] = []
     for number, row in enumerate(loaded.rows, start=1):
-        fault = fault_of(row)
+        fault = describe_fault(row)
         if fault:
             faults.append(f"row {number} {fault}")
     raise_row_faults(f"data: {loaded.origin}", faults)
@@ -179,10 +181,10 @@ def _refuse_faulty_rows(loaded: _LoadedRows, fault_of: Callable[[Row], str | Non
         raise UserError(f"data: {loaded.origin} has no rows")
 
 
-def _adapt_layout(
+def _rename_columns_and_find_images(
     loaded: _LoadedRows, *, image_folder: str, our_names: Mapping[str, str]
 ) -> _LoadedRows:
-    """Return rows with our names of their columns, whose images may lie in a folder beside them.
+    """Return the rows with our names of their columns, and with the folder that has their images.
 
     The arguments are those of `load_problems`.
     """
@@ -196,10 +198,10 @@ def _adapt_layout(
 
 
 def _as_prediction(row: Row, id_column: str) -> Row:
-    """Return a row in the form of a prediction with an empty response, for the checks of one.
+    """Return a row of the data as a row of predictions, so that the checks of these can be used.
 
-    Its `pid` is the id as a text. A value that is no id stays as it is, so that the check can name
-    it.
+    Its `response` is empty, and its `pid` is the id as a text. A value that is no id stays as it
+    is, so that the check can name it.
     """
     stored_id = row.get(id_column)
     is_number = isinstance(stored_id, int) and not isinstance(stored_id, bool)
@@ -268,7 +270,7 @@ def _read_and_convert(
     return [convert(content) for content in read_images()]
 
 
-def _find_path_fault(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
+def _describe_path_fault(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
     """Return what is wrong if an image path of a row leads out of `folder`, such as `../x.png`.
 
     Such a path could show the model any file of this machine. Returns None if all paths are inside,
@@ -285,7 +287,7 @@ def _find_path_fault(row: Row, image_columns: Sequence[str], folder: Path | None
     return None
 
 
-def find_prompt_fault(prompt: object, *, has_image: bool = True) -> str | None:
+def describe_prompt_fault(prompt: object, *, has_image: bool = True) -> str | None:
     """Return why a model cannot be asked this text, None if it can.
 
     The text may be empty if there is an image, since the question may be written in the picture. A
@@ -331,7 +333,7 @@ def _load_local_rows(
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     """Return the files of a split in a folder, or in the folder `data` in it.
 
-    The first of these that exists, for the split `test`:
+    For the split `test` they are the first of these that exists:
 
     1. `test-*.parquet`
     2. `test.parquet`
@@ -413,7 +415,7 @@ def _load_hub_rows(
 def _rows_from_table(
     table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str, folder: Path | None
 ) -> _LoadedRows:
-    """Convert a table to rows, but leave its encoded images in the table until they are needed.
+    """Convert an Arrow table to rows, but leave its encoded images in it until they are needed.
 
     Args:
         table: The table.
@@ -440,18 +442,18 @@ def _rows_from_table(
         row.update(dict.fromkeys(image_column_by_name))
     return _LoadedRows(
         rows=rows,
-        column_by_name=image_column_by_name,
-        hash=data_hash,
+        image_column_by_name=image_column_by_name,
+        data_hash=data_hash,
         origin=origin,
         folder=folder,
     )
 
 
 def _data_hash_with_images(loaded: _LoadedRows, image_columns: Sequence[str]) -> str:
-    """Return the hash of the rows; if they name image files, with `+` and the hash of these."""
+    """Return the hash of the rows, or `HASH+HASH` with the hash of the image files that they name."""
     folder = loaded.folder
     if folder is None:
-        return loaded.hash
+        return loaded.data_hash
     image_names: set[str] = set()
     for row in loaded.rows:
         for column in image_columns:
@@ -459,8 +461,8 @@ def _data_hash_with_images(loaded: _LoadedRows, image_columns: Sequence[str]) ->
                 image_names.add(str(row[column]))
     image_files = [folder / name for name in image_names if (folder / name).is_file()]
     if not image_files:
-        return loaded.hash
-    return f"{loaded.hash}+{content_hash(image_files)}"
+        return loaded.data_hash
+    return f"{loaded.data_hash}+{content_hash(image_files)}"
 
 
 def _rows_from_json(path: Path, id_column: str) -> _LoadedRows:
@@ -480,7 +482,11 @@ def _rows_from_json(path: Path, id_column: str) -> _LoadedRows:
     if not is_list_of_rows:
         raise UserError(f"data: {str(path)!r} is not a list of objects, nor an object of them")
     return _LoadedRows(
-        rows=rows, column_by_name={}, hash=file_hash, origin=str(path), folder=path.parent
+        rows=rows,
+        image_column_by_name={},
+        data_hash=file_hash,
+        origin=str(path),
+        folder=path.parent,
     )
 
 

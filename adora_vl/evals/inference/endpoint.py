@@ -89,7 +89,7 @@ class EndpointEngine:
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
         }
-        # The note on the server's own defaults, until it is printed.
+        # The note that the server may sample by defaults of its own, until it is printed.
         self._pending_note: str | None = None
         if program in SERVERS_WITH_MODEL_DEFAULTS:
             self._body |= PLAIN_SAMPLING
@@ -109,27 +109,28 @@ class EndpointEngine:
         if self._pending_note is not None:
             print(self._pending_note, file=sys.stderr)
             self._pending_note = None
-        outcomes = self._client.map_in_threads(self._ask, requests)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, EndpointError)]
-        if failures and len(failures) == len(outcomes):
-            if failures[0].key_refused:
+        replies = self._client.map_in_threads(self._reply_or_error, requests)
+        errors = [reply for reply in replies if isinstance(reply, EndpointError)]
+        if errors and len(errors) == len(replies):
+            if errors[0].key_refused:
                 self._client.check_server("base_url")
             raise UserError(
                 f"base_url: {self._client.endpoint.url} gave none of "
-                f"{amount(len(outcomes), 'answer')}: {failures[0]}; what was answered before is "
+                f"{amount(len(replies), 'answer')}: {errors[0]}; what was answered before is "
                 "kept"
             )
-        if failures:
+        if errors:
             print(
-                f"warning: {amount(len(failures), 'call')} failed, the first: {failures[0]}",
+                f"warning: {amount(len(errors), 'call')} failed, the first: {errors[0]}",
                 file=sys.stderr,
             )
-        return [None if isinstance(outcome, EndpointError) else outcome for outcome in outcomes]
+        return [None if isinstance(reply, EndpointError) else reply for reply in replies]
 
-    def _ask(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
+    def _reply_or_error(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
         """Return the reply to one request, or the error of its call.
 
-        A prompt that is too long for the server's model cannot be answered by another attempt.
+        It is `Unanswerable` for a prompt that is too long for the server's model, since no other
+        attempt can answer it.
         """
         try:
             return self._client.chat(openai_messages(request), seed=request.seed, **self._body)
@@ -138,12 +139,12 @@ class EndpointEngine:
 
 
 def _note_on_server_defaults(endpoint: Endpoint, program: str | None) -> str:
-    """Say that a server may sample by defaults of its own, and how to rule that out.
+    """Return a note that a server may sample by defaults of its own, and how to rule that out.
 
     Args:
         endpoint: The server and the model on it.
-        program: The program that the server's list of models names; empty if it names none, and
-            None if the server gave no list.
+        program: The server program, such as `vllm`, that its list of models names; empty if it
+            names none, and None if the server gave no list.
     """
     if program:
         server_text = f"names its program {program!r}, which is not known here"

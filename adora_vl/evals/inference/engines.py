@@ -95,10 +95,10 @@ def build_settings(options: EngineOptions) -> AnswerEngineSettings:
 
 
 def _stop_of_training(training_config: Mapping[str, Any], *, is_server: bool) -> StopParameters:
-    """Return what ended an answer in the model's training, and say so on stderr.
+    """Return the stop strings and tokens of the model's training, and say so on stderr.
 
-    For a server nothing is returned, and a line says that. A server would cut the string that ends
-    an answer off it, and a grader may need that string, such as `</answer>`.
+    For a server there are none, and a line says that: a server would cut the stop string off the
+    answer, and a grader may need it, such as `</answer>`.
     """
     from adora_vl.rollout.stopping import StopParameters
 
@@ -132,9 +132,9 @@ def parse_tool_options(tools: Sequence[str], mapping: str) -> ToolOptions:
 
 
 def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> Toolbox:
-    """Build the tools that the options name, for the images as this model sees them.
+    """Build the tools that the options name, such as `zoom`, for the model to call.
 
-    Raises `UserError` for tools that cannot be used, or whose answers have no room.
+    Raises `UserError` for tools that cannot be used, or whose answers have no room in `max_tokens`.
     """
     if settings.endpoint is not None:
         raise UserError(
@@ -148,8 +148,8 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
     from adora_vl.tools.run import Toolbox, build_view, choose_tools
     from adora_vl.tools.tries import unsteady_tools
 
-    chosen = choose_tools(options.tools)
-    chat = ChatProcessor.of(settings)
+    tool_set = choose_tools(options.tools)
+    chat = ChatProcessor.from_settings(settings)
     pixels = resize_limits_of(
         chat.processor,
         model=chat.config,
@@ -159,7 +159,10 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
     view = build_view(chat.config, pixels)
     limits = options.tool_options or ToolOptions()
     toolbox = Toolbox(
-        tool_set=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
+        tool_set=tool_set,
+        options=limits,
+        view=view,
+        control_tokens=control_tokens(chat.processor),
     )
     # The answers of tools have to fit into `max_tokens`, the only limit that is known here.
     conversation = ConversationLimits(
@@ -186,7 +189,7 @@ def check_loadable(settings: AnswerEngineSettings) -> None:
 
     if settings.endpoint is None and Path(settings.model).is_dir():
         check_weights("model", settings.model)
-        chat = ChatProcessor.of(settings)
+        chat = ChatProcessor.from_settings(settings)
         if settings.engine == "vllm":
             chat.check_vllm(settings.model, settings.dtype)
 

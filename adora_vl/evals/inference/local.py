@@ -72,23 +72,23 @@ class ConversationEngine:
         """
         chat = self.chat
         prompts = [chat.prompt_ids(request.messages, request.images) for request in requests]
-        faults = [chat.why_too_long(ids, self.context_length) for ids in prompts]
+        # Why each prompt does not fit the model's context; None where it does.
+        reasons = [chat.why_too_long(prompt_ids, self.context_length) for prompt_ids in prompts]
         # The conversations by the index of their request.
-        started_rollouts: dict[int, Rollout] = {}
-        for index, fault in enumerate(faults):
-            if fault is None:  # the prompt fits the context
-                started_rollouts[index] = Rollout()
+        started_rollouts = {
+            index: Rollout() for index, reason in enumerate(reasons) if reason is None
+        }
         turns = ConversationTurns(engine=self, requests=requests, prompts=prompts)
         finished_rollouts = run_turns(started_rollouts, turns)
         replies: list[Reply | Unanswerable] = []
-        for index, (prompt, fault) in enumerate(zip(prompts, faults, strict=True)):
-            if fault is None:
-                replies.append(self._reply(finished_rollouts[index], prompt))
+        for index, reason in enumerate(reasons):
+            if reason is None:
+                replies.append(self._build_reply(finished_rollouts[index], prompts[index]))
             else:
-                replies.append(Unanswerable(fault))
+                replies.append(Unanswerable(reason))
         return replies
 
-    def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
+    def _build_reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
         """Turn a finished conversation into a reply, whose text is the last turn of the model.
 
         The last turn is what is graded, as in a training.
@@ -128,9 +128,9 @@ class ConversationEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationTurns:
-    """Samples and answers the turns of conversations for `run_turns`: a `TurnPlayer`.
+    """Samples the model's turns in conversations, and answers its calls of tools.
 
-    The key of a conversation is the index of its request.
+    It is the `TurnPlayer` of `run_turns`. The key of a conversation is the index of its request.
     """
 
     engine: ConversationEngine
@@ -142,7 +142,7 @@ class ConversationTurns:
         """Return the conversations with one more turn of the model."""
         tool_loop = self.engine.tool_loop
         max_turn_tokens = tool_loop.turn_tokens if tool_loop else None
-        requests = [self._request(key, rollout) for key, rollout in rollouts.items()]
+        requests = [self._build_request(key, rollout) for key, rollout in rollouts.items()]
         results = self.engine.sample(requests)
         longer_rollouts: dict[int, Rollout] = {}
         for key, request, result in zip(rollouts, requests, results, strict=True):
@@ -185,8 +185,8 @@ class ConversationTurns:
     def _tokens_left(self, key: int, rollout: Rollout) -> int:
         """Return how many tokens the next turn of a conversation may have.
 
-        It is the least of three numbers: what is left of the length of an answer, of the model's
-        context, and with tools of the length of a turn.
+        It is the least of three numbers: the tokens left of the length of an answer, of the model's
+        context, and, with tools, of the length of a turn.
         """
         context_left = self.engine.context_length - len(self.prompts[key])
         tokens_left = min(self.engine.max_length, context_left) - len(rollout.tokens)
@@ -196,7 +196,7 @@ class ConversationTurns:
             tokens_left = min(tokens_left, turn_left)
         return tokens_left
 
-    def _request(self, key: int, rollout: Rollout) -> SamplingRequest:
+    def _build_request(self, key: int, rollout: Rollout) -> SamplingRequest:
         """Build the request for the next turn of a conversation."""
         request = self.requests[key]
         seed = request.seed
@@ -225,7 +225,7 @@ class LocalEngine(ConversationEngine):
         default_batch_size: int,
         sample: Callable[[Sequence[SamplingRequest]], list[SamplingResult]],
     ) -> None:
-        """Set up the sampler, and the tools of the settings if they name any."""
+        """Take the limits from the settings, and set up the tools if the settings have any."""
         super().__init__(
             chat,
             sample,
@@ -233,7 +233,7 @@ class LocalEngine(ConversationEngine):
             batch_size=settings.batch_size or default_batch_size,
         )
         # The settings of the engine that go into the fingerprint of a run.
-        self.resolved = chat.settings_in_use(settings.dtype)
+        self.resolved = chat.resolved_settings(settings.dtype)
         toolbox = settings.toolbox
         if toolbox is not None:
             self.tool_loop = ToolLoop(
@@ -267,9 +267,9 @@ class VLLMEngine(LocalEngine):
         prepare_engine_environment()  # before the import: vLLM reads its environment there
         from adora_vl.rollout.llm import PolicyLLM
 
-        chat = ChatProcessor.of(settings)
+        chat = ChatProcessor.from_settings(settings)
         chat.check_vllm(settings.model, settings.dtype)
-        context_length = chat.needed_context(
+        context_length = chat.required_context_length(
             settings.max_images,
             max_text_bytes=settings.max_text_bytes,
             max_tokens=settings.max_tokens,
@@ -321,7 +321,7 @@ class TransformersEngine(LocalEngine):
         """Load the model onto the GPU, or onto the CPU where there is none."""
         from transformers import GenerationConfig
 
-        chat = ChatProcessor.of(settings)
+        chat = ChatProcessor.from_settings(settings)
         super().__init__(settings, chat, default_batch_size=64, sample=self._sample_batch)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = chat.auto_class.from_pretrained(
@@ -359,7 +359,7 @@ class TransformersEngine(LocalEngine):
         )
 
     def _sample_batch(self, requests: Sequence[SamplingRequest]) -> list[SamplingResult]:
-        """Sample an answer to each request, all in one batch by the seed of the first."""
+        """Sample a completion of each request, all in one batch and by the seed of the first."""
         if not requests:
             return []
         images = [image for request in requests for image in request.images]
@@ -380,14 +380,15 @@ class TransformersEngine(LocalEngine):
         completions = sequences_BT[:, prompt_length:].tolist()
         results: list[SamplingResult] = []
         for completion_ids, request in zip(completions, requests, strict=True):
-            results.append(self._result(completion_ids[: request.max_tokens]))
+            results.append(self._cut_at_end(completion_ids[: request.max_tokens]))
         return results
 
-    def _result(self, completion_ids: list[int]) -> SamplingResult:
-        """Cut a completion off where it ends, and say why it ended.
+    def _cut_at_end(self, completion_ids: list[int]) -> SamplingResult:
+        """Cut a completion of a batch off where it ends, and say why it ended.
 
-        It ends behind its first end token, or behind the token that completes a stop string,
-        whichever comes first. A completion without either was cut off by the limit on its length.
+        It ends behind its first end-of-sequence token, or behind the token that completes a stop
+        string, whichever comes first; padding follows. A completion without either was cut off by
+        the limit on its length.
         """
         ends: list[int] = []
         for index, token in enumerate(completion_ids):

@@ -57,14 +57,14 @@ def read_predictions(
 
     Args:
         path: The file.
-        check: Returns what a benchmark finds wrong with a row, or None.
+        check: A benchmark's own check: returns what is wrong with a row, or None.
         id_column: The field from which a missing `pid` is taken.
         columns: The names of fields in the file by our names, if they differ, such as
             `{"answer": "meta.answers.0"}`. A dot leads into an object or a list.
 
     Returns the rows in the order of the file, with numbers as ids turned into texts and null
     responses into empty ones. Raises `UserError` with a line for each row that is no JSON object,
-    has a fault (`find_row_fault`), or has the key of an earlier row, and for a name in `columns`
+    has a fault (`describe_row_fault`), or has the key of an earlier row, and for a name in `columns`
     that no row has.
     """
     if not path.is_file():
@@ -78,10 +78,10 @@ def read_predictions(
         if isinstance(row_or_fault, str):  # what is wrong with an object that cannot be read
             faults.append(f"row {number} {row_or_fault}")
             continue
-        unseen_names -= {name for name in unseen_names if _find_values(row_or_fault, name)}
-        fault = _find_column_fault(row_or_fault, columns)
+        unseen_names -= {name for name in unseen_names if _values_at_path(row_or_fault, name)}
+        fault = _describe_column_fault(row_or_fault, columns)
         row = _rename_fields(row_or_fault, id_column, columns)
-        fault = fault or find_row_fault(row)
+        fault = fault or describe_row_fault(row)
         if not fault and check is not None:
             fault = check(row)
         if not fault:
@@ -108,11 +108,13 @@ _MAX_FAULT_CHARS = 300  # characters; a value in it may be huge
 
 
 def raise_row_faults(where: str, faults: Sequence[str]) -> None:
-    """Raise `UserError` if rows have faults, with a line for each of the first of them.
+    """Raise `UserError` if rows have faults, with a line for each of the first 20.
+
+    A line is for example `predictions: FILE row 3 lacks the field 'answer'`.
 
     Args:
         where: The beginning of each line, which names the data.
-        faults: What is wrong with each faulty row, beginning with its number.
+        faults: What is wrong with each faulty row, beginning with `row` and its number.
     """
     if not faults:
         return
@@ -121,16 +123,18 @@ def raise_row_faults(where: str, faults: Sequence[str]) -> None:
         short_fault = fault if len(fault) <= _MAX_FAULT_CHARS else fault[:_MAX_FAULT_CHARS] + "..."
         lines.append(f"{where} {short_fault}")
     n_hidden = len(faults) - _MOST_SHOWN_FAULTS
-    if n_hidden > 0:
-        hidden_in_words = (
-            "1 more row is wrong" if n_hidden == 1 else f"{n_hidden} more rows are wrong"
-        )
-        lines.append(f"{where}: {hidden_in_words}")
+    if n_hidden == 1:
+        lines.append(f"{where}: 1 more row is wrong")
+    elif n_hidden > 1:
+        lines.append(f"{where}: {n_hidden} more rows are wrong")
     raise MistakesError(lines)
 
 
 def describe_missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
-    """Say which of the needed fields a row lacks; None if it has all of them."""
+    """Say which of the needed fields a row lacks; None if it has all of them.
+
+    For example, `lacks the field 'answer'; it has pid, gold, needed are pid, answer`.
+    """
     missing = [field for field in needed if field not in row]
     if not missing:
         return None
@@ -140,13 +144,13 @@ def describe_missing_fields(row: Prediction, needed: Sequence[str]) -> str | Non
     return f"lacks the {noun} {names}; it has {present_names}, needed are {', '.join(needed)}"
 
 
-class FieldKind(NamedTuple):
+class FieldType(NamedTuple):
     """What the value of a field has to be."""
 
-    fits: Callable[[Any], bool]
-    """Whether a value is of this kind."""
+    is_valid: Callable[[Any], bool]
+    """Whether a value is of this type."""
     expected: str
-    """The kind in words, for messages."""
+    """The type in words, for messages: `a string`."""
 
 
 def _is_list_of_texts(value: object) -> bool:
@@ -154,48 +158,51 @@ def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-ANY_VALUE = FieldKind(lambda value: True, "anything")
-TEXT_VALUE = FieldKind(lambda value: isinstance(value, str), "a string")
-LIST_OF_TEXTS = FieldKind(_is_list_of_texts, "a list of texts")
+ANY_VALUE = FieldType(lambda value: True, "anything")
+TEXT_VALUE = FieldType(lambda value: isinstance(value, str), "a string")
+LIST_OF_TEXTS = FieldType(_is_list_of_texts, "a list of texts")
 
 
-def one_of(*words: str) -> FieldKind:
-    """Return the kind of a value that has to be one of these words."""
-    return FieldKind(lambda value: value in words, f"one of {', '.join(words)}")
+def one_of(*words: str) -> FieldType:
+    """Return the type of a value that has to be one of these words."""
+    return FieldType(lambda value: value in words, f"one of {', '.join(words)}")
 
 
-def matching_text(pattern: str, expected: str) -> FieldKind:
-    """Return the kind of a text that has to match a pattern as a whole.
+def matching_text(pattern: str, expected: str) -> FieldType:
+    """Return the type of a text that has to match a pattern as a whole.
 
-    `expected` says in words what matches.
+    `expected` says in words what matches, such as `a letter from A to H`.
     """
 
-    def fits(value: object) -> bool:
+    def is_valid(value: object) -> bool:
         return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
-    return FieldKind(fits, expected)
+    return FieldType(is_valid, expected)
 
 
-def or_null(kind: FieldKind) -> FieldKind:
-    """Return the kind of a value that is of this kind or None."""
-    return FieldKind(lambda value: value is None or kind.fits(value), f"{kind.expected} or null")
+def or_null(field_type: FieldType) -> FieldType:
+    """Return the type of a value that is of this type or None."""
+    return FieldType(
+        lambda value: value is None or field_type.is_valid(value),
+        expected=f"{field_type.expected} or null",
+    )
 
 
-def find_field_fault(row: Prediction, kinds: Mapping[str, FieldKind]) -> str | None:
-    """Say what is wrong with the fields of a row: some are missing, or one is not of its kind.
+def describe_field_fault(row: Prediction, types: Mapping[str, FieldType]) -> str | None:
+    """Say what is wrong with the fields of a row: some are missing, or one is of another type.
+
+    For example, `has answer = 5, expected a string`. Returns None if nothing is wrong.
 
     Args:
         row: The row.
-        kinds: The kind of each field that it has to have, by name.
-
-    Returns None if nothing is wrong.
+        types: The type of each field that it has to have, by name.
     """
-    missing = describe_missing_fields(row, tuple(kinds))
+    missing = describe_missing_fields(row, tuple(types))
     if missing:
         return missing
-    for name, kind in kinds.items():
-        if not kind.fits(row[name]):
-            return f"has {name} = {row[name]!r:.60}, expected {kind.expected}"
+    for name, field_type in types.items():
+        if not field_type.is_valid(row[name]):
+            return f"has {name} = {row[name]!r:.60}, expected {field_type.expected}"
     return None
 
 
@@ -242,15 +249,15 @@ def _parse_line(line: bytes) -> Prediction | str:
     return row if isinstance(row, dict) else f"is a JSON {type(row).__name__}, expected an object"
 
 
-def _find_column_fault(row: Prediction, columns: Mapping[str, str]) -> str | None:
-    """Say what is wrong if a row lacks a field that `columns` names, but has a field of our name.
+def _describe_column_fault(row: Prediction, columns: Mapping[str, str]) -> str | None:
+    """Say what is wrong if a row lacks a field that `--columns` names, but has a field of our name.
 
-    With `answer=gold`, a row without `gold` but with `answer` has this fault. Its own `answer`,
-    which may be that of the model, would be taken for the reference answer. Returns None if nothing
-    is wrong.
+    With `--columns answer=gold`, a row without `gold` but with `answer` has this fault: its
+    `answer`, which may be that of the model, would be taken for the reference answer. Returns None
+    if nothing is wrong.
     """
     for our_name, path in columns.items():
-        if our_name in row and not _find_values(row, path):
+        if our_name in row and not _values_at_path(row, path):
             return (
                 f"has no {path!r}, which --columns names for {our_name!r}, but a field "
                 f"{our_name!r} of its own; correct the name"
@@ -259,15 +266,15 @@ def _find_column_fault(row: Prediction, columns: Mapping[str, str]) -> str | Non
 
 
 def _rename_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
-    """Change a row in place: our names of its fields, its id as a text, and its response as a text.
+    """Give the fields of a row our names, and make its `pid` and its `response` texts.
 
-    The arguments are those of `read_predictions`. Returns the row.
+    The row is changed in place, and returned. The arguments are those of `read_predictions`.
     """
     # All fields are read before any is written. With `answer=gold response=answer` the response is
     # the old `answer` of the row, not the new one.
     renamed_fields: dict[str, Any] = {}
     for our_name, path in columns.items():
-        for value in _find_values(row, path):
+        for value in _values_at_path(row, path):
             renamed_fields[our_name] = value
     row.update(renamed_fields)
     if "pid" not in row and id_column in row:
@@ -280,7 +287,7 @@ def _rename_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) 
     return row
 
 
-def _find_values(content: object, path: str) -> list[Any]:
+def _values_at_path(content: object, path: str) -> list[Any]:
     """Return a list with the value at a path, or an empty list if there is none.
 
     It is a list because the value itself may be None. In `{"meta": {"answers": ["a"]}}` the path
@@ -296,7 +303,7 @@ def _find_values(content: object, path: str) -> list[Any]:
         value = content[name]
     else:
         return []
-    return _find_values(value, rest_of_path) if rest_of_path else [value]
+    return _values_at_path(value, rest_of_path) if rest_of_path else [value]
 
 
 def parse_columns(words: Sequence[str]) -> dict[str, str]:
@@ -314,13 +321,15 @@ def parse_columns(words: Sequence[str]) -> dict[str, str]:
     return their_name_by_ours
 
 
-def find_row_fault(row: Prediction) -> str | None:
-    """Say what is wrong with the fields that every benchmark has; None if nothing is wrong."""
-    fault = find_field_fault(row, dict.fromkeys(REQUIRED_FIELDS, TEXT_VALUE))
+def describe_row_fault(row: Prediction) -> str | None:
+    """Say what is wrong with the fields that a row of any benchmark has; None if nothing is."""
+    fault = describe_field_fault(row, dict.fromkeys(REQUIRED_FIELDS, TEXT_VALUE))
     if fault:
         return fault
-    kinds = {name: kind for name, kind in _KIND_BY_OPTIONAL_FIELD.items() if name in row}
-    return find_field_fault(row, kinds)
+    present_types = {
+        name: field_type for name, field_type in _TYPE_BY_OPTIONAL_FIELD.items() if name in row
+    }
+    return describe_field_fault(row, present_types)
 
 
 def _is_count(value: object) -> bool:
@@ -333,31 +342,32 @@ def _is_size(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(_is_count(side) for side in value)
 
 
-_COUNT_KIND = FieldKind(_is_count, "a whole number from 0 on")
-_KIND_BY_OPTIONAL_FIELD = {
-    "choices": or_null(FieldKind(_is_list_of_texts, "a list of strings")),
-    "metadata": or_null(FieldKind(lambda value: isinstance(value, dict), "an object")),
-    "sample": _COUNT_KIND,
-    "n_tokens": or_null(_COUNT_KIND),
+_COUNT_VALUE = FieldType(_is_count, "a whole number from 0 on")
+_TYPE_BY_OPTIONAL_FIELD = {
+    "choices": or_null(FieldType(_is_list_of_texts, "a list of strings")),
+    "metadata": or_null(FieldType(lambda value: isinstance(value, dict), "an object")),
+    "sample": _COUNT_VALUE,
+    "n_tokens": or_null(_COUNT_VALUE),
     "finish_reason": or_null(TEXT_VALUE),
     "error": or_null(TEXT_VALUE),
     "figure": or_null(TEXT_VALUE),  # a solved figure, on which claims are checked
-    "calls": or_null(FieldKind(lambda value: isinstance(value, list), "a list")),
-    "thinking_opened": FieldKind(lambda value: isinstance(value, bool), "true or false"),
-    "image_size": or_null(FieldKind(_is_size, "width and height")),
+    "calls": or_null(FieldType(lambda value: isinstance(value, list), "a list")),
+    "thinking_opened": FieldType(lambda value: isinstance(value, bool), "true or false"),
+    "image_size": or_null(FieldType(_is_size, "width and height")),
 }
 
 
 class PredictionLog:
     """A file of predictions that is open for appending, by one process at a time.
 
-    A last line without its newline, from a write that was cut off, is removed on entering, so that
-    its problem is asked again. Raises `UserError` when another process has the file open.
+    It is a context manager. On entering, a last line without its newline, from a write that was cut
+    off, is removed, so that its problem is asked again. Raises `UserError` when another process has
+    the file open.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.done: set[RowKey] = set()
+        self.written_keys: set[RowKey] = set()
         """The keys of the rows in the file, known from `__enter__` on."""
 
     def __enter__(self) -> Self:
@@ -370,7 +380,7 @@ class PredictionLog:
             self._file.seek(0)
             end_of_last_line = self._file.read().rfind(b"\n") + 1
             self._file.truncate(end_of_last_line)
-            self.done = {row_key(row) for row in read_rows(self.path)}
+            self.written_keys = {row_key(row) for row in read_rows(self.path)}
         except BaseException as error:
             # The process that holds the lock has to be looked up before the file is closed.
             message = f"output: {_describe_lock_holder(self._file)} is writing {self.path}"
@@ -402,11 +412,14 @@ class PredictionLog:
             with suppress(OSError):
                 self._file.truncate(size_before)
             raise unwritable_error("output", self.path, error) from error
-        self.done.update(row_key(row) for row in rows)
+        self.written_keys.update(row_key(row) for row in rows)
 
 
 def _describe_lock_holder(file: BinaryIO) -> str:
-    """Name the process that has locked a file, with its command, or "another process"."""
+    """Name the process that has locked a file, such as `process 4242 (python -m eval ...)`.
+
+    Returns `another process` where /proc/locks does not say it.
+    """
     inode = str(os.fstat(file.fileno()).st_ino)
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
@@ -437,12 +450,12 @@ def merge_rank_files(folder: Path, log: PredictionLog) -> bool:
 
     Returns whether there were such files.
     """
-    parts = sorted(folder.glob("predictions.rank*.jsonl"))
-    for path in parts:
+    rank_files = sorted(folder.glob("predictions.rank*.jsonl"))
+    for path in rank_files:
         with PredictionLog(path):  # removes a half line at the end, and locks the file
-            log.append(row for row in read_rows(path) if row_key(row) not in log.done)
+            log.append(row for row in read_rows(path) if row_key(row) not in log.written_keys)
             path.unlink()
-    return bool(parts)
+    return bool(rank_files)
 
 
 def sort_rows(path: Path, keys: Sequence[RowKey]) -> None:

@@ -67,9 +67,10 @@ FingerprintFields = dict[str, Any]
 
 
 def check_fingerprint(output: Path, fields: FingerprintFields) -> None:
-    """Check that the predictions of a folder were made with the same fields as those of this run.
+    """Check that the predictions in a folder were made with the same settings as this run has.
 
-    Only `samples` may be larger now: the answers that are there stay, and further ones are added.
+    Only `samples`, the number of answers to each problem, may be larger now: the answers in the
+    folder stay, and further ones are added.
 
     Args:
         output: The folder, which has predictions.
@@ -104,13 +105,13 @@ def write_fingerprint(
     has_predictions: bool,
     answer_counts: FingerprintFields,
 ) -> None:
-    """Write the fingerprint of a new folder, or bring that of a folder with predictions up to date.
+    """Write or update `fingerprint.json`, which says how the predictions in a folder were made.
 
     Args:
         output: The folder.
-        fields: What the answers depend on.
-        has_predictions: Whether the folder has predictions, which `check_fingerprint` has then
-            approved. The versions of the software stay those of the first answers.
+        fields: The settings that the answers depend on.
+        has_predictions: Whether the folder has predictions of an earlier run. The versions of the
+            software then stay those of the first answers.
         answer_counts: The numbers of answers that the run asks for, which may differ from one run
             to the next.
     """
@@ -130,10 +131,11 @@ _RESOLVED_SETTINGS_THAT_MAY_CHANGE = ("base_url",)
 def refuse_other_resolved_settings(
     output: Path, fingerprint: Mapping[str, Any], resolved: Mapping[str, Any]
 ) -> None:
-    """Raise `UserError` where an engine has other settings than that of the predictions.
+    """Raise `UserError` where the engine has other settings than the stored predictions had.
 
-    Equal options may mean different settings on another machine or with another server. A setting
-    that only one side has is not compared: an older version wrote down fewer of them.
+    Equal options, such as `dtype: auto`, may mean different settings on another machine or with
+    another server. A setting that only one of both has is not compared: an older version wrote down
+    fewer of them.
 
     Args:
         output: The folder of the predictions.

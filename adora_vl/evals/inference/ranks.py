@@ -19,17 +19,17 @@ _LAUNCHER_VARIABLES = (
 
 
 @dataclass
-class Ranks:
-    """The rank of this process among those that answer one benchmark together."""
+class ProcessGroup:
+    """The processes that answer one benchmark together, as this process sees them."""
 
     rank: int = 0
     """The rank of this process, from 0 on."""
-    world: int = 1
+    world_size: int = 1
     """The number of processes."""
     store: Any = None
     """Torch's key-value store, by which processes wait for each other; None for one process."""
     run: str = ""
-    """The name of the run. Several runs of the same processes need barriers of different names."""
+    """The name of the run. Barriers of several runs of the same processes need different names."""
 
     def barrier(self, point: str) -> None:
         """Wait until every process has come to the named point of the run.
@@ -42,15 +42,15 @@ class Ranks:
             return
         arrivals_key = f"adora_vl_eval/{self.run}/{point}"
         n_arrivals = self.store.add(arrivals_key, 1)
-        if n_arrivals == self.world:
+        if n_arrivals == self.world_size:
             self.store.set(f"{arrivals_key}/all", "1")
         self.store.wait([f"{arrivals_key}/all"], _MAX_WAIT)
 
 
-SINGLE_PROCESS = Ranks()
+SINGLE_PROCESS = ProcessGroup()
 
 
-def join_ranks() -> Ranks:
+def join_process_group() -> ProcessGroup:
     """Join the processes that a launcher such as torchrun has started, and take a GPU of their own.
 
     The variables of the launcher are removed from the environment: an engine that sees them would
@@ -61,11 +61,11 @@ def join_ranks() -> Ranks:
         return SINGLE_PROCESS
     from torch.distributed.rendezvous import rendezvous
 
-    store, rank, world = next(rendezvous("env://", timeout=_MAX_WAIT))
+    store, rank, world_size = next(rendezvous("env://", timeout=_MAX_WAIT))
     take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
-    return Ranks(rank=rank, world=world, store=store)
+    return ProcessGroup(rank=rank, world_size=world_size, store=store)
 
 
 def take_gpu(local_rank: int) -> None:

@@ -37,7 +37,7 @@ from adora_vl.evals.inference.provenance import (
     write_fingerprint,
     write_json,
 )
-from adora_vl.evals.inference.ranks import SINGLE_PROCESS, Ranks
+from adora_vl.evals.inference.ranks import SINGLE_PROCESS, ProcessGroup
 from adora_vl.evals.inference.requests import (
     AnswerEngine,
     AnswerEngineSettings,
@@ -53,26 +53,26 @@ from adora_vl.utils.openai_client import Reply
 
 
 class AnswerSample(NamedTuple):
-    """One answer that a run samples: a problem, and the number of the answer among those to it."""
+    """One answer that a run asks for: a problem, and the number of the answer among those to it."""
 
     problem: Problem
     number: int
-    """The number of the answer, from 0 on. A run may sample several answers to each problem."""
+    """The number of the answer, from 0 on. A run may ask for several answers to each problem."""
 
     @property
     def key(self) -> RowKey:
-        """The key of the row that has this answer (see `predictions.row_key`)."""
+        """The key of the row that has this answer: the id of the problem, and the number."""
         return self.problem.pid, self.number
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The number of answers of a run of `infer`, and the time that they took."""
+class InferenceSummary:
+    """The numbers of answers in a run of `infer`, and the time that they took."""
 
     total: int
     """The number of answers that the run is for: problems times samples."""
     resumed: int
-    """How many of them were there already, from an earlier run."""
+    """How many of them the output folder had already, from an earlier run."""
     pending: int
     """How many of them this run asked for."""
     image_failed: int
@@ -86,55 +86,57 @@ class Summary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Answerer:
-    """Answers the samples of one run on this rank, into a file of predictions."""
+class _RankRunner:
+    """Lets the engine of this rank answer samples, and appends the answers to a file."""
 
     output: Path
-    """The folder of the answers."""
+    """The folder of the predictions."""
     settings: AnswerEngineSettings
     """The engine's settings, which fit all problems of the run (see `with_engine_bounds`)."""
     build: Callable[[AnswerEngineSettings], AnswerEngine]
     """Builds the engine; called only when an answer is missing."""
-    ranks: Ranks
+    process_group: ProcessGroup
     """The rank of this process."""
 
-    def answer_slice(self, samples: Sequence[AnswerSample], earlier_keys: set[RowKey]) -> float:
+    def answer_rank_share(
+        self, samples: Sequence[AnswerSample], earlier_keys: set[RowKey]
+    ) -> float:
         """Answer this rank's share of the samples into a file of its own.
 
         With 3 ranks, rank 1 answers the samples 1, 4, 7 and so on.
 
         Args:
             samples: The samples of all ranks.
-            earlier_keys: The keys of the answers that are there from an earlier run.
+            earlier_keys: The keys of the answers that an earlier run has written.
 
         Returns the seconds of generation.
         """
-        rank = self.ranks.rank
-        with PredictionLog(rank_file_path(self.output, rank)) as part_log:
-            part_log.done |= earlier_keys
-            return self.answer_missing(part_log, samples[rank :: self.ranks.world])
+        rank = self.process_group.rank
+        with PredictionLog(rank_file_path(self.output, rank)) as rank_log:
+            rank_log.written_keys |= earlier_keys
+            return self.answer_missing(rank_log, samples[rank :: self.process_group.world_size])
 
     def answer_missing(self, log: PredictionLog, samples: Sequence[AnswerSample]) -> float:
-        """Answer the samples whose answers the log does not have yet, and append the answers to it.
+        """Answer the samples that the file of predictions does not have yet, and append them to it.
 
         The engine is built only when an answer is missing.
 
         Returns the seconds of generation, without those of building the engine.
         """
-        resumed_count = sum(sample.key in log.done for sample in samples)
+        resumed_count = sum(sample.key in log.written_keys for sample in samples)
         if resumed_count == len(samples):
             return 0.0
-        engine = self._build_engine(has_predictions=bool(log.done))
+        engine = self._build_engine(has_predictions=bool(log.written_keys))
         batch_size = engine.batch_size
         start = time.perf_counter()
         # `disable=None` shows no bar where stderr is not a terminal.
-        no_bar = self.ranks.rank > 0 or None
+        no_bar = self.process_group.rank > 0 or None
         with tqdm(total=len(samples), initial=resumed_count, unit="answer", disable=no_bar) as bar:
             # All samples are divided into batches, not only the missing ones. So a resumed run has
             # the same batches, which matters because rounding can depend on the rest of a batch.
             for start_index in range(0, len(samples), batch_size):
                 batch = samples[start_index : start_index + batch_size]
-                missing_samples = [sample for sample in batch if sample.key not in log.done]
+                missing_samples = [sample for sample in batch if sample.key not in log.written_keys]
                 if not missing_samples:
                     continue
                 rows = answer_batch(
@@ -152,7 +154,7 @@ class _Answerer:
 
         Raises `UserError` if the folder has predictions that were made with other such settings.
         """
-        is_rank_0 = self.ranks.rank == 0
+        is_rank_0 = self.process_group.rank == 0
         # The libraries print much while they load a model.
         with StartupLog(self.output / STARTUP_LOG, first=is_rank_0):
             engine = self.build(self.settings)
@@ -176,11 +178,11 @@ def infer(
     fingerprint: FingerprintFields,
     *,
     build: Callable[[AnswerEngineSettings], AnswerEngine],
-    samples: int = 1,
+    samples_per_problem: int = 1,
     problems_in_data: int | None = None,
-    ranks: Ranks = SINGLE_PROCESS,
-) -> Summary:
-    """Get all answers to the problems that are not in the folder `output` yet.
+    process_group: ProcessGroup = SINGLE_PROCESS,
+) -> InferenceSummary:
+    """Ask the model for all answers that the folder `output` does not have yet.
 
     With several ranks, each rank answers its share into a file of its own, and rank 0 merges the
     files.
@@ -191,68 +193,70 @@ def infer(
         settings: The settings of the engine, with the system prompt of all problems.
         fingerprint: What the answers depend on; a run is resumed only with the same.
         build: Builds the engine from its settings; called only if answers are missing.
-        samples: The number of answers to each problem.
+        samples_per_problem: The number of answers to each problem.
         problems_in_data: The number of problems in the data, if `problems` are a part of them.
-        ranks: The rank of this process.
+        process_group: The rank of this process among those that answer together.
 
     Raises `UserError` if `output` has predictions that were made with other settings or are not of
-    these problems, and for texts that `refuse_control_tokens` refuses.
+    these problems, and for a prompt with one of the model's special tokens in its text.
     """
     refuse_control_tokens(problems, settings.system_prompt)
     make_folder("output", output)
-    answer_samples = [
-        AnswerSample(problem, number) for problem in problems for number in range(samples)
+    samples = [
+        AnswerSample(problem, number)
+        for problem in problems
+        for number in range(samples_per_problem)
     ]
-    answerer = _Answerer(
+    runner = _RankRunner(
         output=output,
         settings=with_engine_bounds(settings, problems),
         build=build,
-        ranks=ranks,
+        process_group=process_group,
     )
-    if ranks.rank:
-        return _answer_beside_rank_0(answerer, answer_samples)
+    if process_group.rank > 0:
+        return _answer_on_other_rank(runner, samples)
     n_problems_in_data = problems_in_data or len(problems)
-    return _answer_as_rank_0(
-        answerer,
-        answer_samples,
+    return _answer_on_rank_0(
+        runner,
+        samples,
         fingerprint,
-        samples=samples,
-        answers_to_all_data=samples * n_problems_in_data,
+        samples_per_problem=samples_per_problem,
+        n_answers_in_data=samples_per_problem * n_problems_in_data,
     )
 
 
-def _answer_as_rank_0(
-    answerer: _Answerer,
-    answer_samples: Sequence[AnswerSample],
+def _answer_on_rank_0(
+    runner: _RankRunner,
+    samples: Sequence[AnswerSample],
     fingerprint: FingerprintFields,
     *,
-    samples: int,
-    answers_to_all_data: int,
-) -> Summary:
+    samples_per_problem: int,
+    n_answers_in_data: int,
+) -> InferenceSummary:
     """Answer the share of rank 0, and gather the answers of all ranks in the file of predictions.
 
     Args:
-        answerer: Answers the samples of this rank.
-        answer_samples: The samples of all ranks.
+        runner: Answers the samples of this rank.
+        samples: The samples of all ranks.
         fingerprint: What the answers depend on; a run is resumed only with the same.
-        samples: The number of answers to each problem.
-        answers_to_all_data: The number of answers to all problems of the data.
+        samples_per_problem: The number of answers to each problem.
+        n_answers_in_data: The number of answers to all problems of the data.
 
     Raises `UserError` if the folder has predictions that were made with other settings, or that
     this run does not ask for.
     """
-    output = answerer.output
-    ranks = answerer.ranks
-    n_answers = len(answer_samples)
-    with PredictionLog(output / PREDICTIONS_FILE) as log, _removed_if_unanswered(output):
+    output = runner.output
+    process_group = runner.process_group
+    n_answers = len(samples)
+    with PredictionLog(output / PREDICTIONS_FILE) as log, _removing_folder_without_answers(output):
         # A run that was killed may have left files of its ranks that rank 0 did not merge.
-        has_merged_parts = merge_rank_files(output, log)
-        earlier_keys = set(log.done)
+        has_merged_files = merge_rank_files(output, log)
+        earlier_keys = set(log.written_keys)
         if earlier_keys:
             check_fingerprint(output, fingerprint)
-        pending_count = sum(sample.key not in earlier_keys for sample in answer_samples)
+        pending_count = sum(sample.key not in earlier_keys for sample in samples)
         resumed_count = n_answers - pending_count
-        _refuse_predictions_of_more(
+        _check_for_other_predictions(
             output,
             n_predictions=len(earlier_keys),
             n_answers=n_answers,
@@ -265,23 +269,28 @@ def _answer_as_rank_0(
                 output,
                 fingerprint,
                 has_predictions=bool(earlier_keys),
-                answer_counts={"answers": n_answers, "in_data": answers_to_all_data},
+                answer_counts={"answers": n_answers, "in_data": n_answers_in_data},
             )
-        _print_counts(n_answers // samples, samples, resumed=resumed_count, pending=pending_count)
+        _print_counts(
+            n_answers // samples_per_problem,
+            samples_per_problem,
+            resumed=resumed_count,
+            pending=pending_count,
+        )
         # The other ranks read the file of predictions behind this barrier.
-        ranks.barrier("start")
-        if ranks.world == 1:
-            seconds = answerer.answer_missing(log, answer_samples)
+        process_group.barrier("start")
+        if process_group.world_size == 1:
+            seconds = runner.answer_missing(log, samples)
         else:
-            seconds = answerer.answer_slice(answer_samples, earlier_keys)
-        ranks.barrier("end")  # every rank has written its file
-        has_merged_parts |= merge_rank_files(output, log)
-        is_server = answerer.settings.endpoint is not None
+            seconds = runner.answer_rank_share(samples, earlier_keys)
+        process_group.barrier("end")  # every rank has written its file
+        has_merged_files |= merge_rank_files(output, log)
+        is_server = runner.settings.endpoint is not None
         # A resumed run may append answers that belong before the others: answers that a server
         # failed to give in the earlier run, and further samples of the same problems.
-        has_late_rows = resumed_count and pending_count and (is_server or samples > 1)
-        if has_merged_parts or has_late_rows:
-            sort_rows(output / PREDICTIONS_FILE, [sample.key for sample in answer_samples])
+        has_late_rows = resumed_count and pending_count and (is_server or samples_per_problem > 1)
+        if has_merged_files or has_late_rows:
+            sort_rows(output / PREDICTIONS_FILE, [sample.key for sample in samples])
     return _summary_of_run(
         read_rows(output / PREDICTIONS_FILE),
         earlier_keys,
@@ -298,7 +307,7 @@ def _summary_of_run(
     total: int,
     pending: int,
     seconds: float,
-) -> Summary:
+) -> InferenceSummary:
     """Count what became of the answers that a run asked for.
 
     Args:
@@ -311,7 +320,7 @@ def _summary_of_run(
     finish_reason_counts = Counter(
         row["finish_reason"] for row in rows if row_key(row) not in earlier_keys
     )
-    return Summary(
+    return InferenceSummary(
         total=total,
         resumed=total - pending,
         pending=pending,
@@ -322,35 +331,35 @@ def _summary_of_run(
     )
 
 
-def _answer_beside_rank_0(answerer: _Answerer, samples: Sequence[AnswerSample]) -> Summary:
+def _answer_on_other_rank(runner: _RankRunner, samples: Sequence[AnswerSample]) -> InferenceSummary:
     """Answer the share of a rank other than 0, between the same barriers as rank 0.
 
     The counts of this summary are not those of the run: only rank 0, which merges the answers, has
     them.
     """
-    ranks = answerer.ranks
-    ranks.barrier("start")
-    earlier_keys = {row_key(row) for row in read_rows(answerer.output / PREDICTIONS_FILE)}
-    answerer.answer_slice(samples, earlier_keys)
-    ranks.barrier("end")
-    return Summary(
+    process_group = runner.process_group
+    process_group.barrier("start")
+    earlier_keys = {row_key(row) for row in read_rows(runner.output / PREDICTIONS_FILE)}
+    runner.answer_rank_share(samples, earlier_keys)
+    process_group.barrier("end")
+    return InferenceSummary(
         total=len(samples), resumed=len(earlier_keys), pending=0, image_failed=0, seconds=0.0
     )
 
 
-def _print_counts(n_problems: int, samples: int, *, resumed: int, pending: int) -> None:
+def _print_counts(n_problems: int, samples_per_problem: int, *, resumed: int, pending: int) -> None:
     """Print on stderr how many answers a run has already, and how many it asks for.
 
-    `samples` is the number of answers to each of the problems.
+    An example is `100 problems x 4 answers: 40 there already, 360 to do`.
     """
     size = amount(n_problems, "problem")
-    if samples > 1:
-        size += f" x {samples} answers"
+    if samples_per_problem > 1:
+        size += f" x {samples_per_problem} answers"
     resumed_text = f"{resumed} there already, " if resumed else ""
     print(f"{size}: {resumed_text}{pending} to do", file=sys.stderr)
 
 
-def _refuse_predictions_of_more(
+def _check_for_other_predictions(
     output: Path, *, n_predictions: int, n_answers: int, n_resumed: int
 ) -> None:
     """Raise `UserError` if a folder has predictions that this run does not ask for.
@@ -371,8 +380,8 @@ def _refuse_predictions_of_more(
 
 
 @contextmanager
-def _removed_if_unanswered(output: Path) -> Iterator[None]:
-    """Remove the folder of a run that raises `UserError` before it has an answer.
+def _removing_folder_without_answers(output: Path) -> Iterator[None]:
+    """Remove the output folder if the body raises `UserError` before there is an answer in it.
 
     A user who mends the mistake can then use the same folder with other settings. The caller holds
     the lock of the file of predictions, so that no other run is using the folder.
@@ -412,11 +421,10 @@ def answer_batch(
         system_prompt: The system prompt of all prompts.
     """
     rows: list[Prediction] = []
-    # The requests, and the positions of their rows in `rows`. A problem with a broken image has a
-    # row but no request.
     requests: list[AnswerRequest] = []
-    requested_positions: list[int] = []
-    for position, sample in enumerate(batch):
+    # The index of the row of each request. A problem with a broken image has a row but no request.
+    row_indices: list[int] = []
+    for row_index, sample in enumerate(batch):
         problem = sample.problem
         row: Prediction = dict(problem.fields)
         if sample.number:
@@ -425,7 +433,7 @@ def answer_batch(
         try:
             images = problem.images()
         except Exception as error:  # a decoder raises whatever it likes on a broken file
-            _fill_without_answer(row, IMAGE_FAILED, f"{type(error).__name__}: {error}")
+            _set_failure_fields(row, IMAGE_FAILED, f"{type(error).__name__}: {error}")
             continue
         if images:
             row["image_size"] = list(images[0].size)
@@ -433,22 +441,22 @@ def answer_batch(
         requests.append(
             AnswerRequest(messages=messages, images=images, seed=_answer_seed(sample, seed))
         )
-        requested_positions.append(position)
-    failed_positions: set[int] = set()
-    for position, reply in zip(requested_positions, engine.generate(requests), strict=True):
-        row = rows[position]
+        row_indices.append(row_index)
+    unanswered_indices: set[int] = set()
+    for row_index, reply in zip(row_indices, engine.generate(requests), strict=True):
+        row = rows[row_index]
         if reply is None:
-            failed_positions.add(position)
+            unanswered_indices.add(row_index)
         elif isinstance(reply, Unanswerable):
             print(f"warning: {row['pid']!r} is not asked: {reply.reason}", file=sys.stderr)
-            _fill_without_answer(row, PROMPT_TOO_LONG, reply.reason)
+            _set_failure_fields(row, PROMPT_TOO_LONG, reply.reason)
         else:
-            _fill_with_reply(row, reply)
-    return [row for position, row in enumerate(rows) if position not in failed_positions]
+            _set_reply_fields(row, reply)
+    return [row for index, row in enumerate(rows) if index not in unanswered_indices]
 
 
-def _fill_with_reply(row: Prediction, reply: Reply) -> None:
-    """Add the fields of a reply to the row of its problem.
+def _set_reply_fields(row: Prediction, reply: Reply) -> None:
+    """Set the fields of a row that come from the reply of the engine: response, lengths and so on.
 
     `calls` is set only for a model with tools. `thinking_opened` is set only if the prompt ended
     inside a block of thinking, so that the response begins inside it.
@@ -465,8 +473,14 @@ def _fill_with_reply(row: Prediction, reply: Reply) -> None:
         row["thinking_opened"] = True
 
 
-def _fill_without_answer(row: Prediction, finish_reason: str, error: str) -> None:
-    """Add the fields of an empty answer, and the reason, to a row that could not be asked."""
+def _set_failure_fields(row: Prediction, finish_reason: str, error: str) -> None:
+    """Set the fields of a row whose problem could not be asked: an empty response and the reason.
+
+    Args:
+        row: The row, which is changed in place.
+        finish_reason: `IMAGE_FAILED` or `PROMPT_TOO_LONG`.
+        error: The reason in words.
+    """
     row.update(response="", finish_reason=finish_reason, n_tokens=0, n_prompt_tokens=0, error=error)
 
 
@@ -508,10 +522,10 @@ def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None
 def with_engine_bounds(
     settings: AnswerEngineSettings, problems: Sequence[Problem]
 ) -> AnswerEngineSettings:
-    """Return the engine's settings with bounds that hold for all problems.
+    """Return the engine's settings with the bounds of these problems, for vLLM's context length.
 
     The bounds are the largest number of images in a problem, and the bytes of the longest prompt
-    plus those of the system prompt. vLLM sets its context length by them.
+    plus those of the system prompt.
     """
     longest_prompt = max(len(problem.prompt.encode()) for problem in problems)
     system_bytes = len((settings.system_prompt or "").encode())

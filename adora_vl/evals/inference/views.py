@@ -27,10 +27,12 @@ DESCRIPTION_BY_VIEW = {
 
 
 def apply_view(problems: Sequence[Problem], view: str) -> list[Problem]:
-    """Change problems so that they show what a view shows (`DESCRIPTION_BY_VIEW`).
+    """Change what problems show the model, by the name of a view.
 
-    The views `text` and `both` leave out problems without facts in words. Raises `UserError` if no
-    problem has the facts or the images that the view needs.
+    The views are `image` (the picture), `text` (the facts of the picture in words, and no picture),
+    `both`, and `blank` (a grey picture of the same size). `text` and `both` leave out problems
+    without facts in words. Raises `UserError` if no problem has the facts or the images that the
+    view needs.
     """
     if view == "image":
         return list(problems)
@@ -48,12 +50,14 @@ def apply_view(problems: Sequence[Problem], view: str) -> list[Problem]:
             "`python -m data_prep geometry3k --source intergps` writes it); ask with image or "
             "blank"
         )
-    is_text_alone = view == "text"
-    in_words = [
-        replace(problem, prompt=_prompt_with_facts(problem, without_picture=is_text_alone))
+    without_picture = view == "text"
+    problems_in_words = [
+        replace(problem, prompt=_prompt_with_facts(problem, without_picture=without_picture))
         for problem in with_facts
     ]
-    return [without_images(problem) for problem in in_words] if is_text_alone else in_words
+    if without_picture:
+        return [without_images(problem) for problem in problems_in_words]
+    return problems_in_words
 
 
 def _prompt_with_facts(problem: Problem, *, without_picture: bool) -> str:

@@ -550,7 +550,10 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
         arguments = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
         settings = build_settings(parse_evaluation(arguments, BENCHMARK).ask)
-        assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == rendered
+        assert (
+            ChatProcessor.from_settings(settings).render([{"role": "user", "content": "x"}])
+            == rendered
+        )
         assert settings.fingerprint_fields == (config if rendered == "brief" else {}), (
             "answers of both do not mix"
         )

@@ -66,7 +66,7 @@ def main(output: Path, seconds: float) -> None:
         settings,
         {"model": "m"},
         build=lambda _: SlowEngine(seconds),
-        samples=SAMPLES_PER_PROBLEM,
+        samples_per_problem=SAMPLES_PER_PROBLEM,
     )
 
 

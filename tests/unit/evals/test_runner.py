@@ -23,9 +23,14 @@ from adora_vl.evals.inference.predictions import (
     row_key,
 )
 from adora_vl.evals.inference.provenance import FingerprintFields
-from adora_vl.evals.inference.ranks import SINGLE_PROCESS, Ranks, join_ranks, take_gpu
+from adora_vl.evals.inference.ranks import (
+    SINGLE_PROCESS,
+    ProcessGroup,
+    join_process_group,
+    take_gpu,
+)
 from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings, AnswerRequest
-from adora_vl.evals.inference.runner import Summary, infer
+from adora_vl.evals.inference.runner import InferenceSummary, infer
 from adora_vl.evals.prepared import build_problems as geometry3k_problems
 from adora_vl.evals.records import Prediction, Problem
 from adora_vl.models.load import model_hash
@@ -94,7 +99,7 @@ def infer_with(
     engine: RecordingEngine,
     problems: Sequence[Problem] = FIVE_PROBLEMS,
     fingerprint: FingerprintFields | None = None,
-) -> Summary:
+) -> InferenceSummary:
     """Run `infer` into a folder with this engine, as a command would."""
     return infer(
         problems,
@@ -152,14 +157,14 @@ def test_a_finished_run_does_not_even_build_the_engine(tmp_path):
 def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     """The file is then in the order of a run that had all samples from the start."""
 
-    def ask_for(output: Path, samples: int) -> Summary:
+    def ask_for(output: Path, samples: int) -> InferenceSummary:
         return infer(
             FIVE_PROBLEMS,
             output,
             ENGINE_SETTINGS,
             {"model": "m", "samples": samples},
             build=RecordingEngine().build,
-            samples=samples,
+            samples_per_problem=samples,
         )
 
     whole = tmp_path / "whole"
@@ -317,7 +322,7 @@ class EchoEngine:
         ]
 
 
-class ThreadRanks(Ranks):
+class ThreadRanks(ProcessGroup):
     """Ranks that are threads of one process; their store is a barrier of threads."""
 
     def barrier(self, where: str) -> None:
@@ -328,8 +333,8 @@ SEVEN_PROBLEMS = [problem(index) for index in range(7)]
 
 
 def infer_as_rank(
-    output: Path, engine: EchoEngine, ranks: Ranks, count: int = 7, samples: int = 2
-) -> Summary:
+    output: Path, engine: EchoEngine, process_group: ProcessGroup, count: int = 7, samples: int = 2
+) -> InferenceSummary:
     """Ask the first `count` of seven problems as one rank."""
     return infer(
         SEVEN_PROBLEMS[:count],
@@ -337,22 +342,22 @@ def infer_as_rank(
         ENGINE_SETTINGS,
         {"model": "m"},
         build=lambda _: engine,
-        samples=samples,
-        ranks=ranks,
+        samples_per_problem=samples,
+        process_group=process_group,
     )
 
 
-def infer_with_ranks(output: Path, world: int) -> tuple[Summary, list[EchoEngine]]:
+def infer_with_ranks(output: Path, world_size: int) -> tuple[InferenceSummary, list[EchoEngine]]:
     """Ask all problems with `world` ranks; returns the summary of rank 0 and all engines."""
-    barrier = threading.Barrier(world)
-    engines = [EchoEngine() for _ in range(world)]
-    summary_by_rank: dict[int, Summary] = {}
+    barrier = threading.Barrier(world_size)
+    engines = [EchoEngine() for _ in range(world_size)]
+    summary_by_rank: dict[int, InferenceSummary] = {}
 
     def run(rank: int) -> None:
-        ranks = ThreadRanks(rank=rank, world=world, store=barrier)
-        summary_by_rank[rank] = infer_as_rank(output, engines[rank], ranks)
+        process_group = ThreadRanks(rank=rank, world_size=world_size, store=barrier)
+        summary_by_rank[rank] = infer_as_rank(output, engines[rank], process_group)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -362,16 +367,16 @@ def infer_with_ranks(output: Path, world: int) -> tuple[Summary, list[EchoEngine
 
 def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case_folder):
     """Each rank answers its share of the 14 answers, and rank 0 merges them in their order."""
-    for world in [2, 3]:
-        with case_folder(world) as folder:
+    for world_size in [2, 3]:
+        with case_folder(world_size) as folder:
             infer_as_rank(folder / "one", EchoEngine(), SINGLE_PROCESS)
-            summary, engines = infer_with_ranks(folder / "many", world)
+            summary, engines = infer_with_ranks(folder / "many", world_size)
             file_of_one = (folder / "one" / "predictions.jsonl").read_bytes()
             file_of_many = (folder / "many" / "predictions.jsonl").read_bytes()
             assert file_of_one == file_of_many
             answers = [answer for engine in engines for answer in engine.answers]
             assert len(answers) == len(set(answers)) == 14
-            assert max(len(engine.answers) for engine in engines) <= math.ceil(14 / world)
+            assert max(len(engine.answers) for engine in engines) <= math.ceil(14 / world_size)
             assert summary.pending == 14
             assert not list((folder / "many").glob("*rank*")), "the files of the ranks are merged"
 
@@ -423,8 +428,8 @@ def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch, subtests):
             take_gpu(local_rank)
             assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert join_ranks().rank == 0
-    assert join_ranks().world == 1
+    assert join_process_group().rank == 0
+    assert join_process_group().world_size == 1
 
 
 ANSWER_COUNT = killed_infer.PROBLEM_COUNT * killed_infer.SAMPLES_PER_PROBLEM
