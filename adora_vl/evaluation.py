@@ -94,7 +94,7 @@ class EvaluationPlan:
     """Optimizer steps before which there is no evaluation (`eval_delay`)."""
 
 
-def take_evaluations(
+def load_evaluation_plan(
     config: AdoraGRPOConfig, folders: Sequence[str], prompt_template: str | None = None
 ) -> EvaluationPlan | None:
     """Load the evaluations that the keys ask for, and switch Transformers' own evaluation off.
@@ -141,7 +141,9 @@ def take_evaluations(
     return plan
 
 
-def leave_out_overlong(plan: EvaluationPlan, overlong_prompts: OverlongPrompts) -> EvaluationPlan:
+def drop_overlong_problems(
+    plan: EvaluationPlan, overlong_prompts: OverlongPrompts
+) -> EvaluationPlan:
     """Return the plan without problems whose prompts leave the engine no room for an answer.
 
     `overlong_prompts`: finds these problems by the keys of the run. Depending on the keys it raises
@@ -290,7 +292,7 @@ class SamplerEngine(ConversationEngine):
             self.context_length = min(self.context_length, group_sampler.server_context)
 
 
-class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Evaluates a plan during training: each rank samples its share, rank 0 scores and logs.
 
     Greedy decoding draws no random numbers, so a run with evaluations takes the same steps as one

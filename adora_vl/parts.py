@@ -15,7 +15,7 @@ from adora_vl.checkpoint_state import CheckpointState
 from adora_vl.config.methods import build_pipeline
 from adora_vl.data.context_limit import served_length
 from adora_vl.data.prompts import control_tokens
-from adora_vl.evaluation import EvaluateOnTheWay
+from adora_vl.evaluation import EvaluationCallback
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.pass_differences import (
@@ -60,7 +60,7 @@ from adora_vl.training.guards import (
     RewardGuard,
 )
 from adora_vl.training.late_drift import LateDriftCheck
-from adora_vl.training.micro_batch_room import MicroBatchRoom
+from adora_vl.training.micro_batch_memory import MicroBatchMemory
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
@@ -311,7 +311,7 @@ class StepParts:
             self.context,
             self.images.banks,
             every_row_counts=every_row_counts,
-            micro_batch_room=self._micro_batch_room,
+            micro_batch_memory=self._micro_batch_memory,
         )
 
     @cached_property
@@ -422,7 +422,7 @@ class StepParts:
             callbacks.append(SelfCheck(self.engine_pair))
         if self._run.evaluations is not None:
             callbacks.append(
-                EvaluateOnTheWay(
+                EvaluationCallback(
                     pair=self.engine_pair,
                     generation_sampler=self.generation_sampler,
                     plan=self._run.evaluations,
@@ -511,12 +511,12 @@ class StepParts:
         return RewardGuard(self.context)
 
     @property
-    def _micro_batch_room(self) -> MicroBatchRoom:
+    def _micro_batch_memory(self) -> MicroBatchMemory:
         """Says how many groups fit into the memory that is planned for a micro-batch."""
         trainer = self._trainer
         config = self.context.config
         attention = configured_attention(trainer.model.config)
-        return MicroBatchRoom(
+        return MicroBatchMemory(
             activation_memory=lambda: activation_memory_of(
                 config,
                 shape=self._run.shape,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # Seconds before a rank other than the first reports a mistake of its own. The launcher ends it
 # before that if the first rank has found the same mistake, but that takes a while: a Python process
 # that has imported torch needs seconds to end, and longer on a busy machine.
-_SECONDS_BEFORE_LONE_REPORT = 20.0
+_SECONDS_BEFORE_SINGLE_RANK_REPORT = 20.0
 
 
 def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
@@ -202,7 +202,7 @@ def finish_from_checkpoint(run: ResolvedRun, checkpoint: Path) -> None:
     print(f"{checkpoint} is the last step: nothing left to train; its model is in {output_dir}")
 
 
-def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
+def record_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
     """Record that a signal stopped the run after this step, and print the command to go on."""
     from adora_vl.checkpoint.stop import mark_stopped
     from adora_vl.record.manifest import end_manifest
@@ -242,7 +242,7 @@ def train(cli_args: CliArgs) -> int:
     if not stop.stopped:
         finish_run(trainer, run, output_dir, seconds=seconds)
     elif trainer.accelerator.is_main_process:
-        note_stop(trainer.manifest, output_dir, trainer.state.global_step)
+        record_stop(trainer.manifest, output_dir, trainer.state.global_step)
     trainer.accelerator.wait_for_everyone()
     stop.release()
     trainer.close()
@@ -297,7 +297,7 @@ def print_summary(
     print("\n".join(lines), flush=True)
 
 
-def report_stop(error: Exception, cause: BaseException | None = None) -> None:
+def print_run_error(error: Exception, cause: BaseException | None = None) -> None:
     """Print an error of the run in one line, after the traceback of its cause if it has one.
 
     An error without a cause is raised on all ranks together, and only the first rank prints it.
@@ -319,7 +319,7 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
     print(f"error{rank_note}: {error}", file=sys.stderr, flush=True)
 
 
-def report_mistake(error: UserError) -> None:
+def print_user_error(error: UserError) -> None:
     """Print a user's mistake in one line, once for each machine.
 
     Most mistakes are found by every rank: the first rank of each machine prints them, and the
@@ -332,7 +332,7 @@ def report_mistake(error: UserError) -> None:
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         # The launcher ends this process meanwhile if the mistake is shared.
-        time.sleep(_SECONDS_BEFORE_LONE_REPORT)
+        time.sleep(_SECONDS_BEFORE_SINGLE_RANK_REPORT)
         rank_note = f" (rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')})"
     print(f"error{rank_note}: {error}", file=sys.stderr, flush=True)
 
@@ -361,16 +361,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return dry_run(cli_args, options)
     except UserError as error:
-        report_mistake(error)
+        print_user_error(error)
         return 2
     except (RunError, RolloutError) as error:
-        report_stop(error)
+        print_run_error(error)
         return 1
     except RuntimeError as error:
         lost_contact = errors.lost_contact_message(error)
         if not lost_contact:
             raise
-        report_stop(RunError(f"outside the training: {lost_contact}"), cause=error)
+        print_run_error(RunError(f"outside the training: {lost_contact}"), cause=error)
         return 1
     # During training a callback catches the signal, and saves a checkpoint.
     except KeyboardInterrupt:

@@ -208,26 +208,30 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     # ------------------------------------------------------------------------------ 1. a generation
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Return the micro-batch that is learned from next; a second call returns the same one.
+        """Return the next micro-batch to train on; a second call returns the same one.
 
-        Stock TRL shuffles the rows of a generation, divides them into micro-batches, and pads each
+        Stock TRL shuffles the rows of a generation, splits them into micro-batches, and pads each
         row to the longest of the generation. Ours keeps groups together, leaves out groups without
         signal, and pads to the longest row of the micro-batch.
+
+        `generation_batch`: the rows of the data loader, from which a new generation is sampled if
+        the present one is used up.
         """
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        # Where the config does not allow our way of cutting, TRL cuts the generation.
+        # For some configs TRL splits the generation into micro-batches.
         if regroups_micro_batches(self.args):
             micro_batch = self._next_micro_batch(generation_batch)
         else:
             micro_batch = super()._prepare_inputs(generation_batch)
         if self.accelerator.sync_gradients:
-            # This micro-batch is the last one before the weights change.
+            # This micro-batch is the last one before the weights change. In a run with `ahead` the
+            # servers are compared with the policy here.
             self.parts.generation_sampler.before_weights_change()
         return micro_batch
 
     def _next_micro_batch(self, rows: list[Row]) -> Batch:
-        """Return the micro-batch that is learned from next, where this class cuts generations.
+        """Return the next micro-batch to train on, where this class splits generations itself.
 
         If the present generation is used up, the next one is sampled from these rows. TRL counts
         micro-batches through the whole run, in `_step`. For example, with 4 micro-batches per
@@ -240,7 +244,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         micro_batch = self._buffered_inputs[self._step % self.layout.steps_per_generation]
         # A micro-batch is empty if all of its groups were left out for having no signal.
         if micro_batch:
-            # `_sample_generation` has made this check, except for a generation of a checkpoint.
+            # This check is made once in a run. A run that resumes within a generation has not made
+            # it in `_sample_generation`.
             self.parts.generation_logps.check_shared_prompts(micro_batch)
         return micro_batch
 
@@ -259,9 +264,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             # TRL's method, which a subclass may override.
             batch = self._generate_and_score_completions(rows)
         generation_logps.check_shared_prompts(batch)
-        # 9. Cut into micro-batches; groups without signal are left out.
+        # 9. Split into micro-batches; groups without signal are left out.
         micro_batches = self.parts.micro_batcher.split(batch, key.position)
-        # 10. Compute the old log-probabilities of what is learned from after a weight update.
+        # 10. Compute the old log-probabilities of micro-batches that follow a weight update.
         generation_logps.add_to_later_updates(micro_batches)
         return micro_batches
 
@@ -288,7 +293,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if self._step == self._first_micro_step:
             # A run that resumes from a checkpoint written within this step begins the step again.
             unfinished = parts.checkpoint_state.unfinished_generation
-            unfinished.note_step_begin(self._step, self._facts())
+            unfinished.remember_step_start(self._step, self._metadata())
         generation = pool.generation_numbers.generation_at(
             self._step_key, self.num_generations, inputs
         )
@@ -331,7 +336,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _score(self, generation: Generation, groups: Sequence[RolloutGroup]) -> ScoredGroups:
         """Make groups into a batch, grade their rollouts, and compute TRL's advantages.
 
-        This is stages 5 and 6 of a generation. Stage 8, `_weigh`, computes the final advantages.
+        This is stages 5 and 6 of a generation. The final advantages are computed later, by `_weigh`.
         Collective: every rank has equally many groups.
 
         Args:
@@ -345,35 +350,41 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         parts = self.parts
         is_training = generation.key.mode == "train"
         step = generation.key.step
-        prompts = parts.prompt_reader.take(groups, generation)
-        built_groups = parts.batch_builder.build(generation, groups, prompts)
-        parts.generation_logps.add_to_generation(built_groups.batch, generation.key.mode)
+        prompts = parts.prompt_reader.pop(groups, generation)
+        unscored_groups = parts.batch_builder.build(generation, groups, prompts)
+        parts.generation_logps.add_to_generation(unscored_groups.batch, generation.key.mode)
         with parts.clocks.seconds.phase("grading"):
-            scores = parts.reward_functions.score(built_groups, self.state)
-        facts = parts.scorer.score(built_groups, scores, generation.group_size, step)
+            scores = parts.reward_functions.score(unscored_groups, self.state)
+        facts = parts.scorer.score(unscored_groups, scores, generation.group_size, step)
         if is_training:
             if self.accelerator.is_main_process:
-                parts.first_answers.warn_if_none_is_right(built_groups.rows, facts)
-            parts.generation_logps.drift_guard.check_batch(built_groups.batch, step)
+                parts.first_answers.warn_if_none_is_right(unscored_groups.rows, facts)
+            parts.generation_logps.drift_guard.check_batch(unscored_groups.batch, step)
         scored_groups = ScoredGroups(
             groups=groups,
-            batch=built_groups.batch,
+            batch=unscored_groups.batch,
             facts=facts,
             assessment=parts.advantage_computer.assess(facts, generation.group_size, step),
         )
         with parts.clocks.seconds.phase("other"):
-            parts.metrics_logger.log_scored(generation, built_groups, scored_groups)
+            parts.metrics_logger.log_scored(generation, unscored_groups, scored_groups)
         return scored_groups
 
     def _weigh(self, generation: Generation, scored_groups: ScoredGroups) -> Batch:
         """Compute the final advantages, and return the batch with them. Collective.
 
-        This is stage 8 of a generation. The weight of a group may depend on all other groups, so this
-        is called after the last group without signal was replaced.
+        This is stage 8 of a generation. ADORA multiplies the advantages of each group by a weight,
+        which may depend on all other groups. So this is called once, when no group is replaced any
+        more. Then extensions may change the batch, and its metrics are logged.
+
+        Args:
+            generation: where in the run the groups were sampled.
+            scored_groups: this rank's groups, with what is known of the groups of all ranks.
         """
         parts = self.parts
         advantages = parts.advantage_computer.compute(scored_groups.assessment)
         batch = self._with_advantages(scored_groups.batch, advantages.final_PG)
+        # The seconds of each block are logged under the name of its phase.
         with parts.clocks.seconds.phase("policy"):
             for extension in parts.extensions:
                 extension.after_weighing(generation, batch, advantages)
@@ -382,10 +393,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return batch
 
     def _with_advantages(self, batch: Batch, advantages_PG: Tensor) -> Batch:
-        """Add this rank's advantages to the batch, and the number of tokens of the loss. Collective.
+        """Return the batch with the columns `advantages` and `num_items_in_batch`. Collective.
 
-        `advantages_PG`: those of all ranks' groups. TRL's losses divide by the number of tokens that
-        they count on all ranks together (`num_items_in_batch`).
+        TRL's losses divide by `num_items_in_batch`, the number of tokens that they count on all
+        ranks together.
+
+        Args:
+            batch: B rollouts of this rank. It is changed in place.
+            advantages_PG: the advantages of all ranks' groups.
         """
         advantages_B = rows_of_rank(advantages_PG.flatten(), self.accelerator)
         batch["advantages"] = advantages_B.to(self.accelerator.device, non_blocking=True)
@@ -394,7 +409,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     @property
     def _step_key(self) -> StepKey:
-        """The step and micro-batch at which the run is. Seeds are derived from it."""
+        """The optimizer step and micro-batch at which the run is. Seeds are derived from it."""
         return StepKey(
             mode="train" if self.model.training else "eval",
             step=self.state.global_step,
@@ -406,7 +421,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """The value of `_step`, TRL's count of micro-batches, at which the optimizer step began.
 
         For example, with 4 micro-batches per optimizer step it is 8 while `_step` is 8 to 11. A run
-        that resumes begins the step there.
+        that resumes from this step's checkpoint begins there.
         """
         return int(self._step - self._step % self.args.gradient_accumulation_steps)
 
@@ -446,7 +461,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _run_unless_empty(self, trl_step: Callable[[], Tensor], inputs: object) -> Tensor:
         """Run TRL's training step on the next micro-batch, and return its loss; 0 for an empty one.
 
-        Only generations that this class cuts have empty micro-batches. Those that TRL cuts have none.
+        A micro-batch is empty if all of its groups were left out for having no signal. Where TRL
+        splits the generation there are none.
+
+        Args:
+            trl_step: TRL's training step. If it runs out of memory, it is run a second time.
+            inputs: the rows of the data loader, which TRL's training step gets too.
         """
         run_with_retry = self.parts.recomputed_layers.run_with_retry
         if not regroups_micro_batches(self.args):
@@ -455,23 +475,29 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if not micro:
             self._step += 1  # TRL's step would count this micro-batch, but it is not run
             return torch.zeros((), device=self.args.device)
-        # TRL's step calls `_prepare_inputs` again, which returns the same micro-batch.
+        # TRL's step calls `_prepare_inputs` again, which returns the same micro-batch. What it logs
+        # is averaged over the micro-batches of the step, weighed by their tokens or rows.
         with self._means.joining(micro):
             return run_with_retry(trl_step, self._means.snapshot)
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
-        """Return the loss of a micro-batch, (), with its weight among those of the step.
+        """Return the loss of a micro-batch, (), multiplied by its weight in the optimizer step.
 
         It differs from stock TRL in three points:
 
         - TRL takes the ratio to the engine from an earlier pass. Ours computes it in this pass.
         - TRL averages over the rows of a micro-batch, however many there are. Ours weighs a
           micro-batch by its rows or tokens.
-        - TRL clips the ratio of new to old policy on one side only. Ours also skips a step in which
-          this ratio explodes.
+        - TRL clips the ratio of new to old policy on one side only. Ours also skips an optimizer
+          step in which this ratio explodes.
 
         The random numbers that a micro-batch draws, such as dropout's, are seeded by its position
         alone, so that a resumed run draws the same ones.
+
+        Args:
+            model: the policy, in whatever wrapper.
+            inputs: the micro-batch. The columns that are added to it here are kept only where the
+                next iteration (`num_iterations`) needs them.
         """
         micro = cast("Batch", {**inputs})  # columns are added for this loss alone
         parts = self.parts
@@ -483,7 +509,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         micro_step = self._step % self.layout.micro_batches_per_generation
         parts.generation_logps.old_logps.prepare_loss(micro, micro_step)
         # This is read before TRL's loss, which changes an adaptive coefficient at the end of a step.
-        trl_bonus = parts.entropy_bonus.of_trl(
+        trl_bonus = parts.entropy_bonus.trl_bonus(
             self.entropy_coef,
             last_entropy=self._last_world_entropy,
             micro_batches_per_step=self.current_gradient_accumulation_steps,
@@ -493,13 +519,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         with parts.policy_pass.watch(micro, add_to_loss) as watched, self._draws_of_micro_batch():
             loss: Tensor = super()._compute_loss(model, micro)
         entropies_BC = cast("Tensor", watched.entropies_BC)  # TRL's loss asks for them
-        # A micro-batch has this column if it is weighed by its tokens. With an auxiliary loss of
-        # experts `loss` contains more than the policy loss, so TRL's own metric stays.
+        # A micro-batch has this column if it is weighed by its tokens. With the auxiliary loss of a
+        # mixture of experts `loss` is more than the policy loss, so TRL's own metric stays.
         if "share_of_tokens" in micro and not self.aux_loss_enabled:
             self._replace_policy_loss_metric(
                 parts.entropy_bonus.policy_loss_sums(micro, loss, entropies_BC, trl_bonus)
             )
-        # NaN makes every rank skip the optimizer step.
+        # It becomes NaN where the ratio of new to old policy explodes, and NaN makes every rank skip
+        # the optimizer step.
         loss = parts.ratio_guard.loss_or_nan(loss, watched.logps_BC, micro)
         loss = loss * parts.micro_batcher.loss_weight(micro)
         if parts.entropy_bonus.is_on:
@@ -518,17 +545,21 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self._metrics["train"]["policy_loss"][-1] = total / max(token_count, 1.0)
 
     def _draws_of_micro_batch(self) -> AbstractContextManager[None]:
-        """Return a context that seeds random numbers by the micro-batch's position and the rank."""
+        """Return a context in which random numbers are seeded by the micro-batch and the rank.
+
+        For example, the seed of micro-batch 0 of step 12 on rank 1 is made of `micro-batch/42/12/0/1`,
+        with the run's seed 42.
+        """
         rank = self.accelerator.process_index
         return drawing_by_key(f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}")
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Return 1 at the tokens of the highest entropy, (B, C).
 
-        Stock TRL learns from these tokens alone. Ours also keeps its choice for the entropy bonus.
+        Stock TRL learns from these tokens alone. Ours also keeps the mask for the entropy bonus.
         """
         chosen_BC: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
-        self.parts.entropy_bonus.chosen_BC = chosen_BC
+        self.parts.entropy_bonus.high_entropy_mask_BC = chosen_BC
         return chosen_BC
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -587,8 +618,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 self.manifest = run.manifest()
                 if is_main:
                     output_dir = Path(self.args.output_dir)
-                    facts = read_checkpoint_manifest(run.finished_checkpoint)
-                    write_missing_end_of_metrics(output_dir, facts, self.state)
+                    metadata = read_checkpoint_manifest(run.finished_checkpoint)
+                    write_missing_end_of_metrics(output_dir, metadata, self.state)
                     mark_finished(self.manifest, output_dir, steps=self.state.global_step)
                 return output
             output = self._train_in_folder(trial, ignore_keys_for_eval)
@@ -606,9 +637,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def _train_in_folder(
         self, trial: object, ignore_keys_for_eval: list[str] | None
     ) -> TrainOutput:
-        """Train in the folder that the run has claimed, and note in its manifest if that fails.
+        """Train in the folder that the run has locked, and record in its manifest if that fails.
 
-        If this run replaces an older run in the folder, the older run's files are set aside first.
+        If this run replaces an older run in the folder, the older run's files are moved aside first.
         The arguments are those of `train`.
         """
         run = self.run
@@ -647,9 +678,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         return output
 
     def _load_finished_run(self, checkpoint: Path) -> TrainOutput:
-        """Load weights and state of a finished run's last checkpoint, in place of training.
+        """Load the weights and state of a finished run's last checkpoint, in place of training.
 
-        This is for a run from Python, whose caller goes on with the model.
+        This is for a run from Python, whose caller goes on with the model. Raises `UserError` with
+        DeepSpeed, whose checkpoints cannot be loaded here.
         """
         if self.is_deepspeed_enabled:
             raise UserError(
@@ -745,13 +777,17 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         trl_save_checkpoint = super()._save_checkpoint
         state = self.parts.checkpoint_state
-        facts = state.unfinished_generation.facts_to_save(self._first_micro_step, self._facts())
+        metadata = state.unfinished_generation.metadata_to_save(
+            self._first_micro_step, self._metadata()
+        )
 
         def write_files(folder: Path) -> dict[str, Any]:
-            """Write all files into the folder, and return the facts for its manifest."""
+            """Write all files into the folder, and return what its manifest says of the run."""
             trl_save_checkpoint(model, trial)
             self._forget_best_checkpoint(folder)
-            return state.save(folder, facts, self._first_micro_step, self._buffered_inputs)
+            return state.save(
+                folder, metadata, self._first_micro_step, self._buffered_inputs
+            )
 
         self.parts.checkpoint_writer.write(self.state.global_step, write_files)
 
@@ -789,8 +825,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         staging = self.parts.checkpoint_writer.staging
         return str(staging) if staging is not None else str(super()._get_output_dir(trial))
 
-    def _facts(self) -> dict[str, Any]:
-        """Return what the manifest of a checkpoint says of the run at this moment."""
+    def _metadata(self) -> dict[str, Any]:
+        """Return what the manifest of a checkpoint says of the run at this moment.
+
+        That is the state of methods, the metrics since the last log, and so on, by their keys.
+        """
         return self.parts.checkpoint_state.metadata(self.run.fingerprint)
 
     def _load_from_checkpoint(

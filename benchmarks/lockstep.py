@@ -23,7 +23,7 @@ from adora_vl.models.activations import DtypeBytes
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.peak_memory import ActivationMemory
 from adora_vl.models.shape import config_for_planning, model_shape
-from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize
+from adora_vl.training.micro_batch_memory import MicroBatchMemory, UnitSize
 from adora_vl.training.micro_batches import order_of_learning
 from adora_vl.training.rank_balance import plan_moves
 
@@ -137,14 +137,14 @@ def fill_micro_batches(groups: Sequence[Sequence[UnitSize]], longest: int) -> Fi
         )
         for rank_groups in by_number
     ]
-    room = MicroBatchRoom(
+    room = MicroBatchMemory(
         activation_memory=lambda: ACTIVATIONS_OF_7B,
         longest_completion=longest,
         shares_prompts=lambda: True,
         masks_padding=True,
     )
     count = len(ordered_groups[0])
-    parts = room.cut(ordered_groups, range(count), max_units=1)
+    parts = room.split(ordered_groups, range(count), max_units=1)
     seconds = 0
     for part in parts:
         seconds += max(

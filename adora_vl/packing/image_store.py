@@ -296,7 +296,7 @@ class ImageBank:
         # vision tower is frozen.
         self.frozen_features: dict[int, Any] = {}
         # whether images may have been added since `frozen_features` was filled
-        self.features_due = True
+        self.may_have_new_images = True
 
     def __len__(self) -> int:
         return len(self._images)
@@ -394,10 +394,10 @@ class ImageBanks:
         It also marks features as due. So all ranks call it together, whether or not they have images
         to add: with a frozen tower, the passes over new images are collective.
         """
-        self.mark_features_due(mode)
+        self.mark_new_images(mode)
         return self._banks.get(mode)
 
-    def mark_features_due(self, mode: str = "train") -> None:
+    def mark_new_images(self, mode: str = "train") -> None:
         """Note that the present batch may have new images, whose features are not computed yet.
 
         The next vision pass of a frozen tower then computes them. Before the first batch this does
@@ -405,7 +405,7 @@ class ImageBanks:
         """
         bank = self._banks.get(mode)
         if bank is not None:
-            bank.features_due = True
+            bank.may_have_new_images = True
 
     def of_training(self) -> ImageBank | None:
         """Return the bank of the training batch, or its stand-in (`temporary`), if there is one."""

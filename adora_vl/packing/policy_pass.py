@@ -150,7 +150,7 @@ class PolicyPass:
         return self._config.uses("share_prompt") and is_confirmed
 
     @property
-    def check_is_due(self) -> bool:
+    def needs_check(self) -> bool:
         """Whether packed rows are still to be compared with padded ones."""
         is_decided = self.packed_forward.is_checked or bool(self.packed_forward.refusal)
         return self._config.uses("share_prompt") and not is_decided

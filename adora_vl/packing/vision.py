@@ -181,7 +181,7 @@ class SharedVision:
     ) -> Any:
         """Return features of a frozen tower, computed once for all images of the bank.
 
-        Collective where images have been added to the bank since the last call (`features_due`).
+        Collective where images have been added to the bank since the last call (`may_have_new_images`).
 
         Args:
             bank: stores the images of this rank's batch.
@@ -189,12 +189,12 @@ class SharedVision:
             vl_model: the model that has the vision tower.
             run: runs the tower on pixels and grids.
         """
-        if bank.features_due:
-            self._compute_due_features(bank, vl_model, run)
+        if bank.may_have_new_images:
+            self._compute_features_of_new_images(bank, vl_model, run)
         features = [bank.frozen_features[start] for start in starts]
         return _fill_output(BaseModelOutputWithPooling(), features)
 
-    def _compute_due_features(
+    def _compute_features_of_new_images(
         self, bank: ImageBank, vl_model: "PreTrainedModel", run: RunTower
     ) -> None:
         """Compute the features of the bank's new images, and store them in the bank. Collective.
@@ -215,7 +215,7 @@ class SharedVision:
             pass_features = _split_by_image(output, vl_model)
             for start, image_features in zip(pass_starts, pass_features, strict=True):
                 bank.frozen_features.setdefault(start, image_features)
-        bank.features_due = False
+        bank.may_have_new_images = False
 
     def _features_of_no_image(
         self, vl_model: "PreTrainedModel", run_on_device: Callable[..., Any], device: torch.device
@@ -239,16 +239,16 @@ class SharedVision:
         if bank is None:
             return _run_without_images(vl_model, run, device)
         # A frozen tower runs only while features of new images are due, on all ranks alike.
-        if not bank.features_due:
+        if not bank.may_have_new_images:
             return empty
         if bank.starts:  # other rows of this rank's batch have images
-            self._compute_due_features(bank, vl_model, run)
+            self._compute_features_of_new_images(bank, vl_model, run)
             return empty
         # This rank has no images at all. It makes as many passes as the rank with the most images,
         # each over a picture of zeros.
         for _ in range(_max_over_ranks(1, device)):
             output = _run_without_images(vl_model, run, device)
-        bank.features_due = False
+        bank.may_have_new_images = False
         return output
 
 

@@ -20,15 +20,15 @@ from adora_vl.data.rows import has_images
 from adora_vl.evaluation import (
     DataMissingError,
     EvaluationPlan,
-    leave_out_overlong,
-    take_evaluations,
+    drop_overlong_problems,
+    load_evaluation_plan,
 )
 from adora_vl.models import check as model_checks
 from adora_vl.models.families import sees_images
 from adora_vl.preflight import python_inputs
 from adora_vl.preflight.resolved_run import DataInfo, ModelInfo, PromptInfo
 from adora_vl.rollout.prompt_tokens import refuse_prefill
-from adora_vl.tools.room import ConversationLimits, refuse_no_room
+from adora_vl.tools.room import ConversationLimits, check_answer_limits
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def check_tool_reply_room(config: AdoraGRPOConfig, prompts: PromptInfo, data: Da
         shortest_prompt=min(prompt_lengths, default=None),
         fewest_pictures=python_inputs.fewest_images(data.train_dataset),
     )
-    refuse_no_room(
+    check_answer_limits(
         prompts.toolbox,
         processor=prompts.processor,
         template_arguments=config.chat_template_kwargs or {},
@@ -260,16 +260,16 @@ def check_evaluations(
         _check_evaluation_batches(config, layout.processes)
         return None
     template = request.script_args.adora_prompt if request.script_args is not None else None
-    # `take_evaluations` removes keys from the config, which the report of a dry run needs.
+    # `load_evaluation_plan` removes keys from the config, which the report of a dry run needs.
     config_to_take_from = copy(config) if context.dry_run else config
     try:
-        plan = take_evaluations(config_to_take_from, data.folders, template)
+        plan = load_evaluation_plan(config_to_take_from, data.folders, template)
     except DataMissingError as error:
         if not context.dry_run:
             raise
         context.messages.unchecked.append(f"the problems of the evaluations are not known: {error}")
         return None
-    return leave_out_overlong(plan, prompts.overlong) if plan is not None else None
+    return drop_overlong_problems(plan, prompts.overlong) if plan is not None else None
 
 
 def _check_evaluation_batches(config: AdoraGRPOConfig, processes: int) -> None:

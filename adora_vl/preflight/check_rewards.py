@@ -23,7 +23,7 @@ from adora_vl.rewards.steps import STEPS
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey, new_groups_of_rows, row_for_rewards
 from adora_vl.tools.environments import build_environments
 from adora_vl.tools.run import Toolbox, ToolSet, choose_tools
-from adora_vl.tools.tries import unsteady_tools
+from adora_vl.tools.tries import nondeterminism_warnings
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import function_name
 
@@ -139,7 +139,7 @@ def check_user_code(
     groups = new_groups_of_rows(
         repeated_rows,
         StepKey(mode="try", step=0, micro=0),
-        began_in=0,
+        start_generation=0,
         first_row_number=0,
         group_size=group_size,
     )
@@ -192,10 +192,10 @@ def _notes_on_tools(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[st
     The tools are called with the images and environments of the first group.
     """
     if not groups:
-        return unsteady_tools(toolbox)
+        return nondeterminism_warnings(toolbox)
     first_group = groups[0]
     images = [image for image in images_of(first_group.row) if isinstance(image, Image.Image)]
     environments = [
         rollout.environment for rollout in first_group.rollouts if rollout.environment is not None
     ]
-    return unsteady_tools(toolbox, images, environments)
+    return nondeterminism_warnings(toolbox, images, environments)

@@ -14,7 +14,7 @@ from adora_vl.record.rollout_metrics import (
 )
 from adora_vl.record.trackers import add_rows, logs_images, logs_tables
 from adora_vl.training.advantages import Advantages, GroupAssessment
-from adora_vl.training.generation import BuiltGroups, Generation, ScoredGroups
+from adora_vl.training.generation import Generation, ScoredGroups, UnscoredGroups
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, StepContext
 
@@ -68,7 +68,7 @@ class MetricsLogger:
         self.logs_images = logs_images(context.config)
 
     def log_scored(
-        self, generation: Generation, built_groups: BuiltGroups, scored_groups: ScoredGroups
+        self, generation: Generation, unscored_groups: UnscoredGroups, scored_groups: ScoredGroups
     ) -> None:
         """Log all rollouts that were scored, also those that `refill` replaces later.
 
@@ -77,7 +77,7 @@ class MetricsLogger:
 
         Args:
             generation: the step and mode (train or eval) that the rollouts were sampled for.
-            built_groups: the prompts and completions of this rank.
+            unscored_groups: the prompts and completions of this rank.
             scored_groups: rewards, lengths and advantages of the rollouts of all ranks.
         """
         facts = scored_groups.facts
@@ -99,10 +99,10 @@ class MetricsLogger:
         images: list[Any] = []
         if self.logs_images:
             # The table needs an entry for each row, so a rank without images has None in each.
-            images = built_groups.prompts.images or [None] * len(built_groups.completions)
+            images = unscored_groups.prompts.images or [None] * len(unscored_groups.completions)
         add_rows(
             self.table,
-            built_groups=built_groups,
+            unscored_groups=unscored_groups,
             scored_groups=scored_groups,
             images=images,
             function_names=self.function_names,
@@ -111,11 +111,11 @@ class MetricsLogger:
         )
         if is_training:
             scored_groups.batch["rollout_number"] = self.recorder.number_next_rollouts(
-                len(built_groups.completions)
+                len(unscored_groups.completions)
             )
             self.recorder.add(
                 step=generation.key.step,
-                built_groups=built_groups,
+                unscored_groups=unscored_groups,
                 scored_groups=scored_groups,
                 table=self.table,
                 function_names=self.function_names,

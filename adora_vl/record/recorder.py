@@ -18,7 +18,7 @@ from adora_vl.record.trackers import set_final_values
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.training.advantages import Advantages, GroupAssessment
-from adora_vl.training.generation import BuiltGroups, ScoredGroups
+from adora_vl.training.generation import ScoredGroups, UnscoredGroups
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, Row, StepContext, engine_comparison_mask
 from adora_vl.utils.cli import plain_value
@@ -107,7 +107,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     def add(
         self,
         step: int,
-        built_groups: BuiltGroups,
+        unscored_groups: UnscoredGroups,
         scored_groups: ScoredGroups,
         table: Mapping[str, Any],
         function_names: Sequence[str],
@@ -118,12 +118,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
         Args:
             step: optimizer steps that had been made when the rollouts were sampled.
-            built_groups: the rollouts of this rank.
+            unscored_groups: the rollouts of this rank.
             scored_groups: rewards, lengths and advantages of the rollouts of all ranks.
             table: TRL's `_logs`, the table of completions, whose last rows are these rollouts.
             function_names: the names of the reward functions.
         """
-        rollout_count = len(built_groups.rows)
+        rollout_count = len(unscored_groups.rows)
         # The rows of all ranks are gathered rank by rank.
         self._newest_numbers = [
             number
@@ -134,7 +134,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         if not self._is_enabled:
             return
         batch_columns = self._gather_batch_columns(scored_groups.batch)
-        dataset_columns = self._gather_dataset_columns(built_groups)
+        dataset_columns = self._gather_dataset_columns(unscored_groups)
         # Recording has ended if the first rank's disk has refused an earlier step.
         if self.accelerator.is_main_process and not self.record.failure_reason:
             columns = _graded_columns(
@@ -168,15 +168,15 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
                 columns[name] = gather(batch[name]).tolist()  # type: ignore[literal-required]
         return columns
 
-    def _gather_dataset_columns(self, built_groups: BuiltGroups) -> RecordColumns:
+    def _gather_dataset_columns(self, unscored_groups: UnscoredGroups) -> RecordColumns:
         """Return what the dataset says of each rollout's problem, from all ranks. Collective.
 
         In a run with tools the conversation of the rollout comes with it. Pictures are stored by
         the rank that has them, and only the names of their files are gathered.
         """
-        rank_rows = [self._dataset_values(row) for row in built_groups.rows]
+        rank_rows = [self._dataset_values(row) for row in unscored_groups.rows]
         if self.decode is not None:
-            for values, rollout in zip(rank_rows, built_groups.rollouts, strict=True):
+            for values, rollout in zip(rank_rows, unscored_groups.rollouts, strict=True):
                 values["calls"] = len(rollout.calls)
                 values["turns"] = describe_turns(rollout, self.decode, self._store_images)
         all_rows = gather_object(rank_rows)

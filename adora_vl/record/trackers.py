@@ -15,7 +15,7 @@ from trl.trainer.utils import strip_images_from_messages
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.prompts import as_text
 from adora_vl.rewards.entries import current_column_name
-from adora_vl.training.generation import BuiltGroups, ScoredGroups
+from adora_vl.training.generation import ScoredGroups, UnscoredGroups
 from adora_vl.utils.errors import UserError
 
 
@@ -84,7 +84,7 @@ _KEYS_OF_COLUMN_DICTS = ("rewards", "extra")
 
 def add_rows(
     table: Mapping[str, Any],
-    built_groups: BuiltGroups,
+    unscored_groups: UnscoredGroups,
     scored_groups: ScoredGroups,
     images: list[Any],
     function_names: Sequence[str],
@@ -100,7 +100,7 @@ def add_rows(
 
     Args:
         table: the trainer's `_logs`.
-        built_groups: the prompts and completions of this rank.
+        unscored_groups: the prompts and completions of this rank.
         scored_groups: rewards, lengths and advantages of the rollouts of all ranks.
         images: the images of this rank, one entry a row; empty where no tracker shows them.
         function_names: the names of the reward functions.
@@ -112,8 +112,8 @@ def add_rows(
     facts = scored_groups.facts
     assessment = scored_groups.assessment
     group_size = assessment.trl_advantages_PG.shape[1]
-    table["prompt"].extend(gather_texts(built_groups.prompts.messages))
-    table["completion"].extend(gather_object(built_groups.completions))
+    table["prompt"].extend(gather_texts(unscored_groups.prompts.messages))
+    table["completion"].extend(gather_object(unscored_groups.completions))
     table["images"].extend(gather_object(images))
     unify_message_contents(table["prompt"])
     for name, rewards_N in zip(function_names, facts.rewards_NF.unbind(dim=1), strict=True):

@@ -127,7 +127,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         if self.accelerator.is_main_process:
             urls = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             addresses = [url.strip() for url in urls.split(",")]
-            clients = connect(addresses, self.group_port, patience_s=self.server_timeout)
+            clients = connect(addresses, self.group_port, max_wait_s=self.server_timeout)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
             pool = self._server_pool(clients, logprobs_mode=self._logprobs_mode())
             weight_files = WeightFiles(weight_folder, Path(self.settings.output_dir))
@@ -145,7 +145,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         """Return the pool of the servers of these clients. Only the first rank has one."""
         return ServerPool(
             clients,
-            patience_s=self.server_timeout,
+            max_wait_s=self.server_timeout,
             answer_timeout_s=self.settings.answer_timeout_s,
             vocabulary_size=int(self.model.config.get_text_config().vocab_size),
             logprobs_mode=logprobs_mode,

@@ -134,7 +134,7 @@ class EnginePair:
         The arguments are those of `sample`. The servers use the run's sampling parameters.
         """
         servers = cast("AsyncServerSampler", self.sampler)
-        return servers.begin(self._requests(prompts, max_tokens=max_tokens, check_name=check_name))
+        return servers.submit(self._requests(prompts, max_tokens=max_tokens, check_name=check_name))
 
     def join_sampling(self, prompts: Prompts, pending: PendingSamples) -> SampledRollouts:
         """Wait for the rollouts of `prompts` that `begin_sampling` has requested."""

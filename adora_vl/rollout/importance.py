@@ -229,7 +229,7 @@ class ImportanceRatio:
         self.accelerator = context.accelerator
         self.config = context.config
 
-    def is_due(self, batch: Batch) -> bool:
+    def needs_ratio(self, batch: Batch) -> bool:
         """Return whether the batch has the engine's log-probabilities but no ratio yet."""
         return "importance_sampling_ratio" not in batch and "sampling_per_token_logps" in batch
 

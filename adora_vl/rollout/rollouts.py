@@ -210,7 +210,7 @@ class RolloutGroup:
     problem: DrawnProblem
     row: Row
     """The problem's row; empty in a checkpoint, since the data set has it."""
-    began: int
+    start_generation: int
     """The generation in which it began."""
     rollouts: tuple[Rollout, ...]
     first_member: int = 0
@@ -262,7 +262,12 @@ def row_for_rewards(row: Row, rollout: Rollout) -> Row:
 
 
 def new_groups_of_rows(
-    rows: Sequence[Any], key: StepKey, *, began_in: int, first_row_number: int, group_size: int
+    rows: Sequence[Any],
+    key: StepKey,
+    *,
+    start_generation: int,
+    first_row_number: int,
+    group_size: int,
 ) -> list[RolloutGroup]:
     """Put the rows that a rank has drawn into groups of rollouts that have not begun.
 
@@ -273,7 +278,7 @@ def new_groups_of_rows(
     Args:
         rows: a row for each rollout; those of the same problem are neighbours.
         key: the batch for which the rows were drawn.
-        began_in: the number of the generation in which the groups begin.
+        start_generation: the number of the generation in which the groups begin.
         first_row_number: the number of the first row, counted over all ranks.
         group_size: the number of rollouts of a problem.
     """
@@ -289,7 +294,7 @@ def new_groups_of_rows(
             RolloutGroup(
                 problem=problem,
                 row=cast("Row", columns),
-                began=began_in,
+                start_generation=start_generation,
                 rollouts=(Rollout(),) * len(rows_of_group),
                 # Above 0 only in a group whose first rows an earlier rank has drawn.
                 first_member=max(first_row_number - slot * group_size, 0),

@@ -203,7 +203,7 @@ class AsyncServerSampler(VLLMSampler):
         finally:
             self._remove_weights(folder)
 
-    def begin(
+    def submit(
         self, requests: Sequence[SamplingRequest], settings: SamplingSettings | None = None
     ) -> PendingSamples:
         """Queue requests to the servers, and do not wait for their answers. Collective.
@@ -223,7 +223,7 @@ class AsyncServerSampler(VLLMSampler):
         return PendingSamples(step=self.synced_step, join=join)
 
     def _join(self, future: Future[Any] | None, rollout_count: int) -> list[SamplingResult]:
-        """Wait for the rollouts that `begin` has requested, and return those of this rank.
+        """Wait for the rollouts that `submit` has requested, and return those of this rank.
 
         Args:
             future: the rollouts of all ranks; None on every rank but the first.
@@ -249,7 +249,7 @@ class AsyncServerSampler(VLLMSampler):
         `prompts` are not used, since vLLM processes the prompts itself.
         """
         self.sync_weights()
-        return self.begin(requests, settings).join()
+        return self.submit(requests, settings).join()
 
     def pop_seconds_waited(self) -> dict[str, float]:
         """Return the seconds of waiting since the last call, by who has waited.

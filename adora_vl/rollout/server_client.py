@@ -150,13 +150,13 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
             time.sleep(retry_interval)
 
 
-def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> list[VLLMClient]:
+def connect(addresses: Sequence[str], group_port: int, max_wait_s: float) -> list[VLLMClient]:
     """Connect to the servers at these URLs, all at the same time.
 
     Args:
         addresses: the URLs, which may contain a login.
         group_port: TRL's port for a group of NCCL.
-        patience_s: how many seconds to wait for a server that does not answer yet.
+        max_wait_s: how many seconds to wait for a server that does not answer yet.
 
     Raises `EngineError` for a server that does not answer in that time.
     """
@@ -164,7 +164,7 @@ def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> lis
     def connect_to(address: str) -> VLLMClient:
         """Return a client of one server. Raises `EngineError`."""
         try:
-            client = Client(base_url=address, group_port=group_port, connection_timeout=patience_s)
+            client = Client(base_url=address, group_port=group_port, connection_timeout=max_wait_s)
             client.get_server_info()
         except Exception as error:  # TRL raises `Exception` for a status that it does not expect
             public_address = without_login(address)[0]

@@ -49,7 +49,7 @@ class ServerPool:
         self,
         clients: Sequence[VLLMClient],
         *,
-        patience_s: float,
+        max_wait_s: float,
         answer_timeout_s: float,
         vocabulary_size: int,
         logprobs_mode: str,
@@ -58,7 +58,7 @@ class ServerPool:
 
         Args:
             clients: TRL's clients of the servers.
-            patience_s: how many seconds a weight sync waits for the first server to answer.
+            max_wait_s: how many seconds a weight sync waits for the first server to answer.
             answer_timeout_s: how many seconds a server may take to sample a request.
             vocabulary_size: the number of token ids that the policy has.
             logprobs_mode: vLLM's name for the kind of log-probabilities that the trainer needs. A
@@ -69,7 +69,7 @@ class ServerPool:
             for client in clients
         ]
         self.servers_in_use = list(self._servers)
-        self._patience_s = patience_s
+        self._max_wait_s = max_wait_s
         self._logprobs_mode = logprobs_mode
         # set by `expect_adapter`; None: the servers read whole weights
         self._adapter_requirements: AdapterRequirements | None = None
@@ -111,7 +111,7 @@ class ServerPool:
         Returns whether any server in use has missed the last sync. Raises `NoServerError` where no
         server answers in time.
         """
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._max_wait_s
         while True:
             problems = _problems_on_each(self._servers, self._check_server)
             for server, problem in problems.items():
@@ -119,7 +119,7 @@ class ServerPool:
                     tqdm.write(f"Server {server.address} is back.")
                     self.servers_in_use.append(server)
                 elif problem is not None and server in self.servers_in_use:
-                    self._leave_out(server, problem)
+                    self._exclude(server, problem)
             if self.servers_in_use:
                 return self._handle_restarted_servers(sends_only_changes=sends_only_changes)
             if time.monotonic() >= deadline:
@@ -156,7 +156,7 @@ class ServerPool:
                     f"{server.logprobs_mode}; {self._logprobs_mode} is the trainer's."
                 )
             if sends_only_changes and self._adapter_requirements is None:
-                self._leave_out(server, _RESTARTED_SERVER_ERROR)
+                self._exclude(server, _RESTARTED_SERVER_ERROR)
         if not self.servers_in_use:
             raise NoServerError(_no_server_message(_RESTARTED_SERVER_ERROR))
         return bool(restarted_servers)
@@ -203,16 +203,16 @@ class ServerPool:
             servers_in_turn = cycle(self.servers_in_use)
             server_by_number = dict(zip(unanswered_numbers, servers_in_turn, strict=False))
             futures = _send_all(group_requests, server_by_number, place_features)
-            failure = self._leave_out_failed(futures, server_by_number)
+            failure = self._exclude_failed(futures, server_by_number)
             # A server that was started again while it sampled has used other weights.
-            restart = self._leave_out_restarted(server_by_number.values())
+            restart = self._exclude_restarted(server_by_number.values())
             last_problem = restart or failure or last_problem
             for number, future in futures.items():
                 if future.exception() is None and server_by_number[number] in self.servers_in_use:
                     rollouts_by_number[number] = future.result()
         return [rollouts_by_number[number] for number in numbers]
 
-    def _leave_out_failed(
+    def _exclude_failed(
         self,
         futures: Mapping[int, Future[list[SamplingResult]]],
         server_by_number: Mapping[int, Server],
@@ -236,10 +236,10 @@ class ServerPool:
             # A server that failed to answer an earlier one of these requests is left out already.
             if server in self.servers_in_use:
                 last_problem = problem
-                self._leave_out(server, problem)
+                self._exclude(server, problem)
         return last_problem
 
-    def _leave_out_restarted(self, servers: Collection[Server]) -> Exception | None:
+    def _exclude_restarted(self, servers: Collection[Server]) -> Exception | None:
         """Leave out each of these servers that has lost the policy's weights in a restart.
 
         Returns the problem of the last server that is left out; None if none is.
@@ -250,7 +250,7 @@ class ServerPool:
         for server, problem in problems.items():
             if problem is not None:
                 last_problem = problem
-                self._leave_out(server, problem)
+                self._exclude(server, problem)
         return last_problem
 
     def _on_servers_in_use(self, action: Callable[[Server], None], hint: str = "") -> None:
@@ -261,11 +261,11 @@ class ServerPool:
         problems = _problems_on_each(self.servers_in_use, action)
         for server, problem in problems.items():
             if problem is not None:
-                self._leave_out(server, problem, hint)
+                self._exclude(server, problem, hint)
         if not self.servers_in_use:
             raise NoServerError(_no_server_message(_first_problem(problems)))
 
-    def _leave_out(self, server: Server, problem: Exception, hint: str = "") -> None:
+    def _exclude(self, server: Server, problem: Exception, hint: str = "") -> None:
         """Stop using a server, and print why, with an optional hint."""
         self.servers_in_use.remove(server)
         # It may have failed in the middle of reading weights, so it gets all of them when it is back.

@@ -32,7 +32,7 @@ MIN_TOKENS_LEFT = 16
 Key = TypeVar("Key", bound=Hashable)
 
 
-class TurnPlayer(Protocol[Key]):
+class TurnSampler(Protocol[Key]):
     """Samples and answers the turns of rollouts, which have keys of any kind.
 
     A turn is what the policy says between two answers of tools.
@@ -51,7 +51,7 @@ class TurnPlayer(Protocol[Key]):
         Returns the rollout with the answer behind that turn, or as it is if nothing was called.
         """
 
-    def has_room(self, key: Key, rollout: Rollout) -> bool:
+    def can_continue(self, key: Key, rollout: Rollout) -> bool:
         """Return whether a rollout may sample more tokens."""
 
     def any_rank_continues(self, continues: bool) -> bool:
@@ -61,29 +61,31 @@ class TurnPlayer(Protocol[Key]):
         """
 
 
-def run_turns(rollouts: Mapping[Key, Rollout], player: TurnPlayer[Key]) -> dict[Key, Rollout]:
+def run_turns(
+    rollouts: Mapping[Key, Rollout], turn_sampler: TurnSampler[Key]
+) -> dict[Key, Rollout]:
     """Sample rollouts turn by turn, until no turn of any rank is answered by a tool.
 
     All rollouts sample their first turn together. The rollouts whose turn was answered sample the
-    next turn together, and so on. For example, if only b of a, b and c calls a tool, the player
+    next turn together, and so on. For example, if only b of a, b and c calls a tool, the turn_sampler
     samples a b c, answers b, and samples b. Returns the rollouts by their keys.
 
-    `player`: samples and answers one turn of each rollout.
+    `turn_sampler`: samples and answers one turn of each rollout.
     """
     results = dict[Key, Rollout]()
     running = dict(rollouts)
     while True:
-        for key, rollout in player.sample(running).items():
+        for key, rollout in turn_sampler.sample(running).items():
             # A turn that ended by itself may call a tool.
             is_turn_complete = rollout.finish_reason is FinishReason.STOP
-            results[key] = player.answer(key, rollout) if is_turn_complete else rollout
+            results[key] = turn_sampler.answer(key, rollout) if is_turn_complete else rollout
         running = {
             key: results[key]
             for key in running
-            if not results[key].has_ended and player.has_room(key, results[key])
+            if not results[key].has_ended and turn_sampler.can_continue(key, results[key])
         }
         # The next call of the engine is collective, so a rank without rollouts goes on too.
-        if not player.any_rank_continues(bool(running)):
+        if not turn_sampler.any_rank_continues(bool(running)):
             return results
 
 

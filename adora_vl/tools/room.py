@@ -46,7 +46,7 @@ class ConversationLimits:
     """The number of pictures of the problem that has the fewest."""
 
 
-def refuse_no_room(
+def check_answer_limits(
     toolbox: Toolbox,
     processor: "ProcessorMixin | PreTrainedTokenizerBase | None",
     template_arguments: Mapping[str, Any],

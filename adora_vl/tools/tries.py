@@ -26,7 +26,7 @@ _PLAIN_VALUE_BY_JSON_TYPE = {
 _MAX_SHOWN_CHARS = 40  # of an answer
 
 
-def unsteady_tools(
+def nondeterminism_warnings(
     toolbox: Toolbox, images: Sequence[Image.Image] = (), environments: Sequence[Any] = ()
 ) -> list[str]:
     """Call each tool of the user twice, and return a warning for each that gives two answers.

@@ -1,3 +1,1 @@
-"""From the scores of a generation to advantages and micro-batches, and what stops a run that goes
-wrong.
-"""
+"""The way from rollouts over advantages to micro-batches, and the guards of a training step."""

@@ -21,7 +21,7 @@ from adora_vl.types import StepContext
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupAssessment:
-    """What is known of the groups of all ranks before the final advantages are computed.
+    """Signal, weights and first advantages of all ranks' groups, before the final advantages.
 
     There are P groups of G rollouts.
     """
@@ -112,10 +112,10 @@ class AdvantageComputer:
         self.masks_truncated = config.mask_truncated_completions
 
     def assess(self, facts: RolloutFacts, group_size: int, step: int) -> GroupAssessment:
-        """Return TRL's advantages, the weights of the methods, and which groups have signal.
+        """Return TRL's advantages, ADORA's weights, and which groups have signal.
 
-        The result says which groups are selected. It is computed more often than the final
-        advantages, so this changes no state of the methods.
+        Groups without signal may be replaced, and are then assessed anew. So this is called several
+        times in a generation, and changes no state of the methods.
 
         Args:
             facts: rewards and lengths of all ranks' rollouts.
@@ -139,13 +139,15 @@ class AdvantageComputer:
         )
 
     def compute(self, assessment: GroupAssessment) -> Advantages:
-        """Compute the final advantages of the groups that the loss uses.
+        """Return the final advantages of the groups that the loss uses.
 
-        Call it once in a generation: DARO learns its weights from every call.
+        It is called once in a generation, since a method such as DARO learns from every call.
+
+        `assessment`: the last one of the generation, when no group is replaced any more.
         """
         pipeline = self.pipeline
-        # The call also sets `weighting` and `metrics` of the pipeline, which are read below: the
-        # weights that it has applied, and metrics for the log.
+        # The call also sets `weighting` and `metrics` of the pipeline: the weights that it has
+        # applied, and metrics for the log.
         final_PG = pipeline.compute_advantages(assessment.groups, assessment.trl_advantages_PG)
         assert pipeline.weighting is not None, "the call above has set it"
         return Advantages(
@@ -182,7 +184,10 @@ class AdvantageComputer:
         return is_equal_P1[has_reward_P].float().mean().item()
 
     def _groups(self, facts: RolloutFacts, group_size: int, step: int) -> Groups:
-        """Return the rollouts' rewards, lengths and further facts as tensors of whole groups."""
+        """Return rewards, lengths and further facts by group, (P, G), from those by rollout, (N,).
+
+        The arguments are those of `assess`.
+        """
         rewards_NF = facts.counted_rewards_NF
         rewards_PG = weighted_sum(rewards_NF, self.reward_weights_F).view(-1, group_size)
         lengths_PG = facts.length_N.view(-1, group_size)
@@ -218,9 +223,14 @@ class AdvantageComputer:
     def _rewards_vary(self, rewards_NF: Tensor, group_size: int) -> Tensor | None:
         """Return which groups get unequal rewards from at least one function, bool, (P,).
 
-        Functions of weight 0 do not count. For example, a group of two rollouts with the rewards
-        (1, 0) by one function and (0, 1) by another has unequal rewards, though both sums are 1. The
-        result is None if TRL normalises the sums: then a group's signal follows from the sums alone.
+        It is needed where each function's rewards are normalised on their own. For example, a group
+        of two rollouts with the rewards (1, 0) by one function and (0, 1) by another has signal
+        then, though both sums are 1. If the sums are normalised, the result is None. Functions of
+        weight 0 do not count.
+
+        Args:
+            rewards_NF: the rewards of each function.
+            group_size: rollouts of a group, G.
         """
         if self.pipeline.sums_rewards:
             return None

@@ -19,7 +19,7 @@ from adora_vl.rewards.completion import completion_text
 from adora_vl.rewards.thinking import closes_block, opens_thinking
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup
 from adora_vl.rollout.stopping import StopCriteria
-from adora_vl.training.generation import BuiltGroups, Generation
+from adora_vl.training.generation import Generation, UnscoredGroups
 from adora_vl.types import Batch, StepContext
 
 # Fields of a processor's output that have a value for each token of the prompt.
@@ -33,10 +33,15 @@ def decoded_completions(
 
     As in TRL a completion has the form of the prompts:
 
-    - If they are messages, it is a list with one message. A tokenizer with `response_template` or
-      `response_schema` parses it, for example into thinking and content. With any other tokenizer
-      it is like `[{"role": "assistant", "content": "4"}]`.
+    - If they are messages, it is a list with one message, such as
+      `[{"role": "assistant", "content": "4"}]`. A tokenizer with `response_template` or
+      `response_schema` parses the message, for example into thinking and content.
     - If they are texts, it is a text.
+
+    Args:
+        processor: that of the model, or a tokenizer.
+        prompts: the prompt of each completion.
+        completion_ids: the token ids of each completion.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     is_conversational = not isinstance(prompts.messages[0], str)
@@ -79,12 +84,12 @@ class BatchBuilder:
 
     def build(
         self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch
-    ) -> BuiltGroups:
-        """Make complete groups into a batch, and decode what the reward functions get.
+    ) -> UnscoredGroups:
+        """Make complete groups into a batch, and decode what the reward functions get. Collective.
 
         Args:
-            generation: the present one. Its mode and optimizer step decide which columns the batch
-                gets, and which tokens earlier weights have sampled.
+            generation: the present one. A training batch gets columns that an evaluation does not
+                need, such as how many tokens earlier weights have sampled.
             groups: this rank's groups, whose rollouts have all ended.
             prompts: the prompt of each rollout, (B,).
         """
@@ -99,7 +104,7 @@ class BatchBuilder:
             self.stop_criteria.rollout_has_stopped(rollout, text)
             for rollout, text in zip(rollouts, completion_texts, strict=True)
         ]
-        return BuiltGroups(
+        return UnscoredGroups(
             groups=groups,
             prompts=prompts,
             completions=completions,
@@ -112,11 +117,16 @@ class BatchBuilder:
     def thinking_opened(
         self, prompts: PromptBatch, rollouts: Sequence[Rollout], completion_texts: Sequence[str]
     ) -> list[bool]:
-        """Return whether each rollout's text of the last turn begins inside a block of thinking.
+        """Return for each rollout whether the text of its last turn begins inside a thinking block.
 
         The chat templates of thinking models end the prompt with `<think>`. If the policy then
         samples `2 + 2</think>4`, that text begins inside the block. If the tokenizer parses the
         completion and removes the block, the text is `4`, which is outside of it.
+
+        Args:
+            prompts: the prompt of each rollout.
+            rollouts: the rollouts.
+            completion_texts: the text of each rollout's last turn.
         """
         begins_inside: list[bool] = []
         decode = self.stop_criteria.decode
@@ -140,8 +150,8 @@ class BatchBuilder:
     ) -> Batch:
         """Return the batch with all columns that are known before the rollouts are graded.
 
-        With `mask_truncated_completions` the loss leaves out rollouts that have not ended by
-        themselves.
+        With `mask_truncated_completions` the loss leaves out rollouts that were cut off: their
+        `completion_mask` is 0.
 
         Args:
             generation: the present one.
@@ -179,9 +189,9 @@ class BatchBuilder:
     def _age_columns(
         self, generation: Generation, groups: Sequence[RolloutGroup]
     ) -> dict[str, Tensor]:
-        """Return columns that say how old rollouts are, (B,) each, on the device.
+        """Return the columns that say how old rollouts are, (B,) each, on the device.
 
-        A rollout may have begun in an earlier generation (`adora_rollouts`):
+        A rollout may have begun in an earlier generation (`adora_rollouts.budget` and `ahead`):
 
         - `stale_tokens`: how many of its tokens were sampled by earlier weights.
         - `segments`: in how many parts it was sampled.
@@ -206,7 +216,9 @@ class BatchBuilder:
                 sum(segment.is_sampled for segment in rollout.segments) for rollout in rollouts
             ]
             values_by_column["age"] = [
-                generation.number - group.began for group in groups for _ in group.rollouts
+                generation.number - group.start_generation
+                for group in groups
+                for _ in group.rollouts
             ]
         device = self.context.accelerator.device
         return {

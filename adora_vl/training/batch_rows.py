@@ -16,8 +16,8 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from adora_vl.packing.image_store import ImageBanks, first_patches
 from adora_vl.types import Batch
 
-# The columns of a batch by name. `pixel_values` is a list with an entry for each row: its pixels, or
-# references into an image bank, which are the numbers of its patches.
+# The columns of a batch by name, of which `pixel_values` is split by row: a list with an entry for
+# each row. That is its pixels, or references to its patches in an image bank.
 _SplitBatch = dict[str, Any]
 # The columns of some rows by name, on the CPU. `images` has each distinct image once, by the number
 # of its first patch.
@@ -29,24 +29,26 @@ _COLUMNS_WITHOUT_TOKEN_AXIS = ("pixel_values", "image_grid_thw")
 
 
 class RowReader:
-    """Takes rows out of a batch, any number of times."""
+    """Selects rows of a batch, any number of times.
+
+    It splits the batch's pixels, which have an entry for each patch, by row once.
+    """
 
     def __init__(self, batch: Batch) -> None:
-        """Divide the images of the batch among its rows."""
         self._split = _split_images(batch)
 
     def take(self, rows: Sequence[int]) -> Batch:
-        """Return a batch of the rows with these numbers; scalars are kept."""
+        """Return a batch of the rows with these indices. Columns that are scalars stay as they are."""
         return _join_images(_take_rows(self._split, rows))
 
     def pack(self, rows: Sequence[int], image_banks: ImageBanks) -> PackedRows:
-        """Copy rows to the CPU, with the images that they refer to, to send or to save them.
+        """Copy rows to the CPU together with their images, to send them to another rank.
 
-        An image that several rows share is included once.
+        An image that several rows share is included once. `unpack_rows` makes a batch of them again.
 
         Args:
-            rows: numbers of the rows in the batch.
-            image_banks: store the images, to which the rows refer by number.
+            rows: the indices of the rows in the batch.
+            image_banks: store the images, to whose patches the rows refer by number.
         """
         return _pack_rows(_take_rows(self._split, rows), image_banks)
 
@@ -69,9 +71,10 @@ def _join_images(split: _SplitBatch) -> Batch:
 def _pack_rows(rows: _SplitBatch, image_banks: ImageBanks) -> PackedRows:
     """Copy rows to the CPU, with each of their images once.
 
-    In a batch `pixel_values` has the numbers under which an image bank stores patches. The number
-    of its first patch identifies an image. In the result `pixel_values` has only these numbers, and
-    `images` has the images by them. For example, two rows share an image of the patches 40 to 43:
+    In a batch `pixel_values` has references: the numbers under which an image bank stores patches.
+    The number of its first patch identifies an image. In the result `pixel_values` has, for each
+    row, only the numbers of first patches, and `images` has the images by these numbers. For
+    example, two rows share an image of the patches 40 to 43:
 
         pixel_values of the rows:    [40 41 42 43], [40 41 42 43]
         pixel_values of the result:  [[40], [40]]
@@ -103,6 +106,11 @@ def unpack_rows(packed: PackedRows, image_banks: ImageBanks, device: torch.devic
     Their images are stored in the image bank of the training batch, which gives their patches new
     numbers. `pixel_values` gets these numbers. For example, [[40], [40]], an image of four patches,
     becomes the numbers 200 to 203 for both rows, if the bank has stored patches up to 199.
+
+    Args:
+        packed: the columns of the rows, and their images by the number of the first patch.
+        image_banks: the banks of this rank.
+        device: where the batch is put.
     """
     columns = {name: value for name, value in packed.items() if name != "images"}
     rows: _SplitBatch = send_to_device(columns, device)
@@ -124,13 +132,13 @@ def unpack_rows(packed: PackedRows, image_banks: ImageBanks, device: torch.devic
 
 
 def to_cpu(values: Nested) -> Nested:
-    """Copy nested values to the CPU, each tensor with a storage of its own."""
+    """Return a copy of nested values on the CPU, in which no two tensors share memory."""
     copies: Nested = recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
     return copies
 
 
 def _take_rows(split: _SplitBatch, rows: Sequence[int]) -> _SplitBatch:
-    """Select the rows with these numbers from every column. Scalars are kept."""
+    """Return the columns of the rows with these indices. Scalars stay as they are."""
     columns_of_rows: _SplitBatch = {}
     # Indexing with a list would wait for the device in every column. The row numbers are copied to
     # each device once, without waiting.
@@ -175,7 +183,7 @@ def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
 
 
 def without_padding(batch: dict[str, Any], columns_in_use: UsedColumns) -> dict[str, Any]:
-    """Cut off token columns that are padding in every row.
+    """Return the batch without token columns that are padding in every row.
 
     Prompts are cut on the left, completions on the right. For example, with `_` for padding and
     `p` and `c` for tokens of prompt and completion:
@@ -208,11 +216,11 @@ def without_padding(batch: dict[str, Any], columns_in_use: UsedColumns) -> dict[
 
 
 def _token_axis(name: str, value: object, prompt_width: int, completion_width: int) -> str:
-    """Return which tokens the second dimension of a column stands for.
+    """Return which tokens the second dimension of a column of the batch stands for.
 
-    The result is `prompt`, `completion`, `both` (the prompt and behind it the completion), or
-    `none`. For example, with prompts of 4 and completions of 3 columns, `advantages` (B,) is `none`,
-    log-probabilities (B, 3) are `completion`, and `mm_token_type_ids` (B, 7) is `both`.
+    The result is `prompt`, `completion`, `both` (the prompt, followed by the completion), or
+    `none`. For example, with prompts 4 tokens wide and completions 3 tokens wide, `advantages` (B,)
+    is `none`, log-probabilities (B, 3) are `completion`, and `mm_token_type_ids` (B, 7) is `both`.
 
     Only `prompt_ids` and `prompt_mask` are recognised by their names. All other columns are
     recognised by their width, so that new columns need no entry in a list of names.
@@ -235,10 +243,14 @@ def _token_axis(name: str, value: object, prompt_width: int, completion_width: i
 
 
 def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
-    """Append the rows of another batch, and pad all rows to the wider of the two batches.
+    """Return a batch of the rows of both batches, all padded to the wider of the two.
 
-    For example, a batch with completions of 3 columns and one with 5 become a batch with 5 columns.
-    Scalars are taken from `batch`. `pad_id`: the token that fills shorter rows.
+    For example, a batch with completions 3 tokens wide and one with 5 become a batch with 5.
+
+    Args:
+        batch: its rows come first. Columns that are scalars are taken from it.
+        appended: a batch with the same columns.
+        pad_id: the token that fills shorter rows.
     """
     batches = (batch, appended)
     new_prompt_width = max(part["prompt_ids"].size(1) for part in batches)
@@ -270,29 +282,32 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
 
 
 def chosen_groups(
-    batch: Batch, further_batch: Batch, group_numbers: Sequence[int], group_size: int, pad_id: int
+    batch: Batch, refill_batch: Batch, group_numbers: Sequence[int], group_size: int, pad_id: int
 ) -> Batch:
-    """Return a batch of the chosen groups of two batches, padded to the wider of the two.
+    """Return a batch of the chosen groups of a batch and its refill, padded to the wider of the two.
 
-    For example, the first batch has the groups 0 and 1 of two rows, and the second has 2 and 3. The
-    groups 1 and 2 are then the last two rows of the first and the first two of the second batch.
+    For example, the batch has the groups 0 and 1 of two rows, and the refill has 2 and 3. The groups
+    1 and 2 are then the last two rows of the batch, and the first two of the refill.
 
-    `num_items_in_batch` is kept from the first batch and is wrong for the result: it is a sum over
-    all ranks, which the caller has to compute again.
+    `num_items_in_batch` is kept from the batch and is wrong for the result: it is a sum over all
+    ranks, which the caller has to compute again.
 
     Args:
         batch: its n groups have the numbers from 0 to n - 1.
-        further_batch: its groups have the numbers from n on.
+        refill_batch: groups that were sampled to replace some, with the numbers from n on.
         group_numbers: numbers of the chosen groups.
         group_size: rows of a group.
         pad_id: the token that fills shorter rows.
     """
     rows = [group * group_size + member for group in group_numbers for member in range(group_size)]
-    return RowReader(concat_rows(batch, further_batch, pad_id)).take(rows)
+    return RowReader(concat_rows(batch, refill_batch, pad_id)).take(rows)
 
 
 def _has_one_ratio_per_rollout(batch: Batch) -> bool:
-    """Return whether the importance ratio to the engine, if any, is (B, 1) and not (B, C)."""
+    """Return whether the importance ratio to the engine, if any, is (B, 1) and not (B, C).
+
+    TRL has one ratio for each rollout in the modes `sequence_*`, and one for each token otherwise.
+    """
     ratio = batch.get("importance_sampling_ratio")
     return ratio is None or ratio.size(1) == 1
 
@@ -304,11 +319,11 @@ def _widen(
     pad_id: int,
     ratio_is_per_rollout: bool,
 ) -> Batch:
-    """Pad the token columns of a batch to new widths.
+    """Return the batch with its token columns padded to new widths.
 
     Prompts are padded on the left, completions on the right. Columns that have prompt and completion
-    are padded on both sides: `p p c` becomes `_ p p c _ _` for prompts of 3 and completions of 3
-    columns.
+    are padded on both sides: `p p c` becomes `_ p p c _ _` for prompts and completions 3 tokens
+    wide.
 
     Args:
         batch: a batch that is not wider than the new widths.

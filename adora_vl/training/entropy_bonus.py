@@ -30,14 +30,15 @@ class EntropyBonus:
     def __init__(self, config: AdoraGRPOConfig, batcher: MicroBatcher) -> None:
         self.is_on = has_entropy_bonus(config)
         # 1 at the tokens of the last pass that the bonus acts on; None for all tokens. The trainer
-        # sets it when TRL chooses the tokens of the highest entropy.
-        self.chosen_BC: Tensor | None = None
+        # sets it where TRL learns from the tokens of the highest entropy alone.
+        self.high_entropy_mask_BC: Tensor | None = None
         self._batcher = batcher
         self._is_adaptive = config.use_adaptive_entropy
         self._entropy_target = config.entropy_target
-        self._chosen_share = config.top_entropy_quantile  # the share of tokens that TRL chooses
+        # The share of the tokens that TRL learns from: those of the highest entropy; 1 for all.
+        self._high_entropy_share = config.top_entropy_quantile
 
-    def of_trl(
+    def trl_bonus(
         self, coefficient: float, last_entropy: float, micro_batches_per_step: int
     ) -> TRLBonus:
         """Return the bonus that TRL adds to each loss of the present optimizer step.
@@ -55,28 +56,31 @@ class EntropyBonus:
         return TRLBonus(float(coefficient), micro_batches_per_step)
 
     def missing_bonus(self, micro: Batch, entropies_BC: Tensor, bonus: TRLBonus) -> Tensor:
-        """Return what the loss of a micro-batch lacks of the entropy bonus, (), with gradients.
+        """Return what to add to the loss of a micro-batch to complete its entropy bonus, ().
 
-        TRL has added its bonus, the mean entropy over the tokens of the micro-batch, and it was
-        weighed like the micro-batch's loss. It should be weighed by the number of these tokens, so
-        that all micro-batches together give the mean over the tokens of the optimizer step.
+        TRL's bonus is the mean entropy over the tokens of the micro-batch, weighed like the
+        micro-batch's loss. It should be weighed by the number of these tokens, so that all
+        micro-batches together give the mean over the tokens of the optimizer step. For example, if
+        the micro-batch has the weight 1 and should have 1.5, the result is half of TRL's bonus. It
+        has gradients.
 
         Args:
             micro: the micro-batch.
             entropies_BC: the entropy of each token.
-            bonus: TRL's, in this step.
+            bonus: the bonus that TRL has added in this step.
         """
         mask_BC = loss_mask(micro)
         # TRL's bonus may act on the tokens of the highest entropy alone.
-        if self.chosen_BC is not None:
-            mask_BC = mask_BC * self.chosen_BC
+        if self.high_entropy_mask_BC is not None:
+            mask_BC = mask_BC * self.high_entropy_mask_BC
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
         # The tokens of this micro-batch divided by the mean tokens of a micro-batch. That mean counts
         # all tokens. If TRL chooses some of them, dividing by their share makes both numbers count
         # chosen tokens.
-        weight_by_tokens = self._batcher.share_of_tokens(micro, token_count) / self._chosen_share
-        missing_weight = weight_by_tokens - self._batcher.loss_weight(micro)
+        right_weight = self._batcher.share_of_tokens(micro, token_count) / self._high_entropy_share
+        # TRL's bonus is a part of the loss, which the trainer multiplies by `loss_weight`.
+        missing_weight = right_weight - self._batcher.loss_weight(micro)
         missing_bonus: Tensor = (
             -bonus.coefficient / bonus.micro_batches_per_step * missing_weight * mean_entropy
         )
@@ -85,17 +89,17 @@ class EntropyBonus:
     def policy_loss_sums(
         self, micro: Batch, loss: Tensor, entropies_BC: Tensor, bonus: TRLBonus
     ) -> Tensor:
-        """Return TRL's policy loss of a micro-batch times its tokens, and its tokens, (2,).
+        """Return the policy loss of a micro-batch times its tokens, and its tokens, (2,).
 
-        TRL logs the mean of the ranks' policy losses. Where each is a mean over the tokens of its
-        rank, ranks with few tokens would weigh as much as the others. TRL has also divided it by
-        the micro-batches of the step, over which the log takes the mean once more.
+        Summed over the ranks, they give the policy loss per token for the log. TRL itself logs the
+        mean of the ranks' losses, in which a rank with few tokens weighs as much as the others. For
+        example, a policy loss of 0.5 over 10 tokens gives (5, 10).
 
         Args:
             micro: the micro-batch.
             loss: TRL's loss, which has its bonus and is not weighed among the micro-batches yet.
             entropies_BC: the entropy of each token.
-            bonus: TRL's, in this step.
+            bonus: the bonus that TRL has added in this step.
         """
         mask_BC = loss_mask(micro)
         token_count = mask_BC.sum()

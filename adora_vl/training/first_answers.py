@@ -18,7 +18,7 @@ _MAX_ANSWER_CHARS = 60  # a longer answer is cut in the warning
 
 
 class FirstAnswers:
-    """Checks the first generation of a training, and no other, for a rollout that is right."""
+    """Warns once if no rollout of the first generation of a training is right."""
 
     def __init__(self) -> None:
         self.has_checked = False
@@ -41,10 +41,11 @@ class FirstAnswers:
 
 
 def warning_lines(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
-    """Return a warning that no rollout is right, with reference answers and what was read instead.
+    """Return a warning that no rollout is right, with some reference answers and extracted answers.
 
-    It is empty if one is right, or if no reward function logs its verdicts and the answers that it
-    has extracted (TRL's `log_extra`).
+    For example, one of its lines is `  reference answer 12, read 7 (wrong number)`. The result is
+    empty if one rollout is right. It is also empty if no reward function logs the columns `verdict`
+    and `extracted` (TRL's `log_extra`), which tell that.
 
     Args:
         rows: the row of each rollout of the main process.
@@ -52,13 +53,12 @@ def warning_lines(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
     """
     verdicts = facts.extra_columns.get("verdict")
     extracted_answers = facts.extra_columns.get("extracted")
-    # Without these columns nothing is known, and with one right rollout there is nothing to warn of.
     if not verdicts or extracted_answers is None or "correct" in verdicts:
         return []
     reasons = facts.extra_columns.get("reason", [""] * len(verdicts))
-    # The first rollout of each problem is shown.
+    # By the reference answer, what was read of the first rollout of the problem.
     read_by_reference: dict[str, str] = {}
-    # Not strict: behind the rollouts of this rank stand those of others, whose rows are not here.
+    # Not strict: the columns go on with the rollouts of other ranks, whose rows are not here.
     for row, extracted_answer, reason in zip(rows, extracted_answers, reasons, strict=False):
         reference_answer = shown(row.get("answer"), _MAX_ANSWER_CHARS)
         extracted_text = "no answer"

@@ -16,24 +16,28 @@ from adora_vl.types import Batch, Row
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """Where in a run some groups are sampled: mode, optimizer step, and generation."""
+    """Where in a run some groups are sampled: mode, optimizer step, and generation.
+
+    A generation is all rollouts that are sampled before the policy learns again.
+    """
 
     key: StepKey
+    """Mode, optimizer step and micro-batch, from which seeds follow."""
     group_size: int
     """Rollouts of a group, G."""
     number: int = 0
     """Its index among the generations of a training; 0 where all rollouts are sampled at once."""
 
-    def in_round(self, round_number: int) -> Generation:
-        """Return this generation in a later round, in which further problems are sampled.
+    def for_refill_round(self, round_number: int) -> Generation:
+        """Return this generation in a round of its refill, which samples further problems.
 
-        The number of the round is part of the seeds of its rollouts.
+        The number of the round, from 1, is part of the seeds of its rollouts.
         """
         return replace(self, key=replace(self.key, attempt=round_number))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BuiltGroups:
+class UnscoredGroups:
     """Complete groups of this rank as a batch, before they are scored. There are B rollouts."""
 
     groups: Sequence[RolloutGroup]
@@ -74,7 +78,9 @@ class ScoredGroups:
     ) -> ScoredGroups:
         """Return the groups that are chosen among these and those of a refill.
 
-        In the result `assessment` is still that of these groups; the caller replaces it.
+        For example, if this rank has the groups 0 and 1, and the refill has 2 and 3, the choice
+        [0, 3] replaces group 1 by group 3. In the result `assessment` is still the old one, which
+        the caller replaces.
 
         Args:
             refill: groups of further problems, which replace groups without signal.
@@ -86,7 +92,7 @@ class ScoredGroups:
         group_size = len(self.groups[0].rollouts)
         batch = chosen_groups(
             self.batch,
-            further_batch=refill.batch,
+            refill_batch=refill.batch,
             group_numbers=chosen_by_rank[rank],
             group_size=group_size,
             pad_id=pad_id,
@@ -106,10 +112,12 @@ class ScoredGroups:
     def _groups_in_joined_facts(
         self, refill: ScoredGroups, chosen_by_rank: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Return the numbers that the chosen groups of all ranks have in the joined facts.
+        """Return the indices that the chosen groups of all ranks have in the joined facts.
 
         The joined facts have first the groups of `self`, rank by rank, then those of `refill`, rank
-        by rank. Every rank has equally many groups in each of the two.
+        by rank. Every rank has equally many groups in each of the two. For example, of two ranks
+        with 2 groups and 1 refill group each, which choose [0, 2] and [0, 1], the indices are 0, 4,
+        2 and 3.
 
         `chosen_by_rank`: for each rank the numbers that its chosen groups have on that rank, as in
         `exchange_groups`.

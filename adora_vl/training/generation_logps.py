@@ -53,9 +53,11 @@ class GenerationLogps:
     def add_to_generation(self, batch: Batch, mode: str) -> None:
         """Add the log-probabilities that are computed before the rollouts are graded.
 
-        The old log-probabilities are added, unless later passes compute them. The reference's are
-        added if the loss has a KL term. Raises `SharedUserError` for a reference that is not the
-        policy's start.
+        - `old_per_token_logps`, unless later passes compute them.
+        - `ref_per_token_logps`, the reference model's, if the loss has a KL term.
+
+        Before the first update of a run the two have to agree. Raises `SharedUserError` where they
+        do not, since the reference is then not the model that the policy starts from.
 
         Args:
             batch: the generation of this rank.
@@ -86,7 +88,7 @@ class GenerationLogps:
                         self.metrics_by_mode[mode][metric.name].append(metric.value)
             if config.beta != 0.0:
                 batch["ref_per_token_logps"] = self._compute_reference_logps(compute_logps)
-            if is_training and self.reference_guard.is_due(self.context.state().global_step):
+            if is_training and self.reference_guard.needs_check(self.context.state().global_step):
                 self.reference_guard.check(batch, self.context.policy_logps)
 
     def _compute_reference_logps(
@@ -116,23 +118,25 @@ class GenerationLogps:
         is cut into micro-batches, since more rows fit into one if they share their prompts. It
         compares only as many rows as fit into memory without shared prompts.
         """
-        if not self.policy_pass.check_is_due:
+        if not self.policy_pass.needs_check:
             return
         row_count = min(self.context.layout.micro_batch_rows, len(batch["completion_ids"]))
         compared_rows = RowReader(batch).take(range(row_count))
         self.policy_pass.check(compared_rows, partial(self.model_pass, self.policy))
 
     def add_to_later_updates(self, micro_batches: Sequence[Batch]) -> None:
-        """Compute old log-probabilities for the micro-batches that need a pass for them.
+        """Compute the old log-probabilities of later optimizer steps, and add them to their batches.
 
-        They are learned from after the first optimizer step on the generation has changed the
-        weights. Groups whose advantages are all 0 need none, even where a KL term learns from them.
-        Every rank makes equally many passes. Raises `RolloutError` where the engine's
-        log-probabilities are too far from the policy's.
+        The first optimizer step on a generation changes the weights, so this is called before it.
+        Groups whose advantages are all 0 need none, even where a KL term learns from them. Every
+        rank makes equally many passes. Raises `RolloutError` where the engine's log-probabilities
+        are too far from the policy's.
+
+        `micro_batches`: those of the generation. They get the column `old_per_token_logps`.
         """
         checkpointing_kwargs = self.context.config.gradient_checkpointing_kwargs
         with disable_gradient_checkpointing(self.policy, checkpointing_kwargs):
-            for old_pass in self.old_logps.passes_due(micro_batches):
+            for old_pass in self.old_logps.passes_to_make(micro_batches):
                 rows = old_pass.rows_as_batch()
                 # The pass reads columns of the rows that TRL's arguments do not have.
                 with self.policy_pass.watch(rows):
@@ -149,19 +153,20 @@ class GenerationLogps:
     def add_to_loss(
         self, stored_micro: Batch, micro: Batch, micro_step: int, logps_BC: Tensor
     ) -> None:
-        """Give TRL's loss of a micro-batch what follows from the pass that is learned from.
+        """Add to a micro-batch the columns of TRL's loss that follow from its training pass.
 
-        These are the ratio to the engine, and old log-probabilities that no earlier pass has
-        computed. Raises `RolloutError` where policy and engine are too far apart.
+        These are the importance ratio to the engine, and old log-probabilities that no earlier pass
+        has computed. This is called between the policy's forward pass and the rest of TRL's loss.
+        Raises `RolloutError` where policy and engine are too far apart.
 
         Args:
-            stored_micro: the micro-batch of the generation, which the next iteration reads.
-            micro: its copy for this loss.
+            stored_micro: the micro-batch as the next iteration (`num_iterations`) reads it.
+            micro: its copy for this loss alone.
             micro_step: how many micro-batches of the generation were learned from before this one.
             logps_BC: the policy's log-probabilities in the pass of this loss, detached.
         """
         old_logps = self.old_logps
-        if self.importance_ratio.is_due(micro) and old_logps.compares_engine(micro_step):
+        if self.importance_ratio.needs_ratio(micro) and old_logps.compares_engine(micro_step):
             self.compare_with_engine(micro, logps_BC)
         old_logps.fill_missing(micro, logps_BC)
         old_logps.keep_for_next_iteration(stored_micro, micro, logps_BC, micro_step)
@@ -169,10 +174,11 @@ class GenerationLogps:
     def compare_with_engine(self, micro: Batch, logps_BC: Tensor) -> None:
         """Compare policy and engine on the tokens of a micro-batch, and add their ratio.
 
-        The importance ratio of the policy to the engine is added where it corrects the loss. Raises
-        `RolloutError` where the two are too far apart.
+        The column `importance_sampling_ratio`, policy to engine, is added where it corrects the
+        loss. Raises `RolloutError` where the two are too far apart.
 
-        `logps_BC`: log-probabilities by the weights that have sampled the micro-batch, detached.
+        `logps_BC`: the policy's log-probabilities, detached, by the weights that have sampled the
+        micro-batch.
         """
         self.drift_guard.check_batch(micro, self.context.state().global_step, logps_BC)
         self.record_drift(micro, logps_BC)

@@ -68,19 +68,19 @@ class GenerationNumbers:
         self._is_numbered = is_numbered
 
     def generation_at(self, key: StepKey, group_size: int, rows: Sequence[Row]) -> Generation:
-        """Return the generation that is sampled at a step.
+        """Return the generation that is sampled at this position of the run.
 
-        It is numbered where rollouts may be older than the generation that learns from them, so
-        that their ages can be counted. Then a problem may also wait, and its row is read again by
-        the number of the row. Otherwise, and in an evaluation, every generation has the number 0.
+        It has a number of its own if rollouts may be older than the generation that learns from
+        them, so that their ages can be counted. Otherwise, and in an evaluation, its number is 0.
 
         Args:
-            key: the step, and the micro-batch in it.
+            key: the optimizer step, and the micro-batch in it.
             group_size: rollouts of a group.
-            rows: the rows that were drawn for it.
+            rows: the rows that the data loader has drawn for it.
 
         Raises:
-            UserError: rows may have to be read again, but do not say their numbers.
+            UserError: the generation is numbered, so a problem may wait for a later one, where its
+                row is read again by the row's number. But the rows have no numbers.
         """
         if key.mode != "train" or not self._is_numbered:
             return Generation(key=key, group_size=group_size)
@@ -119,9 +119,13 @@ class GenerationNumbers:
         return total_count - self._count_before(generation.key.step, generation.key.micro)
 
     def _count_before(self, step: int, micro: int = 0) -> int:
-        """Return how many generations begin before micro-batch `micro` of optimizer step `step`.
+        """Return how many generations begin before a position of the run.
 
         That is the number of the generation that begins there.
+
+        Args:
+            step: the optimizer step, from 0.
+            micro: the micro-batch in it, from 0.
         """
         layout = self._layout
         if layout.generation_has_one_step:

@@ -30,10 +30,10 @@ from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, new_g
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler
 from adora_vl.tools.environments import Environments
 from adora_vl.training.generation import Generation
-from adora_vl.training.group_sampler import GroupSampler, limits_to_the_ends
+from adora_vl.training.group_sampler import GroupSampler, no_token_limits
 from adora_vl.training.guards import GenerationGuard
 from adora_vl.training.late_drift import LateDriftCheck
-from adora_vl.training.pool import Pool, list_row_numbers
+from adora_vl.training.pool import Pool, row_numbers_of_rollouts
 from adora_vl.training.pool_state import PendingGeneration, TokenLimits
 from adora_vl.types import Row, StepContext
 
@@ -109,35 +109,40 @@ class GenerationSampler:
             yield
 
     def keeping_engine_awake(self, policy_makes_passes: bool) -> AbstractContextManager[None]:
-        """Return the context in which all batches of a generation are sampled and scored.
+        """Return a context that keeps the engine awake while a generation is sampled and scored.
 
-        With `refill` (dynamic sampling) an engine that sleeps between calls stays awake from the
-        first batch to the last.
+        With `refill` (dynamic sampling) a generation is sampled in several batches. An engine with
+        sleep mode would sleep between them, and need another weight sync. Without `refill` the
+        context does nothing.
 
         Args:
             policy_makes_passes: whether the policy makes a pass after each batch. It needs the
-                engine's memory then, so the engine sleeps between batches.
+                engine's memory then, so the engine sleeps between batches after all.
         """
         if policy_makes_passes or not self.context.config.adora_rollouts.refill:
             return nullcontext()
         return self.sampler.awake()
 
     def draw(self, generation: Generation, rows: list[Row]) -> list[RolloutGroup]:
-        """Turn the rows that the data loader has drawn into groups that are about to begin.
+        """Turn the rows that the data loader has drawn into groups without any tokens yet.
 
         This is stage 1 of a generation. In a run with environments each rollout gets one of its
-        own, and its prompt gets what the environment says at first.
+        own, and its prompt gets the text that the environment's `reset` returns.
+
+        Args:
+            generation: the present one.
+            rows: a row for each rollout of this rank; those of a group are neighbours.
 
         Raises:
             RunError: an image cannot be read on some rank.
             SharedUserError: a prompt or an environment cannot be used on some rank.
         """
-        rows = shown_rows(rows)
+        rows = shown_rows(rows)  # with their images decoded
         self.guard.refuse_unusable(rows, generation.key.step)
         groups = new_groups_of_rows(
             rows,
             generation.key,
-            began_in=generation.number,
+            start_generation=generation.number,
             first_row_number=self.context.accelerator.process_index * len(rows),
             group_size=generation.group_size,
         )
@@ -146,13 +151,13 @@ class GenerationSampler:
     def schedule(self, generation: Generation, drawn_groups: list[RolloutGroup]) -> None:
         """Decide which groups begin or go on, and request their rollouts.
 
-        This is stage 2 of a generation. Afterwards the present generation is pending: its rollouts
-        are requested, and not taken over yet.
+        This is stage 2 of a generation. Afterwards the present generation is pending in the pool:
+        its rollouts are requested, and `sample` waits for them.
 
-        If servers sample generations ahead, they also get the present weights and the requests of
-        later generations. One case is different: with a token budget a rollout is sampled in
-        several parts, each of which is a request of its own. Then `sample` requests later
-        generations, after it has sampled the remaining parts of the present one.
+        With `ahead` servers also get the present weights, and the requests of the next `ahead`
+        generations. The exception are rollouts that are sampled in several parts, within a token
+        budget or turn by turn. Then `sample` requests later generations, after it has sampled the
+        remaining parts of the present one.
 
         Args:
             generation: the present one.
@@ -160,7 +165,7 @@ class GenerationSampler:
         """
         if not self.generations_ahead:
             self.pool.drop_all_pending()  # a generation that was interrupted may have left one
-            waiting_groups = self.pool.take_waiting()
+            waiting_groups = self.pool.pop_waiting_groups()
             present = DrawnGeneration(generation=generation, groups=drawn_groups)
             self._request(
                 generation,
@@ -174,15 +179,21 @@ class GenerationSampler:
         if not all(gather_object([self.pool.next_pending_is_for(drawn_groups)])):
             self.pool.drop_all_pending()
         self._queue_weights(generation, drawn_groups)
-        # The present generation and those ahead. If it has parts left, the others are requested by
-        # `sample` instead.
-        max_pending = 1 if self.pool.samples_in_parts else self.generations_ahead + 1
+        max_pending = self.generations_ahead + 1  # the present generation and those ahead
+        if self.pool.samples_in_parts:
+            max_pending = 1  # `sample` requests those ahead
         self._request_ahead(generation, drawn_groups, earlier_groups=[], max_pending=max_pending)
 
     def _queue_weights(self, generation: Generation, drawn_groups: list[RolloutGroup]) -> None:
         """Queue the present weights for the servers, and request samples that measure their drift.
 
-        These samples are not needed where the present weights sample the present generation itself.
+        The drift is how far the servers' log-probabilities are from the policy's. If the present
+        weights sample the present generation itself, its rollouts tell the drift, and no further
+        samples are requested.
+
+        Args:
+            generation: the present one.
+            drawn_groups: groups of the problems that the data loader has drawn for it.
         """
         assert isinstance(self.sampler, AsyncServerSampler)
         self.sampler.sync_weights()
@@ -194,18 +205,22 @@ class GenerationSampler:
     ) -> list[RolloutGroup]:
         """Sample the groups of the present generation, and return them, the oldest first.
 
-        This is stage 3. Groups that have waited since an earlier generation are returned too.
-
-        With a token budget (`adora_rollouts.budget`) some rollouts stay unfinished. Enough groups
-        are complete afterwards to be learned from.
+        This is stage 3. Groups that have waited since an earlier generation are returned too. With
+        a token budget (`adora_rollouts.budget`) some rollouts may stay unfinished, but enough
+        groups are complete to learn from.
 
         Args:
             generation: the present one, which `schedule` has made pending.
             drawn_groups: groups of the problems that the data loader has drawn for it.
         """
         # The generation that was requested first is the present one.
-        sampled_groups = self.group_sampler.finish(generation, self.pool.state.pending[0])
-        groups = sorted([*self.pool.take_waiting(), *sampled_groups], key=lambda group: group.began)
+        sampled_groups = self.group_sampler.finish_turns(
+            generation, self.pool.state.pending_generations[0]
+        )
+        groups = sorted(
+            [*self.pool.pop_waiting_groups(), *sampled_groups],
+            key=lambda group: group.start_generation,
+        )
         if self.pool.allows_partial_rollouts:
             groups = self._sample_to_ends(generation, groups)
         # These requests had to wait until the present generation was sampled: `schedule` left them.
@@ -220,47 +235,48 @@ class GenerationSampler:
         return groups
 
     def sample_all(self, generation: Generation, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups of an evaluation with all rollouts sampled to their ends."""
-        return self.group_sampler.sample(generation, groups, limits_to_the_ends(groups))
+        """Return the groups of an evaluation, with all of their rollouts sampled to the end."""
+        return self.group_sampler.sample(generation, groups, no_token_limits(groups))
 
     def _sample_to_ends(
         self, generation: Generation, groups: list[RolloutGroup]
     ) -> list[RolloutGroup]:
-        """Sample the rollouts of some groups to their ends, so that enough groups are complete.
+        """Sample the oldest unfinished groups to their ends, if too few groups are complete.
 
         Args:
             generation: the present one.
             groups: all groups of this rank, the oldest first.
 
         Returns:
-            All groups in their order.
+            All groups in their order. Enough of them are complete to learn from.
         """
-        numbers = self.pool.groups_that_must_end(groups, generation)
+        groups_to_end = self.pool.groups_that_must_end(groups, generation)
         # Collective: where one rank has such groups, all take part.
-        if not any(gather_object([bool(numbers)])):
+        if not any(gather_object([bool(groups_to_end)])):
             return groups
-        # None for a group: its rollouts are sampled to their ends, without a limit of tokens.
-        no_limit_by_group: TokenLimits = dict.fromkeys(numbers)
-        return self.group_sampler.sample(generation, groups, no_limit_by_group)
+        # None for each of these groups: their rollouts are sampled without a limit of tokens.
+        limits: TokenLimits = dict.fromkeys(groups_to_end)
+        return self.group_sampler.sample(generation, groups, limits)
 
-    def sample_further(self, generation: Generation, count: int) -> list[RolloutGroup]:
-        """Sample groups of `count` further problems, to replace groups without signal.
+    def sample_refill_groups(self, generation: Generation, count: int) -> list[RolloutGroup]:
+        """Draw `count` further problems, and return their groups with sampled rollouts.
 
-        Each rollout gets as many tokens as the budget of this generation allows. With `ahead` there
-        is no time to sample any, and the result is empty: spare groups were requested instead.
+        They replace groups without signal. Each rollout gets as many tokens as the budget of this
+        generation allows. With `ahead` the result is empty: spare groups were requested instead,
+        since waiting for the servers here would take too long.
         """
         if self.generations_ahead or count <= 0:
             return []
-        groups = self._draw_further_groups(generation, count)
+        groups = self._draw_refill_groups(generation, count)
         limits: TokenLimits = dict.fromkeys(range(len(groups)), self.pool.token_budget)
         with self.sampling():
             return self.group_sampler.sample(generation, groups, limits)
 
     def before_weights_change(self) -> None:
-        """Compare servers and policy, if samples for it were requested in this optimizer step.
+        """Compare the servers' log-probabilities with the policy's, in a run with `ahead`.
 
-        This is called before the last micro-batch of every optimizer step; a second call does
-        nothing.
+        `schedule` has requested samples for this. It is called before the last micro-batch of every
+        optimizer step, so before the weights change. A second call in a step does nothing.
         """
         if self.drift_check.is_requested:
             with self.phase("rollout"), self.guard.guarding_servers():
@@ -273,9 +289,10 @@ class GenerationSampler:
         earlier_groups: list[RolloutGroup],
         max_pending: int,
     ) -> list[RolloutGroup]:
-        """Request generations until `max_pending` of them are pending, in a run with `ahead`.
+        """Request generations from the servers until `max_pending` of them are pending.
 
-        The present generation counts as pending too. At the end of the training fewer are left.
+        The present generation counts as pending too. At the end of the training fewer are left to
+        request.
 
         Args:
             generation: the present one.
@@ -285,14 +302,14 @@ class GenerationSampler:
             max_pending: how many generations are pending afterwards.
 
         Returns:
-            The groups of `earlier_groups` that still wait: all of them if nothing was requested,
-            otherwise those that are complete.
+            The groups of `earlier_groups` that do not go on in a request: all of them if nothing
+            was requested, otherwise those that are complete.
         """
         waiting_groups = earlier_groups
         continued_groups = [group for group in earlier_groups if not group.complete]
-        while len(self.pool.state.pending) < max_pending:
+        while len(self.pool.state.pending_generations) < max_pending:
             requested = self._draw_generation_after(
-                generation, drawn_groups, distance=len(self.pool.state.pending)
+                generation, drawn_groups, distance=len(self.pool.state.pending_generations)
             )
             if requested is None:
                 break
@@ -315,10 +332,12 @@ class GenerationSampler:
         continued_groups: list[RolloutGroup],
         waiting_count: int,
     ) -> None:
-        """Request the rollouts of a generation, and add it to the pending ones.
+        """Request the rollouts of a generation, and add it to the pool's pending generations.
+
+        Its groups are those that go on, those that begin, and spare ones.
 
         Args:
-            generation: the present one, in which new groups begin.
+            generation: the present one. New groups begin in it, also those of a later generation.
             requested: the generation that is requested: the present one or a later one.
             continued_groups: groups of this rank that began earlier and go on in the requested one.
             waiting_count: how many groups of this rank have begun and are not learned from yet,
@@ -335,20 +354,20 @@ class GenerationSampler:
         # How many tokens the rollouts of each group may get; some groups may get none yet.
         limits = self.pool.token_limits(requested.generation, groups)
         pending = PendingGeneration(
-            row_numbers=list_row_numbers(requested.groups),
+            row_numbers=row_numbers_of_rollouts(requested.groups),
             groups=tuple(groups),
             token_limits=limits,
-            samples=self.group_sampler.begin(requested.generation, groups, limits),
+            samples=self.group_sampler.request_first_turn(requested.generation, groups, limits),
         )
         self.pool.add_pending(pending)
 
     def _draw_generation_after(
         self, generation: Generation, drawn_groups: list[RolloutGroup], distance: int
     ) -> DrawnGeneration | None:
-        """Return the generation that comes `distance` after the present one, and its groups.
+        """Return the generation `distance` after the present one, with the groups of its problems.
 
         The result is None on all ranks after the last generation of the training, or if any rank
-        cannot read a row. Such a row is reported by the step that draws it.
+        cannot read a row now. The step that draws this row for itself then ends the run.
 
         Args:
             generation: the present one, in which all of these groups begin.
@@ -363,7 +382,7 @@ class GenerationSampler:
         rows: list[Row] = []
         # A data set may raise anything for a row that cannot be read.
         with suppress(Exception):
-            rows = self.upcoming_rows(list_row_numbers(drawn_groups), distance)
+            rows = self.upcoming_rows(row_numbers_of_rollouts(drawn_groups), distance)
         is_readable = bool(rows) and not unreadable_rows(rows)
         # Collective: the ranks request the same generations.
         if not all(gather_object([is_readable])):
@@ -371,17 +390,17 @@ class GenerationSampler:
         groups = new_groups_of_rows(
             rows,
             later.key,
-            began_in=generation.number,
+            start_generation=generation.number,
             first_row_number=self.context.accelerator.process_index * len(rows),
             group_size=later.group_size,
         )
         return DrawnGeneration(generation=later, groups=groups)
 
     def _draw_spare_groups(self, generation: Generation, later: Generation) -> list[RolloutGroup]:
-        """Draw spare groups for a generation that is requested ahead.
+        """Draw spare groups for a generation that is requested ahead; none without `ahead`.
 
-        They replace groups without signal. When the rewards are known, there is no time any more to
-        sample other groups.
+        They replace groups without signal. Waiting for other groups would take too long when the
+        rewards are known.
 
         Args:
             generation: the present one, in which the groups begin.
@@ -389,33 +408,36 @@ class GenerationSampler:
         """
         spare_groups: list[RolloutGroup] = []
         spare_count = self.pool.count_spare_groups()
-        # One round has as many problems as a generation has groups at most. For example, with 4 per
-        # round 6 spare groups are 4 of round 1 and 2 of round 2. The number of the round is part of
-        # the seed, so each round draws other problems.
+        # They are drawn in rounds of at most as many problems as a generation has groups. For
+        # example, with 4 per round 6 spare groups are 4 of round 1 and 2 of round 2. The number of
+        # the round is part of the seed, so each round draws other problems.
         problems_per_round = self.pool.max_groups
         while len(spare_groups) < spare_count:
             round_number = 1 + len(spare_groups) // problems_per_round
             missing_count = spare_count - len(spare_groups)
-            spare_groups += self._draw_further_groups(
-                later.in_round(round_number), min(problems_per_round, missing_count)
+            spare_groups += self._draw_refill_groups(
+                later.for_refill_round(round_number), min(problems_per_round, missing_count)
             )
-        # The later generation seeds their draw, but they begin in the present one.
-        return [replace(group, began=generation.number) for group in spare_groups]
+        # The later generation has seeded their draw, but they begin in the present one.
+        return [replace(group, start_generation=generation.number) for group in spare_groups]
 
-    def _draw_further_groups(self, generation: Generation, count: int) -> list[RolloutGroup]:
-        """Draw `count` further problems from the data set at random, and begin their groups."""
-        drawn_row_numbers = self.pool.draw_further_rows(generation, count)
+    def _draw_refill_groups(self, generation: Generation, count: int) -> list[RolloutGroup]:
+        """Draw `count` further problems from the data set at random, and return their new groups.
+
+        Raises `RunError` for a row with an image that cannot be read.
+        """
+        drawn_row_numbers = self.pool.draw_refill_rows(generation, count)
         rows: list[Any] = self.pool.rows.__getitems__(drawn_row_numbers)
         self.guard.refuse_unusable(rows, generation.key.step)
         empty_rollouts = (Rollout(),) * generation.group_size
-        # Slots are numbered over all ranks. Each rank has `pool.max_groups` numbers of its own. For
-        # example, with 4 of them rank 1 has the slots 4 to 7.
+        # The slot is the number of a group over all ranks, and part of its seeds. Each rank has
+        # `pool.max_groups` slots of its own. For example, with 4 of them rank 1 has 4 to 7.
         first_slot = self.context.accelerator.process_index * self.pool.max_groups
         groups = [
             RolloutGroup(
                 problem=DrawnProblem(row_number=row_number, key=generation.key, slot=slot),
                 row=row,
-                began=generation.number,
+                start_generation=generation.number,
                 rollouts=empty_rollouts,
             )
             for slot, (row_number, row) in enumerate(
@@ -427,10 +449,13 @@ class GenerationSampler:
     def _enter_environments(
         self, groups: list[RolloutGroup], step: int, *, begins_generation: bool
     ) -> list[RolloutGroup]:
-        """Give every rollout an environment of its own, in a run with environments.
+        """Return the groups with an environment for every rollout; unchanged without environments.
 
-        `begins_generation`: whether a generation begins here. All environments are free again then,
-        since no rollout of an earlier generation needs its own any more.
+        Args:
+            groups: the groups that begin.
+            step: optimizer steps that have been made, for messages.
+            begins_generation: whether these are the first groups of a generation. All environments
+                are free again then, since no earlier rollout needs its own any more.
         """
         if self.environments is not None:
             with self.guard.guarding_user_code(step):

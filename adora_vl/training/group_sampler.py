@@ -34,9 +34,9 @@ from adora_vl.types import StepContext
 class PromptReader:
     """Tokenizes prompts and processes their images, and remembers the last result.
 
-    Mostly the batch has the same prompts that were sampled from, so they are read once. Older
-    results cannot be remembered: reading the prompts of a new generation empties the image bank, and
-    older results would refer to images that are gone.
+    Prompts are needed twice: when their rollouts are sampled, and when these become a batch. Mostly
+    both are the same, and are read once. Older results cannot be remembered: reading the prompts of
+    a new generation empties the image bank, which stores the images that prompts refer to.
     """
 
     def __init__(self, images: DistinctImages) -> None:
@@ -47,13 +47,13 @@ class PromptReader:
         self._last_problems: list[DrawnProblem] = []
 
     def read(self, group_of_rollout: Sequence[RolloutGroup], generation: Generation) -> PromptBatch:
-        """Return the prompt of each rollout.
+        """Return the prompts of these rollouts, tokenized and with their images processed.
 
-        They are read anew unless the same ones were read last.
+        If the same prompts were read last, that result is returned.
 
         Args:
             group_of_rollout: for each rollout its group.
-            generation: the present one. Its first read empties the image bank.
+            generation: the present one. Its first call empties the image bank.
         """
         problems = [group.problem for group in group_of_rollout]
         if self._last_prompts is None or problems != self._last_problems:
@@ -64,10 +64,10 @@ class PromptReader:
             self._last_problems = problems
         return self._last_prompts
 
-    def take(self, groups: Sequence[RolloutGroup], generation: Generation) -> PromptBatch:
-        """Return the prompt of each rollout of the groups for their batch, and forget them.
+    def pop(self, groups: Sequence[RolloutGroup], generation: Generation) -> PromptBatch:
+        """Return the prompts of all rollouts of these groups, and forget them.
 
-        Nothing else reads the prompts of these groups again.
+        It is called when the groups become a batch, after which nothing reads their prompts again.
         """
         group_of_rollout = [group for group in groups for _ in group.rollouts]
         prompts = self.read(group_of_rollout, generation)
@@ -77,7 +77,7 @@ class PromptReader:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestParts:
-    """What the requests of one rollout have in common in all of its turns."""
+    """What the sampling requests of one rollout have in common, in all of its turns."""
 
     group: RolloutGroup
     member: int
@@ -115,31 +115,38 @@ class GroupSampler:
     """How many tokens of a prompt with its completion the servers take. None without servers: an
     engine of this process ends a rollout there by itself."""
 
-    def begin(
+    def request_first_turn(
         self, generation: Generation, groups: Sequence[RolloutGroup], limits: TokenLimits
     ) -> PendingSamples:
-        """Request the first turn of the unfinished rollouts. `finish` waits for the result.
+        """Request the first turn of the unfinished rollouts, for which `finish_turns` waits.
 
-        Servers that sample ahead begin at once. Any other sampler begins in `finish`.
+        Servers that sample ahead begin at once. Any other sampler begins when the result is waited
+        for.
 
         Args:
             generation: the generation that the rollouts are sampled for.
             groups: groups of this rank.
-            limits: for each group by its number, how many tokens of each rollout are sampled now;
-                None: up to its end. Groups without an entry stay as they are.
+            limits: by the index of a group, how many tokens of each of its rollouts are sampled
+                now; None: up to its end. Groups without an entry stay as they are.
         """
         turns = self._turns_of_unfinished(generation, groups, limits)
         requests = turns.make_requests(turns.unfinished)
         if isinstance(self.sampler, AsyncServerSampler):
-            return self.sampler.begin(requests)
-        sample_when_joined = partial(self.sampler.sample, requests, turns.prompts)
-        # Cached: a second call of `join` has to return the same results.
-        return PendingSamples(step=generation.key.step, join=cache(sample_when_joined))
+            return self.sampler.submit(requests)
+        sample_now = partial(self.sampler.sample, requests, turns.prompts)
+        # `join` calls it later. Cached: a second call of `join` has to return the same results.
+        return PendingSamples(step=generation.key.step, join=cache(sample_now))
 
-    def finish(self, generation: Generation, pending: PendingGeneration) -> list[RolloutGroup]:
-        """Wait for the first turn that `begin` has requested, and sample all further turns.
+    def finish_turns(
+        self, generation: Generation, pending: PendingGeneration
+    ) -> list[RolloutGroup]:
+        """Wait for the first turn of a pending generation, and sample all further turns.
 
         Returns the groups of the pending generation in their order, with longer rollouts.
+
+        Args:
+            generation: the present one, to which the pending one has become.
+            pending: its groups, and the first turn that `request_first_turn` has requested.
         """
         turns = self._turns_of_unfinished(
             generation,
@@ -152,16 +159,13 @@ class GroupSampler:
     def sample(
         self, generation: Generation, groups: Sequence[RolloutGroup], limits: TokenLimits
     ) -> list[RolloutGroup]:
-        """Sample the unfinished rollouts of some groups now, with all their turns.
+        """Return the groups with longer rollouts, after sampling all turns of unfinished ones.
 
         Args:
             generation: the present generation.
             groups: groups of this rank.
-            limits: for each group by its number, how many tokens of each rollout are sampled now;
-                None: up to its end. Groups without an entry stay as they are.
-
-        Returns:
-            All groups in their order.
+            limits: by the index of a group, how many tokens of each of its rollouts are sampled
+                now; None: up to its end. Groups without an entry stay as they are.
         """
         return self._sample_turns(self._turns_of_unfinished(generation, groups, limits))
 
@@ -186,7 +190,7 @@ class GroupSampler:
         limits: TokenLimits,
         first_samples: PendingSamples | None = None,
     ) -> GroupTurns:
-        """Read the prompts of the unfinished rollouts, and return the object that samples them.
+        """Return the `GroupTurns` that samples the unfinished rollouts, with their prompts read.
 
         A rank without unfinished rollouts reads nothing, and has no prompts.
 
@@ -217,8 +221,10 @@ class GroupSampler:
         )
 
     def _sample_turns(self, turns: GroupTurns) -> list[RolloutGroup]:
-        """Sample all turns, and return all groups with the longer rollouts in their places."""
-        # `turns` samples one turn of the unfinished rollouts after the other, and runs their tools.
+        """Sample turn by turn, and return all groups with the longer rollouts in their places.
+
+        `turns`: samples one turn of the unfinished rollouts, and runs the tools that they call.
+        """
         sampled_by_key = run_turns(turns.unfinished, turns)
         groups = []
         for number, group in enumerate(turns.groups):
@@ -239,15 +245,15 @@ def _request_parts(
     prompts: PromptBatch,
     extensions: Sequence[Extension],
 ) -> dict[RolloutKey, RequestParts]:
-    """Return what the requests of each unfinished rollout have in common in all of its turns.
+    """Return what the sampling requests of each unfinished rollout have in common in all turns.
 
     Args:
-        unfinished: the rollouts by their group's number and their own in the group.
+        unfinished: the rollouts by the number of their group and their own number in it.
         groups: groups of this rank.
-        limits: for each group by its number, how many tokens of each rollout are sampled now;
+        limits: by the index of a group, how many tokens of each of its rollouts are sampled now;
             None: up to its end.
         prompts: the prompt of each unfinished rollout, with the images that the trainer sees.
-        extensions: may show the engine other images.
+        extensions: of the run; they may show the engine other images.
     """
     trainer_images = prompts.images or [None] * len(unfinished)
     replacements = replaced_images(
@@ -274,9 +280,10 @@ def _request_parts(
 
 @dataclass(kw_only=True)
 class GroupTurns:
-    """Samples the turns of the unfinished rollouts of groups: the `TurnPlayer` of a training.
+    """Samples the turns of the unfinished rollouts of groups: the `TurnSampler` of a training.
 
-    Each rollout has a key, the number of its group and its own number in the group.
+    A turn is what the policy says before it ends or calls a tool. Each rollout has a key, the
+    number of its group and its own number in the group.
     """
 
     group_sampler: GroupSampler
@@ -294,8 +301,8 @@ class GroupTurns:
     def sample(self, rollouts: Mapping[RolloutKey, Rollout]) -> dict[RolloutKey, Rollout]:
         """Sample one more turn of each rollout, as far as its token budget allows.
 
-        Raises `RolloutError`, which names the row, where the engine reads another prompt than the
-        trainer.
+        Returns the longer rollouts by their keys. Raises `RolloutError`, which names the row, where
+        the engine reads another prompt than the trainer.
         """
         requests = self.make_requests(rollouts)
         with naming_mismatched_row([self.parts_by_rollout[key].group.row for key in rollouts]):
@@ -337,7 +344,7 @@ class GroupTurns:
             seed=parts.group.tool_seed(config.seed, parts.member),
         )
 
-    def has_room(self, key: RolloutKey, rollout: Rollout) -> bool:
+    def can_continue(self, key: RolloutKey, rollout: Rollout) -> bool:
         """Return whether the rollout may sample more tokens now."""
         return self._max_tokens(self.parts_by_rollout[key], rollout) > 0
 
@@ -358,16 +365,16 @@ class GroupTurns:
         The first turn may have been requested in an earlier step, and is then waited for. Later
         turns are sampled now.
         """
-        first_samples = self.first_samples
+        requested_before = self.first_samples
         self.first_samples = None
-        if first_samples is not None:
-            return first_samples.join(), first_samples.step
+        if requested_before is not None:
+            return requested_before.join(), requested_before.step
         return self.group_sampler.sampler.sample(requests, self.prompts), self.step
 
     def _make_request(self, parts: RequestParts, rollout: Rollout) -> SamplingRequest:
-        """Return the request for the next turn of a rollout.
+        """Return the request for the next turn of a rollout: its prompt, and all tokens so far.
 
-        `parts` is what the requests of all of its turns have in common.
+        `parts`: what the requests of all of its turns have in common.
         """
         config = self.group_sampler.context.config
         tokens = rollout.tokens
@@ -391,11 +398,15 @@ class GroupTurns:
     def _max_tokens(self, parts: RequestParts, rollout: Rollout) -> int:
         """Return how many tokens the rollout may sample in its next turn.
 
-        Four limits apply, and the smallest remainder counts. Two of them count all tokens, also the
-        answers of tools: the limits of the completion and of a server's context. The other two count
-        tokens of the policy: the limits of this generation (`adora_rollouts.budget`) and of a turn
-        (`turn_tokens`). For example, a completion of at most 512 tokens has 100 of the policy and 50
-        of a tool, so 362 are left; with a budget of 120 in its first generation, 20 are left.
+        The smallest of these limits counts:
+
+        - the completion's (`max_completion_length`), less all of its tokens, those of tools included
+        - the generation's (`adora_rollouts.budget`), less the policy's tokens in this generation
+        - the turn's (`adora_tool_options.turn_tokens`), less the tokens of the present turn
+        - a server's context, less prompt and completion
+
+        For example, a completion of at most 512 tokens has 100 of the policy and 50 of a tool, so
+        362 are left. With a budget of 120 in its first generation 20 are left.
         """
         max_completion_length: int = self.group_sampler.context.config.max_completion_length
         limits = [max_completion_length - len(rollout.tokens)]
@@ -407,14 +418,14 @@ class GroupTurns:
             limits.append(tool_loop.turn_tokens - len(rollout.last_turn_tokens))
         server_context = self.group_sampler.server_context
         if server_context is not None:
-            # A server refuses a request that could pass its context. If the prompt leaves no room at
-            # all, 1 token is requested: the server then refuses it, and names the prompt's length.
+            # A server refuses a request that could exceed its context. If the prompt fills it
+            # already, 1 token is requested: the server then refuses, and names the prompt's length.
             context_left = server_context - len(parts.prompt_ids) - len(rollout.tokens)
             limits.append(max(1, context_left))
         return min(limits)
 
 
-def limits_to_the_ends(groups: Sequence[RolloutGroup]) -> TokenLimits:
+def no_token_limits(groups: Sequence[RolloutGroup]) -> TokenLimits:
     """Return token limits by which all rollouts of the groups are sampled to their ends.
 
     Their keys are the numbers of the groups; None stands for no limit.

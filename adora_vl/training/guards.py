@@ -40,9 +40,10 @@ MAX_START_DISTANCE = 1e-3
 
 
 class GenerationGuard:
-    """Ends the run, with a checkpoint, where a generation is sampled.
+    """Ends the run, with a checkpoint, for what goes wrong while a generation is sampled.
 
-    A checkpoint is exact there, so nothing is lost.
+    That is a row that cannot be used, code of the user that raises, or a lack of servers. Nothing
+    of the optimizer step has changed then, so a run that resumes loses nothing.
     """
 
     def __init__(
@@ -57,17 +58,19 @@ class GenerationGuard:
         self.control_tokens = control_tokens
 
     def refuse_unusable(self, rows: Sequence[Row], step: int) -> None:
-        """Refuse rows that cannot be used. Collective.
+        """End the run on all ranks if any rank has a row that cannot be used. Collective.
 
-        Rows of a stream are seen here for the first time.
+        The rows of a prepared data set were checked before the run. Those of a streamed one are
+        read here for the first time.
 
         Args:
             rows: the rows of this rank's generation.
             step: optimizer steps that have been made.
 
         Raises:
-            RunError: an image cannot be read on some rank. The message names row and checkpoint.
-            SharedUserError: a prompt cannot be used on some rank.
+            RunError: an image cannot be read. The message names the row, and the checkpoint that
+                was written.
+            SharedUserError: a prompt cannot be used.
         """
         self._check_prompts(rows, step)
         # Pairs of a row's id and the reason why its image cannot be read, of all ranks.
@@ -91,8 +94,9 @@ class GenerationGuard:
     def _check_prompts(self, rows: Sequence[Row], step: int) -> None:
         """Raise `SharedUserError` on all ranks if a prompt cannot be used on any rank. Collective.
 
-        A prompt cannot be used if its messages have a wrong form, or if it has control tokens of the
-        model.
+        A prompt cannot be used if it is no list of messages with role and content, or if it has
+        control tokens of the model, such as `<|im_end|>`. The arguments are those of
+        `refuse_unusable`.
         """
         faults = []
         # The rows of a group share one prompt object, which is checked once.
@@ -102,7 +106,7 @@ class GenerationGuard:
             if id(prompt) in checked_objects:
                 continue
             checked_objects.add(id(prompt))
-            fault = problem_with_messages(prompt, self.control_tokens)
+            fault = problem_with_messages(prompt, self.control_tokens)  # None: nothing is wrong
             if fault is not None:
                 row_name = row.get("id", f"#{number} of the batch")
                 faults.append(f"row {row_name}: {fault}")
@@ -114,10 +118,10 @@ class GenerationGuard:
 
     @contextmanager
     def guarding_user_code(self, step: int) -> Iterator[None]:
-        """Return a context in which the user's code, such as an environment's `reset`, is called.
+        """End the run on all ranks if the user's code inside the block raises on any. Collective.
 
-        If any rank raises `UserError` inside, all ranks save a checkpoint and raise
-        `SharedUserError`. Collective.
+        An example is an environment's `reset`. If any rank raises `UserError` inside, all ranks
+        save a checkpoint and raise `SharedUserError`.
 
         `step`: optimizer steps that have been made, for the message.
         """
@@ -132,9 +136,9 @@ class GenerationGuard:
 
     @contextmanager
     def guarding_servers(self) -> Iterator[None]:
-        """Return a context in which all ranks use the vLLM servers, or give them weights.
+        """End the run if no vLLM server is left for what the block asks of them. Collective.
 
-        Where no server is left, all ranks save a checkpoint and raise `RunError`.
+        All ranks then save a checkpoint, and raise `RunError` in place of `NoServerError`.
         """
         try:
             yield
@@ -144,13 +148,13 @@ class GenerationGuard:
 
 
 class RewardGuard:
-    """Ends the run where a reward function fails, hangs or returns nonsense.
+    """Ends the run where a reward function fails, hangs or returns something else than rewards.
 
-    It also knows which calls of a function failed for single completions.
+    A function may also fail for single completions. Those have no reward, and the run goes on.
     """
 
     def __init__(self, context: StepContext) -> None:
-        # Seconds for a call of a function; presets have time limits of their own.
+        # Seconds that a call of a user's function may take.
         self.timeout = context.config.adora_reward_timeout
         self.save_now = context.save_now
         # Functions that have failed on this rank for all completions of the present generation.
@@ -159,10 +163,14 @@ class RewardGuard:
         self._reasons_by_function: list[dict[int, str]] = []
 
     def wrap_functions(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        """Wrap the reward functions, so that each has a time limit and its failures are noted.
+        """Return the reward functions, wrapped so that failures are collected in this object.
 
-        Reward models, which are modules, stay as they are. `names`: the functions' names for the
-        log.
+        A wrapped function of the user also has a time limit. Reward models, which are modules, stay
+        as they are.
+
+        Args:
+            functions: the reward functions of the run.
+            names: their names for the log.
         """
         # Each wrapper fills the dict of its own function.
         self._reasons_by_function = [{} for _ in functions]
@@ -176,9 +184,9 @@ class RewardGuard:
             wrapped_function = safe_call(
                 function,
                 name=name,
-                timeout=None if _limits_its_own_time(function) else self.timeout,
+                timeout=None if _has_own_time_limit(function) else self.timeout,
                 # The wrapper adds to `failures` when the whole call fails, and to `unscored` when
-                # it fails for single completions.
+                # it fails for single completions: the reason by the completion's number.
                 failures=self.failures,
                 unscored=reason_by_completion,
             )
@@ -187,6 +195,8 @@ class RewardGuard:
 
     def check(self, step: int) -> None:
         """End the run on all ranks if a reward function failed on any. Collective.
+
+        A function has failed if it raised an error, or no reward came out of its call.
 
         `step`: optimizer steps that have been made, for the message.
 
@@ -215,7 +225,7 @@ class RewardGuard:
             )
         )
 
-    def take_failed_calls(self, rows_per_rank: int) -> dict[tuple[int, int], str]:
+    def pop_failed_calls(self, rows_per_rank: int) -> dict[tuple[int, int], str]:
         """Return why functions failed for single completions of any rank, and forget the reasons.
 
         A function fails for a completion if it returns an exception in place of its reward.
@@ -263,10 +273,10 @@ class RewardGuard:
         )
 
 
-def _limits_its_own_time(function: object) -> bool:
-    """Return whether a reward function is one of ours, and so needs no time limit.
+def _has_own_time_limit(function: object) -> bool:
+    """Return whether a reward function is one of this package, and so needs no time limit.
 
-    Ours bound their work for each completion, or the time of each call of a judge.
+    Those bound their work for each completion, or the time of each call of a judge.
     """
     return str(getattr(function, "__module__", "")).startswith("adora_vl.rewards.")
 
@@ -282,11 +292,11 @@ class DriftGuard:
         self.max_drift = context.config.adora_max_drift
 
     def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
-        """Compare policy and engine on the tokens of a batch, as `check` does. Collective.
+        """Log the drift on the tokens of a batch, and end the run if it is too large. Collective.
 
-        It is called when the policy has scored these rollouts for the first time. Nothing is
-        compared where the log-probabilities of one of the two are missing: not every engine
-        returns them, and not every batch needs the old ones.
+        The drift is how far the engine's log-probabilities are from the policy's. Nothing is done
+        where one of the two is missing: not every engine returns them, and not every batch needs
+        those of the policy. Raises `RolloutError`, as `check` does.
 
         Args:
             batch: has the engine's log-probabilities.
@@ -367,14 +377,17 @@ class ReferenceGuard:
         # Without a KL term there is no reference to check.
         self._is_done = not self.beta
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a batch is to be checked: the first one of a run that has made no step."""
+    def needs_check(self, step: int) -> bool:
+        """Return whether the next batch is to be checked: the first one of a run, before any update.
+
+        `step`: optimizer steps that have been made.
+        """
         return step == 0 and not self._is_done
 
     def check(self, batch: Batch, policy_logps: PolicyLogps) -> None:
-        """Compare the log-probabilities of the policy with those of its reference. Collective.
+        """Raise `SharedUserError` if policy and reference differ on a batch. Collective.
 
-        Raises `SharedUserError` where they differ by more than rounding.
+        Their log-probabilities may differ by rounding alone, as long as the policy has not learned.
 
         Args:
             batch: a generation, with the log-probabilities of the reference.
@@ -435,49 +448,53 @@ class RatioGuard:
         self.exceeding_ratio = largest_of_ranks
         return loss * torch.nan
 
-    def take_exceeding_ratio(self) -> float | None:
+    def pop_exceeding_ratio(self) -> float | None:
         """Return the ratio above the bound in this optimizer step, if any, and forget it."""
         ratio = self.exceeding_ratio
         self.exceeding_ratio = None
         return ratio
 
 
-def errors_with_step(
-    step: Callable[[], int], describe_resume_point: Callable[[], str]
-) -> TranslatedErrors:
-    """Return a context for the training, in which errors are raised again with the step.
+def errors_with_step(step: Callable[[], int], resume_hint: Callable[[], str]) -> TranslatedErrors:
+    """Return a context manager for the training, which adds the step to the errors inside.
 
     An error of the engine, or an unexpected one, becomes a `RunError` that names the step, and the
-    checkpoint from which a new start goes on.
+    checkpoint from which a new start goes on. Errors that already name them stay as they are.
 
     Args:
         step: returns the optimizer steps that have been made.
-        describe_resume_point: returns the part of the message that says how to go on from a checkpoint.
+        resume_hint: returns the part of the message that says how to go on from a checkpoint.
     """
 
     def translate(error: Exception) -> Exception | None:
         """Return the error to raise instead; None where the error itself is to be raised."""
         if isinstance(error, EngineError):
-            run_error = RunError(stopped_in(step(), str(error), describe_resume_point()))
+            run_error = RunError(stopped_in(step(), str(error), resume_hint()))
             run_error.__cause__ = error.__cause__ or error
             return run_error
         # These name step and remedy already.
         if isinstance(error, RolloutError | RunError | UserError):
             return None
         if disk_is_full(error):
-            return _full_disk_error(error, step(), describe_resume_point())
+            return _full_disk_error(error, step(), resume_hint())
         # `lost_contact_message` is empty, unless a rank has lost contact with another one.
         reason = lost_contact_message(error) or in_one_line(error)
-        run_error = RunError(stopped_in(step(), reason, describe_resume_point()))
+        run_error = RunError(stopped_in(step(), reason, resume_hint()))
         run_error.__cause__ = error
         return run_error
 
     return TranslatedErrors(translate)
 
 
-def _full_disk_error(error: Exception, step: int, resume_point: str) -> DiskFullError:
-    """Return the error of a step that found the disk full; it names the file if it is known."""
+def _full_disk_error(error: Exception, step: int, resume_hint: str) -> DiskFullError:
+    """Return the error for a step in which the disk is full; it names the file if it is known.
+
+    Args:
+        error: the error of the operating system.
+        step: optimizer steps that have been made.
+        resume_hint: the part of the message that says how to go on from a checkpoint.
+    """
     file = getattr(error, "filename", None)
     of_file = f" of {str(file)!r}" if file else ""
     reason = f"no space left on the disk{of_file}"
-    return DiskFullError(stopped_in(step, reason, f"make room there, and {resume_point}"))
+    return DiskFullError(stopped_in(step, reason, f"make room there, and {resume_hint}"))

@@ -29,9 +29,13 @@ class LateDriftCheck:
         self._requested: tuple[Prompts, PendingSamples] | None = None
 
     def request(self, rows: list[Row], step: int) -> None:
-        """Request short rollouts of the first of these rows, once in an optimizer step. Collective.
+        """Request short rollouts of the first of these rows, for which `finish` waits. Collective.
 
-        The servers must have the weights of this step already.
+        The servers must have the weights of this step already. A second call in a step does nothing.
+
+        Args:
+            rows: rows of this rank.
+            step: optimizer steps that have been made; the seeds of the rollouts depend on it.
         """
         if self._requested is not None:
             return
@@ -47,9 +51,10 @@ class LateDriftCheck:
         return self._requested is not None
 
     def finish(self) -> None:
-        """Wait for the requested rollouts, and compare policy and servers on them. Collective.
+        """Wait for the requested rollouts, and compare the log-probabilities on them. Collective.
 
-        This does nothing where none were requested.
+        Raises `RolloutError` where those of policy and servers are too far apart. This does nothing
+        if no rollouts were requested.
         """
         if self._requested is None:
             return

@@ -20,7 +20,7 @@ from adora_vl.advantage.grpo import LOSSES_WITH_TOKEN_MEAN
 from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import RowReader, used_columns, without_padding
-from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize, unit_sizes
+from adora_vl.training.micro_batch_memory import MicroBatchMemory, UnitSize, unit_sizes
 from adora_vl.training.rank_balance import (
     UnitExchange,
     carry_out_moves,
@@ -33,8 +33,8 @@ from adora_vl.utils.seeding import generator_at
 # Losses that take a mean over the rows of a micro-batch. With fewer rows each row would weigh more.
 LOSSES_WITH_ROW_MEAN = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
 
-# Divides consecutive positions in the order of learning into consecutive micro-batches.
-Cut = Callable[[Sequence[int]], Sequence[Sequence[int]]]
+# Splits consecutive positions in the order of learning into the micro-batches of a step.
+SplitPositions = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 
 def signal_of_units(advantages: Tensor, rows_per_unit: int) -> Tensor:
@@ -83,13 +83,13 @@ def split_evenly(items: Sequence[int], part_count: int) -> list[list[int]]:
 
 
 def plan_micro_batches(
-    unit_count: int, optimizer_steps: int, micro_batches_per_step: int, cut: Cut
+    unit_count: int, optimizer_steps: int, micro_batches_per_step: int, split: SplitPositions
 ) -> list[Sequence[int]]:
     """Return the units of every micro-batch, as their positions in the order of learning.
 
     Each optimizer step uses as few of its micro-batches as possible. The others are empty and come
     first: the last one triggers the reduction of gradients, so it must not be empty. For example, 5
-    units, 2 steps of 3 micro-batches, and a cut after every 2 units give
+    units, 2 steps of 3 micro-batches, and a split after every 2 units give
 
         step 1:  ()  [0, 1]  [2]
         step 2:  ()  ()  [3, 4]
@@ -98,11 +98,11 @@ def plan_micro_batches(
         unit_count: units (groups, or parts of them) to learn from.
         optimizer_steps: steps that the generation is divided among.
         micro_batches_per_step: how many micro-batches of the generation belong to each step.
-        cut: divides the positions of a step into micro-batches.
+        split: divides the positions of a step into micro-batches.
     """
     plan: list[Sequence[int]] = []
     for positions_of_step in split_evenly(range(unit_count), optimizer_steps):
-        positions_by_micro_batch = cut(positions_of_step)
+        positions_by_micro_batch = split(positions_of_step)
         empty_count = micro_batches_per_step - len(positions_by_micro_batch)
         assert empty_count >= 0, "a step has more micro-batches than it may have"
         plan += [()] * empty_count
@@ -110,7 +110,7 @@ def plan_micro_batches(
     return plan
 
 
-def cut_by_count(
+def split_by_count(
     positions: Sequence[int], max_micro_batches: int, max_units: int
 ) -> Sequence[Sequence[int]]:
     """Divide positions evenly into as few micro-batches of at most `max_units` units as possible.
@@ -194,7 +194,7 @@ class MicroBatcher:
         image_banks: ImageBanks,
         *,
         every_row_counts: bool,
-        micro_batch_room: MicroBatchRoom | None = None,
+        micro_batch_memory: MicroBatchMemory | None = None,
     ) -> None:
         """Build a batcher.
 
@@ -203,11 +203,11 @@ class MicroBatcher:
             image_banks: have the images that rows refer to.
             every_row_counts: whether a row adds to the loss even if its advantage is 0. It does so
                 with a KL term.
-            micro_batch_room: says how many groups fit into the memory that is planned for a
+            micro_batch_memory: says how many groups fit into the memory that is planned for a
                 micro-batch. With None a micro-batch has `per_device_train_batch_size` rows.
         """
         self.accelerator = context.accelerator
-        self.micro_batch_room = micro_batch_room
+        self.micro_batch_memory = micro_batch_memory
         self.log = context.log
         self.pad_id = context.pad_id
         self.layout = context.layout
@@ -225,24 +225,21 @@ class MicroBatcher:
     def split(self, batch: Batch, key: str) -> list[Batch]:
         """Divide a generation into `steps_per_generation` micro-batches. Collective.
 
-        Rows that have to stay in one micro-batch are a unit: a group of rollouts, or an equal part
-        of one. Units without signal, whose advantages are all 0, are left out where they add
-        nothing to the loss. A micro-batch without units is {}, and is skipped later.
+        The rows of a unit, which is a group of rollouts or an equal part of one, stay in one
+        micro-batch. Units whose advantages are all 0 are left out where they add nothing to the
+        loss. A micro-batch that gets no unit is {}, and the trainer skips it.
 
         Args:
-            batch: this rank's rows of the generation.
-            key: names the position in the run, the same on all ranks. It seeds which units go into
-                which optimizer step.
+            batch: this rank's rows of the generation, with their advantages.
+            key: names the position in the run, such as `12/0`, the same on all ranks. It seeds
+                which units go into which optimizer step.
         """
         layout = self.layout
         row_count = len(batch["advantages"])
-        unit_count = row_count // layout.rows_per_unit
-        # The rows of this generation divided by the rows of a whole one. It is below 1 where
+        # The rows of this generation divided by the rows of a full one. It is below 1 where
         # unfinished rollouts are left to later generations.
         filled_share = row_count / (layout.micro_batch_rows * layout.steps_per_generation)
-        has_signal = [True] * unit_count
-        if self.config.uses("skip_zero_signal") and not self._every_row_counts:
-            has_signal = signal_of_units(batch["advantages"], layout.rows_per_unit).tolist()
+        has_signal = self._which_units_have_signal(batch["advantages"])
         # Ranks exchange units, so that each has about as many with signal as the others.
         if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:
             batch, has_signal = self._rebalance(batch, has_signal)
@@ -253,17 +250,18 @@ class MicroBatcher:
             columns=dict[str, Any](batch),
         )
         units = self._units_to_learn_from(host_rows, has_signal, key)
-        self.log("adora/skipped_groups", 1 - len(units) / unit_count)
-        # All ranks cut their orders of learning at the same positions.
+        self.log("adora/skipped_groups", 1 - len(units) / (row_count // layout.rows_per_unit))
         sizes_by_rank = self._sizes_by_rank(host_rows, units)
+        # The plan has, for each micro-batch, the positions of its units in the order of learning.
+        # It is the same on all ranks.
         plan = plan_micro_batches(
             len(units),
             optimizer_steps=layout.optimizer_steps_per_pass,
             micro_batches_per_step=layout.micro_batches_per_update,
-            cut=self._choose_cut(sizes_by_rank),
+            split=self._choose_split(sizes_by_rank),
         )
-        used = [positions for positions in plan if positions]
-        self.log("adora/micro_batches", len(used) / layout.optimizer_steps_per_pass)
+        filled_micro_batches = [positions for positions in plan if positions]
+        self.log("adora/micro_batches", len(filled_micro_batches) / layout.optimizer_steps_per_pass)
         reader = RowReader(batch)
         micro_batches: list[Batch] = []
         for positions in plan:
@@ -281,12 +279,25 @@ class MicroBatcher:
             micro_batches.append(micro)
         return micro_batches
 
+    def _which_units_have_signal(self, advantages: Tensor) -> list[bool]:
+        """Return for each unit of this rank whether it has signal, an advantage other than 0.
+
+        All count as having signal where units without it are learned from too: where a KL term
+        adds to the loss of every row, and in stock TRL's step.
+        """
+        rows_per_unit = self.layout.rows_per_unit
+        if self._every_row_counts or not self.config.uses("skip_zero_signal"):
+            return [True] * (len(advantages) // rows_per_unit)
+        flags: list[bool] = signal_of_units(advantages, rows_per_unit).tolist()
+        return flags
+
     def _units_to_learn_from(
         self, host_rows: HostRows, has_signal: Sequence[bool], key: str
     ) -> list[int]:
-        """Return the numbers of the units to learn from, in the order of learning. Collective.
+        """Return the numbers of this rank's units to learn from, in the order of learning.
 
-        All ranks learn from as many units as the one that has most units with signal.
+        Units with signal, an advantage other than 0, are chosen first. All ranks learn from equally
+        many units: as many as the rank that has most of them with signal. Collective.
 
         Args:
             host_rows: the rows of this rank's generation.
@@ -308,7 +319,12 @@ class MicroBatcher:
         )
 
     def _sizes_by_rank(self, host_rows: HostRows, units: Sequence[int]) -> list[list[UnitSize]]:
-        """Return the sizes of each rank's units, in its order of learning. Collective."""
+        """Return for each rank the sizes of its units in the order of learning. Collective.
+
+        Args:
+            host_rows: the copy of this rank's rows on the CPU.
+            units: the numbers of this rank's units, in the order of learning.
+        """
         size_by_unit = unit_sizes(
             host_rows, self.layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
         )
@@ -317,23 +333,24 @@ class MicroBatcher:
         )
         return sizes_by_rank
 
-    def _choose_cut(self, sizes_by_rank: Sequence[Sequence[UnitSize]]) -> Cut:
-        """Return the function that divides the units of an optimizer step into micro-batches.
+    def _choose_split(self, sizes_by_rank: Sequence[Sequence[UnitSize]]) -> SplitPositions:
+        """Return the function that splits the units of an optimizer step into micro-batches.
 
-        It divides by planned memory where there is a `MicroBatchRoom`, else by the number of rows.
+        With a `MicroBatchMemory` a micro-batch is filled up to the memory that is planned for it.
+        Otherwise it has at most `per_device_train_batch_size` rows.
 
         `sizes_by_rank`: for each rank the sizes of its units in the order of learning.
         """
         layout = self.layout
         max_units = layout.micro_batch_rows // layout.rows_per_unit
-        if self.micro_batch_room is not None and self.config.uses("fill_micro_batches"):
-            return partial(self.micro_batch_room.cut, sizes_by_rank, max_units=max_units)
+        if self.micro_batch_memory is not None and self.config.uses("fill_micro_batches"):
+            return partial(self.micro_batch_memory.split, sizes_by_rank, max_units=max_units)
         return partial(
-            cut_by_count, max_micro_batches=layout.micro_batches_per_update, max_units=max_units
+            split_by_count, max_micro_batches=layout.micro_batches_per_update, max_units=max_units
         )
 
     def _tokens_of_units(self, prompt_lengths_B: Tensor, completion_lengths_B: Tensor) -> list[int]:
-        """Return the tokens of each unit in the policy's pass, from the lengths of B rows."""
+        """Return how many tokens the policy's pass has for each unit, from the lengths of B rows."""
         return tokens_of_units(
             prompt_lengths_B,
             completion_lengths_B,
@@ -344,14 +361,17 @@ class MicroBatcher:
     def _micro_batch(
         self, reader: RowReader, host_rows: HostRows, units: list[int], filled_share: float
     ) -> Batch:
-        """Return the micro-batch of some units without padding.
+        """Return a micro-batch of these units, padded only to its own longest row.
+
+        Besides the columns of the generation it gets `host_rows` and what `loss_weight` reads:
+        `share_of_rows`, and `share_of_tokens` where the loss is a mean over tokens.
 
         Args:
             reader: takes rows out of the generation.
             host_rows: the copy of the generation's rows on the CPU.
             units: numbers of at least one unit. With two rows per unit, the units 0 and 3 are the
                 rows 0, 1, 6, 7.
-            filled_share: the rows of the generation divided by the rows of a whole one. It is below
+            filled_share: the rows of the generation divided by the rows of a full one. It is below
                 1 where unfinished rollouts are left to later generations.
         """
         rows_per_unit = self.layout.rows_per_unit
@@ -413,7 +433,8 @@ class MicroBatcher:
     def _rebalance(self, batch: Batch, has_signal: list[bool]) -> tuple[Batch, list[bool]]:
         """Move units between ranks where one rank would take longer than the others. Collective.
 
-        A unit is a group of rollouts, or a part of one.
+        A unit is a group of rollouts, or an equal part of one. Every rank computes the same plan of
+        moves, from the tokens of all ranks' units.
 
         Args:
             batch: this rank's rows of the generation.
@@ -421,10 +442,12 @@ class MicroBatcher:
 
         Returns:
             The new batch of this rank, and for each of its units whether it is to be learned from.
+            A unit that has moved away stays in the batch, and is not learned from here.
         """
         tokens_by_unit = self._tokens_of_units(
             batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1)
         )
+        # Only units with signal move: their tokens by their numbers.
         tokens_with_signal = {
             unit: tokens for unit, tokens in enumerate(tokens_by_unit) if has_signal[unit]
         }

@@ -29,7 +29,7 @@ class OldPass:
     """The numbers of the rows that need the pass, in ascending order."""
 
     def rows_as_batch(self) -> Batch:
-        """Return the rows that need the pass as a batch; the micro-batch itself if all do."""
+        """Return a batch of the rows that need the pass; the micro-batch itself if all do."""
         if len(self.rows) == len(self.micro["completion_ids"]):
             return self.micro
         batch = RowReader(self.micro).take(self.rows)
@@ -70,11 +70,12 @@ class OldLogpsSource(Enum):
 class OldLogps:
     """Decides where the old log-probabilities of each micro-batch come from.
 
-    Before the first optimizer step on a generation the weights are still those that have sampled
-    it. So the pass that is learned from also gives the old log-probabilities, and TRL takes them
-    from there. Micro-batches of later steps need a pass of their own before the weights change.
-    Stock TRL makes this pass over the whole generation whenever vLLM samples. With
-    `adora_rollouts.old_logps: engine` the engine's log-probabilities are used and there is no pass.
+    The training pass is the forward pass whose loss is backpropagated. Before the first optimizer
+    step on a generation the weights are still those that have sampled it, so the training pass also
+    gives the old log-probabilities. Micro-batches of later optimizer steps need a pass of their own
+    before the weights change. Stock TRL makes this pass over the whole generation whenever vLLM
+    samples. With `adora_rollouts.old_logps: engine` the engine's log-probabilities are used and
+    there is no pass.
     """
 
     def __init__(self, context: StepContext, *, has_dropout: bool) -> None:
@@ -82,7 +83,7 @@ class OldLogps:
 
         Args:
             context: accelerator, config, log and state, which every part of a training step gets.
-            has_dropout: whether the pass that is learned from has dropout. Old log-probabilities
+            has_dropout: whether the training pass has dropout. Old log-probabilities
                 must be without.
         """
         config = context.config
@@ -122,7 +123,7 @@ class OldLogps:
         # Passes over some micro-batches need micro-batches that this package has cut.
         if regroups_micro_batches(self.config):
             return OldLogpsSource.MICRO_BATCHES
-        # With one optimizer step the pass that is learned from gives them, unless it has dropout.
+        # With one optimizer step the training pass gives them, unless it has dropout.
         if self.layout.generation_has_one_step and not self.has_dropout:
             return OldLogpsSource.MICRO_BATCHES
         return OldLogpsSource.GENERATION
@@ -132,12 +133,13 @@ class OldLogps:
         """Whether a pass over the whole generation is made, before its rollouts are graded."""
         return self.source is OldLogpsSource.GENERATION
 
-    def passes_due(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
-        """Return the passes that compute old log-probabilities before the policy learns. Collective.
+    def passes_to_make(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
+        """Return the passes to make over a generation before its first optimizer step. Collective.
 
-        There are equally many passes on all ranks. Micro-batches of the first optimizer step need no
-        pass, since the pass that is learned from gives their old log-probabilities. For example, of
-        4 micro-batches in two optimizer steps, the last two need a pass.
+        They compute the old log-probabilities of its later micro-batches. Those of the first
+        optimizer step need none: their training pass gives the old log-probabilities. For example,
+        of 4 micro-batches in two optimizer steps, the last two need a pass. All ranks make equally
+        many.
 
         Args:
             micro_batches: the micro-batches of the generation in the order of learning. Some are
@@ -145,32 +147,32 @@ class OldLogps:
         """
         if self.source is not OldLogpsSource.MICRO_BATCHES:
             return []
-        first_due = self.layout.micro_batches_before_update
-        # With dropout the pass that is learned from is noisy. If its log-probabilities would be
-        # compared with the engine's, or with those of later iterations, all micro-batches get a pass
-        # without dropout.
-        compares_others = self.corrects_engine or self.layout.num_iterations > 1
-        if self.has_dropout and compares_others:
-            first_due = 0
-        due_micro_batches = [micro for micro in micro_batches[first_due:] if micro]
+        first_with_pass = self.layout.micro_batches_before_update
+        # With dropout the training pass is noisy. If its log-probabilities would be compared with
+        # the engine's, or with those of later iterations, all micro-batches get a pass without
+        # dropout.
+        compares_logps = self.corrects_engine or self.layout.num_iterations > 1
+        if self.has_dropout and compares_logps:
+            first_with_pass = 0
+        micro_batches_with_pass = [micro for micro in micro_batches[first_with_pass:] if micro]
         if self._skips_groups_without_signal:
-            return self._passes_over_signal(due_micro_batches)
+            return self._passes_over_signal(micro_batches_with_pass)
         return [
             OldPass(micro=micro, rows=list(range(len(micro["completion_ids"]))))
-            for micro in due_micro_batches
+            for micro in micro_batches_with_pass
         ]
 
     def _passes_over_signal(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
-        """Return passes over the groups with signal, which have an advantage other than 0. Collective.
+        """Return passes over the units with signal, which have an advantage other than 0. Collective.
 
-        If a micro-batch has such a group on any rank, it gets a pass on all ranks. First the old
-        log-probabilities of all groups are marked as missing. Later the passes fill in those of the
-        groups with signal. For example, with two rows per unit, a micro-batch of 3 units, of which
+        A unit is a group of rollouts, or the part of a group that one micro-batch has. If a
+        micro-batch has a unit with signal on any rank, it gets a pass on all ranks. The old
+        log-probabilities of all rows become NaN here, and the passes later fill in those of the
+        units with signal. For example, with two rows per unit, a micro-batch of 3 units, of which
         only unit 1 has signal, gets a pass over the rows 2 and 3.
         """
         if not micro_batches:
             return []
-        # A unit is a group, or the part of it that one micro-batch has.
         rows_per_unit = self.layout.rows_per_unit
         # For each of the M micro-batches, which of its U units have signal.
         has_signal_by_micro_batch = [
@@ -180,14 +182,16 @@ class OldLogps:
             [has_signal_U.any() for has_signal_U in has_signal_by_micro_batch]
         )
         # With sharded weights every pass is collective, so all ranks make one or none does.
-        is_due_M = self.accelerator.gather(has_signal_M[None]).any(dim=0).tolist()
+        needs_pass_M = self.accelerator.gather(has_signal_M[None]).any(dim=0).tolist()
         # One copy for all micro-batches, so that the CPU waits for the GPU once.
         unit_counts = [len(has_signal_U) for has_signal_U in has_signal_by_micro_batch]
         copies_on_cpu = torch.split(torch.cat(has_signal_by_micro_batch).cpu(), unit_counts)
         passes = []
-        for micro, has_signal_U, is_due in zip(micro_batches, copies_on_cpu, is_due_M, strict=True):
+        for micro, has_signal_U, needs_pass in zip(
+            micro_batches, copies_on_cpu, needs_pass_M, strict=True
+        ):
             self._mark_as_missing(micro)
-            if not is_due:
+            if not needs_pass:
                 continue
             units_with_signal = has_signal_U.nonzero().flatten().tolist()
             # A rank without signal takes part with its first unit.
@@ -196,8 +200,8 @@ class OldLogps:
             passes.append(OldPass(micro=micro, rows=rows))
         return passes
 
-    def come_from_learning_pass(self, micro_step: int) -> bool:
-        """Return whether the pass that is learned from gives the old log-probabilities.
+    def come_from_training_pass(self, micro_step: int) -> bool:
+        """Return whether the training pass of a micro-batch gives its old log-probabilities.
 
         It does before the first optimizer step on the generation, when the new policy is still the
         old one. The ratio of the two is then exactly 1, even where the pass has dropout.
@@ -243,7 +247,7 @@ class OldLogps:
             # NaN stands at the tokens of tools, which the engine has not sampled. The loss masks
             # these tokens, but NaN times a mask of 0 is still NaN.
             micro["old_per_token_logps"] = torch.where(logps_BC.isnan(), 0.0, logps_BC)
-        elif self.come_from_learning_pass(micro_step):
+        elif self.come_from_training_pass(micro_step):
             micro.pop("old_per_token_logps", None)
 
     def _mark_as_missing(self, micro: Batch) -> None:
@@ -294,7 +298,7 @@ class OldLogps:
             logps_BC: the policy's log-probabilities in the pass of this loss, detached.
             micro_step: how many micro-batches of the generation were learned from before this one.
         """
-        if self.layout.num_iterations == 1 or not self.come_from_learning_pass(micro_step):
+        if self.layout.num_iterations == 1 or not self.come_from_training_pass(micro_step):
             return
         # `setdefault`: if the policy has dropout, a pass without dropout over the whole generation
         # may have stored its log-probabilities before. Later iterations use those.

@@ -112,13 +112,15 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def _count(self, control: TrainerControl, *, is_bad: bool) -> None:
         """Count a step, and let the run save and stop after too many bad ones in a row.
 
-        `is_bad`: whether the step was skipped, since its gradients are not finite. `RatioGuard`
-        makes gradients not finite on purpose where an importance ratio is too large.
+        Args:
+            control: gets the order to save and stop.
+            is_bad: whether the step was skipped, since its gradients are not finite. `RatioGuard`
+                makes them so on purpose where an importance ratio is too large.
         """
         self.log("adora/skipped_steps", float(is_bad))
         self.bad_steps_in_a_row = self.bad_steps_in_a_row + 1 if is_bad else 0
         # None unless `RatioGuard` has made the gradients of this step not finite.
-        exceeding_ratio = self.ratio_guard.take_exceeding_ratio()
+        exceeding_ratio = self.ratio_guard.pop_exceeding_ratio()
         if self.bad_steps_in_a_row < self.max_bad_steps:
             return
         if exceeding_ratio is None:
@@ -139,11 +141,11 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
 
 class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Multiplies the rate of every parameter group for the time of one optimizer step.
+    """Multiplies the learning rate of every parameter group by a factor, for one optimizer step.
 
-    Afterwards the rates are restored to the bit. The advantages are not multiplied instead, since
-    Adam divides by the size of the gradient. A factor on the gradient that stays the same over the
-    steps would change nothing.
+    Afterwards the rates are restored to the bit. A method that scales all advantages cannot do so by
+    the advantages themselves: Adam divides by the size of the gradient, so a factor on the gradient
+    that stays the same over the steps would change nothing.
     """
 
     def __init__(self, factor: Callable[[], float]) -> None:
@@ -162,7 +164,7 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         optimizer: Optimizer,
         **kwargs: object,
     ) -> None:
-        """Multiply the learning rates, and keep those of before for `on_optimizer_step`."""
+        """Multiply the learning rates, and keep the old ones for `on_optimizer_step`."""
         factor = self.factor()
         self._rates_before = []
         if factor != 1.0:

@@ -39,8 +39,9 @@ from adora_vl.utils.errors import RolloutError, UserError
 class Pool:
     """Remembers the groups of a run, and decides which of them begin, go on, and are learned from.
 
-    Only three fields change: `state`, `state_before_step`, and `step_of_state_before`, the number of
-    the step before which that state was kept.
+    A group is a problem with its rollouts. It waits while it has unfinished rollouts, or while
+    there is no room for it in a generation. A generation is pending from the request of its
+    rollouts until they are sampled. All of this is in `state`, which is replaced as a whole.
     """
 
     def __init__(self, context: StepContext, dataset: Any, *, has_tools: bool = False) -> None:
@@ -78,17 +79,19 @@ class Pool:
         # The state before the generations of the present optimizer step. A run that dies before it
         # learns from them samples them again from there.
         self.state_before_step = PoolState()
-        # Optimizer steps that had been made when `state_before_step` was noted; -1 before the first.
+        # The optimizer step that `state_before_step` belongs to; -1 before the first.
         self.step_of_state_before = -1
 
     # --------------------------------------------------------------- which groups begin and go on
 
     def begin_step(self, generation: Generation) -> None:
-        """Keep the pool's present state, if this generation is the first of its optimizer step.
+        """Keep a copy of the state, if this generation is the first of its optimizer step.
 
-        A run that stops before it has learned from the step's generations resumes from that state.
+        A run that stops before it has learned from the step's generations resumes from that copy.
         In the first step of a run this also warns if the run ends too early to learn from all groups
         that wait.
+
+        `generation`: the generation that is sampled next.
         """
         is_first_of_run = self.step_of_state_before < 0
         # Groups wait only where rollouts may stay unfinished. Without refill every one of them needs
@@ -103,21 +106,21 @@ class Pool:
     def token_budget(self) -> int | None:
         """The most tokens of a rollout that the present generation samples; None for no limit.
 
-        With `budget: auto` it follows from the lengths of earlier rollouts. It is so large that the
-        longest possible rollout ends before it is `staleness` generations old. For example, with
-        `staleness` 3 a rollout has 4 parts, so a completion of at most 1,000 tokens needs 250 tokens
-        in each.
+        With `budget: auto` it follows from the lengths of earlier rollouts. It is so large that a
+        rollout of `max_completion_length` ends before it is older than `staleness` generations. For
+        example, with `staleness` 3 a rollout has at most 4 parts, so a completion of 1,000 tokens
+        needs 250 tokens in each.
         """
         budget: int | str | None = self.options.budget
         if budget is None or isinstance(budget, int):
             return budget
-        max_parts = self.options.staleness + 1
+        max_parts = self.options.staleness + 1  # a part in each generation
         if self.generations_ahead:
             # When a rollout is to go on, `generations_ahead` generations have been requested
             # already. So its next part is sampled that many generations later.
             max_parts = math.ceil(self.options.staleness / self.generations_ahead)
         min_budget = math.ceil(self.config.max_completion_length / max_parts)
-        return schedule.automatic_budget(self.state.lengths, min_budget)
+        return schedule.automatic_budget(self.state.recent_lengths, min_budget)
 
     def begin_groups(
         self,
@@ -127,38 +130,37 @@ class Pool:
         waiting_count: int,
         min_new_groups: int,
     ) -> list[RolloutGroup]:
-        """Begin the groups of as many problems as the pool needs, and keep all others for later.
+        """Return the groups that begin in a generation, those of the oldest problems first.
 
-        Without a token budget all groups begin.
+        Without a token budget all drawn groups begin. With one, some groups of earlier generations
+        may still wait, so fewer new ones are needed. Problems that do not begin now are remembered,
+        and begin before later ones.
 
         Args:
             generation: the generation in which the groups begin.
             drawn_groups: groups of the problems that the data loader has drawn.
             waiting_count: how many groups have begun and were not learned from yet.
             min_new_groups: how many groups begin in any case.
-
-        Returns:
-            The groups that begin, those of the oldest problems first.
         """
         if not self.allows_partial_rollouts:
             return list(drawn_groups)
         row_by_problem = {group.problem: group.row for group in drawn_groups}
         # Problems that were drawn earlier and have not begun come first.
-        problems = [*self.state.drawn, *row_by_problem]
+        problems = [*self.state.drawn_problems, *row_by_problem]
         begun_count = schedule.count_groups_to_begin(
             waiting_count,
-            complete_groups=self.state.min_complete,
+            complete_groups=self.state.min_complete_groups,
             slots=self.max_groups,
             remaining_generations=self.generation_numbers.count_remaining(generation),
             min_new_groups=min_new_groups,
         )
-        self.state = replace(self.state, drawn=tuple(problems[begun_count:]))
+        self.state = replace(self.state, drawn_problems=tuple(problems[begun_count:]))
         begun_groups = [
             RolloutGroup(
                 problem=problem,
-                # The pool remembers no rows of earlier problems. They are read below.
+                # The rows of earlier problems are not remembered. They are read below.
                 row=row_by_problem.get(problem, Row()),
-                began=generation.number,
+                start_generation=generation.number,
                 rollouts=(Rollout(),) * generation.group_size,
             )
             for problem in problems[:begun_count]
@@ -166,17 +168,14 @@ class Pool:
         return self._read_missing_rows(begun_groups)
 
     def min_new_groups_beside(self, continuing_groups: Sequence[RolloutGroup]) -> int:
-        """Return how many groups have to begin in a generation that servers sample ahead.
+        """Return how many groups have to begin beside those that go on, in a run with `ahead`.
 
-        Together with the groups that continue in it, the generation then has `min_groups` groups,
-        the fewest that a rank may learn from. For example, if 4 are needed, and the ranks continue 3
-        and 1, every rank begins 3. Complete groups that wait now do not count, since earlier
-        generations may use them up.
+        With `ahead` servers sample a generation before it is known which groups the policy learns
+        from until then. So each generation needs `min_groups` groups of its own, the fewest that a
+        rank may learn from. For example, if 4 are needed, and two ranks continue 3 and 1, both
+        begin 3. Without `ahead` the result is 0. Collective with `ahead` and a token budget.
 
-        Collective with `ahead` and a token budget.
-
-        Args:
-            continuing_groups: groups whose unfinished rollouts go on in this generation.
+        `continuing_groups`: this rank's groups whose unfinished rollouts go on in the generation.
         """
         if not self.generations_ahead:
             return 0
@@ -187,12 +186,16 @@ class Pool:
         return max(0, self.min_groups - min(continuing_by_rank))
 
     def token_limits(self, generation: Generation, groups: Sequence[RolloutGroup]) -> TokenLimits:
-        """Return how many tokens of each rollout are sampled now, by the number of its group.
+        """Return how many tokens of each rollout are sampled now, by the index of its group.
 
-        None means that a rollout is sampled to its end. It stands for all groups if there is no
-        budget, or if all groups have to end now. Otherwise it stands for groups that are as old as
-        `staleness` allows. For example, with a budget of 250 and `staleness` 1, a group of the
-        previous generation and a new one get {0: None, 1: 250}.
+        None means that the rollouts of a group are sampled to their ends. All groups get None if
+        there is no token budget, or if all have to end now. Otherwise those get None that are as
+        old as `staleness` allows, and the others get the budget. For example, with a budget of 250
+        and `staleness` 1, a group of the previous generation and a new one get {0: None, 1: 250}.
+
+        Args:
+            generation: the generation whose rollouts are sampled.
+            groups: this rank's groups in it.
         """
         limit_by_group: TokenLimits = dict.fromkeys(range(len(groups)))  # None for each group
         budget = self.token_budget
@@ -204,7 +207,7 @@ class Pool:
             if all_must_end:
                 return limit_by_group
         for number, group in enumerate(groups):
-            age = generation.number - group.began
+            age = generation.number - group.start_generation
             # An older group keeps None: it may not go on in a later generation.
             if age < self.options.staleness:
                 limit_by_group[number] = budget
@@ -213,11 +216,12 @@ class Pool:
     def groups_that_must_end(
         self, groups: Sequence[RolloutGroup], generation: Generation
     ) -> list[int]:
-        """Return the numbers of unfinished groups that have to be sampled to their ends now.
+        """Return the indices of the groups whose rollouts have to be sampled to their ends now.
 
-        They are the oldest unfinished groups, as many as are missing to learn from. For example, if
-        3 groups are needed and 1 of 5 is complete, the 2 oldest unfinished groups have to end. In
-        the first generation of a training some are always missing.
+        The present generation has to have enough complete groups to learn from. If some are
+        missing, as in the first generation of a training, the oldest unfinished groups fill up. For
+        example, if 3 complete groups are needed and 1 of 5 is complete, the 2 oldest unfinished
+        ones have to end.
 
         Args:
             groups: groups of this rank, the oldest first.
@@ -235,9 +239,14 @@ class Pool:
         return unfinished_numbers[:missing_count]
 
     def _count_groups_needed(self, generation: Generation, group_count: int) -> int:
-        """Return how many of this rank's `group_count` groups have to be complete now.
+        """Return how many of this rank's groups have to be complete after the present generation.
 
-        This generation needs some, and all of them have to be learned from before the training ends.
+        The generation needs at least `min_groups` to learn from. Towards the end of the training it
+        needs more, since all groups have to be learned from before it ends.
+
+        Args:
+            generation: the present one.
+            group_count: how many groups of this rank have begun and were not learned from.
         """
         return schedule.groups_to_complete(
             group_count + self.requested_ahead_count,
@@ -246,78 +255,85 @@ class Pool:
             min_groups=self.min_groups,
         )
 
-    def draw_further_rows(self, generation: Generation, count: int) -> list[int]:
-        """Draw `count` further problems at random, and return the numbers of their rows.
+    def draw_refill_rows(self, generation: Generation, count: int) -> list[int]:
+        """Draw `count` problems for a refill at random, and return the numbers of their rows.
 
-        The draw is seeded by the position in the run, so a resumed run draws the same problems.
+        Their groups replace groups without signal. The draw is seeded by the position in the run,
+        so a resumed run draws the same problems.
         """
         rank = self.accelerator.process_index
         key = generation.key
         seed = f"{self.config.seed}/{key.position}/{key.attempt}/{rank}"
-        return schedule.draw_further_rows(len(self.rows), count, seed)
+        return schedule.draw_refill_rows(len(self.rows), count, seed)
 
     def count_spare_groups(self) -> int:
         """Return how many spare groups are requested with a generation that servers sample ahead.
 
-        They replace groups without signal, whose rollouts get equal rewards. With `ahead` there is
-        no time to sample other groups once the rewards are known. Without `ahead` there is time, and
-        the result is 0.
+        Spare groups replace groups without signal, whose rollouts get equal rewards. How many are
+        needed follows from the share of groups with signal so far. Without `ahead` the result is 0:
+        groups can then be replaced when the rewards are known (`Refill`).
         """
         if not self.generations_ahead:
             return 0
         needed_groups = schedule.count_groups_for_signal(
             self.max_groups,
-            self.state.signal_shares,
+            self.state.recent_signal_shares,
             max_groups=self.max_groups * (1 + self.options.refill),
         )
         # Complete groups that wait, on the rank that has fewest, serve as spare ones.
-        complete_waiting_groups = self.state.min_complete
+        complete_waiting_groups = self.state.min_complete_groups
         return max(0, needed_groups - self.max_groups - complete_waiting_groups)
 
     # ------------------------------------------------------------------------- pending generations
 
     def next_pending_is_for(self, drawn_groups: Sequence[RolloutGroup]) -> bool:
         """Return whether the next pending generation was requested for the rows of these groups."""
-        pending = self.state.pending
-        return bool(pending) and pending[0].row_numbers == list_row_numbers(drawn_groups)
+        pending = self.state.pending_generations
+        return bool(pending) and pending[0].row_numbers == row_numbers_of_rollouts(drawn_groups)
 
     def next_pending_is_older_than(self, step: int) -> bool:
         """Return whether weights of an earlier step than this sample the next pending generation."""
-        return bool(self.state.pending) and self.state.pending[0].samples.step != step
+        return (
+            bool(self.state.pending_generations)
+            and self.state.pending_generations[0].samples.step != step
+        )
 
     def drop_all_pending(self) -> None:
         """Forget all pending generations, which were requested for other rows."""
-        self.state = replace(self.state, pending=())
+        self.state = replace(self.state, pending_generations=())
 
     def add_pending(self, generation: PendingGeneration) -> None:
         """Add a pending generation behind the others."""
-        self.state = replace(self.state, pending=(*self.state.pending, generation))
+        self.state = replace(
+            self.state, pending_generations=(*self.state.pending_generations, generation)
+        )
 
     def drop_first_pending(self) -> None:
         """Forget the first pending generation, which has been sampled."""
-        self.state = replace(self.state, pending=self.state.pending[1:])
+        self.state = replace(self.state, pending_generations=self.state.pending_generations[1:])
 
     @property
     def requested_ahead_count(self) -> int:
         """How many groups the pending generations after the present one have."""
-        return sum(len(pending.groups) for pending in self.state.pending[1:])
+        return sum(len(pending.groups) for pending in self.state.pending_generations[1:])
 
     # ------------------------------------------------------------------------------- waiting groups
 
-    def take_waiting(self) -> list[RolloutGroup]:
+    def pop_waiting_groups(self) -> list[RolloutGroup]:
         """Return the groups that wait, and remove them from the waiting ones."""
-        waiting = list(self.state.waiting)
-        self.state = replace(self.state, waiting=())
+        waiting = list(self.state.waiting_groups)
+        self.state = replace(self.state, waiting_groups=())
         return waiting
 
     def select_complete(
         self, groups: Sequence[RolloutGroup], max_groups: int
     ) -> list[RolloutGroup]:
-        """Select the oldest complete groups, equally many on every rank. All others wait.
+        """Return the oldest complete groups, equally many on every rank, and let all others wait.
 
         A group is complete if all of its rollouts have ended. For example, if this rank has 5
-        complete groups and another rank has 3, the 3 oldest are selected. Collective, unless all
-        rollouts end in the generation in which they begin.
+        complete groups and another rank has 3, the 3 oldest are returned. The others are stored in
+        `state.waiting_groups`. Collective, unless all rollouts end in the generation in which they
+        begin.
 
         Args:
             groups: this rank's groups, the oldest first.
@@ -325,7 +341,7 @@ class Pool:
         """
         if not self.allows_stale_rollouts:
             # All rollouts were sampled to their ends in this generation.
-            self.state = replace(self.state, waiting=(), min_complete=0)
+            self.state = replace(self.state, waiting_groups=(), min_complete_groups=0)
             return list(groups)
         complete_numbers = [number for number, group in enumerate(groups) if group.complete]
         # Collective: ranks may have completed unequal numbers, and have to score equally many.
@@ -337,16 +353,19 @@ class Pool:
             group for number, group in enumerate(groups) if number not in selected_numbers
         ]
         self.state = replace(
-            self.state, waiting=tuple(waiting_groups), min_complete=min_complete - selected_count
+            self.state,
+            waiting_groups=tuple(waiting_groups),
+            min_complete_groups=min_complete - selected_count,
         )
         return [groups[number] for number in selected_numbers]
 
     def count_missing_groups(self, assessment: GroupAssessment) -> int:
         """Return how many groups with signal are missing on the rank that lacks most.
 
-        A group has signal if its rollouts' rewards differ. A slot is the room for one group in a
-        batch. A free slot counts as a missing group too. For example, with 4 slots, 3 groups and one
-        of them without signal, 2 groups are missing.
+        A group has signal if its rollouts' rewards differ. A rank's batch has slots for
+        `max_groups` groups. A group is missing for each slot that is free, and for each group
+        without signal. For example, with 4 slots, 3 groups and one of them without signal, 2 groups
+        are missing.
         """
         missing_by_rank = []
         for rank in range(assessment.num_ranks):
@@ -361,14 +380,15 @@ class Pool:
     def choose_groups(
         self, assessment: GroupAssessment, refill: GroupAssessment
     ) -> list[list[int]]:
-        """Choose for each rank the groups that are learned from, and return their numbers.
+        """Return for each rank the numbers of the groups to learn from, once a refill is graded.
 
-        Free slots are filled first. Then groups without signal, whose rollouts' rewards are equal,
-        give their slots to groups of the refill that have signal.
+        The groups of the refill first fill free slots of the batch. Then those with signal, whose
+        rollouts' rewards differ, replace groups without. For example, [[0, 3]] says that the only
+        rank keeps group 0, and that group 3 of the refill replaces group 1.
 
         Args:
-            assessment: assesses the n groups of each rank, which have the numbers from 0 to n - 1.
-            refill: assesses the further groups, which are numbered from n on.
+            assessment: of the n groups that each rank has, with the numbers 0 to n - 1.
+            refill: of the groups that were sampled to replace some, with the numbers from n on.
         """
         # Only a run whose rollouts may wait for a later generation can have free slots.
         slots = self.max_groups if self.allows_stale_rollouts else 0
@@ -377,37 +397,41 @@ class Pool:
             for rank in range(assessment.num_ranks)
         ]
 
-    # --------------------------------------------------------------- what is noted of generations
+    # ------------------------------------------------------------ what is remembered of generations
 
-    def note_signal_share(self, assessment: GroupAssessment) -> float:
-        """Remember the share of groups with signal, the mean over all ranks, and return it.
+    def remember_signal_share(self, assessment: GroupAssessment) -> float:
+        """Return the share of groups with signal, the mean over all ranks, and remember it.
 
-        Later generations draw more problems where it is small.
+        A group has signal if its rollouts' rewards differ. Later generations draw more problems
+        where the remembered shares are small.
         """
         shares = []
         for rank in range(assessment.num_ranks):
             has_signal = assessment.signal_of(rank)
             shares.append(has_signal.count(True) / len(has_signal))
         mean_share = float(torch.tensor(shares).mean())
-        recent_shares = (*self.state.signal_shares, mean_share)[-schedule.REMEMBERED_GENERATIONS :]
-        self.state = replace(self.state, signal_shares=recent_shares)
+        recent_shares = (*self.state.recent_signal_shares, mean_share)[
+            -schedule.REMEMBERED_GENERATIONS :
+        ]
+        self.state = replace(self.state, recent_signal_shares=recent_shares)
         return mean_share
 
-    def note_learned(self, batch: Batch, lengths: Sequence[int]) -> None:
-        """Log the ages of the rollouts that are learned from, and remember all lengths.
+    def record_trained_batch(self, batch: Batch, lengths: Sequence[int]) -> None:
+        """Log the ages of a batch's rollouts, and remember the lengths of all scored rollouts.
 
+        The token budget of later generations follows from these lengths (`budget: auto`).
         Collective where rollouts may be older than their generation.
 
         Args:
             batch: what this rank learns from, once no group is replaced any more.
-            lengths: tokens of every rollout of all ranks that was scored. `budget: auto` needs them.
+            lengths: the tokens of every rollout of all ranks that was scored.
         """
         if self.allows_stale_rollouts:
             self._log_ages(batch)
         if self.allows_partial_rollouts:
-            all_lengths = (*self.state.lengths, tuple(lengths))
+            all_lengths = (*self.state.recent_lengths, tuple(lengths))
             self.state = replace(
-                self.state, lengths=all_lengths[-schedule.REMEMBERED_GENERATIONS :]
+                self.state, recent_lengths=all_lengths[-schedule.REMEMBERED_GENERATIONS :]
             )
 
     def _warn_of_lost_groups(self, generation: Generation) -> None:
@@ -415,8 +439,8 @@ class Pool:
 
         That happens where a run resumes with a smaller `max_steps`. The first rank warns, once.
         """
-        pending_count = sum(len(pending.groups) for pending in self.state.pending)
-        begun_count = len(self.state.waiting) + pending_count
+        pending_count = sum(len(pending.groups) for pending in self.state.pending_generations)
+        begun_count = len(self.state.waiting_groups) + pending_count
         learnable_count = self.generation_numbers.count_remaining(generation) * self.max_groups
         if begun_count > learnable_count and self.accelerator.is_main_process:
             generations_needed = math.ceil(begun_count / self.max_groups)
@@ -432,12 +456,13 @@ class Pool:
     def _log_ages(self, batch: Batch) -> None:
         """Log how old the rollouts of the batch are, and how many unfinished ones wait. Collective.
 
-        The batch has B rollouts of this rank.
+        `batch`: B rollouts of this rank. Its column `age` has for each the generations since its
+        group began.
         """
-        ages_B = batch["age"]  # in generations
+        ages_B = batch["age"]
         unfinished_count = torch.full_like(ages_B[0], self._count_unfinished_rollouts())
         figures_3 = torch.stack([ages_B.sum(), ages_B.max(), unfinished_count])
-        # One gather for all figures; each becomes a column with one value per rank (R).
+        # One gather for all three; each becomes a tensor with one value per rank, (R,).
         sums_R, maxima_R, unfinished_R = self.accelerator.gather(figures_3[None]).unbind(dim=1)
         rollouts_of_all_ranks = len(ages_B) * len(sums_R)
         self.log("adora/staleness", sums_R.sum().item() / rollouts_of_all_ranks)
@@ -449,9 +474,9 @@ class Pool:
 
     def _count_unfinished_rollouts(self) -> int:
         """Return how many rollouts of this rank have begun, and go on in a later generation."""
-        groups = [*self.state.waiting]
+        groups = [*self.state.waiting_groups]
         # Groups of the generations that servers sample ahead may go on too.
-        for generation in self.state.pending:
+        for generation in self.state.pending_generations:
             groups += generation.groups
         count = 0
         for group in groups:
@@ -464,13 +489,16 @@ class Pool:
     # --------------------------------------------------------------------------------- a checkpoint
 
     def save(self, folder: Path) -> None:
-        """Write the groups that wait on this rank into a checkpoint.
+        """Write this rank's waiting groups and pending generations into a checkpoint.
 
         If the policy has not learned from the generations of the present optimizer step yet, a
-        resumed run samples them again. Then the state from before them is written.
+        resumed run samples them again. Then the state from before them is written. Nothing is
+        written in a run in which no group ever waits.
+
+        `folder`: the folder of the checkpoint.
         """
         if not self.allows_stale_rollouts:
-            return  # nothing ever waits
+            return
         state = self.state
         has_learned = self.context.state().global_step != self.step_of_state_before
         if not has_learned:
@@ -479,10 +507,10 @@ class Pool:
         # Rollouts that servers still sample are waited for. If a request has failed, all ranks see
         # it. Then its generation and later ones are left out, and a resumed run requests them again.
         with suppress(RolloutError, UserError):
-            for pending in state.pending:
+            for pending in state.pending_generations:
                 pending.samples.join()
                 arrived_count += 1
-        state = replace(state, pending=state.pending[:arrived_count])
+        state = replace(state, pending_generations=state.pending_generations[:arrived_count])
         state.save(folder, self.accelerator.process_index)
 
     def load(self, checkpoint: Path) -> None:
@@ -498,10 +526,10 @@ class Pool:
         )
         pending = [
             replace(generation, groups=tuple(self._read_missing_rows(generation.groups)))
-            for generation in state.pending
+            for generation in state.pending_generations
         ]
-        waiting = tuple(self._read_missing_rows(state.waiting))
-        self.state = replace(state, waiting=waiting, pending=tuple(pending))
+        waiting = tuple(self._read_missing_rows(state.waiting_groups))
+        self.state = replace(state, waiting_groups=waiting, pending_generations=tuple(pending))
 
     def _read_missing_rows(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the same groups, each with its row: an empty row is read from the data set."""
@@ -513,16 +541,17 @@ class Pool:
 def _fewest_groups(layout: BatchLayout, max_groups: int) -> int:
     """Return the fewest groups that a rank may learn from in a generation.
 
-    Gradients of fewer than half of the most groups (`max_groups`) would be too noisy. Besides, each
-    of the generation's optimizer steps needs at least one unit, which is a group or an equal part of
-    one. For example, with 8 groups at most, and 6 steps of one group each, the fewest are 6.
+    Gradients of fewer than half of `max_groups`, the most that it may have, would be too noisy.
+    Besides, each of the generation's optimizer steps needs at least one unit, which is a group or
+    an equal part of one. For example, with 8 groups at most, and 6 optimizer steps of one group
+    each, the fewest are 6.
     """
     rows_for_all_steps = layout.optimizer_steps_per_pass * layout.rows_per_unit
     groups_for_all_steps = rows_for_all_steps / layout.num_generations
     return math.ceil(max(max_groups / 2, groups_for_all_steps))
 
 
-def list_row_numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:
+def row_numbers_of_rollouts(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:
     """Return for each rollout the number of its row in the data set.
 
     For example, groups of two rollouts of the rows 7 and 4 give (7, 7, 4, 4).

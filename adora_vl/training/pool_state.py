@@ -103,17 +103,17 @@ class PendingGeneration:
 class PoolState:
     """Pool state of one rank. Immutable: the pool replaces it."""
 
-    drawn: tuple[DrawnProblem, ...] = ()
+    drawn_problems: tuple[DrawnProblem, ...] = ()
     """Problems that were drawn and have not begun, the oldest first."""
-    waiting: tuple[RolloutGroup, ...] = ()
+    waiting_groups: tuple[RolloutGroup, ...] = ()
     """Groups that have begun and were not learned from, the oldest first."""
-    min_complete: int = 0
-    """How many of `waiting` are complete on the rank with the fewest."""
-    lengths: tuple[tuple[int, ...], ...] = ()
+    min_complete_groups: int = 0
+    """How many of `waiting_groups` are complete on the rank with the fewest."""
+    recent_lengths: tuple[tuple[int, ...], ...] = ()
     """For each of the last generations the tokens of each answer of all ranks."""
-    pending: tuple[PendingGeneration, ...] = ()
+    pending_generations: tuple[PendingGeneration, ...] = ()
     """Generations whose rollouts were requested, from the present or next one on."""
-    signal_shares: tuple[float, ...] = ()
+    recent_signal_shares: tuple[float, ...] = ()
     """For each of the last generations the share of groups with signal, over all ranks."""
 
     def save(self, folder: Path, rank: int) -> None:
@@ -122,8 +122,8 @@ class PoolState:
         Rows are left out, since the data set has them by their numbers. A picture that several
         rollouts show is written once.
         """
-        groups = [*self.waiting]
-        for generation in self.pending:
+        groups = [*self.waiting_groups]
+        for generation in self.pending_generations:
             groups += generation.groups
         image_by_digest = {
             picture.digest: picture.image
@@ -136,13 +136,15 @@ class PoolState:
             for digest, image in image_by_digest.items()
         }
         content: dict[str, Any] = {
-            "drawn": [asdict(problem) for problem in self.drawn],
-            _WAITING_GROUPS_KEY: [_pack_group(group) for group in self.waiting],
-            _MIN_COMPLETE_KEY: self.min_complete,
-            "lengths": self.lengths,
-            _SIGNAL_SHARES_KEY: self.signal_shares,
+            "drawn": [asdict(problem) for problem in self.drawn_problems],
+            _WAITING_GROUPS_KEY: [_pack_group(group) for group in self.waiting_groups],
+            _MIN_COMPLETE_KEY: self.min_complete_groups,
+            "lengths": self.recent_lengths,
+            _SIGNAL_SHARES_KEY: self.recent_signal_shares,
             "images": encoded_by_digest,
-            _PENDING_GENERATIONS_KEY: [generation.pack() for generation in self.pending],
+            _PENDING_GENERATIONS_KEY: [
+                generation.pack() for generation in self.pending_generations
+            ],
         }
         save_for_rank(folder, kind=POOL_FILE_KIND, rank=rank, content=content)
 
@@ -187,12 +189,12 @@ class PoolState:
             for generation in content[_PENDING_GENERATIONS_KEY]
         ]
         return cls(
-            waiting=tuple(waiting),
-            drawn=tuple(_unpack_problem(problem) for problem in content["drawn"]),
-            pending=tuple(pending),
-            min_complete=content[_MIN_COMPLETE_KEY],
-            lengths=content["lengths"],
-            signal_shares=content[_SIGNAL_SHARES_KEY],
+            waiting_groups=tuple(waiting),
+            drawn_problems=tuple(_unpack_problem(problem) for problem in content["drawn"]),
+            pending_generations=tuple(pending),
+            min_complete_groups=content[_MIN_COMPLETE_KEY],
+            recent_lengths=content["lengths"],
+            recent_signal_shares=content[_SIGNAL_SHARES_KEY],
         )
 
 
@@ -231,7 +233,7 @@ def _pack_group(group: RolloutGroup) -> dict[str, Any]:
         }
         for rollout in group.rollouts
     ]
-    return {"problem": asdict(group.problem), "began": group.began, "rollouts": rollouts}
+    return {"problem": asdict(group.problem), "began": group.start_generation, "rollouts": rollouts}
 
 
 def _unpack_problem(packed: Mapping[str, Any]) -> DrawnProblem:
@@ -288,7 +290,7 @@ def _unpack_group(
     return RolloutGroup(
         problem=_unpack_problem(packed_group["problem"]),
         row=Row(),
-        began=packed_group["began"],
+        start_generation=packed_group["began"],
         rollouts=tuple(rollouts),
     )
 

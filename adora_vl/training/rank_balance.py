@@ -46,9 +46,9 @@ class UnitOnRank(NamedTuple):
 def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) -> list[UnitMove]:
     """Plan which units go to another rank, so that all ranks take about equally long.
 
-    A unit is a group of rollouts or a part of one. Every rank learns from its units in order of
-    length, the longest first, at the same time as the other ranks. So units are dealt like cards:
-    in each round every rank gets one, and all units of a round are about equally long.
+    A unit is a group of rollouts or a part of one. The ranks go through their units in lockstep, the
+    longest first. So units are dealt like cards: in each round every rank gets one, and all units of
+    a round are about equally long.
 
     For example, rank 0 has units of 90 and 88 tokens, and rank 1 has units of 50 and 49:
 
@@ -76,22 +76,22 @@ def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) 
 
 
 def _deal_round(undealt_by_rank: list[list[UnitOnRank]], later_rounds: int) -> list[UnitMove]:
-    """Deal one unit to each rank, all about as long as the longest, and return which of them move.
+    """Deal one unit to each rank, all about equally long, and return those that change the rank.
 
     The rules, in the order of the code:
 
-    1. A rank keeps its own longest unit if that is nearly as long as the longest of this round.
-    2. A rank with shorter units gets the longest unit that is left on any rank, if there is a better
-       one than its own (`_source_of_longer_unit`). Otherwise it keeps its own.
+    1. A rank keeps its longest unit if that is nearly as long as the longest of all ranks.
+    2. A rank with shorter units gets the longest unit that is left on any rank, if that is better
+       than its own (`_source_of_longer_unit`). Otherwise it keeps its own.
     3. A rank without units gets one from the rank that has most, if that rank has more than it can
        process in the later rounds.
 
-    For example, with one later round, the ranks with 90 88 and with 50 49 tokens deal 90 to rank 0
-    by rule 1, and 88 to rank 1 by rule 2, which is a move.
+    For example, rank 0 has units of 90 and 88 tokens, rank 1 has 50 and 49, and one round follows.
+    Rank 0 keeps 90 by rule 1. Rank 1 gets 88 by rule 2, which is a move.
 
     Args:
         undealt_by_rank: for each rank its units that were not dealt yet, the longest first. Dealt
-            units are removed.
+            units are removed from these lists.
         later_rounds: how many rounds follow this one.
     """
     longest = max((units[0].tokens for units in undealt_by_rank if units), default=0)
@@ -128,10 +128,15 @@ def _deal_round(undealt_by_rank: list[list[UnitOnRank]], later_rounds: int) -> l
 def _source_of_longer_unit(
     undealt_by_rank: Sequence[Sequence[UnitOnRank]], rank: int, min_tokens: float
 ) -> int:
-    """Return the rank that gives its longest unit to a rank with a short one.
+    """Return the rank whose longest unit a rank with short units gets; `rank` to keep its own.
 
-    The longest unit that is left on any rank is given if it has at least `min_tokens`, or if it is
-    much longer than the unit of `rank`. Otherwise the result is `rank` itself, which keeps its own.
+    The longest unit that is left on any rank moves if it has at least `min_tokens`, or if it is much
+    longer than the longest unit of `rank`.
+
+    Args:
+        undealt_by_rank: for each rank its units that were not dealt yet, the longest first.
+        rank: the rank with short units.
+        min_tokens: about as many tokens as the longest unit of this round has.
     """
     source = _rank_with_longest_unit(undealt_by_rank)
     longest_left = undealt_by_rank[source][0].tokens
@@ -152,10 +157,11 @@ def _rank_with_most_units(units_by_rank: Sequence[Sequence[UnitOnRank]]) -> int:
 
 
 def movable_columns(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a batch's columns, or no names where its rows are too large to be sent.
+    """Return the names of a batch's columns, or no names if its rows cannot move to another rank.
 
-    Rows with pixels are too large. Rows with references into an image bank, which are integers, are
-    not. The caller moves rows only between ranks whose batches have the same columns.
+    Rows can move only between ranks whose batches have the same columns, so the caller compares the
+    names. Rows with pixels, which are floats, are too large to be sent. Rows with references into an
+    image bank, which are integers, are not.
     """
     pixels = batch.get("pixel_values")
     if pixels is not None and pixels.is_floating_point():
@@ -164,7 +170,7 @@ def movable_columns(batch: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class UnitExchange:
-    """Sends packed units between ranks. Collective: all ranks go through the same plan together.
+    """Sends units of rows between ranks. Collective: all ranks go through the same plan together.
 
     Units travel through CPU memory, so that no GPU has to hold them twice.
     """
@@ -176,7 +182,7 @@ class UnitExchange:
     def __call__(
         self, moves: Sequence[UnitMove], packed_units: Sequence[Any], rank: int
     ) -> list[Any]:
-        """Send this rank's units by the plan, and return those that arrive.
+        """Send the units that this rank gives away, and return those that it receives.
 
         Args:
             moves: the plan, the same on all ranks.
@@ -217,18 +223,19 @@ def carry_out_moves(
     pad_id: int,
     exchange: Callable[[Sequence[UnitMove], Sequence[Any], int], list[Any]],
 ) -> tuple[Batch, list[bool]]:
-    """Carry out a plan of `plan_moves`: give units away, and append those that arrive. Collective.
+    """Move units between ranks as planned, and return this rank's new batch. Collective.
 
-    A unit is `rows_per_unit` neighbouring rows. Units that are given away stay in the batch with
-    advantages of 0, and are not learned from here. For example, with two rows per unit, a rank that
-    has units 0 and 1 gives away unit 1 and gets another one. Its new batch has six rows: unit 0,
-    unit 1 with advantages of 0, and the new unit. `has_signal` is then True, False, True.
+    A unit is `rows_per_unit` neighbouring rows. Units that arrive are appended. Units that are given
+    away stay in the batch with advantages of 0, and are not learned from here. For example, with two
+    rows per unit, a rank that has units 0 and 1 gives away unit 1 and gets another one. Its new
+    batch has six rows: unit 0, unit 1 with advantages of 0, and the new unit. `has_signal` is then
+    True, False, True.
 
     Args:
         batch: the batch of this rank.
         has_signal: for each of its units, whether it is to be learned from.
         rows_per_unit: rows of a unit.
-        moves: the plan, the same on all ranks: which rank gives which unit to which other rank.
+        moves: the plan of `plan_moves`, the same on all ranks.
         rank: the number of this process.
         image_banks: have the images that the rows refer to.
         pad_id: the token that fills shorter rows.
@@ -254,7 +261,7 @@ def carry_out_moves(
         arrived_rows = unpack_rows(packed_unit, image_banks, advantages.device)
         batch = concat_rows(batch, arrived_rows, pad_id)
         has_signal.append(True)
-    # Units that arrive bring images, whose features the vision tower has yet to compute. With
+    # Units that arrive bring images, whose features a frozen vision tower has yet to compute. With
     # sharded weights that pass is collective, so a rank that gets nothing has to make it too.
-    image_banks.mark_features_due()
+    image_banks.mark_new_images()
     return batch, has_signal

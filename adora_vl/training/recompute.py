@@ -69,10 +69,11 @@ def card_bytes(device: torch.device) -> CardBytes:
 
 
 class RecomputedLayers:
-    """Decides for each pass that is learned from how many decoder layers are recomputed.
+    """Decides for each training pass in how many decoder layers gradient checkpointing is on.
 
-    For each pass it switches gradient checkpointing of these layers on or off. The vision tower
-    stays as it is. `count`: how many layers were recomputed in the last such pass.
+    A layer with gradient checkpointing is recomputed in the backward pass, which saves memory and
+    costs time. The vision tower stays as it is. `count`: how many layers were recomputed in the last
+    training pass.
     """
 
     def __init__(
@@ -128,19 +129,24 @@ class RecomputedLayers:
     def _activation_memory_of(
         self, shape: ModelShape, config: AdoraGRPOConfig
     ) -> ActivationMemory | None:
-        """Return what predicts the memory of a pass; None where it does not know these layers."""
+        """Return the object that predicts the memory of a pass; None for unknown layers.
+
+        `shape`: the sizes of the policy. The layers are unknown if the model has another number of
+        layers that can be recomputed than of decoder layers.
+        """
         if shape.text.layers != len(self._layers):
             return None
         return activation_memory_of(config, shape, self._sharding)
 
     @contextmanager
     def switched(self, size: PassSize) -> Iterator[None]:
-        """Recompute only as many layers as memory asks for, in the forward pass inside the block.
+        """Switch gradient checkpointing of layers on or off, for the forward pass inside the block.
 
-        It is called once for each micro-batch, on every rank together. A layer reads its flag in
-        the forward pass alone, so all flags are as before when the block ends.
+        As few layers are recomputed as memory allows. It is called once for each micro-batch, on
+        every rank together. A layer reads its flag in the forward pass alone, so all flags are as
+        before when the block ends.
 
-        `size`: the size of the pass.
+        `size`: the size of the pass, from which its memory is predicted.
         """
         count = self._count_for(size)
         if count is None:
@@ -159,7 +165,10 @@ class RecomputedLayers:
                 layer.gradient_checkpointing = flag
 
     def _count_for(self, size: PassSize) -> int | None:
-        """Return how many layers a pass of this size recomputes; None leaves all as they are."""
+        """Return how many layers a pass of this size recomputes; None: no layer is switched.
+
+        Collective with several processes.
+        """
         # A number that the user has chosen, or all layers after the memory ran out.
         if self._fixed_count is not None:
             return self._fixed_count
@@ -181,12 +190,12 @@ class RecomputedLayers:
 
     def _bytes_for_activations(self, activation_memory: ActivationMemory) -> int:
         """Return the bytes of the GPU that the activations of a pass may take."""
-        assert self._read_card is not None
+        assert self._read_card is not None, "memory is predicted only for a GPU"
         card = self._read_card()
         return usable_bytes(card.total, card.free) - self._bytes_of_new_gradients(activation_memory)
 
     def _bytes_of_new_gradients(self, activation_memory: ActivationMemory) -> int:
-        """Return the bytes of gradients that the pass allocates, and of weights that it gathers."""
+        """Return the bytes of gradients that a pass allocates, and of weights that it gathers."""
         if self._sharding.stage is None:
             return sum(
                 parameter.nbytes for parameter in self._trained_parameters if parameter.grad is None
@@ -219,14 +228,14 @@ class RecomputedLayers:
     ) -> Tensor:
         """Train on a micro-batch, and once more with all layers recomputed if memory runs out.
 
-        The changes of the first try to gradients and log are undone, and all layers are recomputed
-        in the rest of the run. If all layers were recomputed already, the error ends the run. It
-        also does so with several processes: the others would wait in the backward pass for the
-        gradients of this one, or under ZeRO-3 for its part of the weights.
+        What the first try has changed in gradients and log is undone, and all layers are recomputed
+        in the rest of the run. The error ends the run if all layers were recomputed already. It does
+        so with several processes too: the others would wait in the backward pass for the gradients
+        of this one, or under ZeRO-3 for its part of the weights.
 
         Args:
             train_micro_batch: runs the micro-batch forward and backward, and returns its loss, ().
-            snapshot_log: returns a function that undoes what is logged from then on.
+            snapshot_log: returns a function that undoes what was logged since.
         """
         if self._activation_memory is None or not self._can_retry:
             return train_micro_batch()
@@ -248,7 +257,7 @@ class RecomputedLayers:
         return train_micro_batch()
 
     def _recompute_all(self) -> None:
-        """Recompute all layers from here on, and print that."""
+        """Recompute all layers in the rest of the run, print that, and empty torch's cache."""
         print(
             f"out of the card's memory with {self.count} of {len(self._layers)} layers recomputed: "
             "the micro-batch is made once more, and all are from here on; adora_recompute: all does "
@@ -274,7 +283,7 @@ class GradientSnapshots:
     """The gradients of parameters before a backward pass that may run out of memory."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], max_copied_bytes: int) -> None:
-        """Note the gradients, and copy their values if they take few enough bytes together.
+        """Keep the gradients, with copies of their values if these take at most `max_copied_bytes`.
 
         Without copies torch's version counter of a gradient still tells whether a pass changed it.
         """
@@ -294,7 +303,7 @@ class GradientSnapshots:
     def restore(self) -> bool:
         """Undo what a pass has added to the gradients, and return whether that was possible.
 
-        It is not where the pass has changed a gradient whose values were not copied.
+        It is impossible if the pass has changed a gradient whose values were not copied.
         """
         changed_snapshots = [
             snapshot

@@ -34,83 +34,84 @@ class Refill:
     ) -> ScoredGroups:
         """Return the groups to learn from, with groups without signal replaced as far as possible.
 
-        While any rank lacks groups with signal, a further round of problems is sampled, `refill`
-        rounds at most. The pool remembers the lengths of all rollouts.
+        As long as any rank lacks groups with signal, groups of further problems are sampled and
+        scored, in at most `adora_rollouts.refill` rounds. Then the pool gets the lengths of all
+        scored rollouts. Collective.
 
         Args:
             generation: the present one.
-            scored_groups: its groups.
-            score: scores groups of further problems.
+            scored_groups: this rank's groups of it.
+            score: makes further groups into a batch and scores it.
         """
         pool = self.pool
         max_rounds = pool.options.refill
         completion_lengths = scored_groups.facts.length_N.int().tolist()
         if not max_rounds:  # a run without refill
-            pool.note_learned(scored_groups.batch, completion_lengths)
+            pool.record_trained_batch(scored_groups.batch, completion_lengths)
             return scored_groups
-        signal_share = pool.note_signal_share(scored_groups.assessment)
+        signal_share = pool.remember_signal_share(scored_groups.assessment)
         replaced_count = 0
         sampled_batches = 0
         for round_number in range(1, max_rounds + 1):
             missing_groups = pool.count_missing_groups(scored_groups.assessment)
             if not missing_groups:
                 break
-            round_of_generation = generation.in_round(round_number)
+            refill_round = generation.for_refill_round(round_number)
+            # More than are missing, since some of the further groups have no signal either.
             max_groups = count_groups_for_signal(
                 OVERSAMPLING_FACTOR * missing_groups, [signal_share], pool.max_groups
             )
-            # Groups that wait are taken first. Every rank has this many complete ones.
-            waiting_count = pool.state.min_complete
-            sampled_groups = self.generation_sampler.sample_further(
-                round_of_generation, count=max_groups - waiting_count
+            # Groups that wait in the pool are used first. Every rank has so many complete ones.
+            waiting_count = pool.state.min_complete_groups
+            sampled_groups = self.generation_sampler.sample_refill_groups(
+                refill_round, count=max_groups - waiting_count
             )
             if sampled_groups:
                 sampled_batches += 1
             complete_groups = pool.select_complete(
-                [*pool.state.waiting, *sampled_groups], max_groups
+                [*pool.state.waiting_groups, *sampled_groups], max_groups
             )
-            # No group is complete within the token budget. It is the same on all ranks.
+            # With a token budget it may be that no group is complete, on all ranks alike.
             if not complete_groups:
                 continue
-            further_groups = score(round_of_generation, complete_groups)
-            completion_lengths += further_groups.facts.length_N.int().tolist()
+            refill_groups = score(refill_round, complete_groups)
+            completion_lengths += refill_groups.facts.length_N.int().tolist()
             # If one of the two batches has no images on some rank, their columns differ, and their
             # rows cannot be joined. Collective: then no rank joins rows.
-            has_same_columns = further_groups.batch.keys() == scored_groups.batch.keys()
+            has_same_columns = refill_groups.batch.keys() == scored_groups.batch.keys()
             if not all(gather_object([has_same_columns])):
                 continue
-            chosen_by_rank = pool.choose_groups(scored_groups.assessment, further_groups.assessment)
+            chosen_by_rank = pool.choose_groups(scored_groups.assessment, refill_groups.assessment)
             replaced_count += count_replaced_groups(chosen_by_rank, len(scored_groups.groups))
             scored_groups = self._exchange(
-                generation, scored_groups, further_groups, chosen_by_rank=chosen_by_rank
+                generation, scored_groups, refill_groups, chosen_by_rank=chosen_by_rank
             )
         groups_of_all_ranks = len(scored_groups.groups) * self.context.accelerator.num_processes
         self.context.log("adora/refilled_groups", replaced_count / groups_of_all_ranks)
         self.context.log("adora/further_batches", sampled_batches)
-        pool.note_learned(scored_groups.batch, completion_lengths)
+        pool.record_trained_batch(scored_groups.batch, completion_lengths)
         return scored_groups
 
     def _exchange(
         self,
         generation: Generation,
         scored_groups: ScoredGroups,
-        further_groups: ScoredGroups,
+        refill_groups: ScoredGroups,
         *,
         chosen_by_rank: Sequence[Sequence[int]],
     ) -> ScoredGroups:
-        """Return the groups that are chosen from the generation and a round, assessed anew.
+        """Return the groups that are chosen from a generation and its refill, assessed anew.
 
         Advantages may depend on all groups of a batch, so the old assessments do not hold any more.
 
         Args:
             generation: the present one.
-            scored_groups: its groups.
-            further_groups: those of the round of further problems.
-            chosen_by_rank: for each rank the numbers of the groups in its slots, as
-                `Pool.choose_groups` returns them.
+            scored_groups: this rank's groups of it, with the numbers 0 to n - 1.
+            refill_groups: this rank's groups of further problems, with the numbers from n on.
+            chosen_by_rank: for each rank the numbers of the groups to learn from.
         """
         chosen_groups = scored_groups.exchange_groups(
-            further_groups,
+            refill_groups,
             chosen_by_rank=chosen_by_rank,
             pad_id=self.context.pad_id,
             rank=self.context.accelerator.process_index,
@@ -124,9 +125,9 @@ class Refill:
 def count_replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int) -> int:
     """Return how many groups of all ranks a refill has replaced.
 
-    Groups in slots that were free before do not count. For example, two ranks with 2 groups each
-    and the choices [0, 3] and [0, 1, 2] give 1: group 3 replaces group 1 on the first rank, and
-    group 2 of the second rank takes a free slot.
+    A batch has slots for groups. Groups in slots that were free before do not count. For example,
+    two ranks with 2 groups each and the choices [0, 3] and [0, 1, 2] give 1: group 3 replaces group
+    1 on the first rank, and group 2 of the second rank gets a free slot.
 
     Args:
         chosen_by_rank: for each rank the number of the group in each slot. A group that stays has

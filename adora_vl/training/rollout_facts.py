@@ -89,10 +89,10 @@ class RolloutFacts:
 
     @classmethod
     def gathered(cls, measured: RolloutFacts, accelerator: Accelerator) -> RolloutFacts:
-        """Return the facts of all ranks' rollouts, from those that each rank has measured.
+        """Gather the facts of all ranks' rollouts, and return them on each rank. Collective.
 
-        Collective, with a single gather: the rewards and all other facts are packed as float32
-        columns of one tensor, (B, K), and unpacked to their own dtypes afterwards.
+        There is a single gather: all facts are packed as the float32 columns of one tensor, (B, K),
+        and get their own dtypes again afterwards.
 
         Args:
             measured: the facts of this rank's B rollouts.
@@ -100,7 +100,7 @@ class RolloutFacts:
         """
         if accelerator.num_processes == 1:
             return measured
-        # All facts but the rewards, which have F columns.
+        # The facts with one value for each rollout. The rewards have F of them.
         names = [spec.name for spec in fields(cls) if spec.name.endswith("_N")]
         columns = [getattr(measured, name).float()[:, None] for name in names]
         packed_BK = torch.cat([measured.rewards_NF, *columns], dim=1)
@@ -120,12 +120,13 @@ class RolloutFacts:
         names: Sequence[str],
         group_size: int,
     ) -> RolloutFacts:
-        """Take rollouts that lack a reward out of their groups, and note why they lack it.
+        """Take rollouts that lack a reward out of their groups, and store why they lack it.
 
         A rollout lacks a reward where a function that applies to its problem failed or returned
         None. A function that returns None for a whole group does not apply to its problem. A
-        rollout that is taken out does not count in its group's mean, and its advantage is 0. If a
-        single rollout remains in a group, it is taken out too.
+        rollout that is taken out gets NaN in `counted_rewards_NF`. So it does not count in its
+        group's mean, and its advantage is 0. If a single rollout remains in a group, it is taken
+        out too.
 
         For example, in a group of 3 rollouts a function gives 1, None, 0. The second rollout is
         taken out. With 1, None, None all three are taken out.
@@ -147,15 +148,14 @@ class RolloutFacts:
         lacks_reward_N = rollouts_without_reward(self.rewards_NF, lacks_score_NF, weights_F)
         missing_reasons: list[str | None] = [None] * len(self.rewards_NF)
         for rollout in lacks_reward_N.nonzero().flatten().tolist():
-            functions = lacks_score_NF[rollout].nonzero().flatten().tolist()
+            functions_without_score = lacks_score_NF[rollout].nonzero().flatten().tolist()
             # A function that has not failed has returned None.
             reasons = [
                 f"{names[function]}: {reason_by_failed_call.get((rollout, function), 'None')}"
-                for function in functions
+                for function in functions_without_score
             ]
             missing_reasons[rollout] = "; ".join(reasons) or "no reward function scored it"
-        # Rollouts without a reward, and one that would be left alone. NaN in all functions marks
-        # them, so that no mean counts them.
+        # The rollouts without a reward, and those that would be the only one of their group.
         leaves_group_N = rollouts_that_leave(lacks_reward_N, group_size)
         return replace(
             self,
@@ -164,7 +164,7 @@ class RolloutFacts:
         )
 
     def select(self, rollouts: Sequence[int]) -> RolloutFacts:
-        """Return the facts of the rollouts with these numbers, without extra columns and metrics."""
+        """Return the facts of the rollouts with these indices, without extra columns and metrics."""
         selected_tensors: dict[str, Any] = {
             name: values[list(rollouts)] for name, values in self._tensors().items()
         }
@@ -190,7 +190,7 @@ class RolloutFacts:
         )
 
     def append_graded(self, appended: RolloutFacts) -> RolloutFacts:
-        """Append facts as `append` does, and merge the metrics that reward functions have logged.
+        """Append facts as `append` does, and average the metrics that reward functions have logged.
 
         A metric becomes the mean over both, weighted by rollouts. For example, 0.5 over 8 rollouts
         and 1.0 over 24 appended ones become 0.875. The extra columns are left out.
@@ -215,11 +215,11 @@ class RolloutFacts:
 
     @property
     def leaving_reasons(self) -> list[str | None]:
-        """Why each rollout has left its group, so that nothing is learned from it; None if it has not.
+        """The reason why nothing is learned from each rollout; None where something is.
 
-        A rollout leaves if its reward is missing or incomplete. A rollout with a reward leaves too
-        if it is the only one of its group, since there is nothing to compare it with. Rollouts that
-        have left have NaN for all functions in `counted_rewards_NF`.
+        `without_unrewarded` takes a rollout out of its group if its reward is missing or incomplete.
+        It also takes out one with a reward that is the only one of its group, since there is nothing
+        to compare it with. Such rollouts have NaN for all functions in `counted_rewards_NF`.
         """
         has_left_N = torch.isnan(self.counted_rewards_NF).all(dim=1).tolist()
         return [
@@ -246,7 +246,7 @@ class RolloutFacts:
     def with_logged(
         self, extra_columns: Mapping[str, list[Any]], logged_metrics: Mapping[str, float]
     ) -> RolloutFacts:
-        """Add what reward functions logged beside the rewards, and the work that follows from it.
+        """Return the facts with what reward functions logged, and with `work_N`, which follows from it.
 
         Args:
             extra_columns: values of TRL's `log_extra` for all N rollouts, by the column's name.
@@ -263,13 +263,13 @@ class RolloutFacts:
 def _work_of_rollouts(extra_columns: Mapping[str, list[Any]], rollout_count: int) -> Tensor:
     """Return the work of N rollouts, (N,): their true claims about the figure less the false ones.
 
-    It is at least 0. The reward function `steps` logs the number of new true claims of a rollout as
-    `new`, and of its false claims as `false`. If it has logged none, the work is NaN. For example,
-    `new` [3, 1, None] and `false` [1, 2, None] give 2, 0, NaN.
+    It is at least 0. The reward function `steps` counts claims, and logs the columns `new` (true
+    ones that a rollout makes for the first time) and `false`. If it has logged none, the work is
+    NaN. For example, `new` [3, 1, None] and `false` [1, 2, None] give 2, 0, NaN.
     """
-    not_counted: list[Any] = [None] * rollout_count
-    true_claims_by_rollout = extra_columns.get("new", not_counted)
-    false_claims_by_rollout = extra_columns.get("false", not_counted)
+    no_counts: list[Any] = [None] * rollout_count
+    true_claims_by_rollout = extra_columns.get("new", no_counts)
+    false_claims_by_rollout = extra_columns.get("false", no_counts)
     work = []
     for true_claims, false_claims in zip(
         true_claims_by_rollout, false_claims_by_rollout, strict=True

@@ -32,17 +32,17 @@ def count_groups_to_begin(
 ) -> int:
     """Return how many groups begin in a generation.
 
-    A slot is the room for one group in the batch of a generation. As many groups begin as there are
-    slots. Fewer begin if complete groups fill more than half of the slots already, or if the
-    training ends before all could be learned from. For example, with 8 slots and 10 remaining
-    generations, 8 groups begin if 4 waiting groups are complete, and 6 if 6 are complete.
+    The batch of a generation has slots for groups, and as many groups begin as there are slots.
+    Fewer begin if complete groups of earlier generations fill more than half of the slots already,
+    or if the training ends before all could be learned from. For example, with 8 slots and 10
+    remaining generations, 8 groups begin if 4 waiting groups are complete, and 6 if 6 are complete.
 
     Args:
         waiting_groups: groups of earlier generations that were not learned from.
         complete_groups: how many of them have no unfinished rollout.
         slots: groups that a generation learns from.
         remaining_generations: generations until the end of the training, including this one.
-        min_new_groups: groups that begin in any case. A generation that is requested ahead needs
+        min_new_groups: groups that begin in any case. A generation that servers sample ahead needs
             them, since earlier ones may use up the complete groups.
     """
     complete_beyond_half = max(0, complete_groups - slots // 2)
@@ -63,7 +63,7 @@ def groups_to_complete(
 
     Args:
         group_count: groups that have begun and were not learned from. It bounds the result.
-        slots: the most groups that one generation learns from, since its batch has places for them.
+        slots: the most groups that one generation learns from.
         remaining_generations: generations until the end of the training, including this one.
         min_groups: the fewest groups that this generation may learn from.
     """
@@ -73,10 +73,10 @@ def groups_to_complete(
 
 
 def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int | None:
-    """Return how many tokens of a rollout one generation samples with `budget: auto`.
+    """Return how many tokens of a rollout one generation samples at most with `budget: auto`.
 
-    Nine of ten earlier completions were no longer than the budget, which is at least `min_budget`.
-    For example, of the lengths 10, 20, ... 90 and 300 nine are at most 90, so the budget is 90.
+    It is the length that nine of ten earlier completions did not exceed, at least `min_budget`. For
+    example, of the lengths 10, 20, ... 90 and 300 nine are at most 90, so the budget is 90.
 
     The result is None, no budget, if there are no lengths yet. It is also None if the longest
     completions are not much longer than the budget: it would save little and delay whole groups.
@@ -96,12 +96,16 @@ def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int |
     return None if saves_little else budget
 
 
-def draw_further_rows(row_count: int, group_count: int, seed: str) -> list[int]:
-    """Draw the row numbers of `group_count` further problems from a data set of `row_count` rows.
+def draw_refill_rows(row_count: int, group_count: int, seed: str) -> list[int]:
+    """Return the row numbers of `group_count` problems for a refill, drawn at random.
 
     They are drawn without repetition until all rows are used. Then the same rows come again in the
-    same order: 5 problems of 3 rows may be the rows 2 0 1 2 0. The `seed` names the position in the
-    run, so a resumed run draws the same rows.
+    same order: 5 problems of 3 rows may be the rows 2 0 1 2 0.
+
+    Args:
+        row_count: rows of the data set.
+        group_count: problems to draw, one for each group.
+        seed: names the position in the run, so that a resumed run draws the same rows.
     """
     shuffled_rows = torch.randperm(row_count, generator=generator_at(seed))
     drawn_rows: list[int] = shuffled_rows[:group_count].tolist()
@@ -131,38 +135,38 @@ def count_groups_for_signal(
 
 
 def fill_slots(
-    has_signal: Sequence[bool], further_has_signal: Sequence[bool], slots: int
+    has_signal: Sequence[bool], refill_has_signal: Sequence[bool], slots: int
 ) -> list[int]:
-    """Choose the groups that are learned from, once further groups are graded too.
+    """Choose the groups to learn from among those of a batch and those of its refill.
 
-    1. Further groups fill the free slots, groups with signal before the others.
-    2. The remaining further groups with signal replace groups of the batch without signal.
+    1. Groups of the refill fill the free slots of the batch, those with signal before the others.
+    2. The remaining refill groups with signal replace groups of the batch without signal.
 
     For example, the batch has the groups 0 and 1, of which only 0 has signal, and 3 slots. The
-    further groups 2, 3 and 4 have signal, none, and signal. Group 2 gets the free slot and 4
+    refill groups 2, 3 and 4 have signal, none, and signal. Group 2 gets the free slot and 4
     replaces 1: the result is [0, 4, 2].
 
     Args:
         has_signal: for each of the n groups of the batch, whether its rollouts' rewards differ.
-        further_has_signal: the same for each further group.
+        refill_has_signal: the same for each group of the refill.
         slots: groups that the batch has room for.
 
     Returns:
         The number of the group in each slot. Groups of the batch have the numbers 0 to n - 1, and
-        further groups are numbered from n on.
+        refill groups are numbered from n on.
     """
-    further_with_signal = []
-    further_without_signal = []
-    for number, is_useful in enumerate(further_has_signal, start=len(has_signal)):
+    refill_with_signal = []
+    refill_without_signal = []
+    for number, is_useful in enumerate(refill_has_signal, start=len(has_signal)):
         if is_useful:
-            further_with_signal.append(number)
+            refill_with_signal.append(number)
         else:
-            further_without_signal.append(number)
+            refill_without_signal.append(number)
     free_slots = max(0, slots - len(has_signal))
-    signal_first = [*further_with_signal, *further_without_signal]
+    signal_first = [*refill_with_signal, *refill_without_signal]
     in_free_slots = sorted(signal_first[:free_slots])
-    # Further groups with signal that the free slots had no room for.
-    replacements = further_with_signal[free_slots:]
+    # The refill groups with signal that the free slots had no room for.
+    replacements = refill_with_signal[free_slots:]
     slots_without_signal = [slot for slot, is_useful in enumerate(has_signal) if not is_useful]
     group_in_slot = list(range(len(has_signal)))
     # Not strict: there may be more replacements than slots without signal, or fewer.

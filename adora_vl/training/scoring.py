@@ -17,7 +17,7 @@ from trl.data_utils import apply_chat_template
 from adora_vl.rewards.completion import reflective_words
 from adora_vl.rewards.safe_call import is_async
 from adora_vl.rollout.rollouts import row_for_rewards
-from adora_vl.training.generation import BuiltGroups
+from adora_vl.training.generation import UnscoredGroups
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, StepContext, loss_mask
@@ -56,21 +56,22 @@ class RewardFunctions:
     event_loop: Callable[[], asyncio.AbstractEventLoop]
     """Returns the loop in which coroutines run, on a thread of its own."""
 
-    def score(self, built_groups: BuiltGroups, state: TrainerState) -> FunctionScores:
-        """Call every reward function on this rank's rollouts, and return what they give.
+    def score(self, unscored_groups: UnscoredGroups, state: TrainerState) -> FunctionScores:
+        """Call every reward function on this rank's rollouts, and return rewards and logged values.
 
         There is no collective call inside, so the ranks may have unequal numbers of rollouts.
 
         Args:
-            built_groups: the rollouts, with at least one.
-            state: the trainer's state, which functions get too.
+            unscored_groups: the groups whose rollouts are scored, with at least one rollout.
+            state: the trainer's state, which functions get as `trainer_state`.
         """
+        # Filled while the functions run, by their calls of TRL's `log_metric` and `log_extra`.
         logged_metrics = defaultdict[str, list[float]](list)
         columns_by_function: list[dict[str, list[Any]]] = [{} for _ in self.functions]
         rewards_by_function = self._call_functions(
-            built_groups,
+            unscored_groups,
             arguments={
-                **_function_arguments(built_groups),
+                **_function_arguments(unscored_groups),
                 "trainer_state": state,
                 "log_metric": lambda name, value: logged_metrics[name].append(value),
             },
@@ -93,23 +94,24 @@ class RewardFunctions:
 
     def _call_functions(
         self,
-        built_groups: BuiltGroups,
+        unscored_groups: UnscoredGroups,
         arguments: Mapping[str, Any],
         columns_by_function: Sequence[dict[str, list[Any]]],
     ) -> list[list[float | None]]:
-        """Return the rewards of each function, in the order of the functions.
+        """Return for each function the rewards of all rollouts.
 
         Reward models get only prompts and completions. Coroutine functions run after the others,
-        concurrently.
+        concurrently. For example, two functions and three rollouts give [[1, 0, 1], [0.5, None, 0]].
 
         Args:
-            built_groups: the rollouts.
+            unscored_groups: the groups whose rollouts are scored.
             arguments: the keyword arguments of every function, beside TRL's `log_extra`.
-            columns_by_function: filled with the columns that each function logs, by their names.
+            columns_by_function: for each function a dict, which gets the columns that the function
+                logs with `log_extra`, by their names.
         """
 
         def call(number: int) -> Any:
-            """Call the function with this number: its rewards, or a coroutine that returns them."""
+            """Call the function of this index: returns its rewards, or a coroutine for them."""
             columns = columns_by_function[number]
 
             def log_extra(column: str, values: Iterable[Any]) -> None:
@@ -124,8 +126,8 @@ class RewardFunctions:
                 rewards_by_number[number] = self._score_by_model(
                     function,
                     tokenizer=self.tokenizers[number],
-                    prompts=built_groups.prompts.messages,
-                    completions=built_groups.completions,
+                    prompts=unscored_groups.prompts.messages,
+                    completions=unscored_groups.completions,
                 )
             elif is_async(function):
                 coroutine_numbers.append(number)
@@ -171,28 +173,28 @@ class RewardFunctions:
         return rewards
 
 
-def _function_arguments(built_groups: BuiltGroups) -> dict[str, Any]:
-    """Return the keyword arguments of reward functions that have a value for each rollout.
+def _function_arguments(unscored_groups: UnscoredGroups) -> dict[str, Any]:
+    """Return the keyword arguments that reward functions get, with a value for each rollout.
 
-    As in TRL they are `prompts`, `completions`, `completion_ids`, and the columns of the rows. For
-    example, two rollouts of a row with the answer "4" give `answer=["4", "4"]`. Ours also has
+    As in TRL they are `prompts`, `completions`, `completion_ids`, and the columns of the data set.
+    For example, two rollouts of a row with the answer "4" give `answer=["4", "4"]`. There is also
     `thinking_opened`: whether each completion begins inside a block of thinking.
     """
-    rollouts = built_groups.rollouts
+    rollouts = unscored_groups.rollouts
     rows = [
         row_for_rewards(row, rollout)
-        for row, rollout in zip(built_groups.rows, rollouts, strict=True)
+        for row, rollout in zip(unscored_groups.rows, rollouts, strict=True)
     ]
     arguments: dict[str, Any] = {
-        "prompts": built_groups.prompts.messages,
-        "completions": built_groups.completions,
+        "prompts": unscored_groups.prompts.messages,
+        "completions": unscored_groups.completions,
         "completion_ids": [rollout.policy_tokens for rollout in rollouts],
     }
     for name in rows[0]:
         if name not in _REPLACED_COLUMNS:
             arguments[name] = [row.get(name) for row in rows]
     # It is set after the columns of the rows, and replaces a column of the same name.
-    arguments["thinking_opened"] = built_groups.thinking_opened
+    arguments["thinking_opened"] = unscored_groups.thinking_opened
     return arguments
 
 
@@ -212,54 +214,57 @@ class Scorer:
     """The names of the reward functions."""
 
     def score(
-        self, built_groups: BuiltGroups, scores: FunctionScores, group_size: int, step: int
+        self, unscored_groups: UnscoredGroups, scores: FunctionScores, group_size: int, step: int
     ) -> RolloutFacts:
         """Return rewards, lengths and further facts of the rollouts of all ranks. Collective.
 
+        Rollouts for which a function failed lose their reward.
+
         Args:
-            built_groups: this rank's rollouts and their batch.
-            scores: what the reward functions return for them.
+            unscored_groups: this rank's groups with their batch.
+            scores: what the reward functions have returned for them.
             group_size: how many rollouts a group has.
-            step: how many optimizer steps have been made.
+            step: how many optimizer steps have been made, for messages.
 
         Raises:
             RunError: a function failed for all of its completions, or no rollout has a reward.
         """
         self.guard.check(step)
         # A function may also have failed for single completions. Those have no reward.
-        failed_calls = self.guard.take_failed_calls(rows_per_rank=len(built_groups.rollouts))
-        measured = measured_facts(built_groups, scores.rewards_BF)
+        failed_calls = self.guard.pop_failed_calls(rows_per_rank=len(unscored_groups.rollouts))
+        measured = measured_facts(unscored_groups, scores.rewards_BF)
         facts = RolloutFacts.gathered(measured, self.context.accelerator).without_unrewarded(
             failed_calls, weights_F=self.weights_F, names=self.names, group_size=group_size
         )
         self.guard.check_scored(facts.missing_reasons, step)
-        extra_columns, logged_metrics = _logged_on_all_ranks(scores, len(built_groups.rollouts))
+        extra_columns, logged_metrics = _logged_on_all_ranks(scores, len(unscored_groups.rollouts))
         return facts.with_logged(extra_columns, logged_metrics)
 
 
-def measured_facts(built_groups: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
-    """Return the facts of this rank's B rollouts.
+def measured_facts(unscored_groups: UnscoredGroups, rewards_BF: Tensor) -> RolloutFacts:
+    """Return the rewards, lengths and further facts of this rank's B rollouts.
+
+    `work_N` follows from a column that the reward function `steps` logs. It is NaN here, and
+    `RolloutFacts.with_logged` fills it.
 
     `rewards_BF`: the rewards that the F reward functions gave them.
-
-    `work_N` comes from a column that the reward `steps` logs. It is NaN here, and
-    `RolloutFacts.with_logged` fills it.
     """
 
     def column(values: Iterable[float]) -> Tensor:
+        """Return a value for each rollout as a tensor, (B,)."""
         return torch.tensor([*values], dtype=torch.float32)
 
-    rollouts = built_groups.rollouts
+    rollouts = unscored_groups.rollouts
     return RolloutFacts(
         rewards_NF=rewards_BF,
         counted_rewards_NF=rewards_BF,
-        prompt_length_N=column(len(ids) for ids in built_groups.prompts.ids),
+        prompt_length_N=column(len(ids) for ids in unscored_groups.prompts.ids),
         length_N=column(len(rollout.policy_tokens) for rollout in rollouts),
-        has_no_end_N=torch.tensor([not has_ended for has_ended in built_groups.ended_by_itself]),
+        has_no_end_N=torch.tensor([not has_ended for has_ended in unscored_groups.ended_by_itself]),
         reflective_words_N=column(
-            sum(reflective_words(text).values()) for text in built_groups.completion_texts
+            sum(reflective_words(text).values()) for text in unscored_groups.completion_texts
         ),
-        surprisal_N=surprisal(built_groups.batch).float().cpu(),
+        surprisal_N=surprisal(unscored_groups.batch).float().cpu(),
         tool_calls_N=column(len(rollout.calls) for rollout in rollouts),
         failed_calls_N=column(sum(call.failed for call in rollout.calls) for rollout in rollouts),
         tool_seconds_N=column(sum(call.seconds for call in rollout.calls) for rollout in rollouts),
@@ -288,22 +293,31 @@ def _logged_on_all_ranks(
 ) -> tuple[dict[str, list[Any]], dict[str, float]]:
     """Gather what reward functions logged on all ranks: extra columns, and means of metrics.
 
-    If a rank's functions did not log a column, it is None for all `rows_per_rank` rollouts of that
-    rank. For example, rank 0 logs a column with "a" and "b", and [1, 3] for a metric; rank 1 logs no
-    column, and [5] for the metric. Then the column is ["a", "b", None, None], and the mean is 3.
+    For example, rank 0 has two rollouts, for which a function logs a column ["a", "b"], and [1, 3]
+    for a metric. Rank 1 also has two, without the column, and logs [5] for the metric. The column is
+    then ["a", "b", None, None], and the mean of the metric 3. Collective.
 
-    Collective.
+    Args:
+        scores: what the functions of this rank have logged.
+        rows_per_rank: rollouts of each rank. A rank that did not log a column gets so many None.
+
+    Returns:
+        The columns by name, with a value for each rollout of all ranks; and the means of the metrics
+        by name.
     """
     gathered = gather_object([(dict(scores.extra_columns), dict(scores.logged_metrics))])
     columns_of_ranks = [extra_columns for extra_columns, _ in gathered]
     metrics_of_ranks = [logged_metrics for _, logged_metrics in gathered]
+    # The names in the order of the alphabet, each once.
+    column_names = sorted({name for extra_columns in columns_of_ranks for name in extra_columns})
+    metric_names = sorted({name for logged_metrics in metrics_of_ranks for name in logged_metrics})
     columns: dict[str, list[Any]] = {}
-    for name in sorted({name for extra_columns in columns_of_ranks for name in extra_columns}):
+    for name in column_names:
         columns[name] = []
         for extra_columns in columns_of_ranks:
             columns[name] += extra_columns.get(name, [None] * rows_per_rank)
     means = {}
-    for name in sorted({name for logged_metrics in metrics_of_ranks for name in logged_metrics}):
+    for name in metric_names:
         values_of_ranks = [logged_metrics.get(name, []) for logged_metrics in metrics_of_ranks]
         # As TRL sums them: in float32, rank by rank.
         sums_R = torch.tensor([sum(values) for values in values_of_ranks], dtype=torch.float32)

@@ -19,12 +19,12 @@ GENERATION_FILE_KIND = "generation"  # in a checkpoint, one of each rank
 _MANIFEST_KEY = "unfinished_generation"  # the key in the manifest of such a checkpoint
 
 
-class StepBegin(NamedTuple):
+class StepStart(NamedTuple):
     """What is known where the first generation of an optimizer step begins."""
 
     micro_step: int  # TRL's `_step`
     tokens_seen: int  # TRL's `num_input_tokens_seen`
-    facts: dict[str, Any]  # for a checkpoint's manifest
+    metadata: dict[str, Any]  # what a checkpoint's manifest says of the run
 
 
 class RestoredGeneration(NamedTuple):
@@ -47,43 +47,47 @@ class UnfinishedGeneration:
         self.image_banks = image_banks
         self.layout = context.layout
         self.state = context.state
-        self._step_begin: StepBegin | None = None  # of the present optimizer step
+        self._step_start: StepStart | None = None  # of the present optimizer step
 
-    def note_step_begin(self, micro_step: int, facts: dict[str, Any]) -> None:
-        """Note the state of the run where the first generation of an optimizer step begins.
+    def remember_step_start(self, micro_step: int, metadata: dict[str, Any]) -> None:
+        """Remember the state of the run where the first generation of an optimizer step begins.
 
         Args:
             micro_step: TRL's `_step`, its count of micro-batches.
-            facts: the facts of the run for the manifest of a checkpoint.
+            metadata: what the manifest of a checkpoint says of the run now.
         """
         tokens_seen = self.state().num_input_tokens_seen
-        self._step_begin = StepBegin(micro_step=micro_step, tokens_seen=tokens_seen, facts=facts)
+        self._step_start = StepStart(
+            micro_step=micro_step, tokens_seen=tokens_seen, metadata=metadata
+        )
 
-    def facts_to_save(self, first_micro_step: int, present_facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the facts of the run for the manifest of a checkpoint.
+    def metadata_to_save(
+        self, first_micro_step: int, present_metadata: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Return what the manifest of a checkpoint says of the run, such as the state of methods.
 
         If the present optimizer step has sampled its generations and not learned from them, a
-        resumed run samples them again. Then the facts are those from before they were sampled, and
-        TRL's count of tokens, which Transformers saves, is set back to what it was then.
+        resumed run samples them again. Then the result is from before they were sampled, and TRL's
+        count of tokens, which Transformers saves, is set back to what it was then.
 
         Args:
             first_micro_step: TRL's `_step`, its count of micro-batches, where the present optimizer
                 step began.
-            present_facts: the facts of the run now.
+            present_metadata: what the manifest would say of the run now.
         """
-        step_begin = self._step_begin
-        if step_begin is None or step_begin.micro_step != first_micro_step:
-            return present_facts
-        self.state().num_input_tokens_seen = step_begin.tokens_seen
-        return step_begin.facts
+        step_start = self._step_start
+        if step_start is None or step_start.micro_step != first_micro_step:
+            return present_metadata
+        self.state().num_input_tokens_seen = step_start.tokens_seen
+        return step_start.metadata
 
     def save(
         self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str
     ) -> dict[str, Any]:
-        """Write the micro-batches that remain of a generation, and the images that they refer to.
+        """Write the micro-batches that are left of a generation, and the images that they refer to.
 
-        Between two generations nothing is written. The whole image bank is saved, since features are
-        computed for all of its images at once.
+        Between two generations nothing is written. The images are those of the whole image bank,
+        since features are computed for all of its images at once.
 
         Args:
             folder: the folder of the checkpoint.
@@ -114,12 +118,12 @@ class UnfinishedGeneration:
         return {_MANIFEST_KEY: {"micro_step": micro_step, **self._sizes()}}
 
     def _remaining(self, micro_batches: Sequence[Batch], learned_count: int) -> list[Batch]:
-        """Return copies of the micro-batches that are still to be learned from.
+        """Return the micro-batches with those emptied that are not learned from again.
 
-        With several iterations over a generation all micro-batches are returned, since each is
-        learned from again. With one iteration those that were learned from become empty, so that
-        the others keep their numbers: of a b c d, with two learned from, {} {} c d remain. The
-        column `host_rows`, a copy on the CPU, is left out.
+        With one iteration over a generation (`num_iterations`) those that were learned from become
+        empty, and the others keep their places: of a b c d, with two learned from, {} {} c d is
+        returned. With several iterations all micro-batches are learned from again, and none is
+        emptied. The column `host_rows`, a copy on the CPU, is left out.
 
         Args:
             micro_batches: the micro-batches of the present generation.
@@ -167,7 +171,10 @@ class UnfinishedGeneration:
         )
 
     def _sizes(self) -> dict[str, int]:
-        """Return the sizes that the division into micro-batches depends on, by TRL's keys."""
+        """Return the sizes on which the split into micro-batches depends, by the keys of the config.
+
+        They are written into the manifest, and have to be the same in a run that resumes.
+        """
         layout = self.layout
         return {
             "processes": self.accelerator.num_processes,

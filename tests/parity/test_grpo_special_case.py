@@ -89,7 +89,7 @@ def train_two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict
         "gradients": gradients.steps,
         "batches": batches,
         "log": trainer.state.log_history,
-        "facts": trainer._facts() if hasattr(trainer, "_facts") else {},
+        "facts": trainer._metadata() if hasattr(trainer, "_metadata") else {},
     }
 
 

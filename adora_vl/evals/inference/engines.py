@@ -144,9 +144,9 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.data.prompt_lengths import resize_limits_of
     from adora_vl.data.prompts import control_tokens
-    from adora_vl.tools.room import ConversationLimits, refuse_no_room
+    from adora_vl.tools.room import ConversationLimits, check_answer_limits
     from adora_vl.tools.run import Toolbox, build_view, choose_tools
-    from adora_vl.tools.tries import unsteady_tools
+    from adora_vl.tools.tries import nondeterminism_warnings
 
     tool_set = choose_tools(options.tools)
     chat = ChatProcessor.from_settings(settings)
@@ -168,13 +168,13 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
     conversation = ConversationLimits(
         completion_key="max_tokens", max_completion=settings.max_tokens
     )
-    refuse_no_room(
+    check_answer_limits(
         toolbox,
         processor=chat.processor,
         template_arguments=settings.template,
         limits=conversation,
     )
-    for line in unsteady_tools(toolbox):
+    for line in nondeterminism_warnings(toolbox):
         print(f"warning: {line}", file=sys.stderr)
     return toolbox
 

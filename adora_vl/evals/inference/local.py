@@ -130,7 +130,7 @@ class ConversationEngine:
 class ConversationTurns:
     """Samples the model's turns in conversations, and answers its calls of tools.
 
-    It is the `TurnPlayer` of `run_turns`. The key of a conversation is the index of its request.
+    It is the `TurnSampler` of `run_turns`. The key of a conversation is the index of its request.
     """
 
     engine: ConversationEngine
@@ -171,7 +171,7 @@ class ConversationTurns:
             seed=str(request.seed),
         )
 
-    def has_room(self, key: int, rollout: Rollout) -> bool:
+    def can_continue(self, key: int, rollout: Rollout) -> bool:
         """Return whether the conversation has room for more tokens."""
         return self._tokens_left(key, rollout) > 0
 

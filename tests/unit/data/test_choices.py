@@ -16,7 +16,7 @@ from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split, split_files
 from adora_vl.data.loading import load_rows, script_arguments_for_fingerprint
 from adora_vl.data.prompts import DEFAULT_PROMPT, with_letters
-from adora_vl.evaluation import take_evaluations
+from adora_vl.evaluation import load_evaluation_plan
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import run_manifest
 from adora_vl.rewards import grade
@@ -148,7 +148,7 @@ def test_training_and_evaluations_ask_in_the_same_words(
             config = parse(
                 [*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"]
             )[1]
-            plan = take_evaluations(config, [str(data)], prompt)
+            plan = load_evaluation_plan(config, [str(data)], prompt)
             assert plan is not None
             during = [problem.prompt for problem in plan.tasks[0].problems]
             assert during == evaluated_on(data, *evaluation_words)

@@ -25,7 +25,7 @@ from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.engines import build_settings
-from adora_vl.evaluation import take_evaluations
+from adora_vl.evaluation import load_evaluation_plan
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import describe_run, run_manifest
@@ -498,7 +498,7 @@ def test_a_dry_run_names_every_data_set(
 
 def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -> None:
     config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
-    plan = take_evaluations(config, [str(folder) for folder in sets], "{problem} Go.")
+    plan = load_evaluation_plan(config, [str(folder) for folder in sets], "{problem} Go.")
     assert plan is not None
     assert [task.benchmark.name for task in plan.tasks] == [
         "problems_large",

@@ -33,7 +33,7 @@ from adora_vl.data.prompt_lengths import (
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.data.token_counters import TokenCounter, tokenizer_counter
 from adora_vl.evals.records import Problem
-from adora_vl.evaluation import EvaluationPlan, EvaluationTask, leave_out_overlong
+from adora_vl.evaluation import EvaluationPlan, EvaluationTask, drop_overlong_problems
 from adora_vl.models.load import PRETRAINED_FOLDER, load_config, load_processor
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
@@ -540,7 +540,7 @@ def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
         prints_notes=True,
     )
     task = EvaluationTask(BENCHMARK, list(problems))
-    plan = leave_out_overlong(EvaluationPlan([task], 1, True), overlong)
+    plan = drop_overlong_problems(EvaluationPlan([task], 1, True), overlong)
     return plan.tasks[0].problems
 
 

@@ -302,7 +302,7 @@ def test_a_training_evaluates_with_a_benchmark_beside_its_config(rows_of_the_pag
         adora_eval_limit=2,
         eval_steps=1,
     )
-    (task,) = evaluation.take_evaluations(config, []).tasks
+    (task,) = evaluation.load_evaluation_plan(config, []).tasks
     assert task.benchmark.name == "lengths"
     assert [problem.prompt for problem in task.problems] == ["Side 7", "Side 1.5"]
     later = find_benchmark("mine.py:LENGTHS")
@@ -436,7 +436,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         prompt_template=None,
     )
     evaluated_by = partial(
-        evaluation.EvaluateOnTheWay,
+        evaluation.EvaluationCallback,
         pair=pair,
         generation_sampler=generation_sampler,
         end_tokens=[1],

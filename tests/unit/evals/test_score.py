@@ -509,7 +509,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
         eval_on_start=False,
         eval_delay=0,
     )
-    tasks = evaluation.take_evaluations(config, []).tasks
+    tasks = evaluation.load_evaluation_plan(config, []).tasks
     names = [task.benchmark.name for task in tasks]
     assert names == [f"geometry3k_{view}" for view in views]
     shared_pids = ["geometry3k/test/11", "geometry3k/test/13", "geometry3k/test/14"]

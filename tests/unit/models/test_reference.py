@@ -178,12 +178,12 @@ def test_policy_and_reference_are_compared_once_and_only_before_an_update():
         return batch["ref_per_token_logps"] + torch.tensor([1e-4, 0.0, 9.0])  # the last is padding
 
     guard = reference_guard(beta=0.1)
-    assert guard.is_due(0)
-    assert not guard.is_due(1)
+    assert guard.needs_check(0)
+    assert not guard.needs_check(1)
     guard.check(batch, policy_logps)
     assert pass_sizes == [2], "the rows of a micro-batch are enough"
-    assert not guard.is_due(0)
-    assert not reference_guard(beta=0.0).is_due(0)
+    assert not guard.needs_check(0)
+    assert not reference_guard(beta=0.0).needs_check(0)
     for old in (-1.01, float("nan")):
         with pytest.raises(SharedUserError, match="nats per token from its reference"):
             reference_guard(beta=0.1).check(

@@ -478,14 +478,14 @@ def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
         "completion_ids": rows["ids"][:, prompt_width:],
         "completion_mask": rows["mask"][:, prompt_width:],
     }
-    assert policy.check_is_due
+    assert policy.needs_check
     assert not policy.shares_prompts, "nothing is known yet"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         policy.check(columns, partial(policy, separate_rows, model))
     assert row_counts == [2]
     assert policy.packed_forward.passes == 0
-    assert not policy.check_is_due
+    assert not policy.needs_check
     assert policy.shares_prompts == shares
 
 

@@ -370,7 +370,7 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(two_processes,
                 assert len(calls) == 1
                 bank = vision.banks.of_training()
                 assert bank is not None
-                assert not bank.features_due
+                assert not bank.may_have_new_images
                 no_images = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
                 assert model.model.get_image_features(*no_images).pooler_output[0].shape == (0, 32)
                 assert len(calls) == 1, "a later pass of the generation"

@@ -37,7 +37,7 @@ def extension_of_step(number: int, members: int = 8, first: int = 0, step: int =
     return RolloutGroup(
         problem=drawn,
         row=Row(),
-        began=0,
+        start_generation=0,
         rollouts=(Rollout(),) * members,
         first_member=first,
     )

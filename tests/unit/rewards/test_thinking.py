@@ -195,14 +195,14 @@ def test_every_reward_function_is_given_which_prompts_open_the_block() -> None:
         raise AssertionError("no reward function is a coroutine")
 
     functions = RewardFunctions([opened_as_reward], [None], {}, lambda value: value, no_loop)
-    built_groups: Any = SimpleNamespace(
+    unscored_groups: Any = SimpleNamespace(
         rows=[{"prompt": "p"}, {"prompt": "p"}],
         rollouts=[Rollout(), Rollout()],
         prompts=SimpleNamespace(messages=["p", "p"]),
         completions=["c", "c"],
         thinking_opened=[True, False],
     )
-    grades = functions.score(built_groups, TrainerState())
+    grades = functions.score(unscored_groups, TrainerState())
     assert grades.rewards_BF.tolist() == [[1.0], [0.0]]
 
 

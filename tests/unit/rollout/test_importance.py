@@ -149,9 +149,9 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
         "sampling_per_token_logps": sampling,
         "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
     }
-    assert ratio.is_due(micro)
+    assert ratio.needs_ratio(micro)
     metrics = ratio.add_to_batch(micro, logps)
-    assert not ratio.is_due(micro)
+    assert not ratio.needs_ratio(micro)
     ratio_BC = micro["importance_sampling_ratio"]
     assert torch.allclose(ratio_BC[0, :3], torch.tensor([0.0, 0.5, 0.0]))
     assert (ratio_BC[1] == 1).all()

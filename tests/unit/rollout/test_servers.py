@@ -452,7 +452,7 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
         state.global_step = step
         ahead.sync_weights()
         ahead.sync_weights()  # the second call in a step does nothing
-        pending.append(ahead.begin(asks))
+        pending.append(ahead.submit(asks))
     assert first_request_came.wait(60)
     assert len(stand_ins[0].weights) == 1, "the servers sample by the first weights"
     assert len(ahead._stack_by_weight_folder) == 2, "those of two steps wait"
@@ -480,13 +480,13 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     state.global_step = 4
     ahead.sync_weights()
     with pytest.raises(NoServerError):
-        ahead.begin(asks).join()
+        ahead.submit(asks).join()
     for server in stand_ins:
         server.dead = False
     state.global_step = 5
     ahead.sync_weights()
     with pytest.raises(NoServerError):  # it would have been sampled by weights that never came
-        ahead.begin(asks).join()
+        ahead.submit(asks).join()
     ahead.close()
     assert not (tmp_path / "w").exists()
 

@@ -354,7 +354,10 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     prompt = [{"role": "user", "content": "Which?"}]
     row: Any = {"prompt": prompt, "answer": "7", "images": [Image.new("RGB", (56, 28))]}
     group = RolloutGroup(
-        problem=DrawnProblem(row_number=0, key=KEY, slot=0), row=row, began=0, rollouts=rollouts
+        problem=DrawnProblem(row_number=0, key=KEY, slot=0),
+        row=row,
+        start_generation=0,
+        rollouts=rollouts,
     )
     prompts = images.prompts([row] * 3, "train", refill=False)
     built = builder.build(Generation(key=KEY, group_size=3), [group], prompts)
@@ -401,7 +404,7 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
             answer = Segment(tokens=(9,), logps=None, step=3)
             return Rollout(segments=(*rollout.segments, answer))
 
-        def has_room(self, key: str, rollout: Rollout) -> bool:
+        def can_continue(self, key: str, rollout: Rollout) -> bool:
             return True
 
         def any_rank_continues(self, continues: bool) -> bool:

@@ -12,7 +12,7 @@ from adora_vl.config.blocks import ToolOptions
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
 from adora_vl.tools.environments import build_environments
 from adora_vl.tools.run import Toolbox, choose_tools
-from adora_vl.tools.tries import unsteady_tools
+from adora_vl.tools.tries import nondeterminism_warnings
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
@@ -58,7 +58,7 @@ def rollout_group(number, content, answer="x"):
             row_number=number, key=StepKey(mode="train", step=3, micro=0), slot=number
         ),
         row=row,
-        began=0,
+        start_generation=0,
         rollouts=(Rollout(),) * 2,
     )
 
@@ -196,8 +196,10 @@ def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_n
     toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
     [group] = environments.reset_for_groups([rollout_group(0, "Which?")], 7, begins_generation=True)
     group_environments = [rollout.environment for rollout in group.rollouts]
-    [warning_line] = unsteady_tools(toolbox, [], group_environments)
+    [warning_line] = nondeterminism_warnings(toolbox, [], group_environments)
     assert warning_line.startswith("tools: 'throw' answers"), (
         "`open` counts in both alike, `throw` does not"
     )
-    assert unsteady_tools(toolbox) == [], "a method is not called before its environment has begun"
+    assert nondeterminism_warnings(toolbox) == [], (
+        "a method is not called before its environment has begun"
+    )

@@ -14,7 +14,7 @@ from adora_vl.data.context_limit import ContextLimit
 from adora_vl.models.load import load_processor
 from adora_vl.rollout.turns import ToolLoop
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
-from adora_vl.tools.room import ConversationLimits, refuse_no_room
+from adora_vl.tools.room import ConversationLimits, check_answer_limits
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.utils.call_guards import OverdueError, backstop, deadline
 from adora_vl.utils.errors import UserError
@@ -122,30 +122,32 @@ def test_a_limit_within_which_a_tool_can_never_answer_is_refused(processor, name
     case = TOO_SMALL_LIMITS[name]
     tools = build_toolbox(case.tool, **case.options)
     with pytest.raises(UserError) as refused:
-        refuse_no_room(tools, processor, {}, limits_with(**case.limits))
+        check_answer_limits(tools, processor, {}, limits_with(**case.limits))
     assert str(refused.value).startswith(case.line)
 
 
 def test_limits_that_leave_room_are_taken(processor):
-    refuse_no_room(build_toolbox(), processor, {}, LIMITS_WITH_ROOM)
-    refuse_no_room(build_toolbox("calculate", images=1), processor, {}, LIMITS_WITH_ROOM)
-    refuse_no_room(
+    check_answer_limits(build_toolbox(), processor, {}, LIMITS_WITH_ROOM)
+    check_answer_limits(build_toolbox("calculate", images=1), processor, {}, LIMITS_WITH_ROOM)
+    check_answer_limits(
         build_toolbox("zoom", images=1), processor, {}, limits_with(fewest_pictures=None)
     )
-    refuse_no_room(build_toolbox("zoom", images=1), processor, {}, limits_with(fewest_pictures=0))
-    refuse_no_room(build_toolbox("zoom"), None, {}, limits_with(max_completion=10))
-    refuse_no_room(build_toolbox("measure", max_text=60), processor, {}, LIMITS_WITH_ROOM)
+    check_answer_limits(
+        build_toolbox("zoom", images=1), processor, {}, limits_with(fewest_pictures=0)
+    )
+    check_answer_limits(build_toolbox("zoom"), None, {}, limits_with(max_completion=10))
+    check_answer_limits(build_toolbox("measure", max_text=60), processor, {}, LIMITS_WITH_ROOM)
 
 
 def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor):
     toolbox = build_toolbox("calculate")
     with pytest.raises(UserError, match="set it to [0-9]+ or more") as refused:
-        refuse_no_room(toolbox, processor, {}, limits_with(max_completion=1))
+        check_answer_limits(toolbox, processor, {}, limits_with(max_completion=1))
     # The message names the smallest limit. It is taken, and one token less is not.
     smallest_limit = int(str(refused.value).split("set it to ")[1].split()[0])
-    refuse_no_room(toolbox, processor, {}, limits_with(max_completion=smallest_limit))
+    check_answer_limits(toolbox, processor, {}, limits_with(max_completion=smallest_limit))
     with pytest.raises(UserError):
-        refuse_no_room(toolbox, processor, {}, limits_with(max_completion=smallest_limit - 1))
+        check_answer_limits(toolbox, processor, {}, limits_with(max_completion=smallest_limit - 1))
     tool_loop = ToolLoop(
         tools=toolbox,
         processor=processor,

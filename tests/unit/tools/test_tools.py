@@ -17,7 +17,7 @@ from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import with_tools
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.tools.run import CALLS_PER_TURN, Toolbox, choose_tools
-from adora_vl.tools.tries import unsteady_tools
+from adora_vl.tools.tries import nondeterminism_warnings
 from adora_vl.utils.call_guards import OverdueError
 from adora_vl.utils.errors import UserError
 
@@ -510,7 +510,7 @@ def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
         """Look."""
         return str(images[0].size)
 
-    lines = unsteady_tools(
+    lines = nondeterminism_warnings(
         build_toolbox(machine, shown, named, refuses, looks, "zoom"), [picture_with_black_corner()]
     )
     assert [line.split("'")[1] for line in lines] == ["machine", "shown"]

@@ -40,7 +40,7 @@ from adora_vl.rollout.rollouts import (
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import AdvantageComputer, Advantages, GroupAssessment
-from adora_vl.training.generation import BuiltGroups, ScoredGroups
+from adora_vl.training.generation import ScoredGroups, UnscoredGroups
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.rollout_facts import RolloutFacts
@@ -80,8 +80,10 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
         for ids in completions
     ]
     problem = DrawnProblem(row_number=0, key=StepKey(mode="train", step=0, micro=0), slot=0)
-    built = BuiltGroups(
-        groups=[RolloutGroup(problem=problem, row=Row(), began=0, rollouts=tuple(rollouts))],
+    built = UnscoredGroups(
+        groups=[
+            RolloutGroup(problem=problem, row=Row(), start_generation=0, rollouts=tuple(rollouts))
+        ],
         prompts=PromptBatch(messages=[], ids=[[1] * 9] * 4, images=None, fields={}),
         completions=texts,
         completion_texts=texts,

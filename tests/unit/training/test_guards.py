@@ -188,14 +188,14 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
             guard = RatioGuard(step_context(log, adora_max_ratio=bound))
             loss = guard.loss_or_nan(torch.tensor(2.0), logps_BC, micro).item()
             assert log == {"adora/ratio_max": pytest.approx(4)}
-            exceeding_ratio = guard.take_exceeding_ratio()
+            exceeding_ratio = guard.pop_exceeding_ratio()
             if is_exceeded:
                 assert math.isnan(loss)
                 assert exceeding_ratio == pytest.approx(4)
             else:
                 assert loss == 2.0
                 assert exceeding_ratio is None
-            assert guard.take_exceeding_ratio() is None
+            assert guard.pop_exceeding_ratio() is None
     # The first pass over a generation has no old log-probabilities: its ratio is 1.
     guard = RatioGuard(step_context(adora_max_ratio=1.0))
     without_old_logps: Batch = {"completion_mask": mask_BC}
@@ -209,7 +209,7 @@ def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
     micro: Batch = {"old_per_token_logps": torch.zeros(1, 2), "completion_mask": torch.ones(1, 2)}
     assert math.isnan(guard.loss_or_nan(torch.tensor(2.0), torch.zeros(1, 2), micro))
     assert log == {"adora/ratio_max": 4.0}
-    assert guard.take_exceeding_ratio() == 4.0
+    assert guard.pop_exceeding_ratio() == 4.0
 
 
 def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp_path):

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from adora_vl.config.batch_plan import BatchLayout, unit_size
 from adora_vl.packing.image_store import ImageBanks, ProcessedImage
 from adora_vl.training import batch_rows
-from adora_vl.training.micro_batch_room import MicroBatchRoom
+from adora_vl.training.micro_batch_memory import MicroBatchMemory
 from adora_vl.training.micro_batches import (
     MicroBatcher,
     choose_units,
-    cut_by_count,
     order_of_learning,
     plan_micro_batches,
+    split_by_count,
     split_evenly,
     tokens_of_units,
 )
@@ -37,7 +37,7 @@ from benchmarks.lockstep import (
     shuffle_each_rank,
     simulate,
 )
-from tests.support.micro_batch_room import room_of_3b
+from tests.support.micro_batch_memory import micro_batch_memory_of_3b
 from tests.support.step_context import FIRST_GENERATION, step_context
 
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
     micro_batch_count = optimizer_steps * micro_batches
     # At least one unit a step, and no more than fit.
     unit_count = min(optimizer_steps + extra_units, micro_batch_count * max_units)
-    cut = partial(cut_by_count, max_micro_batches=micro_batches, max_units=max_units)
+    cut = partial(split_by_count, max_micro_batches=micro_batches, max_units=max_units)
     plan = plan_micro_batches(unit_count, optimizer_steps, micro_batches, cut)
     assert len(plan) == micro_batch_count
     planned_units = [unit for units_of_micro_batch in plan for unit in units_of_micro_batch]
@@ -261,11 +261,11 @@ SLOT_CASES = [
 ]
 
 
-@pytest.mark.parametrize(("has_signal", "further_has_signal", "slots", "groups"), SLOT_CASES)
+@pytest.mark.parametrize(("has_signal", "refill_has_signal", "slots", "groups"), SLOT_CASES)
 def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
-    has_signal, further_has_signal, slots, groups
+    has_signal, refill_has_signal, slots, groups
 ):
-    assert fill_slots(has_signal, further_has_signal, slots) == groups
+    assert fill_slots(has_signal, refill_has_signal, slots) == groups
 
 
 def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
@@ -331,7 +331,7 @@ def make_batcher(
     banks: ImageBanks,
     log: dict[str, float] | None = None,
     every_row_counts: bool = False,
-    room: MicroBatchRoom | None = None,
+    room: MicroBatchMemory | None = None,
     **keys: Any,
 ):
     """Return the batcher of a run of one process with groups of two rollouts.
@@ -352,7 +352,7 @@ def make_batcher(
         "steps_per_generation": 4,
     }
     context = step_context(log, **{**sizes, **keys})
-    return MicroBatcher(context, banks, every_row_counts=every_row_counts, micro_batch_room=room)
+    return MicroBatcher(context, banks, every_row_counts=every_row_counts, micro_batch_memory=room)
 
 
 def eight_groups(banks: ImageBanks, live: str) -> Batch:
@@ -486,7 +486,7 @@ def test_which_groups_are_learned_from_and_where(subtests):
 def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
     """A row's weight in the step's loss does not depend on which rows share its micro-batch."""
 
-    def weights_of_rows(room: MicroBatchRoom | None, expected_count: int) -> dict[int, float]:
+    def weights_of_rows(room: MicroBatchMemory | None, expected_count: int) -> dict[int, float]:
         """Return the weight of each rollout in the step's loss, by its number."""
         banks = ImageBanks()
         cutting_batcher = make_batcher(banks=banks, room=room, loss_type=loss_type)
@@ -503,7 +503,7 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
         return weights
 
     separate = weights_of_rows(None, expected_count=4)
-    filled = weights_of_rows(room_of_3b(longest=64), expected_count=1)
+    filled = weights_of_rows(micro_batch_memory_of_3b(longest=64), expected_count=1)
     assert filled.keys() == separate.keys()
     for number, weight in separate.items():
         assert filled[number] == pytest.approx(weight, rel=1e-12)
@@ -514,7 +514,9 @@ def test_empty_micro_batches_come_first_in_each_step():
     banks = ImageBanks()
     log = dict[str, float]()
     two_a_step: dict[str, Any] = {"gradient_accumulation_steps": 2}
-    filling_batcher = make_batcher(banks=banks, room=room_of_3b(longest=64), log=log, **two_a_step)
+    filling_batcher = make_batcher(
+        banks=banks, room=micro_batch_memory_of_3b(longest=64), log=log, **two_a_step
+    )
     micro_batches = filling_batcher.split(eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION)
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [0, 8, 0, 8]
     assert log["adora/micro_batches"] == 1
@@ -523,7 +525,9 @@ def test_empty_micro_batches_come_first_in_each_step():
 def test_the_key_cuts_by_the_number_of_rows():
     banks = ImageBanks()
     stock = make_batcher(
-        banks=banks, room=room_of_3b(longest=64), adora_stock_step=["fill_micro_batches"]
+        banks=banks,
+        room=micro_batch_memory_of_3b(longest=64),
+        adora_stock_step=["fill_micro_batches"],
     )
     micro_batches = stock.split(eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION)
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [4, 4, 4, 4]
@@ -633,7 +637,7 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
     """The passes of a frozen vision tower gather weights, so all ranks make them together."""
     banks = ImageBanks()
     batch = rank_batch(banks, images="abab", completion=2, first=0)
-    banks.of_training().features_due = False
+    banks.of_training().may_have_new_images = False
     moves_between_others = [UnitMove(source=1, unit=0, target=2)]
     carry_out_moves(
         batch,
@@ -645,7 +649,7 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
         pad_id=99,
         exchange=receive_nothing,
     )
-    assert banks.of_training().features_due
+    assert banks.of_training().may_have_new_images
 
 
 # For each rank whether its six units have signal.

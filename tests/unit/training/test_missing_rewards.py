@@ -266,11 +266,11 @@ def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completi
     assert asyncio.run(async_function(completions=["lost"])) == [None]
     guard.check(step=0)
     # (number of the rollout, number of the function): the reason
-    assert guard.take_failed_calls(3) == {
+    assert guard.pop_failed_calls(3) == {
         (1, 0): "TimeoutError: after 60 s",
         (0, 1): "TimeoutError: after 60 s",
     }
-    assert guard.take_failed_calls(3) == {}, "they are forgotten"
+    assert guard.pop_failed_calls(3) == {}, "they are forgotten"
 
 
 def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
@@ -285,7 +285,7 @@ def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
         "adora_vl.training.guards.gather_object",
         lambda calls_of_rank: [[(3, 0, "a")], *calls_of_rank, []],
     )
-    assert guard.take_failed_calls(4) == {(3, 0): "a", (5, 0): "TimeoutError: after 60 s"}
+    assert guard.pop_failed_calls(4) == {(3, 0): "a", (5, 0): "TimeoutError: after 60 s"}
 
 
 def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):

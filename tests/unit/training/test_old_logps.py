@@ -279,7 +279,7 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
     assert trainer.parts.recorder.measured_rows == []
     for micro in micro_batches[trainer.layout.micro_batches_before_update :]:
         assert micro["old_per_token_logps"].isnan().all()
-        assert not trainer.parts.generation_logps.importance_ratio.is_due(micro)
+        assert not trainer.parts.generation_logps.importance_ratio.needs_ratio(micro)
 
 
 def test_sampling_metrics_are_weighted_by_the_tokens_of_the_rows_with_signal():
@@ -324,7 +324,7 @@ def test_a_rank_without_signal_makes_the_pass_of_the_others():
     micro_batches = trainer.parts.micro_batcher.split(make_generation(), FIRST_GENERATION)
     for micro in micro_batches:
         micro["advantages"] = torch.zeros_like(micro["advantages"])
-    passes = old_logps.passes_due(micro_batches)
+    passes = old_logps.passes_to_make(micro_batches)
     # The two micro-batches of the second update get a pass, each over its first group.
     assert [old_pass.rows for old_pass in passes] == [list(range(GROUP_SIZE))] * 2
 
@@ -383,9 +383,9 @@ def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(sub
     ):
         with subtests.test(name):
             old_logps = OldLogps(step_context(**keys), has_dropout=True)
-            assert len(old_logps.passes_due(micro_batches)) == count
+            assert len(old_logps.passes_to_make(micro_batches)) == count
             # Nothing has changed the weights, so the ratio is 1 whatever dropout draws.
-            assert old_logps.come_from_learning_pass(0)
+            assert old_logps.come_from_training_pass(0)
 
 
 def test_how_many_micro_batches_come_before_the_first_update(subtests):

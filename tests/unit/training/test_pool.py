@@ -53,7 +53,7 @@ from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.training.schedule import (
     automatic_budget,
     count_groups_to_begin,
-    draw_further_rows,
+    draw_refill_rows,
     groups_to_complete,
 )
 from adora_vl.types import Row, StepContext
@@ -208,7 +208,7 @@ class EngineAhead(CountingEngine, AsyncServerSampler):
     def sync_weights(self, *, force: bool = False) -> None:
         pass
 
-    def begin(self, asks: Any, settings: Any = None) -> PendingSamples:
+    def submit(self, asks: Any, settings: Any = None) -> PendingSamples:
         results = CountingEngine.sample(self, [*asks], prompts=None)
         return PendingSamples(step=self.step, join=lambda: results)
 
@@ -285,7 +285,9 @@ class StandInScorer:
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         row_numbers = [group.problem.row_number for group in groups for _ in group.rollouts]
-        ages = [generation.number - group.began for group in groups for _ in group.rollouts]
+        ages = [
+            generation.number - group.start_generation for group in groups for _ in group.rollouts
+        ]
         row_numbers_B1 = torch.tensor(row_numbers)[:, None]
         ones_B1 = torch.ones_like(row_numbers_B1)
         batch: Any = {
@@ -365,7 +367,7 @@ def staged_trainer(run: Any, context: StepContext, scorer: StandInScorer) -> Any
     trainer.num_generations = GROUP_SIZE
     trainer.prefetch = SimpleNamespace(start=lambda: None, finish=lambda: None)
     checkpoint_state = SimpleNamespace(
-        unfinished_generation=SimpleNamespace(note_step_begin=lambda *_: None)
+        unfinished_generation=SimpleNamespace(remember_step_start=lambda *_: None)
     )
     trainer.parts = SimpleNamespace(
         context=context,
@@ -379,7 +381,7 @@ def staged_trainer(run: Any, context: StepContext, scorer: StandInScorer) -> Any
             advantage_computer=scorer,  # type: ignore[arg-type]
         ),
     )
-    trainer._facts = dict
+    trainer._metadata = dict
     trainer._logs = {}
     trainer._step = 0
     trainer._score = scorer.score
@@ -552,7 +554,7 @@ def check_learned_once(run: SimulatedRun, ended: bool = True) -> int:
     for problem in problems:
         expected_lengths += unlimited_lengths(problem, run.updates)
     assert lengths == expected_lengths
-    waiting_problems = [group.row["id"] for group in run.pool.state.waiting]
+    waiting_problems = [group.row["id"] for group in run.pool.state.waiting_groups]
     numbers = sorted(int(problem.split("/")[1]) for problem in [*problems, *waiting_problems])
     assert numbers == list(range(len(numbers)))
     if ended:
@@ -625,7 +627,7 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
         group
         for learned in uninterrupted.learned
         for group in learned.groups
-        if group.began < learned.generation.number
+        if group.start_generation < learned.generation.number
     ]
     # Only with a budget do rollouts go on in a later generation.
     assert bool(groups_of_earlier_generations) is (budget is not None)
@@ -712,7 +714,7 @@ def test_when_answers_get_short_again_no_group_waits_for_long():
     assert sum(staleness[15:30]) / 15 > 1.5
     assert max(staleness[45:]) <= 0.5
     assert run.sizes[45:] == [MAX_GROUPS] * 25
-    assert not run.pool.state.waiting
+    assert not run.pool.state.waiting_groups
 
 
 def test_a_budget_shortens_generations():
@@ -809,7 +811,7 @@ def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
             run = SimulatedRun(steps, budget=budget, ahead=ahead).go_on()
             assert min(run.sizes) >= MAX_GROUPS // 2, (budget, steps, run.sizes)
             check_learned_once(run, ended=False)
-            assert len(run.pool.state.waiting) <= MAX_GROUPS, "little is sampled in vain"
+            assert len(run.pool.state.waiting_groups) <= MAX_GROUPS, "little is sampled in vain"
 
 
 @given(
@@ -997,7 +999,7 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
     """
     run = SimulatedRun(12, budget=20).go_on(until=5)
     run.pool.save(tmp_path)
-    waiting = len(run.pool.state.waiting)
+    waiting = len(run.pool.state.waiting_groups)
     assert 2 * MAX_GROUPS < waiting <= 4 * MAX_GROUPS, (
         "one generation has no room for them, and four have"
     )
@@ -1007,10 +1009,10 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
         f"max_steps: 7 ends the run before {waiting - 2 * MAX_GROUPS} of the {waiting} groups"
     )
     assert line.count("\n") == 1
-    assert len(shorter.pool.state.waiting) == waiting - 2 * MAX_GROUPS
+    assert len(shorter.pool.state.waiting_groups) == waiting - 2 * MAX_GROUPS
     named_steps = int(line.split("; ")[1].split()[0])
     longer = resume(run, tmp_path, 5, max_steps=named_steps, budget=20).go_on()
-    assert not longer.pool.state.waiting
+    assert not longer.pool.state.waiting_groups
     assert capsys.readouterr().err == ""
 
 
@@ -1031,8 +1033,8 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
 
 def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_their_own(tmp_path):
     run = SimulatedRun(30).go_on()
-    assert run.pool.state.drawn
-    assert not run.pool.state.waiting
+    assert run.pool.state.drawn_problems
+    assert not run.pool.state.waiting_groups
     run.pool.save(tmp_path)
 
     def problems_of_longer(rank: int, accelerator: Any) -> list[str]:
@@ -1077,14 +1079,14 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     group = RolloutGroup(
         problem=DrawnProblem(row_number=2, key=StepKey(mode="train", step=3, micro=0), slot=1),
         row=Row(),
-        began=3,
+        start_generation=3,
         rollouts=(
             whole_rollout,
             replace(whole_rollout, segments=segments[:2], finish_reason=FinishReason.RUNNING),
         ),
     )
-    PoolState(waiting=(group,)).save(tmp_path, rank=0)
-    (loaded,) = PoolState.load(tmp_path, rank=0, num_ranks=1).waiting
+    PoolState(waiting_groups=(group,)).save(tmp_path, rank=0)
+    (loaded,) = PoolState.load(tmp_path, rank=0, num_ranks=1).waiting_groups
     assert loaded == group
     assert not loaded.complete
     whole, part = loaded.rollouts
@@ -1154,7 +1156,7 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(refill,
         assert groups_of_first_round < MAX_GROUPS, "few are missing"
     # The seed names the run's seed, step, micro-batch, round and rank.
     seed = f"{RUN_SEED}/0/0/1/0"
-    drawn_rows = draw_further_rows(len(run.pool.rows), groups_of_first_round, seed)
+    drawn_rows = draw_refill_rows(len(run.pool.rows), groups_of_first_round, seed)
     assert {*row_numbers} & {*drawn_rows}
 
 
@@ -1172,7 +1174,7 @@ def test_with_a_budget_groups_that_a_round_has_not_ended_go_on_later():
     run = SimulatedRun(3, budget=60, refill=4, has_signal=signal_with_chance(0.3))
     row_numbers = run.sample_next().row_numbers
     assert {0, 1} <= rounds_with_new_groups(run), "later rounds may only continue groups"
-    assert run.pool.state.waiting
+    assert run.pool.state.waiting_groups
     further_numbers = {*row_numbers} - {*range(MAX_GROUPS)}
     assert further_numbers, "some further problems have ended already"
 

@@ -5,7 +5,7 @@ from peft import LoraConfig
 from adora_vl.models.activations import DtypeBytes
 from adora_vl.models.peak_memory import ActivationMemory
 from adora_vl.models.shape import config_for_planning, model_shape
-from adora_vl.training.micro_batch_room import MicroBatchRoom
+from adora_vl.training.micro_batch_memory import MicroBatchMemory
 
 LONGEST_ANSWER = 2048  # max_completion_length
 HALF_PRECISION_BYTES = DtypeBytes(compute=2, residual=2)
@@ -23,12 +23,12 @@ ACTIVATION_MEMORY_BY_CASE = {
 }
 
 
-def room_of_3b(
+def micro_batch_memory_of_3b(
     activation_memory: str = "frozen tower",
     *,
     shares_prompts: bool = True,
     longest: int = LONGEST_ANSWER,
-) -> MicroBatchRoom:
+) -> MicroBatchMemory:
     """Return how many groups fit into a micro-batch of the 3B model.
 
     Args:
@@ -36,7 +36,7 @@ def room_of_3b(
         shares_prompts: whether the rows of a group share their prompt in a packed pass.
         longest: the most tokens of an answer, for which memory is planned.
     """
-    return MicroBatchRoom(
+    return MicroBatchMemory(
         lambda: ACTIVATION_MEMORY_BY_CASE[activation_memory],
         longest,
         lambda: shares_prompts,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adora_vl.models.activations import PlannedMicroBatch
-from adora_vl.training.micro_batch_room import (
+from adora_vl.training.micro_batch_memory import (
     UnitSize,
     full_unit,
     size_of_pass,
@@ -18,11 +18,11 @@ from adora_vl.training.micro_batch_room import (
 )
 from adora_vl.types import HostRows, RowImages
 from benchmarks.lockstep import MEASURED_CASES, simulate_filled
-from tests.support.micro_batch_room import (
+from tests.support.micro_batch_memory import (
     ACTIVATION_MEMORY_BY_CASE,
     LONGEST_ANSWER,
     SHAPE_OF_3B,
-    room_of_3b,
+    micro_batch_memory_of_3b,
 )
 
 # The answers of a group of 8 rollouts, as on the speed page: 468 tokens on average.
@@ -71,9 +71,9 @@ def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
     for so many units with the longest prompt, and with answers as long as they may be.
     """
     count = len(ranks[0])
-    micro_batches = room_of_3b(activation_memory, shares_prompts=shares_prompts).cut(
-        ranks, range(count), max_units
-    )
+    micro_batches = micro_batch_memory_of_3b(
+        activation_memory, shares_prompts=shares_prompts
+    ).split(ranks, range(count), max_units)
     assert list(chain.from_iterable(micro_batches)) == list(range(count))
     assert all(len(positions) >= max_units for positions in micro_batches[:-1])
     size_of = partial(size_of_pass, shares_prompts=shares_prompts, masks_padding=True)
@@ -94,16 +94,23 @@ def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
     Three groups of real lengths take no more than that.
     """
     groups = [unit_of_lengths(1079, ANSWER_LENGTHS)] * 12
-    assert [len(part) for part in room_of_3b().cut([groups], range(12), 1)] == [3, 3, 3, 3]
+    assert [len(part) for part in micro_batch_memory_of_3b().split([groups], range(12), 1)] == [
+        3,
+        3,
+        3,
+        3,
+    ]
     full = [unit_of_lengths(1079, [LONGEST_ANSWER] * 8)] * 12
-    assert len(room_of_3b().cut([full], range(12), 1)) == 12, "nothing is filled up at full length"
+    assert len(micro_batch_memory_of_3b().split([full], range(12), 1)) == 12, (
+        "nothing is filled up at full length"
+    )
 
 
 def test_ranks_cut_at_the_same_places():
     """A rank with short groups takes no more of them than the one whose groups are long."""
     short_groups = [unit_of_lengths(100, [50] * 8)] * 6
     long_groups = [unit_of_lengths(1079, ANSWER_LENGTHS)] * 6
-    cut = partial(room_of_3b().cut, positions=range(6), max_units=1)
+    cut = partial(micro_batch_memory_of_3b().split, positions=range(6), max_units=1)
     assert cut([short_groups, long_groups]) == cut([long_groups])
     assert len(cut([short_groups])) == 1
 
@@ -129,9 +136,9 @@ def test_rows_that_share_nothing_are_as_long_as_the_longest():
     not.
     """
     units = [unit_of_lengths(1000, [2000] * 8), *[unit_of_lengths(1000, [100] * 8)] * 5]
-    padded = room_of_3b(shares_prompts=False).cut([units], range(6), max_units=1)
+    padded = micro_batch_memory_of_3b(shares_prompts=False).split([units], range(6), max_units=1)
     assert [len(positions) for positions in padded] == [1, 2, 2, 1]
-    packed = room_of_3b().cut([units], range(6), max_units=1)
+    packed = micro_batch_memory_of_3b().split([units], range(6), max_units=1)
     assert [len(positions) for positions in packed] == [1, 5]
 
 

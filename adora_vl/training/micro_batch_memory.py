@@ -3,7 +3,7 @@
 Memory is planned for `per_device_train_batch_size` completions of `max_completion_length` tokens.
 Most completions are far shorter. So a micro-batch takes more units (groups of rollouts, or equal
 parts of them), as long as they fit into the planned memory by the formulas of the dry run. That
-saves launches and, with ZeRO-3, gathers of the weights. All ranks cut their units at the same
+saves launches and, with ZeRO-3, gathers of the weights. All ranks split their units at the same
 positions, so that they go through equally many micro-batches.
 """
 
@@ -55,8 +55,10 @@ class PassBytes(NamedTuple):
     def fit_into(self, planned: "PassBytes") -> bool:
         """Return whether a pass needs no more memory than is planned.
 
-        How many layers gradient checkpointing recomputes is chosen later. Memory is linear in this
-        number, so it is enough to compare both ends: all layers recomputed, and none.
+        It is not known yet how many layers gradient checkpointing recomputes. Memory is linear in
+        this number, so it is enough to compare both extremes: all layers recomputed, and none.
+
+        `planned`: the peak memory that is planned for a pass.
         """
         return (
             self.all_recomputed <= planned.all_recomputed
@@ -105,7 +107,8 @@ def size_of_pass(
 
     A packed pass has all units in one row without padding, and the prompt of each unit once. It is
     chosen where it has fewer tokens. Otherwise all rows are padded to the longest prompt and the
-    longest completion. For example, a unit with a prompt of 10 tokens and completions of 5 and 3:
+    longest completion. For example, a unit with a prompt of 10 tokens and completions of 5 and 3
+    (the last token of a completion predicts nothing, and a packed pass leaves it out):
 
         packed:  1 row of 10 + 4 + 2 = 16 tokens
         padded:  2 rows of 10 + 5 = 15 tokens
@@ -162,14 +165,14 @@ def full_unit(units: Sequence[UnitSize], longest_completion: int) -> UnitSize:
 
 
 @dataclass(frozen=True)
-class MicroBatchRoom:
+class MicroBatchMemory:
     """The memory that is planned for a micro-batch, and how many units fit into it.
 
     A unit is a group of rollouts, or an equal part of one.
     """
 
     activation_memory: Callable[[], ActivationMemory]
-    """Returns what predicts the memory of a pass."""
+    """Returns the object that predicts the memory of a pass."""
     longest_completion: int
     """Tokens of the longest completion that can be sampled."""
     shares_prompts: Callable[[], bool]
@@ -182,22 +185,22 @@ class MicroBatchRoom:
     def _activation_memory(self) -> ActivationMemory:
         return self.activation_memory()
 
-    def cut(
+    def split(
         self, sizes_by_rank: Sequence[Sequence[UnitSize]], positions: Sequence[int], max_units: int
     ) -> list[range]:
-        """Divide consecutive units into micro-batches, at the same positions on all ranks.
+        """Split consecutive units into micro-batches, at the same positions on all ranks.
 
-        Memory is planned for `max_units` units of the greatest length. A micro-batch has at least
-        `max_units` units. It takes further units as long as they fit into the planned memory on
-        every rank. The last micro-batch may have fewer units. For example, the positions 0 to 4 with
-        `max_units` 1 become [0, 1] and [2, 3, 4], if three units fit on every rank from position 2
-        on, but only two from position 0 on.
+        Memory is planned for `max_units` units of the greatest possible length. So any `max_units`
+        units fit, and shorter ones leave memory for more: a micro-batch is filled up as long as its
+        units fit into the planned memory on every rank. The last one may have fewer. For example,
+        the positions 0 to 4 with `max_units` 1 become [0, 1] and [2, 3, 4], if three units fit on
+        every rank from position 2 on, but only two from position 0 on.
 
         Args:
             sizes_by_rank: for each rank the sizes of its units in the order of learning, equally
                 many on each.
-            positions: consecutive positions in this order.
-            max_units: how many units of the greatest length memory is planned for.
+            positions: the consecutive positions in this order that are split.
+            max_units: how many units of the greatest possible length memory is planned for.
 
         Returns:
             The positions of the units of each micro-batch.
@@ -223,7 +226,7 @@ class MicroBatchRoom:
         return micro_batches
 
     def _pass_bytes(self, units: Sequence[UnitSize]) -> PassBytes:
-        """Return the memory of a pass over these units.
+        """Return the peak memory of a pass over these units, with all and with no layers recomputed.
 
         Without gradient checkpointing no layer is ever recomputed, and both numbers are the same.
         """
