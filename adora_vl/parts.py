@@ -498,7 +498,7 @@ class StepParts:
             tools=toolbox,
             processor=self._trainer.processing_class,
             template=config.chat_template_kwargs or {},
-            tokens_of=self.images.tokens_of,
+            count_image_tokens=self.images.count_image_tokens,
             max_answers=config.max_tool_calling_iterations,
             decode=self._decode,
             turn_tokens=config.adora_tool_options.turn_tokens,

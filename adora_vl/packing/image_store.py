@@ -53,9 +53,9 @@ class PatchNormalizer:
     """Converts patches of bytes to the normalised float32 patches that the vision tower reads.
 
     A byte of a channel has one of 256 values. So the processor's own method normalises each of them
-    once, and the results are kept as a table of channels x 256 values. For example, byte 7 of
-    channel 2 becomes entry 2 x 256 + 7. These values are equal to the processor's on every device,
-    and the host waits for no device.
+    once, and the results are stored as a table of channels x 256 values. For example, byte 7 of
+    channel 2 becomes entry 2 x 256 + 7. These values are equal to the processor's to the bit, on
+    every device, and the CPU waits for no GPU.
     """
 
     def __init__(self, image_processor: "BaseImageProcessor", settings: dict[str, Any]) -> None:
@@ -159,17 +159,23 @@ class ImageCache:
     def get(
         self, image_processor: "BaseImageProcessor", image: "ImageInput", settings: dict[str, Any]
     ) -> ProcessedImage:
-        """Return the processed `image`, from the cache or else from the processor.
+        """Return the patches of an image, from the cache or else from the processor.
 
         A new image is added to the cache, and the least recently used ones are dropped until it
-        fits. `settings`: the result of `effective_settings`.
+        fits.
+
+        Args:
+            image_processor: that of the model.
+            image: the picture.
+            settings: the processor's settings for this call, the result of `effective_settings`.
         """
         key = _image_key(image, settings)
         if key in self._images:
             self._images.move_to_end(key)  # the most recently used one
             return self._images[key]
         pixel_limits = settings["size"]
-        # The method of the class: the object's may have been replaced by one that asks this cache.
+        # The method of the class, since that of the object may have been replaced by one that reads
+        # this cache.
         output = type(image_processor).preprocess(
             image_processor,
             [image],
@@ -270,10 +276,10 @@ class BankImage(NamedTuple):
 class ImageBank:
     """Stores the patches of distinct images under consecutive numbers.
 
-    A batch has these numbers, called references, in place of its pixels. An image is identified by
-    the number of its first patch, its start. For example, images of 4 and 2 patches in a bank that
-    begins at 100 get the references 100 to 103 and 104 to 105. Their starts are 100 and 104. No two
-    banks share numbers.
+    A batch has these numbers, called references, in place of its pixels. The number of its first
+    patch is the id of an image. For example, images of 4 and 2 patches in a bank that begins at 100
+    get the references 100 to 103 and 104 to 105, and have the ids 100 and 104. No two banks share
+    numbers.
 
     An image is stored as bytes: one frame of each patch, (R, F). They are normalised when a vision
     tower reads them. If an extension has changed the normalised patches, such as by noise, these are
@@ -289,7 +295,7 @@ class ImageBank:
         self.first = first
         self.end = first  # the number behind the last patch
         self.normalize = normalize
-        self._start_by_key: dict[str, int] = {}  # the number of the first patch of each image
+        self._image_id_by_key: dict[str, int] = {}  # the number of the first patch of each image
         # the images by the number of their first patch
         self._images: dict[int, BankImage] = {}
         # The features of images by the number of their first patch. The vision pass fills it if the
@@ -306,8 +312,8 @@ class ImageBank:
 
         A new image is stored first: its bytes are copied to `device`.
         """
-        if image.key in self._start_by_key:
-            return self._numbers_of_image(self._start_by_key[image.key])
+        if image.key in self._image_id_by_key:
+            return self._numbers_of_image(self._image_id_by_key[image.key])
         frames_RF = image.frames_RF
         if device.type == "cuda":
             frames_RF = frames_RF.pin_memory()  # else the host would wait for the copy
@@ -321,27 +327,27 @@ class ImageBank:
             patches: on the device: bytes, (R, F), uint8, or normalised patches, (R, D).
             grid_3: (temporal, height, width) of the image in patches.
         """
-        if key not in self._start_by_key:
-            self._start_by_key[key] = self.end
+        if key not in self._image_id_by_key:
+            self._image_id_by_key[key] = self.end
             self._images[self.end] = BankImage(key, patches, grid_3)
             self.end += len(patches)
-        return self._numbers_of_image(self._start_by_key[key])
+        return self._numbers_of_image(self._image_id_by_key[key])
 
-    def image(self, start: int) -> BankImage:
-        """Return key, patches and grid (3,) of the image whose first patch is `start`."""
-        return self._images[start]
+    def image(self, image_id: int) -> BankImage:
+        """Return key, patches and grid (3,) of the image whose first patch is `image_id`."""
+        return self._images[image_id]
 
-    def _numbers_of_image(self, start: int) -> Tensor:
-        """Return the numbers of the patches of the image whose first patch is `start`, (R, 1)."""
-        patch_count = len(self._images[start].patches)
-        return torch.arange(start, start + patch_count)[:, None]
+    def _numbers_of_image(self, image_id: int) -> Tensor:
+        """Return the numbers of the patches of the image whose first patch is `image_id`, (R, 1)."""
+        patch_count = len(self._images[image_id].patches)
+        return torch.arange(image_id, image_id + patch_count)[:, None]
 
-    def pixels(self, starts: list[int]) -> tuple[Tensor, Tensor]:
+    def pixels(self, image_ids: list[int]) -> tuple[Tensor, Tensor]:
         """Return normalised patches (R, D) and grids (N, 3) of N images, for a vision tower.
 
-        `starts`: the number of the first patch of each image.
+        `image_ids`: the number of each image's first patch, which identifies it.
         """
-        images = [self._images[start] for start in starts]
+        images = [self._images[image_id] for image_id in image_ids]
         grids = torch.stack([image.grid_3 for image in images])
         stored_patches = [image.patches for image in images]
         # Bytes are still to be normalised. If all images are bytes, they are normalised at once.
@@ -355,7 +361,7 @@ class ImageBank:
         return torch.cat(normalized_patches), grids
 
     @property
-    def starts(self) -> list[int]:
+    def image_ids(self) -> list[int]:
         """The number of each image's first patch, in the order of storing."""
         return list(self._images)
 
@@ -379,7 +385,7 @@ class ImageBanks:
     def new(self, mode: str) -> ImageBank:
         """Replace the bank of `mode` (`train` or `eval`) by an empty one, and return the new one.
 
-        Its first number is the lowest that no bank has used yet.
+        Its first patch gets the lowest number that no bank has used yet.
         """
         if mode in self._banks:
             self._removed_end = max(self._removed_end, self._banks[mode].end)
@@ -391,29 +397,32 @@ class ImageBanks:
     def bank_to_extend(self, mode: str = "train") -> ImageBank | None:
         """Return the bank of the present batch, to add images to it; None before the first batch.
 
-        It also marks features as due. So all ranks call it together, whether or not they have images
-        to add: with a frozen tower, the passes over new images are collective.
+        It also calls `mark_new_images`. So all ranks call it together, whether or not they have
+        images to add: with a frozen tower, the passes over new images are collective.
         """
         self.mark_new_images(mode)
         return self._banks.get(mode)
 
     def mark_new_images(self, mode: str = "train") -> None:
-        """Note that the present batch may have new images, whose features are not computed yet.
+        """Mark the bank of the present batch as one that may have new images. Collective.
 
-        The next vision pass of a frozen tower then computes them. Before the first batch this does
-        nothing.
+        The next pass of a frozen vision tower then computes their features. Before the first batch
+        this does nothing.
         """
         bank = self._banks.get(mode)
         if bank is not None:
             bank.may_have_new_images = True
 
     def of_training(self) -> ImageBank | None:
-        """Return the bank of the training batch, or its stand-in (`temporary`), if there is one."""
+        """Return the bank of the training batch, inside of `temporary` the one that replaces it.
+
+        The result is None before the first batch.
+        """
         return self._banks.get(_TEMPORARY_BANK, self._banks.get("train"))
 
     @contextmanager
     def temporary(self) -> Iterator[ImageBank]:
-        """Add an empty bank, which stands in for the training batch's bank inside the block.
+        """Replace the training batch's bank by an empty one inside the block.
 
         A second pass over the batch can then see other images, and the batch's own images are
         untouched. After the block the numbers of the temporary bank are not used again.

@@ -61,7 +61,9 @@ def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, 
     So a batch without images has the same columns as the batches of other ranks. For example, two
     rows without images get `pixel_values` (0, 1), `image_grid_thw` (0, 3) and `num_images` [0, 0].
 
-    `tokens_BT`: any tensor with the shape of prompts and completions, (B, P + C).
+    Args:
+        columns: the columns by name.
+        tokens_BT: any tensor with the shape of prompts and completions together, (B, P + C).
     """
     if columns.get("pixel_values") is not None:
         return columns
@@ -101,7 +103,7 @@ class DistinctImages:
         *,
         tools_show_images: bool = False,
     ) -> None:
-        """Make the models accept references, and create the cache.
+        """Make the models accept references to patches, and create cache and image banks.
 
         Args:
             models: the policy, and the reference model if there is one.
@@ -139,9 +141,9 @@ class DistinctImages:
         return self._cache if self._config.uses("cache_images") else None
 
     def cache_images(self, row: Mapping[str, Any]) -> int:
-        """Process the images of a row into the cache, for a later generation.
+        """Process the images of a row, and put them into the cache for a later generation.
 
-        Returns the number of bytes that they take in the cache.
+        Returns the number of bytes that they take there.
         """
         cache = self.cache
         processor = self.image_processor
@@ -157,7 +159,7 @@ class DistinctImages:
     def prefetch(
         self, rows: DistinctRows, order: EpochRepeatSampler, dataset: "Dataset"
     ) -> NoPrefetch:
-        """Return the object that processes the next generation's images in the background.
+        """Return an object that processes the next generation's images in the background.
 
         Args:
             rows: the rows of the loader.
@@ -165,8 +167,8 @@ class DistinctImages:
             dataset: the data set that `rows` reads.
 
         Returns:
-            An object that does nothing where images are not cached, or where rows must not be read
-            early.
+            A `NoPrefetch`, which does nothing, where images are not cached, or where rows must not
+            be read early.
         """
         # Where the policy learns on the CPU, the CPU has no time to spare. Without a cache the
         # results could not be kept. Without images there is nothing to process.
@@ -193,16 +195,18 @@ class DistinctImages:
         return cast("Batch", with_image_columns(dict(batch), tokens_BT))
 
     def prompts(self, rows: Sequence[Row], mode: str, *, refill: bool) -> PromptBatch:
-        """Return the prompts of these rows, with their images as references where they are cached.
+        """Return the prompts of a batch's rows, tokenized and with their images processed.
+
+        Where images are cached, `pixel_values` has references to their patches in an image bank.
 
         Args:
             rows: rows of the data set.
             mode: `train` or `eval`. The images are stored until the next batch of this mode.
-            refill: whether the rows join the present batch; otherwise its images are released.
+            refill: whether the rows are added to the present batch. Otherwise a new batch begins,
+                and the images of the present one are released.
         """
         self._switch_vision()
-        # The bank stores the images of a batch. Rows that join the present batch use its bank. Rows
-        # of a new batch get an empty bank.
+        # An image bank stores the images of one batch.
         bank = self.banks.bank_to_extend() if refill else None
         if bank is None:
             bank = self.banks.new(mode)
@@ -224,9 +228,9 @@ class DistinctImages:
     def with_tool_images(
         self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str
     ) -> PromptBatch:
-        """Return the prompts with the images that tools have shown, after the row's own.
+        """Return the prompts with the images that tools have shown, after those of the rows.
 
-        All ranks call it together, also those whose tools have shown none (see `bank_to_extend`).
+        Collective: ranks whose tools have shown no image call it too (see `bank_to_extend`).
 
         Args:
             prompts: of B rows.
@@ -234,8 +238,8 @@ class DistinctImages:
                 those of the batch.
             mode: `train` or `eval`.
         """
-        # The call also marks features as due, which all ranks have to do alike. So it comes before
-        # the return below.
+        # The call also marks the bank as one with new images, which all ranks have to do alike. So
+        # it comes before the return below.
         bank = self.banks.bank_to_extend(mode)
         cache = self.cache
         if not any(pictures):
@@ -249,8 +253,8 @@ class DistinctImages:
         with processor_context:
             return with_pictures_of_tools(prompts, pictures, process)
 
-    def tokens_of(self, image: "ImageInput") -> int:
-        """Return the number of image tokens of an image that a tool shows."""
+    def count_image_tokens(self, image: "ImageInput") -> int:
+        """Return into how many image tokens the processor turns an image that a tool shows."""
         processor = self.image_processor
         settings = effective_settings(processor, overrides={})
         cache = self._cache or ImageCache(limit_bytes=0)
@@ -263,8 +267,10 @@ class DistinctImages:
     ) -> PromptBatch:
         """Return the prompts of these rows, tokenized and with their images processed.
 
-        `processor_context`: is entered while the processor works, such as `returning_references`.
-        None for no context, in which case images are pixels.
+        Args:
+            rows: rows of the data set.
+            processor_context: a context manager around the processor's work. With
+                `returning_references` the images become references. None: they are pixels.
         """
         template_arguments = self._config.chat_template_kwargs or {}
         return read_prompts(rows, self._processor, template_arguments, processor_context)

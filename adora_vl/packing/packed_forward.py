@@ -104,7 +104,11 @@ class PassInputs:
 
 
 class PackedForward:
-    """Computes the log-probabilities of a batch with each prompt once and without padding."""
+    """Computes the log-probabilities of a batch with each prompt once and without padding.
+
+    Rows with the same prompt are packed: the prompt once, then all of its completions. The first
+    pass of a run is compared with padded rows. If they differ, packing is disabled.
+    """
 
     def __init__(
         self,
@@ -117,7 +121,9 @@ class PackedForward:
         """
         self._accelerator = accelerator
         self._checkpointing_context = checkpointing_context
-        self.refusal = ""  # why prompts are not shared; empty as long as nothing is against it
+        self.disabled_reason = (
+            ""  # why prompts are not shared; empty as long as nothing is against it
+        )
         self.passes = 0  # packed passes so far
         self.is_checked = False  # whether packed and padded rows have been compared
 
@@ -127,23 +133,25 @@ class PackedForward:
         compute_padded: Callable[[int, dict[str, Any]], PassResult],
         check_only: bool = False,
     ) -> PassResult | None:
-        """Compute a pass from packed sequences, if they are less work than padded rows.
+        """Compute log-probabilities and entropies from packed rows, if that is less work than padded.
 
         The first call of a run also compares packed and padded rows (`_check`).
 
         Args:
-            inputs: what TRL's `_get_per_token_logps_and_entropies` gets.
+            inputs: the arguments of TRL's `_get_per_token_logps_and_entropies`.
             compute_padded: computes the same pass as TRL does, for the first rows. Its arguments
                 are the number of these rows, and their columns.
             check_only: make the comparison alone. The rows are then packed even if that is more
                 work, and None is returned.
 
         Returns:
-            None where padded rows are less work, or the only way.
+            The result of the pass; None where padded rows are less work, or the only way.
         """
         config = self._accelerator.unwrap_model(inputs.model).config
         if not can_share_prompts(config):
-            self.refusal = f"attention {configured_attention(config)} of {config.model_type}"
+            self.disabled_reason = (
+                f"attention {configured_attention(config)} of {config.model_type}"
+            )
             return None
         groups_by_chunk = _groups_by_chunk(inputs)
         packs_rows = check_only or all(
@@ -156,8 +164,8 @@ class PackedForward:
                 compute_padded=compute_padded,
                 packs_rows=packs_rows,
             )
-        # `_check` sets `refusal` if packed and padded rows differ.
-        if check_only or not packs_rows or self.refusal:
+        # `_check` sets `disabled_reason` if packed and padded rows differ.
+        if check_only or not packs_rows or self.disabled_reason:
             return None
         self.passes += 1
         return self._compute_chunks(inputs, groups_by_chunk)
@@ -171,12 +179,12 @@ class PackedForward:
     ) -> None:
         """Compare packed with padded log-probabilities of the first chunk. Collective.
 
-        If they differ by more than rounding on any rank, `refusal` is set on every rank, and the
-        run goes on with padded rows.
+        A chunk is the rows of one forward pass. If the two differ by more than rounding on any rank,
+        `disabled_reason` is set on every rank, and the run goes on with padded rows.
 
         Args:
-            inputs: what the pass gets.
-            groups: the rows of the first chunk, grouped by prompt.
+            inputs: the arguments of the pass.
+            groups: the rows of the first chunk, grouped by prompt, such as [[0, 1], [2]].
             compute_padded: computes the first rows as TRL does, see `__call__`.
             packs_rows: whether this rank packs its rows, since that is less work.
         """
@@ -202,20 +210,22 @@ class PackedForward:
         worst_gap = float(gather(mean_gap.reshape(1)).max())  # of all ranks
         bound = rounding_bound(computing_dtype(self._accelerator, inputs.model))
         if not worst_gap <= bound:  # NaN is refused too
-            self.refusal = (
+            self.disabled_reason = (
                 f"packed and separate log-probabilities differ by {worst_gap:.2g} nats, more than "
                 f"{bound:.2g}"
             )
             warnings.warn(
-                f"share_prompt: no shared prompts from here on: {self.refusal}", stacklevel=2
+                f"share_prompt: no shared prompts from here on: {self.disabled_reason}",
+                stacklevel=2,
             )
 
     def _compute_chunks(self, inputs: PassInputs, groups_by_chunk: list[RowGroups]) -> PassResult:
-        """Compute one packed pass for each chunk of neighbouring rows, and join their results.
+        """Compute one packed pass for each chunk of rows, and join their results.
 
         Args:
-            inputs: what the pass over all rows gets.
-            groups_by_chunk: for each chunk its rows, grouped by prompt.
+            inputs: the arguments of the pass over all rows.
+            groups_by_chunk: for each chunk its rows, grouped by prompt. For example, [[[0, 1]],
+                [[2], [3]]] are two chunks of two rows, and only those of the first share a prompt.
         """
         logps = []
         entropies = []
@@ -229,10 +239,14 @@ class PackedForward:
         return torch.cat(logps), entropies_BC, auxiliary_loss
 
     def _compute_chunk(self, inputs: PassInputs, groups: RowGroups) -> tuple[Tensor, Tensor | None]:
-        """Run one packed pass over the rows of `groups`, which are neighbours.
+        """Run one packed pass over the rows of `groups`.
 
         Returns log-probabilities and entropies, both (rows, C). Without `compute_entropy` the
         entropies are None.
+
+        Args:
+            inputs: the arguments of the pass over all rows.
+            groups: neighbouring rows, grouped by prompt, such as [[4, 5], [6]].
         """
         plain_model = self._accelerator.unwrap_model(inputs.model)
         install_split_attention(plain_model)
@@ -285,14 +299,14 @@ def packed_size(packed: PackedSequence, pixels: Tensor | None) -> PassSize:
 def _pack_chunk(
     plain_model: "PreTrainedModel", inputs: PassInputs, groups: RowGroups
 ) -> PackedSequence:
-    """Lay out the rows of `groups`, which are neighbours, as one packed sequence.
+    """Return the rows of `groups`, which are neighbours, laid out as one packed sequence.
 
     For example, the groups [[4, 5], [6]] are the rows 4 to 6 of the batch, which are packed as the
     groups [[0, 1], [2]] of a chunk of three rows.
 
     Args:
-        plain_model: the model without a wrapper; it counts the positions of image tokens.
-        inputs: what the pass over all rows gets.
+        plain_model: the model without a wrapper; it computes the positions of image tokens.
+        inputs: the arguments of the pass over all rows.
         groups: the rows of the chunk, grouped by prompt.
     """
     host_rows = inputs.host_rows
@@ -354,23 +368,25 @@ def _images_in_order(host_rows: HostRows, groups: RowGroups) -> list[RowImages]:
 
 
 def _columns_of_first_rows(rows: int, inputs: PassInputs) -> dict[str, Any]:
-    """Cut the columns of images and tools to the first `rows` rows, and return them by name.
+    """Return the columns of images and tools of the first `rows` rows, by name.
 
-    `pixel_values` has an entry per patch, and `image_grid_thw` one per image. All others have one
-    per row.
+    `pixel_values` has an entry per patch, and `image_grid_thw` one per image. All other columns have
+    one per row. For example, let the first two rows have one image of 4 and one of 6 patches. With
+    `rows` 2 the first 10 entries of `pixel_values` and 2 of `image_grid_thw` are returned.
     """
     images_by_row = inputs.host_rows.images[:rows]
-    rows_with_images = [row_images for row_images in images_by_row if row_images is not None]
-    entry_counts = {
-        "pixel_values": sum(len(row_images.pixels) for row_images in rows_with_images),
-        "image_grid_thw": sum(len(row_images.grids) for row_images in rows_with_images),
+    images_of_first_rows = [row_images for row_images in images_by_row if row_images is not None]
+    entry_count_by_name = {
+        "pixel_values": sum(len(row_images.pixels) for row_images in images_of_first_rows),
+        "image_grid_thw": sum(len(row_images.grids) for row_images in images_of_first_rows),
     }
     first_columns: dict[str, Any] = {}
     for name, values in inputs.columns.items():
-        first_columns[name] = None
-        if values is not None:
-            entries = entry_counts.get(name, rows)
-            first_columns[name] = values[:entries]
+        if values is None:
+            first_columns[name] = None
+            continue
+        entry_count = entry_count_by_name.get(name, rows)
+        first_columns[name] = values[:entry_count]
     return first_columns
 
 
@@ -388,13 +404,13 @@ def _sampled_tokens(rows: int, inputs: PassInputs) -> Tensor:
 
 
 def _groups_by_chunk(inputs: PassInputs) -> list[RowGroups]:
-    """Divide the rows into one chunk for each forward pass, and group those of a chunk by prompt.
+    """Split the rows into a chunk for each forward pass, and group those of a chunk by prompt.
 
-    For example, with 4 rows per chunk, six rows with the prompts p p q q q q are divided into
+    For example, with 4 rows per chunk, six rows with the prompts p p q q q q are split into
     [[0, 1], [2, 3]] and [[4, 5]].
 
-    References into an image bank, which are integers, tell which rows have equal images. Pixels do
-    not, so every row with pixels is a group of its own.
+    `pixel_values` may be references into an image bank, which are integers, or pixels. References
+    tell which rows have equal images. Pixels do not, so every row with pixels is a group of its own.
     """
     rows = range(len(inputs.input_ids))
     rows_per_chunk = inputs.rows_per_chunk
@@ -407,7 +423,10 @@ def _groups_by_chunk(inputs: PassInputs) -> list[RowGroups]:
 
 
 def _groups_of_chunk(chunk: range, host_rows: HostRows) -> RowGroups:
-    """Return the rows of a chunk, grouped by their prompt and its images."""
+    """Return the rows of a chunk, grouped by their prompt and its images.
+
+    For example, the rows 4 to 6, of which the first two have the same prompt, give [[4, 5], [6]].
+    """
     rows = list(chunk)
     image_keys: list[list[int]] = []
     for row in rows:
@@ -422,7 +441,7 @@ def _groups_of_chunk(chunk: range, host_rows: HostRows) -> RowGroups:
 
 
 def _packing_pays(groups: RowGroups, host_rows: HostRows) -> bool:
-    """Return whether packing these groups of rows is less work than padding each row."""
+    """Return whether packing these rows, grouped by prompt, is less work than padding each row."""
     prompt_rows = [group_rows[0] for group_rows in groups]
     prompt_lengths = host_rows.prompt_mask[prompt_rows].sum(dim=1).tolist()
     completion_lengths = [

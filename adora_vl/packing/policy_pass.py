@@ -66,9 +66,7 @@ def padded_size(input_ids: Tensor, completion_width: int, pixels: Tensor | None)
 def generation_logps(
     batch: Batch, model_pass: ModelPass, rows_per_pass: int, pixels: Tensor | None = None
 ) -> Tensor:
-    """Return a model's log-probabilities of a generation's completions, (B, C).
-
-    They are computed without gradients.
+    """Return a model's log-probabilities of a generation's completions, (B, C), without gradients.
 
     Args:
         batch: the generation, or some rows of it.
@@ -92,7 +90,7 @@ def generation_logps(
 
 @dataclass
 class WatchedPass:
-    """A micro-batch, and what the first pass over it has computed."""
+    """A micro-batch, and what the first forward pass over it has computed."""
 
     micro_batch: Batch
     on_logps: Callable[[Tensor], None] | None = None
@@ -102,8 +100,13 @@ class WatchedPass:
     entropies_BC: Tensor | None = None
     """Its entropies, with gradients; None before it, and where it has not computed any."""
 
-    def take_result(self, logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
-        """Keep what the first pass has computed. Later passes change nothing."""
+    def keep_first_result(self, logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
+        """Store the result of the first pass, and hand it to `on_logps`. Later calls do nothing.
+
+        Args:
+            logps_BC: the log-probabilities that the pass has computed.
+            entropies_BC: its entropies; None where it has not computed any.
+        """
         if self.logps_BC is not None:
             return
         self.logps_BC = logps_BC.detach()
@@ -115,7 +118,8 @@ class WatchedPass:
 class PolicyPass:
     """TRL's `_get_per_token_logps_and_entropies`, with shared prompts where they save work.
 
-    It serves the policy, the old policy and the reference model.
+    A shared prompt is computed once for all completions of its group. All passes of the policy and
+    of the reference model go through this object.
     """
 
     def __init__(
@@ -146,13 +150,13 @@ class PolicyPass:
     @property
     def shares_prompts(self) -> bool:
         """Whether passes share prompts where that is less work, which is known after `check`."""
-        is_confirmed = self.packed_forward.is_checked and not self.packed_forward.refusal
+        is_confirmed = self.packed_forward.is_checked and not self.packed_forward.disabled_reason
         return self._config.uses("share_prompt") and is_confirmed
 
     @property
     def needs_check(self) -> bool:
         """Whether packed rows are still to be compared with padded ones."""
-        is_decided = self.packed_forward.is_checked or bool(self.packed_forward.refusal)
+        is_decided = self.packed_forward.is_checked or bool(self.packed_forward.disabled_reason)
         return self._config.uses("share_prompt") and not is_decided
 
     def check(self, batch: Batch, model_pass: ModelPass) -> None:
@@ -173,10 +177,10 @@ class PolicyPass:
     def watch(
         self, micro_batch: Batch, on_logps: Callable[[Tensor], None] | None = None
     ) -> Iterator[WatchedPass]:
-        """Tell the passes inside the block their micro-batch, and keep what the first one computes.
+        """Give the passes inside the block a micro-batch to read, and keep the first one's result.
 
-        TRL's loss calls the pass. It neither passes the micro-batch on to the pass, nor returns what
-        the pass has computed.
+        The block calls TRL's loss, which calls the pass. TRL's loss neither hands the micro-batch on
+        to the pass, nor returns what the pass has computed. Yields the object that gets the result.
 
         Args:
             micro_batch: the micro-batch whose rows all passes inside the block read.
@@ -209,11 +213,11 @@ class PolicyPass:
         """Compute log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
 
         `trl_pass` is TRL's method, and the other arguments are those of TRL's method. Tokens that
-        the policy has not sampled (0 in `tool_mask`) get a log-probability of 0. The loss does not
-        read them, and so no two passes differ in them.
+        the policy has not sampled (0 in `tool_mask`) get a log-probability of 0: the loss does not
+        read them, and comparisons of two passes see no difference there.
 
-        A pass without gradients scores tokens to compare them with an engine, an older policy or a
-        reference. None of these has dropout, so it is switched off here; TRL leaves it on.
+        A pass without gradients is compared with an engine, an older policy or a reference. None of
+        these has dropout, so it is switched off here; TRL leaves it on.
         """
         # TRL's loss does not pass the mask on. Then the micro-batch that `watch` has set has it.
         sampled_mask_BC = columns.get("tool_mask", self._micro_batch.get("tool_mask"))
@@ -238,13 +242,19 @@ class PolicyPass:
         if sampled_mask_BC is not None:
             logps_BC = torch.where(sampled_mask_BC.bool(), logps_BC, 0.0)
         if self._watched is not None:
-            self._watched.take_result(logps_BC, entropies_BC)
+            self._watched.keep_first_result(logps_BC, entropies_BC)
         return logps_BC, entropies_BC, auxiliary_loss
 
     def _compute(
         self, trl_pass: Callable[..., PassResult], inputs: PassInputs, compute_aux_loss: bool
     ) -> PassResult:
-        """Compute a pass: packed where that is less work, else by TRL's method `trl_pass`."""
+        """Compute a pass: packed where that is less work, else by TRL's method.
+
+        Args:
+            trl_pass: TRL's method.
+            inputs: its arguments.
+            compute_aux_loss: whether the auxiliary loss of a mixture of experts is needed too.
+        """
 
         def compute_padded(rows: int, columns: dict[str, Any]) -> PassResult:
             """Compute the first `rows` rows as TRL does, each with its own prompt and padding."""
@@ -260,7 +270,7 @@ class PolicyPass:
                 **model_columns,
             )
 
-        may_pack = self._config.uses("share_prompt") and not self.packed_forward.refusal
+        may_pack = self._config.uses("share_prompt") and not self.packed_forward.disabled_reason
         if may_pack and not compute_aux_loss:  # a packed pass computes no auxiliary loss
             result = self.packed_forward(inputs, compute_padded, check_only=self._check_only)
             if result is not None:

@@ -48,10 +48,12 @@ class PromptBatch:
 
 
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-    """Number the distinct keys of rows, in the order in which they come first.
+    """Return the first row of each distinct key, and for every row the number of its key.
 
-    Returns the first row of each distinct key, and for every row the number of its key. For example,
-    the keys a a b a give [0, 2] and [0, 0, 1, 0]: key 0 is first in row 0, key 1 in row 2.
+    For example, the keys a a b a give [0, 2] and [0, 0, 1, 0]: key 0 is first in row 0, key 1 in
+    row 2.
+
+    `keys`: a key for each row, equal for rows of equal content.
     """
     number_by_key: dict[Hashable, int] = {}
     first_rows = []
@@ -65,7 +67,8 @@ def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
 def trl_messages(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return the prompts of rows as TRL's messages.
 
-    If any row has an image, the messages of all rows have their images inside.
+    If any row has images, all messages get the form that TRL has for images: their content is a
+    list of parts, such as `{"type": "image", "image": ...}` and `{"type": "text", "text": ...}`.
     """
     images = [images_of(row) for row in rows]
     if not any(images):
@@ -91,7 +94,7 @@ def read_prompts(
         rows: rows of a data set, with `prompt` and mostly `images`.
         processor: the processor of the model, or a tokenizer.
         template_arguments: further arguments of the chat template.
-        processor_context: is entered while the processor works; None for no context.
+        processor_context: a context manager around the processor's work; None for none.
     """
     messages = trl_messages(rows)
     is_plain_text = isinstance(messages[0], str)
@@ -132,9 +135,10 @@ def read_prompts(
 def _tokenize_messages(
     messages: list[Any], processor: "ProcessorMixin", template_arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Apply the chat template to prompts and process their images; return the results by name.
+    """Return the processor's outputs for some prompts by name, such as `input_ids`.
 
-    There is no attention mask among them, since the prompts are not padded.
+    The chat template is applied, and images are processed. There is no attention mask, since the
+    prompts are not padded.
 
     Args:
         messages: the messages of each prompt.
@@ -203,9 +207,10 @@ def with_pictures_of_tools(
 def returning_references(
     image_processor: "BaseImageProcessor", cache: ImageCache, bank: ImageBank, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Let the image processor return references into an image bank, inside the block.
+    """Return a context in which the image processor stores patches and returns references to them.
 
-    References are the numbers that the bank gives to patches. They take the place of pixels.
+    References are the numbers that an image bank gives to patches. They take the place of pixels in
+    the processor's output.
 
     Args:
         image_processor: its `preprocess` is replaced.
@@ -229,10 +234,12 @@ def returning_references(
 
 
 def _with_ids_of_images(messages: object) -> Any:
-    """Return nested messages with each image replaced by the `id` of its object.
+    """Return messages with each image replaced by Python's `id` of the object.
 
-    So messages can be compared without reading pixels. Rows of one prompt have the same image
+    So messages can be compared without reading pixels: rows of one prompt have the same image
     object. For example, {"type": "image", "image": <image>} becomes {..., "image": 140023}.
+
+    `messages`: a message, or lists of messages nested in any way.
     """
     if isinstance(messages, dict):
         return {key: _with_ids_of_images(value) for key, value in messages.items()}

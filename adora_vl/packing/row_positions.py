@@ -36,14 +36,15 @@ def prompt_images(host_rows: HostRows, row: int) -> RowImages | None:
 def completion_images(host_rows: HostRows, row: int) -> RowImages | None:
     """Return the images in a row's completion, which tools have put there.
 
-    The result is None where no row of the batch has images, and where the completion has no tokens.
+    They come after those of the prompt: with grids of 4, 6 and 8 patches, and two images in the
+    prompt, the completion has the last grid and the last 8 patches. The result is None if no row of
+    the batch has images, or if the completion has no tokens.
     """
     row_images = host_rows.images[row]
     in_prompt = prompt_images(host_rows, row)
     has_tokens = host_rows.completion_lengths[row] > 0
     if row_images is None or in_prompt is None or not has_tokens:
         return None
-    # The images of the completion come after those of the prompt.
     return RowImages(
         pixels=row_images.pixels[len(in_prompt.pixels) :],
         grids=row_images.grids[len(in_prompt.grids) :],
@@ -91,9 +92,14 @@ def completion_positions(
 ) -> Tensor | None:
     """Return the M-RoPE positions of the completions of these rows, (3, rows, C).
 
-    The result is None where no completion has an image. Each position is then the one before plus
-    1, and the caller counts them. After an image the next position is larger by the image's height
-    or width in tokens, whichever is more. So the model itself has to count those.
+    The result is None if no completion has an image. Each position is then the one before plus 1,
+    which the caller can count. After an image the next position is larger by the image's height or
+    width in tokens, whichever is more, so the model's own method is needed.
+
+    Args:
+        model: the policy or the reference model, without a wrapper.
+        host_rows: the copy of the batch on the CPU.
+        rows: numbers of rows of the batch.
     """
     token_types = host_rows.completion_token_types
     if token_types is None or not token_types[rows].any():

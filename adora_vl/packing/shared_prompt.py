@@ -265,7 +265,7 @@ class _SequenceBuilder:
     """
 
     def __init__(self, host_rows: HostRows, row_width: int, completion_width: int) -> None:
-        """Begin an empty sequence.
+        """Create an empty sequence.
 
         Args:
             host_rows: copies of the B rows on the CPU.
@@ -367,9 +367,13 @@ class _SequenceBuilder:
         self._length += rollout_length
 
     def build(self, input_ids: Tensor, attention_mask: Tensor) -> PackedSequence:
-        """Gather the tokens of the sequence on the device of `input_ids`, without waiting for it.
+        """Return the sequence, with its tokens gathered on the device of `input_ids`.
 
-        `input_ids` and `attention_mask` are the tensors of the B rows, (B, P + C).
+        All copies to the device are made without waiting for it.
+
+        Args:
+            input_ids: (B, P + C), the tokens of the rows.
+            attention_mask: (B, P + C), 0 at padding.
         """
 
         def on_device(tensor: Tensor) -> Tensor:

@@ -33,32 +33,36 @@ class VarlenAttention:
     """Torch's kernel for rows of different lengths, as far as it works on this machine."""
 
     def __init__(self) -> None:
-        self.refusal = ""  # why it is not used; empty while nothing is known against it
+        self.disabled_reason = ""  # why it is not used; empty while nothing is known against it
         # (device, dtype, heads of queries, heads of keys, head size) that have been compared
-        self._probed_kinds: set[tuple[Any, ...]] = set()
+        self._probed_shapes: set[tuple[Any, ...]] = set()
 
     def supports(self, query: Tensor, key: Tensor, dropout: float) -> bool:
         """Return whether the kernel can compute this attention.
 
         It needs a GPU, half precision and certain head sizes, and has no dropout. The first call
         for a device, a dtype, and a number and size of heads also tries the kernel on a few tokens.
-        `query` is (1, H, S, D), `key` (1, Hk, S, D).
+
+        Args:
+            query: (1, H, S, D).
+            key: (1, Hk, S, D).
+            dropout: share of the attention weights that are dropped.
         """
         head_size = query.size(-1)
         has_half_precision = query.dtype in (torch.float16, torch.bfloat16)
         size_fits = head_size % 8 == 0 and head_size <= _MAX_HEAD_SIZE
         if not (query.is_cuda and has_half_precision and size_fits):
             return False
-        if self.refusal or dropout:
+        if self.disabled_reason or dropout:
             return False
-        kind = (query.device, query.dtype, query.size(1), key.size(1), head_size)
-        if kind not in self._probed_kinds:
-            self._probe(query, key)  # may set `refusal`
-            self._probed_kinds.add(kind)
-        return not self.refusal
+        shape = (query.device, query.dtype, query.size(1), key.size(1), head_size)
+        if shape not in self._probed_shapes:
+            self._probe(query, key)  # may set `disabled_reason`
+            self._probed_shapes.add(shape)
+        return not self.disabled_reason
 
     def _probe(self, query: Tensor, key: Tensor) -> None:
-        """Compare the kernel with plain attention in float32, and set `refusal` if they differ.
+        """Compare the kernel with plain attention in float32, and set `disabled_reason` if they differ.
 
         It is also set, with a warning, where the kernel raises an error. `query` and `key` give the
         device, the dtype, and the number and size of heads; their values are not used.
@@ -69,16 +73,16 @@ class VarlenAttention:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # a kernel raises it for what it does not support
-            self.refusal = " ".join(str(error).split())[:200]
+            self.disabled_reason = " ".join(str(error).split())[:200]
         else:
             if not error_ratio <= _MAX_PROBE_ERROR:  # NaN is refused too
-                self.refusal = (
+                self.disabled_reason = (
                     f"it differs from plain attention by {error_ratio:.2g} of the largest value"
                 )
-        if self.refusal:
+        if self.disabled_reason:
             warnings.warn(
                 "attention: each rollout's is a call of its own, because torch's kernel for "
-                f"rows of different lengths cannot be used: {self.refusal}",
+                f"rows of different lengths cannot be used: {self.disabled_reason}",
                 stacklevel=2,
             )
 
@@ -183,10 +187,11 @@ class _SelectRows(torch.autograd.Function):
 
 
 def probe_error(query: Tensor, key: Tensor) -> float:
-    """Measure how far the kernel is from plain attention, on two short groups of made-up values.
+    """Return how far the kernel is from plain attention, on two short groups of made-up values.
 
-    Returns the largest difference of an output or gradient, relative to the largest value of the
-    same tensor. Heads, dtype and device are those of `query` (1, H, S, D) and `key` (1, Hk, S, D).
+    It is the largest difference of an output or gradient, divided by the largest value of the same
+    tensor. Heads, dtype and device are those of `query` (1, H, S, D) and `key` (1, Hk, S, D), whose
+    values are not used.
     """
     # Attention does not read the positions that predict tokens; only the LM head does.
     no_positions_K = torch.zeros(1, dtype=torch.long, device=query.device)

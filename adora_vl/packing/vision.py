@@ -19,7 +19,7 @@ from adora_vl.utils import compat
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# A pass of the vision tower: takes pixels (R, D) and grids (images, 3), and returns its output.
+# Runs the vision tower on pixels (R, D) and grids (images, 3), and returns its output.
 RunTower = Callable[[Tensor, Tensor], Any]
 
 
@@ -31,7 +31,10 @@ def run_tower(
     pixels: Tensor,
     grids: Tensor,
 ) -> Any:
-    """Compute the features of images by the model's own method, without waiting for the device.
+    """Compute the features of images by the model's own `get_image_features`.
+
+    For Qwen2.5-VL the attention windows are computed here on the CPU, since its tower would wait for
+    the GPU to read them.
 
     Args:
         tower: the vision tower.
@@ -73,7 +76,9 @@ def vision_language_model(model: nn.Module) -> Any | None:
 class SharedVision:
     """Makes models accept references into image banks in place of pixels.
 
-    A reference is the number of a patch that an image bank stores (`adora_vl.packing.image_store`).
+    An image bank (`adora_vl.packing.image_store`) stores the patches of images under numbers. Such a
+    number is a reference, and the number of its first patch is the id of an image. So equal images
+    can be told, and the vision tower runs once for each distinct one.
     """
 
     def __init__(self, banks: ImageBanks) -> None:
@@ -86,8 +91,8 @@ class SharedVision:
         """Make `model` accept references from now on, in place of pixels.
 
         Its `get_image_features` is replaced. Pixels still go to the model's own method, so
-        generation and everything else work as before. Returns False if the model has no vision
-        tower of a known kind.
+        generation and everything else work as before. Returns whether that was done: a model without
+        a vision tower, or of an unknown family, stays as it is.
         """
         vl_model = vision_language_model(model)
         if vl_model is None or family_of(vl_model.config) is None:
@@ -104,14 +109,15 @@ class SharedVision:
             # Without grids nothing says which patches make up an image.
             if image_grid_thw is None:
                 return model_method(pixel_values, image_grid_thw, **kwargs)
+            # Lacks device, pixels and grids.
             run_on_device = partial(run_tower, vl_model.visual, model_method, kwargs)
             if not len(image_grid_thw):
                 return self._features_of_no_image(vl_model, run_on_device, image_grid_thw.device)
             has_references = not pixel_values.is_floating_point()
             if has_references:
-                starts = first_patches(pixel_values, image_grid_thw)
+                image_ids = first_patches(pixel_values, image_grid_thw)
                 run = partial(run_on_device, vl_model.visual.device)
-                return self._features_of_images(vl_model, run, starts)
+                return self._features_of_images(vl_model, run, image_ids)
             self.image_passes += len(image_grid_thw)
             # A packed pass has the grids on the CPU.
             grids = image_grid_thw.to(pixel_values.device)
@@ -140,7 +146,7 @@ class SharedVision:
             batch_windows(tower, on)
 
     def _features_of_images(
-        self, vl_model: "PreTrainedModel", run: RunTower, starts: list[int]
+        self, vl_model: "PreTrainedModel", run: RunTower, image_ids: list[int]
     ) -> Any:
         """Compute the features of images that an image bank stores.
 
@@ -148,50 +154,53 @@ class SharedVision:
 
         - Sharing is switched off: each image goes through the vision tower, also an equal one.
         - The tower is frozen: each image of the bank goes through it once, for all later passes.
-        - Else each distinct image goes through the tower once in this pass. For example, the starts
-          0 0 8 are two images; the features of the first are returned twice.
+        - Else each distinct image goes through the tower once in this pass. For example, the ids
+          0 0 8 are two distinct images, and the features of the first are returned twice.
 
         Args:
             vl_model: the model that has the vision tower.
             run: runs the tower on pixels and grids.
-            starts: the number of each image's first patch, which identifies it.
+            image_ids: the number of each image's first patch in the bank, which identifies it.
         """
-        bank = self.banks.of(starts[0])
+        bank = self.banks.of(image_ids[0])
         if not self.share:
-            return self._run_on_images(bank, starts, run)
+            return self._run_on_images(bank, image_ids, run)
         if _has_frozen_tower(vl_model):
-            return self._frozen_features(bank, starts=starts, vl_model=vl_model, run=run)
-        distinct_starts = list(dict.fromkeys(starts))
-        output = self._run_on_images(bank, distinct_starts, run)
+            return self._frozen_features(bank, image_ids=image_ids, vl_model=vl_model, run=run)
+        distinct_ids = list(dict.fromkeys(image_ids))
+        output = self._run_on_images(bank, distinct_ids, run)
         distinct_features = _split_by_image(output, vl_model)
-        features_by_start = dict(zip(distinct_starts, distinct_features, strict=True))
-        return _fill_output(output, [features_by_start[start] for start in starts])
+        features_by_id = dict(zip(distinct_ids, distinct_features, strict=True))
+        return _fill_output(output, [features_by_id[image_id] for image_id in image_ids])
 
-    def _run_on_images(self, bank: ImageBank, starts: list[int], run: RunTower) -> Any:
+    def _run_on_images(self, bank: ImageBank, image_ids: list[int], run: RunTower) -> Any:
         """Run the vision tower over images of the bank, and return its output.
 
-        `starts`: the number of each image's first patch. `run`: runs the tower.
+        Args:
+            bank: stores the images.
+            image_ids: the number of each image's first patch, which identifies it.
+            run: runs the tower on pixels and grids.
         """
-        self.image_passes += len(starts)
-        pixels, grids = bank.pixels(starts)
+        self.image_passes += len(image_ids)
+        pixels, grids = bank.pixels(image_ids)
         return run(pixels, grids)
 
     def _frozen_features(
-        self, bank: ImageBank, starts: list[int], vl_model: "PreTrainedModel", run: RunTower
+        self, bank: ImageBank, image_ids: list[int], vl_model: "PreTrainedModel", run: RunTower
     ) -> Any:
-        """Return features of a frozen tower, computed once for all images of the bank.
+        """Return features of a frozen tower, which are computed once for each image of the bank.
 
-        Collective where images have been added to the bank since the last call (`may_have_new_images`).
+        Collective where images may have been added to the bank since the last call, on any rank.
 
         Args:
             bank: stores the images of this rank's batch.
-            starts: the number of the first patch of each image whose features are wanted.
+            image_ids: the number of the first patch of each image whose features are wanted.
             vl_model: the model that has the vision tower.
             run: runs the tower on pixels and grids.
         """
         if bank.may_have_new_images:
             self._compute_features_of_new_images(bank, vl_model, run)
-        features = [bank.frozen_features[start] for start in starts]
+        features = [bank.frozen_features[image_id] for image_id in image_ids]
         return _fill_output(BaseModelOutputWithPooling(), features)
 
     def _compute_features_of_new_images(
@@ -201,29 +210,36 @@ class SharedVision:
 
         All ranks make equally many passes, because a pass gathers sharded weights. A rank that
         needs fewer passes than another one computes its first image again in each further pass.
+
+        Args:
+            bank: stores the images of this rank's batch, at least one.
+            vl_model: the model that has the frozen vision tower.
+            run: runs the tower on pixels and grids.
         """
-        new_starts = [start for start in bank.starts if start not in bank.frozen_features]
+        new_image_ids = [
+            image_id for image_id in bank.image_ids if image_id not in bank.frozen_features
+        ]
         patch_counts = []
-        for start in new_starts:
-            _, patches, _ = bank.image(start)
+        for image_id in new_image_ids:
+            _, patches, _ = bank.image(image_id)
             patch_counts.append(len(patches))
-        passes = split_into_passes(new_starts, patch_counts, PATCHES_PER_PASS)
+        passes = split_into_passes(new_image_ids, patch_counts, PATCHES_PER_PASS)
         for number in range(_max_over_ranks(len(passes), vl_model.visual.device)):
-            pass_starts = passes[number] if number < len(passes) else bank.starts[:1]
+            image_ids_of_pass = passes[number] if number < len(passes) else bank.image_ids[:1]
             with torch.no_grad():
-                output = self._run_on_images(bank, pass_starts, run)
+                output = self._run_on_images(bank, image_ids_of_pass, run)
             pass_features = _split_by_image(output, vl_model)
-            for start, image_features in zip(pass_starts, pass_features, strict=True):
-                bank.frozen_features.setdefault(start, image_features)
+            for image_id, image_features in zip(image_ids_of_pass, pass_features, strict=True):
+                bank.frozen_features.setdefault(image_id, image_features)
         bank.may_have_new_images = False
 
     def _features_of_no_image(
         self, vl_model: "PreTrainedModel", run_on_device: Callable[..., Any], device: torch.device
     ) -> Any:
-        """Return empty features for a batch without images, in step with the other ranks.
+        """Return empty features for a batch without images, and run the tower if other ranks do.
 
-        A rank whose batch has no image still runs the vision tower whenever the other ranks do,
-        because the tower gathers weights and reduces gradients. Its gradients are zero here.
+        The tower gathers sharded weights and reduces gradients, which is collective. So a rank whose
+        batch has no image has to run it too, with gradients of zero.
 
         Args:
             vl_model: the model that has the vision tower.
@@ -238,10 +254,10 @@ class SharedVision:
         # A tower that is trained, or not shared, runs once in every pass of the model.
         if bank is None:
             return _run_without_images(vl_model, run, device)
-        # A frozen tower runs only while features of new images are due, on all ranks alike.
+        # A frozen tower runs only for new images, which are marked on all ranks together.
         if not bank.may_have_new_images:
             return empty
-        if bank.starts:  # other rows of this rank's batch have images
+        if bank.image_ids:  # other rows of this rank's batch have images
             self._compute_features_of_new_images(bank, vl_model, run)
             return empty
         # This rank has no images at all. It makes as many passes as the rank with the most images,
@@ -253,37 +269,41 @@ class SharedVision:
 
 
 def split_into_passes(
-    starts: Sequence[int], patch_counts: Sequence[int], max_patches: int
+    image_ids: Sequence[int], patch_counts: Sequence[int], max_patches: int
 ) -> list[list[int]]:
     """Divide images, in their order, into passes of the vision tower of at most `max_patches`.
 
-    An image with more patches has a pass of its own. For example, images that start at 0, 4 and 10
-    and have 4, 6 and 8 patches, with at most 12 patches a pass, give [[0, 4], [10]].
+    An image with more patches has a pass of its own. For example, the images 0, 4 and 10 with 4, 6
+    and 8 patches, and at most 12 patches a pass, give [[0, 4], [10]].
 
     Args:
-        starts: the number of each image's first patch, which identifies the image.
+        image_ids: the number of each image's first patch, which identifies the image.
         patch_counts: how many patches each image has.
         max_patches: the most patches that a pass of several images may have.
 
     Returns:
-        for each pass the `starts` of its images.
+        For each pass the ids of its images.
     """
     passes: list[list[int]] = []
     free_patches = 0  # that the last pass still has room for
-    for start, count in zip(starts, patch_counts, strict=True):
+    for image_id, count in zip(image_ids, patch_counts, strict=True):
         if count > free_patches:
             passes.append([])
             free_patches = max_patches
-        passes[-1].append(start)
+        passes[-1].append(image_id)
         free_patches -= count
     return passes
 
 
 def _max_over_ranks(passes: int, device: torch.device) -> int:
-    """Return the largest `passes` of all ranks, at least 1. Collective.
+    """Return how many passes of the vision tower every rank makes: the most of any rank. Collective.
 
-    Every rank has to make as many passes of the vision tower, or the others would wait for it. For
-    example, ranks that need 2, 0 and 3 passes all make 3.
+    A rank that made fewer would leave the others waiting. For example, ranks that need 2, 0 and 3
+    passes all make 3. The result is at least 1.
+
+    Args:
+        passes: how many passes this rank needs.
+        device: that of the collective call.
     """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return max(passes, 1)
@@ -300,8 +320,8 @@ def _has_frozen_tower(vl_model: "PreTrainedModel") -> bool:
 def _empty_features(vl_model: "PreTrainedModel", device: torch.device) -> ImageFeatures:
     """Return features of no image token: empty tensors for each field of the tower's output.
 
-    Some families also have `DEEPSTACK_FIELD` features, a tensor for each layer of the language model
-    that they enter at.
+    All families have embeddings, (0, width). Qwen3-VL also has `deepstack_features`, a tensor
+    (0, width) for each layer of the language model that gets them.
     """
     config = vl_model.config
     width = config.get_text_config().hidden_size
@@ -316,8 +336,9 @@ def _empty_features(vl_model: "PreTrainedModel", device: torch.device) -> ImageF
 def _run_without_images(vl_model: "PreTrainedModel", run: RunTower, device: torch.device) -> Any:
     """Run the vision tower over a picture of zeros, and return features of no image token.
 
-    The picture is one image token large. The features are empty slices of the tower's real output,
-    which connect the loss to the tower's weights. The tensors of `_empty_features` do not.
+    The picture is one image token large. The features are empty slices of the tower's output. So
+    the loss depends on the tower's weights, and the backward pass reduces their gradients as on the
+    other ranks.
 
     Args:
         vl_model: the model that has the vision tower.
@@ -367,11 +388,13 @@ def _split_by_image(
 
 
 def _fill_output(output: BaseModelOutputWithPooling, images: list[ImageFeatures]) -> Any:
-    """Put the features of these images into `output`, in the form that the model reads.
+    """Return `output` with the features of these images, in the form that the model reads.
 
     It undoes `_split_by_image`: the features of all images are joined again, in their order.
 
-    `images`: for each image its features by the name of the output's field.
+    Args:
+        output: an output of the tower, whose fields of features are replaced in place.
+        images: for each image its features by the name of the output's field.
     """
     output[EMBEDDINGS_FIELD] = tuple(image[EMBEDDINGS_FIELD][0] for image in images)
     if DEEPSTACK_FIELD in images[0]:

@@ -75,7 +75,7 @@ class SortedWindows(NamedTuple):
 # The cache holds the windows of the last passes: every block of a tower asks for the same ones.
 @lru_cache(maxsize=16)
 def sort_windows(lengths: tuple[int, ...], device: torch.device) -> SortedWindows:
-    """Sort attention windows by size, so that windows of one size are neighbours.
+    """Return attention windows sorted by size, so that windows of one size are neighbours.
 
     Sizes keep the order in which they first occur: windows of 2, 1 and 2 patches become 2, 2, 1.
 
@@ -191,10 +191,10 @@ def _attend_equal_windows(
 def window_arguments(
     tower: "PreTrainedModel", grids: Tensor, device: torch.device | str
 ) -> dict[str, Any]:
-    """Compute the windows of Qwen2.5-VL's tower from the grids, as arguments of its forward.
+    """Return the arguments of the forward of Qwen2.5-VL's tower that describe its windows.
 
-    The tower would compute the same. But from grids on a GPU, every block would wait for the GPU to
-    read the bounds of its windows and the longest window.
+    Without them the tower computes the same from the grids. But with grids on a GPU, every block
+    would wait for the GPU to read the bounds of its windows and the longest window.
 
     Args:
         tower: the vision tower.

@@ -185,7 +185,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnProblem:
-    """A problem that a data loader has drawn."""
+    """A problem that was drawn from the data set, as an identity of its group."""
 
     row_number: int
     """The number of its row in the data set; -1 where rows are not numbered."""
@@ -205,13 +205,13 @@ class RolloutKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGroup:
-    """A problem that has begun, and its rollouts, or those of them that this rank has."""
+    """The rollouts of one problem, or those of them that this rank has."""
 
     problem: DrawnProblem
     row: Row
     """The problem's row; empty in a checkpoint, since the data set has it."""
     start_generation: int
-    """The generation in which it began."""
+    """The number of the generation in which it began."""
     rollouts: tuple[Rollout, ...]
     first_member: int = 0
     """The number of the first rollout, where each rank has a part of the group."""
@@ -242,9 +242,11 @@ class RolloutGroup:
         )
 
     def tool_seed(self, run_seed: int, member: int) -> str:
-        """Return the text from which the random numbers of a rollout's tools follow.
+        """Return the text that seeds the random numbers of a rollout's tools.
 
-        `member`: the number of the rollout in the group.
+        Args:
+            run_seed: the seed of the run.
+            member: the number of the rollout in the group.
         """
         problem = self.problem
         number = self.first_member + member
@@ -269,11 +271,11 @@ def new_groups_of_rows(
     first_row_number: int,
     group_size: int,
 ) -> list[RolloutGroup]:
-    """Put the rows that a rank has drawn into groups of rollouts that have not begun.
+    """Return groups of empty rollouts for the rows that a rank has drawn.
 
-    A group may be divided between ranks; each of them then has a part of it. For example, with
-    groups of 4 and 6 rows per rank, rank 1 has the rows 6 to 11: the last two rollouts of slot 1,
-    with `first_member` 2, and all four of slot 2.
+    The slot of a group is its number over all ranks. A group may be divided between ranks; each of
+    them then has a part of it. For example, with groups of 4 and 6 rows per rank, rank 1 has the
+    rows 6 to 11: the last two rollouts of slot 1, with `first_member` 2, and all four of slot 2.
 
     Args:
         rows: a row for each rollout; those of the same problem are neighbours.
@@ -306,18 +308,26 @@ def new_groups_of_rows(
 def unfinished_rollouts(
     groups: Sequence[RolloutGroup], numbers: Iterable[int]
 ) -> dict[RolloutKey, Rollout]:
-    """Return the rollouts that have not ended, of the groups with these numbers.
+    """Return the rollouts that have not ended, by the number of their group and their own in it.
 
     Rollouts that were paused come first, since they are expected to take longest. For example, of
     group 0 with the rollouts new, ended, paused, the result has (0, 2) and then (0, 0).
+
+    Args:
+        groups: groups of this rank.
+        numbers: the indices of the groups that are searched.
     """
     paused: dict[RolloutKey, Rollout] = {}
     new: dict[RolloutKey, Rollout] = {}
     for number in numbers:
         for member, rollout in enumerate(groups[number].rollouts):
-            if not rollout.has_ended:
-                chosen = paused if rollout.segments else new
-                chosen[RolloutKey(number, member)] = rollout
+            if rollout.has_ended:
+                continue
+            key = RolloutKey(group=number, member=member)
+            if rollout.segments:
+                paused[key] = rollout
+            else:
+                new[key] = rollout
     return paused | new
 
 

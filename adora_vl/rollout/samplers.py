@@ -114,7 +114,7 @@ class VLLMSampler:
         engine.take_images_from(images.cache)
 
     def sync_weights(self, *, force: bool = False) -> None:
-        """Send the policy's weights to the engine, unless it has those of this step.
+        """Send the policy's weights to the engine, unless it has those of this optimizer step.
 
         `force`: send them in any case, since they have changed within the step.
         """
@@ -191,10 +191,14 @@ class AsyncServerSampler(VLLMSampler):
                 self._queue_job(partial(self._read_weights, folder=folder, sends_all=sends_all))
 
     def _read_weights(self, pool: ServerPool, folder: Path, sends_all: bool) -> None:
-        """Let the servers read the weights in `folder`, and remove its files. The thread's job.
+        """Let the servers read the weights in a folder, and remove it. The thread runs this job.
 
-        `sends_all`: whether the folder has all weights, or only those that training changes. In the
-        latter case a server that was started again is left out until the next sync, which sends all.
+        Args:
+            pool: the servers.
+            folder: the files of the weights.
+            sends_all: whether the folder has all weights, or only those that training changes. In
+                the latter case a server that was started again is left out until the next sync,
+                which then sends all.
         """
         try:
             any_missed_last_sync = pool.update_servers_in_use(sends_only_changes=not sends_all)
@@ -206,9 +210,13 @@ class AsyncServerSampler(VLLMSampler):
     def submit(
         self, requests: Sequence[SamplingRequest], settings: SamplingSettings | None = None
     ) -> PendingSamples:
-        """Queue requests to the servers, and do not wait for their answers. Collective.
+        """Queue requests for the servers, and return the samples to wait for. Collective.
 
         They are sampled with the weights that were queued last.
+
+        Args:
+            requests: the prompts of this rank.
+            settings: vLLM's sampling parameters; None: those of the run.
         """
         server_group = self.engine.server_group
         if settings is None:
@@ -223,7 +231,7 @@ class AsyncServerSampler(VLLMSampler):
         return PendingSamples(step=self.synced_step, join=join)
 
     def _join(self, future: Future[Any] | None, rollout_count: int) -> list[SamplingResult]:
-        """Wait for the rollouts that `submit` has requested, and return those of this rank.
+        """Wait for the rollouts that `submit` has requested, and return this rank's. Collective.
 
         Args:
             future: the rollouts of all ranks; None on every rank but the first.

@@ -95,27 +95,29 @@ def append_result(
     result: SamplingResult,
     *,
     step: int,
-    max_turn: int | None,
-    stop: StopCriteria | None,
+    max_turn_tokens: int | None,
+    stop_criteria: StopCriteria | None,
     saw_trainer_images: bool = True,
     context_length: int | None = None,
 ) -> Rollout:
-    """Append sampled tokens to a rollout as a further segment, and note whether it has ended.
+    """Return a rollout with sampled tokens as a further segment, and with why it has ended, if so.
+
+    For example, a result of the tokens 5 6 that ended by itself gives the rollout with a segment
+    5 6 and the finish reason `STOP`. If only the token budget of this generation is used up, the
+    rollout stays `RUNNING`, and goes on in the next generation.
 
     Args:
         rollout: the rollout so far.
         request: the request that continued it.
         result: the tokens that were sampled for the request.
         step: the number of optimizer steps behind the weights that sampled them.
-        max_turn: the largest number of tokens of a turn of the policy; None for any number.
-        stop: says whether the turn ended by itself, for servers, which do not say why they stopped;
-            None for a sampler that says it.
+        max_turn_tokens: the largest number of tokens of a turn of the policy; None for any number.
+        stop_criteria: say whether the turn ended by itself, for servers, whose results have no
+            finish reason; None for a sampler whose results have one.
         saw_trainer_images: whether the engine saw the trainer's images. Otherwise its
             log-probabilities belong to another prompt, and are left out.
         context_length: how many tokens of a prompt with its completion a server takes; None: any
-            number, or a sampler that says where it was the reason.
-
-    Returns the longer rollout, with a reason to finish if it has ended.
+            number, or a sampler whose results have a finish reason.
     """
     assert request.max_length is not None
     logps = tuple(result.logps) if saw_trainer_images else (None,) * len(result.tokens)
@@ -126,7 +128,7 @@ def append_result(
     turn_tokens = longer_rollout.last_turn_tokens
     finish_reason = result.finish_reason
     if finish_reason is FinishReason.RUNNING:
-        has_stopped = stop is not None and stop.has_stopped(turn_tokens)
+        has_stopped = stop_criteria is not None and stop_criteria.has_stopped(turn_tokens)
         is_context_full = (
             context_length is not None
             and len(request.prompt_ids) + len(result.tokens) >= context_length
@@ -138,7 +140,7 @@ def append_result(
         )
     if finish_reason is FinishReason.LENGTH:
         is_completion_full = len(longer_rollout.tokens) >= request.max_length
-        is_turn_full = max_turn is not None and len(turn_tokens) >= max_turn
+        is_turn_full = max_turn_tokens is not None and len(turn_tokens) >= max_turn_tokens
         if not is_completion_full and not is_turn_full:
             # Only the token budget of this generation is used up. The next one goes on.
             return longer_rollout
@@ -148,11 +150,11 @@ def append_result(
 def _finish_reason_of_server(
     *, has_stopped: bool, is_context_full: bool, is_at_limit: bool
 ) -> FinishReason:
-    """Return why a server has ended a result. Servers do not say it, so it follows from the limits.
+    """Return why a server has stopped to sample. Servers do not say it, so it follows from limits.
 
         the stop criteria hold, or no limit is reached    STOP
         else the server's context is full                 CONTEXT
-        else as many tokens as were asked for             LENGTH
+        else as many tokens as were requested             LENGTH
 
     Args:
         has_stopped: whether the turn ends as the stop criteria say. The last token that fits may
@@ -209,14 +211,15 @@ class _TemplateTexts(NamedTuple):
 class ToolLoop:
     """Answers the tool calls of a run's rollouts.
 
-    The tools make the answer. It becomes a further segment of the rollout: its tokens, as the chat
-    template writes them behind the policy's turn.
+    The answer of the tools becomes a further segment of the rollout: its tokens, as the chat template
+    writes them between the policy's turn and its next one. A turn is what the policy says between
+    two answers.
     """
 
     tools: Tools
     processor: Any  # or a tokenizer
     template: Mapping[str, Any]  # arguments of its chat template
-    tokens_of: Callable[[Image.Image], int]  # returns the number of tokens of an image
+    count_image_tokens: Callable[[Image.Image], int]  # returns how many tokens an image becomes
     max_answers: int | None  # how many turns of a rollout are answered; None: any number
     decode: Callable[[Sequence[int]], str] = field(repr=False)
     # the largest number of tokens of a turn of the policy; None: what the completion has left
@@ -234,7 +237,7 @@ class ToolLoop:
         step: int,
         seed: str,
     ) -> Rollout:
-        """Answer the tool calls in the last turn of a rollout.
+        """Answer the tool calls in the last turn of a rollout, and return the rollout.
 
         Args:
             rollout: the rollout, which ends with a turn of the policy.
@@ -271,10 +274,10 @@ class ToolLoop:
     def _with_answer(
         self, rollout: Rollout, answer: ToolAnswer, *, max_tokens: int, step: int
     ) -> Rollout:
-        """Append the answer of tools to a rollout as a further segment.
+        """Return a rollout with the answer of tools as a further segment.
 
-        Where fewer than `MIN_TOKENS_LEFT` of `max_tokens` would remain for the policy, the rollout
-        ends without the answer.
+        If fewer than `MIN_TOKENS_LEFT` of `max_tokens` would remain for the policy, the rollout ends
+        without the answer.
 
         Args:
             rollout: the rollout, which ends with the turn that was answered.
@@ -289,7 +292,7 @@ class ToolLoop:
         ]
         answer_ids = self._answer_ids(
             answer.parts,
-            image_lengths=[self.tokens_of(image) for image in images],
+            image_lengths=[self.count_image_tokens(image) for image in images],
             last_turn=rollout.last_turn_tokens,
         )
         if max_tokens - len(rollout.tokens) - len(answer_ids) < MIN_TOKENS_LEFT:
@@ -348,8 +351,8 @@ class ToolLoop:
             expanded_ids += [token] * repetitions
         return expanded_ids
 
-    def count(self, text: str) -> int:
-        """Return the number of tokens of a text of the policy."""
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text, without special tokens."""
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @cached_property
@@ -365,10 +368,10 @@ class ToolLoop:
 
     @cached_property
     def _template_texts(self) -> _TemplateTexts:
-        """What the chat template writes around a tool's answer.
+        """What the chat template writes around a tool's answer, which is a message of the user.
 
-        It is found by applying the template to a conversation with marks in place of its texts. The
-        answer stands in a message of the user.
+        To find it, the template is applied to a conversation with marks in place of its texts, and
+        the result is split at the marks.
         """
         has_images = hasattr(self.processor, "tokenizer")  # a tokenizer alone reads no images
         policy_mark = "Answer 4711."

@@ -72,7 +72,7 @@ def check_answer_limits(
         tools=toolbox,
         processor=processor,
         template=template_arguments,
-        tokens_of=lambda image: 0,
+        count_image_tokens=lambda image: 0,
         max_answers=None,
         decode=str,
     )
@@ -198,7 +198,7 @@ def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> i
     # The spaces in the JSON change the number of tokens, and which spelling takes the fewest depends
     # on the tokenizer.
     spellings = [with_spaces, f"\n{with_spaces}", without_spaces]
-    fewest_tokens = min(tool_loop.count(f"{CALL_TAG}{text}") for text in spellings)
+    fewest_tokens = min(tool_loop.count_tokens(f"{CALL_TAG}{text}") for text in spellings)
     return fewest_tokens + 1  # with the token that ends the turn
 
 

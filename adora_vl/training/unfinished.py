@@ -111,7 +111,7 @@ class UnfinishedGeneration:
         if bank is not None:
             content["first"] = bank.first
             # Plain tuples: `torch.load` reads no class of ours from a checkpoint.
-            content["images"] = [tuple(to_cpu(bank.image(start))) for start in bank.starts]
+            content["images"] = [tuple(to_cpu(bank.image(image_id))) for image_id in bank.image_ids]
         save_for_rank(
             folder, kind=GENERATION_FILE_KIND, rank=self.accelerator.process_index, content=content
         )

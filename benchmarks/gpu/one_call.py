@@ -76,7 +76,7 @@ def _comparison_lines(
     if setting.on_gpu:
         works = kernel.supports(inputs[0], inputs[1], 0.0)
         yield verdict_line(
-            f"{name}: one call", kernel.refusal or "used", "used", works, "VarlenAttention"
+            f"{name}: one call", kernel.disabled_reason or "used", "used", works, "VarlenAttention"
         )
     else:
         works = False

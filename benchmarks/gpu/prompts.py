@@ -185,7 +185,7 @@ class Subject:
         is_used = layout.passes > 0
         yield verdict_line(
             f"{size}, {name}",
-            "used" if is_used else layout.refusal or "not used",
+            "used" if is_used else layout.disabled_reason or "not used",
             "used",
             is_used,
             "PackedForward",

@@ -106,7 +106,7 @@ class RecordingTrainer(AdoraGRPOTrainer):
         if references.is_floating_point():
             return references
         bank = self.parts.images.banks.of(int(references[0, 0]))
-        return bank.pixels(bank.starts)[0][references[:, 0] - bank.first]
+        return bank.pixels(bank.image_ids)[0][references[:, 0] - bank.first]
 
     def logps_now(self, batch: dict[str, Any]) -> torch.Tensor:
         """Score a batch with the present weights: log-probabilities (B, C)."""
@@ -277,7 +277,7 @@ def result_of(trainer: RecordingTrainer) -> dict[str, Any]:
         "means": trainer.means,
         "turns": trainer.turns,
         "packed": packed_forward.passes,
-        "refused": packed_forward.refusal,
+        "refused": packed_forward.disabled_reason,
         "moved": gather(largest_move[None]).amax().item(),
         "advantages": gather(trainer.last_advantages).tolist(),
         "own_lengths": gather(trainer.own_lengths).tolist(),

@@ -328,7 +328,7 @@ def figures_of_steps(
         "distances": gradient_distances(gradients.steps) if has_gradients else None,
         "packed_passes": differences(packed_passes),
         "micro_batches": differences(forward_passes),
-        "refused": packed_forward.refusal,
+        "refused": packed_forward.disabled_reason,
     }
 
 

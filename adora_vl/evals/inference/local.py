@@ -151,8 +151,8 @@ class ConversationTurns:
                 request,
                 result,
                 step=0,  # there is no training here
-                max_turn=max_turn_tokens,
-                stop=self.engine.stop,
+                max_turn_tokens=max_turn_tokens,
+                stop_criteria=self.engine.stop,
             )
         return longer_rollouts
 
@@ -240,7 +240,7 @@ class LocalEngine(ConversationEngine):
                 toolbox,
                 processor=chat.processor,
                 template=settings.template,
-                tokens_of=chat.image_token_count,
+                count_image_tokens=chat.image_token_count,
                 max_answers=settings.max_tool_calling_iterations,
                 decode=chat.decode,
                 turn_tokens=toolbox.options.turn_tokens,

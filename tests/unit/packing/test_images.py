@@ -170,7 +170,7 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
             plain = read_prompts(rows, sees, {})
             assert cache.processed == len(bank) == 3
             assert ours.ids == plain.ids
-            patches, _ = bank.pixels(bank.starts)
+            patches, _ = bank.pixels(bank.image_ids)
             assert torch.equal(
                 patches[ours.fields["pixel_values"][:, 0] - 100], plain.fields["pixel_values"]
             )

@@ -443,7 +443,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
     result = forward(pass_inputs, first_separate_rows)
     assert result is not None
     assert forward.passes == 1
-    assert not forward.refusal
+    assert not forward.disabled_reason
     group_sizes = [[len(group_rows) for group_rows in groups] for groups in groups_by_chunk]
     # The check of the first chunk, then both chunks.
     if has_references:

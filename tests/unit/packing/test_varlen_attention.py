@@ -225,7 +225,7 @@ def test_a_kernel_that_refuses_or_differs_is_not_used_and_a_warning_says_so_once
             assert not one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
             assert not one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
         assert len(noted) == 1
-        assert reason in one_call.refusal
+        assert reason in one_call.disabled_reason
 
 
 def test_a_card_without_memory_says_nothing_of_the_kernel(monkeypatch):
@@ -238,7 +238,7 @@ def test_a_card_without_memory_says_nothing_of_the_kernel(monkeypatch):
     one_call = VarlenAttention()
     with pytest.raises(torch.OutOfMemoryError):
         one_call.supports(on_a_gpu(), on_a_gpu(), 0.0)
-    assert not one_call.refusal
+    assert not one_call.disabled_reason
 
 
 def test_a_kernel_with_wrong_gradients_is_found(monkeypatch):

@@ -144,8 +144,8 @@ def reason_of_server(tokens: Sequence[int], *, context: int | None) -> FinishRea
         SamplingRequest(prompt_ids=[7] * 10, images=[], group=0, max_tokens=8, max_length=8),
         SamplingResult(tokens=[*tokens], logps=[-0.5] * len(tokens)),
         step=0,
-        max_turn=None,
-        stop=StopCriteria(frozenset({END}), decode=TOKENIZER.decode),
+        max_turn_tokens=None,
+        stop_criteria=StopCriteria(frozenset({END}), decode=TOKENIZER.decode),
         context_length=context,
     )
     return rollout.finish_reason

@@ -152,12 +152,12 @@ def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor
         tools=toolbox,
         processor=processor,
         template={},
-        tokens_of=lambda image: 0,
+        count_image_tokens=lambda image: 0,
         max_answers=3,
         decode=processor.tokenizer.decode,
     )
     call_text = '<tool_call>{"name": "calculate", "arguments": {"expression": ""}}'
-    call_tokens = tool_loop.count(call_text) + 1
+    call_tokens = tool_loop.count_tokens(call_text) + 1
     empty_answer = tool_loop._answer_ids(
         ["<tool_response>\n\n</tool_response>"], image_lengths=[], last_turn=[-1]
     )

@@ -160,8 +160,8 @@ def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
             request,
             result,
             step=4,
-            max_turn=None,
-            stop=None,
+            max_turn_tokens=None,
+            stop_criteria=None,
             saw_trainer_images=saw_trainer_images,
         )
         assert rollout.logps == logps
