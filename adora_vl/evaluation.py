@@ -97,10 +97,10 @@ class EvaluationPlan:
 def load_evaluation_plan(
     config: AdoraGRPOConfig, folders: Sequence[str], prompt_template: str | None = None
 ) -> EvaluationPlan | None:
-    """Load the evaluations that the keys ask for, and switch Transformers' own evaluation off.
+    """Return what a training evaluates and when, and switch Transformers' own evaluation off.
 
-    Transformers would evaluate too, on a second data set. So `eval_strategy` and `eval_on_start` in
-    `config` are reset, once they have been read.
+    Transformers would evaluate too, by the loss on a second data set. So `eval_strategy` and
+    `eval_on_start` in `config` are reset, once they have been read.
 
     Args:
         config: the training arguments; `adora_eval` names benchmarks and their data.
@@ -144,20 +144,23 @@ def load_evaluation_plan(
 def drop_overlong_problems(
     plan: EvaluationPlan, overlong_prompts: OverlongPrompts
 ) -> EvaluationPlan:
-    """Return the plan without problems whose prompts leave the engine no room for an answer.
+    """Return the plan without problems whose prompts leave no tokens for an answer.
 
-    `overlong_prompts`: finds these problems by the keys of the run. Depending on the keys it raises
-    `UserError` for them.
+    Raises `UserError` for such problems if the keys of the run say so.
+
+    Args:
+        plan: what is evaluated during a training.
+        overlong_prompts: finds these problems by the keys of the run.
     """
     tasks = []
     for task in plan.tasks:
         # This is a generator, so that image sizes, which take time to read, are read only if needed.
         rows = ((problem.pid, problem.prompt, _image_sizes(problem)) for problem in task.problems)
         evaluation_name = f" of the evaluation {task.benchmark.name}"
-        fitting_numbers = overlong_prompts.prompts_to_evaluate(
+        fitting_indices = overlong_prompts.prompts_to_evaluate(
             rows, len(task.problems), evaluation_name
         )
-        tasks.append(replace(task, problems=[task.problems[number] for number in fitting_numbers]))
+        tasks.append(replace(task, problems=[task.problems[index] for index in fitting_indices]))
     return replace(plan, tasks=tasks)
 
 
@@ -173,7 +176,7 @@ def _image_sizes(problem: Problem) -> Sequence[Size | None]:
 
 
 def _make_names_unique(tasks: Sequence[EvaluationTask]) -> list[EvaluationTask]:
-    """Give each task a name of its own for the log.
+    """Return the tasks with benchmark names that are unique in the log.
 
     If a benchmark is evaluated on several data sets, the name of the folder is appended. For
     example, `problems=data/my-set` and `problems=data/b` become `problems_my_set` and `problems_b`.
@@ -203,12 +206,13 @@ class DataMissingError(UserError):
 def _load_tasks(
     entry: str, max_problems: int | None, prompt_template: str | None
 ) -> list[EvaluationTask]:
-    """Load the benchmark and the problems that an entry of the key `adora_eval` names.
+    """Return the evaluation tasks that an entry of the key `adora_eval` names, with their problems.
 
     Args:
-        entry: `BENCHMARK=DATA` becomes one task, and `BENCHMARK=DATA:views` one for each view.
-        max_problems: None for all.
-        prompt_template: that of the training.
+        entry: `BENCHMARK=DATA` becomes one task. `BENCHMARK=DATA:views` becomes one for each view,
+            a way to show a problem, such as the facts of its figure as text.
+        max_problems: how many problems are evaluated at most; None for all.
+        prompt_template: the template of the training's prompts (`adora_prompt`).
 
     Raises:
         DataMissingError: the data are not on this machine.
@@ -254,7 +258,7 @@ def _load_tasks(
 
 
 class SamplerEngine(ConversationEngine):
-    """An engine for the evaluators that answers greedily, with the trainer's sampler.
+    """Answers problems greedily with the trainer's sampler, in the interface of the evaluators.
 
     Collective: all ranks call it together, even with no problem left.
     """
@@ -293,7 +297,7 @@ class SamplerEngine(ConversationEngine):
 
 
 class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Evaluates a plan during training: each rank samples its share, rank 0 scores and logs.
+    """Evaluates benchmarks during training: each rank samples its share, rank 0 scores and logs.
 
     Greedy decoding draws no random numbers, so a run with evaluations takes the same steps as one
     without.
@@ -315,7 +319,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
         Args:
             pair: the policy, and the engine that answers.
-            generation_sampler: the trainer's own; has its tools, and the guard of its servers.
+            generation_sampler: the trainer's own, which has its tools and its guard of servers.
             plan: what is evaluated, and when.
             end_tokens: the tokens that end an answer.
             log_evaluation: logs metrics by their names, as an entry of its own.
@@ -347,7 +351,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
-        """Evaluate all tasks, and measure the time that this takes. Collective.
+        """Evaluate all tasks, and count the seconds that this takes. Collective.
 
         `step`: optimizer steps that have been made.
         """
@@ -355,11 +359,11 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             self._evaluate_tasks(step)
 
     def _evaluate_tasks(self, step: int) -> None:
-        """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all.
+        """Sample the answers to all tasks, score them, and log the metrics. Collective.
 
-        The first rank scores the answers to each task, and logs the metrics.
+        Every rank samples its share, and the first rank scores and logs.
 
-        `step`: optimizer steps that have been made.
+        `step`: optimizer steps that have been made, for the printed line.
         """
         accelerator = self.pair.accelerator
         with self.generation_sampler.guard.guarding_servers(), self.pair.sampler.awake():
@@ -375,7 +379,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         accelerator.wait_for_everyone()
 
     def _answer(self, task: EvaluationTask) -> list[dict[str, Any]]:
-        """Sample the answers to this rank's share of a task's problems, and return them as rows.
+        """Return the answers to this rank's share of a task's problems, a dict for each.
 
         For example, 2 ranks answer 5 problems: rank 0 the problems 0, 2 and 4, rank 1 the problems
         1 and 3. Collective: every rank samples equally many batches, of which the last may be empty.

@@ -75,7 +75,8 @@ from adora_vl.types import StepContext
 class StepParts:
     """The objects that a training step consists of, about in the order in which it uses them.
 
-    Each is made once. It gets what it needs of TRL's trainer, and other objects of this class.
+    Each is a cached property: it is made once, from attributes of TRL's trainer and from other
+    objects of this class.
     """
 
     def __init__(
@@ -400,10 +401,10 @@ class StepParts:
     def callbacks(
         self, models_by_role: Mapping[str, Any], log_evaluation: Callable[[dict[str, float]], None]
     ) -> list[TrainerCallback]:
-        """Return this package's callbacks, in the order in which Transformers calls them at a step.
+        """Return this package's callbacks, in the order in which Transformers calls them.
 
         Args:
-            models_by_role: the policy and its reference.
+            models_by_role: the policy and its reference model, by the names `policy` and `reference`.
             log_evaluation: logs the metrics of an evaluation by their names.
         """
         callbacks: list[TrainerCallback] = [
@@ -448,7 +449,7 @@ class StepParts:
         return partial(self._trainer._tokenizer.decode, skip_special_tokens=True)
 
     def _sample_turn_by_policy(self, prompts: PromptBatch) -> list[list[int]]:
-        """Sample one turn from the policy itself, without an engine: token ids, (B,).
+        """Return the token ids of one turn for each prompt, sampled by the policy without an engine.
 
         It differs from stock TRL in two points:
 
@@ -476,8 +477,8 @@ class StepParts:
     def _server_context(self) -> int | None:
         """The largest number of tokens of prompt and completion that the run's servers accept.
 
-        It is None without servers, and if the servers do not tell. Collective: the first rank asks
-        the servers.
+        It is None without servers, and if the servers do not report it. Collective: the first rank
+        asks the servers.
         """
         config = self.context.config
         if not config.uses_servers:
@@ -532,7 +533,7 @@ class StepParts:
 
     @property
     def _moving_reference(self) -> SyncedReferenceModel:
-        """Saves and loads the reference model, where TRL moves it."""
+        """Saves and loads the reference model, where TRL moves it towards the policy."""
         accelerator = self.context.accelerator
         reference = self._trainer.ref_model
         if reference is not None:

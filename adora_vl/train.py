@@ -40,7 +40,10 @@ _SECONDS_BEFORE_SINGLE_RANK_REPORT = 20.0
 
 
 def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
-    """Build the trainer of a checked run, which loads the weights; nothing before does."""
+    """Build the trainer of a run, which loads the weights of the models.
+
+    `run`: a run that has passed all checks, with its config, data and rewards.
+    """
     from adora_vl.trainer import AdoraGRPOTrainer
 
     config = run.config
@@ -58,7 +61,7 @@ def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
 
 
 def load_trainer(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
-    """Build the trainer, while what libraries print goes into the file `log`.
+    """Build the trainer, and write what libraries print meanwhile into the file `log`.
 
     Raises `UserError` for an entry of `model_init_kwargs` that the model refuses, and `RunError`
     for anything else that cannot be loaded.
@@ -88,9 +91,13 @@ def load_trainer(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
 
 
 def release_output_at_train_begin(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
-    """End the redirection of the output when the training begins, before any callback prints.
+    """Add a callback that lets output go to the terminal again when the training begins.
 
-    `startup`: sends what is printed until then into a file.
+    It is the first callback, so that the others print to the terminal.
+
+    Args:
+        trainer: gets the callback.
+        startup: writes what is printed until then into a file.
     """
     from transformers import TrainerCallback
     from transformers.utils.logging import disable_progress_bar
@@ -157,13 +164,15 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
 
 
 def finish_from_checkpoint(run: ResolvedRun, checkpoint: Path) -> None:
-    """Give `output_dir` the end of a run that has made its last step, in place of training.
+    """Write into `output_dir` what a finished run leaves there, from its last checkpoint.
 
-    The run may have been killed or stopped after its last checkpoint. So what `finish_run` writes
-    is written from there: model and state, the merged model of an adapter, and how the run has
-    ended. One process calls this. Raises `UserError` where it cannot be written.
+    The run has made its last step, and may have been killed after that. What is written is what
+    `finish_run` writes: model and state, the merged model of an adapter, and how the run has ended.
+    One process calls this. Raises `UserError` if it cannot be written.
 
-    `checkpoint`: that of the last step.
+    Args:
+        run: the run, which is not trained again.
+        checkpoint: that of the last step.
     """
     from transformers import TrainerState
     from transformers.trainer import TRAINER_STATE_NAME
@@ -283,7 +292,14 @@ def finish_run(
 def print_summary(
     trainer: AdoraGRPOTrainer, run: ResolvedRun, model_folder: Path, seconds: float
 ) -> None:
-    """Print what a finished run has learned, and where its model is."""
+    """Print what a finished run has learned, and where its model is.
+
+    Args:
+        trainer: the trainer of the run, with its log.
+        run: its config and data.
+        model_folder: the folder of the whole model.
+        seconds: how long the training took.
+    """
     from adora_vl.record.summary import summary_lines
 
     lines = summary_lines(
@@ -322,10 +338,10 @@ def print_run_error(error: Exception, cause: BaseException | None = None) -> Non
 def print_user_error(error: UserError) -> None:
     """Print a user's mistake in one line, once for each machine.
 
-    Most mistakes are found by every rank: the first rank of each machine prints them, and the
-    launcher ends the others. A rank that has not been ended after some seconds has found its
-    mistake alone, and prints it itself. A `SharedUserError` is known to be raised on all ranks; only
-    the first rank of all prints it.
+    Most mistakes are raised on every rank. The first rank of each machine prints them and ends, and
+    the launcher then ends the other ranks. A rank that is still running some seconds later is the
+    only one with this mistake, and prints it itself. A `SharedUserError` is known to be raised on
+    all ranks; only the first rank of all prints it.
     """
     rank_note = ""
     if isinstance(error, errors.SharedUserError) and os.environ.get("RANK", "0") != "0":

@@ -785,9 +785,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             """Write all files into the folder, and return what its manifest says of the run."""
             trl_save_checkpoint(model, trial)
             self._forget_best_checkpoint(folder)
-            return state.save(
-                folder, metadata, self._first_micro_step, self._buffered_inputs
-            )
+            return state.save(folder, metadata, self._first_micro_step, self._buffered_inputs)
 
         self.parts.checkpoint_writer.write(self.state.global_step, write_files)
 

@@ -61,10 +61,10 @@ MAX_DIFFERENCE_BY_DTYPE = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 
 
 def agreement_bound(pair: EnginePair) -> float:
-    """Return how far the log-probabilities of engine and policy may differ, in nats per token.
+    """Return the largest mean difference of engine's and policy's log-probabilities that passes.
 
-    It is the bound on the mean difference. The rounding bound is that of the coarser of the two
-    dtypes: 0.3, for example, for an engine in bfloat16 and a policy in float32.
+    It is in nats per token. The rounding bound is that of the coarser of the two dtypes: 0.3, for
+    example, for an engine in bfloat16 and a policy in float32.
 
     - Without `adora_max_drift` the rounding bound holds.
     - With a temperature, filters or penalties `adora_max_drift` holds, since engine and policy then
@@ -95,7 +95,7 @@ def agreement_bound(pair: EnginePair) -> float:
 
 
 def distant_bound(pair: EnginePair) -> float:
-    """Return how far log-probabilities may differ in answers from about position 2,000 on.
+    """Return the largest mean difference that passes in answers from about position 2,000 on.
 
     In float32 it is a tenth of `agreement_bound`. Wrong rotary frequencies moved the answers of a
     small model by 0.01 nats there, while two right passes agree to 1e-6. In coarser dtypes it is
@@ -176,7 +176,7 @@ def first_prompts(prompts: Prompts, count: int) -> Prompts:
 
 
 class OtherRankError(RolloutError):
-    """Another rank has failed, and this one has nothing to compare."""
+    """Another rank has raised an error, and this one has nothing to compare."""
 
 
 def check_drift(name: str, drift: Drift, bound: float, remedy: str, note: str = "") -> Check:
@@ -205,9 +205,9 @@ class ProbeResult(NamedTuple):
 
 @dataclass
 class EngineProbe:
-    """Compares the engine with the policy on `prompts`. All ranks call every method together.
+    """Compares the engine with the policy on some prompts. All ranks call every method together.
 
-    vLLM computes log-probabilities of its own. Where they differ from the policy's by more than
+    vLLM computes log-probabilities of its own. If they differ from the policy's by more than
     rounding, its rollouts are not the policy's.
     """
 
@@ -227,14 +227,15 @@ class EngineProbe:
         prompts: Prompts | None = None,
         **overrides: Any,
     ) -> SampledRollouts:
-        """Sample a rollout for each prompt, and raise an error of one rank on all of them.
+        """Sample a rollout for each prompt. Collective.
 
-        Otherwise the other ranks would wait for that rank in the next collective call.
+        If one rank fails, all ranks raise: this rank its own error, the others `OtherRankError`.
+        Otherwise they would wait for it in the next collective call.
 
         Args:
             check_name: the name of the check, from which the seeds follow.
             max_tokens: the largest number of tokens of a rollout; None: that of the probe.
-            prompts: None: those of the probe.
+            prompts: the prompts of this rank; None: those of the probe.
             overrides: vLLM's sampling parameters that differ from the run's.
         """
         error: Exception | None = None
@@ -261,7 +262,7 @@ class EngineProbe:
         return rollouts
 
     def compare(self, check_name: str, prompts: Prompts | None = None) -> ProbeResult:
-        """Sample rollouts, and compare the engine's log-probabilities with the policy's.
+        """Sample rollouts, and return how far engine and policy differ on their tokens. Collective.
 
         The arguments are those of `sample`.
         """
@@ -298,7 +299,7 @@ class EngineProbe:
         ]
 
     def check_distant_agreement(self) -> Check:
-        """Check that engine and policy agree on tokens at about position 2,000.
+        """Check that engine and policy agree on tokens at about position 2,000, and return the check.
 
         If they agree at small positions, but not at large ones, their rotary frequencies differ.
         """
@@ -329,7 +330,7 @@ class EngineProbe:
 
 
 def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
-    """Return the worst result that any rank has for each check, the same on all ranks. Collective.
+    """Return for each check the worst result of any rank, the same on all ranks. Collective.
 
     For example, if two checks passed and failed on one rank, and both passed on the other rank, the
     results are passed and failed.
@@ -359,9 +360,10 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
     def on_train_begin(
         self, args: AdoraGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Compare engine and policy, once the model is wrapped and a checkpoint is loaded.
+        """Compare engine and policy on prompts of the training data, and print the differences.
 
-        Raises `RolloutError` on all ranks where they disagree.
+        The model is wrapped and a checkpoint is loaded by then. Raises `RolloutError` on all ranks
+        if the two disagree.
         """
         pair = self.pair
         if pair.engine is None:

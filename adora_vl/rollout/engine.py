@@ -97,7 +97,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         weights by NCCL. Ours adds these settings, and knows several servers, which get weights as
         files. Raises `UserError` for what the CPU engine cannot do.
         """
-        weight_folder = self.settings.weight_folder  # None: weights travel by NCCL
+        weight_folder = self.settings.weight_folder  # None: servers get weights by NCCL
         if self.mode == "colocate" or weight_folder is not None:
             refuse_on_cpu(self.model.config, self.enable_sleep_mode)
         if self.mode == "server" and weight_folder is not None:
@@ -117,10 +117,10 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             self.server_group = ServerGroup(self.accelerator, self._place_features, pool=pool)
 
     def _connect(self, weight_folder: Path) -> None:
-        """Connect to the servers of a run whose weights travel as files in `weight_folder`.
+        """Connect to the servers of a run that sends weights as files in `weight_folder`.
 
-        The first rank alone talks to the servers. All ranks get a `ServerGroup`, through which they
-        ask the first one.
+        The first rank alone talks to the servers, and has a `ServerPool`. All ranks get a
+        `ServerGroup`, by which the first rank acts for all of them.
         """
         pool = None
         weight_files = None
@@ -142,7 +142,13 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             self._expect_adapter(self.adapter_settings)
 
     def _server_pool(self, clients: Sequence[VLLMClient], logprobs_mode: str = "") -> ServerPool:
-        """Return the pool of the servers of these clients. Only the first rank has one."""
+        """Return a pool of servers. Only the first rank has one.
+
+        Args:
+            clients: the HTTP clients of the servers.
+            logprobs_mode: vLLM's name for the kind of log-probabilities that the trainer needs;
+                empty where the servers were not asked for theirs.
+        """
         return ServerPool(
             clients,
             max_wait_s=self.server_timeout,
@@ -152,9 +158,11 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         )
 
     def _expect_adapter(self, lora_settings: Mapping[str, Any]) -> None:
-        """Let weight files and servers expect only the policy's LoRA adapter. Collective.
+        """Prepare weight files and servers for weight syncs that send only the adapter. Collective.
 
-        Raises `EngineError` where a server was not started for it.
+        Raises `EngineError` for a server that was not started with LoRA, or with another model.
+
+        `lora_settings`: vLLM's LoRA settings that the policy's adapter needs.
         """
         requirements = AdapterRequirements(
             lora_settings=lora_settings,
@@ -228,11 +236,11 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         return options
 
     def _logprobs_mode(self) -> str:
-        """Choose the kind of log-probabilities that vLLM returns, and return vLLM's name for it.
+        """Return vLLM's name for the kind of log-probabilities that it is to return.
 
         The trainer applies the temperature to its log-probabilities, but no filter (`top_p`, ...)
-        and no ban. vLLM applies all of them ("processed", which stock TRL asks for) or none
-        ("raw").
+        and no ban of tokens. vLLM applies all of them ("processed", which stock TRL asks for) or
+        none ("raw").
 
         - With temperature 1, no penalty and no bias ours asks for raw ones. They are the trainer's,
           while processed ones would differ by the probability that the filters cut off.
@@ -277,13 +285,12 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
 
     @contextmanager
     def staying_awake(self) -> Iterator[None]:
-        """Keep a colocated engine awake inside the block, over several generations.
+        """Keep a colocated engine awake inside the block, over several calls of `sample`.
 
-        Without it the engine sleeps after each generation, and needs another weight sync. The
-        engine sleeps at the end of the block. Without sleep mode, on servers, and inside an outer
-        block nothing is done. Collective: all ranks enter together.
+        Without it an engine with sleep mode sleeps after each call, and needs another weight sync.
+        It sleeps at the end of the block. Without sleep mode, on servers, and inside an outer block
+        of this kind nothing is done. Collective: all ranks enter together.
         """
-        # `is_kept_awake` is True inside an outer block of this kind.
         if self.mode != "colocate" or not self.enable_sleep_mode or self.llm.is_kept_awake:
             yield
             return
@@ -307,7 +314,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
     def _place_features(
         self, features: dict[str, Any] | None, prompt_ids: list[int]
     ) -> dict[str, Any] | None:
-        """Add the positions of a prompt's image tokens to the image features of a server.
+        """Return a server's image features with the positions of a prompt's image tokens.
 
         Stock TRL does not compare the numbers of features and tokens. Ours raises `RolloutError`
         where they differ, since the server was started with other pixel limits.
@@ -319,6 +326,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         placed: dict[str, Any] | None = super()._place_features(features, prompt_ids)
         if features is None or placed is None:
             return placed
+        # For each image, how many features it has, and how many image tokens in the prompt.
         feature_counts = [image["length"] for image in features["mm_placeholders"]["image"]]
         token_counts = [image["length"] for image in placed["mm_placeholders"]["image"]]
         if feature_counts != token_counts:
@@ -364,7 +372,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
     ) -> list[SamplingResult]:
         """Sample from the engine of this process, and return the results of this rank.
 
-        With tensor parallelism several ranks share one engine. Each of them has to sample the
+        With tensor parallelism several ranks share one engine, and each of them has to sample the
         requests of all of them, in the same order. For example, if rank 0 has 2 requests and rank 1
         has 3, both ranks sample all 5, and rank 1 returns the last 3 results. Collective among
         these ranks.

@@ -49,8 +49,9 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         """Yield the names and values of the parameters that a weight sync sends to the engine.
 
         Stock TRL yields every parameter. It merges LoRA into the policy and back out, which loses
-        precision of bfloat16 weights with every sync. Ours merges a copy of one tensor at a time,
-        and after the first sync leaves out the parts of the model that are not trained.
+        precision of bfloat16 weights with every sync. Ours merges a copy of one tensor at a time.
+        After the first sync it leaves out the components that are not trained, such as a frozen
+        vision tower.
         """
         trainable = trainable_components(self.model)
         uses_nccl = self.mode == "server" and self.settings.weight_folder is None
@@ -119,8 +120,11 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         self.server_group.on_first_rank(ServerPool.reset_caches)
 
     def _sync_by_files(self) -> None:
-        """Write the weights, or the LoRA adapter, to files, and let all servers read them."""
-        # A server that was started again lacks the last sync, and needs all parameters.
+        """Write the weights, or the LoRA adapter, to files, and let all servers read them.
+
+        Collective: all ranks gather sharded weights, and the first one writes and talks to servers.
+        """
+        # A server that was started again has missed the last sync, and needs all parameters.
         any_missed_last_sync = self.server_group.on_first_rank(
             lambda pool: pool.update_servers_in_use()
         )
@@ -146,7 +150,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
     def _tensors_for_servers(self, *, sends_all: bool) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over the names and tensors that are written for servers.
 
-        `sends_all`: whether it has all parameters, or only those that training can change. The
+        `sends_all`: whether it yields all parameters, or only those that training can change. The
         caller sets `_engine_has_all_parameters` when all of them are written.
         """
         if sends_all:

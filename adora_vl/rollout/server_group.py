@@ -60,8 +60,8 @@ class ServerGroup:
     def weights_written(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Path]:
         """Write named tensors to files, and yield their folder, which exists inside the block.
 
-        The first rank writes. The other ranks only iterate over `tensors`, since each step of the
-        iterator may gather a tensor from all ranks.
+        Collective: the first rank writes, and the others only iterate over `tensors`, since each
+        step of the iterator may gather a tensor from all ranks. All get the same folder.
         """
         with ExitStack() as stack:
 
@@ -71,10 +71,10 @@ class ServerGroup:
                 return stack.enter_context(self.weight_files.written(tensors))
 
             def take_part_in_gathering() -> None:
+                """Consume the iterator, whose steps are collective."""
                 for _ in tensors:
                     pass
 
-            # Every rank gets the folder of the first.
             yield self.on_first_rank(write, on_other_ranks=take_part_in_gathering)
 
     def gather_requests(
@@ -147,12 +147,13 @@ class ServerGroup:
         action: Callable[[ServerPool], Any],
         on_other_ranks: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run an action with the servers on the first rank, and share its outcome with all ranks.
+        """Run an action with the servers on the first rank, and return its result on all ranks.
 
-        Every rank returns the result of `action`, or raises its error. Collective.
+        If it raises an error, all ranks raise: the first rank the error itself, the others one of
+        its kind with the same text. Collective.
 
         Args:
-            action: what the first rank does.
+            action: what the first rank does with the pool of servers.
             on_other_ranks: what the other ranks do at the same time.
         """
         result: Any = None

@@ -102,7 +102,7 @@ class ServerPool:
                 )
 
     def update_servers_in_use(self, *, sends_only_changes: bool = False) -> bool:
-        """Find out which servers answer, before a weight sync, and use those.
+        """Find out which servers answer, before a weight sync, and use only those.
 
         Args:
             sends_only_changes: whether the sync writes only the weights that training changes. A
@@ -134,15 +134,14 @@ class ServerPool:
             server.check_lora(self._adapter_requirements)
 
     def _handle_restarted_servers(self, *, sends_only_changes: bool) -> bool:
-        """Leave out servers that were started again, where the next sync would not be enough.
+        """Return whether any server in use was started again since the last sync.
 
-        Such a server has a new `instance_id`, and the weights of its checkpoint. If the sync sends
-        only the weights that training changes, the server would keep all other weights of its
-        checkpoint, so it is left out. If the sync sends an adapter, the server stays, since an
-        adapter is always sent as a whole.
+        Such a server has the weights of its checkpoint in place of the policy's. If the next sync
+        sends only the weights that training changes, that is not enough for it, and it is left out
+        here. If the sync sends an adapter, the server stays, since an adapter is always sent as a
+        whole. Raises `NoServerError` where no server remains.
 
-        Returns whether any server was started again, and so lacks the weights of the last sync.
-        Raises `NoServerError` where no server remains.
+        `sends_only_changes`: whether the next sync sends only the weights that training changes.
         """
         restarted_servers = [
             server
@@ -217,21 +216,21 @@ class ServerPool:
         futures: Mapping[int, Future[list[SamplingResult]]],
         server_by_number: Mapping[int, Server],
     ) -> Exception | None:
-        """Leave out each server that has failed to answer a request.
+        """Leave out each server that has failed to answer a request, and return the last error.
+
+        The result is None if no server has failed. Raises the error of a request that every server
+        would refuse.
 
         Args:
             futures: the finished future of each request, by the request's number.
             server_by_number: the server of each request, by the request's number.
-
-        Returns the problem of the last server that is left out; None if none is. Raises the error
-        of a request that every server would refuse.
         """
         last_problem = None
         for number, future in futures.items():
             error = future.exception()
             if error is None:
                 continue
-            problem = _error_of_this_server_alone(error)
+            problem = _error_of_one_server(error)
             server = server_by_number[number]
             # A server that failed to answer an earlier one of these requests is left out already.
             if server in self.servers_in_use:
@@ -242,7 +241,7 @@ class ServerPool:
     def _exclude_restarted(self, servers: Collection[Server]) -> Exception | None:
         """Leave out each of these servers that has lost the policy's weights in a restart.
 
-        Returns the problem of the last server that is left out; None if none is.
+        Returns the error of the last server that is left out; None if none is.
         """
         last_problem = None
         servers_to_check = [server for server in self.servers_in_use if server in servers]
@@ -338,12 +337,16 @@ def _sample_unless_failed(
         raise
 
 
-def _error_of_this_server_alone(error: BaseException) -> Exception:
-    """Return the error if another server may still answer the request; raise it otherwise."""
+def _error_of_one_server(error: BaseException) -> Exception:
+    """Return the error if another server may still answer the request; raise it otherwise.
+
+    For example, a timeout is returned. An HTTP status of the 400s is raised as `RolloutError`, since
+    every server would refuse the request.
+    """
     # A `RolloutError` is about the run's settings. Others, such as `SystemExit`, end the program.
     if isinstance(error, RolloutError) or not isinstance(error, Exception):
         raise error
-    if str(error).startswith(REFUSAL_PREFIX):  # every server would refuse this request
+    if str(error).startswith(REFUSAL_PREFIX):
         raise RolloutError(f"a vLLM server refuses what it is asked: {error}"[:400]) from error
     return error
 

@@ -58,11 +58,14 @@ def evaluate_expression(expression: str) -> NumberWithError:
     Raises `ParseError`: `not_read` for what is no expression of numbers, `too_large`,
     `undefined`.
     """
-    return evaluate_closed_form(_read_expression(expression))
+    return evaluate_closed_form(_parse_expression(expression))
 
 
-def _read_expression(expression: str) -> Tree:
-    """Return the tree of an expression. Raises `ParseError`."""
+def _parse_expression(expression: str) -> Tree:
+    """Return the syntax tree of an expression. Raises `ParseError`.
+
+    For example, `2+pi` gives `("sum", (1, ("num", "2")), (1, ("pi",)))`.
+    """
     if len(expression) > MAX_CHARS:
         raise ParseError("too_large")
     tokens = list[str]()
@@ -78,18 +81,18 @@ def _read_expression(expression: str) -> Tree:
     costly_tokens = [token for token in tokens if token in _FUNCTION_NAMES or token in {"^", "!"}]
     if len(costly_tokens) > MAX_COSTLY_TOKENS:
         raise ParseError("too_large")
-    reader = _Reader(tokens)
-    tree = reader.sum()
-    if reader.next:  # tokens are left behind the expression
+    parser = _Parser(tokens)
+    tree = parser.parse_sum()
+    if parser.next_symbol:  # tokens are left behind the expression
         raise ParseError
     return tree
 
 
-class _Reader:
+class _Parser:
     """A recursive-descent parser with one method for each rule of the grammar.
 
-    Each method reads its rule from the next token on and returns its tree. It raises `ParseError`
-    where the tokens do not fit.
+    Each method parses its rule from the next token on and returns its tree, in which angles are in
+    degrees. It raises `ParseError` if the tokens do not fit the rule.
     """
 
     def __init__(self, tokens: list[str]) -> None:
@@ -98,48 +101,49 @@ class _Reader:
         self._nesting = 0
 
     @property
-    def next(self) -> str:
-        """The next token, empty at the end."""
+    def next_symbol(self) -> str:
+        """The text of the next token, empty at the end."""
         return self._tokens[self._position] if self._position < len(self._tokens) else ""
 
-    def _take(self, expected: str = "") -> str:
-        """Return the next token, and go past it.
+    def _pop_token(self, expected: str = "") -> str:
+        """Return the next token, and move on to the one after it.
 
-        Raises `ParseError` where it is not `expected`.
+        Raises `ParseError` if there is none, or if it is not the `expected` one. An empty
+        `expected` stands for any token.
         """
-        token = self.next
+        token = self.next_symbol
         if not token or (expected and token != expected):
             raise ParseError
         self._position += 1
         return token
 
-    def sum(self) -> Tree:
+    def parse_sum(self) -> Tree:
         """Read the rule `product (+|- product)*`, and return its tree.
 
         It is `("sum", (1, product), (-1, product), ...)`, or one product as it is.
         """
         terms = [(1, self._product())]
-        while self.next in {"+", "-"}:
-            sign = -1 if self._take() == "-" else 1
+        while self.next_symbol in {"+", "-"}:
+            sign = -1 if self._pop_token() == "-" else 1
             terms.append((sign, self._product()))
         return terms[0][1] if len(terms) == 1 else ("sum", *terms)
 
     def _product(self) -> Tree:
         """Read the rule `signed (operator signed | power)*`, and return its tree.
 
-        Factors side by side are multiplied. The tree is `("product", ("*", factor), ("/", factor),
-        ...)`, or one factor as it is.
+        The operator is `*` or `/`. Factors side by side are multiplied, as in `2pi`. The tree is
+        `("product", ("*", factor), ("/", factor), ...)`, or one factor as it is.
         """
         factors = [("*", self._signed())]
         is_behind_divisor = False
-        while self.next and self.next not in {"+", "-", ")", "|", ","}:
-            if self.next in {"*", "/"}:
-                operator = self._take()
+        while self.next_symbol and self.next_symbol not in {"+", "-", ")", "|", ","}:
+            if self.next_symbol in {"*", "/"}:
+                operator = self._pop_token()
                 is_behind_divisor = operator == "/"
                 factors.append((operator, self._signed()))
                 continue
             # What can be meant in several ways is refused: `1/2pi`, `(2)3`, `1 2`.
-            if is_behind_divisor or _is_number(self.next):
+            if is_behind_divisor or _is_number(self.next_symbol):
                 raise ParseError
             factors.append(("*", self._power()))
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
@@ -150,47 +154,44 @@ class _Reader:
         A power binds closer than its sign, so -2^2 is -4.
         """
         sign = 1
-        while self.next in {"+", "-"}:
-            if self._take() == "-":
+        while self.next_symbol in {"+", "-"}:
+            if self._pop_token() == "-":
                 sign = -sign
         power = self._power()
         return power if sign == 1 else ("sum", (-1, power))
 
     def _power(self) -> Tree:
-        """Read the rule `primary [!] [^ signed]`, a number with factorial and exponent.
+        """Read the rule `primary [°] [!] [^ signed]`, and return its tree.
 
-        Returns its tree. The exponent may have an exponent itself, so 2^3^2 is 2^9. Raises
-        `ParseError` for two factorials.
+        The exponent may have an exponent itself, so 2^3^2 is 2^9. Raises `ParseError` for two
+        factorials.
         """
         base = self._primary()
-        while self.next == "°":  # angles are in degrees with and without their sign
-            self._take()
-        if self.next == "!":
-            self._take()
+        while self.next_symbol == "°":  # angles are in degrees with and without their sign
+            self._pop_token()
+        if self.next_symbol == "!":
+            self._pop_token()
             base = ("factorial", base)
-            if self.next == "!":
+            if self.next_symbol == "!":
                 raise ParseError  # a double factorial, or one of a factorial
-        if self.next != "^":
+        if self.next_symbol != "^":
             return base
-        self._take()
+        self._pop_token()
         return ("power", base, self._signed())
 
     def _primary(self) -> Tree:
-        """Read what an operator can stand before, and return its tree.
-
-        It is a number, a constant, a sum in brackets or between bars, or a function.
-        """
-        symbol = self.next
+        """Read a number, a constant, a sum in brackets or bars, or a function; return its tree."""
+        symbol = self.next_symbol
         if _is_number(symbol):
             return self._number()
         if symbol == "(":
-            return self._group()
+            return self._parenthesized_sum()
         if symbol == "|":
-            self._take()
+            self._pop_token()
             tree = self._sum_in_brackets()
-            self._take("|")
+            self._pop_token("|")
             return _absolute(tree)
-        self._take()
+        self._pop_token()
         if symbol == "pi":
             return _PI_TREE
         if symbol == "e":
@@ -200,29 +201,29 @@ class _Reader:
         return self._function(symbol)
 
     def _number(self) -> Tree:
-        """Return a literal, also with an exponent as in `2e3`."""
-        token = self._take()
+        """Read a number, such as `12.5` or `2e3`, and return its tree `("num", token)`."""
+        token = self._pop_token()
         digits, _, power_of_ten = token.lower().partition("e")
         if len(digits) > MAX_LITERAL_DIGITS or abs(int(power_of_ten or 0)) > _LARGEST_POWER_OF_TEN:
             raise ParseError("too_large")
         return ("num", token)
 
-    def _group(self) -> Tree:
-        """Return a sum in round brackets."""
-        self._take("(")
+    def _parenthesized_sum(self) -> Tree:
+        """Read a sum in round brackets, and return its tree."""
+        self._pop_token("(")
         tree = self._sum_in_brackets()
-        self._take(")")
+        self._pop_token(")")
         return tree
 
     def _sum_in_brackets(self) -> Tree:
-        """Return a sum that stands between brackets, which the caller takes.
+        """Read a sum between brackets or bars, which the caller reads, and return its tree.
 
         The nesting is bounded, since each level costs Python calls.
         """
         self._nesting += 1
         if self._nesting > MAX_NESTING:
             raise ParseError("too_large")
-        tree = self.sum()
+        tree = self.parse_sum()
         self._nesting -= 1
         return tree
 
@@ -232,64 +233,67 @@ class _Reader:
         `sin^2(30)` is the square of the sine, `sin^-1` the inverse function.
         """
         exponent = None
-        if self.next == "^":
-            self._take()
+        if self.next_symbol == "^":
+            self._pop_token()
             exponent = self._exponent()
         if exponent == _MINUS_ONE_TREE and name in _INVERSE_BY_FUNCTION:
             name = _INVERSE_BY_FUNCTION[name]
             exponent = None
         # `log(8, 2)` has its base as a second argument.
-        may_have_base = name == "log" and self.next == "("
+        may_have_base = name == "log" and self.next_symbol == "("
         tree = self._logarithm() if may_have_base else _call_function(name, self._argument())
         return tree if exponent is None else ("power", tree, exponent)
 
     def _exponent(self) -> Tree:
-        """Return the exponent of a function's name: a number with its sign, or a group."""
-        is_negative = self.next == "-"
+        """Read the exponent of a function's name, and return its tree.
+
+        It is a number or a sum in brackets, with or without a minus: the `-1` of `sin^-1(0.5)`.
+        """
+        is_negative = self.next_symbol == "-"
         if is_negative:
-            self._take()
-        tree = self._group() if self.next == "(" else self._require_number()
+            self._pop_token()
+        tree = self._parenthesized_sum() if self.next_symbol == "(" else self._require_number()
         return ("sum", (-1, tree)) if is_negative else tree
 
     def _require_number(self) -> Tree:
-        """Return a literal. Raises `ParseError` for any other token."""
-        if not _is_number(self.next):
+        """Read a number, and return its tree. Raises `ParseError` for any other token."""
+        if not _is_number(self.next_symbol):
             raise ParseError
         return self._number()
 
     def _logarithm(self) -> Tree:
-        """Read `log(x)` to the base 10, and `log(x, base)`."""
-        self._take("(")
+        """Read the brackets of `log(x)`, to the base 10, or of `log(x, base)`; return the tree."""
+        self._pop_token("(")
         argument = self._sum_in_brackets()
         base: Tree = ("num", "10")
-        if self.next == ",":
-            self._take()
+        if self.next_symbol == ",":
+            self._pop_token()
             base = self._sum_in_brackets()
-        self._take(")")
+        self._pop_token(")")
         return ("log", base, argument)
 
     def _argument(self) -> Tree:
         """Read the argument of a function, and return its tree.
 
-        It is a sum in brackets, or a number or pi without brackets. Raises `ParseError` where the
-        argument without brackets may go on, as in `sin 2pi`.
+        It is a sum in brackets, or a number or pi without brackets, as in `sin 30`. Raises
+        `ParseError` if it is unclear where the argument without brackets ends, as in `sin 2pi`.
         """
-        if self.next == "(":
-            return self._group()
-        if self.next == "pi":
-            self._take()
+        if self.next_symbol == "(":
+            return self._parenthesized_sum()
+        if self.next_symbol == "pi":
+            self._pop_token()
             argument = _PI_TREE
         else:
             argument = self._require_number()
-        if self.next == "°":
-            self._take()
-        if self.next not in {"", "+", "-", "*", "/", ")", "|", ","}:
-            raise ParseError  # `sin30^2`, `sin 2pi`: where the angle ends is anybody's guess
+        if self.next_symbol == "°":
+            self._pop_token()
+        if self.next_symbol not in {"", "+", "-", "*", "/", ")", "|", ","}:
+            raise ParseError  # `sin30^2` could be the square of sin30, or the sine of 900
         return argument
 
 
 def _is_number(token: str) -> bool:
-    """Return whether a token is a literal."""
+    """Return whether a token is a number, such as `2` or `.5`."""
     return token[:1].isdigit() or token[:1] == "."
 
 
@@ -309,8 +313,8 @@ def _call_function(name: str, argument: Tree) -> Tree:
 
 
 def _absolute(tree: Tree) -> Tree:
-    """Return the tree, or its negative where its value is below 0.
+    """Return the tree of the absolute value: the tree itself, or its negative if that is positive.
 
-    The grammar has no absolute value.
+    The trees have no absolute value of their own, so the tree is evaluated here.
     """
     return ("sum", (-1, tree)) if evaluate_closed_form(tree).value < 0 else tree

@@ -80,7 +80,7 @@ def build_tool_schema(
             if parameter.name not in HIDDEN_PARAMETERS
         ]
         signature = signature.replace(parameters=parameters)
-        schema: dict[str, Any] = get_json_schema(_stand_in(function, signature, hints))
+        schema: dict[str, Any] = get_json_schema(_function_for_schema(function, signature, hints))
     except Exception as error:  # Transformers raises errors of its own for an incomplete docstring
         raise UserError(
             f"tools: {entry!r} needs type hints and a docstring with `Args:` that says what each "
@@ -92,40 +92,49 @@ def build_tool_schema(
             raise UserError(
                 f"tools: {entry!r} has to name each of its parameters; leave out * and **"
             )
-    return _with_texts(schema, text_by_placeholder or {})
+    return _fill_placeholders(schema, text_by_placeholder or {})
 
 
-def _stand_in(
+def _function_for_schema(
     function: Callable[..., Any], signature: inspect.Signature, hints: Mapping[str, Any]
 ) -> Callable[[], None]:
-    """Return a function with the name and docstring of a tool, and this signature.
+    """Return an empty function with the name and docstring of a tool, and another signature.
 
-    Transformers makes the schema of a tool from this function. It cannot make it from the tool
-    itself, which may have parameters that the model must not see. The function is never called.
+    Transformers makes the schema of a tool from it. It cannot make it from the tool itself, which
+    may have parameters that the model must not see. The function is never called.
+
+    Args:
+        function: the tool.
+        signature: the tool's signature without hidden parameters.
+        hints: the type hints of the tool by parameter.
     """
 
-    def stand_in() -> None: ...
+    def function_for_schema() -> None: ...
 
-    assert isinstance(stand_in, FunctionType)
-    stand_in.__name__ = function.__name__
-    stand_in.__doc__ = inspect.getdoc(function)
-    stand_in.__signature__ = signature  # type: ignore[attr-defined]
-    stand_in.__annotations__ = {name: hints[name] for name in signature.parameters if name in hints}
-    return stand_in
+    assert isinstance(function_for_schema, FunctionType)
+    function_for_schema.__name__ = function.__name__
+    function_for_schema.__doc__ = inspect.getdoc(function)
+    function_for_schema.__signature__ = signature  # type: ignore[attr-defined]
+    function_for_schema.__annotations__ = {
+        name: hints[name] for name in signature.parameters if name in hints
+    }
+    return function_for_schema
 
 
-def _with_texts(schema: dict[str, Any], text_by_placeholder: Mapping[str, str]) -> dict[str, Any]:
-    """Return the schema with each placeholder in its texts replaced.
+def _fill_placeholders(
+    schema: dict[str, Any], text_by_placeholder: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return a tool's schema with the placeholders in its texts replaced.
 
-    For example, with `{"points": "in its pixels"}` the text "Left side, {points}." becomes "Left
-    side, in its pixels.".
+    For example, with `text_by_placeholder` `{"points": "in its pixels"}` the text "Left side,
+    {points}." becomes "Left side, in its pixels.".
     """
     schema_text = json.dumps(schema)
     for placeholder, text in text_by_placeholder.items():
         escaped_text = json.dumps(text).removeprefix('"').removesuffix('"')
         schema_text = schema_text.replace(f"{{{placeholder}}}", escaped_text)
-    schema_with_texts: dict[str, Any] = json.loads(schema_text)
-    return schema_with_texts
+    schema_fill_placeholders: dict[str, Any] = json.loads(schema_text)
+    return schema_fill_placeholders
 
 
 def find_calls(text: str) -> list[str]:
@@ -273,7 +282,7 @@ def error_line(reason: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return a text that a tokenizer accepts.
+    """Return a text that a tokenizer accepts, which is one that UTF-8 can encode.
 
     JSON may contain half of a surrogate pair, such as `\\ud83d`, which is no character. It becomes
     a question mark.
@@ -284,7 +293,7 @@ def clean(text: str) -> str:
 
 @contextmanager
 def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
-    """Run code of the user inside the block with a time limit and random states of its own.
+    """Limit the user's code inside the block in time, and isolate it from the run's random states.
 
     Inside the block the random states of `random`, NumPy and torch are seeded by `seed`. After it
     they are as before, and so is the working folder. A process that the code forks is ended with the
@@ -293,7 +302,7 @@ def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
     Args:
         label: names the code in messages.
         seconds: the time limit.
-        seed: a text that decides the random numbers.
+        seed: a text that seeds the random numbers.
 
     Raises `OverdueError` in the block when the time is over.
     """

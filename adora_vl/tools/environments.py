@@ -26,8 +26,8 @@ _HIDDEN_METHODS = ("reset", "get_reward")  # public methods that are no tools: t
 class Environments:
     """The environments of a run on one rank: an object of the user's class for each rollout.
 
-    The policy may call the public methods of its environment as tools. As in TRL an environment is
-    built once, and reset for a new rollout in each generation.
+    The policy may call the public methods of its rollout's environment as tools. As in TRL an
+    environment is built once, and reset for a new rollout in each generation.
     """
 
     factory: Callable[[], Any]
@@ -44,10 +44,11 @@ class Environments:
     """The number of instances that rollouts of the current generation have."""
 
     def __post_init__(self) -> None:
-        """Build the first environment, and find out from its class what the model may call.
+        """Build the first environment, and read from its class what the model may call.
 
         Sets `name` (that of the class), `tools` (its public methods by name) and `give_rewards`
-        (whether it has `get_reward`). Raises `UserError` for a factory whose objects are no environments.
+        (whether it has `get_reward`). Raises `UserError` for a factory whose objects lack `reset`,
+        or have no method that could be a tool.
         """
         self.name = function_name(self.factory)  # for messages, until the class is known
         environment = self._build_instance(f"{ENVIRONMENT_KEY}: {self.name}")
@@ -88,97 +89,103 @@ class Environments:
     def reset_for_groups(
         self, groups: Sequence[RolloutGroup], run_seed: int, *, begins_generation: bool
     ) -> list[RolloutGroup]:
-        """Give each rollout of new groups an environment, and reset it.
+        """Return new groups with an environment for each rollout, which was reset.
 
-        The text that `reset` returns is appended to the group's prompt.
+        The text that `reset` returns is appended to the group's prompt. Raises `UserError` if an
+        environment fails, or its text differs within a group.
 
         Args:
             groups: groups that begin.
             run_seed: the seed of the run.
             begins_generation: whether these are the first groups of a generation. All environments
                 are then free again, since no rollout of the last one needs its own any longer.
-
-        Returns the groups with their environments. Raises `UserError` where an environment fails,
-        or its text differs within a group.
         """
         if begins_generation:
             self._in_use = 0
         return [self._reset_for_group(group, run_seed) for group in groups]
 
     def _reset_for_group(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
-        """Give each rollout of one group an environment, and append the text of `reset` to the prompt.
+        """Return a new group with an environment for each rollout, which was reset.
 
-        All environments are reset with the same random numbers, so that the rollouts begin alike.
-        Raises `UserError` if their texts differ even so.
+        The text of `reset` is appended to the prompt. All environments are reset with the same
+        random numbers, so that the rollouts begin alike. Raises `UserError` if their texts differ
+        even so.
         """
         problem = group.problem
-        where = f"{ENVIRONMENT_KEY}: row {group.row.get('id', problem.row_number)}"
+        message_prefix = f"{ENVIRONMENT_KEY}: row {group.row.get('id', problem.row_number)}"
         seed = f"{run_seed}/{problem.key.name}/{problem.slot}"
         rollouts = [
-            replace(rollout, environment=self._take_unused(where)) for rollout in group.rollouts
+            replace(rollout, environment=self._next_free_environment(message_prefix))
+            for rollout in group.rollouts
         ]
-        messages = []
-        for rollout in rollouts:
-            messages.append(self._reset(rollout.environment, row=group.row, where=where, seed=seed))
-        for message in messages:
-            if message != messages[0]:
+        texts = [
+            self._reset(rollout.environment, group.row, message_prefix=message_prefix, seed=seed)
+            for rollout in rollouts
+        ]
+        for text in texts:
+            if text != texts[0]:
                 raise UserError(
-                    f"{where}: reset says {messages[0]!r:.60} to one rollout of a problem and "
-                    f"{message!r:.60} to another; let it say what the row alone decides"
+                    f"{message_prefix}: reset says {texts[0]!r:.60} to one rollout of a problem and "
+                    f"{text!r:.60} to another; let it say what the row alone decides"
                 )
-        return replace(
-            group, row=_append_to_prompt(group.row, messages[0]), rollouts=tuple(rollouts)
-        )
+        return replace(group, row=_append_to_prompt(group.row, texts[0]), rollouts=tuple(rollouts))
 
-    def _take_unused(self, where: str) -> Any:
+    def _next_free_environment(self, message_prefix: str) -> Any:
         """Return an environment that no rollout of this generation has; build one if needed.
 
-        `where`: the key and the row that needs it. It begins the message if building fails.
+        `message_prefix`: begins the message of an error, such as `environment_factory: row 7`.
         """
         if self._in_use == len(self._instances):
-            self._build_instance(where)
+            self._build_instance(message_prefix)
         environment = self._instances[self._in_use]
         self._in_use += 1
         return environment
 
-    def _build_instance(self, where: str) -> Any:
-        """Build a further environment, which no rollout has yet. `where` is as in `_take_unused`."""
+    def _build_instance(self, message_prefix: str) -> Any:
+        """Build a further environment, which no rollout has yet, and return it.
+
+        `message_prefix`: begins the message of an error, such as `environment_factory: row 7`.
+        """
         environment = self._run(
-            self.factory, label=f"{where}: it cannot be made", seed=ENVIRONMENT_KEY
+            self.factory, label=f"{message_prefix}: it cannot be made", seed=ENVIRONMENT_KEY
         )
         is_shared = any(environment is instance for instance in self._instances)
         if is_shared:
             raise UserError(
-                f"{where}: {self.name} is one object for two rollouts; give what makes one at each "
-                "call"
+                f"{message_prefix}: {self.name} is one object for two rollouts; give what makes one "
+                "at each call"
             )
         self._instances.append(environment)
         return environment
 
-    def _reset(self, environment: Any, row: Row, where: str, seed: str) -> str:
+    def _reset(self, environment: Any, row: Row, *, message_prefix: str, seed: str) -> str:
         """Reset an environment for a row, and return the text that its `reset` returns.
 
-        None becomes the empty text. `where` names the row in errors. The random numbers in `reset`
-        follow from the text `seed`.
+        Args:
+            environment: the environment of a rollout.
+            row: the row of its problem, whose columns `reset` gets.
+            message_prefix: begins the message of an error, such as `environment_factory: row 7`.
+            seed: a text that seeds the random numbers in `reset`.
 
-        Raises `UserError` where `reset` fails, returns something else, or returns a control token,
-        which the model would take for the end of a message.
+        Raises `UserError` if `reset` fails, returns something else than a text or None, or returns a
+        control token, which the model would take for the end of a message.
         """
 
         def reset() -> object:
+            """Call the user's `reset` with copies, which it may change."""
             return environment.reset(**copy_argument(dict(row)))
 
-        message = self._run(reset, label=f"{where}: reset", seed=seed)
-        if message is not None and not isinstance(message, str):
+        result = self._run(reset, label=f"{message_prefix}: reset", seed=seed)
+        if result is not None and not isinstance(result, str):
             raise UserError(
-                f"{where}: reset returned a {type(message).__name__}; return a text or None"
+                f"{message_prefix}: reset returned a {type(result).__name__}; return a text or None"
             )
-        text = clean(message or "")
+        text = clean(result or "")
         token = control_token_in(text, self.control_tokens)
         if token is not None:
             raise UserError(
-                f"{where}: reset says {token}, which is a token of the model's own; leave it out "
-                "of the text"
+                f"{message_prefix}: reset says {token}, which is a token of the model's own; leave "
+                "it out of the text"
             )
         return text
 
@@ -202,13 +209,13 @@ class Environments:
 
 
 def build_environments(factory: object, seconds: float) -> Environments | None:
-    """Return the environments of a run, None without any.
+    """Return the environments of a run; None in a run without.
 
     Args:
         factory: `FILE.py:CLASS`, or a class or function from Python; None for no environments.
         seconds: the time limit for building or resetting one environment.
 
-    Raises `UserError`.
+    Raises `UserError` for a factory that cannot be loaded, or whose objects are no environments.
     """
     if factory is None:
         return None

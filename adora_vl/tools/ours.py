@@ -29,8 +29,8 @@ _ANSWER_DIGITS = 10  # significant ones of a number in an answer
 class View:
     """The size in which a model sees a picture, and the coordinates in which it names points."""
 
-    low: int  # the least number of pixels that the picture is resized to
-    high: int  # the largest
+    low: int  # the least number of pixels that a picture is resized to
+    high: int  # the largest number of pixels
     unit: int  # an image token covers `unit` x `unit` pixels
     relative: bool = False  # whether coordinates are in thousandths, and not in pixels
 
@@ -51,7 +51,7 @@ class View:
     def to_fractions(
         self, image: Image.Image, *points: tuple[float, float]
     ) -> list[tuple[float, float]]:
-        """Convert points from the model's coordinates to fractions of width and height, 0 to 1.
+        """Return points in the model's coordinates as fractions of width and height, 0 to 1.
 
         For example, (500, 250) in thousandths is (0.5, 0.25), and (28, 14) in pixels of a picture that
         the model sees as 112 x 56 is (0.25, 0.25). Raises `ValueError` for a point outside of it.
@@ -229,9 +229,9 @@ def calculate(expression: str) -> str:
 
 
 def _evaluate_as_answer(expression: str) -> NumberWithError:
-    r"""Return the value of an answer that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
+    r"""Return the value of an expression that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
 
-    The grader's reader is used. Raises `ValueError` where the answer has no value.
+    It is read as the grader reads an answer. Raises `ValueError` if it has no value.
     """
     answer = parse_value(expression)
     if answer.kind != "number" or answer.number is None:

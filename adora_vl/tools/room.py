@@ -52,7 +52,9 @@ def check_answer_limits(
     template_arguments: Mapping[str, Any],
     limits: ConversationLimits,
 ) -> None:
-    """Raise `UserError` where the limits of a conversation leave no room for a tool's answer.
+    """Raise `UserError` if some tool can never answer within the limits of a conversation.
+
+    The shortest call of each tool and its shortest possible answer have to fit.
 
     Args:
         toolbox: the tools of the run.
@@ -85,7 +87,14 @@ def check_answer_limits(
 def _check_picture_limits(
     toolbox: Toolbox, name: str, tool: Callable[..., Any], limits: ConversationLimits
 ) -> None:
-    """Raise `UserError` where the limits on pictures forbid each picture that a tool returns."""
+    """Raise `UserError` if the limits on pictures forbid every picture that a tool could return.
+
+    Args:
+        toolbox: the tools of the run, with the limits of their answers.
+        name: the name of the tool.
+        tool: its function.
+        limits: the limits of a conversation.
+    """
     if not _returns_a_picture(tool) or toolbox.view is None:
         return
     # The limit counts the problem's own pictures too.
@@ -121,6 +130,11 @@ def _check_text_limit(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> 
 
     A tool of the user is not checked, since the length of its answers is unknown. It may have the
     name of a built-in tool.
+
+    Args:
+        toolbox: the tools of the run, with the limits of their answers.
+        name: the name of the tool.
+        tool: its function.
     """
     max_text = toolbox.options.max_text
     is_built_in = BUILT_IN_TOOLS.get(name) is tool
@@ -138,7 +152,10 @@ def _check_token_limits(
     function: Mapping[str, Any],
     limits: ConversationLimits,
 ) -> None:
-    """Raise `UserError` where the shortest call of a tool and its shortest answer do not fit.
+    """Raise `UserError` if the shortest call of a tool and its shortest answer do not fit.
+
+    They have to fit into a turn, into a completion, and into the engine's context, and leave
+    `MIN_TOKENS_LEFT` tokens for what the policy says then.
 
     Args:
         toolbox: the tools of the run.

@@ -94,7 +94,7 @@ class ToolSet:
 def choose_tools(
     entries: Sequence[str | Callable[..., Any]], environments: Environments | None = None
 ) -> ToolSet:
-    """Find the tools of a run by their entries in the config, and check their schemas.
+    """Return the tools of a run by their entries in the config, and check their schemas.
 
     Args:
         entries: the key `tools`: names of built-in tools, `FILE.py:FUNCTION`, and functions.
@@ -157,10 +157,11 @@ def _find_tool(entry: str | Callable[..., Any]) -> _NamedTool:
 
 
 def build_view(config: "PreTrainedConfig", pixels: ResizeLimits) -> View | None:
-    """Return what a model with this config sees of a picture.
+    """Return the size and the coordinates in which a model sees pictures; None for a text model.
 
-    None for a model that reads text alone. `pixels`: the limits to which pictures are resized for
-    the model.
+    Args:
+        config: that of the model.
+        pixels: the limits to which pictures are resized for the model.
     """
     if not sees_images(config):
         return None
@@ -180,12 +181,14 @@ class _CallOutcome:
 
 
 def _number_pictures(parts: Sequence[AnswerPart], first: int) -> list[AnswerPart]:
-    """Return the texts and pictures of an answer, with line breaks and numbers between them.
+    """Return the texts and pictures of an answer, with line breaks and picture numbers between them.
 
-    Later calls name a picture by its number. For example, the text "sum" and a picture become "sum",
-    "\\n", "Picture 2: " and the picture, if `first` is 2.
+    The model names a picture by its number in later calls. For example, the text "sum" and a picture
+    become "sum", "\\n", "Picture 2: " and the picture, if `first` is 2.
 
-    `first`: the number of the first picture.
+    Args:
+        parts: the texts and pictures.
+        first: the number of the first picture.
     """
     lines: list[AnswerPart] = []
     number = first
@@ -201,12 +204,15 @@ def _number_pictures(parts: Sequence[AnswerPart], first: int) -> list[AnswerPart
 
 
 def _call_record(outcome: _CallOutcome, call_text: str, *, seconds: float) -> Call:
-    """Return a call and its outcome in the form in which the run records them.
+    """Return the entry of a call for the run's record.
 
-    For example, an outcome of the text "sum" and a picture is recorded as "sum" and, on the next
-    line, "<image>".
+    For example, an outcome of the text "sum" and a picture has the text "sum" and, on the next line,
+    "<image>".
 
-    `call_text`: the call as the model wrote it. `seconds`: how long it took.
+    Args:
+        outcome: what the tool has returned.
+        call_text: the call as the model wrote it.
+        seconds: how long it took.
     """
     texts = [part for part in outcome.parts if isinstance(part, str)]
     picture_count = len(outcome.parts) - len(texts)
@@ -233,12 +239,13 @@ class Toolbox:
         view: View | None,
         control_tokens: Sequence[str] = CONTROL_TOKENS,
     ) -> None:
-        """Build the schemas of the tools, and check that the model can use them.
+        """Build the JSON schemas of the tools, and check that the model can use them.
 
         Args:
             tool_set: the tools of the run.
-            options: the limits of calls and answers.
-            view: what the model sees of a picture; None for a model that reads text alone.
+            options: the limits of calls and answers (`adora_tool_options`).
+            view: the size and the coordinates in which the model sees pictures; None for a model
+                that reads text alone.
             control_tokens: the control tokens of the model, which no schema may contain.
 
         Raises `UserError` for a schema with a control token, and for a tool that needs pictures
@@ -317,10 +324,10 @@ class Toolbox:
         seed: str,
         environment: object,
     ) -> _CallOutcome:
-        """Read one call, run it, and return its result, or an error line for the model.
+        """Read one call, run its tool, and return the result, or an error line for the model.
 
-        Every exception becomes such a line. A run that ended here would end again when it is
-        resumed, since the model would write the same call.
+        Every exception becomes such a line, such as "Error: no tool 'add'". A run that ended here
+        would end again when it is resumed, since the model would write the same call.
 
         Args:
             call_text: the call as the model wrote it.
@@ -343,7 +350,7 @@ class Toolbox:
             reason = str(error)
         except OverdueError:
             reason = f"the tool took longer than {self.options.seconds:g} s"
-            self._warn_late(name)
+            self._warn_of_time_limit(name)
         except SystemExit:
             reason = "the tool called sys.exit"
         except BaseException as error:  # compiled code raises some that are no `Exception`
@@ -387,8 +394,8 @@ class Toolbox:
         with run_limited(f"tool {name}", self.options.seconds, seed):
             return self._read_result(tool(**kwargs), len(images))
 
-    def _warn_late(self, name: str) -> None:
-        """Warn, once in a run, that a tool was stopped by its time limit."""
+    def _warn_of_time_limit(self, name: str) -> None:
+        """Print to standard error, once in a run, that a tool was stopped by its time limit."""
         if not self._has_warned:
             print(
                 f"tools: {name} took longer than adora_tool_options.seconds: "
@@ -400,10 +407,12 @@ class Toolbox:
     def _read_result(self, result: object, picture_count: int) -> list[AnswerPart]:
         """Return the result of a tool as texts and pictures that the model's processor accepts.
 
-        For example, the result `["sum", 3]` becomes "sum" and "3".
+        For example, the result `["sum", 3]` becomes "sum" and "3". Raises `CallError` for a result
+        beyond the limits of an answer. Errors of the user's objects are not caught.
 
-        `picture_count`: the number of pictures that the model has already. Raises `CallError` for a
-        result beyond the limits of an answer. Errors of the user's objects are not caught.
+        Args:
+            result: what the tool has returned: a text, a picture, another value, or a list of them.
+            picture_count: the number of pictures that the model has already.
         """
         parts = list[AnswerPart]()
         text_length = 0
@@ -430,7 +439,8 @@ class Toolbox:
     def _read_value(self, value: object) -> AnswerPart:
         """Return one value of a tool's result as a text or a picture.
 
-        A value that is neither becomes its JSON text. Raises `CallError` where it has none.
+        A value that is neither becomes its JSON text, as 3 becomes "3". Raises `CallError` for a
+        value that has none.
         """
         if isinstance(value, Mapping):
             # A mapping may be a part of a message in TRL's form: {"type": "text", "text": ...}.

@@ -31,7 +31,8 @@ def nondeterminism_warnings(
 ) -> list[str]:
     """Call each tool of the user twice, and return a warning for each that gives two answers.
 
-    The arguments are made up from its schema. A tool that refuses all of them is not warned of.
+    Such a tool is not deterministic, so a resumed run could differ. The arguments of the calls are
+    made up from the tool's schema. If the tool refuses them, nothing is known and nothing returned.
 
     Args:
         toolbox: the tools of the run.
@@ -70,9 +71,10 @@ def _different_answers(
     images: Sequence[Image.Image],
     environments: Sequence[Any],
 ) -> tuple[str, str] | None:
-    """Make the same calls of a tool twice, and return the first two answers that differ.
+    """Make the same call of a tool twice, and return both answers if they differ, else None.
 
-    Made-up calls are tried until the tool accepts one. The result is None if no two answers differ.
+    Made-up calls are tried until the tool accepts one. The answers are the beginnings of their texts,
+    for a message.
 
     Args:
         toolbox: the tools of the run.
