@@ -84,7 +84,16 @@ from adora_vl.utils.seeding import drawing_by_key
 
 
 class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
-    """A trainer like `trl.GRPOTrainer`, whose `args` is an `AdoraGRPOConfig`."""
+    """A trainer like `trl.GRPOTrainer`, whose `args` is an `AdoraGRPOConfig`.
+
+    A generation is all rollouts that are sampled before the policy learns again. It consists of
+    groups, the rollouts of one prompt each. A group has signal if any of its advantages is not 0.
+    A generation is split into micro-batches, of which one or more make an optimizer step. TRL counts
+    the micro-batches of the whole run in `_step`.
+
+    The objects that do the work of a step are attributes of `self.parts`. For example, `parts.pool`
+    remembers groups that wait for a later generation, and `parts.generation_sampler` samples.
+    """
 
     parts: StepParts
     run: ResolvedRun

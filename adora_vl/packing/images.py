@@ -89,8 +89,8 @@ class DistinctImages:
     """Owns the distinct images of the present generation.
 
     Each is processed once (`ImageCache`), stored once (`ImageBanks`), and goes through the vision
-    tower once (`SharedVision`). Batches have references in place of pixels: the numbers of patches
-    in an image bank.
+    tower once (`SharedVision`). An image bank stores the patches of one batch's images under
+    numbers. Batches have these numbers, called references, in place of pixels.
     """
 
     def __init__(

@@ -73,7 +73,8 @@ def can_share_prompts(config: PreTrainedConfig) -> bool:
 class PassInputs:
     """The arguments of TRL's `_get_per_token_logps_and_entropies`, for B rows.
 
-    A row has P prompt and C completion tokens.
+    A row has P prompt and C completion tokens. `host_rows` is a copy of masks, lengths and images on
+    the CPU, which can be read without waiting for the GPU.
     """
 
     model: "PreTrainedModel"  # the policy or the reference model, in whatever wrapper
@@ -107,7 +108,9 @@ class PackedForward:
     """Computes the log-probabilities of a batch with each prompt once and without padding.
 
     Rows with the same prompt are packed: the prompt once, then all of its completions. The first
-    pass of a run is compared with padded rows. If they differ, packing is disabled.
+    pass of a run is compared with padded rows. If they differ, packing is disabled. A chunk is the
+    rows of one forward pass, grouped by prompt: [[0, 1], [2]] are three rows, of which the first two
+    share a prompt.
     """
 
     def __init__(
@@ -374,7 +377,7 @@ def _columns_of_first_rows(rows: int, inputs: PassInputs) -> dict[str, Any]:
     one per row. For example, let the first two rows have one image of 4 and one of 6 patches. With
     `rows` 2 the first 10 entries of `pixel_values` and 2 of `image_grid_thw` are returned.
     """
-    images_by_row = inputs.host_rows.images[:rows]
+    images_by_row = inputs.host_rows.images[:rows]  # None for a row without images
     images_of_first_rows = [row_images for row_images in images_by_row if row_images is not None]
     entry_count_by_name = {
         "pixel_values": sum(len(row_images.pixels) for row_images in images_of_first_rows),

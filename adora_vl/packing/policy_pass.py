@@ -118,8 +118,9 @@ class WatchedPass:
 class PolicyPass:
     """TRL's `_get_per_token_logps_and_entropies`, with shared prompts where they save work.
 
-    A shared prompt is computed once for all completions of its group. All passes of the policy and
-    of the reference model go through this object.
+    A shared prompt is computed once for all completions of its group, in packed rows without padding.
+    The first pass of a run compares packed with padded rows, and prompts are not shared if these
+    differ. All passes of the policy and of the reference model go through this object.
     """
 
     def __init__(

@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 def prompt_images(host_rows: HostRows, row: int) -> RowImages | None:
     """Return the images in a row's prompt; None where no row of the batch has images.
 
-    `host_rows` has the images of the prompt and of the completion together, the prompt's first.
-    For example, with grids of 4, 6 and 8 patches and one image in the completion, the prompt has
-    the first two grids and the first 10 patches.
+    For example, with grids of 4, 6 and 8 patches and one image in the completion, the prompt has the
+    first two grids and the first 10 patches.
+
+    Args:
+        host_rows: the copy of a batch on the CPU. It has the images of a row's prompt and completion
+            together, the prompt's first.
+        row: the number of the row.
     """
     row_images = host_rows.images[row]
     if row_images is None:
@@ -39,6 +43,10 @@ def completion_images(host_rows: HostRows, row: int) -> RowImages | None:
     They come after those of the prompt: with grids of 4, 6 and 8 patches, and two images in the
     prompt, the completion has the last grid and the last 8 patches. The result is None if no row of
     the batch has images, or if the completion has no tokens.
+
+    Args:
+        host_rows: the copy of a batch on the CPU.
+        row: the number of the row.
     """
     row_images = host_rows.images[row]
     in_prompt = prompt_images(host_rows, row)

@@ -48,7 +48,9 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
     """`trl.generation.VLLMGeneration`, corrected for models with images and vLLM 0.31.
 
     It builds vLLM's engine in each process (`mode: colocate`) or connects to servers (`server`),
-    and samples from them with the policy's weights.
+    and samples from them with the policy's weights. In sleep mode a colocated engine frees its
+    memory between two generations; at level 2 it discards its weights too. The first rank alone
+    talks to servers, and `server_group` does so for all ranks.
     """
 
     def __init__(
@@ -97,12 +99,15 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         weights by NCCL. Ours adds these settings, and knows several servers, which get weights as
         files. Raises `UserError` for what the CPU engine cannot do.
         """
-        weight_folder = self.settings.weight_folder  # None: servers get weights by NCCL
+        # Where servers read weights from files; None: one server gets them by NCCL.
+        weight_folder = self.settings.weight_folder
         if self.mode == "colocate" or weight_folder is not None:
             refuse_on_cpu(self.model.config, self.enable_sleep_mode)
         if self.mode == "server" and weight_folder is not None:
             self._connect(Path(weight_folder))
             return
+        # TRL builds the engine and its client of a server by the names of their classes. Inside the
+        # block these names stand for ours.
         with (
             compat.ENGINE.replaced_by(self._build_llm, on=vllm_generation),
             compat.SERVER_CLIENT.replaced_by(Client, on=vllm_generation),

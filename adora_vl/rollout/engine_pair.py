@@ -66,7 +66,8 @@ class Collate(Protocol):
 class EnginePair:
     """The engine that samples rollouts, and the policy in training, for checks that compare them.
 
-    Every rank has one. Methods that are collective say so.
+    A check samples short rollouts with the engine, computes the policy's log-probabilities of the
+    same tokens, and compares the two. Every rank has such a pair. Methods that are collective say so.
     """
 
     context: StepContext

@@ -31,7 +31,11 @@ CountSeconds = Callable[[str], AbstractContextManager[Any]]
 class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
     """`trl.generation.VLLMGeneration` with a weight sync of its own.
 
-    Its subclass `AdoraVLLMGeneration` builds the engine and samples from it.
+    A sync sends the policy's weights to the engine, in one of three ways: into the engine of this
+    process (`mode: colocate`), to one server by NCCL, or to several servers as files, which all of
+    them read. The first rank alone talks to servers. `server_group.on_first_rank` runs an action
+    there with the pool of servers, and returns its result on all ranks. The subclass
+    `AdoraVLLMGeneration` builds the engine and samples from it.
     """
 
     settings: EngineSettings
@@ -60,6 +64,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         sends_all = not self._engine_has_all_parameters or self.enable_sleep_mode or uses_nccl
 
         def is_sent(name: str) -> bool:
+            """Return whether the sync sends the parameter of this name."""
             return sends_all or component_of(name) in trainable
 
         if is_peft_model(self.model):

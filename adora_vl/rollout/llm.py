@@ -192,7 +192,8 @@ def sampling_result_of(
 class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     """A `vllm.LLM` that samples the trainer's requests.
 
-    Its sleeping and waking are timed, and it can be kept awake.
+    In vLLM's sleep mode it frees the GPU's memory while the policy learns. Sleeping and waking are
+    timed, and it can be kept awake.
     """
 
     is_kept_awake = False  # True inside `awake()`
@@ -262,6 +263,7 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         # vLLM refuses a greedy request for several rollouts, which would all be equal.
         is_greedy = options["temperature"] == 0
+        # Each group of requests becomes one request of vLLM.
         groups = [[request] for request in requests] if is_greedy else merge_requests(requests)
         prompts: list[dict[str, Any]] = []
         parameters: list[SamplingParams] = []

@@ -100,7 +100,10 @@ class TransformersSampler:
 
 
 class VLLMSampler:
-    """Samples with vLLM, in the trainer's processes or on servers, after a weight sync."""
+    """Samples with vLLM, in the trainer's processes or on servers, after a weight sync.
+
+    A weight sync sends the policy's weights to vLLM. One is enough for each optimizer step.
+    """
 
     returns_logps = True
 

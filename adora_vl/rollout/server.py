@@ -101,7 +101,11 @@ def refuse_impossible_tokens(
 
 
 class Server:
-    """One vLLM server. Its methods raise `UnusableServerError`, or what `requests` raises."""
+    """One vLLM server, which is asked by HTTP.
+
+    The methods raise `UnusableServerError`, or what the library `requests` raises. A weight sync lets
+    the server read weights, or a LoRA adapter, from files.
+    """
 
     def __init__(self, client: VLLMClient, answer_timeout_s: float, vocabulary_size: int) -> None:
         """Wrap a client. Nothing is asked of the server before `read_info`.

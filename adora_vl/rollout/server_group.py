@@ -49,7 +49,11 @@ class SharedFailure(NamedTuple):
 
 @dataclass
 class ServerGroup:
-    """The servers of a run as its ranks see them. All ranks call every method together."""
+    """The vLLM servers of a run, for all of its ranks. All ranks call every method together.
+
+    Only the first rank has the `pool`, which talks to the servers. The requests of all ranks are
+    gathered there, and the results are sent back.
+    """
 
     accelerator: Accelerator
     place_features: PlaceFeatures  # adds the positions of image tokens to a prompt's image features

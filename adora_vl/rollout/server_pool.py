@@ -40,9 +40,11 @@ _RESTARTED_SERVER_ERROR = UnusableServerError(
 
 
 class ServerPool:
-    """All servers of a run, and which of them are in use. Only the first rank has one.
+    """All vLLM servers of a run, and which of them are in use. Only the first rank has a pool.
 
-    A server that fails is left out, until a weight sync finds that it answers again.
+    A server that fails is left out, until a weight sync finds that it answers again. A server that
+    was started again has a new `instance_id`, and the weights of its checkpoint in place of the
+    policy's until the next sync.
     """
 
     def __init__(

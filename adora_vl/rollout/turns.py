@@ -33,9 +33,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class TurnSampler(Protocol[Key]):
-    """Samples and answers the turns of rollouts, which have keys of any kind.
+    """Samples the turns of rollouts, and answers the tool calls in them.
 
-    A turn is what the policy says between two answers of tools.
+    A turn is what the policy says between two answers of tools. The rollouts have keys of any type.
     """
 
     def sample(self, rollouts: Mapping[Key, Rollout]) -> dict[Key, Rollout]:

@@ -26,8 +26,8 @@ _ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 class WeightFiles:
     """Writes weights into new folders `adora-weights-RUN-RANDOM`, one for each weight sync.
 
-    A folder exists only while it is written and read. One with an adapter stays until the next one
-    was read: vLLM may read it again, and a server that does not find it dies.
+    A folder exists only while it is written and read. A folder with a LoRA adapter stays until the
+    next adapter was read: vLLM may read it again, and a server that does not find it dies.
 
     One process of a run writes. Other runs may write into the same parent folder.
     """

@@ -133,8 +133,8 @@ def _fill_placeholders(
     for placeholder, text in text_by_placeholder.items():
         escaped_text = json.dumps(text).removeprefix('"').removesuffix('"')
         schema_text = schema_text.replace(f"{{{placeholder}}}", escaped_text)
-    schema_fill_placeholders: dict[str, Any] = json.loads(schema_text)
-    return schema_fill_placeholders
+    filled_schema: dict[str, Any] = json.loads(schema_text)
+    return filled_schema
 
 
 def find_calls(text: str) -> list[str]:

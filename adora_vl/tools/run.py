@@ -228,8 +228,10 @@ def _call_record(outcome: _CallOutcome, call_text: str, *, seconds: float) -> Ca
 class Toolbox:
     """Answers the tool calls that the policy writes in its turns.
 
-    A call is JSON in a `<tool_call>` block. Whatever goes wrong in it or in a tool becomes one line
-    for the model.
+    A call is JSON in a `<tool_call>` block, such as `{"name": "add", "arguments": {"a": 1}}`. The
+    answer is texts and pictures, which the model gets in a turn of the user. Whatever goes wrong in
+    a call or a tool becomes one line of such an answer. `view` is the size and the coordinates in
+    which the model sees pictures.
     """
 
     def __init__(

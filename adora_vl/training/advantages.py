@@ -80,7 +80,9 @@ class AdvantageComputer:
     """Computes the advantages of whole groups by the run's methods (`adora_methods`).
 
     Every rank computes those of all ranks' groups, from the same facts. It does so on the CPU: the
-    numbers are few, and reading one from a GPU waits for the GPU.
+    numbers are few, and reading one from a GPU waits for the GPU. A tensor whose name ends in `_PG`
+    has P groups of G rollouts. One that ends in `_N` has all N = P x G rollouts, and one that ends
+    in `_NF` their rewards by F reward functions.
     """
 
     def __init__(

@@ -62,7 +62,9 @@ def decoded_completions(
 class BatchBuilder:
     """Makes the rollouts of complete groups into a batch.
 
-    `build` is collective: every rank calls it, with equally many groups.
+    With tools a completion has tokens of the policy and tokens of tools, and its last turn is what
+    the policy says after the last answer of a tool. `build` is collective: every rank calls it, with
+    equally many groups.
     """
 
     context: StepContext
@@ -281,13 +283,17 @@ class BatchBuilder:
     def _image_fields(
         self, prompts: PromptBatch, completion_ids_BC: Tensor, image_id: int | None
     ) -> dict[str, Any]:
-        """Return the processor's fields of the images, such as `pixel_values`.
+        """Return the processor's outputs for images, such as `pixel_values`, as columns of the batch.
 
-        Some of them (`_TOKEN_TYPE_FIELDS`) have a type for each token of the prompts. They are
-        extended to the completions, (B, P + C). In `mm_token_type_ids` the type is 1 at image
-        tokens, which have the id `image_id`, and 0 elsewhere. For example, with the image token 9, a
-        prompt with the types 0 1 1 and the completion 9 7 give 0 1 1 1 0. In the other field the
-        type is 0 in completions.
+        `token_type_ids` and `mm_token_type_ids` have a type for each token of the prompts, and are
+        extended to the completions, (B, P + C). The second is 1 at image tokens: with the image token
+        9, a prompt of the types 0 1 1 and the completion 9 7 give 0 1 1 1 0. The first is 0 in
+        completions.
+
+        Args:
+            prompts: with the processor's outputs for the prompts.
+            completion_ids_BC: the padded completions.
+            image_id: the id of the image token; None for a text model.
         """
         fields = dict[str, Any](prompts.fields)
         for name in _TOKEN_TYPE_FIELDS:

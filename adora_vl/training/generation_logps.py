@@ -23,8 +23,10 @@ class GenerationLogps:
     """Computes old and reference log-probabilities, and compares the engine's with the policy's.
 
     The old policy is the one that has sampled the rollouts. TRL's loss takes the ratio of the new
-    policy to the old one, and with `beta` the distance of the new policy from the reference. All
-    methods are collective: with sharded weights every rank has to make each pass.
+    policy to the old one, and with `beta` the distance of the new policy from the reference. Before
+    the first optimizer step on a generation the training pass, whose loss is backpropagated, gives
+    the old log-probabilities too. Later micro-batches need a pass of their own, which `old_logps`
+    decides. All methods are collective: with sharded weights every rank has to make each pass.
     """
 
     context: StepContext
@@ -136,9 +138,10 @@ class GenerationLogps:
         """
         checkpointing_kwargs = self.context.config.gradient_checkpointing_kwargs
         with disable_gradient_checkpointing(self.policy, checkpointing_kwargs):
+            # Each of these passes is over some rows of a micro-batch.
             for old_pass in self.old_logps.passes_to_make(micro_batches):
                 rows = old_pass.rows_as_batch()
-                # The pass reads columns of the rows that TRL's arguments do not have.
+                # `watch` gives the pass the columns that are no argument of TRL's method.
                 with self.policy_pass.watch(rows):
                     logps_BC = generation_logps(
                         rows,
@@ -148,7 +151,7 @@ class GenerationLogps:
                 rows["old_per_token_logps"] = logps_BC
                 if self.old_logps.corrects_engine:
                     self.compare_with_engine(rows, logps_BC)
-                old_pass.store(rows)
+                old_pass.store(rows)  # into the micro-batch
 
     def add_to_loss(
         self, stored_micro: Batch, micro: Batch, micro_step: int, logps_BC: Tensor
@@ -183,5 +186,6 @@ class GenerationLogps:
         self.drift_guard.check_batch(micro, self.context.state().global_step, logps_BC)
         self.record_drift(micro, logps_BC)
         if self.old_logps.corrects_engine:
+            # The metrics of the ratio are averaged over the micro-batches of the step.
             for metric in self.importance_ratio.add_to_batch(micro, logps_BC):
                 self.context.log_part(metric.name, metric.value, weight=metric.weight)

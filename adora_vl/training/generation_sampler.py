@@ -67,6 +67,12 @@ class DrawnGeneration(NamedTuple):
 class GenerationSampler:
     """Draws, schedules and samples the groups of generations.
 
+    A generation is all rollouts that are sampled before the policy learns again. It is pending from
+    the request of its rollouts until they are sampled. With `ahead: k` servers sample the next k
+    generations while the policy learns from the present one. Most groups are drawn by the data
+    loader. Further ones replace groups without signal, whose rewards are all equal: refill groups,
+    or spare groups if servers have to sample them ahead.
+
     The methods are collective: every rank calls each of them, in the same order.
     """
 
@@ -101,9 +107,9 @@ class GenerationSampler:
     def sampling(self) -> Iterator[None]:
         """Return the context in which all ranks sample.
 
-        Its seconds are logged, and the run saves and ends where no server is left. An engine in
-        this process stays awake until the block ends. So it gets the weights only once, also for
-        several calls of `sample`.
+        Its seconds are logged. If no server is left, the run saves a checkpoint and ends. An engine
+        in this process does not sleep before the block ends, so it gets the weights only once, also
+        for several calls of `sample`.
         """
         with self.phase("rollout"), self.guard.guarding_servers(), self.sampler.awake():
             yield
@@ -351,7 +357,7 @@ class GenerationSampler:
         )
         spare_groups = self._draw_spare_groups(generation, requested.generation)
         groups = [*continued_groups, *begun_groups, *spare_groups]
-        # How many tokens the rollouts of each group may get; some groups may get none yet.
+        # How many tokens of each group's rollouts are sampled in that generation.
         limits = self.pool.token_limits(requested.generation, groups)
         pending = PendingGeneration(
             row_numbers=row_numbers_of_rollouts(requested.groups),

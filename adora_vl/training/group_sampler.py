@@ -98,7 +98,9 @@ class RequestParts:
 class GroupSampler:
     """Samples the unfinished rollouts of groups, with all their turns.
 
-    The methods are collective: every rank calls each of them, also without any group.
+    A turn is what the policy says before it ends or calls a tool. The first turn may be requested
+    from servers long before its result is needed; later turns follow the answers of tools. The
+    methods are collective: every rank calls each of them, also without any group.
     """
 
     context: StepContext
@@ -283,7 +285,8 @@ class GroupTurns:
     """Samples the turns of the unfinished rollouts of groups: the `TurnSampler` of a training.
 
     A turn is what the policy says before it ends or calls a tool. Each rollout has a key, the
-    number of its group and its own number in the group.
+    number of its group and its own number in the group. Its `RequestParts` are what the sampling
+    requests of all of its turns have in common, such as the prompt and the token budget.
     """
 
     group_sampler: GroupSampler

@@ -147,12 +147,13 @@ def size_of_pass(
 
 
 def full_unit(units: Sequence[UnitSize], longest_completion: int) -> UnitSize:
-    """Return the size of the unit for which memory is planned.
+    """Return the size of the largest unit that could be made of these units' prompts.
 
-    Its prompt is the longest of these units, and it has the most patches. Each of its rows has a
-    completion of `longest_completion` tokens. For example, units with prompts of 10 and 14 tokens
-    and two rows, and a longest completion of 100, give a prompt of 14 and 200 completion tokens. The
-    dry run plans for the longest prompt of all data, so it plans for at least as much memory.
+    A unit is a group of rollouts, or an equal part of one. The result has the longest prompt and the
+    most patches of these units, and each of its rows has a completion of `longest_completion`
+    tokens. For example, units with prompts of 10 and 14 tokens and two rows, and a longest
+    completion of 100, give a prompt of 14 and 200 completion tokens. Memory is planned for such
+    units. The dry run plans for the longest prompt of all data, so it plans for at least as much.
     """
     rows = max(unit.rows for unit in units)
     return UnitSize(

@@ -185,6 +185,11 @@ def order_of_learning(
 class MicroBatcher:
     """Divides generations into micro-batches.
 
+    A unit is the rows that stay in one micro-batch: a group of rollouts, or as large a part of it as
+    divides a micro-batch. It has signal if any of its advantages is not 0. The order of learning is
+    a list of a rank's units, of which consecutive ones become micro-batches. `host_rows` is a copy
+    of a batch's masks and lengths on the CPU, which can be read without waiting for the GPU.
+
     Every rank calls every method, and all get equally many micro-batches with work.
     """
 

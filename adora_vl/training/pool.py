@@ -39,9 +39,13 @@ from adora_vl.utils.errors import RolloutError, UserError
 class Pool:
     """Remembers the groups of a run, and decides which of them begin, go on, and are learned from.
 
-    A group is a problem with its rollouts. It waits while it has unfinished rollouts, or while
-    there is no room for it in a generation. A generation is pending from the request of its
-    rollouts until they are sampled. All of this is in `state`, which is replaced as a whole.
+    A group is a problem with its rollouts, and is complete if all of these have ended. With a token
+    budget (`adora_rollouts.budget`) a generation samples only so many tokens of a rollout, which then
+    goes on in the next generation. Its group waits meanwhile. With `ahead` servers sample later
+    generations while the policy learns from the present one; they are pending until their rollouts
+    arrive. In both cases rollouts may be stale: older than the generation that learns from them.
+
+    All of this is in `state`, which is replaced as a whole.
     """
 
     def __init__(self, context: StepContext, dataset: Any, *, has_tools: bool = False) -> None:
@@ -371,7 +375,7 @@ class Pool:
         for rank in range(assessment.num_ranks):
             has_signal = assessment.signal_of(rank)
             missing_count = has_signal.count(False)
-            # Where no rollout may wait for a later generation, every generation fills all slots.
+            # Without stale rollouts every generation fills all slots by itself.
             if self.allows_stale_rollouts:
                 missing_count += self.max_groups - len(has_signal)
             missing_by_rank.append(missing_count)

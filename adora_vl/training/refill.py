@@ -22,7 +22,11 @@ ScoreGroups = Callable[[Generation, Sequence[RolloutGroup]], ScoredGroups]
 
 @dataclass(frozen=True, kw_only=True)
 class Refill:
-    """Samples further problems as long as any rank lacks groups with signal. Collective."""
+    """Samples further problems as long as any rank lacks groups with signal. Collective.
+
+    A group has signal if its rollouts' rewards differ. The groups of further problems are called
+    refill groups. They fill free slots of a rank's batch, and replace groups without signal.
+    """
 
     context: StepContext
     pool: Pool

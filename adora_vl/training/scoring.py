@@ -43,7 +43,8 @@ class FunctionScores:
 class RewardFunctions:
     """Calls the reward functions of a run as TRL 1.16 does, in its `_calculate_rewards`.
 
-    They are functions, coroutine functions, or reward models.
+    They are functions, coroutine functions, or reward models. As in TRL a function may call
+    `log_extra(column, values)` to log a value for each completion, and `log_metric(name, value)`.
     """
 
     functions: Sequence[Any]

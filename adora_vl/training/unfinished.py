@@ -38,8 +38,9 @@ class RestoredGeneration(NamedTuple):
 class UnfinishedGeneration:
     """Lets a run resume within a generation.
 
-    Stock TRL saves neither the rollouts that are left nor its position within them, so such a run
-    would sample a new generation, and its steps would be out of phase.
+    A generation is split into micro-batches, and a checkpoint may be written when only some of them
+    were learned from. Stock TRL saves neither the rollouts that are left nor its position within
+    them, so such a run would sample a new generation, and its steps would be out of phase.
     """
 
     def __init__(self, context: StepContext, image_banks: ImageBanks) -> None:
