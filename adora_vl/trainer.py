@@ -480,13 +480,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         run_with_retry = self.parts.recomputed_layers.run_with_retry
         if not regroups_micro_batches(self.args):
             return run_with_retry(trl_step, self._means.snapshot)
-        micro = self._prepare_inputs(inputs)
-        if not micro:
+        micro_batch = self._prepare_inputs(inputs)
+        if not micro_batch:
             self._step += 1  # TRL's step would count this micro-batch, but it is not run
             return torch.zeros((), device=self.args.device)
         # TRL's step calls `_prepare_inputs` again, which returns the same micro-batch. What it logs
         # is averaged over the micro-batches of the step, weighed by their tokens or rows.
-        with self._means.joining(micro):
+        with self._means.joining(micro_batch):
             return run_with_retry(trl_step, self._means.snapshot)
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
@@ -508,15 +508,15 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             inputs: the micro-batch. The columns that are added to it here are kept only where the
                 next iteration (`num_iterations`) needs them.
         """
-        micro = cast("Batch", {**inputs})  # columns are added for this loss alone
+        micro_batch = cast("Batch", {**inputs})  # columns are added for this loss alone
         parts = self.parts
         if not model.training:
-            with parts.policy_pass.watch(micro):
-                evaluation_loss: Tensor = super()._compute_loss(model, micro)
+            with parts.policy_pass.watch(micro_batch):
+                evaluation_loss: Tensor = super()._compute_loss(model, micro_batch)
             return evaluation_loss
         # The number of micro-batches of this generation that were learned from before this one.
         micro_step = self._step % self.layout.micro_batches_per_generation
-        parts.generation_logps.old_logps.prepare_loss(micro, micro_step)
+        parts.generation_logps.old_logps.prepare_loss(micro_batch, micro_step)
         # This is read before TRL's loss, which changes an adaptive coefficient at the end of a step.
         trl_bonus = parts.entropy_bonus.trl_bonus(
             self.entropy_coef,
@@ -524,22 +524,25 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             micro_batches_per_step=self.current_gradient_accumulation_steps,
         )
         # Called between the policy's pass and the rest of TRL's loss.
-        add_to_loss = partial(parts.generation_logps.add_to_loss, inputs, micro, micro_step)
-        with parts.policy_pass.watch(micro, add_to_loss) as watched, self._draws_of_micro_batch():
-            loss: Tensor = super()._compute_loss(model, micro)
+        add_to_loss = partial(parts.generation_logps.add_to_loss, inputs, micro_batch, micro_step)
+        with (
+            parts.policy_pass.watch(micro_batch, add_to_loss) as watched,
+            self._draws_of_micro_batch(),
+        ):
+            loss: Tensor = super()._compute_loss(model, micro_batch)
         entropies_BC = cast("Tensor", watched.entropies_BC)  # TRL's loss asks for them
         # A micro-batch has this column if it is weighed by its tokens. With the auxiliary loss of a
         # mixture of experts `loss` is more than the policy loss, so TRL's own metric stays.
-        if "share_of_tokens" in micro and not self.aux_loss_enabled:
+        if "share_of_tokens" in micro_batch and not self.aux_loss_enabled:
             self._replace_policy_loss_metric(
-                parts.entropy_bonus.policy_loss_sums(micro, loss, entropies_BC, trl_bonus)
+                parts.entropy_bonus.policy_loss_sums(micro_batch, loss, entropies_BC, trl_bonus)
             )
         # It becomes NaN where the ratio of new to old policy explodes, and NaN makes every rank skip
         # the optimizer step.
-        loss = parts.ratio_guard.loss_or_nan(loss, watched.logps_BC, micro)
-        loss = loss * parts.micro_batcher.loss_weight(micro)
+        loss = parts.ratio_guard.loss_or_nan(loss, watched.logps_BC, micro_batch)
+        loss = loss * parts.micro_batcher.loss_weight(micro_batch)
         if parts.entropy_bonus.is_on:
-            loss = loss + parts.entropy_bonus.missing_bonus(micro, entropies_BC, trl_bonus)
+            loss = loss + parts.entropy_bonus.missing_bonus(micro_batch, entropies_BC, trl_bonus)
         return loss
 
     def _replace_policy_loss_metric(self, sums_2: Tensor) -> None:

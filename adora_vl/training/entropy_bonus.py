@@ -55,7 +55,7 @@ class EntropyBonus:
             coefficient = 0.0
         return TRLBonus(float(coefficient), micro_batches_per_step)
 
-    def missing_bonus(self, micro: Batch, entropies_BC: Tensor, bonus: TRLBonus) -> Tensor:
+    def missing_bonus(self, micro_batch: Batch, entropies_BC: Tensor, bonus: TRLBonus) -> Tensor:
         """Return what to add to the loss of a micro-batch to complete its entropy bonus, ().
 
         TRL's bonus is the mean entropy over the tokens of the micro-batch, weighed like the
@@ -65,11 +65,11 @@ class EntropyBonus:
         has gradients.
 
         Args:
-            micro: the micro-batch.
+            micro_batch: the micro-batch.
             entropies_BC: the entropy of each token.
             bonus: the bonus that TRL has added in this step.
         """
-        mask_BC = loss_mask(micro)
+        mask_BC = loss_mask(micro_batch)
         # TRL's bonus may act on the tokens of the highest entropy alone.
         if self.high_entropy_mask_BC is not None:
             mask_BC = mask_BC * self.high_entropy_mask_BC
@@ -78,16 +78,18 @@ class EntropyBonus:
         # The tokens of this micro-batch divided by the mean tokens of a micro-batch. That mean counts
         # all tokens. If TRL chooses some of them, dividing by their share makes both numbers count
         # chosen tokens.
-        right_weight = self._batcher.share_of_tokens(micro, token_count) / self._high_entropy_share
+        right_weight = (
+            self._batcher.share_of_tokens(micro_batch, token_count) / self._high_entropy_share
+        )
         # TRL's bonus is a part of the loss, which the trainer multiplies by `loss_weight`.
-        missing_weight = right_weight - self._batcher.loss_weight(micro)
+        missing_weight = right_weight - self._batcher.loss_weight(micro_batch)
         missing_bonus: Tensor = (
             -bonus.coefficient / bonus.micro_batches_per_step * missing_weight * mean_entropy
         )
         return missing_bonus
 
     def policy_loss_sums(
-        self, micro: Batch, loss: Tensor, entropies_BC: Tensor, bonus: TRLBonus
+        self, micro_batch: Batch, loss: Tensor, entropies_BC: Tensor, bonus: TRLBonus
     ) -> Tensor:
         """Return the policy loss of a micro-batch times its tokens, and its tokens, (2,).
 
@@ -96,12 +98,12 @@ class EntropyBonus:
         example, a policy loss of 0.5 over 10 tokens gives (5, 10).
 
         Args:
-            micro: the micro-batch.
+            micro_batch: the micro-batch.
             loss: TRL's loss, which has its bonus and is not weighed among the micro-batches yet.
             entropies_BC: the entropy of each token.
             bonus: the bonus that TRL has added in this step.
         """
-        mask_BC = loss_mask(micro)
+        mask_BC = loss_mask(micro_batch)
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
         # TRL has subtracted its bonus, and divided the loss by the micro-batches of the step. Both

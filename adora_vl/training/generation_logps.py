@@ -154,7 +154,7 @@ class GenerationLogps:
                 old_pass.store(rows)  # into the micro-batch
 
     def add_to_loss(
-        self, stored_micro: Batch, micro: Batch, micro_step: int, logps_BC: Tensor
+        self, stored_micro_batch: Batch, micro_batch: Batch, micro_step: int, logps_BC: Tensor
     ) -> None:
         """Add to a micro-batch the columns of TRL's loss that follow from its training pass.
 
@@ -163,18 +163,18 @@ class GenerationLogps:
         Raises `RolloutError` where policy and engine are too far apart.
 
         Args:
-            stored_micro: the micro-batch as the next iteration (`num_iterations`) reads it.
-            micro: its copy for this loss alone.
+            stored_micro_batch: the micro-batch as the next iteration (`num_iterations`) reads it.
+            micro_batch: its copy for this loss alone.
             micro_step: how many micro-batches of the generation were learned from before this one.
             logps_BC: the policy's log-probabilities in the pass of this loss, detached.
         """
         old_logps = self.old_logps
-        if self.importance_ratio.needs_ratio(micro) and old_logps.compares_engine(micro_step):
-            self.compare_with_engine(micro, logps_BC)
-        old_logps.fill_missing(micro, logps_BC)
-        old_logps.keep_for_next_iteration(stored_micro, micro, logps_BC, micro_step)
+        if self.importance_ratio.needs_ratio(micro_batch) and old_logps.compares_engine(micro_step):
+            self.compare_with_engine(micro_batch, logps_BC)
+        old_logps.fill_missing(micro_batch, logps_BC)
+        old_logps.keep_for_next_iteration(stored_micro_batch, micro_batch, logps_BC, micro_step)
 
-    def compare_with_engine(self, micro: Batch, logps_BC: Tensor) -> None:
+    def compare_with_engine(self, micro_batch: Batch, logps_BC: Tensor) -> None:
         """Compare policy and engine on the tokens of a micro-batch, and add their ratio.
 
         The column `importance_sampling_ratio`, policy to engine, is added where it corrects the
@@ -183,9 +183,9 @@ class GenerationLogps:
         `logps_BC`: the policy's log-probabilities, detached, by the weights that have sampled the
         micro-batch.
         """
-        self.drift_guard.check_batch(micro, self.context.state().global_step, logps_BC)
-        self.record_drift(micro, logps_BC)
+        self.drift_guard.check_batch(micro_batch, self.context.state().global_step, logps_BC)
+        self.record_drift(micro_batch, logps_BC)
         if self.old_logps.corrects_engine:
             # The metrics of the ratio are averaged over the micro-batches of the step.
-            for metric in self.importance_ratio.add_to_batch(micro, logps_BC):
+            for metric in self.importance_ratio.add_to_batch(micro_batch, logps_BC):
                 self.context.log_part(metric.name, metric.value, weight=metric.weight)

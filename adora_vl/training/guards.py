@@ -423,7 +423,7 @@ class RatioGuard:
         # A ratio above the bound in this optimizer step, if there was one.
         self.exceeding_ratio: float | None = None
 
-    def loss_or_nan(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
+    def loss_or_nan(self, loss: Tensor, logps_BC: Tensor | None, micro_batch: Batch) -> Tensor:
         """Return the loss, or NaN if an importance ratio is above `adora_max_ratio`. Collective.
 
         With NaN every backend finds gradients that are not finite on all ranks, and skips the
@@ -432,13 +432,13 @@ class RatioGuard:
         Args:
             loss: the loss of a micro-batch, ().
             logps_BC: the policy's log-probabilities in the pass of this loss; None: not observed.
-            micro: the micro-batch, with old log-probabilities if the policy has learned since it
+            micro_batch: the micro-batch, with old log-probabilities if the policy has learned since it
                 was sampled. Without them every ratio is 1.
         """
-        old_logps_BC = micro.get("old_per_token_logps")
+        old_logps_BC = micro_batch.get("old_per_token_logps")
         if old_logps_BC is None or logps_BC is None:
             return loss
-        largest_on_rank = largest_ratio(logps_BC - old_logps_BC, loss_mask(micro), self.level)
+        largest_on_rank = largest_ratio(logps_BC - old_logps_BC, loss_mask(micro_batch), self.level)
         # `max` returns NaN if the ratio of any rank is NaN, and then the comparison below is false.
         largest_of_ranks = self.accelerator.gather(largest_on_rank[None]).max().item()
         self.log("adora/ratio_max", largest_of_ranks)

@@ -270,18 +270,18 @@ class MicroBatcher:
         reader = RowReader(batch)
         micro_batches: list[Batch] = []
         for positions in plan:
-            micro = Batch()
+            micro_batch = Batch()
             if positions:
-                micro = self._micro_batch(
+                micro_batch = self._micro_batch(
                     reader,
                     host_rows=host_rows,
                     units=[units[position] for position in positions],
                     filled_share=filled_share,
                 )
-                micro["loss_tokens"] = sum(
+                micro_batch["loss_tokens"] = sum(
                     sizes[position].loss_tokens for sizes in sizes_by_rank for position in positions
                 )
-            micro_batches.append(micro)
+            micro_batches.append(micro_batch)
         return micro_batches
 
     def _which_units_have_signal(self, advantages: Tensor) -> list[bool]:
@@ -384,25 +384,25 @@ class MicroBatcher:
         used = used_columns(
             host_rows.prompt_mask[rows], [host_rows.completion_lengths[row] for row in rows]
         )
-        micro = cast("Batch", without_padding(dict(reader.take(rows)), used))
-        micro["host_rows"] = host_rows.select(rows, used.first_of_prompts)
+        micro_batch = cast("Batch", without_padding(dict(reader.take(rows)), used))
+        micro_batch["host_rows"] = host_rows.select(rows, used.first_of_prompts)
         # The rows of this micro-batch, divided by the mean number of rows of a micro-batch.
-        micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
+        micro_batch["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
         if self._weighs_by_tokens:
-            tokens = loss_mask(micro).sum()
-            micro["share_of_tokens"] = self.share_of_tokens(micro, tokens)
+            tokens = loss_mask(micro_batch).sum()
+            micro_batch["share_of_tokens"] = self.share_of_tokens(micro_batch, tokens)
             # TRL divides the loss by `num_items_in_batch` / (micro-batches of all ranks), which is
             # the mean number of tokens of a micro-batch. With this value it divides by the tokens
             # of this micro-batch, and the loss is a mean over them.
-            micro["num_items_in_batch"] = tokens * self._micro_batches_of_all_ranks
-        return micro
+            micro_batch["num_items_in_batch"] = tokens * self._micro_batches_of_all_ranks
+        return micro_batch
 
     @property
     def _micro_batches_of_all_ranks(self) -> int:
         """The number of micro-batches of a generation on all ranks, empty ones included."""
         return int(self.accelerator.num_processes) * self.layout.steps_per_generation
 
-    def share_of_tokens(self, micro: Batch, tokens: Tensor) -> Tensor:
+    def share_of_tokens(self, micro_batch: Batch, tokens: Tensor) -> Tensor:
         """Return the tokens of a micro-batch divided by the mean tokens of a micro-batch, ().
 
         The result is float64. For example, a generation of 800 tokens in 4 micro-batches has 200 in
@@ -411,15 +411,15 @@ class MicroBatcher:
 
         `tokens`: how many tokens of the micro-batch count, ().
         """
-        stored_share = micro.get("share_of_tokens")
+        stored_share = micro_batch.get("share_of_tokens")
         if stored_share is not None:
             return stored_share
         # Here the column still has the tokens of the whole generation on all ranks. `_micro_batch`
         # overwrites it with another number, but then it stores the share too.
-        tokens_of_generation = micro["num_items_in_batch"].clamp(min=1)
+        tokens_of_generation = micro_batch["num_items_in_batch"].clamp(min=1)
         return tokens.double() * self._micro_batches_of_all_ranks / tokens_of_generation
 
-    def loss_weight(self, micro: Batch) -> float | Tensor:
+    def loss_weight(self, micro_batch: Batch) -> float | Tensor:
         """Return the factor that scales the loss of a micro-batch.
 
         Stock TRL takes a mean over the rows of a micro-batch, or over its tokens. So each row of a
@@ -430,9 +430,9 @@ class MicroBatcher:
         cut, which have no stored share and equally many rows.
         """
         if self._weighs_by_tokens:
-            return micro.get("share_of_tokens", 1.0)
+            return micro_batch.get("share_of_tokens", 1.0)
         if self.config.loss_type in LOSSES_WITH_ROW_MEAN:
-            return micro.get("share_of_rows", 1.0)
+            return micro_batch.get("share_of_rows", 1.0)
         return 1.0
 
     def _rebalance(self, batch: Batch, has_signal: list[bool]) -> tuple[Batch, list[bool]]:

@@ -23,18 +23,18 @@ from adora_vl.types import Batch, StepContext
 class OldPass:
     """A pass that computes the old log-probabilities of some rows of a micro-batch."""
 
-    micro: Batch
+    micro_batch: Batch
     """The micro-batch, of B rows, from which the policy learns later."""
     rows: list[int]
     """The numbers of the rows that need the pass, in ascending order."""
 
     def rows_as_batch(self) -> Batch:
         """Return a batch of the rows that need the pass; the micro-batch itself if all do."""
-        if len(self.rows) == len(self.micro["completion_ids"]):
-            return self.micro
-        batch = RowReader(self.micro).take(self.rows)
-        if "host_rows" in self.micro:
-            batch["host_rows"] = self.micro["host_rows"].select(self.rows)
+        if len(self.rows) == len(self.micro_batch["completion_ids"]):
+            return self.micro_batch
+        batch = RowReader(self.micro_batch).take(self.rows)
+        if "host_rows" in self.micro_batch:
+            batch["host_rows"] = self.micro_batch["host_rows"].select(self.rows)
         return batch
 
     def store(self, computed: Batch) -> None:
@@ -46,14 +46,14 @@ class OldPass:
         `computed`: the result of `rows_as_batch`, to which the old log-probabilities were added, and
         also the importance ratios to the engine if they correct the loss.
         """
-        if computed is self.micro:
+        if computed is self.micro_batch:
             return  # all rows needed the pass, so its columns are those of the micro-batch
         for name in ("old_per_token_logps", "importance_sampling_ratio"):
             if name in computed:
                 values = cast("Tensor", computed.get(name))
-                column = cast("Tensor", self.micro.get(name)).to(values.dtype)
+                column = cast("Tensor", self.micro_batch.get(name)).to(values.dtype)
                 column[self.rows] = values
-                self.micro[name] = column
+                self.micro_batch[name] = column
 
 
 class OldLogpsSource(Enum):
@@ -154,12 +154,14 @@ class OldLogps:
         compares_logps = self.corrects_engine or self.layout.num_iterations > 1
         if self.has_dropout and compares_logps:
             first_with_pass = 0
-        micro_batches_with_pass = [micro for micro in micro_batches[first_with_pass:] if micro]
+        micro_batches_with_pass = [
+            micro_batch for micro_batch in micro_batches[first_with_pass:] if micro_batch
+        ]
         if self._skips_groups_without_signal:
             return self._passes_over_signal(micro_batches_with_pass)
         return [
-            OldPass(micro=micro, rows=list(range(len(micro["completion_ids"]))))
-            for micro in micro_batches_with_pass
+            OldPass(micro_batch=micro_batch, rows=list(range(len(micro_batch["completion_ids"]))))
+            for micro_batch in micro_batches_with_pass
         ]
 
     def _passes_over_signal(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
@@ -176,7 +178,8 @@ class OldLogps:
         rows_per_unit = self.layout.rows_per_unit
         # For each of the M micro-batches, which of its U units have signal.
         has_signal_by_micro_batch = [
-            signal_of_units(micro["advantages"], rows_per_unit) for micro in micro_batches
+            signal_of_units(micro_batch["advantages"], rows_per_unit)
+            for micro_batch in micro_batches
         ]
         has_signal_M = torch.stack(
             [has_signal_U.any() for has_signal_U in has_signal_by_micro_batch]
@@ -187,17 +190,17 @@ class OldLogps:
         unit_counts = [len(has_signal_U) for has_signal_U in has_signal_by_micro_batch]
         copies_on_cpu = torch.split(torch.cat(has_signal_by_micro_batch).cpu(), unit_counts)
         passes = []
-        for micro, has_signal_U, needs_pass in zip(
+        for micro_batch, has_signal_U, needs_pass in zip(
             micro_batches, copies_on_cpu, needs_pass_M, strict=True
         ):
-            self._mark_as_missing(micro)
+            self._mark_as_missing(micro_batch)
             if not needs_pass:
                 continue
             units_with_signal = has_signal_U.nonzero().flatten().tolist()
             # A rank without signal takes part with its first unit.
             units = units_with_signal or [0]
             rows = [unit * rows_per_unit + row for unit in units for row in range(rows_per_unit)]
-            passes.append(OldPass(micro=micro, rows=rows))
+            passes.append(OldPass(micro_batch=micro_batch, rows=rows))
         return passes
 
     def come_from_training_pass(self, micro_step: int) -> bool:
@@ -229,7 +232,7 @@ class OldLogps:
         is_before_update = micro_step < self.layout.micro_batches_before_update
         return self.uses_engine_logps and is_before_update
 
-    def prepare_loss(self, micro: Batch, micro_step: int) -> None:
+    def prepare_loss(self, micro_batch: Batch, micro_step: int) -> None:
         """Give a micro-batch the old log-probabilities that its loss takes.
 
         The cases, in the order of the code:
@@ -239,36 +242,36 @@ class OldLogps:
         - Else the column stays as an earlier pass has filled it.
 
         Args:
-            micro: a copy of the micro-batch, for this one loss.
+            micro_batch: a copy of the micro-batch, for this one loss.
             micro_step: how many micro-batches of the generation were learned from before this one.
         """
         if self.uses_engine_logps:
-            logps_BC = micro["sampling_per_token_logps"]
+            logps_BC = micro_batch["sampling_per_token_logps"]
             # NaN stands at the tokens of tools, which the engine has not sampled. The loss masks
             # these tokens, but NaN times a mask of 0 is still NaN.
-            micro["old_per_token_logps"] = torch.where(logps_BC.isnan(), 0.0, logps_BC)
+            micro_batch["old_per_token_logps"] = torch.where(logps_BC.isnan(), 0.0, logps_BC)
         elif self.come_from_training_pass(micro_step):
-            micro.pop("old_per_token_logps", None)
+            micro_batch.pop("old_per_token_logps", None)
 
-    def _mark_as_missing(self, micro: Batch) -> None:
+    def _mark_as_missing(self, micro_batch: Batch) -> None:
         """Mark the old log-probabilities of all rows as missing, until a pass computes some.
 
         They are set to NaN, which `fill_missing` replaces before the loss. The ratio to the engine
         is set to 1, so that no later pass computes it: by then the weights have changed.
         """
-        mask_BC = micro["completion_mask"]
-        micro["old_per_token_logps"] = torch.full(
+        mask_BC = micro_batch["completion_mask"]
+        micro_batch["old_per_token_logps"] = torch.full(
             mask_BC.shape, torch.nan, dtype=torch.float32, device=mask_BC.device
         )
         if self.corrects_engine:
             is_per_token = self.config.vllm_importance_sampling_mode.startswith("token")
             # One ratio for each token, or one for each sequence.
             ratios_per_rollout = mask_BC.size(1) if is_per_token else 1
-            micro["importance_sampling_ratio"] = torch.ones(
+            micro_batch["importance_sampling_ratio"] = torch.ones(
                 len(mask_BC), ratios_per_rollout, device=mask_BC.device
             )
 
-    def fill_missing(self, micro: Batch, logps_BC: Tensor) -> None:
+    def fill_missing(self, micro_batch: Batch, logps_BC: Tensor) -> None:
         """Replace old log-probabilities that no pass has computed, NaN, by the present ones.
 
         These rows have advantages of 0, so it does not matter that the ratio of the new policy to
@@ -276,15 +279,17 @@ class OldLogps:
         [-0.5, -0.2].
 
         Args:
-            micro: a copy of the micro-batch, for this one loss.
+            micro_batch: a copy of the micro-batch, for this one loss.
             logps_BC: the policy's log-probabilities in the pass of this loss, detached.
         """
-        old_logps_BC = micro.get("old_per_token_logps")
+        old_logps_BC = micro_batch.get("old_per_token_logps")
         if old_logps_BC is not None:
-            micro["old_per_token_logps"] = torch.where(old_logps_BC.isnan(), logps_BC, old_logps_BC)
+            micro_batch["old_per_token_logps"] = torch.where(
+                old_logps_BC.isnan(), logps_BC, old_logps_BC
+            )
 
     def keep_for_next_iteration(
-        self, stored_micro: Batch, loss_micro: Batch, logps_BC: Tensor, micro_step: int
+        self, stored_micro_batch: Batch, loss_micro_batch: Batch, logps_BC: Tensor, micro_step: int
     ) -> None:
         """Store the log-probabilities of the first pass over a micro-batch as its old ones.
 
@@ -293,8 +298,8 @@ class OldLogps:
         log-probabilities are the engine's.
 
         Args:
-            stored_micro: the micro-batch of the generation, which the next iteration reads.
-            loss_micro: its copy for this loss, which may have the ratio to the engine.
+            stored_micro_batch: the micro-batch of the generation, which the next iteration reads.
+            loss_micro_batch: its copy for this loss, which may have the ratio to the engine.
             logps_BC: the policy's log-probabilities in the pass of this loss, detached.
             micro_step: how many micro-batches of the generation were learned from before this one.
         """
@@ -302,7 +307,7 @@ class OldLogps:
             return
         # `setdefault`: if the policy has dropout, a pass without dropout over the whole generation
         # may have stored its log-probabilities before. Later iterations use those.
-        stored_micro.setdefault("old_per_token_logps", logps_BC)
-        ratio = loss_micro.get("importance_sampling_ratio")
+        stored_micro_batch.setdefault("old_per_token_logps", logps_BC)
+        ratio = loss_micro_batch.get("importance_sampling_ratio")
         if ratio is not None:
-            stored_micro.setdefault("importance_sampling_ratio", ratio)
+            stored_micro_batch.setdefault("importance_sampling_ratio", ratio)

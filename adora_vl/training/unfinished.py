@@ -131,8 +131,11 @@ class UnfinishedGeneration:
             learned_count: how many of them were learned from.
         """
         remaining = [
-            cast("Batch", {name: column for name, column in micro.items() if name != "host_rows"})
-            for micro in micro_batches
+            cast(
+                "Batch",
+                {name: column for name, column in micro_batch.items() if name != "host_rows"},
+            )
+            for micro_batch in micro_batches
         ]
         if self.layout.num_iterations == 1:
             for number in range(learned_count):
@@ -161,12 +164,12 @@ class UnfinishedGeneration:
         for key, patches, grid in content["images"]:
             bank.store(key, patches.to(device), grid)
         micro_batches: list[Batch] = send_to_device(content["micro_batches"], device)
-        for micro in micro_batches:
-            references = micro.get("pixel_values")
+        for micro_batch in micro_batches:
+            references = micro_batch.get("pixel_values")
             if references is not None and not references.is_floating_point():
                 # Patches are numbered through all banks of a run, so the new bank begins at another
                 # number than the one that was saved.
-                micro["pixel_values"] = references + (bank.first - content["first"])
+                micro_batch["pixel_values"] = references + (bank.first - content["first"])
         return RestoredGeneration(
             micro_step=entry["micro_step"], micro_batches=micro_batches, table=content["table"]
         )
