@@ -43,19 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of a benchmark, `all` for a suite of benchmarks, or `compare`.
 
     Args:
-        arguments: The words of the command line, of which the first names the command; None: those
-            of this process. Without any the help is printed.
+        arguments: The arguments of the command line, of which the first names the command; None:
+            those of this process. Without any the help is printed.
 
     Returns the exit code of the command, or 2 for an unknown name.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    name, *command_words = words or ["--help"]
+    if arguments is None:
+        arguments = sys.argv[1:]
+    name, *command_arguments = arguments or ["--help"]
     if name in ("-h", "--help"):
         return exit_code_of(_print_help, "nothing was done")
     if name in _MODULE_BY_COMMAND:
         # Each command is imported only when it is run, since its imports take long.
         run_command: Callable[[list[str]], int] = import_module(_MODULE_BY_COMMAND[name]).main
-        return run_command(command_words)
+        return run_command(command_arguments)
     try:
         benchmark = find_benchmark(name, extra_names=tuple(_MODULE_BY_COMMAND))
     except UserError as error:
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from eval.command import main as run_benchmark
 
-    return run_benchmark(benchmark, command_words)
+    return run_benchmark(benchmark, command_arguments)
 
 
 def _print_help() -> None:

@@ -60,14 +60,14 @@ def parse_command(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
     of the command line takes precedence over one of the file.
 
     Args:
-        argv: The words of the command line; None: those of this process.
+        argv: The arguments of the command line; None: those of this process.
         benchmark: The benchmark, which adds options of its own.
 
     Raises `UserError` for a mistake in the file or a missing option.
     """
     parser = build_parser(benchmark)
-    words = list(sys.argv[1:] if argv is None else argv)
-    options = _parse_with_config_file(parser, words, benchmark)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parse_with_config_file(parser, arguments, benchmark)
     # Only the verbs that ask a model have this option.
     if getattr(options, "tool_options", None) is not None:
         options.tool_options = parse_tool_options(options.tools, options.tool_options)
@@ -93,16 +93,16 @@ def parse_command(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
 
 
 def _parse_with_config_file(
-    parser: Parser, words: Sequence[str], benchmark: Benchmark
+    parser: Parser, arguments: Sequence[str], benchmark: Benchmark
 ) -> Namespace:
     """Parse a command line together with the options of its `--config` file, if it names one.
 
     Args:
         parser: The parser of the benchmark's command.
-        words: The words of the command line; the first is the verb.
+        arguments: The arguments of the command line; the first is the verb.
         benchmark: The benchmark, whose score options `infer` ignores.
     """
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     config_file: Path | None = getattr(options, "config", None)  # `score` has no such option
     if config_file is None:
         return options
@@ -112,16 +112,17 @@ def _parse_with_config_file(
     ignored_keys: set[str] = set()
     if options.verb == "infer":
         ignored_keys.update(option_names(benchmark.score_options))
-    file_words = _read_words_of_config(config_file, options, ignored_keys)
+    file_arguments = _read_config_arguments(config_file, options, ignored_keys)
     # argparse keeps the last of two equal options, so those of the file come first.
-    return parser.parse_args([options.verb, *file_words, *words[1:]])
+    return parser.parse_args([options.verb, *file_arguments, *arguments[1:]])
 
 
 def _fill_in_training_prompts(options: Namespace) -> None:
-    """Set the prompts that no option gives to those that the model was trained with.
+    """Set the prompts that the command line leaves open to those that the model was trained with.
 
-    Without an option a prompt is `PROMPT_OF_TRAINING` here. A model that was not trained by this package
-    gets the default prompt. Not every benchmark has both options, `system_prompt` and `prompt`.
+    Such a prompt is `PROMPT_OF_TRAINING` in the parsed options, which are changed in place. A model
+    that was not trained by this package gets the default prompt. Not every benchmark has both
+    options, `system_prompt` and `prompt`.
     """
     parsed_prompts = {
         name: getattr(options, name) for name in KEY_AND_DEFAULT_BY_PROMPT if hasattr(options, name)
@@ -190,15 +191,17 @@ def _add_ask_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> N
     )
 
 
-def _read_words_of_config(
+def _read_config_arguments(
     config_file: Path, options: Namespace, ignored_keys: set[str]
 ) -> list[str]:
-    """Turn the keys of a YAML file into words of a command line, so that argparse checks both.
+    """Turn the keys of a YAML file into arguments of the command line, so that argparse checks both.
+
+    The file `max_tokens: 512` gives `["--max-tokens=512"]`.
 
     Args:
         config_file: The YAML file, with an option under each key.
-        options: The options of the verb as argparse read them, with their defaults. Their names are
-            the keys that the file may have.
+        options: The parsed options of the verb, with their defaults. Their names are the keys that
+            the file may have.
         ignored_keys: Options of another verb, which are left out.
 
     Raises `UserError` for an unknown key, and for a list or a mapping where an option takes one
@@ -206,7 +209,7 @@ def _read_words_of_config(
     """
     content = read_mapping("config", config_file)
     known_keys = set(vars(options)) - {"verb", "config"}
-    words: list[str] = []
+    arguments: list[str] = []
     for key, value in content.items():
         if key in ignored_keys:
             continue
@@ -215,14 +218,16 @@ def _read_words_of_config(
             raise UserError(f"config: {str(config_file)!r} has the unknown key {key!r}{suggestion}")
         # A switch without a value on the command line has a truth value as its default.
         is_switch = isinstance(getattr(options, key), bool)
-        words += _write_words_of_key(str(key), value, is_switch=is_switch, config_file=config_file)
-    return words
+        arguments += _option_to_arguments(
+            str(key), value, is_switch=is_switch, config_file=config_file
+        )
+    return arguments
 
 
-def _write_words_of_key(
+def _option_to_arguments(
     key: str, value: object, *, is_switch: bool, config_file: Path
 ) -> list[str]:
-    """Turn one key of the config file into words of the command line.
+    """Turn one key of the config file into arguments of the command line.
 
     - `max_tokens: 512` becomes `--max-tokens=512`
     - `min_pixels: null` becomes `--min-pixels=null`
@@ -258,11 +263,11 @@ def _write_words_of_key(
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Run the command of a benchmark.
+    """Run the command of a benchmark, such as `python -m eval.mmstar run ...`.
 
     Args:
         benchmark: The benchmark.
-        argv: The words of the command line; None: those of this process.
+        argv: The arguments of the command line; None: those of this process.
 
     Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
     """

@@ -39,7 +39,7 @@ from adora_vl.evals.scoring.judge import (
     create_judge_client,
     describe_extraction,
     extract_answers,
-    read_report,
+    read_answer_tags,
 )
 from adora_vl.evals.scoring.number import extract_number
 from adora_vl.evals.scoring.response_text import without_markup
@@ -305,14 +305,14 @@ def _judge_messages(row: Prediction) -> list[dict[str, str]]:
 
 
 def _read_one_or_zero(reply: str) -> str:
-    """Return the `1` or `0` that a judge reports in its reply.
+    """Return the `1` or `0` that a judge puts between `<answer>` and `</answer>`.
 
-    Raises `EndpointError` for any other report, so that the judge is asked again.
+    Raises `EndpointError` for any other text, so that the judge is asked again.
     """
-    report = read_report(reply)
-    if report not in ("0", "1"):
-        raise EndpointError(f"the report is {report!r:.60}, neither 1 nor 0")
-    return report
+    answer = read_answer_tags(reply)
+    if answer not in ("0", "1"):
+        raise EndpointError(f"the report is {answer!r:.60}, neither 1 nor 0")
+    return answer
 
 
 def extract_by_rules(row: Prediction) -> Extraction:

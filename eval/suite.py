@@ -46,9 +46,9 @@ HUB_ID_BY_BENCHMARK_BY_SUITE = {
         "logicvista": "lscpku/LogicVista",
     }
 }
-# The name of the figure that papers quote, for benchmarks where it is not the accuracy of all
+# The name of the metric that papers quote, for benchmarks where it is not the accuracy of all
 # answers.
-_QUOTED_FIGURE_BY_BENCHMARK = {
+_QUOTED_METRIC_BY_BENCHMARK = {
     "mathverse": "five_versions",
     "wemath": "strict",
 }
@@ -63,15 +63,15 @@ class _SuiteTask(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command on the words of `argv`; None: on the command line of the process.
+    """Run the command on the arguments `argv`; None: on the command line of the process.
 
     Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
     """
 
     def command() -> None:
         """Parse the options of the suite, and hand all others to the benchmarks."""
-        suite_options, benchmark_words = build_parser().parse_known_args(argv)
-        _run_suite(suite_options, benchmark_words)
+        suite_options, benchmark_arguments = build_parser().parse_known_args(argv)
+        _run_suite(suite_options, benchmark_arguments)
 
     return exit_code_of(
         command, "what was answered is kept, and the same command goes on from there"
@@ -117,18 +117,18 @@ def build_parser() -> Parser:
     return parser
 
 
-def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None:
+def _run_suite(suite_options: Namespace, benchmark_arguments: Sequence[str]) -> None:
     """Ask all benchmarks of a suite with one engine, score the answers, and print the table.
 
     Args:
         suite_options: The options that `build_parser` parsed.
-        benchmark_words: The other words of the command line, the same for each benchmark.
+        benchmark_arguments: The other arguments of the command line, the same for each benchmark.
 
     Raises `UserError` for wrong input, wherever possible before anything is asked.
     """
     tasks: list[_SuiteTask] = []
     for name, hub_id in HUB_ID_BY_BENCHMARK_BY_SUITE[suite_options.suite].items():
-        tasks.append(_parse_task(name, hub_id, suite_options, benchmark_words))
+        tasks.append(_parse_task(name, hub_id, suite_options, benchmark_arguments))
     beside_runs: list[ScoreFile] = []
     if suite_options.beside:
         beside_runs = _read_runs(suite_options.beside, tasks)
@@ -166,7 +166,7 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
 
 
 def _parse_task(
-    name: str, hub_id: str, suite_options: Namespace, benchmark_words: Sequence[str]
+    name: str, hub_id: str, suite_options: Namespace, benchmark_arguments: Sequence[str]
 ) -> _SuiteTask:
     """Parse the command of one benchmark of the suite, and check its data and output folders.
 
@@ -174,7 +174,7 @@ def _parse_task(
         name: The name of the benchmark. Its folders below `--data` and `--output` have that name.
         hub_id: Where its data are on the hub, for a suite without `--data`.
         suite_options: The options of the suite.
-        benchmark_words: The options of the command line that all benchmarks get.
+        benchmark_arguments: The arguments of the command line that all benchmarks get.
 
     Raises `UserError` for wrong input.
     """
@@ -189,8 +189,8 @@ def _parse_task(
             )
         data = str(folder)
     output = str(suite_options.output / name)
-    words = ["run", "--data", data, "--output", output, *benchmark_words]
-    command = parse_command(words, benchmark)
+    arguments = ["run", "--data", data, "--output", output, *benchmark_arguments]
+    command = parse_command(arguments, benchmark)
     assert command.ask is not None  # the verb `run` has both kinds of options
     assert command.score is not None
     check_output(command.ask.output)
@@ -249,12 +249,12 @@ def _difference_text(difference: Difference | None) -> str:
 
 
 def _quoted_accuracy(run: ScoreFile) -> str:
-    """Format the figure of a run that papers quote, such as `61.2 [57.9, 64.4] (60 of 512)`.
+    """Format the metric of a run that papers quote, such as `61.2 [57.9, 64.4] (60 of 512)`.
 
     The last part is left out for a score of all the data.
     """
-    figure_name = _QUOTED_FIGURE_BY_BENCHMARK.get(run.score["benchmark"], "all")
-    accuracy = accuracy_text(run.metrics.get(figure_name))
+    metric_name = _QUOTED_METRIC_BY_BENCHMARK.get(run.score["benchmark"], "all")
+    accuracy = accuracy_text(run.metrics.get(metric_name))
     scored_part = describe_scored_part(run.score)
     return f"{accuracy} ({scored_part})" if scored_part else accuracy
 

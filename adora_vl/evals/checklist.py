@@ -59,26 +59,27 @@ def build_checklist(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _problems_from_marks(problem: Problem) -> list[Problem]:
-    """Return the questions on the marks in one problem's picture, each as a problem to ask.
+    """Return questions on the marks in a problem's picture, each as a problem to ask.
 
-    The question on a mark takes the place of the problem's question in the prompt. Its id is the id
-    of the problem with a number behind it, such as `geometry3k/test/15#2`.
+    A mark is for example a right angle, or the length of a segment. The question on it takes the
+    place of the problem's question in the prompt. Its id is the id of the problem with a number
+    behind it, such as `geometry3k/test/15#2`.
     """
     stored_figure = problem.fields.get("figure")
     if not stored_figure:
         return []
-    own_question = str(problem.fields["question"])
+    original_question = str(problem.fields["question"])
     kept_fields = {name: value for name, value in problem.fields.items() if name != "figure"}
     problems: list[Problem] = []
     mark_questions = questions_on_marks(figure_from_json(stored_figure), problem.pid)
     for number, mark_question in enumerate(mark_questions, start=1):
         text = mark_question.text
         # The picture keeps its place if that is a part of the question.
-        if IMAGE_PLACEHOLDER in own_question:
+        if IMAGE_PLACEHOLDER in original_question:
             text = f"{IMAGE_PLACEHOLDER}{text}"
         prompt = text
-        if own_question in problem.prompt:
-            prompt = problem.prompt.replace(own_question, text)
+        if original_question in problem.prompt:
+            prompt = problem.prompt.replace(original_question, text)
         fields = {
             **kept_fields,
             "pid": f"{problem.pid}#{number}",
@@ -92,11 +93,11 @@ def _problems_from_marks(problem: Problem) -> list[Problem]:
 
 
 def questions_on_marks(figure: Figure, seed: str) -> list[MarkQuestion]:
-    """Choose at most `MAX_QUESTIONS_OF_PICTURE` questions on what is marked in a figure.
+    """Draw at most `MAX_QUESTIONS_OF_PICTURE` questions on what is marked in a figure.
 
-    If there are any, one that is answered with yes and one of the same kind that is answered with no
-    are among them, so that neither answer is right more often. `seed` and the figure decide which
-    questions are drawn.
+    A question with the answer yes is drawn only together with one of the same kind with the answer
+    no, so that neither answer is right more often. `seed` and the figure decide which questions are
+    drawn.
     """
     generator = random.Random(int(hashlib.sha256(seed.encode()).hexdigest()[:12], 16))
     drawing = Drawing(figure.form)
@@ -110,8 +111,8 @@ def questions_on_marks(figure: Figure, seed: str) -> list[MarkQuestion]:
         if yes_question.kind == no_question.kind
     ]
     questions = list(generator.choice(yes_no_pairs)) if yes_no_pairs else []
-    n_further = min(len(number_questions), MAX_QUESTIONS_OF_PICTURE - len(questions))
-    questions += generator.sample(number_questions, n_further)
+    n_drawn = min(len(number_questions), MAX_QUESTIONS_OF_PICTURE - len(questions))
+    questions += generator.sample(number_questions, n_drawn)
     generator.shuffle(questions)
     return questions
 
@@ -163,11 +164,11 @@ def _yes_questions(drawing: Drawing) -> Iterator[MarkQuestion]:
 
 
 def _no_questions(drawing: Drawing, figure: Figure) -> Iterator[MarkQuestion]:
-    """Yield questions on right angles and parallel lines that are not there, answered with no.
+    """Yield questions on right angles and parallel lines with the answer no.
 
-    A right angle may hold without a mark, and a question about it would have no exact answer. So an
-    angle is asked about only if it is clearly no right angle in the solved figure, and two lines
-    only if they are clearly not parallel.
+    An angle is asked about only if it clearly differs from a right angle in the solved figure, and
+    two lines only if they are clearly not parallel. A right angle without a mark would give a
+    question without an exact answer.
     """
     for corner in sorted(drawing.neighbours):
         for first_end, second_end in combinations(sorted(drawing.neighbours[corner]), 2):
@@ -209,7 +210,7 @@ def _angle_between(
 def _question_on_right_angle(
     first_end: str, corner: str, second_end: str, *, answer: str
 ) -> MarkQuestion:
-    """Ask whether the angle at `corner` is marked as a right one."""
+    """Build the question whether the angle at the point `corner` is marked as a right one."""
     name = f"{first_end}{corner}{second_end}"
     question = f"Is angle {name} marked as a right angle? Answer yes or no."
     return MarkQuestion(text=question, answer=answer, kind="right angle")
@@ -218,7 +219,7 @@ def _question_on_right_angle(
 def _question_on_parallels(
     first_line: Sequence[str], second_line: Sequence[str], *, answer: str
 ) -> MarkQuestion:
-    """Ask whether two lines, each given by its points, are marked as parallel."""
+    """Build the question whether two lines, each given by its points, are marked as parallel."""
     first_name = "".join(first_line)
     second_name = "".join(second_line)
     question = f"Is {first_name} marked as parallel to {second_name}? Answer yes or no."

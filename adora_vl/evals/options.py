@@ -22,9 +22,9 @@ Options = TypeVar("Options")
 def option(
     default: object = MISSING, *, help: str, parser_default: object = MISSING, **arguments: Any
 ) -> Any:
-    """Declare a field of a dataclass that is an option of the command too.
+    """Declare a field of a dataclass that is an option of the command line too.
 
-    The field `max_tokens` becomes the option `--max-tokens`.
+    `max_tokens: int = option(2048, help="limit per answer")` becomes the option `--max-tokens`.
 
     Args:
         default: The value of the field where none is given. Without it, code has to give one.
@@ -41,28 +41,28 @@ def option(
 
 
 def parser_arguments_of(option_field: "Field[Any]") -> Mapping[str, Any] | None:
-    """Return the arguments of `add_argument` for a field; None for a field that is no option."""
+    """Return the arguments of argparse's `add_argument` for a field; None if it is no option."""
     arguments: Mapping[str, Any] | None = option_field.metadata.get(_ARGUMENT_KEY)
     return arguments
 
 
-def option_names(kind: type) -> list[str]:
+def option_names(options_class: type) -> list[str]:
     """Return the names of the options of a dataclass, in its order."""
-    return [field.name for field in fields(kind) if parser_arguments_of(field) is not None]
+    return [field.name for field in fields(options_class) if parser_arguments_of(field) is not None]
 
 
-def required_names(kind: type) -> list[str]:
+def required_names(options_class: type) -> list[str]:
     """Return the names of the fields of a dataclass that have no default."""
     return [
         field.name
-        for field in fields(kind)
+        for field in fields(options_class)
         if field.default is MISSING and field.default_factory is MISSING
     ]
 
 
-def add_options(parser: ArgumentParser, kind: type) -> None:
+def add_options(parser: ArgumentParser, options_class: type) -> None:
     """Add the options of a dataclass to a parser, in the order of its fields."""
-    for option_field in fields(kind):
+    for option_field in fields(options_class):
         arguments = parser_arguments_of(option_field)
         if arguments is None:
             continue
@@ -71,19 +71,20 @@ def add_options(parser: ArgumentParser, kind: type) -> None:
         parser.add_argument("--" + option_field.name.replace("_", "-"), **arguments)
 
 
-def options_from(kind: type[Options], source: object, **overrides: Any) -> Options:
-    """Build an instance of a dataclass of options from what a parser has read, or from others.
+def options_from(options_class: type[Options], source: object, **overrides: Any) -> Options:
+    """Build an instance of a dataclass of options from the attributes of another object.
 
     Args:
-        kind: The dataclass. A field that the source does not have keeps its default.
-        source: Has the values as attributes; those that are no fields are ignored.
+        options_class: The dataclass. A field that the source does not have keeps its default.
+        source: Has the values as attributes, such as the namespace of argparse. Attributes that are
+            no fields are ignored.
         overrides: Values of fields, in place of those of the source.
     """
     values: dict[str, Any] = {}
-    for option_field in fields(kind):  # type: ignore[arg-type]  # a dataclass, which no type says
+    for option_field in fields(options_class):  # type: ignore[arg-type]  # a dataclass, which no type says
         if hasattr(source, option_field.name):
             values[option_field.name] = getattr(source, option_field.name)
-    return kind(**{**values, **overrides})
+    return options_class(**{**values, **overrides})
 
 
 @dataclass(frozen=True, kw_only=True)

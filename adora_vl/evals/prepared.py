@@ -44,7 +44,7 @@ class GraderOptions(ScoreOptions):
 
 
 def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
-    r"""Name the form in which a reference answer is written, by which answers are grouped.
+    r"""Return the form in which a reference answer is written, by which answers are grouped.
 
     It is `letter`, `radical`, `pi`, `fraction`, `integer`, `decimal` or `other`. An answer that fits
     several has the first of them in this order: `2 \sqrt { 3 } \pi` is a radical. Only an answer
@@ -89,13 +89,13 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
     if prompt_template and prompt_template.asks_the_problem_alone(with_choices=has_choices(table)):
         prompt_template = None
         unused_options = ("prompt",)
-    error_start = f"data: {options.data}, split {options.split!r},"
+    error_prefix = f"data: {options.data}, split {options.split!r},"
     faults: list[str] = []
     for index, row in enumerate(rows_without_pixels(table)):
         fault = problem_with_row(row)
         if fault:
             faults.append(f"row {row.get('id') or f'number {index}'}: {fault}")
-    raise_row_faults(error_start, faults)
+    raise_row_faults(error_prefix, faults)
     loaded_problems = build_problems(dataset, prompt_template)
     # A template can make a text that cannot be asked from a row that could.
     if prompt_template is not None:
@@ -103,7 +103,7 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
             fault = problem_with_prompt(problem.prompt, problem.n_images)
             if fault:
                 faults.append(f"row {problem.pid}: {fault}")
-        raise_row_faults(error_start, faults)
+        raise_row_faults(error_prefix, faults)
     return LoadedProblems(loaded_problems, split_hash, unused_options)
 
 
@@ -136,7 +136,11 @@ def build_problems(dataset: Dataset, prompt_template: Template | None = None) ->
 
 
 def _prediction_fields(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a prediction keeps of a row of the dataset."""
+    """Return the fields of a row of the dataset that a row of predictions keeps.
+
+    They are its `pid`, `question`, `answer`, `choices` and `metadata`, and the solved `figure` if it
+    has one.
+    """
     metadata = {key: row[key] for key in ("source", "split") if row.get(key)}
     for key, value in (row.get("meta") or {}).items():
         if key not in _WARM_START_FIELDS:

@@ -214,12 +214,14 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         """Raise `TypeError` for an option without a default, since a training gives none."""
+        # A training supplies these fields alone.
         supplied_names = {self.data_options: {"data", "split"}, self.score_options: set[str]()}
-        for kind, names in supplied_names.items():
-            for name in required_names(kind):
+        for options_class, names in supplied_names.items():
+            for name in required_names(options_class):
                 if name not in names:
                     raise TypeError(
-                        f"{kind.__name__}.{name} has no default; a training asks with the defaults"
+                        f"{options_class.__name__}.{name} has no default; a training asks with the "
+                        "defaults"
                     )
 
 

@@ -117,10 +117,10 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     unmatched_value = _boxed_value_of_no_choice(matcher, response)
     # If the box has a value that is no choice, only the rules that read a statement are tried. The
     # weaker rules would take a choice that the response mentions on its way to the value.
-    rules = _STATEMENT_RULES if unmatched_value else _ALL_RULES
-    for name, rule in rules:
+    named_rules = _STATEMENT_RULES if unmatched_value else _ALL_RULES
+    for name, find_index in named_rules:
         # A box is looked for before markup is removed.
-        index = rule(matcher, response if name == "box" else text)
+        index = find_index(matcher, response if name == "box" else text)
         if index is not None:
             return Extraction(matcher.letters[index], name)
     if unmatched_value:
@@ -132,7 +132,7 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
         return Extraction("", "refusal")
     # The text that `nearest` compares with the choices: a number only if the choices are numbers.
     number = None
-    choices_are_numbers = all(re.match(r"-?[\d.]", key) for key in matcher.normalised_choices)
+    choices_are_numbers = all(re.match(r"-?[\d.]", choice) for choice in matcher.normalised_choices)
     if choices_are_numbers:
         number = concluding_number(text)
     last_sentence = (split_sentences(text) or [text])[-1]
@@ -140,135 +140,140 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
 
 
 def _boxed_value_of_no_choice(matcher: ChoiceMatcher, response: str) -> str:
-    """Return the value in the last box of a response if it is none of the choices, else "".
+    r"""Return the value in the last `\boxed{...}` of a response if it is none of the choices.
 
-    It is also "" if the box has no value, or if the choices are not all values.
+    A value is a text with a number. Returns an empty text if the value is that of a choice, if the
+    box has no value, or if the choices are not all values.
     """
     box = last_boxed(response) or ""
     if not has_digit_or_pi(box):
         return ""
     choices_are_values = all(
-        has_digit_or_pi(key) and not _WORD_OF_CHOICE_PATTERN.search(key)
-        for key in matcher.normalised_choices
+        has_digit_or_pi(choice) and not _WORD_OF_CHOICE_PATTERN.search(choice)
+        for choice in matcher.normalised_choices
     )
-    if not choices_are_values or matcher.choice_of_short_text(box) is not None:
+    if not choices_are_values or matcher.index_by_short_text(box) is not None:
         return ""
     return without_markup(box).strip()
 
 
-def _choice_by_whole_text(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice if the whole text is its text or its letter."""
-    key = normalise_choice_text(text)
-    if key in matcher.normalised_choices:
-        return matcher.normalised_choices.index(key) if key else None
+def _index_by_whole_text(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the choice whose text or letter is the whole text; None for any other."""
+    normalised_text = normalise_choice_text(text)
+    if normalised_text in matcher.normalised_choices:
+        return matcher.normalised_choices.index(normalised_text) if normalised_text else None
     if len(text) > _MAX_LETTER_ANSWER_CHARS:
         return None
-    letter = matcher.patterns.alone.fullmatch(text)
-    return matcher.index_of(letter) if letter else None
+    letter = matcher.patterns.letter_alone.fullmatch(text)
+    return matcher.index_of_letter(letter) if letter else None
 
 
-def _choice_in_last_box(matcher: ChoiceMatcher, response: str) -> int | None:
-    """Return the choice that the content of the last box means."""
+def _index_by_last_box(matcher: ChoiceMatcher, response: str) -> int | None:
+    """Return the index of the choice that the content of the last box means."""
     box = last_boxed(response)
-    return None if box is None else matcher.choice_of_short_text(box)
+    return None if box is None else matcher.index_by_short_text(box)
 
 
-def _choice_by_stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice of the last letter that is stated as the answer, as in `the answer is (B)`.
+def _index_by_stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the letter that is stated last as the answer, as in `the answer is (B)`.
 
     A correction behind it, such as `wait, C`, replaces it. In `The answer is A circle` the `A` is
-    an article if one of the choices is `circle`, and then that is the choice.
+    an article if one of the choices is `circle`, and then that is the choice. Returns None without
+    a statement.
     """
     matches = [
         match
-        for match in matcher.patterns.stated.finditer(text)
-        if not is_called_wrong(text, match) and not matcher.is_one_of_several(text, match)
+        for match in matcher.patterns.stated_letter.finditer(text)
+        if not is_called_wrong(text, match) and not matcher.is_in_letter_list(text, match)
     ]
     if not matches:
         return None
     last_match = matches[-1]
-    corrected_index = matcher.last_index(matcher.patterns.correcting, text, last_match.end())
+    corrected_index = matcher.index_of_last_letter(
+        matcher.patterns.correcting_letter, text, last_match.end()
+    )
     if corrected_index is not None:
         return corrected_index
     from_letter_on = text[last_match.end() - 1 :]
-    index_of_text = matcher.choice_behind_article(from_letter_on)
-    return matcher.index_of(last_match) if index_of_text is None else index_of_text
+    index_of_text = matcher.index_behind_article(from_letter_on)
+    return matcher.index_of_letter(last_match) if index_of_text is None else index_of_text
 
 
-def _choice_by_stated_text(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice whose text or value is stated as the answer, as in `the answer is a kite`.
+def _index_by_stated_text(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the choice whose text or value is stated, as in `the answer is a kite`.
 
     Sentences are searched from the last to the first. The first one with a statement that names
-    exactly one choice decides.
+    exactly one choice decides. Returns None without one.
     """
     for sentence in reversed(split_sentences(text)):
         statements = list(_ANSWER_WORDS_PATTERN.finditer(sentence))
         if not statements:
             continue
         statement = sentence[statements[-1].end() :]
-        index_of_equal_value = matcher.choice_of_value(statement.strip(" .:"))
+        index_of_equal_value = matcher.index_by_value(statement.strip(" .:"))
         if index_of_equal_value is not None:
             return index_of_equal_value
         # `not a circle but a kite` mentions two choices. Without the denied one, one is left.
         for count_denied in (True, False):
-            indices = set(matcher.mentioned_choices(statement, count_denied=count_denied))
+            indices = set(matcher.mentioned_indices(statement, count_denied=count_denied))
             if len(indices) == 1:
                 return indices.pop()
     return None
 
 
-def _choice_called_right(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the only choice that a text calls right while it goes through the choices.
+def _index_called_right(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the one choice that a text calls right while it goes through them.
 
-    In `A: no. B: yes. C: no.` it is B. At least two choices need a verdict.
+    In `A: no. B: yes. C: no.` it is that of B. Returns None if the text judges fewer than two
+    choices, or calls several right.
     """
     is_right_by_index: dict[int, bool] = {}
-    for match in matcher.patterns.with_verdict.finditer(text):
-        is_right_by_index[matcher.index_of(match)] = match["yes"] is not None
+    for match in matcher.patterns.letter_with_verdict.finditer(text):
+        is_right_by_index[matcher.index_of_letter(match)] = match["yes"] is not None
     right_indices = [index for index, is_right in is_right_by_index.items() if is_right]
     if len(is_right_by_index) < 2 or len(right_indices) != 1:
         return None
     return right_indices[0]
 
 
-def _choice_by_concluding_letter(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice of the last letter that ends a conclusion, as in `therefore it is B`."""
-    return matcher.last_index(matcher.patterns.concluding, text)
+def _index_by_concluding_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the last letter that ends a conclusion, as in `therefore it is B`."""
+    return matcher.index_of_last_letter(matcher.patterns.concluding_letter, text)
 
 
-def _choice_by_leading_letter(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice of the letter with which the text begins, as in `B. a dam`."""
-    match = matcher.patterns.leading.match(text)
-    if match is None or matcher.is_one_of_several(text, match):
+def _index_by_leading_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the letter with which the text begins, as in `B. a dam`."""
+    match = matcher.patterns.leading_letter.match(text)
+    if match is None or matcher.is_in_letter_list(text, match):
         return None
-    return matcher.index_of(match)
+    return matcher.index_of_letter(match)
 
 
-def _choice_by_bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice of the last letter in brackets that is not ruled out.
+def _index_by_bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the last letter in brackets that is not ruled out.
 
-    It is C in `a triangle (C), not a square (B)`.
+    In `a triangle (C), not a square (B)` it is that of C.
     """
     indices: list[int] = []
-    for match in matcher.patterns.bracketed.finditer(text):
+    for match in matcher.patterns.bracketed_letter.finditer(text):
         text_before = text[max(0, match.start() - _RULING_OUT_CHARS) : match.start()]
         is_ruled_out = (
             is_called_wrong(text, match) or _RULING_OUT_PATTERN.search(text_before) is not None
         )
-        if not is_ruled_out and not matcher.is_one_of_several(text, match):
-            indices.append(matcher.index_of(match))
+        if not is_ruled_out and not matcher.is_in_letter_list(text, match):
+            indices.append(matcher.index_of_letter(match))
     return indices[-1] if indices else None
 
 
-def _choice_by_fitting_letter(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice of the last letter that is said to fit, as in `B matches`."""
-    return matcher.last_index(matcher.patterns.fitting, text)
+def _index_by_fitting_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the last letter that is said to fit, as in `B matches`."""
+    return matcher.index_of_last_letter(matcher.patterns.fitting_letter, text)
 
 
-def _choice_by_position(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice that a short text names by its position, as in `the third option`.
+def _index_by_position(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the choice that a short text names by position: `the third option`.
 
-    A text that names several positions means none of them.
+    Returns None for a text that names several positions, or none.
     """
     ordinals = _ORDINAL_PATTERN.findall(text)
     if len(ordinals) != 1 or len(text) > _MAX_ORDINAL_ANSWER_CHARS:
@@ -280,21 +285,21 @@ def _choice_by_position(matcher: ChoiceMatcher, text: str) -> int | None:
     return index if index < len(matcher.choices) else None
 
 
-def _choice_by_named_letter(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice of the last letter that is named as an option, as in `option B`."""
-    return matcher.last_index(matcher.patterns.named, text)
+def _index_by_named_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the last letter that is named as an option, as in `option B`."""
+    return matcher.index_of_last_letter(matcher.patterns.named_letter, text)
 
 
-def _choice_by_yes_or_no(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice `yes` or `no`, where the text begins with that word."""
+def _index_by_yes_or_no(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the choice `yes` or `no`, where the text begins with that word."""
     match = re.match(r"\W*(yes|no)\b", text, re.IGNORECASE)
     if match is None or match[1].lower() not in matcher.normalised_choices:
         return None
     return matcher.normalised_choices.index(match[1].lower())
 
 
-def _choice_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice of the last sentence that mentions exactly one choice.
+def _index_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the choice that the last sentence with exactly one choice mentions.
 
     Conclusions are searched before all other sentences. Each sentence is searched three times:
 
@@ -303,24 +308,27 @@ def _choice_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
     3. up to the words that begin a reason: `a square, since a circle has no sides`
     """
     for sentence in _sentences_conclusions_first(text):
-        before_reason = _REASON_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
-        searches = ((sentence, True), (sentence, False), (before_reason, True))
-        for text_to_search, count_denied in searches:
-            indices = set(matcher.mentioned_choices(text_to_search, count_denied=count_denied))
+        text_before_reason = _REASON_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
+        searches = ((sentence, True), (sentence, False), (text_before_reason, True))
+        for searched_text, count_denied in searches:
+            indices = set(matcher.mentioned_indices(searched_text, count_denied=count_denied))
             if len(indices) == 1:
                 return indices.pop()
     return None
 
 
 def _sentences_conclusions_first(text: str) -> list[str]:
-    """Return the conclusions of a text and then all its sentences, each from the last one on."""
-    from_last = split_sentences(text)[::-1]
-    conclusions = [sentence for sentence in from_last if _CONCLUSION_WORDS_PATTERN.search(sentence)]
-    return [*conclusions, *from_last]
+    """Return the conclusions of a text, last first, and then all its sentences, last first.
+
+    A conclusion is a sentence with a word such as `therefore`.
+    """
+    sentences = split_sentences(text)[::-1]
+    conclusions = [sentence for sentence in sentences if _CONCLUSION_WORDS_PATTERN.search(sentence)]
+    return [*conclusions, *sentences]
 
 
-def _choice_by_all_words(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice all of whose words are in one sentence, in any order.
+def _index_by_all_words(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the choice all of whose words are in one sentence, in any order.
 
     Sentences are searched from the last to the first. The first one with all words of exactly one
     choice decides. Only choices of several words are looked for.
@@ -328,17 +336,17 @@ def _choice_by_all_words(matcher: ChoiceMatcher, text: str) -> int | None:
     for sentence in reversed(split_sentences(text)):
         words = set(re.findall(r"\w+", sentence.lower()))
         indices: list[int] = []
-        for index, key in enumerate(matcher.normalised_choices):
-            words_of_choice = set(re.findall(r"\w+", key))
-            if " " in key and words_of_choice <= words:
+        for index, choice in enumerate(matcher.normalised_choices):
+            words_of_choice = set(re.findall(r"\w+", choice))
+            if " " in choice and words_of_choice <= words:
                 indices.append(index)
         if len(indices) == 1:
             return indices[0]
     return None
 
 
-def _choice_by_negation(matcher: ChoiceMatcher, text: str) -> int | None:
-    """Return the choice `no` for a text with a negation, and `yes` for any other text.
+def _index_by_negation(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the choice `no` for a text with a negation, and `yes` for any other text.
 
     The last conclusion decides, or the first sentence if there is no conclusion. Returns None if
     the choices are not `yes` and `no`.
@@ -350,30 +358,29 @@ def _choice_by_negation(matcher: ChoiceMatcher, text: str) -> int | None:
         sentence for sentence in text_sentences if _CONCLUSION_WORDS_PATTERN.search(sentence)
     ]
     decisive_sentence = conclusions[-1] if conclusions else text_sentences[0]
-    return matcher.normalised_choices.index(
-        "no" if _NEGATION_PATTERN.search(decisive_sentence) else "yes"
-    )
+    is_negated = _NEGATION_PATTERN.search(decisive_sentence) is not None
+    return matcher.normalised_choices.index("no" if is_negated else "yes")
 
 
 # The rules with the names that an extraction gives them, the surest first.
 _NamedRules = tuple[tuple[str, Callable[[ChoiceMatcher, str], int | None]], ...]
 _STATEMENT_RULES: _NamedRules = (
-    ("exact", _choice_by_whole_text),
-    ("box", _choice_in_last_box),
-    ("stated_letter", _choice_by_stated_letter),
-    ("stated_text", _choice_by_stated_text),
+    ("exact", _index_by_whole_text),
+    ("box", _index_by_last_box),
+    ("stated_letter", _index_by_stated_letter),
+    ("stated_text", _index_by_stated_text),
 )
 _ALL_RULES: _NamedRules = (
     *_STATEMENT_RULES,
-    ("judged", _choice_called_right),
-    ("concluded_letter", _choice_by_concluding_letter),
-    ("leading_letter", _choice_by_leading_letter),
-    ("letter_in_brackets", _choice_by_bracketed_letter),
-    ("letter_that_fits", _choice_by_fitting_letter),
-    ("ordinal", _choice_by_position),
-    ("named_option", _choice_by_named_letter),
-    ("yes_no", _choice_by_yes_or_no),
-    ("mentioned", _choice_by_mention),
-    ("all_words", _choice_by_all_words),
-    ("negation", _choice_by_negation),
+    ("judged", _index_called_right),
+    ("concluded_letter", _index_by_concluding_letter),
+    ("leading_letter", _index_by_leading_letter),
+    ("letter_in_brackets", _index_by_bracketed_letter),
+    ("letter_that_fits", _index_by_fitting_letter),
+    ("ordinal", _index_by_position),
+    ("named_option", _index_by_named_letter),
+    ("yes_no", _index_by_yes_or_no),
+    ("mentioned", _index_by_mention),
+    ("all_words", _index_by_all_words),
+    ("negation", _index_by_negation),
 )

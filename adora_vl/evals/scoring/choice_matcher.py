@@ -34,7 +34,7 @@ _LIST_BEFORE_CHARS = 30
 _DENIAL_CHARS = 20
 _WRONG_BEFORE_CHARS = 15
 _WRONG_BEHIND_CHARS = 40
-# What every match of `LetterPatterns.list_before` ends with. It is tried first, since that
+# What every match of `LetterPatterns.beginning_of_list` ends with. It is tried first, since that
 # pattern is slow.
 _END_OF_LIST_PATTERN = re.compile(
     r"(?:(?:\bor|\band|[/,，、;；&+或和与及])\s*(?:(?:option|choice)\s+)?[(（]?|[)）]\s*[(（])$",
@@ -52,16 +52,17 @@ class ChoiceMatcher:
         """Take the texts of the choices, whose letters go from A on."""
         self.choices = without_letters(choices)
         self.letters = "".join(chr(ord("A") + i) for i in range(len(self.choices)))
-        # The key of a choice is its text in one spelling, for which responses are searched. A
-        # choice that is itself a letter has an empty key, because a lone `B` always means option B.
-        keys = [normalise_choice_text(choice) for choice in self.choices]
-        self.normalised_choices = [
-            "" if len(key) == 1 and key.upper() in self.letters else key for key in keys
-        ]
+        # The texts of the choices in one spelling, for which responses are searched. It is empty
+        # for a choice that is itself a letter, because a lone `B` always means option B.
+        self.normalised_choices: list[str] = []
+        for choice in self.choices:
+            text = normalise_choice_text(choice)
+            is_letter = len(text) == 1 and text.upper() in self.letters
+            self.normalised_choices.append("" if is_letter else text)
         self.patterns = letter_patterns(self.letters[-1])
         self._repeated_options_pattern = _build_options_pattern(self.choices, self.letters)
 
-    def index_of(self, match: re.Match[str]) -> int:
+    def index_of_letter(self, match: re.Match[str]) -> int:
         """Return the index of the choice whose letter a pattern has matched.
 
         The letter is in the first group that has matched.
@@ -69,49 +70,53 @@ class ChoiceMatcher:
         letter = next(group for group in match.groups() if group)
         return self.letters.index(letter.upper())
 
-    def last_index(self, pattern: re.Pattern[str], text: str, start: int = 0) -> int | None:
-        """Return the choice of the last letter that a pattern finds behind `start`.
+    def index_of_last_letter(
+        self, pattern: re.Pattern[str], text: str, start: int = 0
+    ) -> int | None:
+        """Return the index of the last letter that a pattern of letters matches behind `start`.
 
         A letter that the text calls wrong does not count, nor does one of several, as in `A or C`.
+        Returns None if no letter counts.
         """
         indices = [
-            self.index_of(match)
+            self.index_of_letter(match)
             for match in pattern.finditer(text, start)
-            if not is_called_wrong(text, match) and not self.is_one_of_several(text, match)
+            if not is_called_wrong(text, match) and not self.is_in_letter_list(text, match)
         ]
         return indices[-1] if indices else None
 
-    def is_one_of_several(self, text: str, match: re.Match[str]) -> bool:
-        """Return whether a letter stands in a list, as in `A or C` and `(A) (B) (C) (D)`."""
+    def is_in_letter_list(self, text: str, match: re.Match[str]) -> bool:
+        """Return whether a letter stands in a list of letters, as in `A or C` and `(A) (B) (C)`.
+
+        `match` is a match of one of `self.patterns` in `text`, with the letter as a group.
+        """
         # Each spelling of a letter has its own group in the pattern, and only one of them is set.
         group_number = next(number for number, group in enumerate(match.groups(), 1) if group)
         start, end = match.span(group_number)
-        if self.patterns.list_behind.match(text, end, end + _LIST_BEHIND_CHARS) is not None:
+        if self.patterns.rest_of_list.match(text, end, end + _LIST_BEHIND_CHARS) is not None:
             return True
         text_before = text[max(0, start - _LIST_BEFORE_CHARS) : start]
         if _END_OF_LIST_PATTERN.search(text_before) is None:
             return False
-        return self.patterns.list_before.search(text_before) is not None
+        return self.patterns.beginning_of_list.search(text_before) is not None
 
     def states_several_letters(self, text: str) -> bool:
         """Return whether a text begins with several letters, or states several as its answer."""
         matches = [
-            self.patterns.leading.match(text),
-            self.patterns.bracketed.match(text),
-            *self.patterns.stated.finditer(text),
+            self.patterns.leading_letter.match(text),
+            self.patterns.bracketed_letter.match(text),
+            *self.patterns.stated_letter.finditer(text),
         ]
-        return any(match is not None and self.is_one_of_several(text, match) for match in matches)
+        return any(match is not None and self.is_in_letter_list(text, match) for match in matches)
 
     def without_options(self, text: str) -> str:
         """Remove the list of all options, if the text repeats it as the question shows it."""
-        return (
-            self._repeated_options_pattern.sub(" ", text)
-            if self._repeated_options_pattern
-            else text
-        )
+        if self._repeated_options_pattern is None:
+            return text
+        return self._repeated_options_pattern.sub(" ", text)
 
-    def choice_of_short_text(self, text: str) -> int | None:
-        """Return the choice that a short text, such as the content of a box, means.
+    def index_by_short_text(self, text: str) -> int | None:
+        """Return the index of the choice that a short text, such as the content of a box, means.
 
         The steps in the order of the code:
 
@@ -124,44 +129,47 @@ class ChoiceMatcher:
         Returns None if a step finds several choices, or if no step finds any.
         """
         plain_text = without_markup(text)
-        key = normalise_choice_text(plain_text)
-        if key and key in self.normalised_choices:
-            return self.normalised_choices.index(key)
-        letter = self._letter_of_short_text(plain_text)
-        if letter and self.is_one_of_several(plain_text, letter):
+        normalised_text = normalise_choice_text(plain_text)
+        if normalised_text and normalised_text in self.normalised_choices:
+            return self.normalised_choices.index(normalised_text)
+        letter = self._match_letter_of_short_text(plain_text)
+        if letter and self.is_in_letter_list(plain_text, letter):
             return None
         if letter:
-            return self.index_of(letter)
-        index_of_equal_value = self.choice_of_value(text)
+            return self.index_of_letter(letter)
+        index_of_equal_value = self.index_by_value(text)
         if index_of_equal_value is not None:
             return index_of_equal_value
-        mentioned_indices = self.mentioned_choices(text)
+        mentioned_indices = self.mentioned_indices(text)
         if mentioned_indices:
             return mentioned_indices[0] if len(set(mentioned_indices)) == 1 else None
-        number = _without_unit(key)
+        number = _without_unit(normalised_text)
         if not number:
             return None
         indices = [
             index
-            for index, choice_key in enumerate(self.normalised_choices)
-            if _without_unit(choice_key) == number
+            for index, choice in enumerate(self.normalised_choices)
+            if _without_unit(choice) == number
         ]
         return indices[0] if len(indices) == 1 else None
 
-    def _letter_of_short_text(self, text: str) -> re.Match[str] | None:
-        """Match the letter that a short text is, begins with, or ends with in brackets."""
+    def _match_letter_of_short_text(self, text: str) -> re.Match[str] | None:
+        """Match the letter that a short text is, begins with, or ends with in brackets.
+
+        The matches are of `option B`, `B. a dam` and `a dam (B)`. Returns None for any other text.
+        """
         letters = self.letters
-        is_letter = re.fullmatch(
+        lone_letter = re.fullmatch(
             rf"\W*(?:option|choice)?\W*([{letters}{letters.lower()}])\W*", text
         )
-        if is_letter:
-            return is_letter
-        return self.patterns.leading.match(text) or re.search(
+        if lone_letter:
+            return lone_letter
+        return self.patterns.leading_letter.match(text) or re.search(
             rf"(?<!\w)[(（]([{letters}])[)）]\W*$", text
         )
 
-    def choice_of_value(self, text: str) -> int | None:
-        r"""Return the only choice whose value equals that of a short text.
+    def index_by_value(self, text: str) -> int | None:
+        r"""Return the index of the only choice whose value equals that of a short text.
 
         The grader of the training compares the values: `0.5` is the choice `\frac{1}{2}` or `1:2`.
         Returns None if no choice, or several choices, have the value.
@@ -179,8 +187,8 @@ class ChoiceMatcher:
                 indices.append(index)
         return indices[0] if len(indices) == 1 else None
 
-    def choice_behind_article(self, text: str) -> int | None:
-        """Return the choice whose text begins `text`, if its first word `A` is an article.
+    def index_behind_article(self, text: str) -> int | None:
+        """Return the index of the choice with whose text `text` begins, where `A` is an article.
 
         In `A circle is right` it is the choice `circle` or `a circle`. If several choices fit, the
         longest is meant: `circle` also fits `A circle sector`.
@@ -190,13 +198,13 @@ class ChoiceMatcher:
         first_line = normalise_choice_text(text.split("\n")[0], keep_end=True)
         indices = [
             index
-            for index, key in enumerate(self.normalised_choices)
-            if key and re.match(rf"(?:a )?{re.escape(key)}(?!\w)", first_line)
+            for index, choice in enumerate(self.normalised_choices)
+            if choice and re.match(rf"(?:a )?{re.escape(choice)}(?!\w)", first_line)
         ]
         return max(indices, key=lambda index: len(self.normalised_choices[index]), default=None)
 
-    def mentioned_choices(self, text: str, *, count_denied: bool = True) -> list[int]:
-        """Return the choices whose text stands in `text`, in the order of their mentions.
+    def mentioned_indices(self, text: str, *, count_denied: bool = True) -> list[int]:
+        """Return the indices of the choices whose text is in `text`, in the order of the mentions.
 
         For the choices `a circle`, `a square` and `a circle sector`, `not a circle but a square`
         gives 0 and 1, or only 1 without the denied choices. `a circle sector` gives only 2, since
@@ -217,11 +225,11 @@ class ChoiceMatcher:
             key=lambda index: -len(self.normalised_choices[index]),
         )
         for index in longest_first:
-            key = self.normalised_choices[index]
-            is_same_as_earlier = key in self.normalised_choices[:index]
-            if not key or is_same_as_earlier:
+            choice = self.normalised_choices[index]
+            is_same_as_earlier = choice in self.normalised_choices[:index]
+            if not choice or is_same_as_earlier:
                 continue
-            pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
+            pattern = rf"(?<![\w.\\^/]){re.escape(choice)}(?![\w^/]|\.\d|\\)"
             for match in re.finditer(pattern, text):
                 start = match.start()
                 text_before = text[max(0, start - _DENIAL_CHARS) : start]
@@ -229,7 +237,7 @@ class ChoiceMatcher:
                 if count_denied or not is_denied:
                     mentions.append((start, index))
             # The mentions are overwritten with as many null characters, so positions stay the same.
-            text = re.sub(pattern, "\0" * len(key), text)
+            text = re.sub(pattern, "\0" * len(choice), text)
         return [index for _, index in sorted(mentions)]
 
 
@@ -265,7 +273,7 @@ def _build_options_pattern(choices: Sequence[str], letters: str) -> re.Pattern[s
 
 
 def normalise_choice_text(text: str, *, keep_end: bool = False) -> str:
-    """Bring a text into one spelling, by which choices are compared.
+    """Write a text in one spelling, by which choices are compared.
 
     Case, repeated spaces, thousands separators, `.0`, degree words and markup do not count:
     `**5.0** degrees` becomes `5`.
@@ -286,15 +294,15 @@ def normalise_choice_text(text: str, *, keep_end: bool = False) -> str:
 
 
 def has_digit_or_pi(text: str) -> bool:
-    """Return whether a text has a digit or a π, so that it may be a value."""
+    """Return whether a text has a digit or a π, so that it may be a value such as `5 cm`."""
     return re.search(r"\d|\\pi|π", text) is not None
 
 
-def _without_unit(key: str) -> str:
-    """Strip the key of a choice to its number, without a name before it and a unit behind it.
+def _without_unit(normalised_text: str) -> str:
+    """Strip a normalised text to its number, without a name before it and a unit behind it.
 
-    `x= 5 cm` gives `5`. A key without a digit gives "".
+    `x= 5 cm` gives `5`. A text without a digit gives "".
     """
-    number = re.sub(r"^[a-z∠ ]+= *", "", key)
+    number = re.sub(r"^[a-z∠ ]+= *", "", normalised_text)
     number = re.sub(r"(?<=[\d)}π]) *[a-z%]+[23²³]?$", "", number)
     return number if re.search(r"\d", number) else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def describe_missing_answers(score: Mapping[str, Any]) -> str | None:
-    """Say how many of the answers that its run asked for a score is lacking.
+    """Say how many answers a score has if its run asked for more.
 
     Returns None if it has all of them, or if that is not known.
     """
@@ -25,7 +25,7 @@ def describe_missing_answers(score: Mapping[str, Any]) -> str | None:
 
 
 def partial_score_notes(score: Mapping[str, Any]) -> list[str]:
-    """Say in lines why a score may be over a part of the problems.
+    """Return lines that say why a score may be over a part of the problems; [] if it is not.
 
     Some answers may be missing, only a part may have been asked (`--limit`), or it may be unknown
     how many problems there are.
@@ -46,7 +46,7 @@ def partial_score_notes(score: Mapping[str, Any]) -> list[str]:
 
 
 def describe_scored_part(score: Mapping[str, Any]) -> str | None:
-    """Say which part of the data a score is over, such as `60 of 512` answers.
+    """Return a text such as `60 of 512` if a score is over a part of the data's answers.
 
     Returns None for a score over all the data, or if that is not known.
     """
@@ -59,7 +59,7 @@ def describe_scored_part(score: Mapping[str, Any]) -> str | None:
 
 
 def count_noun(scores: Sequence[Mapping[str, Any]]) -> str:
-    """Return the noun for the counts in score files: `problems` or `answers`.
+    """Return what the counts of score files are counts of: `problems` or `answers`.
 
     It is `answers` if one of the scores has several answers to a problem.
     """

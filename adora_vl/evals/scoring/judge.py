@@ -66,10 +66,10 @@ class ExtractionOptions(ScoreOptions):
 
 
 class Question(NamedTuple):
-    """A problem as an extraction needs it, with the response to it."""
+    """What an extraction needs to know of a problem, and the response to it."""
 
     kind: AnswerKind
-    """The form that the answer should have."""
+    """The form that the answer should have, such as `choice` or `integer`."""
     text: str
     """The text of the question."""
     choices: Sequence[str]
@@ -89,11 +89,11 @@ def extract_answers(
 
     Args:
         rows: The predictions.
-        options: How answers are extracted: by rules, by the judge, or as they are stored in the
-            rows.
+        options: How answers are extracted: by rules, by the judge (a language model on a server),
+            or as they are stored in the rows.
         question_of: Builds the question of a row.
         extract: Extracts by rules of the benchmark, in place of `extract_by_rules`.
-        judge: The judge, in place of the one that the options name.
+        judge: The client of the judge, in place of one that is built from the options.
 
     Returns the rows, each with its `Extraction` under the key `parsed_answer`. Raises `UserError`
     if extractions should be stored in the rows and one is missing, or if the judge cannot be asked.
@@ -124,7 +124,10 @@ def extract_answers(
 
 
 def describe_extraction(options: ExtractionOptions) -> dict[str, Any]:
-    """Describe how answers were extracted, and by which judge, for the rules of a score."""
+    """Return what the `rules` of a score say of the extraction, and of the judge if there was one.
+
+    For example, `{"extraction": "judge", "judge": "gpt-4o"}`.
+    """
     judge = options.judge_model if options.extraction == "judge" else None
     return {"extraction": options.extraction, "judge": judge}
 
@@ -179,7 +182,7 @@ def extract_exactly(question: Question) -> Extraction | None:
 
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
 _NO_ANSWER_WORD = "NONE"
-_MAX_REPORT_CHARS = 200  # a longer report is an essay, not an answer
+_MAX_ANSWER_CHARS = 200  # a longer text is an essay, not an answer
 # The system prompt of the judge; `{form}` becomes a sentence of `_REQUEST_BY_KIND`.
 _JUDGE_INSTRUCTION = (
     "You are given a question and a reply to it. Report the final answer that the reply commits "
@@ -225,36 +228,36 @@ def create_judge_client(options: ExtractionOptions) -> ChatClient:
 
 
 def extract_with_judge(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
-    """Extract the answer to each question; the judge is asked for all that are not exact.
+    """Extract the answer to each question, by the judge where the response is not just the answer.
 
     A question is None for a problem that was never asked. Its extraction has no text.
     """
-    # Each question has an extraction or a conversation with the judge, and None in the other list.
-    extractions: list[Extraction | None] = []
+    # Each question has an extraction, or a conversation with the judge; the other is None.
+    extractions_without_judge: list[Extraction | None] = []
     conversations: list[Messages | None] = []
     for question in questions:
         if question is None:
-            extractions.append(Extraction(None, "not_asked"))
+            extractions_without_judge.append(Extraction(None, "not_asked"))
             conversations.append(None)
             continue
         exact_extraction = extract_exactly(question)
-        extractions.append(exact_extraction)
+        extractions_without_judge.append(exact_extraction)
         conversations.append(
             build_extraction_messages(question) if exact_extraction is None else None
         )
-    reports = ask_judge(conversations, judge, read_report)
-    all_extractions: list[Extraction] = []
-    for extraction, report in zip(extractions, reports, strict=True):
-        answer = extraction or report
-        assert answer is not None  # a question without an extraction has a report
-        all_extractions.append(answer)
-    return all_extractions
+    extractions_by_judge = ask_judge(conversations, judge, read_answer_tags)
+    extractions: list[Extraction] = []
+    for by_rule, by_judge in zip(extractions_without_judge, extractions_by_judge, strict=True):
+        extraction = by_rule or by_judge
+        assert extraction is not None  # the judge was asked where no rule applies
+        extractions.append(extraction)
+    return extractions
 
 
 def ask_judge(
     conversations: Sequence[Messages | None], judge: ChatClient, parse_reply: Callable[[str], str]
 ) -> list[Extraction | None]:
-    """Send all conversations to the judge at once, and return its reports in their order.
+    """Send all conversations to the judge in parallel, and return its answers in their order.
 
     A reply of an earlier run is taken from the judge's cache. A call that fails becomes an
     extraction with the method `JUDGE_FAILED`, and the failures are printed as one warning. Raises
@@ -263,41 +266,43 @@ def ask_judge(
     Args:
         conversations: The messages of each conversation. None gives None in the result.
         judge: The client of the judge.
-        parse_reply: Returns the report in a reply. It raises `EndpointError` for a reply without
+        parse_reply: Returns the answer in a reply. It raises `EndpointError` for a reply without
             one, and the judge is asked again.
     """
     failures: list[str] = []
     with tqdm(total=len(conversations), unit="row", desc="judge", disable=None) as bar:
 
         def ask_or_look_up(messages: Messages) -> Extraction:
-            """Return the judge's report on one conversation, from its cache if it is there."""
-            cached_report = judge.cached(messages)
-            if cached_report is not None:
-                return Extraction(cached_report, "judge_cached")
+            """Return the judge's answer to one conversation, from the cache if it is there."""
+            cached_answer = judge.cached(messages)
+            if cached_answer is not None:
+                return Extraction(cached_answer, "judge_cached")
             try:
                 return Extraction(judge.ask(messages, parse_reply), "judge")
             except EndpointError as error:
                 failures.append(str(error))
                 return Extraction(None, JUDGE_FAILED)
 
-        def report_on(messages: Messages | None) -> Extraction | None:
-            """Return the judge's report if there is something to ask, and move the bar on."""
-            report = None if messages is None else ask_or_look_up(messages)
+        def extract_and_advance(messages: Messages | None) -> Extraction | None:
+            """Return the judge's answer if there is something to ask, and advance the bar."""
+            extraction = None if messages is None else ask_or_look_up(messages)
             bar.update()
-            return report
+            return extraction
 
-        reports: list[Extraction | None] = judge.map_in_threads(report_on, conversations)
+        extractions: list[Extraction | None] = judge.map_in_threads(
+            extract_and_advance, conversations
+        )
     judge.check_server("judge_url")
     if failures:
         rows = amount(len(failures), "row")
         print(
             f"warning: the judge failed on {rows}, the first time: {failures[0]}", file=sys.stderr
         )
-    return reports
+    return extractions
 
 
 def build_extraction_messages(question: Question) -> list[dict[str, str]]:
-    """Build the conversation that asks the judge for the answer of a response.
+    """Build the conversation that asks the judge which answer a response gives.
 
     The reference answer is not in it, so that the judge cannot be guided by it.
     """
@@ -313,17 +318,17 @@ def build_extraction_messages(question: Question) -> list[dict[str, str]]:
     ]
 
 
-def read_report(text: object) -> str:
-    """Return the report between `<answer>` and `</answer>`, which is empty if it says `NONE`.
+def read_answer_tags(text: object) -> str:
+    """Return what the judge put between `<answer>` and `</answer>`; `NONE` gives an empty text.
 
-    Raises `EndpointError` for a reply without a report, or with one that is too long to be an
-    answer.
+    Raises `EndpointError` for a reply without these tags, or with a text between them that is too
+    long to be an answer.
     """
     reply = final_part(text) if isinstance(text, str) else ""
     if "<answer>" not in reply or "</answer>" not in reply:
         raise EndpointError("the reply has no <answer>...</answer>")
-    behind_last_tag = reply.rsplit("<answer>", 1)[1]
-    report = behind_last_tag.split("</answer>", 1)[0].strip()
-    if len(report) > _MAX_REPORT_CHARS:
-        raise EndpointError(f"the report has {len(report)} characters")
-    return "" if report in ("", _NO_ANSWER_WORD) else report
+    text_behind_tag = reply.rsplit("<answer>", 1)[1]
+    answer = text_behind_tag.split("</answer>", 1)[0].strip()
+    if len(answer) > _MAX_ANSWER_CHARS:
+        raise EndpointError(f"the report has {len(answer)} characters")
+    return "" if answer in ("", _NO_ANSWER_WORD) else answer

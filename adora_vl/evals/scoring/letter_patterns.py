@@ -42,33 +42,33 @@ _WRONG_WORDS_REGEX = r"(?:no|incorrect|wrong|false|not (?:correct|right|true)|�
 
 
 class LetterPatterns(NamedTuple):
-    """The patterns of a letter.
+    """The patterns of a letter that names a choice, each with an example of what it matches.
 
     Most have several groups for the letter, one for each way to write it, such as `(B)` and `B.`
     In a match one of these groups is set.
     """
 
-    stated: re.Pattern[str]
+    stated_letter: re.Pattern[str]
     """`The answer is (B)`."""
-    concluding: re.Pattern[str]
+    concluding_letter: re.Pattern[str]
     """`Therefore it is B.`"""
-    correcting: re.Pattern[str]
+    correcting_letter: re.Pattern[str]
     """`Wait, B.`"""
-    alone: re.Pattern[str]
+    letter_alone: re.Pattern[str]
     """`Option B` as a whole text."""
-    leading: re.Pattern[str]
+    leading_letter: re.Pattern[str]
     """`B. a dam` at the beginning of a text."""
-    bracketed: re.Pattern[str]
+    bracketed_letter: re.Pattern[str]
     """`(B)` anywhere."""
-    named: re.Pattern[str]
+    named_letter: re.Pattern[str]
     """`Option B` anywhere."""
-    fitting: re.Pattern[str]
+    fitting_letter: re.Pattern[str]
     """`B matches` and `B is correct`."""
-    with_verdict: re.Pattern[str]
+    letter_with_verdict: re.Pattern[str]
     """`A: no` and `B is true`, with the group `yes` where the letter is called right."""
-    list_behind: re.Pattern[str]
+    rest_of_list: re.Pattern[str]
     """The rest of a list behind a letter: ` or C` in `A or C`."""
-    list_before: re.Pattern[str]
+    beginning_of_list: re.Pattern[str]
     """The beginning of a list before a letter: `A or ` in `A or C`."""
 
 
@@ -92,29 +92,29 @@ def letter_patterns(last_letter: str) -> LetterPatterns:
     letter_at_end = rf"(?:{bracketed}|({capital}){clause_end})"
     listed_letter = rf"(?:(?i:option|choice|answer)\s+)?[(（]?{capital}(?![A-Za-z0-9_'’])[)）]?"
     return LetterPatterns(
-        stated=re.compile(rf"(?i:{_ANSWER_WORDS_REGEX})[\"'“‘]?{letter}"),
-        concluding=re.compile(f"(?i:{_CONCLUSION_WORDS_REGEX}){letter_at_end}"),
-        correcting=re.compile(f"(?i:{_CORRECTION_WORDS_REGEX}){letter_at_end}"),
-        alone=re.compile(
+        stated_letter=re.compile(rf"(?i:{_ANSWER_WORDS_REGEX})[\"'“‘]?{letter}"),
+        concluding_letter=re.compile(f"(?i:{_CONCLUSION_WORDS_REGEX}){letter_at_end}"),
+        correcting_letter=re.compile(f"(?i:{_CORRECTION_WORDS_REGEX}){letter_at_end}"),
+        letter_alone=re.compile(
             rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({any_case})\W*",
             re.IGNORECASE,
         ),
-        leading=re.compile(rf"\W*(?:{bracketed}|({capital})\s*(?:[.,:：;)）、。]|\n|$))"),
-        bracketed=re.compile(rf"[(（]\s*({any_case})\s*[)）]"),
-        named=re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b"),
-        fitting=re.compile(
+        leading_letter=re.compile(rf"\W*(?:{bracketed}|({capital})\s*(?:[.,:：;)）、。]|\n|$))"),
+        bracketed_letter=re.compile(rf"[(（]\s*({any_case})\s*[)）]"),
+        named_letter=re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b"),
+        fitting_letter=re.compile(
             rf"(?<![A-Za-z0-9_])[(（]?({capital})[)）]?\s+(?:fits|works|matches|(?:is|must be)"
             r"(?: the)? (?:correct|right|answer|best|only one)\b)"
         ),
-        with_verdict=re.compile(
+        letter_with_verdict=re.compile(
             rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*(?:[:.)）、–—-]|is\b)"
             rf"[^.;\n]{{0,60}}?(?:^|[\s:,–—-])(?:(?P<yes>{_RIGHT_WORDS_REGEX})|({_WRONG_WORDS_REGEX}))(?![A-Za-z])",
             re.IGNORECASE,
         ),
-        list_behind=re.compile(
+        rest_of_list=re.compile(
             rf"[)）]?(?:(?:{_AND_REGEX}{listed_letter})*{_OR_REGEX}{listed_letter}|(?:{_AND_REGEX}{listed_letter})+{_LIST_END_REGEX})"
         ),
-        list_before=re.compile(
+        beginning_of_list=re.compile(
             rf"(?<![A-Za-z0-9_]){listed_letter}(?:{_OR_REGEX}|{_AND_REGEX})(?:(?i:option|choice)\s+)?[(（]?$"
         ),
     )

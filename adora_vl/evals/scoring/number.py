@@ -71,16 +71,16 @@ _FUNCTION_WORDS = {
 _NUMBER_WORD_PATTERN = re.compile(rf"\b({'|'.join(_NUMBER_WORDS)})\b", re.IGNORECASE)
 
 
-class _PlacedNumber(NamedTuple):
+class _NumberMatch(NamedTuple):
     """A number in a sentence."""
 
     position: int
-    """The index of its first character."""
+    """The index of its first character in the sentence."""
     text: str
     """The number in digits, as `float` reads it."""
 
 
-class _Candidate(NamedTuple):
+class _CandidatePart(NamedTuple):
     """A part of a response that probably has its answer."""
 
     rule: str
@@ -97,7 +97,7 @@ def extract_number(response: str, question: str = "") -> Extraction:
 
     1. `exact`: the whole response is a number.
     2. `box`: the last box has a number. `\boxed{5\sqrt{3}}` gives 8.66...
-    3. The rules of `_find_candidates`: `The answer is 5` gives 5 by the rule `stated`.
+    3. The rules of `_find_candidate_parts`: `The answer is 5` gives 5 by the rule `stated`.
     4. `refusal`: the response says that there is no answer.
     5. `last_sentence`: the last sentence with a number.
 
@@ -109,10 +109,10 @@ def extract_number(response: str, question: str = "") -> Extraction:
     response = find_answer_in_json(response) or response
     if not response:
         return Extraction("", "empty")
-    own_part = cut_before_next_question(response)
-    text = without_markup(own_part).strip()
-    without_units = re.sub(r"^\$\s*|\s*%?\s*\.?$", "", text)
-    lone_number = _NUMBER_PATTERN.fullmatch(without_units)
+    answer_part = cut_before_next_question(response)
+    text = without_markup(answer_part).strip()
+    text_without_units = re.sub(r"^\$\s*|\s*%?\s*\.?$", "", text)
+    lone_number = _NUMBER_PATTERN.fullmatch(text_without_units)
     if lone_number:
         return Extraction(_without_commas(lone_number), "exact")
     boxed_number = _find_number_in_last_box(response)
@@ -120,7 +120,7 @@ def extract_number(response: str, question: str = "") -> Extraction:
         return Extraction(boxed_number, "box")
     question_numbers = set(_find_numbers(without_markup(question)))
     sentences = split_sentences(text)
-    for rule, part in _find_candidates(own_part, sentences, question):
+    for rule, part in _find_candidate_parts(answer_part, sentences, question):
         number: str | None = ""  # stays empty, or becomes None, if this part has no number
         # A stated formula such as `5\sqrt{3}` has a value. Its single numbers say little.
         if rule == "stated" and _FORMULA_SIGN_PATTERN.search(part):
@@ -138,7 +138,7 @@ def extract_number(response: str, question: str = "") -> Extraction:
 
 
 def _find_number_in_last_box(response: str) -> str:
-    """Return the value of the last box of a response, or else the last number in it.
+    r"""Return the value of the last `\boxed{...}` of a response, or else the last number in it.
 
     It is empty if there is no box, or no number in it.
     """
@@ -175,17 +175,22 @@ def _evaluate_as_number(text: str) -> str:
 
 
 def concluding_number(text: str) -> str | None:
-    """Return the number of the last conclusion, or else of the last sentence that has a number."""
-    from_last = split_sentences(text)[::-1]
-    conclusions = [sentence for sentence in from_last if _CONCLUSION_WORDS_PATTERN.search(sentence)]
-    for sentence in [*conclusions, *from_last]:
+    """Return the number of the last conclusion, or else of the last sentence that has a number.
+
+    A conclusion is a sentence with a word such as `therefore`. Returns None without a number.
+    """
+    sentences = split_sentences(text)[::-1]
+    conclusions = [sentence for sentence in sentences if _CONCLUSION_WORDS_PATTERN.search(sentence)]
+    for sentence in [*conclusions, *sentences]:
         number = _find_answer_number(sentence, question_numbers=set())
         if number:
             return number
     return None
 
 
-def _find_candidates(marked_up: str, sentences: list[str], question: str) -> list[_Candidate]:
+def _find_candidate_parts(
+    response: str, sentences: list[str], question: str
+) -> list[_CandidatePart]:
     """Choose the parts of a response that probably have its answer, the surest first.
 
     The rules, each of which adds a part if it finds one:
@@ -197,33 +202,33 @@ def _find_candidates(marked_up: str, sentences: list[str], question: str) -> lis
     5. `restated`: the sentence that repeats the words of the question
 
     Args:
-        marked_up: The response with its markup, in which bold text can be found.
+        response: The response with its markup, since one rule needs bold text.
         sentences: Its sentences without markup.
         question: The text of the question.
     """
-    candidates: list[_Candidate] = []
+    candidates: list[_CandidatePart] = []
     statements = _find_statements(sentences)
     if statements:
-        candidates.append(_Candidate("stated", statements[-1]))
+        candidates.append(_CandidatePart("stated", statements[-1]))
     if sentences and _NUMBER_PATTERN.fullmatch(sentences[0].rstrip(".")):
-        candidates.append(_Candidate("first_line", sentences[0]))
-    bold_texts = [without_markup(bold) for bold in _BOLD_PATTERN.findall(marked_up)]
+        candidates.append(_CandidatePart("first_line", sentences[0]))
+    bold_texts = [without_markup(bold) for bold in _BOLD_PATTERN.findall(response)]
     numbers_of_bold_texts = [_find_numbers(bold_text) for bold_text in bold_texts]
     bold_numbers = [numbers for numbers in numbers_of_bold_texts if len(numbers) == 1]
     # Bold numbers count only if all are the same.
     if bold_numbers and all(numbers == bold_numbers[0] for numbers in bold_numbers):
         first_index = numbers_of_bold_texts.index(bold_numbers[0])
-        candidates.append(_Candidate("bold", bold_texts[first_index]))
+        candidates.append(_CandidatePart("bold", bold_texts[first_index]))
     conclusions = [
         sentence
         for sentence in sentences
         if _CONCLUSION_WORDS_PATTERN.search(sentence) and not is_refusal(sentence)
     ]
     if conclusions:
-        candidates.append(_Candidate("conclusion", conclusions[-1]))
+        candidates.append(_CandidatePart("conclusion", conclusions[-1]))
     restatement = _find_restatement(sentences, question)
     if restatement:
-        candidates.append(_Candidate("restated", restatement))
+        candidates.append(_CandidatePart("restated", restatement))
     return candidates
 
 
@@ -246,10 +251,11 @@ def _find_statements(sentences: list[str]) -> list[str]:
 
 
 def _find_restatement(sentences: list[str], question: str) -> str | None:
-    """Return the sentence that repeats the most words of what is asked, the first of several.
+    """Return the sentence that repeats the most words of the question, the first of several.
 
-    For the question `What is the total volume?` it is `The total volume is 5`. Returns None if no
-    sentence repeats at least half of the words, or if the sentence is a refusal.
+    For the question `What is the total volume?` it is `The total volume is 5`. Only the last
+    sentence of the question counts. Returns None if no sentence repeats at least half of its words,
+    or if the sentence is a refusal.
     """
     last_sentence_of_question = (split_sentences(question) or [""])[-1]
     question_words = _content_words(last_sentence_of_question)
@@ -282,7 +288,7 @@ def _find_answer_number(sentence: str, question_numbers: set[str]) -> str | None
     sentence = _write_as_decimals(_STEP_HEADING_PATTERN.sub("", sentence))
     sentence = _without_explanation(sentence)
     in_digits = [
-        _PlacedNumber(match.start(), _without_commas(match))
+        _NumberMatch(match.start(), _without_commas(match))
         for match in _NUMBER_PATTERN.finditer(sentence)
     ]
     numbers = [number for number in in_digits if number.text not in question_numbers]
@@ -296,20 +302,20 @@ def _find_answer_number(sentence: str, question_numbers: set[str]) -> str | None
     return numbers[-1].text if numbers else None
 
 
-def _find_number_words(text: str) -> list[_PlacedNumber]:
+def _find_number_words(text: str) -> list[_NumberMatch]:
     """Return the numbers that a text has as words, such as `three`, in digits."""
-    numbers: list[_PlacedNumber] = []
+    numbers: list[_NumberMatch] = []
     for match in _NUMBER_WORD_PATTERN.finditer(text):
         digits = DIGITS_BY_NUMBER_WORD[match[1].lower()]
-        numbers.append(_PlacedNumber(match.start(), digits))
+        numbers.append(_NumberMatch(match.start(), digits))
     return numbers
 
 
 def _without_explanation(sentence: str) -> str:
-    """Remove the explanation of the number in a sentence, and the words in brackets.
+    """Remove what explains the number of a sentence, and words in brackets: both may have others.
 
-    `x is 60, which is a third of 180` becomes `x is 60`. If no number is left, only the brackets or
-    only the explanation are kept, or else the whole sentence is returned.
+    `x is 60, which is a third of 180` becomes `x is 60`. If no number would be left, only one of
+    both is removed, or else the whole sentence is returned.
     """
     before_explanation = _EXPLANATION_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
     for shorter_sentence in (
@@ -336,7 +342,7 @@ def _write_as_decimals(text: str) -> str:
     `\frac{3}{4}` and `3/4` become `0.75`, and `2 \times 10^{3}` becomes `2e3`.
     """
 
-    def quotient(match: re.Match[str]) -> str:
+    def divide_latex_fraction(match: re.Match[str]) -> str:
         r"""Return a `\frac` as a decimal; if the denominator is 0, only the sign is left."""
         sign = match[1]
         numerator = float(match[2])
@@ -344,14 +350,14 @@ def _write_as_decimals(text: str) -> str:
         decimal = numerator / denominator if denominator else ""
         return f" {sign}{decimal} "
 
-    def quotient_of_slash(match: re.Match[str]) -> str:
+    def divide_slash_fraction(match: re.Match[str]) -> str:
         """Return `3/4` as a decimal, and a quotient with the denominator 0 as it is."""
         numerator = int(match[1])
         denominator = int(match[2])
         return str(numerator / denominator) if denominator else match[0]
 
-    text = _LATEX_FRACTION_PATTERN.sub(quotient, text)
-    text = _SLASH_FRACTION_PATTERN.sub(quotient_of_slash, text)
+    text = _LATEX_FRACTION_PATTERN.sub(divide_latex_fraction, text)
+    text = _SLASH_FRACTION_PATTERN.sub(divide_slash_fraction, text)
     return _POWER_OF_TEN_PATTERN.sub(r"\1e\2", text)
 
 

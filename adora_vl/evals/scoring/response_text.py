@@ -57,8 +57,8 @@ def cut_before_next_question(response: str) -> str:
     next_question = _NEXT_QUESTION_PATTERN.search(response)
     if next_question is None:
         return response
-    own_part = response[: next_question.start()]
-    return own_part if own_part.strip() else response
+    text_before = response[: next_question.start()]
+    return text_before if text_before.strip() else response
 
 
 def without_markup(text: str) -> str:

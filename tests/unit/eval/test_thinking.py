@@ -12,7 +12,7 @@ from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark
 from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.records import ScoredBenchmark
-from adora_vl.evals.scoring.judge import read_report
+from adora_vl.evals.scoring.judge import read_answer_tags
 from adora_vl.evals.scoring.score import score_predictions
 from adora_vl.evals.scoring.table import format_score
 from adora_vl.rollout.rollouts import FinishReason, SamplingResult
@@ -118,7 +118,7 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, start_ser
     assert len(server.requests) == 1
     assert "draft" not in server.requests[0]["messages"][1]["content"]
     with pytest.raises(Exception, match="no <answer>"):
-        read_report("<think><answer>15</answer></think>")
+        read_answer_tags("<think><answer>15</answer></think>")
 
 
 @pytest.mark.parametrize("name", BENCHMARK_NAMES)
