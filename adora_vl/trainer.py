@@ -461,7 +461,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         del metrics["step_time"][step_times_before:]
         self._seconds_of_step += time.perf_counter() - start_time
         if self.accelerator.sync_gradients:
-            self._step += self.layout.micro_batches_missing_at(self._step)
+            self._step += self.layout.micro_step_correction(self._step)
             self._means.begin()
             metrics["step_time"].append(self._seconds_of_step)
             self._seconds_of_step = 0.0

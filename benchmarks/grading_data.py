@@ -19,7 +19,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from adora_vl.rewards import grade, verify_gold
-from adora_vl.rewards.completion import boxes_in_a_row, last_boxed
+from adora_vl.rewards.completion import last_adjacent_boxes, last_boxed
 
 SHOWN_CHARACTERS = 60  # characters of a text
 
@@ -35,7 +35,7 @@ def print_agreement(path: Path) -> bool:
     accepted = 0
     agreements_by_group: dict[str, list[bool]] = {}
     for number, row in enumerate(all_rows, 1):
-        gold = ", ".join(boxes_in_a_row(row["gold"], answer_tags=False)) or row["gold"]
+        gold = ", ".join(last_adjacent_boxes(row["gold"], answer_tags=False)) or row["gold"]
         answer = (
             row["answer"]
             if last_boxed(row["answer"]) is not None

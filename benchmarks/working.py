@@ -152,7 +152,9 @@ class HeldOutWork(TrainerCallback):
             grade(text, row["answer"]).verdict == "correct"
             for text, row in zip(answers, self.rows, strict=True)
         ]
-        lucky = [check.is_luck for check, right in zip(checks, rights, strict=True) if right]
+        lucky = [
+            check.is_right_by_luck for check, right in zip(checks, rights, strict=True) if right
+        ]
         kinds = [row["meta"]["kind"] for row in self.rows]
         by_kind = {
             kind.name: _share(

@@ -266,7 +266,7 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
             f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both "
             "be (P, G)"
         )
-    if "working" in options.criteria and groups.work_PG is None:
+    if "working" in options.criteria and groups.net_claims_PG is None:
         raise ValueError("criteria: working needs the work of each rollout, which is not measured")
     verdict = _judge_by_all_criteria(groups, options, step)
     tas_P = verdict.applies_P & verdict.holds_P
@@ -346,14 +346,14 @@ def _judge_by_criterion(groups: Groups, options: Adora, criterion: str, step: in
     by_length = _compare_correct_with_wrong(groups, options, measure_PG=groups.lengths_PG)
     if criterion == "length":
         return by_length
-    assert groups.work_PG is not None, "weigh_groups refuses groups without it"
-    by_work = _compare_correct_with_wrong(groups, options, measure_PG=groups.work_PG)
+    assert groups.net_claims_PG is not None, "weigh_groups refuses groups without it"
+    by_net_claims = _compare_correct_with_wrong(groups, options, measure_PG=groups.net_claims_PG)
     if options.no_figure == "keep":
-        return replace(by_work, applies_P=groups.has_work_P)
+        return replace(by_net_claims, applies_P=groups.has_net_claims_P)
     return _Verdict(
-        holds_P=torch.where(groups.has_work_P, by_work.holds_P, by_length.holds_P),
-        applies_P=torch.ones_like(groups.has_work_P),
-        is_tie_P=torch.where(groups.has_work_P, by_work.is_tie_P, by_length.is_tie_P),
+        holds_P=torch.where(groups.has_net_claims_P, by_net_claims.holds_P, by_length.holds_P),
+        applies_P=torch.ones_like(groups.has_net_claims_P),
+        is_tie_P=torch.where(groups.has_net_claims_P, by_net_claims.is_tie_P, by_length.is_tie_P),
     )
 
 

@@ -103,7 +103,7 @@ class Groups:
 
     None where only the sums of the functions' rewards count, which are `rewards_PG`.
     """
-    work_PG: Tensor | None = None
+    net_claims_PG: Tensor | None = None
     """The true and new claims of each rollout less its false ones, at least 0.
 
     NaN for a problem without a figure; None in a run that does not measure it.
@@ -158,11 +158,11 @@ class Groups:
         return self.mean_of_finished_wrong_P(self.lengths_PG)
 
     @property
-    def has_work_P(self) -> Tensor:
+    def has_net_claims_P(self) -> Tensor:
         """Which groups have a problem with a figure, so that their work is known, bool."""
-        if self.work_PG is None:
+        if self.net_claims_PG is None:
             return torch.zeros(len(self.rewards_PG), dtype=torch.bool)
-        return ~torch.isnan(self.work_PG).any(dim=1)
+        return ~torch.isnan(self.net_claims_PG).any(dim=1)
 
     def largest_correct_P(self, measure_PG: Tensor) -> Tensor:
         """Return the largest measure of a correct rollout in each group, float32.
@@ -190,8 +190,8 @@ def find_missing_scores(
 
     A reward function that returns None for a whole group, without a failed call, does not apply to
     the problem, and TRL leaves it out of the sum. Any other None is a missing score. For example,
-    the scores 1, None, 0 of a group have a missing one, and None, None, None have none. The score of
-    a function with the weight 0 is never missing.
+    the scores 1, None, 0 of a group have a missing one, and None, None, None have none. The score
+    of a function with the weight 0 is never missing.
 
     Args:
         rewards_NF: the scores, group by group, NaN where a function returned None.

@@ -51,8 +51,9 @@ class AdvantagePipeline:
         self.max_length = max_length
         self.sums_rewards = sums_rewards
         self.seed = seed
-        # `compute_advantages` sets these three. The learning rate of the generation's optimizer steps
-        # is multiplied by the first. The second has metrics to log, by name; the third ADORA's weights.
+        # `compute_advantages` sets these three. The learning rate of the generation's optimizer
+        # steps is multiplied by the first. The second has metrics to log, by name; the third
+        # ADORA's weights.
         self.learning_rate_factor = 1.0
         self.metrics: dict[str, float] = {}
         self.weighting: AdoraWeighting | None = None
@@ -62,7 +63,7 @@ class AdvantagePipeline:
         self._saved_daro_state: dict[str, Any] | None = None
 
     @property
-    def compares_work(self) -> bool:
+    def compares_net_claims(self) -> bool:
         """Whether ADORA compares the true and new claims of rollouts."""
         return "working" in self.adora_options.criteria
 

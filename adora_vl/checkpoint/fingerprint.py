@@ -198,7 +198,7 @@ def zero_stage_name(config: TrainingArguments) -> str:
     return f"zero{plugin.zero_stage}" if plugin is not None and plugin.zero_stage else "none"
 
 
-def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
+def fingerprint_differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     """Return a line `key: before -> now` for every key that differs between two fingerprints.
 
     For example: `beta: 0.0 -> 0.1`. The keys of this project come first, since the user has more
@@ -261,8 +261,8 @@ def create_token_file(output_dir: Path) -> str:
 def check_ranks(
     output_dir: Path,
     token: str,
-    first: Fingerprint,
-    mine: Fingerprint,
+    rank0_fingerprint: Fingerprint,
+    rank_fingerprint: Fingerprint,
     *,
     patience_s: float = NFS_DELAY_S,
 ) -> None:
@@ -273,14 +273,14 @@ def check_ranks(
     Args:
         output_dir: The run's folder, as this rank sees it.
         token: The name of a file that the first rank has made in the folder (`create_token_file`).
-        first: The fingerprint of the first rank, its settings that influence the steps.
-        mine: The fingerprint of this rank.
+        rank0_fingerprint: The fingerprint of the first rank, its settings that influence the steps.
+        rank_fingerprint: The fingerprint of this rank.
         patience_s: Seconds to wait for the file, since a network disk may show it late.
     """
     view = RankView(
         machine=socket.gethostname(),
         shares_folder=appears_in_time(output_dir / token, patience_s),
-        differences=differences(first, mine),
+        differences=fingerprint_differences(rank0_fingerprint, rank_fingerprint),
     )
     views: list[RankView] = gather_object([view])
     # Every rank has looked for the file before it gathered, so the file can go. The first rank to

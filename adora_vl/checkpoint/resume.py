@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
-from adora_vl.checkpoint.fingerprint import Fingerprint, differences
+from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint_differences
 from adora_vl.checkpoint.run_files import (
     SET_ASIDE_FOLDER,
     has_checkpoint_or_model,
@@ -79,8 +79,8 @@ def choose_start_point(
     output_dir: Path,
     resume_from_checkpoint: object,
     overwrite: bool,
-    current: Fingerprint,
-    inputs: Sequence[InputFolder] = (),
+    run_fingerprint: Fingerprint,
+    input_folders: Sequence[InputFolder] = (),
     *,
     clear: bool = True,
 ) -> StartPoint:
@@ -94,9 +94,9 @@ def choose_start_point(
             `auto`. None is `auto`: the run resumes if `output_dir` has checkpoints of the same
             run, and starts at the first step if it has none.
         overwrite: Whether the run replaces an older one in `output_dir`.
-        current: The run's fingerprint: every setting that influences its steps. A checkpoint with
-            another fingerprint is of another run.
-        inputs: Folders that the run reads, which it must not delete.
+        run_fingerprint: The run's fingerprint: every setting that influences its steps. A
+            checkpoint with another fingerprint is of another run.
+        input_folders: Folders that the run reads, which it must not delete.
         clear: Whether to delete the half-written files of a run that was killed.
 
     Raises `UserError` if `output_dir` has another run, or a checkpoint is damaged.
@@ -108,13 +108,13 @@ def choose_start_point(
         clear_staging(output_dir)
     resume_word = str(resume_from_checkpoint).lower()
     if overwrite:
-        _refuse_deleting_inputs(inputs, output_dir)
+        _refuse_deleting_inputs(input_folders, output_dir)
         return _start_replacing_old_run(
-            output_dir, user_checkpoint, resume_word=resume_word, current=current
+            output_dir, user_checkpoint, resume_word=resume_word, run_fingerprint=run_fingerprint
         )
     if user_checkpoint is not None:
-        return _start_from_named_checkpoint(user_checkpoint, current)
-    return _start_from_newest(output_dir, resume_word=resume_word, current=current)
+        return _start_from_named_checkpoint(user_checkpoint, run_fingerprint)
+    return _start_from_newest(output_dir, resume_word=resume_word, run_fingerprint=run_fingerprint)
 
 
 def _parse_checkpoint_path(resume_from_checkpoint: object) -> Path | None:
@@ -138,14 +138,16 @@ def _refuse_cleared_folder(checkpoint: Path, output_dir: Path) -> None:
             )
 
 
-def _start_from_newest(output_dir: Path, *, resume_word: str, current: Fingerprint) -> StartPoint:
+def _start_from_newest(
+    output_dir: Path, *, resume_word: str, run_fingerprint: Fingerprint
+) -> StartPoint:
     """Return the start of a run that resumes from the newest checkpoint in its folder, if any.
 
     Args:
         output_dir: The run's folder.
         resume_word: `true`: there has to be a checkpoint. `false`: there must be none. Anything
             else allows both.
-        current: The run's fingerprint, its settings that influence the steps.
+        run_fingerprint: The run's fingerprint, its settings that influence the steps.
 
     Raises `UserError` if these do not fit, or the folder has another run.
     """
@@ -172,11 +174,11 @@ def _start_from_newest(output_dir: Path, *, resume_word: str, current: Fingerpri
         raise UserError(
             f"resume_from_checkpoint: false, but {contents}; {_remedy_for_old_run(output_dir)}"
         )
-    saved: Fingerprint = read_checkpoint_manifest(newest).get("fingerprint", {})
-    changed_keys = differences(saved, current)
+    checkpoint_fingerprint: Fingerprint = read_checkpoint_manifest(newest).get("fingerprint", {})
+    changed_keys = fingerprint_differences(checkpoint_fingerprint, run_fingerprint)
     if changed_keys:
         # Another number of processes has an error of its own, with the command that converts.
-        _refuse_incompatible_shards(newest, saved, current)
+        _refuse_incompatible_shards(newest, checkpoint_fingerprint, run_fingerprint)
         remaining = f" (and {len(changed_keys) - 1} more)" if len(changed_keys) > 1 else ""
         raise UserError(
             f"output_dir: {contents} of another run: {changed_keys[0]}{remaining}; set it back, "
@@ -208,14 +210,14 @@ def _remedy_for_old_run(output_dir: Path) -> str:
     )
 
 
-def _refuse_deleting_inputs(inputs: Sequence[InputFolder], output_dir: Path) -> None:
+def _refuse_deleting_inputs(input_folders: Sequence[InputFolder], output_dir: Path) -> None:
     """Raise `UserError` for a folder that the run reads and `overwrite_output_dir` would delete.
 
-    `inputs`: folders that the run reads, such as a model that an earlier run has left here.
+    `input_folders`: folders that the run reads, such as a model that an earlier run has left here.
     """
     resolved_dir = output_dir.resolve()
     deleted_paths = {path.resolve() for path in run_entries(output_dir)}
-    for key, name in inputs:
+    for key, name in input_folders:
         folder = Path(name).resolve()
         # A parent outside of output_dir is the target of a link. Deleting the run would delete the
         # link alone.
@@ -229,7 +231,11 @@ def _refuse_deleting_inputs(inputs: Sequence[InputFolder], output_dir: Path) -> 
 
 
 def _start_replacing_old_run(
-    output_dir: Path, user_checkpoint: Path | None, *, resume_word: str, current: Fingerprint
+    output_dir: Path,
+    user_checkpoint: Path | None,
+    *,
+    resume_word: str,
+    run_fingerprint: Fingerprint,
 ) -> StartPoint:
     """Return the start of a run that replaces the one in its folder (`overwrite_output_dir`).
 
@@ -237,7 +243,7 @@ def _start_replacing_old_run(
         output_dir: The run's folder.
         user_checkpoint: The checkpoint that the user named; None: start at the first step.
         resume_word: `resume_from_checkpoint` as a word.
-        current: The run's fingerprint, its settings that influence the steps.
+        run_fingerprint: The run's fingerprint, its settings that influence the steps.
 
     Raises `UserError` for a checkpoint of the run that would be replaced. Otherwise the checkpoint
     that the user named would be deleted.
@@ -254,7 +260,7 @@ def _start_replacing_old_run(
         )
     start = StartPoint(checkpoint=None)
     if user_checkpoint is not None:
-        start = _start_from_named_checkpoint(user_checkpoint, current)
+        start = _start_from_named_checkpoint(user_checkpoint, run_fingerprint)
     if not has_checkpoint_or_model(output_dir):
         return start
     old_names = list_first_names([path.name for path in run_entries(output_dir)])
@@ -266,12 +272,12 @@ def _start_replacing_old_run(
     return replace(start, notes=[*start.notes, note], replaces=True)
 
 
-def _start_from_named_checkpoint(checkpoint: Path, current: Fingerprint) -> StartPoint:
+def _start_from_named_checkpoint(checkpoint: Path, run_fingerprint: Fingerprint) -> StartPoint:
     """Return the start from a checkpoint that the user named.
 
     Settings that differ from the checkpoint's are only reported, since the user asked for it.
-    `current`: the run's fingerprint. Raises `UserError` for a checkpoint that is damaged, or was
-    written by another number of processes.
+    `run_fingerprint`: the run's fingerprint. Raises `UserError` for a checkpoint that is damaged,
+    or was written by another number of processes.
     """
     error_prefix = f"resume_from_checkpoint: {str(checkpoint)!r}"
     if not (checkpoint / "trainer_state.json").is_file():
@@ -279,22 +285,29 @@ def _start_from_named_checkpoint(checkpoint: Path, current: Fingerprint) -> Star
     problem = describe_checkpoint_damage(checkpoint)
     if problem:
         raise UserError(f"{error_prefix} is not whole: {problem}; name another one")
-    saved: Fingerprint = read_checkpoint_manifest(checkpoint).get("fingerprint", {})
-    _refuse_incompatible_shards(checkpoint, saved, current)
-    changed = [f"changed since then: {line}" for line in differences(saved, current)]
+    checkpoint_fingerprint: Fingerprint = read_checkpoint_manifest(checkpoint).get(
+        "fingerprint", {}
+    )
+    _refuse_incompatible_shards(checkpoint, checkpoint_fingerprint, run_fingerprint)
+    changed = [
+        f"changed since then: {line}"
+        for line in fingerprint_differences(checkpoint_fingerprint, run_fingerprint)
+    ]
     return StartPoint(checkpoint=str(checkpoint), notes=[f"going on from {checkpoint}", *changed])
 
 
-def _refuse_incompatible_shards(checkpoint: Path, saved: Fingerprint, current: Fingerprint) -> None:
+def _refuse_incompatible_shards(
+    checkpoint: Path, checkpoint_fingerprint: Fingerprint, run_fingerprint: Fingerprint
+) -> None:
     """Raise `UserError` if DeepSpeed could not load a checkpoint's shards in this run.
 
-    It cannot load them with another ZeRO stage or another number of processes. `saved`, `current`:
-    the fingerprints of the checkpoint and of this run.
+    It cannot load them with another ZeRO stage or another number of processes.
+    `checkpoint_fingerprint`, `run_fingerprint`: the fingerprints of the checkpoint and of this run.
     """
-    saved_processes = saved.get("processes")
-    saved_sharding = saved.get("sharding")
-    processes = current.get("processes")
-    sharding = current.get("sharding")
+    saved_processes = checkpoint_fingerprint.get("processes")
+    saved_sharding = checkpoint_fingerprint.get("sharding")
+    processes = run_fingerprint.get("processes")
+    sharding = run_fingerprint.get("sharding")
     error_prefix = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
     export = f"python -m adora_vl.export {quote(str(checkpoint))} OUT"
     # A value of None is missing in the checkpoint's fingerprint, and is not compared.

@@ -103,7 +103,7 @@ def list_users_files(folder: Path, entries: Iterable[Path] | None = None) -> lis
 
     Returns the names relative to the folder. Raises `OSError` if a folder cannot be listed.
     """
-    notes = _read_written_record(folder)
+    written_record = _read_written_record(folder)
     users_files: list[Path] = []
     if entries is None:
         entries = run_entries(folder)
@@ -113,7 +113,7 @@ def list_users_files(folder: Path, entries: Iterable[Path] | None = None) -> lis
             continue
         for file in _files_below(entry):
             name = file.relative_to(folder).as_posix()
-            if not _is_written_by_run(file, name, notes):
+            if not _is_written_by_run(file, name, written_record):
                 users_files.append(file)
     return [path.relative_to(folder).as_posix() for path in users_files]
 
@@ -142,9 +142,9 @@ def recording_saved_files(output_dir: Path, saves_model: bool) -> Iterator[None]
         yield
         return
     versions_before = _model_file_versions(output_dir)
-    notes = _read_written_record(output_dir)
-    recorded_files = notes.get("files", {})
-    unknown_names = _names_not_written_by_run(notes, versions_before)
+    written_record = _read_written_record(output_dir)
+    recorded_files = written_record.get("files", {})
+    unknown_names = _names_not_written_by_run(written_record, versions_before)
     _write_written_record(output_dir, others=unknown_names)
     try:
         yield
@@ -166,28 +166,29 @@ def recording_saved_files(output_dir: Path, saves_model: bool) -> Iterator[None]
         )
 
 
-def _names_not_written_by_run(notes: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def _names_not_written_by_run(written_record: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Return the names of files in a run's folder that no run is known to have written.
 
     Args:
-        notes: The content of `written.json` before a save; empty if a run did not write it.
+        written_record: The content of `written.json` before a save; empty if a run did not write
+            it.
         names: The names of the files of a model that are in the folder.
     """
-    if "others" in notes:
+    if "others" in written_record:
         # The process before this one was killed while it saved. The files that it has left are the
         # run's. Only the files that it has found (`others`) are not.
-        return list(notes["others"])
-    recorded_files = notes.get("files", {})
+        return list(written_record["others"])
+    recorded_files = written_record.get("files", {})
     return [name for name in names if name not in recorded_files]
 
 
-def _write_written_record(output_dir: Path, **notes: Any) -> None:
-    """Write `written.json`, the notes on which files of a final model are the run's.
+def _write_written_record(output_dir: Path, **entries: Any) -> None:
+    """Write `written.json`, which records which files of a final model are the run's.
 
-    `notes`: either `files`, a hash of each file of the run, or `others`, the names of files that
+    `entries`: either `files`, a hash of each file of the run, or `others`, the names of files that
     are not the run's.
     """
-    content = json.dumps({**MADE_BY, **notes}, indent=2, sort_keys=True)
+    content = json.dumps({**MADE_BY, **entries}, indent=2, sort_keys=True)
     replace_file(output_dir / WRITTEN_FILES_RECORD, content + "\n")
 
 
@@ -256,14 +257,14 @@ def _users_files_of_checkpoint(checkpoint: Path) -> list[Path]:
     return [path for path in files if path.is_symlink() or path not in run_files]
 
 
-def _is_written_by_run(path: Path, name: str, notes: Mapping[str, Any]) -> bool:
+def _is_written_by_run(path: Path, name: str, written_record: Mapping[str, Any]) -> bool:
     """Return whether a run wrote a file, and nobody has changed it since.
 
     Args:
         path: The file.
         name: Its name relative to the run's folder.
-        notes: The content of `written.json`: a hash of each file that a run has saved (`files`),
-            or the names of files that are not the run's (`others`).
+        written_record: The content of `written.json`: a hash of each file that a run has saved
+            (`files`), or the names of files that are not the run's (`others`).
     """
     if path.is_symlink() or not path.is_file():
         return False
@@ -272,25 +273,25 @@ def _is_written_by_run(path: Path, name: str, notes: Mapping[str, Any]) -> bool:
         if top_name in _RECORD_NAMES:
             return _is_record_file(path, top_name, name_inside)
         if name == WRITTEN_FILES_RECORD:
-            # The notes are empty if no run wrote this file.
-            return bool(notes)
-        if "others" in notes:
+            # The record is empty if no run wrote this file.
+            return bool(written_record)
+        if "others" in written_record:
             # The run was killed while it saved the model.
-            return name not in notes["others"]
-        entry = notes["files"].get(name)
+            return name not in written_record["others"]
+        entry = written_record["files"].get(name)
         if entry is None or entry["bytes"] != path.stat().st_size:
             return False
         # The file is hashed last, and only if its size is the same, because a model is large.
         return bool(hash_files(path.parent, [path])[path.name] == entry)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        # The file cannot be read, or the notes are not as a run writes them.
+        # The file cannot be read, or the record is not as a run writes them.
         return False
 
 
 def _read_written_record(folder: Path) -> dict[str, Any]:
     """Return the content of `written.json`; empty if a run did not write it."""
-    notes = read_object(folder / WRITTEN_FILES_RECORD)
-    return notes if notes.items() >= MADE_BY.items() else {}
+    written_record = read_object(folder / WRITTEN_FILES_RECORD)
+    return written_record if written_record.items() >= MADE_BY.items() else {}
 
 
 def read_run_manifest(folder: Path) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def publish_checkpoint(
         staged: The folder with the checkpoint's files.
         final: Where the checkpoint belongs.
         metadata: What the manifest says of the run, besides hashes and sizes of the files.
-        written_files: Names of the files that all machines have written. On a network disk this machine
-            may see the files of another machine some seconds late, so it waits for them.
+        written_files: Names of the files that all machines have written. On a network disk this
+            machine may see the files of another machine some seconds late, so it waits for them.
 
     Raises `OSError` if one of the files does not appear.
     """
@@ -123,10 +123,11 @@ def describe_checkpoint_damage(checkpoint: Path) -> str | None:
     """
     try:
         manifest_bytes = (checkpoint / MANIFEST_FILE).read_bytes()
-        mark = (checkpoint / COMPLETE_FILE).read_text().strip()
+        # The file that marks a checkpoint as complete holds the SHA-256 of its manifest.
+        recorded_manifest_hash = (checkpoint / COMPLETE_FILE).read_text().strip()
     except OSError as error:
         return f"it was never finished ({Path(error.filename).name} is missing)"
-    if hashlib.sha256(manifest_bytes).hexdigest() != mark:
+    if hashlib.sha256(manifest_bytes).hexdigest() != recorded_manifest_hash:
         return f"{MANIFEST_FILE} is not the one that was finished"
     expected: dict[str, dict[str, Any]] = json.loads(manifest_bytes)["files"]
     for name, entry in expected.items():
@@ -148,30 +149,30 @@ def read_checkpoint_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def save_for_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
+def save_for_rank(folder: Path, name: str, rank: int, content: Any) -> None:
     """Write something that one rank needs to resume into a checkpoint.
 
     Args:
         folder: The checkpoint, which may not exist yet.
-        kind: What is saved, the beginning of the file's name.
-        rank: The rank, which ends the file's name.
+        name: What is saved. The file is `NAME-RANK.pt`, such as `pool-00003.pt`.
+        rank: The rank that needs it.
         content: Tensors and plain values.
     """
     import torch  # in here, since it takes seconds
 
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save(content, folder / f"{kind}-{rank:05}.pt")
+    torch.save(content, folder / f"{name}-{rank:05}.pt")
 
 
-def load_for_rank(checkpoint: Path, kind: str, rank: int) -> Any:
+def load_for_rank(checkpoint: Path, name: str, rank: int) -> Any:
     """Return what `save_for_rank` wrote for a rank, with its tensors on the CPU.
 
-    None if nothing was saved for the rank, such as in a run with fewer ranks than now. `kind`: what
+    None if nothing was saved for the rank, such as in a run with fewer ranks than now. `name`: what
     was saved, the beginning of the file's name.
     """
     import torch
 
-    file = checkpoint / f"{kind}-{rank:05}.pt"
+    file = checkpoint / f"{name}-{rank:05}.pt"
     if not file.is_file():
         return None
     return torch.load(file, map_location="cpu", weights_only=True)

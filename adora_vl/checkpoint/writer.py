@@ -96,8 +96,8 @@ class CheckpointWriter:
         complete.
 
         `step`: the optimizer step N. `write_files`: writes the files of this rank, and returns
-        metadata for the manifest. Raises `RunError` if a file cannot be written; older checkpoints are
-        then as they were.
+        metadata for the manifest. Raises `RunError` if a file cannot be written; older checkpoints
+        are then as they were.
         """
         from accelerate.utils import gather_object
 

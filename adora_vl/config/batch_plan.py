@@ -75,7 +75,7 @@ class BatchLayout:
         first = micro_step - micro_step % self.micro_batches_per_generation
         return range(first, first + self.micro_batches_per_generation)
 
-    def micro_batches_missing_at(self, micro_step: int) -> int:
+    def micro_step_correction(self, micro_step: int) -> int:
         """Return by how much to raise TRL's count of micro-batches after an optimizer step.
 
         The last optimizer step of an epoch may have fewer micro-batches than the others, so that

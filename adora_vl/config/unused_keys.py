@@ -38,16 +38,16 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class UnusedKeys:
+class ConditionalKeys:
     """Keys that a run reads only under a certain condition.
 
     `reason`: the end of the line "KEY does nothing ...", for a run that does not read them.
-    `are_read`: whether a run with these settings reads them.
+    `are_used`: whether a run with these settings reads them.
     """
 
     keys: tuple[str, ...]
     reason: str
-    are_read: Callable[[RunSettings], bool]
+    are_used: Callable[[RunSettings], bool]
 
 
 _SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
@@ -79,8 +79,8 @@ def _never(settings: RunSettings) -> bool:
     return False
 
 
-_UNUSED_KEYS = (
-    UnusedKeys(
+_CONDITIONAL_KEYS = (
+    ConditionalKeys(
         (
             "lora_alpha",
             "lora_dropout",
@@ -95,12 +95,12 @@ _UNUSED_KEYS = (
         "without use_peft: true, so all weights are trained",
         lambda settings: settings.trains_adapter,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
         "without load_in_4bit: true",
         lambda settings: settings.model.load_in_4bit,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         (
             "vllm_importance_sampling_correction",
             "vllm_max_model_length",
@@ -110,12 +110,12 @@ _UNUSED_KEYS = (
         "without use_vllm: true",
         lambda settings: settings.config.use_vllm,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("vllm_group_port", "vllm_server_base_url", "vllm_server_port", "vllm_server_timeout"),
         "without use_vllm: true and vllm_mode: server",
         lambda settings: settings.config.uses_servers,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         (
             "vllm_enable_sleep_mode",
             "vllm_gpu_memory_utilization",
@@ -125,7 +125,7 @@ _UNUSED_KEYS = (
         "without use_vllm: true and vllm_mode: colocate; a server is told when it is started",
         lambda settings: settings.config.has_colocated_engine,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         (
             "vllm_importance_sampling_clip_max",
             "vllm_importance_sampling_clip_min",
@@ -134,77 +134,77 @@ _UNUSED_KEYS = (
         "without use_vllm: true and vllm_importance_sampling_correction: true",
         _corrects_importance,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("cache_implementation", "ds3_gather_for_generation"),
         "with use_vllm: true",
         lambda settings: not settings.config.use_vllm,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target"),
         "without use_adaptive_entropy: true",
         lambda settings: settings.config.use_adaptive_entropy,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("ref_model_mixup_alpha", "ref_model_sync_steps"),
         "without sync_ref_model: true",
         lambda settings: settings.config.sync_ref_model,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("use_bias_correction_kl",),
         "with beta: 0",
         lambda settings: settings.config.beta != 0,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("delta",),
         "with this loss_type, which does not clip on both sides",
         lambda settings: settings.config.loss_type in CLIPPED_LOSSES,
     ),
-    UnusedKeys(("epsilon",), "with this loss_type, which has no lower clip", _reads_epsilon),
-    UnusedKeys(
+    ConditionalKeys(("epsilon",), "with this loss_type, which has no lower clip", _reads_epsilon),
+    ConditionalKeys(
         ("epsilon_high",),
         "with this loss_type, which has no upper clip",
         lambda settings: settings.config.loss_type in CLIPPED_LOSSES | {"cispo"},
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("sapo_temperature_neg", "sapo_temperature_pos"),
         "without loss_type: sapo",
         lambda settings: settings.config.loss_type == "sapo",
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
         "without loss_type: vespo",
         lambda settings: settings.config.loss_type == "vespo",
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("adora_recompute", "gradient_checkpointing_kwargs"),
         "with gradient_checkpointing: false",
         lambda settings: settings.config.gradient_checkpointing,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("liger_kernel_config",),
         "without use_liger_kernel: true",
         lambda settings: settings.config.use_liger_kernel,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("warmup_steps",),
         "with this lr_scheduler_type; constant_with_warmup has a warmup",
         lambda settings: (
             spelled_in_config(settings.config.lr_scheduler_type) not in _SCHEDULES_WITHOUT_WARMUP
         ),
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("adam_beta1", "adam_beta2", "adam_epsilon"),
         "with this optim",
         lambda settings: (
             not spelled_in_config(settings.config.optim).startswith(_OPTIMIZERS_WITHOUT_ADAM)
         ),
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("optim_target_modules",),
         "without an optim of GaLore or APOLLO",
         lambda settings: spelled_in_config(settings.config.optim).startswith(_LOW_RANK_OPTIMIZERS),
     ),
-    UnusedKeys(
+    ConditionalKeys(
         (
             "adora_eval",
             "adora_eval_limit",
@@ -215,12 +215,12 @@ _UNUSED_KEYS = (
         "without eval_strategy: steps",
         lambda settings: settings.config.evaluates,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("num_generations_eval", "per_device_eval_batch_size"),
         "here, because an evaluation on the way asks each problem once",
         lambda settings: settings.trl_evaluates,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         (
             "hub_always_push",
             "hub_model_id",
@@ -231,22 +231,22 @@ _UNUSED_KEYS = (
         "without push_to_hub: true",
         lambda settings: settings.config.push_to_hub,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
         "without report_to: trackio",
         lambda settings: "trackio" in (settings.config.report_to or ()),
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("log_unique_prompts", "num_completions_to_print"),
         "without log_completions: true",
         lambda settings: settings.config.log_completions,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         ("greater_is_better", "metric_for_best_model"),
         "here, because no checkpoint is chosen by an evaluation",
         _uses_plateau_schedule,
     ),
-    UnusedKeys(
+    ConditionalKeys(
         (
             "batch_eval_metrics",
             "bf16_full_eval",
@@ -261,20 +261,22 @@ _UNUSED_KEYS = (
         "here, because evaluations read answers and no predictions",
         _never,
     ),
-    UnusedKeys(("do_predict",), "here, as in any Trainer", _never),
-    UnusedKeys(
+    ConditionalKeys(("do_predict",), "here, as in any Trainer", _never),
+    ConditionalKeys(
         ("average_tokens_across_devices",),
         "here, because the losses count the tokens of all processes",
         _never,
     ),
-    UnusedKeys(("include_num_input_tokens_seen",), "here; num_tokens of the log says it", _never),
-    UnusedKeys(
+    ConditionalKeys(
+        ("include_num_input_tokens_seen",), "here; num_tokens of the log says it", _never
+    ),
+    ConditionalKeys(
         ("pad_to_multiple_of",),
         "here, because micro-batches are cut to the length of their rows",
         _pads_as_trl_does,
     ),
-    UnusedKeys(("length_column_name",), "here, because no rows are sorted by length", _never),
-    UnusedKeys(
+    ConditionalKeys(("length_column_name",), "here, because no rows are sorted by length", _never),
+    ConditionalKeys(
         ("transformers_continuous_batching_config",),
         "here, because whoever samples is vLLM or the policy itself",
         _never,
@@ -282,18 +284,18 @@ _UNUSED_KEYS = (
 )
 
 
-def unused_keys(settings: RunSettings) -> list[str]:
+def notes_on_unused_keys(settings: RunSettings) -> list[str]:
     """Return a line for each reason why keys that were set do nothing in this run.
 
     For example: `delta: does nothing with this loss_type, which does not clip on both sides`.
     """
     set_keys = {*_keys_not_at_default(settings.config), *_keys_not_at_default(settings.model)}
     lines: list[str] = []
-    for unused in _UNUSED_KEYS:
-        names = [name for name in unused.keys if name in set_keys]
-        if names and not unused.are_read(settings):
+    for conditional in _CONDITIONAL_KEYS:
+        names = [name for name in conditional.keys if name in set_keys]
+        if names and not conditional.are_used(settings):
             verb = "does" if len(names) == 1 else "do"
-            lines.append(f"{', '.join(names)}: {verb} nothing {unused.reason}")
+            lines.append(f"{', '.join(names)}: {verb} nothing {conditional.reason}")
     return lines
 
 
@@ -310,7 +312,7 @@ def _keys_not_at_default(config: Any) -> list[str]:
     return names
 
 
-def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
+def refuse_unusable_keys(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
     """Raise `UserError` for a key of TRL or Transformers that cannot do here what it is set for.
 
     Some of these keys would change nothing in the training. Others would break the groups of

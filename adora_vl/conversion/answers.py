@@ -24,8 +24,8 @@ from adora_vl.conversion.problem import (
     looks_like_option_letter,
 )
 from adora_vl.rewards import canonical_gold, verify_gold
-from adora_vl.rewards.completion import boxes_in_a_row
-from adora_vl.rewards.thinking import final_part
+from adora_vl.rewards.completion import last_adjacent_boxes
+from adora_vl.rewards.thinking import text_after_thinking
 from adora_vl.utils.cli import GivenTwiceError, read_json, shown
 
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
@@ -99,8 +99,8 @@ def _answer_in_solution(text: str, *, keeps_sentences: bool) -> TableAnswer:
     answer_block = _ANSWER_BLOCK.fullmatch(text)
     if answer_block:
         text = answer_block[1]
-    text = final_part(text) or text  # a draft inside a block of thinking is no answer
-    boxes = boxes_in_a_row(text, answer_tags=False)
+    text = text_after_thinking(text) or text  # a draft inside a block of thinking is no answer
+    boxes = last_adjacent_boxes(text, answer_tags=False)
     if boxes and all(boxes):
         return TableAnswer(text=", ".join(boxes), was_extracted=False)
     text_after_solution = _AFTER_SOLUTION.fullmatch(text)

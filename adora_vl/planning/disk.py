@@ -110,7 +110,8 @@ def max_run_folder_bytes(
     Args:
         one_checkpoint: Bytes of one checkpoint.
         model: Bytes of the final model.
-        checkpoints: How many checkpoints the folder has at once, as `max_checkpoint_count` counts them.
+        checkpoints: How many checkpoints the folder has at once, as `max_checkpoint_count` counts
+            them.
         record_gb: The key `adora_record_gb`, in 10^9 bytes.
     """
     return one_checkpoint * checkpoints + model + int(record_gb * 1e9)

@@ -142,8 +142,9 @@ class MemoryPrediction:
     """The bytes on one GPU in each phase of a training step.
 
     `phases`: for each phase the bytes by component, such as {"rollouts": {"weights": ...}}.
-    `engine`: how the engine divides its share; None without one. `model_states`: weights, gradients and
-    optimizer. `recomputed_layers`: those of the language model that the backward pass recomputes.
+    `engine`: how the engine divides its share; None without one. `model_states`: weights, gradients
+    and optimizer. `recomputed_layers`: those of the language model that the backward pass
+    recomputes.
     """
 
     phases: dict[str, dict[str, int]]

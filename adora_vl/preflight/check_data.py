@@ -169,8 +169,8 @@ def _load_command_data(
 ) -> DataInfo:
     """Load the rows that a command names, without those whose prompts are too long.
 
-    `script_args`: the command's keys of data and rewards. Raises `UserError`, also for images that the
-    model cannot read, and for overlong prompts where the config refuses them.
+    `script_args`: the command's keys of data and rewards. Raises `UserError`, also for images that
+    the model cannot read, and for overlong prompts where the config refuses them.
     """
 
     def rows_with_room(dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from adora_vl.config.batch_plan import BatchLayout, asks_for_regrouping, setting_against_regrouping
 from adora_vl.config.losses import check_loss
-from adora_vl.config.unused_keys import refuse_unused
+from adora_vl.config.unused_keys import refuse_unusable_keys
 from adora_vl.utils.cli import spelled_in_config
 from adora_vl.utils.errors import UserError
 
@@ -34,7 +34,7 @@ def check_keys(request: RunRequest) -> None:
     check_budget(config)
     check_sampling_ahead(config)
     check_refill(config)
-    refuse_unused(config, trl_evaluates=request.trl_evaluates)
+    refuse_unusable_keys(config, trl_evaluates=request.trl_evaluates)
     _check_turns(request)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adora_vl.builtin.builtin_data import resolve_model
-from adora_vl.config.unused_keys import RunSettings, unused_keys
+from adora_vl.config.unused_keys import RunSettings, notes_on_unused_keys
 from adora_vl.models import check as model_checks
 from adora_vl.models import reference
 from adora_vl.models.adapter import Adapter, check_lora_keys, read_adapters
@@ -222,7 +222,7 @@ def check_parts(
         trains_adapter=trains_adapter,
         trl_evaluates=request.trl_evaluates,
     )
-    context.messages.notes.extend(unused_keys(settings))
+    context.messages.notes.extend(notes_on_unused_keys(settings))
     if context.on_this_machine and trains_adapter and config.gradient_checkpointing:
         context.messages.notes.extend(untested_peft_notes())
     checkpoint = config.resume_from_checkpoint

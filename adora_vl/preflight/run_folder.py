@@ -59,7 +59,7 @@ class RunFolder:
         self,
         config: AdoraGRPOConfig,
         fingerprint: Fingerprint | Callable[[], Fingerprint],
-        inputs: Sequence[InputFolder],
+        input_folders: Sequence[InputFolder],
     ) -> None:
         """Describe the folder; nothing is locked or written yet.
 
@@ -68,14 +68,14 @@ class RunFolder:
             fingerprint: The run's fingerprint, by which a checkpoint is recognised as its own. It
                 may be a function, which is called only if the fingerprint is needed: computing it
                 reads all weights.
-            inputs: Folders that the run reads, which it must not replace.
+            input_folders: Folders that the run reads, which it must not replace.
         """
         self.path = Path(config.output_dir)
         self.overwrite = config.overwrite_output_dir
         self._is_main_process = config.process_index == 0
         self._ranks = config.world_size
         self._fingerprint = fingerprint
-        self._inputs = inputs
+        self._input_folders = input_folders
         self._locks: list[FileLock] = []
 
     @cached_property
@@ -113,8 +113,8 @@ class RunFolder:
                 self.path,
                 resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
-                current=fingerprint,
-                inputs=self._inputs,
+                run_fingerprint=fingerprint,
+                input_folders=self._input_folders,
                 clear=False,
             )
 
@@ -148,8 +148,8 @@ class RunFolder:
                 self.path,
                 resume_from_checkpoint=resume_from_checkpoint,
                 overwrite=self.overwrite,
-                current=self.fingerprint,
-                inputs=self._inputs,
+                run_fingerprint=self.fingerprint,
+                input_folders=self._input_folders,
             )
             # This creates the folder if it does not exist, once nothing speaks against the run.
             self._locks.append(lock_output_dir(self.path))
@@ -164,8 +164,8 @@ class RunFolder:
                 check_ranks(
                     self.path,
                     token=locked_start.token,
-                    first=locked_start.fingerprint,
-                    mine=self.fingerprint,
+                    rank0_fingerprint=locked_start.fingerprint,
+                    rank_fingerprint=self.fingerprint,
                 )
         except UserError:
             self.release()

@@ -129,11 +129,11 @@ def criteria_columns(groups: Groups) -> RecordColumns:
         "longest_right": groups.longest_correct_P.where(groups.correct_PG.any(dim=1), math.nan),
         "mean_wrong": groups.mean_finished_wrong_P,
     }
-    if groups.work_PG is not None:
-        has_right_P = groups.correct_PG.any(dim=1) & groups.has_work_P
-        largest_correct_work_P = groups.largest_correct_P(groups.work_PG)
+    if groups.net_claims_PG is not None:
+        has_right_P = groups.correct_PG.any(dim=1) & groups.has_net_claims_P
+        largest_correct_work_P = groups.largest_correct_P(groups.net_claims_PG)
         columns_P["work_right"] = largest_correct_work_P.where(has_right_P, math.nan)
-        columns_P["work_wrong"] = groups.mean_of_finished_wrong_P(groups.work_PG)
+        columns_P["work_wrong"] = groups.mean_of_finished_wrong_P(groups.net_claims_PG)
     group_size = groups.lengths_PG.shape[1]
     return {
         name: column_P.repeat_interleave(group_size).tolist()

@@ -275,7 +275,7 @@ def _ratio_terms(text: str) -> tuple[NumberWithError, ...]:
     return numbers
 
 
-def amount_of_money(answer: Answer) -> Answer:
+def without_currency(answer: Answer) -> Answer:
     """Return the amount of money in an answer: 5 in `5 dollars`.
 
     An answer without a currency is returned as it is.

@@ -235,9 +235,9 @@ def canonical_value_and_unit(text: str) -> tuple[str, str]:
     `text` has at most `MAX_CHARS` characters. Raises `ParseError` for control, bidirectional and
     zero-width characters, which can make one answer look like another.
     """
-    text = _unify_spelling(_take_out_formula(text))
+    text = _unify_spelling(_unwrap_formula(text))
     value, unit = _split_unit(_without_leading_name(_without_words_around_value(text)))
-    return _normalise_number(_without_needless_spaces(_without_decoration(value))), unit
+    return _unify_number_spelling(_strip_needless_spaces(_strip_decoration(value))), unit
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -281,7 +281,7 @@ def _without_leading_name(text: str) -> str:
     sides = (name[0].removesuffix("="), value)
     if all(FIGURE_NAME_PATTERN.fullmatch(side.strip()) for side in sides):
         return text
-    return _without_decoration(value)
+    return _strip_decoration(value)
 
 
 def _without_brackets_of_unit(text: str) -> str:
@@ -298,10 +298,10 @@ def canonical_with_names(text: str) -> str:
 
     All names, units and brackets stay. Raises `ParseError` as `canonical_value_and_unit` does.
     """
-    text = _BOXED_PATTERN.sub(r" \1 ", _take_out_formula(text))
+    text = _BOXED_PATTERN.sub(r" \1 ", _unwrap_formula(text))
     text = _unify_spelling(_DOLLAR_SIGN_PATTERN.sub(" ", text))
     text = _DEGREE_SIGN_PATTERN.sub(" ", _without_words_around_value(text))
-    return _without_needless_spaces(_without_decoration(text))
+    return _strip_needless_spaces(_strip_decoration(text))
 
 
 def _without_words_around_value(text: str) -> str:
@@ -313,7 +313,7 @@ def _without_words_around_value(text: str) -> str:
     return _NAME_IN_SENTENCE_PATTERN.sub("", text)
 
 
-def _take_out_formula(text: str) -> str:
+def _unwrap_formula(text: str) -> str:
     r"""Return `text` without the words or the box around a single formula.
 
     `The answer is $9$.`, `\(9\)` and `\boxed{9}` all give `9`. Any other text keeps its words.
@@ -359,10 +359,10 @@ def _unify_spelling(text: str) -> str:
         for word, pattern, replacement in _COMMAND_SUBSTITUTIONS:
             if word in text:
                 text = pattern.sub(replacement, text)
-    text = _without_decoration(text)
+    text = _strip_decoration(text)
     has_one_formula = len(_DOLLAR_SIGN_PATTERN.findall(text)) == 2
     if has_one_formula and "\n" not in text:
-        text = _without_decoration(_DOLLAR_SIGN_PATTERN.sub(" ", text))
+        text = _strip_decoration(_DOLLAR_SIGN_PATTERN.sub(" ", text))
     return text
 
 
@@ -407,7 +407,7 @@ def _join_thousands(number: re.Match[str]) -> str:
     return re.sub(r"\D", "", number.group())
 
 
-def _without_decoration(text: str) -> str:
+def _strip_decoration(text: str) -> str:
     """Return `text` without the spaces, emphasis, dollar signs and full stop around it.
 
     `**5**`, `5.` and `$5.$` become `5`. Two full stops stay, because `1..` is not the number 1.
@@ -416,20 +416,20 @@ def _without_decoration(text: str) -> str:
     emphasis = _MARKDOWN_EMPHASIS_PATTERN.fullmatch(text)
     if emphasis:
         text = emphasis[2].strip()
-    text = _without_full_stop(text)
+    text = _strip_full_stop(text)
     while len(text) > 1 and text.startswith("$") and text.endswith("$"):
         text = text[1:-1].strip()
-    return _without_full_stop(text)  # `$5.$` has it inside
+    return _strip_full_stop(text)  # `$5.$` has it inside
 
 
-def _without_full_stop(text: str) -> str:
+def _strip_full_stop(text: str) -> str:
     """Return `text` without one full stop at its end. Two full stops stay."""
     if text.endswith(".") and not text.endswith(".."):
         return text[:-1].rstrip()
     return text
 
 
-def _normalise_number(text: str) -> str:
+def _unify_number_spelling(text: str) -> str:
     r"""Return a number in one spelling; any other text is returned as it is.
 
     `1e-05` and `1\cdot10^{-5}` become `0.00001`, the mixed number `1 1/2` becomes `1\frac{1}{2}`,
@@ -454,7 +454,7 @@ def _normalise_number(text: str) -> str:
     return DIGITS_BY_NUMBER_WORD.get(text.lower(), text)
 
 
-def _without_needless_spaces(text: str) -> str:
+def _strip_needless_spaces(text: str) -> str:
     r"""Return `text` without the spaces that separate nothing: `2 \sqrt { 3 }` becomes `2\sqrt{3}`.
 
     A space stays between two letters (`right triangle`), between two digits (`1 2`), and between a

@@ -62,7 +62,7 @@ TRAINER_ARGUMENTS = (
 _MISSPELLING_LIKENESS = 0.82
 # The values that each reward can have; for `steps` only the smallest and the largest one. The
 # values of a judge and of a user's function are unknown.
-_REWARDS_BY_NAME: dict[str, tuple[float, ...]] = {
+_POSSIBLE_VALUES_BY_REWARD: dict[str, tuple[float, ...]] = {
     **PRESETS,
     "knights": (RIGHT_REWARD, COMPLETE_REWARD, NO_ANSWER_REWARD),
     "knights_logic_rl": (WRONG_FORM_REWARD, *LOGIC_RL_REWARD_BY_VERDICT.values()),
@@ -109,24 +109,33 @@ def bind_options(
     ]
     checked_options = list(options)
     if _takes_any_argument(function):
-        # An option with another name may be meant for `**kwargs`. Only an option whose name is
-        # nearly that of an argument with a default, which is not set itself, is taken for a
-        # mistake. An argument without a default may be a column of the data.
-        unset_names = [
-            parameter.name
-            for parameter in parameters
-            if parameter.default is not parameter.empty and parameter.name not in options
-        ]
-        checked_options = [
-            option
-            for option in options
-            if nearest_choice(option, unset_names, _MISSPELLING_LIKENESS) is not None
-        ]
+        # `**kwargs` takes an option of any name, so only a probable misspelling is refused.
+        checked_options = _probable_misspellings(options, parameters)
     refuse_unknown_options(key, checked_options, [parameter.name for parameter in parameters])
     function_with_options = partial(function, **options)
     # TRL logs the reward under this name, which a partial lacks.
     function_with_options.__name__ = name_in_users_file(entry)  # type: ignore[attr-defined]
     return function_with_options
+
+
+def _probable_misspellings(
+    options: Mapping[str, Any], parameters: Sequence[inspect.Parameter]
+) -> list[str]:
+    """Return the options whose names are nearly that of a parameter, such as `targat` for `target`.
+
+    Only a parameter with a default that no option sets counts, since a parameter without a default
+    may be a column of the data.
+    """
+    unset_names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is not parameter.empty and parameter.name not in options
+    ]
+    return [
+        option
+        for option in options
+        if nearest_choice(option, unset_names, _MISSPELLING_LIKENESS) is not None
+    ]
 
 
 def _takes_any_argument(function: Callable[..., Any]) -> bool:
@@ -438,7 +447,9 @@ def _refuse_repeated_names(entries: Sequence[str], names: Sequence[str]) -> None
         )
 
 
-def reward_range(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
+def range_of_weighted_sum(
+    entries: Sequence[str], weights: Sequence[float]
+) -> tuple[float, float] | None:
     """Return the smallest and the largest weighted sum of the rewards, None if they are unknown.
 
     Two rewards of 0 or 1 with the weights 1 and -0.5 give (-0.5, 1.0). The sums are unknown if a
@@ -449,7 +460,7 @@ def reward_range(entries: Sequence[str], weights: Sequence[float]) -> tuple[floa
     for entry, weight in zip(entries, weights, strict=True):
         if not weight:
             continue
-        rewards = _REWARDS_BY_NAME.get(entry)
+        rewards = _POSSIBLE_VALUES_BY_REWARD.get(entry)
         if rewards is None:
             return None
         weighted_rewards = [weight * value for value in rewards]
@@ -476,7 +487,7 @@ def check_reward_sums(
             f"reward_weights: {weights} makes every reward 0; give a weight other than 0 to one "
             "of them"
         )
-    sum_range = reward_range(entries, weights)
+    sum_range = range_of_weighted_sum(entries, weights)
     if sum_range is None:
         return  # the rewards of a judge or of a user's function are unknown
     lowest, highest = sum_range

@@ -208,18 +208,18 @@ def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) ->
     # A point may be answered as a sum of unit vectors.
     if _is_point(named_reference) and named_answer.kind == "expression" and named_answer.tree:
         return _compare_vectors(named_answer, named_reference)
-    return _compare_forms(
-        _convert_to_form_of(named_reference, named_answer), named_reference, rounding=rounding
+    return _compare_by_kind(
+        _convert_to_kind_of(named_reference, named_answer), named_reference, rounding=rounding
     )
 
 
 def _is_point(answer: Answer) -> bool:
-    """Return whether an answer is a point or tuple without a name: `(3, -4)`."""
+    """Return whether an answer is a point or tuple without a name: `(3, -4)`, not `A(3, -4)`."""
     return answer.kind == "ordered" and answer.brackets == "()" and not answer.name
 
 
-def _convert_to_form_of(reference: Answer, answer: Answer) -> Answer:
-    """Return the answer in the form of the reference answer, where it has another spelling of it.
+def _convert_to_kind_of(reference: Answer, answer: Answer) -> Answer:
+    """Return the answer with the `kind` of the reference answer, where it only spells it otherwise.
 
     - `x = 3, y = -4` becomes the point (3, -4) if the reference answer is a point.
     - `AC` becomes the list `A, C` if the reference answer is a list of letters.
@@ -233,8 +233,13 @@ def _convert_to_form_of(reference: Answer, answer: Answer) -> Answer:
     return answer
 
 
-def _compare_forms(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
-    """Return the verdict on an answer that has been read in the form of the reference answer."""
+def _compare_by_kind(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
+    """Return the verdict on an answer by the rule for the `kind` of its reference answer.
+
+    The kinds are single values, `ordered` (points, tuples, intervals), `unordered` (lists, sets),
+    `equation` and `inequality`. An answer of another kind than the reference answer is wrong, with
+    the exceptions below.
+    """
     # Both `(1, 2)` and `(1, 3)` may be points or intervals. Two such pairs are compared part by
     # part.
     are_ordered = answer.kind == reference.kind == "ordered"

@@ -13,9 +13,9 @@ from typing import Literal
 from adora_vl.rewards.answer import (
     UNREAD_REASONS,
     Answer,
-    amount_of_money,
     convert_angle,
     convert_to_unit,
+    without_currency,
 )
 from adora_vl.rewards.figures import unify_figure_names
 from adora_vl.rewards.grammar import ParseError, Tree, is_angle_in_radians, parse_formula, unknowns
@@ -69,7 +69,7 @@ def wrong(reason: str, *pairs: ComparedPart) -> ComparisonResult:
 
 
 def result_without_value(answer: Answer) -> ComparisonResult:
-    """Return the result for an answer from which no value could be read.
+    """Return the result for an answer that could not be parsed as a value.
 
     It is `unparseable` if the text itself could not be read (`UNREAD_REASONS`), since it may be
     right. For any other reason, such as `enumeration`, it is wrong.
@@ -104,8 +104,8 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     # `ratio` has the terms of a text such as `3:4`, and is empty for any other answer.
     if reference.number is None and reference.ratio:
         return _compare_ratios(answer, reference)
-    answer = amount_of_money(answer)
-    reference = amount_of_money(reference)
+    answer = without_currency(answer)
+    reference = without_currency(reference)
     if not answer.is_value:
         return result_without_value(answer)
     # `50%` is wrong for 0.5, and 0.5 is wrong for `50%`.

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from adora_vl.rewards.thinking import THINK_TAGS, final_part, is_blank
+from adora_vl.rewards.thinking import THINK_TAGS, is_blank, text_after_thinking
 
-MAX_BOXES_IN_ROW = 24  # boxes that count as one answer
-MAX_CHARS_OF_ROW = 20_000  # the end of a response in which such boxes are searched for
+MAX_ADJACENT_BOXES = 24  # boxes that count as one answer
+MAX_CHARS_OF_ADJACENT_BOXES = 20_000  # the end of a response in which such boxes are searched for
 MAX_CHARS_BETWEEN_BOXES = 40  # characters between two such boxes
 # The end of a response that is read. A character takes at most about 0.15 microseconds.
 MAX_CHARS = 200_000
@@ -46,17 +46,17 @@ class _Box(NamedTuple):
 def last_boxed(response: str) -> str | None:
     r"""Return the content of the last complete box in the final part, or None without one.
 
-    Outer spaces are removed. A box inside a block of thinking is a draft (`final_part`). If boxes
-    are nested, the outermost complete box counts, because what stands beside an inner box belongs
-    to the answer: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`. A box that holds nothing but
-    another box is peeled: `\boxed{\boxed{5}}` gives `5`. A response that was cut off as it began a
-    box has no answer.
+    Outer spaces are removed. A box inside a block of thinking is a draft (`text_after_thinking`).
+    If boxes are nested, the outermost complete box counts, because what stands beside an inner box
+    belongs to the answer: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`. A box that holds nothing
+    but another box is peeled: `\boxed{\boxed{5}}` gives `5`. A response that was cut off as it
+    began a box has no answer.
 
     The response is read once with a stack, so the time is linear in its length, however deep or
     many the boxes are. Only the last `MAX_CHARS` characters are read. Source: the grading policy,
     point 1.
     """
-    response = final_part(response)[-MAX_CHARS:]
+    response = text_after_thinking(response)[-MAX_CHARS:]
     # The pattern matches a box that begins and has nothing in it at the end of the text: the
     # response was cut off there. The brace is looked for first, as the pattern searches all the
     # text.
@@ -131,7 +131,7 @@ _NAME_BEFORE_BOX_PATTERN = re.compile(
 )
 
 
-def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -> list[str]:
+def last_adjacent_boxes(response: str, answer_tags: bool, with_names: bool = False) -> list[str]:
     r"""Return the contents of the last complete boxes that stand in a row, as one answer.
 
     Little but a comma, "and" or "or" separates such boxes. `\boxed{1}, no: \boxed{2} and \boxed{3}`
@@ -143,10 +143,10 @@ def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -
         with_names: whether the names before the boxes are included if all have one, as `AB = 4` for
             `AB is \boxed{4}`.
     """
-    response = final_part(response)[-MAX_CHARS_OF_ROW:]
+    response = text_after_thinking(response)[-MAX_CHARS_OF_ADJACENT_BOXES:]
     if answer_tags:
         response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
-    boxes = _last_joint_boxes(response)
+    boxes = _last_adjacent_box_positions(response)
     contents = [response[box.content_start : box.end].strip(_SPACE_CHARACTERS) for box in boxes]
     # A box that holds `AB = 4` has its name inside, so no other is looked for.
     has_equation = any("=" in content for content in contents)
@@ -164,7 +164,7 @@ def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -
     return named_contents
 
 
-def _last_joint_boxes(response: str) -> list[_Box]:
+def _last_adjacent_box_positions(response: str) -> list[_Box]:
     """Return the last boxes between which little but a comma, "and" or "or" stands, in order."""
     boxes: list[_Box] = []  # filled from the last box back
     for box in reversed(_complete_boxes(response)):
@@ -177,7 +177,7 @@ def _last_joint_boxes(response: str) -> list[_Box]:
                 _TEXT_BETWEEN_BOXES_PATTERN.fullmatch(between)
             )
             # The row ends here. One box over the limit shows that there are too many.
-            if not is_joint or len(boxes) > MAX_BOXES_IN_ROW:
+            if not is_joint or len(boxes) > MAX_ADJACENT_BOXES:
                 break
         boxes.append(box)
     boxes.reverse()
@@ -207,7 +207,7 @@ def answer_block(response: str) -> str | None:
     None without a block. Where a box stands in the block or behind it, all that follows the opening
     tag is returned: `<answer>5</answer> so \boxed{6}` gives `5</answer> so \boxed{6}`.
     """
-    response = final_part(response)[-MAX_CHARS:]
+    response = text_after_thinking(response)[-MAX_CHARS:]
     opening, closing = ANSWER_TAGS
     last_closing = max(0, response.rfind(closing))  # 0 without a closing tag: no block before it
     last_opening = response.rfind(opening, 0, last_closing)
@@ -271,7 +271,7 @@ def response_texts(
     ]
 
 
-def shows_working(text: str) -> bool:
+def has_equation_before_box(text: str) -> bool:
     r"""Return whether a response shows more than a bare answer.
 
     It does if an equals sign stands before the last box, or anywhere if there is no box:

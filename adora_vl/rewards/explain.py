@@ -13,7 +13,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
-from adora_vl.rewards.answer import Answer, amount_of_money
+from adora_vl.rewards.answer import Answer, without_currency
 from adora_vl.rewards.choose import call_once, choose_rewards
 from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.entries import RewardEntry, named_rewards
@@ -26,9 +26,9 @@ from adora_vl.rewards.grade import (
     parse_answer_for,
     verify_gold,
 )
-from adora_vl.rewards.presets import PRESETS, reward
+from adora_vl.rewards.presets import PRESETS, reward_for_grade
 from adora_vl.rewards.relations import chain_of_numbers
-from adora_vl.rewards.thinking import final_part
+from adora_vl.rewards.thinking import text_after_thinking
 from adora_vl.utils.cli import Parser, exit_code_of, yaml_value
 from adora_vl.utils.cli import amount as amount_of
 from adora_vl.utils.errors import UserError
@@ -126,7 +126,7 @@ def explain_grade(
         answer_tags=answer_tags,
         thinking_opened=thinking_opened,
     )
-    final_response = final_part(response, thinking_opened)
+    final_response = text_after_thinking(response, thinking_opened)
     lines: list[str] = []
     if final_response != response:
         thinking_chars = len(response) - len(final_response)
@@ -137,12 +137,12 @@ def explain_grade(
     lines.append(f"extracted  {extracted}")
     lines += _comparison_lines(final_response, gold, rounding=rounding, answer_tags=answer_tags)
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
-        lines.append(f"choice {letter}   {_answer_with_kind(parse_reference(value))}")
+        lines.append(f"choice {letter}   {_describe_answer(parse_reference(value))}")
     lines.append(
         f"rule       {result.reason}: {RULE_IN_WORDS.get(result.reason.removeprefix('gold_'), '')}"
     )
     lines.append(f"verdict    {result.verdict} ({result.ms:.1f} ms)")
-    rewards = [f"{preset} {reward(result, preset):g}" for preset in PRESETS]
+    rewards = [f"{preset} {reward_for_grade(result, preset):g}" for preset in PRESETS]
     lines.append(f"rewards    {', '.join(rewards)}")
     return lines
 
@@ -162,8 +162,8 @@ def _comparison_lines(
         )
         # The answer is shown with the kind that it would have as a reference answer.
         answer = parse_reference(answer.raw) if answer.raw else answer
-        lines.append(f"answer     {_answer_with_kind(answer)}")
-    lines.append(f"gold       {_answer_with_kind(parse_reference(gold))}")
+        lines.append(f"answer     {_describe_answer(answer)}")
+    lines.append(f"gold       {_describe_answer(parse_reference(gold))}")
     result = compare_parts(final_response, gold, rounding=rounding, answer_tags=answer_tags)
     for number, pair in enumerate(result.pairs if result else (), 1):
         lines.append(
@@ -173,14 +173,14 @@ def _comparison_lines(
     return lines
 
 
-def _answer_with_kind(answer: Answer) -> str:
+def _describe_answer(answer: Answer) -> str:
     r"""Return the canonical text of an answer with its kind, and its value where it is a number.
 
     - `\frac{1}{2}` gives `\frac{1}{2}  [number, 0.5]`
     - `(1, 2)` gives `(1, 2)  [ordered]`
     - `2 + 3 = 5` gives `2+3=5  [working, 5]`: a chain of numbers has the value of its last side
     """
-    answer = amount_of_money(answer)
+    answer = without_currency(answer)
     text = _printable(answer.text_with_names if answer.is_structured else answer.text)
     kind: str = answer.kind
     chain = chain_of_numbers(answer.text_with_names) if kind == "unreadable" else []
@@ -201,7 +201,7 @@ def _printable(text: str) -> str:
     )
 
 
-def trial_lines(
+def reward_lines(
     entries: Sequence[RewardEntry],
     response: str,
     columns: Mapping[str, str],
@@ -362,7 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.figure is not None:
             lines += step_lines(response, read_figure_file(options.figure))
         if options.reward:
-            lines += trial_lines(
+            lines += reward_lines(
                 options.reward,
                 response,
                 _parse_columns(options),

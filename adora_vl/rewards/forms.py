@@ -146,7 +146,7 @@ def _parse_structured(text: str) -> Answer:
         .replace(r"\lbrace", r"\{")
         .replace(r"\rbrace", r"\}")
     )
-    answer = _parse_form(text, depth=0)
+    answer = _parse_by_separators(text, depth=0)
     if _count_answers(answer) > 3 * MAX_PARTS:
         raise ParseError("too_large")
     return answer
@@ -157,7 +157,7 @@ def _count_answers(answer: Answer) -> int:
     return 1 + sum(map(_count_answers, answer.parts))
 
 
-def _parse_form(text: str, depth: int) -> Answer:
+def _parse_by_separators(text: str, depth: int) -> Answer:
     r"""Parse a text by splitting it at its weakest separator; the pieces are parsed the same way.
 
     The forms are tried in this order, each with an example:
@@ -195,14 +195,14 @@ def _parse_form(text: str, depth: int) -> Answer:
         if len(sides) != 2 or not VALUE_NAME_PATTERN.fullmatch(sides[0]):
             raise ParseError("relation")
         name, set_text = sides
-        values = _parse_form(set_text, depth + 1)
+        values = _parse_by_separators(set_text, depth + 1)
         # The right side has to be an interval, which has a `solution`, or a set.
         if not values.solution and values.kind != "unordered":
             raise ParseError("relation")
         return replace(values, name=name, text=text)
     pieces, _ = split_outside_brackets(text, _UNION_SIGN_PATTERN)
     if len(pieces) > 1:
-        intervals = [_parse_form(piece, depth + 1) for piece in pieces]
+        intervals = [_parse_by_separators(piece, depth + 1) for piece in pieces]
         return join_conditions(text, word="or", parts=intervals)
     sides, signs = split_outside_brackets(text, RELATION_SIGN_PATTERN)
     if signs:
@@ -222,7 +222,7 @@ def _parse_list(text: str, pieces: list[str], separators: list[str], depth: int)
         text: the whole text.
         pieces: its pieces, each of which is read by itself.
         separators: the separators between the pieces: a comma, a semicolon, `and` or `or`.
-        depth: as in `_parse_form`.
+        depth: as in `_parse_by_separators`.
 
     Raises `ParseError` for a piece that cannot be read, for a mixture of `and` and `or` between
     inequalities, and for values of which only some have names, or of which two have the same name.
@@ -232,7 +232,7 @@ def _parse_list(text: str, pieces: list[str], separators: list[str], depth: int)
         # `0,5` may be one number or two, and `000` may be the end of `1, 000`.
         if _AMBIGUOUS_PIECE_PATTERN.fullmatch(piece):
             raise ParseError("decimal_comma" if "," in piece else "enumeration")
-        part = _parse_form(piece, depth + 1)
+        part = _parse_by_separators(piece, depth + 1)
         # In a list `1 \pm 2` counts as two values.
         parts += part.parts if part.is_plus_minus else [part]
     if _are_conditions(parts):
@@ -324,7 +324,7 @@ def _parse_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answ
         text: the whole text.
         text_inside: the text between its brackets.
         brackets: the first and the last character of the text, such as `[)`.
-        depth: as in `_parse_form`.
+        depth: as in `_parse_by_separators`.
 
     Raises `ParseError` for a piece that cannot be read.
     """
@@ -341,7 +341,7 @@ def _parse_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answ
         if piece in _INFINITY_BY_SPELLING:
             parts.append(_INFINITY_BY_SPELLING[piece])
         else:
-            parts.append(_parse_form(piece, depth + 1))
+            parts.append(_parse_by_separators(piece, depth + 1))
     if any(part.kind == "unordered" and not part.is_plus_minus for part in parts):
         raise ParseError("enumeration")  # (3,5; 4)
     interval = None
@@ -360,7 +360,7 @@ def _parse_braces(text: str, text_inside: str, *, has_backslash: bool, depth: in
     `\{5\}` is a set of one value, while `{5}` is the value 5, and `{1, 2}` is a set again. Raises
     `ParseError` for a set of sets, and for a set of anything but values and points.
     """
-    inner_answer = _parse_form(text_inside, depth + 1)
+    inner_answer = _parse_by_separators(text_inside, depth + 1)
     # Plain braces make a set only around a list, whose kind is `unordered`.
     is_set_inside = inner_answer.text.startswith(r"\{")
     if not has_backslash and (is_set_inside or inner_answer.kind != "unordered"):
@@ -457,7 +457,7 @@ def _parse_relation(text: str, sides: list[str], signs: list[str], depth: int) -
         text: the whole text.
         sides: the texts between the signs.
         signs: the signs, with `~` for approximately.
-        depth: as in `_parse_form`.
+        depth: as in `_parse_by_separators`.
 
     Raises `ParseError` for a text that cannot be read.
     """
@@ -501,7 +501,7 @@ def _parse_named_value(text: str, name: str, value_text: str, depth: int) -> Ans
     """
     if _TUPLE_OF_NAMES_PATTERN.fullmatch(name):
         return _parse_named_tuple(text, names_text=name, values_text=value_text, depth=depth)
-    value = _parse_form(value_text, depth + 1)
+    value = _parse_by_separators(value_text, depth + 1)
     if value.is_value:
         return replace(value, name=name)
     if value.kind not in {"ordered", "unordered"}:

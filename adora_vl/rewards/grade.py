@@ -24,10 +24,10 @@ from adora_vl.rewards.compare_values import (
     join_letters,
     wrong,
 )
-from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
+from adora_vl.rewards.completion import last_adjacent_boxes, last_answer, last_boxed
 from adora_vl.rewards.forms import canonical_gold, parse_reference, parse_structured
 from adora_vl.rewards.grammar import unknowns
-from adora_vl.rewards.thinking import final_part, is_blank
+from adora_vl.rewards.thinking import is_blank, text_after_thinking
 
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
 _MAX_EXTRACTED_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
@@ -94,8 +94,8 @@ def grade(
 ) -> Grade:
     r"""Return whether the last complete `\boxed{}` of `response` holds the reference answer.
 
-    A box inside a block of thinking does not count (`final_part`). The function never raises and is
-    safe in any thread. Source: the grading policy.
+    A box inside a block of thinking does not count (`text_after_thinking`). The function never
+    raises and is safe in any thread. Source: the grading policy.
 
     Args:
         response: the whole completion.
@@ -110,7 +110,7 @@ def grade(
         thinking_opened: the prompt ended in `<think>`, so the response begins inside the block.
     """
     start_time = time.perf_counter()
-    response = final_part(response, thinking_opened)
+    response = text_after_thinking(response, thinking_opened)
     content = last_answer(response) if answer_tags else last_boxed(response)
     result = ComparisonResult("unparseable", "no_box")
     if content is not None:
@@ -338,7 +338,7 @@ def parse_answer_for(reference: Answer, response: str, content: str, answer_tags
     if reference.kind != "unordered":
         return answer
     has_names = any(part.name for part in reference.parts)
-    boxes = boxes_in_a_row(response, answer_tags, has_names)
+    boxes = last_adjacent_boxes(response, answer_tags, has_names)
     # A last box that has several values itself is the whole answer.
     if len(boxes) < 2 or parse_structured(answer).kind == "unordered":
         return answer

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from adora_vl.rewards.completion import completion_text, response_texts
-from adora_vl.rewards.thinking import final_part, is_blank
+from adora_vl.rewards.thinking import is_blank, text_after_thinking
 from adora_vl.utils.convert import Name
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
@@ -125,7 +125,7 @@ class JudgeReward:
         cached_count = 0
         for problem, reference, reply in zip(problems, references, replies, strict=True):
             # None for a reply that is nothing but thinking, which `_score` gives 0.
-            messages = self._question(str(problem), reference, reply)
+            messages = self._build_messages_or_none(str(problem), reference, reply)
             questions.append(messages)
             if messages is not None and self._cached_score(messages) is not None:
                 cached_count += 1
@@ -146,12 +146,12 @@ class JudgeReward:
             log_metric("judge/cached", cached_count / len(questions))
         return scores
 
-    def _question(self, problem: str, answer: object, reply: str) -> Messages | None:
+    def _build_messages_or_none(self, problem: str, answer: object, reply: str) -> Messages | None:
         """Return the messages about one reply; None for a reply that consists of thinking alone.
 
         `answer` is the reference answer, or None.
         """
-        reply_without_thinking = final_part(reply)
+        reply_without_thinking = text_after_thinking(reply)
         if is_blank(reply_without_thinking) and not is_blank(reply):
             return None
         return self.messages(problem, answer, reply_without_thinking)
@@ -248,7 +248,7 @@ def parse_score(text: str) -> str:
     is not read. Raises `EndpointError` where the reply has
     no score from 0 to 1.
     """
-    text = final_part(text)
+    text = text_after_thinking(text)
     if "<score>" not in text or "</score>" not in text:
         raise EndpointError("the reply has no <score>...</score>")
     score_text = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()

@@ -121,7 +121,8 @@ def knights_reward(completions: Sequence[Any] = (), **columns: Any) -> list[floa
     """
     rewards = {"correct": RIGHT_REWARD, "wrong": COMPLETE_REWARD, "unparseable": NO_ANSWER_REWARD}
     return [
-        rewards[verdict] for _, verdict in _judge_responses(knights_verdict, completions, **columns)
+        rewards[verdict]
+        for _, verdict in _grade_and_log_responses(knights_verdict, completions, **columns)
     ]
 
 
@@ -133,14 +134,14 @@ def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> 
     `parse_logic_rl_roles`, which is stricter than `knights_reward`. It is a reward function in
     TRL's form.
     """
-    verdicts = _judge_responses(logic_rl_verdict, completions, **columns)
+    verdicts = _grade_and_log_responses(logic_rl_verdict, completions, **columns)
     return [
         LOGIC_RL_REWARD_BY_VERDICT[verdict] if has_logic_rl_form(text) else WRONG_FORM_REWARD
         for text, verdict in verdicts
     ]
 
 
-def _judge_responses(
+def _grade_and_log_responses(
     grade_response: Callable[[str, str], tuple[str, str | None]],
     completions: Sequence[Any],
     answer: Sequence[str] | None = None,

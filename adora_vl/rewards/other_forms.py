@@ -1,4 +1,4 @@
-"""Adapts reward functions in the forms of EasyR1 and verl to TRL's form.
+"""Adapts reward functions with the signatures of EasyR1 and verl to that of TRL.
 
 Their sub-scores are logged.
 """
@@ -20,8 +20,7 @@ RewardInputs = list[dict[str, Any]]  # `response`, `ground_truth` and more, for 
 def as_trl_reward_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a reward function with TRL's signature that calls `function`.
 
-    One with TRL's signature is returned itself. The form is recognised by the names of the
-    arguments:
+    One with TRL's signature is returned itself. Others are recognised by their argument names:
 
     - EasyR1: `compute_score(reward_inputs)` takes a list of answers, or `reward_input` a single
       one, with `response` and `ground_truth`. The score is `overall`.

@@ -9,14 +9,14 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from adora_vl.rewards.completion import (
+    has_equation_before_box,
     response_texts,
-    shows_working,
     think_answer_format_reward,
     think_format_reward,
 )
 from adora_vl.rewards.grade import VERDICTS, Grade, grade_batch, verify_gold
 from adora_vl.rewards.knights import knights_logic_rl_reward, knights_reward
-from adora_vl.rewards.thinking import final_part
+from adora_vl.rewards.thinking import text_after_thinking
 from adora_vl.utils.cli import quantile
 from adora_vl.utils.errors import UserError
 
@@ -68,7 +68,7 @@ class NoOptions:
     """The options of a reward that has none."""
 
 
-def reward(grade: Grade, preset: str) -> float:
+def reward_for_grade(grade: Grade, preset: str) -> float:
     """Return the reward that a preset gives for a grade."""
     correct, boxed, unboxed = PRESETS[preset]
     if grade.verdict == "correct":
@@ -132,7 +132,7 @@ def preset_function(preset: str, grader: Grader, *, logs: bool) -> RewardFunctio
         """Grade the completions by their reference answers, and return the preset's rewards."""
         references = _build_references(answer, choices, len(completions))
         texts = response_texts(completions, thinking_opened)
-        answers = [final_part(text) for text in texts]
+        answers = [text_after_thinking(text) for text in texts]
         grades = grader(answers, references)
         if logs and log_extra:
             log_extra("verdict", [grade.verdict for grade in grades])
@@ -141,7 +141,7 @@ def preset_function(preset: str, grader: Grader, *, logs: bool) -> RewardFunctio
         if logs and log_metric and grades:
             for name, value in _batch_metrics(grades, texts).items():
                 log_metric(f"grading/{name}", value)
-        return [reward(grade, preset) for grade in grades]
+        return [reward_for_grade(grade, preset) for grade in grades]
 
     function.__name__ = function.__qualname__ = f"{preset}_reward"
     return function
@@ -160,7 +160,7 @@ def _batch_metrics(grades: Sequence[Grade], texts: Sequence[str]) -> dict[str, f
         **{verdict: verdicts.count(verdict) / len(grades) for verdict in VERDICTS},
         "ms_median": quantile(times_ms, 0.5),
         "ms_p99": quantile(times_ms, 0.99),
-        "worked": fmean(shows_working(text) for text in texts),
+        "worked": fmean(has_equation_before_box(text) for text in texts),
     }
 
 

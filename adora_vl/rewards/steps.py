@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from adora_vl.rewards.completion import Completion, completion_text, response_texts
 from adora_vl.rewards.grade import grade
-from adora_vl.rewards.thinking import final_part
+from adora_vl.rewards.thinking import text_after_thinking
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ClaimCheck:
         return self.new_count / (self.new_count + _PRICE_OF_FALSE_CLAIM * self.false_count)
 
     @property
-    def is_luck(self) -> bool:
+    def is_right_by_luck(self) -> bool:
         """Whether a right answer of this response is luck: a claim is false, or none is new."""
         return self.false_count > 0 or self.new_count == 0
 
@@ -214,7 +214,7 @@ class StepsReward:
         ]
         elapsed_ms = 1000 * (perf_counter() - start_time)
         responses = response_texts(completions, thinking_opened)
-        are_right = self._are_right(responses, checks=checks, answer=answer, choices=choices)
+        are_right = self._grade_answers(responses, checks=checks, answer=answer, choices=choices)
         if log_extra:
             log_extra("new", [check.new_count if check else None for check in checks])
             log_extra("false", [check.false_count if check else None for check in checks])
@@ -227,7 +227,7 @@ class StepsReward:
             self._score(check, is_right) for check, is_right in zip(checks, are_right, strict=True)
         ]
 
-    def _are_right(
+    def _grade_answers(
         self,
         responses: Sequence[str],
         checks: Sequence[ClaimCheck | None],
@@ -245,7 +245,9 @@ class StepsReward:
             if check is None:
                 are_right.append(None)
                 continue
-            result = grade(final_part(response), reference, choices=row_choices, **self.accepted)
+            result = grade(
+                text_after_thinking(response), reference, choices=row_choices, **self.accepted
+            )
             are_right.append(result.verdict == _CORRECT_VERDICT)
         return are_right
 
@@ -282,7 +284,7 @@ def _batch_metrics(
     luck_of_right_answers = []
     for check, is_right in zip(checks, are_right, strict=True):
         if check is not None and is_right:
-            luck_of_right_answers.append(check.is_luck)
+            luck_of_right_answers.append(check.is_right_by_luck)
     if luck_of_right_answers:
         metrics["lucky"] = fmean(luck_of_right_answers)
     return metrics

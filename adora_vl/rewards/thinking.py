@@ -1,7 +1,7 @@
 """Blocks of thinking: which part of a response is its answer, and whether a prompt opens a block.
 
 A draft in `<think> </think>` is no answer. All code that reads answers, in rewards and in
-evaluations, reads `final_part` alone.
+evaluations, reads `text_after_thinking` alone.
 """
 
 import re
@@ -22,7 +22,7 @@ _BLANK_CHARACTERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
 _INVISIBLE_CATEGORIES = ("Z", "C", "M")
 
 
-def final_part(response: str, thinking_opened: bool = False) -> str:
+def text_after_thinking(response: str, thinking_opened: bool = False) -> str:
     """Return the part of a response that is its answer: what stands behind the last `</think>`.
 
     Nothing is left where a block was opened and not closed. A response without a block is its own

@@ -208,8 +208,8 @@ class AdvantageComputer:
         # Work is the number of true claims in a rollout less that of false ones. It is NaN for a
         # problem without a figure, and a batch may have problems of both kinds. A method that
         # compares work decides itself about a batch in which all of it is NaN.
-        work_PG = facts.work_N.view(-1, group_size)
-        has_work = self.pipeline.compares_work or not work_PG.isnan().all()
+        net_claims_PG = facts.work_N.view(-1, group_size)
+        has_work = self.pipeline.compares_net_claims or not net_claims_PG.isnan().all()
         return Groups(
             rewards_PG=rewards_PG,
             lengths_PG=lengths_PG,
@@ -219,7 +219,7 @@ class AdvantageComputer:
             correct_above=self.correct_above,
             step=step,
             any_function_differs_P=self._rewards_vary(rewards_NF, group_size),
-            work_PG=work_PG if has_work else None,
+            net_claims_PG=net_claims_PG if has_work else None,
         )
 
     def _rewards_vary(self, rewards_NF: Tensor, group_size: int) -> Tensor | None:

@@ -146,7 +146,7 @@ class PoolState:
                 generation.pack() for generation in self.pending_generations
             ],
         }
-        save_for_rank(folder, kind=POOL_FILE_KIND, rank=rank, content=content)
+        save_for_rank(folder, name=POOL_FILE_KIND, rank=rank, content=content)
 
     @classmethod
     def load(cls, checkpoint: Path, rank: int, num_ranks: int) -> PoolState:

@@ -114,7 +114,7 @@ class UnfinishedGeneration:
             # Plain tuples: `torch.load` reads no class of ours from a checkpoint.
             content["images"] = [tuple(to_cpu(bank.image(image_id))) for image_id in bank.image_ids]
         save_for_rank(
-            folder, kind=GENERATION_FILE_KIND, rank=self.accelerator.process_index, content=content
+            folder, name=GENERATION_FILE_KIND, rank=self.accelerator.process_index, content=content
         )
         return {_MANIFEST_KEY: {"micro_step": micro_step, **self._sizes()}}
 

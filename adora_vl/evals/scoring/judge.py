@@ -22,7 +22,7 @@ from adora_vl.evals.scoring.choice import extract_choice
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.response_text import MAX_RESPONSE_CHARS
 from adora_vl.rewards.completion import answer_block, last_boxed
-from adora_vl.rewards.thinking import final_part
+from adora_vl.rewards.thinking import text_after_thinking
 from adora_vl.utils.cli import amount, number, optional, path, text, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors
@@ -324,7 +324,7 @@ def read_answer_tags(text: object) -> str:
     Raises `EndpointError` for a reply without these tags, or with a text between them that is too
     long to be an answer.
     """
-    reply = final_part(text) if isinstance(text, str) else ""
+    reply = text_after_thinking(text) if isinstance(text, str) else ""
     if "<answer>" not in reply or "</answer>" not in reply:
         raise EndpointError("the reply has no <answer>...</answer>")
     text_behind_tag = reply.rsplit("<answer>", 1)[1]

@@ -13,7 +13,7 @@ from adora_vl.evals.scoring.response_text import (
     split_sentences,
     without_markup,
 )
-from adora_vl.rewards.answer import amount_of_money, parse_value
+from adora_vl.rewards.answer import parse_value, without_currency
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.rewards.numerals import DIGITS_BY_NUMBER_WORD
 
@@ -163,7 +163,7 @@ def _evaluate_as_number(text: str) -> str:
     `5\sqrt{3}` gives `8.660254037844387`, and `15 \text{ cm}^2` gives `15`. An answer without a
     real value gives an empty text.
     """
-    answer = amount_of_money(parse_value(text))
+    answer = without_currency(parse_value(text))
     if answer.number is None or not answer.number.is_real:
         return ""
     if _NUMBER_PATTERN.fullmatch(answer.text):

@@ -31,7 +31,7 @@ from adora_vl.evals.scoring.statistics import (
 )
 from adora_vl.evals.scoring.steps import step_metrics
 from adora_vl.rewards.completion import REFLECTIVE_WORD_REGEX, reflective_words
-from adora_vl.rewards.thinking import closes_unopened_block, final_part
+from adora_vl.rewards.thinking import closes_unopened_block, text_after_thinking
 
 
 def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | None:
@@ -238,7 +238,7 @@ def _remove_thinking(row: Prediction, opens_thinking: bool) -> Prediction:
     still say so in its own field `thinking_opened`.
     """
     thinking_opened = opens_thinking or row.get("thinking_opened", False)
-    return {**row, "response": final_part(row["response"], thinking_opened)}
+    return {**row, "response": text_after_thinking(row["response"], thinking_opened)}
 
 
 def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> GradedAnswer:

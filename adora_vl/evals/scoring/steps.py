@@ -52,7 +52,7 @@ def step_metrics(
     }
     right_answers = [answer for answer in checked_answers if answer.graded.correct]
     if right_answers:
-        are_lucky = [answer.claims.is_luck for answer in right_answers]
+        are_lucky = [answer.claims.is_right_by_luck for answer in right_answers]
         problem_ids = [answer.graded.problem_id for answer in right_answers]
         count = sum(are_lucky)
         total = len(right_answers)

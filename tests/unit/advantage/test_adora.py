@@ -663,7 +663,7 @@ def test_a_step_has_one_rate(subtests):
 
 def with_work(groups: Groups, work: torch.Tensor | list[list[float]]) -> Groups:
     """The groups with this measure of work."""
-    return replace(groups, work_PG=torch.as_tensor(work, dtype=torch.float64))
+    return replace(groups, net_claims_PG=torch.as_tensor(work, dtype=torch.float64))
 
 
 def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
@@ -690,11 +690,11 @@ def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
             by_length = weigh_groups(
                 groups, Adora(criteria=("length", *other_criteria), **chosen_options)
             )
-            by_work = weigh_groups(
+            by_net_claims = weigh_groups(
                 groups, Adora(criteria=("working", *other_criteria), **chosen_options)
             )
             for name in ("weights_P", "tds_P", "tas_P", "tds_by_tie_P"):
-                assert torch.equal(getattr(by_length, name), getattr(by_work, name)), name
+                assert torch.equal(getattr(by_length, name), getattr(by_net_claims, name)), name
             advantageous_groups = by_length.tas_P.sum()
             assert 0 < advantageous_groups < len(by_length.tas_P), "neither none nor all"
 

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from adora_vl.checkpoint import store
-from adora_vl.checkpoint.fingerprint import differences, fingerprint, zero_stage_name
+from adora_vl.checkpoint.fingerprint import fingerprint, fingerprint_differences, zero_stage_name
 from adora_vl.checkpoint.resume import choose_start_point
 from adora_vl.checkpoint.run_files import SET_ASIDE_FOLDER
 from adora_vl.checkpoint.universal import (
@@ -87,7 +87,10 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
         damage(newer)
         assert reason in str(store.describe_checkpoint_damage(newer)), name
         start = choose_start_point(
-            tmp_path / name, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT
+            tmp_path / name,
+            resume_from_checkpoint=None,
+            overwrite=False,
+            run_fingerprint=FINGERPRINT,
         )
         assert start.checkpoint == str(older), name
         assert start.notes[0].startswith(f"skipped {newer}: "), name
@@ -97,7 +100,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
                 tmp_path / name,
                 resume_from_checkpoint=str(newer),
                 overwrite=False,
-                current=FINGERPRINT,
+                run_fingerprint=FINGERPRINT,
             )
 
 
@@ -107,10 +110,10 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
         UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"
     ):
         choose_start_point(
-            tmp_path, resume_from_checkpoint="auto", overwrite=False, current=FINGERPRINT
+            tmp_path, resume_from_checkpoint="auto", overwrite=False, run_fingerprint=FINGERPRINT
         )
     start = choose_start_point(
-        tmp_path, resume_from_checkpoint="auto", overwrite=True, current=FINGERPRINT
+        tmp_path, resume_from_checkpoint="auto", overwrite=True, run_fingerprint=FINGERPRINT
     )
     assert start.checkpoint is None
     assert start.replaces
@@ -125,7 +128,7 @@ def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_
             tmp_path,
             resume_from_checkpoint=None,
             overwrite=False,
-            current={"adora_method.adora.factor": "0.2", "dataset": "xyz"},
+            run_fingerprint={"adora_method.adora.factor": "0.2", "dataset": "xyz"},
         )
     start = choose_start_point(
         tmp_path,
@@ -149,7 +152,7 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
                 tmp_path,
                 resume_from_checkpoint=resume_from,
                 overwrite=False,
-                current={**SHARDED, "processes": "1"},
+                run_fingerprint={**SHARDED, "processes": "1"},
             )
         with pytest.raises(
             UserError,
@@ -159,7 +162,7 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
                 tmp_path,
                 resume_from_checkpoint=resume_from,
                 overwrite=False,
-                current={**SHARDED, "sharding": "none"},
+                run_fingerprint={**SHARDED, "sharding": "none"},
             )
     universal = write_checkpoint(tmp_path / "universal", 10, SHARDED)
     (universal / "latest_universal").write_text("global_step")
@@ -167,7 +170,7 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
         tmp_path,
         resume_from_checkpoint=str(universal),
         overwrite=False,
-        current={**SHARDED, "processes": "1"},
+        run_fingerprint={**SHARDED, "processes": "1"},
     ).notes[1:] == ["changed since then: processes: 2 -> 1"]
     assert (
         zero_stage_name(training_config(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))) == "zero3"
@@ -267,22 +270,28 @@ def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
 def test_the_words_of_resume_from_checkpoint(tmp_path):
     assert (
         choose_start_point(
-            tmp_path / "new", resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT
+            tmp_path / "new",
+            resume_from_checkpoint=None,
+            overwrite=False,
+            run_fingerprint=FINGERPRINT,
         ).checkpoint
         is None
     )
     with pytest.raises(UserError, match="true, but"):
         choose_start_point(
-            tmp_path / "new", resume_from_checkpoint="true", overwrite=False, current=FINGERPRINT
+            tmp_path / "new",
+            resume_from_checkpoint="true",
+            overwrite=False,
+            run_fingerprint=FINGERPRINT,
         )
     newest = write_checkpoint(tmp_path, 10)
     for word in (None, "auto", "true", True):
         assert choose_start_point(
-            tmp_path, resume_from_checkpoint=word, overwrite=False, current=FINGERPRINT
+            tmp_path, resume_from_checkpoint=word, overwrite=False, run_fingerprint=FINGERPRINT
         ).checkpoint == str(newest)
     with pytest.raises(UserError, match="false, but .* holds checkpoint-10"):
         choose_start_point(
-            tmp_path, resume_from_checkpoint="false", overwrite=False, current=FINGERPRINT
+            tmp_path, resume_from_checkpoint="false", overwrite=False, run_fingerprint=FINGERPRINT
         )
 
 
@@ -295,7 +304,7 @@ def test_differences_name_what_a_person_sets_first():
         "gone: 1 -> not set",
         "new: not set -> 3",
     ]
-    assert differences(before, now) == expected
+    assert fingerprint_differences(before, now) == expected
 
 
 def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_path):
@@ -321,13 +330,13 @@ def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_p
         (home / name).write_bytes(content)
     before = of(home)
     moved = home.rename(tmp_path / "there")
-    assert differences(before, of(moved)) == []
+    assert fingerprint_differences(before, of(moved)) == []
     for key, name in (
         ("dataset", "data/data/train-0.parquet"),
         ("model", "model/model.safetensors"),
     ):
         (moved / name).write_bytes(b"13")
-        (line,) = differences(before, of(moved))
+        (line,) = fingerprint_differences(before, of(moved))
         assert line.startswith(f"{key}: ")
         (moved / name).write_bytes(b"12")
 
@@ -339,8 +348,8 @@ def test_a_reward_function_that_was_edited_is_another_run():
             AdoraKeys(), data=["d"], model="m", revision="r", processes=1, code_hashes=code_hashes
         )
 
-    assert differences(of("1a"), of("1a")) == []
-    assert differences(of("1a"), of("2b")) == ["reward my_rewards.py: 1a -> 2b"]
+    assert fingerprint_differences(of("1a"), of("1a")) == []
+    assert fingerprint_differences(of("1a"), of("2b")) == ["reward my_rewards.py: 1a -> 2b"]
 
 
 def test_a_judge_that_has_moved_is_the_same_run():
@@ -356,9 +365,9 @@ def test_a_judge_that_has_moved_is_the_same_run():
         )
 
     before = of()
-    assert differences(before, of(base_url="http://b:8124/v1", concurrency=4)) == []
+    assert fingerprint_differences(before, of(base_url="http://b:8124/v1", concurrency=4)) == []
     for changed in ({"model": "k"}, {"instruction": "Judge."}, {"max_tokens": 9}, {"budget": 9}):
-        (line,) = differences(before, of(**changed))
+        (line,) = fingerprint_differences(before, of(**changed))
         assert line.startswith("adora_reward: ")
 
 
@@ -372,14 +381,21 @@ def test_a_reward_by_its_older_name_is_the_same_run():
     now = of("boxed_accuracy")
     assert of("adora") == now
     saved = {**now, "adora_reward": '["adora"]'}
-    assert differences(saved, now) == []
-    assert differences(saved, of("accuracy")) == [
+    assert fingerprint_differences(saved, now) == []
+    assert fingerprint_differences(saved, of("accuracy")) == [
         'adora_reward: ["boxed_accuracy"] -> ["accuracy"]'
     ]
     rounding = of({"boxed_accuracy": {"rounding": True}})
-    assert differences({**now, "adora_reward": '[{"adora": {"rounding": true}}]'}, rounding) == []
+    assert (
+        fingerprint_differences(
+            {**now, "adora_reward": '[{"adora": {"rounding": true}}]'}, rounding
+        )
+        == []
+    )
     from_python = {"reward_funcs": '["adora", "mine"]'}
-    assert differences(from_python, {"reward_funcs": '["boxed_accuracy", "mine"]'}) == []
+    assert (
+        fingerprint_differences(from_python, {"reward_funcs": '["boxed_accuracy", "mine"]'}) == []
+    )
 
 
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
@@ -517,7 +533,7 @@ def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
             processes=1,
         )
 
-    assert differences(of(None), of(None, 2)) == []
+    assert fingerprint_differences(of(None), of(None, 2)) == []
     assert "adora_rollouts.budget" not in of(None)
-    assert len(differences(of(None), of(9))) == 2
-    assert differences(of(9), of(9, 2)) == ["adora_rollouts.staleness: 4 -> 2"]
+    assert len(fingerprint_differences(of(None), of(9))) == 2
+    assert fingerprint_differences(of(9), of(9, 2)) == ["adora_rollouts.staleness: 4 -> 2"]

@@ -91,7 +91,10 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
     before = names_of_files(write_run(tmp_path, 4, 8))
     for resume_from in (None, "auto", "false"):
         start = choose_start_point(
-            tmp_path, resume_from_checkpoint=resume_from, overwrite=True, current=FINGERPRINT
+            tmp_path,
+            resume_from_checkpoint=resume_from,
+            overwrite=True,
+            run_fingerprint=FINGERPRINT,
         )
         assert start.checkpoint is None
         assert start.replaces
@@ -106,10 +109,10 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
     for resume_from in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
         with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
             choose_start_point(
-                run, resume_from_checkpoint=resume_from, overwrite=True, current=FINGERPRINT
+                run, resume_from_checkpoint=resume_from, overwrite=True, run_fingerprint=FINGERPRINT
             )
     start = choose_start_point(
-        run, resume_from_checkpoint=str(elsewhere), overwrite=True, current=FINGERPRINT
+        run, resume_from_checkpoint=str(elsewhere), overwrite=True, run_fingerprint=FINGERPRINT
     )
     assert start.checkpoint == str(elsewhere)
     assert start.replaces
@@ -140,12 +143,12 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
                 run,
                 resume_from_checkpoint=str(run / name),
                 overwrite=overwrite,
-                current=FINGERPRINT,
+                run_fingerprint=FINGERPRINT,
             )
     assert names_of_files(run) == before
     moved = (run / SET_ASIDE_FOLDER / "checkpoint-4").rename(tmp_path / "checkpoint-4")
     assert choose_start_point(
-        run, resume_from_checkpoint=str(moved), overwrite=True, current=FINGERPRINT
+        run, resume_from_checkpoint=str(moved), overwrite=True, run_fingerprint=FINGERPRINT
     ).checkpoint == str(moved)
 
 
@@ -184,8 +187,8 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
                 run,
                 resume_from_checkpoint=None,
                 overwrite=True,
-                current=FINGERPRINT,
-                inputs=[InputFolder(key, str(run / inside))],
+                run_fingerprint=FINGERPRINT,
+                input_folders=[InputFolder(key, str(run / inside))],
             )
     assert names_of_files(run) == before
     for elsewhere in (tmp_path, run / "eval", "somebody/model"):
@@ -193,8 +196,8 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
             run,
             resume_from_checkpoint=None,
             overwrite=True,
-            current=FINGERPRINT,
-            inputs=[InputFolder("model_name_or_path", str(elsewhere))],
+            run_fingerprint=FINGERPRINT,
+            input_folders=[InputFolder("model_name_or_path", str(elsewhere))],
         ).replaces
 
 
@@ -208,7 +211,7 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
     for overwrite in (False, True):  # the crash, and the same or the plain command again
         (run / "metrics.jsonl").write_text(METRICS_OF_CRASHED_RUN)
         start = choose_start_point(
-            run, resume_from_checkpoint=None, overwrite=overwrite, current=FINGERPRINT
+            run, resume_from_checkpoint=None, overwrite=overwrite, run_fingerprint=FINGERPRINT
         )
         assert start.checkpoint is None
         if start.replaces:
@@ -249,9 +252,11 @@ def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
         match="^output_dir: .* holds a finished run; choose another output_dir, or start anew with --overwrite_output_d"
         r"ir true, which deletes 'model.safetensors', .* and \d more once the new run has a whole checkpoint$",
     ):
-        choose_start_point(run, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT)
+        choose_start_point(
+            run, resume_from_checkpoint=None, overwrite=False, run_fingerprint=FINGERPRINT
+        )
     assert choose_start_point(
-        run, resume_from_checkpoint=None, overwrite=True, current=FINGERPRINT
+        run, resume_from_checkpoint=None, overwrite=True, run_fingerprint=FINGERPRINT
     ).replaces
 
 
@@ -609,7 +614,7 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
         UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"
     ):
         choose_start_point(
-            tmp_path, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT
+            tmp_path, resume_from_checkpoint=None, overwrite=False, run_fingerprint=FINGERPRINT
         )
     write_checkpoint(tmp_path, 4)
     with pytest.raises(
@@ -619,7 +624,7 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
             tmp_path,
             resume_from_checkpoint=None,
             overwrite=False,
-            current={**FINGERPRINT, "adora_method.adora.factor": "0.2"},
+            run_fingerprint={**FINGERPRINT, "adora_method.adora.factor": "0.2"},
         )
 
 

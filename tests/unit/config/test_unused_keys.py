@@ -9,7 +9,12 @@ from trl import ModelConfig
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import build_batch_layout
 from adora_vl.config.trl_keys import OUR_LIBRARY, config_key_by_name
-from adora_vl.config.unused_keys import _UNUSED_KEYS, RunSettings, refuse_unused, unused_keys
+from adora_vl.config.unused_keys import (
+    _CONDITIONAL_KEYS,
+    RunSettings,
+    notes_on_unused_keys,
+    refuse_unusable_keys,
+)
 from adora_vl.utils.errors import UserError
 
 # Those that a run reads, or that are refused by another check. Before a key of a new version of TRL
@@ -72,14 +77,14 @@ def lines_about(
     model: ModelConfig | None = None, trains_adapter: bool = False, **keys: Any
 ) -> list[str]:
     """Return the lines about keys that have no effect in a run with these."""
-    return unused_keys(
+    return notes_on_unused_keys(
         RunSettings(config(**keys), model or ModelConfig(), trains_adapter, trl_evaluates=False)
     )
 
 
 def test_every_key_of_the_libraries_is_read_named_or_refused():
     """No key of TRL or Transformers is ignored without a word."""
-    may_be_unused = {key for group in _UNUSED_KEYS for key in group.keys}
+    may_be_unused = {key for group in _CONDITIONAL_KEYS for key in group.keys}
     refused = {key for keys, _ in REFUSED for key in keys} | {"parallelism_config"}
     always_read = set(KEYS_THAT_ARE_READ.split())
     keys_of_libraries = {
@@ -102,7 +107,7 @@ def other_value(default: Any) -> Any:
 
 
 def keys_that_may_be_unused() -> Iterator[tuple[str, str]]:
-    for group in _UNUSED_KEYS:
+    for group in _CONDITIONAL_KEYS:
         for key in group.keys:
             yield key, group.reason
 
@@ -110,7 +115,7 @@ def keys_that_may_be_unused() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(("key", "reason"), list(keys_that_may_be_unused()))
 def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
     settings = RunSettings(config(), ModelConfig(), trains_adapter=False, trl_evaluates=False)
-    assert unused_keys(settings) == []
+    assert notes_on_unused_keys(settings) == []
     if reason.startswith("with "):  # which holds for other values of other keys
         settings.config.use_vllm = True
         settings.config.gradient_checkpointing = False
@@ -119,7 +124,7 @@ def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
         settings.config.loss_type = "vespo"
     keys: Any = settings.model if hasattr(settings.model, key) else settings.config
     setattr(keys, key, other_value(getattr(keys, key)))
-    assert unused_keys(settings) == [f"{key}: does nothing {reason}"]
+    assert notes_on_unused_keys(settings) == [f"{key}: does nothing {reason}"]
 
 
 def test_keys_with_one_reason_share_a_line_and_what_is_read_has_none():
@@ -138,14 +143,14 @@ def test_keys_with_one_reason_share_a_line_and_what_is_read_has_none():
 @pytest.mark.parametrize(("keys", "begins"), REFUSED)
 def test_a_key_that_would_not_do_what_it_is_set_for_is_refused(keys, begins):
     with pytest.raises(UserError, match=f"^{begins}"):
-        refuse_unused(config(**keys))
+        refuse_unusable_keys(config(**keys))
 
 
 def test_a_rate_that_waits_for_evaluations_needs_those_of_trl():
     plateau = config(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=2)
-    refuse_unused(plateau, trl_evaluates=True)
+    refuse_unusable_keys(plateau, trl_evaluates=True)
     with pytest.raises(UserError, match="^lr_scheduler_type: reduce_lr_on_plateau is never told"):
-        refuse_unused(plateau)
+        refuse_unusable_keys(plateau)
 
 
 def test_a_step_that_passes_over_a_generation_twice_is_refused():

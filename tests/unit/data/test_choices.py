@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.builtin.builtin_data import data_folders
-from adora_vl.checkpoint.fingerprint import Fingerprint, differences, fingerprint
+from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, fingerprint_differences
 from adora_vl.checkpoint.resume import choose_start_point
 from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split, split_files
@@ -198,23 +198,31 @@ def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
     before = {
         folder: {**fingerprint_of(folder), "adora_prompt": "null"} for folder in (data, drawn)
     }
-    assert differences(before[drawn], fingerprint_of(drawn)) == [], (
+    assert fingerprint_differences(before[drawn], fingerprint_of(drawn)) == [], (
         "nothing has changed without choices"
     )
-    assert differences(before[data], fingerprint_of(data, "--adora_prompt", "null")) == []
-    assert differences(before[data], fingerprint_of(data, "--adora_prompt", "{problem}")) == []
+    assert (
+        fingerprint_differences(before[data], fingerprint_of(data, "--adora_prompt", "null")) == []
+    )
+    assert (
+        fingerprint_differences(before[data], fingerprint_of(data, "--adora_prompt", "{problem}"))
+        == []
+    )
     checkpoint = write_checkpoint(tmp_path, 10, before[data])
     with pytest.raises(
         UserError, match=r"of another run: adora_prompt: null -> \"{problem}\\n.*; set it back"
     ):
         choose_start_point(
-            tmp_path, resume_from_checkpoint=None, overwrite=False, current=fingerprint_of(data)
+            tmp_path,
+            resume_from_checkpoint=None,
+            overwrite=False,
+            run_fingerprint=fingerprint_of(data),
         )
     started = choose_start_point(
         tmp_path,
         resume_from_checkpoint=None,
         overwrite=False,
-        current=fingerprint_of(data, "--adora_prompt", "null"),
+        run_fingerprint=fingerprint_of(data, "--adora_prompt", "null"),
     )
     assert started.checkpoint == str(checkpoint)
 

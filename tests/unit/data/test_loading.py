@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.builtin.builtin_data import data_folders
-from adora_vl.checkpoint.fingerprint import differences, fingerprint
+from adora_vl.checkpoint.fingerprint import fingerprint, fingerprint_differences
 from adora_vl.config.schema import parse
 from adora_vl.conversion import convert as convert_module
 from adora_vl.conversion.convert import ensure_converted
@@ -134,14 +134,14 @@ def test_a_resume_sees_another_data_set_share_prompt_or_order(
     system.write_text("Be brief.\n")
     mixed = ("--dataset_name", *sets, "--adora_mixture", 0.6, 0.4)
     before = of(*mixed)
-    assert differences(before, of(*mixed)) == []
+    assert fingerprint_differences(before, of(*mixed)) == []
     for key, words in {
         "adora_mixture": ("--dataset_name", *sets, "--adora_mixture", 0.5, 0.5),
         "dataset": ("--dataset_name", *sets[::-1], "--adora_mixture", 0.6, 0.4),
         "adora_prompt": (*mixed, "--adora_prompt", "{problem}!"),
         "adora_system_prompt": (*mixed, "--adora_system_prompt", system),
     }.items():
-        (changed,) = differences(before, of(*words))
+        (changed,) = fingerprint_differences(before, of(*words))
         assert changed.startswith(f"{key}: ")
     system.write_text("Be very brief.\n")
     assert "very brief" in of(*mixed, "--adora_system_prompt", system)["adora_system_prompt"]

@@ -14,7 +14,7 @@ from datasets import Dataset, Features
 from transformers import Qwen2Config
 from trl.data_utils import prepare_multimodal_messages
 
-from adora_vl.checkpoint.fingerprint import differences, fingerprint
+from adora_vl.checkpoint.fingerprint import fingerprint, fingerprint_differences
 from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
@@ -464,9 +464,9 @@ def test_a_resume_sees_the_same_rows(data: Path) -> None:
         )
 
     assert of([]) == of([], "error"), "where nothing is left out, the key changes no run"
-    assert differences(of(["a", "b"]), of(["a", "b"])) == []
+    assert fingerprint_differences(of(["a", "b"]), of(["a", "b"])) == []
     for another_selection in ([], ["a"], ["a", "c"]):
-        (changed,) = differences(of(["a", "b"]), of(another_selection))
+        (changed,) = fingerprint_differences(of(["a", "b"]), of(another_selection))
         assert changed.startswith("rows left out: 2 (")
 
 

@@ -232,7 +232,13 @@ def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, sin
     (tmp_path / f"{ranks._SHARED_FILE_PREFIX}of-a-start-that-was-killed").touch()
     token = create_token_file(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [token]
-    check_ranks(tmp_path, token, first={"seed": "1"}, mine={"seed": "1"}, patience_s=0)
+    check_ranks(
+        tmp_path,
+        token,
+        rank0_fingerprint={"seed": "1"},
+        rank_fingerprint={"seed": "1"},
+        patience_s=0,
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -246,7 +252,7 @@ def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
     with pytest.raises(
         UserError, match="is not the folder that rank 0 has on .*a disk that they share"
     ):
-        check_ranks(theirs, token, first={}, mine={}, patience_s=0)
+        check_ranks(theirs, token, rank0_fingerprint={}, rank_fingerprint={}, patience_s=0)
 
 
 def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
@@ -254,7 +260,7 @@ def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
     (tmp_path / token).unlink()
     late = threading.Timer(0.3, (tmp_path / token).touch)
     late.start()
-    check_ranks(tmp_path, token, first={}, mine={}, patience_s=30)
+    check_ranks(tmp_path, token, rank0_fingerprint={}, rank_fingerprint={}, patience_s=30)
     late.join()
 
 
@@ -265,8 +271,8 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, sing
         check_ranks(
             tmp_path,
             token,
-            first={"seed": "1", "beta": "0"},
-            mine={"seed": "2", "beta": "1"},
+            rank0_fingerprint={"seed": "1", "beta": "0"},
+            rank_fingerprint={"seed": "2", "beta": "1"},
             patience_s=0,
         )
 

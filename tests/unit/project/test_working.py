@@ -46,7 +46,7 @@ def test_the_solver_agrees_with_the_task_and_tells_work_from_luck(kind_name):
         assert (bare.new_count, bare.unread_count) == (0, 0)
         slipped = check_claims(slipped_working(rng, problem), figure)
         assert slipped.false_count >= 1
-        assert slipped.is_luck
+        assert slipped.is_right_by_luck
 
 
 def test_no_numbers_of_the_held_out_problems_are_taught():

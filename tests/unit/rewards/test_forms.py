@@ -17,7 +17,7 @@ from adora_vl.rewards import canonical_gold, compare, grade, reward_function, ve
 from adora_vl.rewards.answer import Answer
 from adora_vl.rewards.brackets import MAX_PARTS
 from adora_vl.rewards.compare_values import ComparisonResult
-from adora_vl.rewards.completion import boxes_in_a_row
+from adora_vl.rewards.completion import last_adjacent_boxes
 from adora_vl.rewards.explain import RULE_IN_WORDS, explain_grade
 from benchmarks.grading_corpus import cases
 
@@ -364,10 +364,10 @@ def test_boxes_before_the_block_of_the_answer_are_no_part_of_it() -> None:
 
 
 def test_boxes_in_a_row_end_where_something_else_stands_between() -> None:
-    assert boxes_in_a_row(r"\boxed{1}, no: \boxed{2} and \boxed{3}", False) == ["2", "3"]
-    assert boxes_in_a_row(r"\boxed{1} papers and \boxed{2} bins", False) == ["1", "2"]
-    assert boxes_in_a_row(r"\boxed{1} no no no \boxed{2}", False) == ["2"]
-    assert len(boxes_in_a_row(r"\boxed{1}," * 9000, False)) < 40
+    assert last_adjacent_boxes(r"\boxed{1}, no: \boxed{2} and \boxed{3}", False) == ["2", "3"]
+    assert last_adjacent_boxes(r"\boxed{1} papers and \boxed{2} bins", False) == ["1", "2"]
+    assert last_adjacent_boxes(r"\boxed{1} no no no \boxed{2}", False) == ["2"]
+    assert len(last_adjacent_boxes(r"\boxed{1}," * 9000, False)) < 40
 
 
 def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from adora_vl.config.command import parse_command
 from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer_tags
 from adora_vl.prepare import prepare
 from adora_vl.rewards import PRESETS, choose_rewards, grade_batch, reward_function
-from adora_vl.rewards.choose import reward_range
+from adora_vl.rewards.choose import range_of_weighted_sum
 from adora_vl.rewards.completion import (
     REFLECTIVE_WORD_PATTERN,
     REFLECTIVE_WORD_REGEX,
@@ -105,16 +105,16 @@ def test_an_older_name_of_a_preset_is_read_as_the_present_one() -> None:
 
 def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
     for preset, expected in REWARDS_BY_PRESET.items():
-        assert reward_range([preset], [1.0]) == (min(expected), max(expected)), preset
-    assert reward_range(
+        assert range_of_weighted_sum([preset], [1.0]) == (min(expected), max(expected)), preset
+    assert range_of_weighted_sum(
         ["boxed_accuracy", "knights_logic_rl", "think_format"], [1.0, -1.0, 0.5]
     ) == (
         -3.0,
         4.5,
     )
-    assert reward_range(["boxed_accuracy", "my.py:f"], [1.0, 0.0]) == (0.0, 1.0)
-    assert reward_range(["boxed_accuracy", "my.py:f"], [1.0, 0.1]) is None  # nobody knows
-    assert reward_range(["judge"], [1.0]) is None
+    assert range_of_weighted_sum(["boxed_accuracy", "my.py:f"], [1.0, 0.0]) == (0.0, 1.0)
+    assert range_of_weighted_sum(["boxed_accuracy", "my.py:f"], [1.0, 0.1]) is None  # nobody knows
+    assert range_of_weighted_sum(["judge"], [1.0]) is None
 
 
 def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> None:

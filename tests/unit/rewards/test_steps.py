@@ -18,7 +18,7 @@ from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
 from adora_vl.preflight.check_rewards import check_criteria
 from adora_vl.report.run_view import ROLLOUT, load_run
-from adora_vl.rewards.choose import check_reward_sums, choose_rewards, reward_range
+from adora_vl.rewards.choose import check_reward_sums, choose_rewards, range_of_weighted_sum
 from adora_vl.rewards.explain import main
 from adora_vl.rewards.steps import StepsReward, check_claims, text_up_to_answer
 from adora_vl.utils.errors import UserError
@@ -223,7 +223,7 @@ def test_a_run_knows_its_range_and_its_column() -> None:
         "accuracy_reward",
         "steps_reward",
     ]
-    assert reward_range(["accuracy", "steps"], [1.0, 0.2]) == (0.0, 1.2)
+    assert range_of_weighted_sum(["accuracy", "steps"], [1.0, 0.2]) == (0.0, 1.2)
     check_reward_sums(["accuracy", "steps"], [1.0, 0.2], 0.5)
     with pytest.raises(UserError, match="needs the column 'figure'"):
         chosen.check_columns({"answer", "problem"})

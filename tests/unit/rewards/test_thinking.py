@@ -11,7 +11,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rewards import choose_rewards, explain, grade
 from adora_vl.rewards.judge import parse_score
 from adora_vl.rewards.knights import knights_verdict
-from adora_vl.rewards.thinking import final_part, is_blank, opens_thinking
+from adora_vl.rewards.thinking import is_blank, opens_thinking, text_after_thinking
 from adora_vl.rollout.rollouts import FinishReason, Rollout, Segment
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.scoring import RewardFunctions
@@ -61,9 +61,9 @@ def test_the_answer_behind_the_thinking_is_paid(response: str, thinking_opened: 
 
 def test_the_final_part_of_a_final_part_is_itself() -> None:
     for response, _ in [*RESPONSES_WITHOUT_ANSWER, *RESPONSES_WITH_ANSWER]:
-        part = final_part(response)
-        assert final_part(part) == part
-    assert final_part("5 </think") == "5 </think"
+        part = text_after_thinking(response)
+        assert text_after_thinking(part) == part
+    assert text_after_thinking("5 </think") == "5 </think"
 
 
 def test_reasoning_that_the_tokenizer_has_parsed_out_is_no_answer_and_counts_as_thinking() -> None:

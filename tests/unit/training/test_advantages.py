@@ -218,10 +218,10 @@ def test_work_that_the_reward_steps_counts_reaches_the_groups():
     facts = rollout_facts(rewards_NF).with_logged(extra_columns=claim_counts, logged_metrics={})
     assessment = computer.assess(facts, group_size=2, step=0)
     groups = assessment.groups
-    assert groups.work_PG is not None
-    assert groups.work_PG[0].tolist() == [2.0, 0.0]
-    assert groups.work_PG[1].isnan().all()
-    assert groups.has_work_P.tolist() == [True, False]
+    assert groups.net_claims_PG is not None
+    assert groups.net_claims_PG[0].tolist() == [2.0, 0.0]
+    assert groups.net_claims_PG[1].isnan().all()
+    assert groups.has_net_claims_P.tolist() == [True, False]
     # Without work the second group is compared by length.
     assert assessment.weighting.tas_P.tolist() == [True, False]
     columns = criteria_columns(groups)
@@ -237,7 +237,7 @@ def test_a_run_without_the_reward_steps_has_no_work():
     )
     facts = rollout_facts(torch.tensor([[1.0], [0.0], [1.0], [0.0]]))
     groups = computer.assess(facts, group_size=2, step=0).groups
-    assert groups.work_PG is None
+    assert groups.net_claims_PG is None
     assert "work_right" not in criteria_columns(groups)
 
 
