@@ -434,8 +434,9 @@ def _with_option_in_list(
 ) -> list[Any]:
     """Return a copy of a list in which an option of one of its items is set.
 
-    An item is a name, or a mapping of one name to its options. For example, the path (b, c) and the
-    value 1 make `[a, {b: {c: 1}}]` of `[a, b]`.
+    An item is a name, or a mapping of one name to its options, as in
+    `adora_reward: [accuracy, {judge: {model: m}}]`. For example, the path (judge, model) and the
+    value m make `[accuracy, {judge: {model: m}}]` of `[accuracy, judge]`.
 
     `option_path`: the name of the item, then the names down to the option. Raises `UserError` for
     an item that is not in the list.
@@ -478,10 +479,10 @@ def _words_to_yaml_value(words: CliWords) -> Any:
 
 
 def _words_for_annotation(key: str, words: CliWords, hint: Any) -> Any:
-    """Return the words that follow a key on the command line in the form that `convert` takes.
+    """Return the words that follow a key on the command line as one value, still unconverted.
 
-    That is true for a flag without words, a list for a key that takes one, else the only word.
-    `hint`: the annotation of the key. Raises `UserError` for no word or too many.
+    The value is True for a flag without words, a list for a key that takes a list, else the only
+    word. `hint`: the annotation of the key. Raises `UserError` for no word or too many.
     """
     if not words and allows_type(hint, bool):
         return True

@@ -64,14 +64,14 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         The best of many evaluations on one set is overfitted to that set. Besides, Transformers
         would choose by an evaluation that is not this project's.
         """
-        instead = (
+        remedy = (
             "keep checkpoints with save_total_limit: null and `python -m adora_vl.export "
             "OUT/checkpoint-N BEST`"
         )
         if self.load_best_model_at_end:
-            raise UserError(f"load_best_model_at_end: true is not supported; {instead}")
+            raise UserError(f"load_best_model_at_end: true is not supported; {remedy}")
         if spelled_in_config(self.save_strategy) == "best":
-            raise UserError(f"save_strategy: best is not supported; {instead}")
+            raise UserError(f"save_strategy: best is not supported; {remedy}")
 
     def _init_trl_keys(self, planned_processes: int | None) -> None:
         """Let TRL check its keys and fill in those that follow from others.

@@ -106,7 +106,7 @@ class Plan:
 
         Below 1 there is no room for any image.
         """
-        # Neither a key nor the model limits the tokens of a prompt with its answer.
+        # None where neither a key nor the model limits the tokens of a prompt with its answer
         if self.limit is None:
             return MAX_IMAGE_TOKENS
         return self.limit.tokens - self.limit.tokens_for(self.lengths.longest_text)

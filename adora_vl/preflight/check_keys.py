@@ -103,8 +103,8 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
 
 def _check_rollouts(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of sampling that contradict each other."""
-    # The drift guard compares the log-probabilities of the policy with those that vLLM returns. A
-    # run has vLLM's only if its loss depends on them (`loss_uses_engine_logps`).
+    # The drift guard stops a run whose policy and engine disagree: it compares their
+    # log-probabilities. A run asks vLLM for them only if its loss depends on them.
     lacks_engine_logps = config.use_vllm and not config.loss_uses_engine_logps
     if lacks_engine_logps and config.adora_max_drift is not None:
         raise UserError(
@@ -133,18 +133,18 @@ def check_old_logps(config: AdoraGRPOConfig) -> None:
     """
     if config.adora_rollouts.old_logps != "engine":
         return
-    key = "adora_rollouts.old_logps: engine"
+    setting = "adora_rollouts.old_logps: engine"
     if not config.use_vllm:
-        raise conflict_error(key, "use_vllm: false, where no engine scores", ENGINE_REMEDY)
+        raise conflict_error(setting, "use_vllm: false, where no engine scores", ENGINE_REMEDY)
     if config.vllm_importance_sampling_correction:
         raise UserError(
-            f"{key} compares the policy with the engine already, and "
+            f"{setting} compares the policy with the engine already, and "
             "vllm_importance_sampling_correction: true would weigh their difference twice; set it "
             "to false"
         )
     # Stock TRL makes a pass for the policy's own old log-probabilities.
     if not config.uses("skip_old_pass"):
-        raise conflict_error(key, "adora_stock_step, whose skip_old_pass makes the pass")
+        raise conflict_error(setting, "adora_stock_step, whose skip_old_pass makes the pass")
 
 
 def check_servers(config: AdoraGRPOConfig) -> None:
@@ -172,18 +172,20 @@ def check_refill(config: AdoraGRPOConfig) -> None:
     refill = config.adora_rollouts.refill
     if refill == 0:
         return
-    key = f"adora_rollouts.refill: {refill}"
+    setting = f"adora_rollouts.refill: {refill}"
     rows = rows_per_process(config)
     if rows % config.num_generations != 0:
         raise UserError(
-            f"{key} needs whole groups on every process, but one samples {rows} rollouts at a "
+            f"{setting} needs whole groups on every process, but one samples {rows} rollouts at a "
             f"time and num_generations is {config.num_generations}; make "
             "per_device_train_batch_size a multiple of it"
         )
-    # The setting because of which the loss depends on the rows of a micro-batch; empty without one.
-    obstacle = setting_against_regrouping(config)
-    if obstacle:
-        raise conflict_error(key, f"{obstacle}, which depends on the rows of a micro-batch")
+    # Such as `loss_type: bnpo`, whose loss depends on which rows share a micro-batch; else empty.
+    forbidding_setting = setting_against_regrouping(config)
+    if forbidding_setting:
+        raise conflict_error(
+            setting, f"{forbidding_setting}, which depends on the rows of a micro-batch"
+        )
 
 
 def rows_per_process(config: AdoraGRPOConfig) -> int:
@@ -214,59 +216,59 @@ def check_budget(config: AdoraGRPOConfig) -> None:
     budget = config.adora_rollouts.budget
     if budget is None:
         return
-    key = f"adora_rollouts.budget: {budget}"
-    _check_continued_answers(config, key)
-    _check_groups_that_wait(config, key)
+    setting = f"adora_rollouts.budget: {budget}"
+    _check_continued_answers(config, setting)
+    _check_groups_that_wait(config, setting)
     if config.corrects_per_sequence:
         mode = config.vllm_importance_sampling_mode
         raise UserError(
-            f"{key} learns less from an answer the longer it is where the ratio to the earlier "
+            f"{setting} learns less from an answer the longer it is where the ratio to the earlier "
             f"weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's "
             "default is sequence_mask); set vllm_importance_sampling_mode: token_truncate"
         )
 
 
-def _check_continued_answers(config: AdoraGRPOConfig, key: str) -> None:
+def _check_continued_answers(config: AdoraGRPOConfig, setting: str) -> None:
     """Raise `UserError` if answers cannot be sampled in several parts.
 
-    `key`: the key that asks for it, with its value.
+    `setting`: the key that asks for it, with its value.
     """
     if not config.use_vllm:
-        raise conflict_error(key, "use_vllm: false", ENGINE_REMEDY)
+        raise conflict_error(setting, "use_vllm: false", ENGINE_REMEDY)
     # The loss corrects for older weights by the log-probabilities that vLLM returns.
     if not config.loss_uses_engine_logps:
-        raise conflict_error(key, "vllm_importance_sampling_correction: false")
+        raise conflict_error(setting, "vllm_importance_sampling_correction: false")
     # vLLM would match the pattern, and apply many other parameters, to the continued part alone.
     if config.vllm_structured_outputs_regex:
-        raise conflict_error(key, "vllm_structured_outputs_regex")
+        raise conflict_error(setting, "vllm_structured_outputs_regex")
     parameters = set(config.generation_kwargs or {})
     unfit_parameters = sorted(parameters - _PARAMETERS_FOR_CONTINUED_ANSWERS)
     if unfit_parameters:
-        raise conflict_error(key, f"generation_kwargs: {', '.join(unfit_parameters)}")
+        raise conflict_error(setting, f"generation_kwargs: {', '.join(unfit_parameters)}")
 
 
-def _check_groups_that_wait(config: AdoraGRPOConfig, key: str) -> None:
+def _check_groups_that_wait(config: AdoraGRPOConfig, setting: str) -> None:
     """Raise `UserError` if a group cannot wait as a whole until its last answer is finished.
 
     A group stays together only in micro-batches of whole groups. No setting may forbid such
     micro-batches, and one of some keys has to ask for them (`asks_for_regrouping`).
 
-    `key`: the key that lets groups wait, with its value.
+    `setting`: the key that lets groups wait, with its value.
     """
-    obstacle = setting_against_regrouping(config)
-    if obstacle:
-        raise conflict_error(key, obstacle)
+    forbidding_setting = setting_against_regrouping(config)
+    if forbidding_setting:
+        raise conflict_error(setting, forbidding_setting)
     if not asks_for_regrouping(config):
-        raise conflict_error(key, "the keys of micro-batches of whole groups all false")
+        raise conflict_error(setting, "the keys of micro-batches of whole groups all false")
     rows = rows_per_process(config)
     if rows % config.num_generations != 0:
-        raise conflict_error(key, f"{rows} rollouts per process, which are no whole groups")
+        raise conflict_error(setting, f"{rows} rollouts per process, which are no whole groups")
     if rows < 2 * config.num_generations:
-        raise conflict_error(key, "one group per process, which has to end in every generation")
-    _refuse_steps_across_generations(config, key)
+        raise conflict_error(setting, "one group per process, which has to end in every generation")
+    _refuse_steps_across_generations(config, setting)
 
 
-def _refuse_steps_across_generations(config: AdoraGRPOConfig, key: str) -> None:
+def _refuse_steps_across_generations(config: AdoraGRPOConfig, setting: str) -> None:
     """Raise `UserError` where an optimizer step may begin in one generation and end in the next.
 
     A rollout that waits for a later generation carries the number of the generation in which it
@@ -274,28 +276,28 @@ def _refuse_steps_across_generations(config: AdoraGRPOConfig, key: str) -> None:
     same length. If a step may begin in one generation and end in the next, the last step of an
     epoch may be shorter. For example, 6 micro-batches of a generation and 4 of a step are refused.
 
-    `key`: the key that lets rollouts wait, with its value.
+    `setting`: the key that lets rollouts wait, with its value.
     """
     layout = BatchLayout.of(config)
     per_generation = layout.micro_batches_per_generation
     per_step = layout.gradient_accumulation_steps
     if per_generation % per_step != 0 and per_step % per_generation != 0:
         raise conflict_error(
-            key,
+            setting,
             f"{per_generation} micro-batches of a generation and {per_step} of an optimizer step, "
             "of which neither is a multiple of the other",
         )
 
 
 def conflict_error(
-    key: str, other_setting: str, remedy: str = "leave out one of the two"
+    setting: str, other_setting: str, remedy: str = "leave out one of the two"
 ) -> UserError:
-    """Return the error for a key that does not go with another setting.
+    """Return the error for two settings that contradict each other.
 
-    `key`: the key with its value. `other_setting`: the setting that contradicts it, in words.
-    `remedy`: what to do.
+    `setting`: a key with its value, such as `adora_rollouts.refill: 2`. `other_setting`: the
+    setting that contradicts it, in words. `remedy`: what the user can do.
     """
-    return UserError(f"{key} does not go with {other_setting}; {remedy}")
+    return UserError(f"{setting} does not go with {other_setting}; {remedy}")
 
 
 def check_sampling_ahead(config: AdoraGRPOConfig) -> None:
@@ -308,17 +310,17 @@ def check_sampling_ahead(config: AdoraGRPOConfig) -> None:
     ahead = config.adora_rollouts.ahead
     if ahead == 0:
         return
-    key = f"adora_rollouts.ahead: {ahead}"
+    setting = f"adora_rollouts.ahead: {ahead}"
     if not config.uses_servers or config.adora_weight_transfer == "nccl":
         raise conflict_error(
-            key, "another engine than vllm_mode: server with adora_weight_transfer: file"
+            setting, "another engine than vllm_mode: server with adora_weight_transfer: file"
         )
     if not config.loss_uses_engine_logps:
-        raise conflict_error(key, "vllm_importance_sampling_correction: false")
+        raise conflict_error(setting, "vllm_importance_sampling_correction: false")
     workers = config.dataloader_num_workers
     if workers > 0:
-        raise conflict_error(key, f"dataloader_num_workers: {workers}")
-    _refuse_steps_across_generations(config, key)
+        raise conflict_error(setting, f"dataloader_num_workers: {workers}")
+    _refuse_steps_across_generations(config, setting)
 
 
 def _check_turns(request: RunRequest) -> None:
@@ -334,8 +336,8 @@ def _check_turns(request: RunRequest) -> None:
     if has_environments:
         _check_environments(request)
     if not config.use_vllm:
-        key = "tools" if has_tools else "environment_factory"
-        raise conflict_error(key, "use_vllm: false", ENGINE_REMEDY)
+        setting = "tools" if has_tools else "environment_factory"
+        raise conflict_error(setting, "use_vllm: false", ENGINE_REMEDY)
     max_tokens = config.max_completion_length
     turn_tokens = config.adora_tool_options.turn_tokens
     if turn_tokens and turn_tokens > max_tokens:
@@ -352,12 +354,12 @@ def _check_environments(request: RunRequest) -> None:
     environment.
     """
     config = request.config
-    key = "environment_factory"
+    setting = "environment_factory"
     rollouts = config.adora_rollouts
     reason = "as no checkpoint could keep their state"
     if rollouts.budget is not None:
-        raise conflict_error(key, f"adora_rollouts.budget: {rollouts.budget}, {reason}")
+        raise conflict_error(setting, f"adora_rollouts.budget: {rollouts.budget}, {reason}")
     if rollouts.ahead > 0:
-        raise conflict_error(key, f"adora_rollouts.ahead: {rollouts.ahead}, {reason}")
+        raise conflict_error(setting, f"adora_rollouts.ahead: {rollouts.ahead}, {reason}")
     if config.evaluates and not request.trl_evaluates:
-        raise conflict_error(key, "eval_strategy: steps, whose evaluators know no environments")
+        raise conflict_error(setting, "eval_strategy: steps, whose evaluators know no environments")

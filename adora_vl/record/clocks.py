@@ -29,9 +29,9 @@ class StepClocks:
 
     @property
     def engine_phase(self) -> TimedPhase:
-        """A function that returns the context for a phase of the engine, such as its sleep.
+        """The function to time a phase of the engine with: `with engine_phase("sleep"): ...`.
 
-        Inside of it the seconds are measured, and on a GPU the memory.
+        It measures the seconds of the phase, and on a GPU the memory too.
         """
         if self.memory is None:
             return self.seconds.phase

@@ -20,7 +20,7 @@ from adora_vl.types import Batch, StepContext
 
 
 class MetricsLogger:
-    """Logs each generation.
+    """Logs each generation: its metrics, TRL's table of completions, and the record of rollouts.
 
     Collective: all ranks call every method, in the same order.
     """
@@ -36,7 +36,7 @@ class MetricsLogger:
         assess: Callable[[RolloutFacts, int, int], GroupAssessment],
         synced_bytes: Callable[[], int] | None,
     ) -> None:
-        """Store the places that a generation is logged to.
+        """Store what a generation is logged to: TRL's metrics and table, and the recorder.
 
         Args:
             context: the run's config, log and state.
@@ -153,9 +153,11 @@ class MetricsLogger:
             batch: the rollouts of this rank.
             advantages: the advantages of the rollouts of all ranks.
         """
+        # None unless `refill` has graded the generation in several batches, whose facts were collected.
         facts = self._graded_facts
         if facts is not None:
-            # The metrics are means over all rollouts of the generation, and not means of batches.
+            # Logged only now, so that each metric is a mean over all rollouts of the generation and
+            # not a mean of batches.
             self._graded_facts = None
             assessment = self.assess(facts, generation.group_size, generation.key.step)
             self._log_metrics(self.metrics_by_mode["train"], assessment, facts)

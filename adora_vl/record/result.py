@@ -294,6 +294,7 @@ def _training_result(folder: Path, log: LogEntries) -> str | None:
             value = lines[-1][key]
             text = _percent_text(value) if is_share else f"{value:.3g}"
             return f"{title} {text} (one logged step)"
+        # `over` says what the interval was computed from, such as `40 and 42 groups`.
         over = "" if change.low is None else f", {change.over}"
         text = _share_change_text(change) if is_share else _change_text(change)
         return f"{title} {text} (first and last fifth of the steps{over})"

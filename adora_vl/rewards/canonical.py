@@ -341,6 +341,7 @@ def _unify_spelling(text: str) -> str:
     """
     if not (text.isascii() and text.isprintable()):
         _refuse_hidden_characters(text)
+    # The cheap tests below, such as `isascii`, save the patterns that could match nothing.
     if not text.isascii():
         text = _ONE_CHARACTER_NUMBER_PATTERN.sub(_spell_special_digits, text)
         text = _RAISED_DIGITS_PATTERN.sub(_spell_special_digits, text)

@@ -147,24 +147,27 @@ def explain_grade(
     return lines
 
 
-def _comparison_lines(
-    final_response: str, gold: str, *, rounding: bool, answer_tags: bool
-) -> list[str]:
-    """Return the lines with both answers as they are read, and with each part that is compared.
+def _comparison_lines(response: str, gold: str, *, rounding: bool, answer_tags: bool) -> list[str]:
+    """Return the lines with the parsed answer, the parsed reference answer, and each pair of parts.
 
-    The line of a part is such as `part 1     4 against -: different_part`.
+    Answers of several values are compared part by part. The line of a part is such as
+    `part 1     4 against -: different_part`.
+
+    `response`: the response without its thinking.
     """
     lines: list[str] = []
-    content = last_answer(final_response) if answer_tags else last_boxed(final_response)
+    content = last_answer(response) if answer_tags else last_boxed(response)
     if content is not None:
         answer = parse_answer_for(
-            parse_reference(gold), response=final_response, content=content, answer_tags=answer_tags
+            parse_reference(gold), response=response, content=content, answer_tags=answer_tags
         )
-        # The answer is shown with the kind that it would have as a reference answer.
-        answer = parse_reference(answer.raw) if answer.raw else answer
+        # It is parsed again, to show it with the kind that it would have as a reference answer.
+        if answer.raw:
+            answer = parse_reference(answer.raw)
         lines.append(f"answer     {_describe_answer(answer)}")
     lines.append(f"gold       {_describe_answer(parse_reference(gold))}")
-    result = compare_parts(final_response, gold, rounding=rounding, answer_tags=answer_tags)
+    # None where the reference answer is a single value, which has no parts.
+    result = compare_parts(response, gold, rounding=rounding, answer_tags=answer_tags)
     for number, pair in enumerate(result.pairs if result else (), 1):
         lines.append(
             f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: "
