@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 from adora_vl.data.dataset import data_hash
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.entries import normalize_reward_entries
-from adora_vl.utils.cli import plain_value, spelled_in_config, with_dotted_keys
+from adora_vl.utils.cli import enum_value, to_json_types, with_dotted_keys
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears_in_time
 from adora_vl.utils.secrets import without_secrets
@@ -159,7 +159,7 @@ def _values_by_dotted_key(settings: Sequence[Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for section in settings:
         for field in dataclasses.fields(section):
-            value = without_secrets(plain_value(getattr(section, field.name)))
+            value = without_secrets(to_json_types(getattr(section, field.name)))
             values |= with_dotted_keys(field.name, value)
     rewards = values.get("adora_reward")
     if isinstance(rewards, list):
@@ -176,7 +176,7 @@ def _keys_without_influence(values: Mapping[str, Any], *, has_further_tools: boo
     ignored = set(_IGNORED_KEYS)
     # The length of a run matters if something depends on its last step, such as a learning rate
     # that falls to 0 there, or an extension, of which nothing is known.
-    rate_is_constant = spelled_in_config(values.get("lr_scheduler_type")) == "constant"
+    rate_is_constant = enum_value(values.get("lr_scheduler_type")) == "constant"
     has_extensions = any(key.startswith("adora_extensions.") for key in values)
     if rate_is_constant and not has_extensions:
         ignored |= _LENGTH_KEYS

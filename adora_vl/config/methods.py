@@ -16,8 +16,8 @@ from torch import Tensor
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Method, group_advantages
 from adora_vl.utils.call_guards import OverdueError, deadline
-from adora_vl.utils.cli import plain_value
-from adora_vl.utils.convert import convert, mapping_of_options, refuse_unknown_options
+from adora_vl.utils.cli import to_json_types
+from adora_vl.utils.convert import convert, options_to_dict, refuse_unknown_options
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import (
     LOAD_TIMEOUT_S,
@@ -26,7 +26,7 @@ from adora_vl.utils.own_files import (
     is_function,
     is_users_file,
     load_from_file,
-    name_in_users_file,
+    name_without_file,
     source_hash,
 )
 
@@ -91,8 +91,7 @@ class MethodSet:
     def by_name(self) -> dict[str, Method]:
         """The methods by name; one from a file is named without the file."""
         return {
-            name_in_users_file(configured.entry): configured.method
-            for configured in self.configured
+            name_without_file(configured.entry): configured.method for configured in self.configured
         }
 
     def options(self) -> dict[str, dict[str, Any]]:
@@ -183,7 +182,7 @@ def build_methods(
             method = _build_method(name, METHODS[name], options)
         # A function has only the options that were set. Any other method is a dataclass, whose
         # fields are its options, defaults included.
-        all_options = options if isinstance(method, UserFunction) else plain_value(method)
+        all_options = options if isinstance(method, UserFunction) else to_json_types(method)
         configured_methods.append(
             ConfiguredMethod(
                 entry=name,
@@ -197,7 +196,7 @@ def build_methods(
         if configured.method.remakes:
             raise UserError(
                 f"adora_method: {'+'.join(options_by_name)}: "
-                f"{name_in_users_file(configured.entry)} starts "
+                f"{name_without_file(configured.entry)} starts "
                 "from the rewards, so it must stand first"
             )
     return MethodSet(configured=tuple(configured_methods), hashes=hashes)
@@ -246,8 +245,8 @@ def _options_by_method(
     for name, options in value.items():
         if not (name in METHODS or name in functions or is_users_file(str(name))):
             raise _unknown_method(str(name))
-        key = f"adora_method.{name_in_users_file(name)}"
-        options_by_name[name] = mapping_of_options(key, options)
+        key = f"adora_method.{name_without_file(name)}"
+        options_by_name[name] = options_to_dict(key, options)
     return options_by_name
 
 
@@ -288,7 +287,7 @@ def _check_kept_keys(name: str, keep_settings: object, method: Method) -> tuple[
     if not isinstance(keys, list) or not set(map(str, keys)) <= method.settings.keys():
         keys_of_method = ", ".join(method.settings) or "none"
         raise UserError(
-            f"adora_method.{name_in_users_file(name)}.{KEEP_SETTINGS}: {keys!r} must list keys "
+            f"adora_method.{name_without_file(name)}.{KEEP_SETTINGS}: {keys!r} must list keys "
             f"that {name} sets: "
             f"{keys_of_method}"
         )
@@ -308,7 +307,7 @@ def _build_method(
     `name`: NAME or FILE.py:NAME, for errors. Raises `UserError` for an option that the method does
     not have, and for a wrong value.
     """
-    key = f"adora_method.{name_in_users_file(name)}"
+    key = f"adora_method.{name_without_file(name)}"
     if isinstance(class_or_function, type):
         method: Method = convert(key, options, hint=class_or_function)
         return method

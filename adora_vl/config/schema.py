@@ -18,7 +18,7 @@ from adora_vl.config.command import CliArgs, convert_cli_value, parse_command
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.methods import build_methods_and_set_keys, replace_functions_by_names
 from adora_vl.config.values import annotations_of_keys, convert_fields
-from adora_vl.utils.cli import plain_value, spelled_in_config
+from adora_vl.utils.cli import enum_value, to_json_types
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import HIDDEN_MARK, without_secrets
 
@@ -70,7 +70,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         )
         if self.load_best_model_at_end:
             raise UserError(f"load_best_model_at_end: true is not supported; {remedy}")
-        if spelled_in_config(self.save_strategy) == "best":
+        if enum_value(self.save_strategy) == "best":
             raise UserError(f"save_strategy: best is not supported; {remedy}")
 
     def _init_trl_keys(self, planned_processes: int | None) -> None:
@@ -199,7 +199,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
 
         Transformers itself masks only the first level.
         """
-        return dict(without_secrets(plain_value(super().to_dict())))
+        return dict(without_secrets(to_json_types(super().to_dict())))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()})"
@@ -249,7 +249,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     @property
     def evaluates(self) -> bool:
         """Whether something is evaluated during training."""
-        return spelled_in_config(self.eval_strategy) != "no"
+        return enum_value(self.eval_strategy) != "no"
 
     @property
     def loss_uses_engine_logps(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from adora_vl.utils.cli import read_mapping
-from adora_vl.utils.convert import convert, mapping_of_options
+from adora_vl.utils.convert import convert, options_to_dict
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import SEVERAL_PROCESSES_HINT
 
@@ -108,7 +108,7 @@ def sharding_from_file(
             f"{error_prefix} has distributed_type: 'NO', with which accelerate starts one process, "
             f"and not {processes}; {SEVERAL_PROCESSES_HINT}"
         )
-    deepspeed = mapping_of_options(
+    deepspeed = options_to_dict(
         f"{error_prefix}: deepspeed_config", content.get("deepspeed_config")
     )
     if file_machines > 1:

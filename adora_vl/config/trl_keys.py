@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.utils.convert import default_of
+from adora_vl.utils.convert import field_default
 from adora_vl.utils.errors import UserError
 
 OUR_LIBRARY = "adora_vl"
@@ -101,7 +101,7 @@ def _our_keys(dataclass: Any) -> list[Key]:
     return [
         Key(
             name=field.name,
-            default=default_of(field),
+            default=field_default(field),
             help=field.metadata["help"],
             library=OUR_LIBRARY,
         )

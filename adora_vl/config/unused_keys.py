@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.config.batch_plan import regroups_micro_batches
 from adora_vl.config.losses import CLIPPED_LOSSES
-from adora_vl.utils.cli import spelled_in_config
-from adora_vl.utils.convert import default_of
+from adora_vl.utils.cli import enum_value
+from adora_vl.utils.convert import field_default
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _corrects_importance(settings: RunSettings) -> bool:
 
 
 def _uses_plateau_schedule(settings: RunSettings) -> bool:
-    return spelled_in_config(settings.config.lr_scheduler_type) == "reduce_lr_on_plateau"
+    return enum_value(settings.config.lr_scheduler_type) == "reduce_lr_on_plateau"
 
 
 def _pads_as_trl_does(settings: RunSettings) -> bool:
@@ -189,20 +189,18 @@ _CONDITIONAL_KEYS = (
         ("warmup_steps",),
         "with this lr_scheduler_type; constant_with_warmup has a warmup",
         lambda settings: (
-            spelled_in_config(settings.config.lr_scheduler_type) not in _SCHEDULES_WITHOUT_WARMUP
+            enum_value(settings.config.lr_scheduler_type) not in _SCHEDULES_WITHOUT_WARMUP
         ),
     ),
     ConditionalKeys(
         ("adam_beta1", "adam_beta2", "adam_epsilon"),
         "with this optim",
-        lambda settings: (
-            not spelled_in_config(settings.config.optim).startswith(_OPTIMIZERS_WITHOUT_ADAM)
-        ),
+        lambda settings: not enum_value(settings.config.optim).startswith(_OPTIMIZERS_WITHOUT_ADAM),
     ),
     ConditionalKeys(
         ("optim_target_modules",),
         "without an optim of GaLore or APOLLO",
-        lambda settings: spelled_in_config(settings.config.optim).startswith(_LOW_RANK_OPTIMIZERS),
+        lambda settings: enum_value(settings.config.optim).startswith(_LOW_RANK_OPTIMIZERS),
     ),
     ConditionalKeys(
         (
@@ -307,7 +305,7 @@ def _keys_not_at_default(config: Any) -> list[str]:
     names: list[str] = []
     for field in fields(config):
         value = getattr(config, field.name)
-        if value != default_of(field) and value not in (None, [], {}):
+        if value != field_default(field) and value not in (None, [], {}):
             names.append(field.name)
     return names
 
@@ -322,7 +320,7 @@ def refuse_unusable_keys(config: AdoraGRPOConfig, *, trl_evaluates: bool = False
     code has passed.
     """
     order = config.train_sampling_strategy
-    schedule = spelled_in_config(config.lr_scheduler_type)
+    schedule = enum_value(config.lr_scheduler_type)
     if config.label_smoothing_factor != 0:
         raise UserError(
             f"label_smoothing_factor: {config.label_smoothing_factor} has no labels to smooth in "

@@ -22,7 +22,7 @@ from adora_vl.utils.convert import (
     annotation_by_field,
     check_finite,
     convert,
-    default_of,
+    field_default,
     means_null,
     value_in_words,
 )
@@ -108,7 +108,7 @@ def _is_default(key: Field[Any], value: object) -> bool:
     """
     if is_dataclass(value):
         return False
-    default = default_of(key)
+    default = field_default(key)
     return type(value) is type(default) and value == default
 
 

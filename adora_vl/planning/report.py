@@ -23,7 +23,7 @@ from adora_vl.preflight.check_machine import (
     build_lr_schedule,
     depends_only_on_step,
 )
-from adora_vl.utils.cli import amount, quantile, report_section, spelled_in_config
+from adora_vl.utils.cli import amount, enum_value, quantile, report_section
 from adora_vl.utils.files import GIB
 
 
@@ -52,7 +52,7 @@ def learning_rate_line(config: AdoraGRPOConfig, total_steps: int | None) -> str:
     `total_steps`: the number of optimizer steps of the run; None if it is not known.
     """
     rates = learning_rates(config, total_steps)
-    schedule = spelled_in_config(config.lr_scheduler_type)
+    schedule = enum_value(config.lr_scheduler_type)
     if not rates:
         return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
     words_by_name = {"first": "at the first update", "middle": "half-way", "last": "at the last"}
@@ -299,7 +299,7 @@ _BATCH_FIGURES = ("global_batch", "optimizer_batch", "generation_batch", "prompt
 def report_values(plan: Plan) -> dict[str, Any]:
     """Return the numbers of the report for `--json`; sizes are in bytes."""
     prediction = plan.prediction
-    schedule = spelled_in_config(plan.run.config.lr_scheduler_type)
+    schedule = enum_value(plan.run.config.lr_scheduler_type)
     batches = plan.run.layout
     max_image_tokens = max(0, plan.max_image_tokens)
     image_tokens = what_fits.largest_image_tokens(plan.setup, plan.gpu_bytes, max_image_tokens)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from adora_vl.planning.plan import Plan
-from adora_vl.utils.cli import plain_value
-from adora_vl.utils.convert import default_of
+from adora_vl.utils.cli import to_json_types
+from adora_vl.utils.convert import field_default
 from adora_vl.utils.secrets import without_secrets
 
 
@@ -30,8 +30,8 @@ def _key_values(plan: Plan) -> Iterator[KeyValue]:
         for field in fields(arguments):
             value = getattr(arguments, field.name)
             # A member of an enumeration is written by its value.
-            yaml_value = plain_value(getattr(value, "value", value))
-            yield KeyValue(field=field, value=yaml_value, is_default=value == default_of(field))
+            yaml_value = to_json_types(getattr(value, "value", value))
+            yield KeyValue(field=field, value=yaml_value, is_default=value == field_default(field))
 
 
 def changed_keys(plan: Plan) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from adora_vl.config.batch_plan import BatchLayout, asks_for_regrouping, setting_against_regrouping
 from adora_vl.config.losses import check_loss
 from adora_vl.config.unused_keys import refuse_unusable_keys
-from adora_vl.utils.cli import spelled_in_config
+from adora_vl.utils.cli import enum_value
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
     """
     if not config.evaluates:
         return
-    strategy = spelled_in_config(config.eval_strategy)
+    strategy = enum_value(config.eval_strategy)
     steps = config.eval_steps
     if strategy != "steps":
         raise UserError(

@@ -12,7 +12,7 @@ from transformers import Trainer, get_scheduler
 from adora_vl.config.batch_plan import BatchLayout, build_batch_layout
 from adora_vl.config.sharding import FSDP_IS_UNSUPPORTED
 from adora_vl.record.trackers import check_trackers
-from adora_vl.utils.cli import spelled_in_config
+from adora_vl.utils.cli import enum_value
 from adora_vl.utils.convert import check_finite
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import why_no_hub
@@ -90,7 +90,7 @@ def check_schedule(config: AdoraGRPOConfig) -> None:
 
     The schedule is built, and asked for the rate in the middle of the run.
     """
-    name = spelled_in_config(config.lr_scheduler_type)
+    name = enum_value(config.lr_scheduler_type)
     optimizer_steps = config.max_steps if config.max_steps > 0 else TRIAL_SCHEDULE_STEPS
     kwargs = dict(config.lr_scheduler_kwargs or {})
     check_finite("lr_scheduler_kwargs", kwargs)
@@ -121,7 +121,7 @@ def check_optimizer(config: AdoraGRPOConfig) -> None:
             "out"
         )
     _check_optimizer_arguments(config.optim_args or "")
-    name = spelled_in_config(config.optim)
+    name = enum_value(config.optim)
     try:
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(config)
         # Transformers may return a function in place of a class; then nothing is tried.

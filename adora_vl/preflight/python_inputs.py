@@ -27,7 +27,7 @@ from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import REWARD_NAMES, RewardSet, choose_rewards
 from adora_vl.rewards.entries import current_reward_name, normalize_reward_entries
-from adora_vl.utils.cli import plain_value
+from adora_vl.utils.cli import to_json_types
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_users_file, source_hash
 from adora_vl.utils.secrets import without_secrets
@@ -125,7 +125,7 @@ def rewards_as_json(reward_funcs: object) -> str:
     entries: list[Any] = []
     for reward in rewards:
         if isinstance(reward, Mapping | str) or reward is None:
-            entries.append(without_secrets(plain_value(reward)))
+            entries.append(without_secrets(to_json_types(reward)))
         else:
             entries.append(function_name(reward))
     # `normalize_reward_entries` leaves out the address of a judge.

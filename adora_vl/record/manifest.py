@@ -20,10 +20,10 @@ import torch
 from adora_vl.advantage import Adora, Schedule
 from adora_vl.checkpoint.run_files import MADE_BY, read_run_manifest
 from adora_vl.checkpoint.store import MANIFEST_FILE
-from adora_vl.utils.cli import amount, plain_value
+from adora_vl.utils.cli import amount, to_json_types
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.files import read_object, replace_file
-from adora_vl.utils.own_files import name_in_users_file
+from adora_vl.utils.own_files import name_without_file
 from adora_vl.utils.secrets import is_secret, masked_text, masked_words, without_secrets
 from adora_vl.utils.versions import installed_version
 
@@ -143,7 +143,7 @@ def describe_recipe(config: Mapping[str, Any]) -> str:
             titles.append(_adora_title(config))
         else:
             # a method of the user's own has the name of its class or function
-            titles.append(TITLE_BY_METHOD.get(name, name_in_users_file(name)))
+            titles.append(TITLE_BY_METHOD.get(name, name_without_file(name)))
     # ADORA's title is empty where it is off. Without any other method the run is plain GRPO.
     methods = " + ".join(title for title in titles if title) or TITLE_BY_METHOD["grpo"]
     return ", ".join([methods, *_describe_additions(config)])
@@ -199,12 +199,12 @@ def _describe_additions(config: Mapping[str, Any]) -> list[str]:
     additions = []
     if loss not in _GRPO_LOSSES:
         additions.append(f"{loss.upper()} loss")
-    additions += [f"extension {name_in_users_file(entry)}" for entry in extensions]
+    additions += [f"extension {name_without_file(entry)}" for entry in extensions]
     if tools:
-        tool_names = [name_in_users_file(tool) for tool in tools]
+        tool_names = [name_without_file(tool) for tool in tools]
         additions.append(f"tools {', '.join(tool_names)}")
     if environment:
-        additions.append(f"environment {name_in_users_file(environment)}")
+        additions.append(f"environment {name_without_file(environment)}")
     return additions
 
 
@@ -294,7 +294,7 @@ def _recorded_config(settings: Sequence[DataclassInstance]) -> dict[str, Any]:
         for field in dataclasses.fields(dataclass_of_settings):
             if not is_secret(field.name):
                 config[field.name] = getattr(dataclass_of_settings, field.name)
-    return dict(without_secrets(plain_value(dict(sorted(config.items())))))
+    return dict(without_secrets(to_json_types(dict(sorted(config.items())))))
 
 
 def write_manifest(manifest: Manifest, output_dir: Path) -> None:

@@ -21,7 +21,7 @@ from adora_vl.training.advantages import Advantages, GroupAssessment
 from adora_vl.training.generation import ScoredGroups, UnscoredGroups
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, Row, StepContext, engine_comparison_mask
-from adora_vl.utils.cli import plain_value
+from adora_vl.utils.cli import to_json_types
 from adora_vl.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         adora_keys = [field.name for field in fields(config) if field.name.startswith("adora_")]
         recorded_keys = (*adora_keys, *_RECORDED_SETTINGS)
         settings = without_secrets(
-            plain_value({key: getattr(config, key) for key in recorded_keys})
+            to_json_types({key: getattr(config, key) for key in recorded_keys})
         )
         settings["truncated_at"] = config.truncated_at
         if view is not None:

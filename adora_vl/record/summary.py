@@ -21,7 +21,7 @@ from adora_vl.record.progress import (
 from adora_vl.record.record_files import ROLLOUTS_FOLDER
 from adora_vl.record.result import REWARD_KEY, describe_result, interval_text, training_change
 from adora_vl.record.shown_metrics import ACCURACY_KEY, METRIC_BY_KEY, PASS_RATE_KEY, SUMMARY_KEYS
-from adora_vl.utils.cli import amount, plain_value, spelled_in_config, yaml_line
+from adora_vl.utils.cli import amount, enum_value, to_json_types, yaml_line
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
@@ -59,8 +59,8 @@ def _tool_options(config: AdoraGRPOConfig) -> list[str]:
     max_rounds = config.max_tool_calling_iterations
     if max_rounds:
         words += ["--max-tool-calling-iterations", str(max_rounds)]
-    default_options = plain_value(ToolOptions())
-    options = plain_value(config.adora_tool_options)
+    default_options = to_json_types(ToolOptions())
+    options = to_json_types(config.adora_tool_options)
     if isinstance(options, dict) and options != default_options:
         changed_options = {
             name: value for name, value in options.items() if value != default_options.get(name)
@@ -236,7 +236,7 @@ def _command_for_longer_run(config: AdoraGRPOConfig, command: str) -> str | None
         config: the run's settings.
         command: the command that started the run; empty where it is not known.
     """
-    has_constant_rate = spelled_in_config(config.lr_scheduler_type) == "constant"
+    has_constant_rate = enum_value(config.lr_scheduler_type) == "constant"
     has_checkpoint = bool(checkpoints(Path(config.output_dir)))
     if command == "" or not has_constant_rate or not has_checkpoint:
         return None

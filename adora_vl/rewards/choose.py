@@ -42,7 +42,7 @@ from adora_vl.rewards.steps import (
 )
 from adora_vl.utils.convert import convert, refuse_unknown_options
 from adora_vl.utils.errors import UserError, did_you_mean, nearest_choice
-from adora_vl.utils.own_files import is_users_file, load_from_file, name_in_users_file
+from adora_vl.utils.own_files import is_users_file, load_from_file, name_without_file
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -97,7 +97,7 @@ def bind_options(
     """
     if not options:
         return function
-    key = f"adora_reward.{name_in_users_file(entry)}"
+    key = f"adora_reward.{name_without_file(entry)}"
     for option in options:
         if option in TRAINER_ARGUMENTS:
             raise UserError(f"{key}: {option!r} is given by the trainer; choose another name")
@@ -114,7 +114,7 @@ def bind_options(
     refuse_unknown_options(key, checked_options, [parameter.name for parameter in parameters])
     function_with_options = partial(function, **options)
     # TRL logs the reward under this name, which a partial lacks.
-    function_with_options.__name__ = name_in_users_file(entry)  # type: ignore[attr-defined]
+    function_with_options.__name__ = name_without_file(entry)  # type: ignore[attr-defined]
     return function_with_options
 
 
@@ -159,7 +159,7 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     clashes = sorted(options & set(columns))
     if clashes:
         raise UserError(
-            f"adora_reward.{name_in_users_file(entry)}: {clashes[0]!r} is a column of the data; "
+            f"adora_reward.{name_without_file(entry)}: {clashes[0]!r} is a column of the data; "
             "rename the argument"
         )
     try:
@@ -301,7 +301,7 @@ def choose_rewards(
             hash_by_file[user_function.file] = user_function.hash
             function = as_trl_reward_function(bind_options(name, user_function.value, options))
             functions.append(function)
-            function_names.append(name_in_users_file(name))
+            function_names.append(name_without_file(name))
             continue
         if isinstance(options, PresetOptions):
             grader = rounding_grader if options.rounding else exact_grader
@@ -406,7 +406,7 @@ def call_once(
     failures: list[RewardFailure] = []
     call = safe_call(
         function,
-        name=name_in_users_file(entry),
+        name=name_without_file(entry),
         timeout=timeout,
         failures=failures,
         unscored=unscored,

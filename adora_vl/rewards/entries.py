@@ -6,8 +6,8 @@ An entry is a name, or a mapping of names to their options.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from adora_vl.utils.convert import mapping_of_options
-from adora_vl.utils.own_files import name_in_users_file
+from adora_vl.utils.convert import options_to_dict
+from adora_vl.utils.own_files import name_without_file
 
 RewardEntry = str | Mapping[str, Any]
 JUDGE = "judge"
@@ -54,11 +54,9 @@ def named_rewards(entries: Sequence[RewardEntry]) -> list[NamedReward]:
     for entry in entries:
         options_by_name = {entry: None} if isinstance(entry, str) else entry
         for name, options in options_by_name.items():
-            key = f"adora_reward.{name_in_users_file(name)}"
+            key = f"adora_reward.{name_without_file(name)}"
             rewards.append(
-                NamedReward(
-                    name=current_reward_name(name), options=mapping_of_options(key, options)
-                )
+                NamedReward(name=current_reward_name(name), options=options_to_dict(key, options))
             )
     return rewards
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from adora_vl.rollout.rollouts import RolloutGroup, RolloutKey
-from adora_vl.utils.convert import convert, mapping_of_options
+from adora_vl.utils.convert import convert, options_to_dict
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.own_files import FromFile, load_from_file, name_in_users_file
+from adora_vl.utils.own_files import FromFile, load_from_file, name_without_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -82,7 +82,7 @@ def configured_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
     Raises `UserError` for options that are not a mapping.
     """
     return {
-        entry: mapping_of_options(f"{EXTENSIONS_KEY}.{name_in_users_file(entry)}", options)
+        entry: options_to_dict(f"{EXTENSIONS_KEY}.{name_without_file(entry)}", options)
         for entry, options in config.adora_extensions.items()
     }
 
@@ -116,7 +116,7 @@ def build_extensions(config: AdoraGRPOConfig) -> dict[str, Extension]:
     """
     chosen: dict[str, Extension] = {}
     for entry, options in configured_extensions(config).items():
-        name = name_in_users_file(entry)
+        name = name_without_file(entry)
         if name in chosen:
             raise UserError(
                 f"{EXTENSIONS_KEY}: two entries have the name {name!r}; rename one of the classes"

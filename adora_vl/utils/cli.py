@@ -93,15 +93,15 @@ def shown(value: object, longest: int = 60) -> str:
     return value_text if len(value_text) <= longest else f"{value_text[:longest]}..."
 
 
-def spelled_in_config(value: object) -> str:
-    """Return a value as a config spells it.
+def enum_value(value: object) -> str:
+    """Return a member of an enumeration by its value, as text; any other value as text too.
 
-    A member of Transformers' enumerations is spelled by its own value.
+    Transformers turns words of a config, such as `constant`, into members of enumerations.
     """
     return str(getattr(value, "value", value))
 
 
-def plain_value(value: Any) -> Any:
+def to_json_types(value: Any) -> Any:
     """Return a value of the config in the types of JSON and YAML, as a user would write it.
 
     A dataclass of options becomes a mapping of its options. A dataclass may name one option as its
@@ -111,7 +111,7 @@ def plain_value(value: Any) -> Any:
     """
     if is_dataclass(value) and not isinstance(value, type):
         options = {
-            option.name: plain_value(getattr(value, option.name)) for option in fields(value)
+            option.name: to_json_types(getattr(value, option.name)) for option in fields(value)
         }
         shorthand = str(getattr(value, "shorthand", ""))
         if not shorthand:
@@ -123,9 +123,9 @@ def plain_value(value: Any) -> Any:
         )
         return options[shorthand] if others_are_default else options
     if isinstance(value, Mapping):
-        return {key: plain_value(item) for key, item in value.items()}
+        return {key: to_json_types(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(plain_value(item) for item in value)
+        return type(value)(to_json_types(item) for item in value)
     return value
 
 

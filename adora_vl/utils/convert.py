@@ -101,8 +101,8 @@ def _convert_single(key: str, value: object, hint: object) -> Any:
     A text is parsed first, and pydantic validates the result against the annotation `hint`. Raises
     `UserError`.
     """
-    plain_value = value.value if isinstance(value, Enum) else value
-    parsed = _parse_text(key, plain_value, hint)
+    to_json_types = value.value if isinstance(value, Enum) else value
+    parsed = _parse_text(key, to_json_types, hint)
     try:
         converted = _validator(hint).validate_python(parsed, strict=True)
     except ValidationError:
@@ -136,7 +136,7 @@ def _convert_options(key: str, value: object, options_class: Any) -> Any:
     refuse_unknown_options(key, options, hints)
     missing: list[str] = []
     for option_field in fields(options_class):
-        has_value = option_field.name in options or default_of(option_field) is not MISSING
+        has_value = option_field.name in options or field_default(option_field) is not MISSING
         if not has_value:
             missing.append(option_field.name)
     if missing:
@@ -168,7 +168,7 @@ def refuse_unknown_options(key: str, options: Iterable[str], names: Collection[s
             raise UserError(f"{key}: unknown option {option!r}, it has {listed_names}{suggestion}")
 
 
-def mapping_of_options(key: str, options: object) -> dict[str, Any]:
+def options_to_dict(key: str, options: object) -> dict[str, Any]:
     """Return the options that a user wrote for an entry, such as a method, as a new mapping.
 
     None means no options: that is what YAML reads where nothing follows the name.
@@ -211,7 +211,7 @@ def _option_values(key: str, value: object, options_class: Any) -> Mapping[str, 
     return options
 
 
-def default_of(field: Field[Any]) -> Any:
+def field_default(field: Field[Any]) -> Any:
     """Return the default of a dataclass field; `dataclasses.MISSING` if it has none."""
     if field.default_factory is MISSING:
         return field.default

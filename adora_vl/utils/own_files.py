@@ -45,7 +45,7 @@ def is_users_file(entry: str) -> bool:
     return ".py:" in entry or entry.endswith(".py")
 
 
-def name_in_users_file(entry: str) -> str:
+def name_without_file(entry: str) -> str:
     """Return what an entry names in its file: `brevity` of `my_rewards.py:brevity`."""
     return entry.rpartition(":")[2]
 

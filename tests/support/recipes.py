@@ -3,7 +3,7 @@
 from dataclasses import MISSING, fields
 
 from adora_vl.config.schema import CONFIG_DATACLASSES
-from adora_vl.utils.cli import plain_value, with_dotted_keys
+from adora_vl.utils.cli import to_json_types, with_dotted_keys
 from tests.support.paths import REPOSITORY
 
 CONFIGS_FOLDER = REPOSITORY / "configs"
@@ -38,5 +38,5 @@ def key_defaults() -> dict[str, object]:
             )
             defaults.setdefault(field.name, default)
     for block in ("adora_rollouts", "adora_extensions", "adora_tool_options"):
-        defaults |= {block: {}, **with_dotted_keys(block, plain_value(defaults[block]))}
+        defaults |= {block: {}, **with_dotted_keys(block, to_json_types(defaults[block]))}
     return defaults
