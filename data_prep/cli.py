@@ -23,10 +23,10 @@ from data_prep.options import add_cleaning, add_family, add_output
 from data_prep.solve import add_solve
 from data_prep.survey import (
     MAX_GALLERY_ROWS,
-    describe_survey,
     print_counts,
     print_prompt,
     survey_dataset,
+    survey_text,
 )
 from data_prep.variants import add_variants
 
@@ -81,7 +81,7 @@ def parser() -> Parser:
         "--model", type=optional(text), metavar="M", help="measure problems with its tokenizer"
     )
     add_family(inspect)
-    inspect.set_defaults(run=_inspect)
+    inspect.set_defaults(run=_run_inspect)
     return top
 
 
@@ -129,10 +129,10 @@ def _add_geometry3k(commands: Commands) -> None:
         help="only N rows a split: the first, or with --seed a sample",
     )
     add("--seed", type=optional(whole(0, MAX_SEED)), metavar="S", help="seed of the sample")
-    command.set_defaults(run=_geometry3k)
+    command.set_defaults(run=_run_geometry3k)
 
 
-def _geometry3k(arguments: argparse.Namespace) -> None:
+def _run_geometry3k(arguments: argparse.Namespace) -> None:
     """Run `geometry3k`: prepare the data set, and print its counts and one prompt."""
     manifest = prepare_geometry3k(
         arguments.output,
@@ -147,7 +147,7 @@ def _geometry3k(arguments: argparse.Namespace) -> None:
     print_prompt(arguments.output, manifest)
 
 
-def _inspect(arguments: argparse.Namespace) -> None:
+def _run_inspect(arguments: argparse.Namespace) -> None:
     """Run `inspect`: read every row of a data set, print its figures and write its page."""
     gallery = 0 if arguments.text_only else MAX_GALLERY_ROWS
     folder = arguments.folder.resolve()
@@ -156,10 +156,10 @@ def _inspect(arguments: argparse.Namespace) -> None:
         from data_prep.survey_page import check_page, write_page  # matplotlib takes a second
 
         check_page(path)  # before every row is read
-    overview = survey_dataset(
+    survey = survey_dataset(
         arguments.folder, gallery=gallery, model=arguments.model, family=arguments.family
     )
-    print(describe_survey(overview))
+    print(survey_text(survey))
     if not arguments.text_only:
-        write_page(overview, path)
+        write_page(survey, path)
         print(f"\npage: {path}")

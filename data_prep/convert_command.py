@@ -73,13 +73,13 @@ def add_convert(commands: Commands) -> None:
     _add_split_options(command)
     _add_hub_options(command)
     add_cleaning(command)
-    command.set_defaults(run=_convert)
+    command.set_defaults(run=_run_convert)
 
 
 def _add_reading_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `convert` that say how the values of the columns are read.
 
-    A switch that is not given is None, so that the value of the preset stays.
+    A switch that the user does not set is None, so that the value of the preset stays.
     """
     add = command.add_argument
     add(
@@ -155,22 +155,22 @@ def _add_hub_options(command: argparse.ArgumentParser) -> None:
         type=_split_pair,
         nargs="+",
         default=[],
-        metavar="OUR_NAMES=THEIRS",
+        metavar="OURS=THEIRS",
         help="of a hub id: test=testmini",
     )
 
 
-def _split_pair(word: str) -> tuple[str, str]:
-    """Return our split and the data set's split from `OUR_NAMES=THEIRS`, such as `test=testmini`.
+def _split_pair(argument: str) -> tuple[str, str]:
+    """Return ("test", "testmini"), a split here and on the hub, for the argument `test=testmini`.
 
     Raises the error that argparse shows for anything else.
     """
-    ours, _, theirs = word.partition("=")
-    if ours not in SPLITS or not theirs.strip():
+    our_split, _, hub_split = argument.partition("=")
+    if our_split not in SPLITS or not hub_split.strip():
         raise argparse.ArgumentTypeError(
-            f"{word!r:.60} is not OUR_NAMES=THEIRS; before the = stands {', '.join(SPLITS)}"
+            f"{argument!r:.60} is not OURS=THEIRS; before the = stands {', '.join(SPLITS)}"
         )
-    return ours, theirs
+    return our_split, hub_split
 
 
 def _chosen_columns(arguments: argparse.Namespace) -> Columns:
@@ -192,12 +192,12 @@ def _chosen_columns(arguments: argparse.Namespace) -> Columns:
         "text_answers": arguments.text_answers,
         "keep_options_in_text": arguments.keep_options_in_text,
     }
-    # An option that the user did not give stays as the preset has it.
-    options_given = {name: value for name, value in reading_options.items() if value}
-    return replace(columns, **options_given)
+    # An option that the user has not set stays as the preset has it.
+    options_set = {name: value for name, value in reading_options.items() if value}
+    return replace(columns, **options_set)
 
 
-def _convert(arguments: argparse.Namespace) -> None:
+def _run_convert(arguments: argparse.Namespace) -> None:
     """Run `convert`: prepare a table, and print its counts and one prompt.
 
     Raises `UserError` where the columns or the input are missing.

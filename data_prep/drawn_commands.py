@@ -38,7 +38,7 @@ def add_synthetic(commands: Commands) -> None:
     command = commands.add_parser(
         "synthetic", help="drawn geometry problems; equal arguments give equal problems"
     )
-    _add_drawn(command, _synthetic)
+    _add_drawn(command, _run_synthetic)
     add = command.add_argument
     add(
         "--size",
@@ -83,7 +83,7 @@ def add_knights(commands: Commands) -> None:
     command = commands.add_parser(
         "knights", help="knights-and-knaves puzzles, texts without images, with one solution"
     )
-    _add_drawn(command, _knights, rows_required=False)
+    _add_drawn(command, _run_knights, rows_required=False)
     add = command.add_argument
     add(
         "--people",
@@ -126,7 +126,7 @@ def _add_drawn(
 
 
 def _choice_count(word: str) -> int:
-    """Return how many choices a word asks for: 0 for an open question, else at least 2.
+    """Return the number of choices in an argument: 0 for an open question, else at least 2.
 
     Raises the error that argparse shows for anything else, also for 1, which would be no choice.
     """
@@ -136,7 +136,7 @@ def _choice_count(word: str) -> int:
 
 
 def _split_names(word: str) -> tuple[str, ...]:
-    """Return the names in a word, which stand with commas between them.
+    """Return ("plain", "scan") for the argument `plain,scan`.
 
     Raises the error that argparse shows for an empty name.
     """
@@ -148,17 +148,17 @@ def _split_names(word: str) -> tuple[str, ...]:
     return names
 
 
-def _people_range(word: str) -> tuple[int, int]:
+def _people_range(argument: str) -> tuple[int, int]:
     """Return the least and the largest number of people: (3, 5) for `3-5`, and (3, 3) for `3`."""
-    both_ends = word if "-" in word else f"{word}-{word}"
-    return number_range(both_ends, separator="-", convert=whole(*PEOPLE_RANGE))
+    range_text = argument if "-" in argument else f"{argument}-{argument}"
+    return number_range(range_text, separator="-", convert=whole(*PEOPLE_RANGE))
 
 
 _OPTIONS_OF_DRAWN_SOURCE = ("rows", "test_rows", "seed", "people")
 _OPTIONS_OF_PARQUET_SOURCE = ("input", "question")
 
 
-def _knights(arguments: argparse.Namespace) -> None:
+def _run_knights(arguments: argparse.Namespace) -> None:
     """Run `knights`: draw puzzles, or read published ones from Parquet.
 
     Raises `UserError` for an option that belongs to the other source.
@@ -182,7 +182,7 @@ def _knights(arguments: argparse.Namespace) -> None:
     print_counts(arguments.output, manifest)
 
 
-def _synthetic(arguments: argparse.Namespace) -> None:
+def _run_synthetic(arguments: argparse.Namespace) -> None:
     """Run `synthetic`: draw the problems, and print how many there are."""
     names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices")
     drawn = describe_synthetic(**options_set_by_user(arguments, *names, "figures"))

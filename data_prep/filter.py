@@ -59,7 +59,7 @@ class PassRateRange:
         return f"{self.low:g}:{self.high:g}"
 
 
-class Tally(NamedTuple):
+class AnswerTally(NamedTuple):
     """How many answers to a problem are right, and how many there are."""
 
     right: int
@@ -73,11 +73,13 @@ class Tally(NamedTuple):
 
 def count_right_answers(
     rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False
-) -> dict[str, Tally]:
-    """Grade answers as in training, and count the right ones of each problem, by its id.
+) -> dict[str, AnswerTally]:
+    """Return how many answers to each problem are right, by its id, graded as in training.
 
-    With `rounding` a rounded decimal is right too. With `answer_tags` the answer stands between
-    `<answer>` and `</answer>`.
+    Args:
+        rows: the answers, several to each problem.
+        rounding: whether a rounded decimal is right too.
+        answer_tags: whether the answer stands between `<answer>` and `</answer>`.
     """
     # The benchmark of that name grades as the training does, whatever the data.
     benchmark = find_benchmark("geometry3k")
@@ -89,14 +91,14 @@ def count_right_answers(
         answer_counts[grade.pid] += 1
         if grade.correct:
             right_counts[grade.pid] += 1
-    return {
-        pid: Tally(right=right_counts[pid], answers=answer_count)
-        for pid, answer_count in answer_counts.items()
-    }
+    tally_by_id = {}
+    for pid, answer_count in answer_counts.items():
+        tally_by_id[pid] = AnswerTally(right=right_counts[pid], answers=answer_count)
+    return tally_by_id
 
 
 def samples_folder(output: Path) -> Path:
-    """Return the folder of the answers, beside `output`.
+    """Return the folder of the sampled answers, `OUTPUT.samples` beside `output`.
 
     It stays, so that another `--keep` needs no new answers.
     """
@@ -180,13 +182,21 @@ def filter_dataset(
 ) -> Manifest:
     """Write a data set with the problems that a model solves sometimes, but not always.
 
-    These are the rows of `split` whose pass rate, the share of right answers in the file
-    `predictions`, is in the range `keep`. All other splits are written unchanged. `arguments` goes
-    into the manifest: what the answers depend on, such as the model.
+    Args:
+        data: the data set with all problems.
+        output: the folder that is written.
+        predictions: the file of answers to the problems of `split`, several to each.
+        keep: which pass rates a problem may have. A pass rate is the share of right answers.
+        split: the split that is filtered. All others are written unchanged.
+        rounding: whether a rounded decimal is right too.
+        overwrite: whether another data set in `output` is replaced.
+        arguments: what the answers depend on, such as the model, for the manifest.
 
-    Returns the manifest.
+    Returns:
+        The manifest.
 
-    Raises `UserError` for answers to another split, or if no row is left.
+    Raises:
+        UserError: the answers are to another split, or no row is left.
     """
     check_input(data, split)
     answers_hash = content_hash([predictions])
@@ -195,7 +205,7 @@ def filter_dataset(
         rounding=rounding,
         answer_tags=prompts_asked_for_tags(predictions),
     )
-    _check_covered(tally_by_id, data=data, split=split, predictions=predictions)
+    _check_predictions_cover_split(tally_by_id, data=data, split=split, predictions=predictions)
     chosen_ids = {pid for pid, tally in tally_by_id.items() if tally.rate in keep}
     if not chosen_ids:
         raise UserError(
@@ -227,7 +237,7 @@ def filter_dataset(
         return dataset.write_manifest(folder, {**description, "filtered": summary}, row_counts)
 
 
-def _write_tallies(path: Path, tally_by_id: Mapping[str, Tally]) -> None:
+def _write_tallies(path: Path, tally_by_id: Mapping[str, AnswerTally]) -> None:
     """Write one line of JSON for each problem: its id, and how many answers are right."""
     lines = []
     for pid, tally in tally_by_id.items():
@@ -236,8 +246,11 @@ def _write_tallies(path: Path, tally_by_id: Mapping[str, Tally]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _filter_summary(problem_tallies: Iterable[Tally], keep: PassRateRange) -> dict[str, int]:
-    """Return the numbers of problems that a filter kept and left out, for the manifest."""
+def _filter_summary(problem_tallies: Iterable[AnswerTally], keep: PassRateRange) -> dict[str, int]:
+    """Return how many problems a filter kept and left out, such as {"kept": 12, "below": 3, ...}.
+
+    `problem_tallies` has a tally for each problem, and `keep` is the range of pass rates.
+    """
     rates = [tally.rate for tally in problem_tallies]
     rates_outside = [rate for rate in rates if rate not in keep]
     return {
@@ -250,8 +263,8 @@ def _filter_summary(problem_tallies: Iterable[Tally], keep: PassRateRange) -> di
     }
 
 
-def _rates_in_words(tally_by_id: Mapping[str, Tally]) -> str:
-    """Return the pass rates of problems with their numbers, the lowest first: `0 of 3, 1 of 5`."""
+def _rates_in_words(tally_by_id: Mapping[str, AnswerTally]) -> str:
+    """Return how many problems have each pass rate: `0 of 3, 1 of 5` where 3 are never solved."""
     counts_by_rate = Counter(f"{tally.rate:.3g}" for tally in tally_by_id.values())
     lowest_first = sorted(counts_by_rate.items(), key=lambda item: float(item[0]))
     return ", ".join(f"{rate} of {count}" for rate, count in lowest_first)
@@ -293,8 +306,8 @@ def prompts_asked_for_tags(predictions: Path) -> bool:
     return asks_for_answer_tags(settings.get("system_prompt"), settings.get("prompt"))
 
 
-def _check_covered(
-    tally_by_id: Mapping[str, Tally], data: Path, split: str, predictions: Path
+def _check_predictions_cover_split(
+    tally_by_id: Mapping[str, AnswerTally], data: Path, split: str, predictions: Path
 ) -> None:
     """Raise `UserError` unless the answers are to all rows of the split, and to no other rows.
 
@@ -303,15 +316,15 @@ def _check_covered(
     """
     row_ids = set(dataset.load_split(data, split)["id"])
     unanswered_ids = sorted(row_ids - tally_by_id.keys())
-    foreign_ids = sorted(tally_by_id.keys() - row_ids)
-    if unanswered_ids or foreign_ids:
+    unknown_ids = sorted(tally_by_id.keys() - row_ids)
+    if unanswered_ids or unknown_ids:
         if unanswered_ids:
             fault = f"{unanswered_ids[0]!r} has no answer"
         else:
-            fault = f"{foreign_ids[0]!r} is not in the split {split!r}"
+            fault = f"{unknown_ids[0]!r} is not in the split {split!r}"
         raise UserError(
             f"predictions: {fault} in {str(predictions)!r} ({len(unanswered_ids)} of "
-            f"{len(row_ids)} rows have none, {len(foreign_ids)} rows are others); sample the whole "
+            f"{len(row_ids)} rows have none, {len(unknown_ids)} rows are others); sample the whole "
             "split"
         )
     answer_counts = {tally.answers for tally in tally_by_id.values()}
@@ -322,8 +335,8 @@ def _check_covered(
         )
 
 
-def describe_filtered(manifest: Manifest) -> str:
-    """Return the sentence that tells the user what a filter kept, from the manifest it wrote."""
+def filter_report(manifest: Manifest) -> str:
+    """Return the sentences that tell the user what a filter kept, from the manifest it wrote."""
     summary = manifest["filtered"]
     keep = manifest["arguments"]["keep"]
     rows = ", ".join(

@@ -57,7 +57,7 @@ def add_filter(commands: Commands) -> None:
         help="the split to filter, default: %(default)s; others are copied",
     )
     _add_answer_options(command)
-    command.set_defaults(run=_filter)
+    command.set_defaults(run=_run_filter)
 
 
 def _add_answer_options(command: argparse.ArgumentParser) -> None:
@@ -96,14 +96,16 @@ def _add_answer_options(command: argparse.ArgumentParser) -> None:
     add("--engine", choices=("vllm", "transformers"), help="default: vllm where it is installed")
 
 
-def _pass_rate_range(word: str) -> tuple[float, float]:
-    """Return the two shares of `LOW:HIGH`, the range of pass rates to keep.
+def _pass_rate_range(argument: str) -> tuple[float, float]:
+    """Return (0.1, 0.9) for the argument `0.1:0.9`, the range of pass rates to keep.
 
     Raises the error that argparse shows for anything else.
     """
-    if ":" not in word:
-        raise argparse.ArgumentTypeError(f"{word!r} has no colon; write LOW:HIGH, such as 0.1:0.9")
-    return number_range(word, separator=":", convert=number(0, 1))
+    if ":" not in argument:
+        raise argparse.ArgumentTypeError(
+            f"{argument!r} has no colon; write LOW:HIGH, such as 0.1:0.9"
+        )
+    return number_range(argument, separator=":", convert=number(0, 1))
 
 
 def _check_filter_arguments(arguments: argparse.Namespace) -> None:
@@ -123,10 +125,10 @@ def _check_filter_arguments(arguments: argparse.Namespace) -> None:
     if arguments.predictions is None:
         return
     for name in ("prompt", "system_prompt"):
-        # Stored answers were sampled with prompts of their own. The default of both options is the
-        # object `PROMPT_OF_TRAINING`, so any other object was given by the user.
-        is_given = getattr(arguments, name) is not PROMPT_OF_TRAINING
-        if is_given:
+        # Stored answers were sampled with certain prompts already. The default of both options is
+        # the object `PROMPT_OF_TRAINING`, so any other object was set by the user.
+        is_set_by_user = getattr(arguments, name) is not PROMPT_OF_TRAINING
+        if is_set_by_user:
             option = name.replace("_", "-")
             raise UserError(
                 f"{name}: --{option} is for sampling, and --predictions has answers already; "
@@ -134,21 +136,21 @@ def _check_filter_arguments(arguments: argparse.Namespace) -> None:
             )
 
 
-def _print_forecast(answers: Path, *, rounding: bool) -> None:
+def _print_attenuation_forecast(answers: Path, *, rounding: bool) -> None:
     """Print on how many groups of answers ADORA's attenuation would act.
 
     `answers` is a file of stored answers, a folder with one, or the folder of a run.
     """
     from data_prep import forecast  # the grader takes seconds to import
 
-    print("\n".join(forecast.forecast_of_path(answers, rounding=rounding).lines()))
+    print("\n".join(forecast.forecast_from_path(answers, rounding=rounding).lines()))
 
 
-def _filter(arguments: argparse.Namespace) -> None:
+def _run_filter(arguments: argparse.Namespace) -> None:
     """Run `filter`: sample answers, or read stored ones, and write the problems that are kept.
 
     With `--attenuation` nothing is filtered. The command then prints for which stored answers ADORA
-    would reduce the weight in training.
+    would reduce the weight in training. `arguments` are the parsed options.
     """
     # Imported here, since the engines that sample take seconds to import.
     from data_prep import filter as filtering
@@ -159,7 +161,7 @@ def _filter(arguments: argparse.Namespace) -> None:
             *_OPTIONS_OF_FILTERING,
             why="has no effect with --attenuation, which filters nothing",
         )
-        _print_forecast(arguments.attenuation, rounding=arguments.rounding)
+        _print_attenuation_forecast(arguments.attenuation, rounding=arguments.rounding)
         return
     _check_filter_arguments(arguments)
     filtering.check_input(arguments.input, arguments.split)
@@ -167,7 +169,7 @@ def _filter(arguments: argparse.Namespace) -> None:
     if arguments.predictions is None:
         answers = _sample_answers(arguments)
     else:
-        answers = _Answers(
+        answers = _StoredAnswers(
             file=arguments.predictions,
             description={"predictions": str(arguments.predictions)},
         )
@@ -182,25 +184,25 @@ def _filter(arguments: argparse.Namespace) -> None:
         overwrite=arguments.overwrite,
         arguments=answers.description,
     )
-    print(f"{arguments.output}: {filtering.describe_filtered(manifest)}")
+    print(f"{arguments.output}: {filtering.filter_report(manifest)}")
     if arguments.predictions is None and arguments.samples > 1:
         print("\nWould ADORA's attenuation act on these problems (docs/data.md)?")
-        _print_forecast(answers.file, rounding=arguments.rounding)
+        _print_attenuation_forecast(answers.file, rounding=arguments.rounding)
 
 
-class _Answers(NamedTuple):
+class _StoredAnswers(NamedTuple):
     """The file of the answers that a filter goes by, and what the manifest says of them."""
 
     file: Path
     description: dict[str, Any]
 
 
-def _sample_answers(arguments: argparse.Namespace) -> _Answers:
+def _sample_answers(arguments: argparse.Namespace) -> _StoredAnswers:
     """Sample several answers to each problem with the model that the command names."""
     from adora_vl.evals.inference.engines import build_settings
     from data_prep import filter as filtering
 
-    # A prompt that was not given is the one of the model's own training.
+    # A prompt that the user has not set is the one of the model's training.
     prompts = resolve_prompts(
         arguments.model, {"system_prompt": arguments.system_prompt, "prompt": arguments.prompt}
     )
@@ -225,4 +227,4 @@ def _sample_answers(arguments: argparse.Namespace) -> _Answers:
         "temperature": settings.temperature,
         **unusual_prompts(prompts),  # those that differ from the defaults
     }
-    return _Answers(file, description)
+    return _StoredAnswers(file, description)

@@ -102,14 +102,14 @@ class Forecast:
     problems_left_out: int = 0
 
     def lines(self) -> list[str]:
-        """Return the lines that are printed: a table of the shares, and the sentence."""
-        left_out = []
+        """Return the lines that are printed: a table of the shares, and what they mean."""
+        lines = []
         if self.problems_left_out:
-            left_out.append(
+            lines.append(
                 f"{amount(self.problems_left_out, 'problem')} left out: asked less often than the "
                 "others, or not at all"
             )
-        rows = (
+        table = (
             ("groups with signal, of all", ShareOfGroups(self.tds.total, self.groups)),
             ("TDS, of those with signal", self.tds),
             ("ties of length, of those TDS", self.ties),
@@ -118,8 +118,10 @@ class Forecast:
             ("the shortest answer is right", self.shortest),
             ("longest - shortest", self.longest_minus_shortest or "-"),
         )
-        table = [f"{title:43}{cell}" for title, cell in rows]
-        return [*left_out, *table, self.sentence()]
+        for title, share in table:
+            lines.append(f"{title:43}{share}")
+        lines.append(self.sentence())
+        return lines
 
     def sentence(self) -> str:
         """Return a sentence on how much attenuation would act, and on which groups."""
@@ -129,17 +131,17 @@ class Forecast:
                 "more problems."
             )
         difference = self.longest_minus_shortest
-        lengths = "length says nothing of what is right"
+        length_clause = "length says nothing of what is right"
         # The interval of the difference leaves out 0 where length says something.
         if difference is not None and difference.high < 0:
-            lengths = "short answers are right more often than long ones"
+            length_clause = "short answers are right more often than long ones"
         elif difference is not None and difference.low > 0:
-            lengths = "long answers are right more often than short ones"
+            length_clause = "long answers are right more often than short ones"
         tds_share = self.tds.value
         if tds_share < _SMALL_SHARE:
             return (
                 f"Attenuation would hardly act: {tds_share:.0%} of the groups with signal are TDS; "
-                f"{lengths}."
+                f"{length_clause}."
             )
         extent = "on some of what there is to learn from"
         if tds_share > _LARGE_SHARE:
@@ -152,15 +154,17 @@ class Forecast:
             ties = f", and {self.ties.value:.0%} of them are ties"
         return (
             f"Attenuation would act {extent} ({tds_share:.0%} TDS), mostly {groups}{ties}; "
-            f"{lengths}."
+            f"{length_clause}."
         )
 
 
 def forecast_attenuation(groups: Groups) -> Forecast:
-    """Count the groups on which ADORA's attenuation would act, and how lengths relate to rewards.
+    """Return on how many groups ADORA's attenuation would act, and how lengths relate to rewards.
 
-    The tensors of `groups` are (P, G): problems by answers. A group without a signal, whose rewards
-    are all equal, teaches nothing and counts in the first number alone.
+    The tensors of `groups` are (P, G), problems by answers, and those whose names end in `_P` have
+    a value for each group. Attenuation acts on groups that are TDS: their right answers are no
+    longer than their wrong ones. A group without a signal, whose rewards are all equal, teaches
+    nothing and counts in the first number alone.
     """
     weighing = weigh_groups(groups)  # the weights that a training would give
     # A group whose answers were all truncated has no score, and so no signal.
@@ -180,7 +184,7 @@ def forecast_attenuation(groups: Groups) -> Forecast:
         tds=ShareOfGroups(count=tds_count, total=int(has_signal_P.sum())),
         ties=ShareOfGroups(count=int(is_tie_P.sum()), total=tds_count),
         short_only=ShareOfGroups(count=int(is_short_only_P.sum()), total=tds_count),
-        # A group counts as one answer: equally long ones share it.
+        # A group counts as one answer, also where several are equally long.
         longest=ShareOfGroups(
             count=round(sum(share.longest for share in shares)), total=len(shares)
         ),
@@ -199,9 +203,10 @@ class _RightShares(NamedTuple):
 
 
 def _right_shares_by_length(groups: Groups, has_signal_P: torch.Tensor) -> list[_RightShares]:
-    """Return for each group with a signal how many of its longest and shortest answers are right.
+    """Return the shares of right answers among the longest and shortest ones of each group.
 
-    Groups whose answers all have the same length are left out, and so are answers without a score.
+    Groups without a signal, or whose answers all have the same length, are left out, and so are
+    answers without a score.
     For example, a group has answers of 50, 50 and 20 tokens, of which the second one alone is
     right. Its shares are 0.5 for the longest and 0 for the shortest.
     """
@@ -225,7 +230,7 @@ def _right_shares_by_length(groups: Groups, has_signal_P: torch.Tensor) -> list[
 def _longest_minus_shortest(shares: Sequence[_RightShares]) -> MeanDifference | None:
     """Return how much more often the longest answers of a group are right than the shortest.
 
-    None where there are fewer than two groups, since one difference has no spread.
+    Returns None for fewer than two groups, since one difference has no spread.
     """
     differences = [share.longest - share.shortest for share in shares]
     if len(differences) < 2:
@@ -238,8 +243,8 @@ def _longest_minus_shortest(shares: Sequence[_RightShares]) -> MeanDifference | 
     return MeanDifference(mean, low=low, high=high)
 
 
-def recorded_groups(run: Path) -> Groups:
-    """Read the rewards and lengths of the first groups of a run from the record that it wrote.
+def read_recorded_groups(run: Path) -> Groups:
+    """Return the rewards and lengths of the first groups of a run, from the rollouts it recorded.
 
     `run` is the output folder of the run; docs/report.md describes the record.
 
@@ -261,8 +266,10 @@ def recorded_groups(run: Path) -> Groups:
             MAX_GROUPS_READ * group_size, columns=["reward", "length", "truncated"]
         ).to_pydict()
     except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
-        why = f"is no file of a run's record ({in_one_line(error)})"
-        raise UserError(f"attenuation: a file in {str(run / ROLLOUTS_FOLDER)!r} {why}") from error
+        raise UserError(
+            f"attenuation: a file in {str(run / ROLLOUTS_FOLDER)!r} is no file of a run's record "
+            f"({in_one_line(error)})"
+        ) from error
     # A rollout without a reward, such as a truncated one, has a null in the record and NaN in a
     # tensor of rewards.
     rewards = [math.nan if reward is None else reward for reward in columns["reward"]]
@@ -275,8 +282,8 @@ def recorded_groups(run: Path) -> Groups:
     )
 
 
-def forecast_of_answers(predictions: Path, *, rounding: bool) -> Forecast:
-    """Make the forecast of the answers in a file of predictions, which are graded as in training.
+def forecast_from_predictions(predictions: Path, *, rounding: bool) -> Forecast:
+    """Return the forecast of the answers in a file of predictions, which are graded as in training.
 
     The answers to one problem are a group. All groups need equally many answers, since the tensors
     are rectangular. So problems with fewer answers than the most are left out: their sampling was
@@ -326,9 +333,14 @@ def _groups_of_columns(
     group_size: int,
     correct_above: float,
 ) -> Groups:
-    """Reshape the columns of answers to groups: `group_size` consecutive answers are one group.
+    """Return answers as groups, as tensors (P, G): `group_size` consecutive answers are one group.
 
-    An answer is right if its reward is over `correct_above`.
+    Args:
+        rewards: the reward of each answer.
+        lengths: its tokens.
+        truncated: whether it was cut off because it became too long.
+        group_size: how many answers there are to each problem.
+        correct_above: an answer is right if its reward is above this.
     """
     return Groups(
         rewards_PG=torch.tensor(rewards).view(-1, group_size),
@@ -338,20 +350,21 @@ def _groups_of_columns(
     )
 
 
-def forecast_of_path(path: Path, *, rounding: bool = False) -> Forecast:
-    """Make the forecast of a run's folder, a folder of stored answers, or a file of them.
+def forecast_from_path(path: Path, *, rounding: bool = False) -> Forecast:
+    """Return the forecast of a run's folder, a folder of stored answers, or a file of them.
 
-    With `rounding` a rounded decimal is right too. Raises `UserError` where a folder is none of
-    these, and for `rounding` with a run.
+    With `rounding` a rounded decimal is right too.
+
+    Raises `UserError` where a folder is none of these, and for `rounding` with a run.
     """
     # A folder without such a file can only be that of a run.
     file = path / PREDICTIONS_FILE if path.is_dir() else path
     if not file.is_file():
-        groups = recorded_groups(path)
+        groups = read_recorded_groups(path)
         if rounding:
             raise UserError(
                 f"rounding: {str(path)!r} has the rewards of a run, which are not graded anew; "
                 "leave --rounding out"
             )
         return forecast_attenuation(groups)
-    return forecast_of_answers(file, rounding=rounding)
+    return forecast_from_predictions(file, rounding=rounding)

@@ -26,16 +26,16 @@ from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.geometry.forms import LogicForm
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
-from data_prep.geometry3k_folders import OUR_SPLIT_BY_AUTHORS_SPLIT, problems_of_folders
+from data_prep.geometry3k_folders import OUR_SPLIT_BY_AUTHORS_SPLIT, rows_of_folders
 from data_prep.logic_forms import read_forms
 from data_prep.problem_text import mend_latex
 from data_prep.redraw import can_be_drawn, draw_form
 from data_prep.solve import read_forms_or_text
 from data_prep.solved_rows import (
     LabelledQuestion,
+    fact_fields,
     features_with_figure,
-    fields_of_facts,
-    solved_problems,
+    rows_of_solvable_forms,
 )
 
 _QUESTION_COLUMNS = Columns(problem="messages", answer="solution", images=("images",))
@@ -43,37 +43,37 @@ _QUESTION_COLUMNS = Columns(problem="messages", answer="solution", images=("imag
 _SOURCE_OF_REDRAWN_ROWS = "geometry3k, redrawn"
 
 
-def problems_of_facts(path: Path, question_table: Path | None) -> dict[str, SplitRows]:
-    """Solve the logic forms of a file, and return the problems whose facts determine their answer.
+def rows_of_solved_forms(path: Path, question_table: Path | None) -> dict[str, SplitRows]:
+    """Return by split the rows of the problems in a file whose facts determine their answer.
 
-    Their wording comes from `question_table`. Without it the question of the form is put into
-    words.
+    `path` is a file of logic forms, the facts of a diagram with a question. The wording of the
+    problems comes from `question_table`. Without it the question of the form is put into words.
 
     Raises `UserError` where one of the two files cannot be read.
     """
     questions = None
     if question_table is not None:
         questions = {question.number: question for question in _read_questions(question_table)}
-    return solved_problems(read_forms_or_text(path), questions)
+    return rows_of_solvable_forms(read_forms_or_text(path), questions)
 
 
 def _read_questions(table: Path) -> Iterator[LabelledQuestion]:
-    """Read the questions with their answers from a table in the format of a chat.
+    """Yield the questions with their answers in a table whose column `messages` has a chat.
 
     The split and the number of a problem stand in the path of its image.
 
     Raises `UserError` for a row without question, answer or such a path.
     """
     opened = open_table(table, _QUESTION_COLUMNS)
-    for position_in_words, record in opened.read_records():  # such as `line 14`
-        row = record if isinstance(record, dict) else {}  # else an error of a row
+    for position, record in opened.read_records():  # the position is `line 14`, say
+        row = record if isinstance(record, dict) else {}  # a line that cannot be read is no dict
         path = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
         question = question_of_chat(row.get("messages"))
         answer = row.get("solution")
         if path is None or question is None or not isinstance(answer, str):
             raise UserError(
-                f"texts: {position_in_words} of {str(table)!r} lacks messages with one question, a solution, "
-                "or images with a path such as test/2401/img_diagram.png; put them in"
+                f"texts: {position} of {str(table)!r} lacks messages with one question, a "
+                "solution, or images with a path such as test/2401/img_diagram.png; put them in"
             )
         authors_split, number = path.groups()
         text = question.replace(IMAGE_PLACEHOLDER, " ").strip()
@@ -85,8 +85,8 @@ def _read_questions(table: Path) -> Iterator[LabelledQuestion]:
         )
 
 
-def problems_of_forms(path: Path, question_table: Path | None) -> dict[str, SplitRows]:
-    """Return the problems of a table of questions, whose diagrams are drawn from logic forms.
+def rows_of_redrawn_forms(path: Path, question_table: Path | None) -> dict[str, SplitRows]:
+    """Return by split the rows of a table of questions, whose diagrams are drawn from logic forms.
 
     `path` is the file of logic forms, which say the lines and points of each diagram. Problems
     whose diagram cannot be drawn are left out, and their number is printed.
@@ -122,7 +122,7 @@ def problems_of_forms(path: Path, question_table: Path | None) -> dict[str, Spli
 
 
 def _redrawn_problem(form: LogicForm, question: LabelledQuestion) -> RawProblem:
-    """Make a problem whose diagram is drawn from its logic form."""
+    """Return a problem of Geometry3K with a diagram that is drawn from its logic form."""
     row_id = f"geometry3k/{question.split}/{question.number}"
     return RawProblem(
         id=row_id,
@@ -132,7 +132,7 @@ def _redrawn_problem(form: LogicForm, question: LabelledQuestion) -> RawProblem:
         images=(png_bytes(draw_form(form)),),
         problem=question.problem,
         answer=question.answer,
-        **fields_of_facts(form, question.problem, row_id),
+        **fact_fields(form, question.problem, row_id),
     )
 
 
@@ -165,12 +165,17 @@ class SplitsAtCommit(NamedTuple):
 def open_source(
     source: str, location: str | None, *, revision: str | None, options: Geometry3KOptions
 ) -> SplitsAtCommit:
-    """Find the rows of Geometry3K in `source`, one of `SOURCES`, before any of them is read.
+    """Return the splits of Geometry3K in a source, before a row is read.
 
-    `location` is an id on the hub, or the path of files. `revision` is for the hub alone.
+    Args:
+        source: one of `SOURCES`.
+        location: an id on the hub, or the path of files.
+        revision: the branch, tag or commit on the hub; for the hub alone.
+        options: has options of some sources, beside those on how rows are cleaned.
 
-    Raises `UserError` for an option that belongs to another source, for a missing path, and for
-    data that cannot be read.
+    Raises:
+        UserError: an option belongs to another source, the path is missing, or the data cannot be
+            read.
     """
     _check_options_of_source(source, revision=revision, options=options)
     if source != "hub" and not location:
@@ -178,11 +183,11 @@ def open_source(
     path = Path(location or "")
     question_table = Path(options.texts) if options.texts else None
     if source == "intergps":
-        return SplitsAtCommit(problems_of_folders(path, options.diagram or "plain"))
+        return SplitsAtCommit(rows_of_folders(path, options.diagram or "plain"))
     if source == _FORMS_SOURCE:
-        return SplitsAtCommit(problems_of_forms(path, question_table))
+        return SplitsAtCommit(rows_of_redrawn_forms(path, question_table))
     if source == _FACTS_SOURCE:
-        return SplitsAtCommit(problems_of_facts(path, question_table))
+        return SplitsAtCommit(rows_of_solved_forms(path, question_table))
     if source == "hub":
         opened = download_parquet(location or _PRESET_HUB_ID, GEOMETRY3K_PRESET.columns, revision)
     else:
@@ -229,16 +234,20 @@ def prepare_geometry3k(
     workers: int = 1,
     overwrite: bool = False,
 ) -> Manifest:
-    """Write Geometry3K as a data set for training to the folder `output`.
+    """Write Geometry3K as a data set for training, and return its manifest.
 
-    `source` is one of `SOURCES`, and `location` its id on the hub or its path. `revision` is the
-    branch, tag or commit on the hub. `workers` is the number of processes that clean rows, on which
-    the output does not depend. `overwrite` replaces another prepared dataset at `output`; one of
-    the same source and options is always replaced.
+    Args:
+        output: the folder that is written.
+        source: one of `SOURCES`, where the problems come from.
+        location: their id on the hub, or their path.
+        revision: the branch, tag or commit on the hub.
+        options: which rows there are, and how they are cleaned.
+        workers: the number of processes that clean rows, on which the output does not depend.
+        overwrite: whether another data set in `output` is replaced. One of the same source and
+            options is always replaced.
 
-    Returns the manifest.
-
-    Raises `UserError` as `open_source` and `prepare`.
+    Raises:
+        UserError: as `open_source` and `prepare`.
     """
     chosen_options = options or Geometry3KOptions()
     if chosen_options.seed is not None and chosen_options.limit is None:
@@ -247,7 +256,7 @@ def prepare_geometry3k(
         )
 
     def open_chosen_rows() -> OpenedSource:
-        """Open the source, describe it for the manifest, and choose the rows of each split."""
+        """Return the chosen rows of each split, before they are read, and the manifest's words."""
         splits, commit = open_source(
             source, location=location, revision=revision, options=chosen_options
         )
@@ -275,9 +284,10 @@ def prepare_geometry3k(
 
 
 def _limited_rows(split: str, rows: SplitRows, options: Geometry3KOptions) -> SplitRows:
-    """Choose `limit` rows of a split: the first ones, or with a `seed` a random sample.
+    """Return `limit` rows of a split: the first ones, or with a `seed` a random sample.
 
-    A sample stays in the order of the source, and depends on the seed and the split alone.
+    Both are options. A sample stays in the order of the source, and depends on the seed and the
+    name of the split alone.
     """
     total = rows.row_count
     assert total is not None, "all sources of Geometry3K know how many rows they have"
@@ -288,7 +298,7 @@ def _limited_rows(split: str, rows: SplitRows, options: Geometry3KOptions) -> Sp
         chosen_indices = set(rng.sample(range(total), chosen_count))
 
     def begin_reading() -> RowReaders:
-        """Begin to read the split, and leave out the rows that were not chosen."""
+        """Return the functions that read the chosen rows, one for each."""
         numbered_readers = enumerate(rows.begin_reading())
         chosen_readers = (reader for index, reader in numbered_readers if index in chosen_indices)
         # `islice` ends without reading the rest of the source.

@@ -19,7 +19,7 @@ from adora_vl.geometry.forms import read_form_from_record
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 from data_prep.problem_text import mend_latex
-from data_prep.solved_rows import fields_of_facts
+from data_prep.solved_rows import fact_fields
 
 # A file in the folder of a problem, such as `geometry3k/train/17/data.json`.
 _PROBLEM_FILE_PATTERN = re.compile(r"(?:(?:.*/)?(train|val|test)/|.*/)?(\d+)/[^/]*")
@@ -31,7 +31,7 @@ class ProblemFolder:
     """The folder of one problem, on the disk or in a zip file."""
 
     path: Path  # the folder, or the zip file
-    folder_in_zip: str | None = None  # with a slash at its end; None for a folder on the disk
+    folder_in_zip: str | None = None  # such as `train/17/`; None for a folder on the disk
 
     def __str__(self) -> str:
         return str(self.path) if self.folder_in_zip is None else f"{self.path}/{self.folder_in_zip}"
@@ -72,12 +72,12 @@ class ProblemFolder:
             raise OSError(errno.EIO, str(error), member) from error
 
 
-def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
-    """Find the folders of all problems, by the authors' splits `train`, `val` and `test`.
+def find_problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
+    """Return the folders of all problems by the authors' splits `train`, `val` and `test`.
 
-    `root` is one zip file, or a folder with the folders `train`, `val` and `test` or with zip
-    files. A split is read from the folder of its name, else from a zip file. A split without
-    problems is left out. The problems of a split are sorted by number.
+    The problems of a split are sorted by number, and a split without problems is left out. `root`
+    is one zip file, or a folder with the folders `train`, `val` and `test` or with zip files. A
+    split is read from the folder of its name, else from a zip file.
 
     Raises `UserError` for a bad zip file, for two zip files with the same split, and where `root`
     has no problem.
@@ -109,7 +109,7 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
 
 
 def _folders_in_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
-    """Find the folders of problems in several zip files, by the authors' splits.
+    """Return the folders of problems in several zip files by the authors' splits.
 
     Where several files have problems of a split, the file named after the split is read, such as
     `train.zip`.
@@ -133,7 +133,7 @@ def _folders_in_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
 
 
 def _folders_in_zip(path: Path) -> dict[str, list[ProblemFolder]]:
-    """Find the folders of problems in a zip file, by the authors' splits.
+    """Return the folders of problems in a zip file by the authors' splits.
 
     The folder of a problem has a number for its name. For example:
 
@@ -154,8 +154,7 @@ def _folders_in_zip(path: Path) -> dict[str, list[ProblemFolder]]:
     folders_without_split: list[str] = []
     for name in names:
         match = _PROBLEM_FILE_PATTERN.fullmatch(name)
-        # macOS puts files of its own into the archives that it makes.
-        if not match or name.startswith("__MACOSX/"):
+        if not match or name.startswith("__MACOSX/"):  # macOS adds such files to its archives
             continue
         folder = name[: name.rindex("/") + 1]
         split = match[1]
@@ -165,8 +164,10 @@ def _folders_in_zip(path: Path) -> dict[str, list[ProblemFolder]]:
             folders_without_split.append(folder)
     if not split_by_folder and folders_without_split:
         if path.stem not in _AUTHORS_SPLITS:
-            problem = f"the problems in {str(path)!r} are in no folder {', '.join(_AUTHORS_SPLITS)}"
-            raise UserError(f"input: {problem}; call the file after its split, such as train.zip")
+            raise UserError(
+                f"input: the problems in {str(path)!r} are in no folder "
+                f"{', '.join(_AUTHORS_SPLITS)}; call the file after its split, such as train.zip"
+            )
         split_by_folder = dict.fromkeys(folders_without_split, path.stem)
     folders_by_split: dict[str, list[ProblemFolder]] = {}
     for folder, split in split_by_folder.items():
@@ -182,34 +183,30 @@ def _open_zip(path: Path) -> zipfile.ZipFile:
 
 # The files of a problem's diagram; in `point` every vertex has a letter.
 FILE_BY_DIAGRAM = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}
-OUR_SPLIT_BY_AUTHORS_SPLIT = {
-    "train": "train",
-    "val": "validation",
-    "test": "test",
-}  # by the authors' name
+OUR_SPLIT_BY_AUTHORS_SPLIT = {"train": "train", "val": "validation", "test": "test"}
 
 
-def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRows]:
-    """Find the problems in the authors' folders or zip files, to be read one by one.
+def rows_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRows]:
+    """Return by split the problems in the authors' folders or zip files, to be read one by one.
 
-    `diagram` is a key of `FILE_BY_DIAGRAM`: the picture as printed, or with a letter at every
-    vertex.
+    `root` is a zip file, or the folder of the folders or zip files. `diagram` is a key of
+    `FILE_BY_DIAGRAM`: the picture as printed, or with a letter at every vertex.
 
-    Raises `UserError` where `problem_folders` does.
+    Raises `UserError` where `find_problem_folders` does.
     """
     rows_by_split = {}
-    for authors_split, folders in problem_folders(root).items():
+    for authors_split, folders in find_problem_folders(root).items():
         split = OUR_SPLIT_BY_AUTHORS_SPLIT[authors_split]
-        readers = [
-            partial(_read_folder, folder, split=split, diagram_file=FILE_BY_DIAGRAM[diagram])
-            for folder in folders
-        ]
+        read_folder = partial(_read_folder, split=split, diagram_file=FILE_BY_DIAGRAM[diagram])
+        readers = [partial(read_folder, folder) for folder in folders]
         rows_by_split[split] = SplitRows.from_readers(readers)
     return rows_by_split
 
 
 def _read_folder(folder: ProblemFolder, *, split: str, diagram_file: str) -> RawProblem:
-    """Read one problem: its `data.json`, its picture `diagram_file`, and its facts.
+    """Return the problem in a folder, from its `data.json` and its picture `diagram_file`.
+
+    The facts of the diagram are in a third file, `logic_form.json`, which may be missing.
 
     Raises `RowError` for a file or a field that cannot be used. The error has the bytes that were
     read, for the quarantine of unusable rows.
@@ -247,7 +244,7 @@ def _read_folder(folder: ProblemFolder, *, split: str, diagram_file: str) -> Raw
         shapes=tuple(data.texts("problem_type_graph", default=[])),
         solution=data.text("detailed_solution", default="").strip(),
         further_files=(json_bytes,),
-        **fields_of_facts(form, problem, row_id),
+        **fact_fields(form, problem, row_id),
     )
 
 
@@ -256,7 +253,14 @@ def _read_data(
 ) -> _ProblemData:
     """Return the fields of a problem's `data.json`.
 
-    Raises `RowError` with `original_files` where the bytes are no object of JSON.
+    Args:
+        json_bytes: the content of the file.
+        folder: the folder that has it, for messages.
+        row_id: the id of the row that the problem becomes.
+        original_files: the bytes of the problem's files, which an error takes to the quarantine.
+
+    Raises:
+        RowError: the bytes are no object of JSON.
     """
     path = f"{folder}/data.json"
     row_error = partial(RowError, row_id, original_files=original_files)
@@ -293,7 +297,7 @@ class _ProblemData:
         value = self.fields.get(name, default)
         if isinstance(value, str) and can_encode_utf8(value):
             return value
-        raise self._wrong_type(name, value, expected="a text")
+        raise self._type_error(name, value, expected="a text")
 
     def texts(self, name: str, default: list[str] | None = None) -> list[str]:
         """Return a field that has to be a list of texts.
@@ -301,14 +305,14 @@ class _ProblemData:
         Raises `RowError` where it is none, or missing without a default.
         """
         value = self.fields.get(name, default)
-        if isinstance(value, list) and all(
-            isinstance(item, str) and can_encode_utf8(item) for item in value
-        ):
-            return value
-        raise self._wrong_type(name, value, expected="a list of texts")
+        is_list = isinstance(value, list)
+        if is_list and all(isinstance(item, str) and can_encode_utf8(item) for item in value):
+            texts: list[str] = value
+            return texts
+        raise self._type_error(name, value, expected="a list of texts")
 
-    def _wrong_type(self, name: str, value: object, expected: str) -> RowError:
-        """Return the error for a field that is missing or of another type."""
+    def _type_error(self, name: str, value: object, expected: str) -> RowError:
+        """Return the error for a field that is missing or of another type than `expected`."""
         actual = f"{value!r:.60}" if name in self.fields else "missing"
         return self.row_error(
             reason="field_type",

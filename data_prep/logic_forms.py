@@ -27,7 +27,7 @@ _POINT_COUNTS_BY_HEAD = {
     "Circle": (1,),
     "Cirle": (1,),
 } | {name: (corners,) for name, corners in _CORNER_COUNT_BY_SHAPE.items()}
-_WORDS_BY_HEAD = {
+_TEMPLATE_BY_HEAD = {
     **{
         f"{name}Of": f"the {name.lower()} of {{}}"
         for name in ("Area", "Perimeter", "Height", "Diameter")
@@ -41,7 +41,7 @@ _WORDS_BY_HEAD = {
 
 
 def read_forms(path: Path) -> dict[int, LogicForm]:
-    """Read a JSON file (also .gz) of logic forms, and return them by the numbers of the problems.
+    """Return the logic forms in a JSON file (also .gz) by the numbers of the problems.
 
     Raises `UserError` where the file cannot be read, or has something else.
     """
@@ -68,16 +68,18 @@ def facts_in_words(form: LogicForm, problem: str) -> str | None:
     - the problem is about a coloured region, or about a shape that the annotation does not name,
     - the problem speaks of a point, an unknown or an angle that no fact has.
     """
-    fact_sentences = []  # None stands for a fact without words
-    for term in form.terms:
-        # Which points lie on a line or a circle is said below, once for each line and circle.
-        if term is None or not term.head.startswith("PointLies"):
-            fact_sentences.append(describe_term(term))
-    has_colour = re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE)
-    if None in fact_sentences or has_colour:
+    if re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE):
         return None
     sentences = _position_sentences(form)
-    sentences += [sentence for sentence in fact_sentences if sentence]
+    for term in form.terms:
+        # Which points lie on a line or a circle is said already, once for each line and circle.
+        if term is not None and term.head.startswith("PointLies"):
+            continue
+        fact_in_words = describe_term(term)
+        if fact_in_words is None:
+            return None
+        if fact_in_words:
+            sentences.append(fact_in_words)
     # `dict.fromkeys` drops repeated sentences, and keeps the order.
     capitalised = [f"{sentence[0].upper()}{sentence[1:]}" for sentence in dict.fromkeys(sentences)]
     text = ". ".join(capitalised)
@@ -85,19 +87,20 @@ def facts_in_words(form: LogicForm, problem: str) -> str | None:
 
 
 def _position_sentences(form: LogicForm) -> list[str]:
-    """Return sentences on which points lie on which line and circle of a diagram."""
+    """Return sentences on which points lie on which line and circle of a diagram.
+
+    For example, `A, B and C lie on one line, in this order` and `drawn segments: AB, BC`.
+    """
     sentences = []
+    segments = []  # lines with two points, such as `AB`
     for points_on_line in form.lines_with_points:
-        if len(points_on_line) > 2:
+        if len(points_on_line) == 2:
+            segments.append(_join_point_names(points_on_line))
+        elif len(points_on_line) > 2:
             # The points are in order along the line where all of them have coordinates.
             is_ordered = set(points_on_line) <= form.points.keys()
             order = ", in this order" if is_ordered else ""
             sentences.append(f"{_list_in_words(points_on_line)} lie on one line{order}")
-    segments = [
-        _join_point_names(points_on_line)
-        for points_on_line in form.lines_with_points
-        if len(points_on_line) == 2
-    ]
     if segments:
         sentences.append(f"drawn segments: {', '.join(segments)}")
     for (centre, _), points_on_circle in form.points_by_circle.items():
@@ -112,10 +115,10 @@ def _position_sentences(form: LogicForm) -> list[str]:
 
 
 def _is_only_shape(form: LogicForm, head: str, points_on_lines: set[str]) -> bool:
-    """Return whether a diagram has a single shape of the kind `head`, such as `Triangle`.
+    """Return whether a diagram has a single circle, triangle, ..., whichever `head` names.
 
-    A single circle is counted. A single polygon is known by the points on lines, which are as many
-    as its corners.
+    Circles are counted. A diagram has a single triangle if three points lie on its lines;
+    `points_on_lines` are all points that do.
     """
     if head == "Circle":
         return len(form.points_by_circle) == 1
@@ -128,18 +131,20 @@ def _mentions_all_asked(text: str, form: LogicForm) -> bool:
     `text` are the facts in words, and `form` has the question. In a question `$` stands for a shape
     without a name, which is clear where the diagram has only one of its kind.
     """
-    # None stands for a part of the question that cannot be read.
-    question_terms = [parse_term(part) for part in form.question if part.strip()]
-    if None in question_terms:
-        return False
     points_on_lines = set(chain.from_iterable(form.lines_with_points))
-    # The question may state facts too, such as `x = 3`.
     texts = [text]
-    for term in question_terms:
-        if term and term.head != "Find":
-            texts.append(str(describe_term(term)))
+    asked_terms: list[Term] = []  # all terms of the question, also those inside of others
+    for part in form.question:
+        if not part.strip():
+            continue
+        question_term = parse_term(part)
+        if question_term is None:  # it cannot be read
+            return False
+        asked_terms += question_term.walk()
+        if question_term.head != "Find":  # a fact in the question, such as `x = 3`
+            texts.append(str(describe_term(question_term)))
     all_facts = " ".join(texts)
-    for term in chain.from_iterable(term.walk() for term in question_terms if term):
+    for term in asked_terms:
         head = term.head
         names = term.names
         if "$" in "".join(names) and not _is_only_shape(form, head, points_on_lines):
@@ -162,7 +167,8 @@ def _mentions_all_asked(text: str, form: LogicForm) -> bool:
 def describe_term(term: Term | None) -> str | None:
     """Return a term of a logic form in words: `AB = 10` for `Equals(LengthOf(Line(A, B)), 10)`.
 
-    Returns None for a term without words.
+    Its head is the word before the bracket, and its names are the heads of its arguments.
+    Returns None for a term without words, and for None, a term that could not be read.
     """
     if term is None:
         return None
@@ -170,29 +176,34 @@ def describe_term(term: Term | None) -> str | None:
         return None if "$" in term.head else term.head
     head = term.head
     names = term.names
-    parts = [describe_term(argument) for argument in term.arguments]
+    argument_words = [describe_term(argument) for argument in term.arguments]
     are_points = all(re.fullmatch(rf"{POINT_NAME}|\d+", name) for name in names)
     # A shape named by its points: `Triangle(A,B,C)` is `triangle ABC`, and `Line(A,B)` is `AB`.
     if len(names) in _POINT_COUNTS_BY_HEAD.get(head, ()) and are_points:
-        # Some annotations have the misspelling.
-        kind = head.lower().replace("cirle", "circle")
-        return f"{kind} {_join_point_names(names)}".removeprefix("line ")
-    if None in parts:
+        shape = head.lower().replace("cirle", "circle")  # some annotations are misspelt
+        return f"{shape} {_join_point_names(names)}".removeprefix("line ")
+    if None in argument_words:
         return None
     if head == "LengthOf":
         # `AB` alone is the length of a segment; an arc without a word would be its angle.
-        return f"the length of {parts[0]}" if names[0] == "Arc" else parts[0]
-    if head == "Equals" and len(parts) == 2:
+        is_arc = names[0] == "Arc"
+        return f"the length of {argument_words[0]}" if is_arc else argument_words[0]
+    if head == "Equals" and len(argument_words) == 2:
+        left_side, right_side = argument_words
         # Degrees belong to a measure that equals a number, not one that equals another measure.
-        in_degrees = names[0] == "MeasureOf" and not term.arguments[1].arguments
-        return f"{parts[0]} = {parts[1]}{' degrees' if in_degrees else ''}"
-    words = _WORDS_BY_HEAD.get(head, "")
-    return words.format(*parts) if words and words.count("{}") == len(parts) else None
+        is_in_degrees = names[0] == "MeasureOf" and not term.arguments[1].arguments
+        equation = f"{left_side} = {right_side}"
+        return f"{equation} degrees" if is_in_degrees else equation
+    template = _TEMPLATE_BY_HEAD.get(head, "")
+    if not template or template.count("{}") != len(argument_words):
+        return None
+    return template.format(*argument_words)
 
 
 def _join_point_names(names: Sequence[str]) -> str:
-    """Return `ABC`; `A point_26` where a name is a word."""
-    return (" " if any("_" in name for name in names) else "").join(names)
+    """Return `ABC` for the names A, B and C; `A point_26` where a name is a word."""
+    has_word = any("_" in name for name in names)
+    return " ".join(names) if has_word else "".join(names)
 
 
 def _list_in_words(words: Sequence[str]) -> str:

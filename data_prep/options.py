@@ -69,33 +69,35 @@ def add_cleaning(command: argparse.ArgumentParser) -> None:
 
 
 def number_range(
-    word: str, *, separator: str, convert: Callable[[str], Number]
+    argument: str, *, separator: str, convert: Callable[[str], Number]
 ) -> tuple[Number, Number]:
-    """Return the two ends of a range such as `2-5`, as `convert` reads each of them.
+    """Return the two ends of a range: (2, 5) for the argument `2-5` and the separator `-`.
+
+    `convert` makes a number of each end.
 
     Raises the error that argparse shows where the larger number stands first.
     """
-    low_word, _, high_word = word.partition(separator)
-    low = convert(low_word)
-    high = convert(high_word)
+    low_text, _, high_text = argument.partition(separator)
+    low = convert(low_text)
+    high = convert(high_text)
     if low > high:
         raise argparse.ArgumentTypeError(
-            f"{word!r} has the larger number first; write {high_word}{separator}{low_word}"
+            f"{argument!r} has the larger number first; write {high_text}{separator}{low_text}"
         )
     return low, high
 
 
 def options_set_by_user(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return those of the options `names` that the user gave.
+    """Return the options among `names` that the user has set, by name: {"rows": 100}.
 
-    The functions that take them have the default values of the others.
+    The others are None, since the functions that take them have the default values.
     """
     values = {name: getattr(arguments, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def refuse_options(arguments: argparse.Namespace, *names: str, why: str) -> None:
-    """Raise `UserError` for the first of the options `names` that the user gave.
+    """Raise `UserError` for the first of the options `names` that the user has set.
 
     `why` goes on after its value: `does not go with --source drawn`.
     """

@@ -1,4 +1,9 @@
-"""The question of a logic form as a person would ask it, such as `Find the area`."""
+"""The question of a logic form as a person would ask it, such as `Find the area`.
+
+A logic form is made of terms. The head of the term `AreaOf(Circle(A))` is `AreaOf`, the word before
+the bracket, and its arguments are the terms in the bracket. The names of a term are the heads of
+its arguments: `A`, `B` and `C` of `Triangle(A, B, C)`. A name `$` stands for a part without a name.
+"""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +11,7 @@ from collections.abc import Sequence
 from adora_vl.geometry.forms import LogicForm, Term
 from adora_vl.geometry.shapes import COLOUR_HEADS, CORNER_COUNT_BY_SHAPE, parse_terms
 
-_WORDS_BY_MEASURE = {
+_TEMPLATE_BY_MEASURE = {
     "AreaOf": "the area of {}",
     "PerimeterOf": "the perimeter of {}",
     "CircumferenceOf": "the circumference of {}",
@@ -24,7 +29,7 @@ _WORDS_BY_MEASURE = {
     "HalfOf": "half of {}",
     "SquareOf": "the square of {}",
 }
-_WORDS_BY_OPERATION = {
+_TEMPLATE_BY_OPERATION = {
     "RatioOf": "the ratio of {} to {}",
     "Div": "the ratio of {} to {}",
     "ScaleFactorOf": "the scale factor from {} to {}",
@@ -33,7 +38,7 @@ _WORDS_BY_OPERATION = {
     "Sub": "{} - {}",
     "Mul": "{} times {}",
 }
-_WORDS_BY_FACT = {
+_TEMPLATE_BY_FACT = {
     "Parallel": "{} is parallel to {}",
     "Perpendicular": "{} is perpendicular to {}",
     "Tangent": "{} is tangent to {}",
@@ -75,14 +80,15 @@ _HEADS_WITHOUT_WORDS = (
 
 
 def question_in_words(form: LogicForm) -> str | None:
-    """Put the question of a logic form into words, with the facts that stand in it.
+    """Return the question of a logic form in words, with the facts that stand in it.
 
-    An example is `a = 4. Find b.` Returns None where a part of the question has no words here.
+    For example, `Equals(a, 4)` and `Find(b)` give `a = 4. Find b.` Returns None where a part of the
+    question has no words here.
     """
     statements: list[str] = []
     requests: list[str] = []
     for term in parse_terms(form.question):
-        if term.head == "Find":
+        if term.head == "Find":  # `Find` is the word before the bracket of `Find(b)`
             goal_noun = noun_phrase(term.arguments[0]) if term.arguments else None
             if goal_noun is None:
                 return None
@@ -103,16 +109,16 @@ def question_in_words(form: LogicForm) -> str | None:
 
 
 def _fact_as_sentence(term: Term) -> str | None:
-    """Put a fact into words, without a full stop: `AB is parallel to CD` for `Parallel(AB, CD)`.
+    """Return a fact in words, without a full stop: `AB is parallel to CD` for `Parallel(AB, CD)`.
 
-    The head of a term is the word before its bracket. Returns an empty text for a fact that only
-    names something, and None where there are no words for it.
+    The head of a term is the word before its bracket, `Parallel`. Returns an empty text for a fact
+    that only names something, such as `Triangle`, and None where there are no words for it.
     """
     head = term.head
     if head in _HEADS_WITHOUT_WORDS:
         return ""
     if head in CORNER_COUNT_BY_SHAPE or head in _ADJECTIVE_HEADS:
-        return _shape_kind_in_words(term)
+        return _shape_fact_in_words(term)
     if term.is_equation:
         return _equation_in_words(term)
     # `$` stands for a part without a name. The fact is then about all parts that look like it.
@@ -120,25 +126,29 @@ def _fact_as_sentence(term: Term) -> str | None:
     if head == "Tangent" and has_no_name:
         return "segments that appear to be tangent are tangent"
     if head == "Similar" and has_no_name:
-        kind = _head_without_adjectives(term.arguments[0]).lower().replace("shape", "figure")
-        return f"the two {kind}s are similar"
+        shape = _head_without_adjectives(term.arguments[0]).lower().replace("shape", "figure")
+        return f"the two {shape}s are similar"
     if head == "RightAngle":
         angle = noun_phrase(term.arguments[0])
         return None if angle is None else f"{angle} is a right angle"
-    part_nouns = _nouns_of_arguments(term)
-    if part_nouns is None:
+    argument_nouns = _nouns_of_arguments(term)
+    if argument_nouns is None:
         return None
-    if head == "IntersectAt" and len(part_nouns) > 2:
-        *lines, point = part_nouns
+    if head == "IntersectAt" and len(argument_nouns) > 2:
+        *lines, point = argument_nouns
         return f"{', '.join(lines[:-1])} and {lines[-1]} meet at {point}"
-    words = _WORDS_BY_FACT.get(head)
-    return words.format(*part_nouns) if words and len(part_nouns) == 2 else None
+    template = _TEMPLATE_BY_FACT.get(head)
+    if template is None or len(argument_nouns) != 2:
+        return None
+    return template.format(*argument_nouns)
 
 
-def _shape_kind_in_words(term: Term) -> str | None:
-    """Put a fact on the kind of a shape into words, such as `ABCD is a rectangle`.
+def _shape_fact_in_words(term: Term) -> str | None:
+    """Return in words what a fact says of a shape: `ABCD is a rectangle`, `ABC is isosceles`.
 
-    Returns an empty text for a shape without a name, since the question itself says its kind.
+    The fact is `Rectangle(A, B, C, D)`, or `Isosceles(Triangle(A, B, C))`. Returns an empty text
+    for a shape without a name, since the question itself says what it is, and None where there are
+    no words.
     """
     if term.head in _ADJECTIVE_HEADS:
         has_shape = bool(term.arguments) and bool(term.arguments[0].arguments)
@@ -151,9 +161,10 @@ def _shape_kind_in_words(term: Term) -> str | None:
 
 
 def _equation_in_words(term: Term) -> str | None:
-    """Put an equation into words: `AB = 10`, `angle ABC = 40 degrees`.
+    """Return an equation in words: `AB = 10` for `Equals(LengthOf(Line(A, B)), 10)`.
 
-    Returns an empty text for an equation on a whole shape, and None where there are no words.
+    A number that an angle equals has the word `degrees` behind it. Returns an empty text for an
+    equation on a whole shape, and None where there are no words.
     """
     left_term, right_term = term.arguments
     left = noun_phrase(left_term)
@@ -171,9 +182,10 @@ def _equation_in_words(term: Term) -> str | None:
 
 
 def noun_phrase(term: Term) -> str | None:
-    """Return a term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`.
+    """Return a term as a noun: `angle ABC` for `Angle(A, B, C)`, whose head is `Angle`.
 
-    None where it has no words here.
+    Further examples are `AB` and `the area of the shaded sector`. Returns None for a term without
+    words here.
     """
     head = term.head
     names = term.names
@@ -196,46 +208,57 @@ def noun_phrase(term: Term) -> str | None:
     if head in ("Minor", "Major"):
         part_noun = noun_phrase(term.arguments[0])
         return part_noun and f"{head.lower()} {part_noun}"
-    part_nouns = _nouns_of_arguments(term)
-    if part_nouns is None:
+    argument_nouns = _nouns_of_arguments(term)
+    if argument_nouns is None:
         return None
-    if len(part_nouns) == 1:
-        return _noun_of_single_measure(head, part_nouns[0])
+    if len(argument_nouns) == 1:
+        return _noun_of_single_measure(head, argument_nouns[0])
     if head in ("SumOf", "Add"):
-        return " + ".join(part_nouns)
-    words = _WORDS_BY_OPERATION.get(head)
-    return words.format(*part_nouns) if words and len(part_nouns) == 2 else None
+        return " + ".join(argument_nouns)
+    template = _TEMPLATE_BY_OPERATION.get(head)
+    if template is None or len(argument_nouns) != 2:
+        return None
+    return template.format(*argument_nouns)
 
 
 def _nouns_of_arguments(term: Term) -> list[str] | None:
-    """Return the words for all arguments of a term; None where one of them has none."""
-    part_nouns = []
+    """Return the nouns of all arguments of a term; None where one of them has no words.
+
+    `Parallel(Line(A, B), Line(C, D))` has the nouns `AB` and `CD`.
+    """
+    argument_nouns = []
     for argument in term.arguments:
-        part_noun = noun_phrase(argument)
-        if part_noun is None:
+        argument_noun = noun_phrase(argument)
+        if argument_noun is None:
             return None
-        part_nouns.append(part_noun)
-    return part_nouns
+        argument_nouns.append(argument_noun)
+    return argument_nouns
 
 
-def _noun_of_coloured_part(head: str, part: Term) -> str:
-    """Return a shaded or coloured part as a noun: `the shaded region`, `the blue sector`."""
-    kind = _head_without_adjectives(part).lower()
-    if kind == "shape":
-        kind = "region" if head == "Shaded" else "figure"
-    return f"the {head.lower()} {kind}"
+def _noun_of_coloured_part(colour: str, part: Term) -> str:
+    """Return a shaded or coloured part as a noun: `the shaded region`, `the blue sector`.
+
+    `colour` is the head of `Blue(Sector(A, B, C))`, say, and `part` the term in its bracket.
+    """
+    shape = _head_without_adjectives(part).lower()
+    if shape == "shape":
+        shape = "region" if colour == "Shaded" else "figure"
+    return f"the {colour.lower()} {shape}"
 
 
 def _noun_of_single_measure(head: str, part_noun: str) -> str | None:
-    """Return a measure of one part as a noun: `the area of ...`; None where it has no words."""
+    """Return a measure of one part as a noun: `the area of circle A` for `AreaOf(Circle(A))`.
+
+    `head` is `AreaOf` then, and `part_noun` is `circle A`. Returns None for a measure without words.
+    """
     if head == "RatioOf":
         return f"{part_noun} as a fraction"
-    words = _WORDS_BY_MEASURE.get(head)
-    if not words:
+    template = _TEMPLATE_BY_MEASURE.get(head)
+    if template is None:
         return None
     if head in ("SinOf", "CosOf", "TanOf"):  # `sin ABC`
         part_noun = part_noun.removeprefix("angle ")
-    return words.format(part_noun)
+    return template.format(part_noun)
 
 
 def _noun_of_bare_text(text: str) -> str | None:
@@ -246,16 +269,24 @@ def _noun_of_bare_text(text: str) -> str | None:
 
 
 def _noun_of_figure(head: str, names: Sequence[str]) -> str:
-    """Return `triangle ABC`; `the triangle` for one without a name."""
-    kind = {"Cirle": "circle", "Shape": "figure", "Polygon": "polygon"}.get(head, head.lower())
-    unnamed = any("$" in name for name in names) or (head == "Shape" and names == ["A"])
-    if unnamed or any(re.fullmatch(r"[A-Za-z]'?|\d+", name) is None for name in names):
-        return f"the {kind}"
-    return f"{kind} {''.join(names)}"
+    """Return `triangle ABC` for the head `Triangle` and the names A, B and C of its points.
+
+    Returns `the triangle` for one without a name, whose points are `$`.
+    """
+    # Some annotations misspell the circle as `Cirle`.
+    shape = {"Cirle": "circle", "Shape": "figure"}.get(head, head.lower())
+    has_no_name = any("$" in name for name in names) or (head == "Shape" and names == ["A"])
+    are_letters = all(re.fullmatch(r"[A-Za-z]'?|\d+", name) for name in names)
+    if has_no_name or not are_letters:
+        return f"the {shape}"
+    return f"{shape} {''.join(names)}"
 
 
 def _noun_of_length_or_angle(term: Term) -> str | None:
-    """Return `LengthOf` or `MeasureOf` a part as a noun; None where the part has no words."""
+    """Return the noun of `LengthOf(...)` or `MeasureOf(...)`: `AB`, `the measure of angle ABC`.
+
+    Returns None where the part in the bracket has no words.
+    """
     part = term.arguments[0]
     part_noun = noun_phrase(part)
     # `LengthOf(A, B)` is `AB`, as the usual `LengthOf(Line(A, B))` is.
@@ -265,14 +296,14 @@ def _noun_of_length_or_angle(term: Term) -> str | None:
     if part_noun is None:
         return None
     if term.head == "LengthOf":
-        is_length = part.head == "Line" or part.head in _WORDS_BY_MEASURE or not part.arguments
+        is_length = part.head == "Line" or part.head in _TEMPLATE_BY_MEASURE or not part.arguments
         return part_noun if is_length else f"the length of {part_noun}"
     is_letter = not part.arguments and len(part_noun) == 1
     return part_noun if is_letter else f"the measure of {part_noun}"
 
 
 def _head_without_adjectives(term: Term) -> str:
-    """Return the head of a term below its colours and kinds: `Circle` of a shaded circle."""
+    """Return the head below colours and adjectives: `Circle` for `Shaded(Circle(A))`."""
     while term.head in (*COLOUR_HEADS, *_ADJECTIVE_HEADS) and term.arguments:
         term = term.arguments[0]
     return term.head

@@ -57,31 +57,46 @@ _PLAIN_TEXT_BY_LATEX = (
 
 
 def can_be_drawn(form: LogicForm) -> bool:
-    """Return whether all points of a logic form's lines, circles and facts have coordinates."""
-    needed_points = {name for points_on_line in form.lines_with_points for name in points_on_line}
+    """Return whether all points of a diagram's lines, circles and facts have coordinates.
+
+    `form` is the logic form of the diagram: its lines, circles and facts, and the coordinates of
+    its points by their names.
+    """
+    needed_points: set[str] = set()
+    for points_on_line in form.lines_with_points:
+        needed_points.update(points_on_line)
     for term in form.terms:
         if term:
             needed_points |= points_in_term(term)
-    needed_points |= {centre for centre, _ in form.points_by_circle}
+    for centre, _ in form.points_by_circle:
+        needed_points.add(centre)
     return bool(form.points) and needed_points <= form.points.keys()
 
 
 def draw_form(form: LogicForm) -> Image.Image:
-    """Draw the diagram of a logic form, black on white.
+    """Return the diagram of a logic form as a picture, black on white.
 
     All its points have to have coordinates, which `can_be_drawn` checks.
     """
-    return _DiagramDrawing(form).picture()
+    return _DiagramDrawing(form).draw()
 
 
 def draw_if_legible(form: LogicForm) -> Image.Image | None:
-    """Draw the diagram of a logic form; return None where a label hides another one or a point.
+    """Return the diagram of a logic form; None where a label hides another one or a point.
 
     All points of the form have to have coordinates, which `can_be_drawn` checks.
     """
     diagram = _DiagramDrawing(form)
-    picture = diagram.picture()
+    picture = diagram.draw()
     return picture if diagram.is_legible() else None
+
+
+class _EqualParts(NamedTuple):
+    """The parts of a diagram that are marked as equal or parallel."""
+
+    terms: list[Term]  # the facts that say so, such as AB = CD
+    # Each part by the names of its points: [{("A", "B"), ("C", "D")}].
+    groups: list[set[tuple[str, ...]]]
 
 
 class _AngleInPicture(NamedTuple):
@@ -92,13 +107,33 @@ class _AngleInPicture(NamedTuple):
     turn: float  # from its first to its second side, in radians, at most half a turn either way
 
 
-def _points_to_draw(form: LogicForm) -> list[str]:
-    """Return the names of the points on a logic form's lines and circles, sorted.
+def _points_to_draw(form: LogicForm) -> dict[str, complex]:
+    """Return the points on a logic form's lines and circles by their names, sorted.
 
-    They are all its points if it has neither. A point without coordinates is left out.
+    They are all its points if it has neither. A point without coordinates is left out. The
+    coordinates are in pixels of the original picture.
     """
     names = form.drawn_points or form.points.keys()
-    return sorted(names & form.points.keys())
+    return {name: complex(*form.points[name]) for name in sorted(names & form.points.keys())}
+
+
+Circle = tuple[str, str]  # a circle by the names of its centre and of its radius, as in a form
+
+
+def _radii_of_circles(form: LogicForm, points: dict[str, complex]) -> dict[Circle, float]:
+    """Return the radius of each circle of a logic form on which a point lies.
+
+    It is the mean distance of the circle's points from the centre, since in a diagram that was
+    drawn by hand they are not all equally far from it. `points` has the coordinates by name.
+    """
+    radii = {}
+    for circle, points_on_circle in form.points_by_circle.items():
+        points_with_place = [points[name] for name in points_on_circle if name in points]
+        if points_with_place:
+            centre = points[circle[0]]
+            distances = [abs(point - centre) for point in points_with_place]
+            radii[circle] = sum(distances) / len(distances)
+    return radii
 
 
 class _DiagramDrawing:
@@ -112,32 +147,24 @@ class _DiagramDrawing:
         import matplotlib as mpl  # not for every command of this package
 
         self.form = form
-        # In pixels of the original picture.
-        original_points = {name: complex(*form.points[name]) for name in _points_to_draw(form)}
-        original_radii = {}  # by circle; a circle is named by its centre and its radius
-        for circle, points_on_circle in form.points_by_circle.items():
-            distances = [
-                abs(original_points[name] - original_points[circle[0]])
-                for name in points_on_circle
-                if name in original_points
-            ]
-            if distances:  # by hand the points are not all equally far from the centre
-                original_radii[circle] = sum(distances) / len(distances)
-        extent = list(original_points.values())
+        original_points = _points_to_draw(form)
+        original_radii = _radii_of_circles(form, original_points)
+        extreme_points = list(original_points.values())  # all of them fit into the picture
         for (centre, _), radius in original_radii.items():
             # Two opposite corners of the square around the circle.
-            extent += [original_points[centre] + radius * corner for corner in (1 + 1j, -1 - 1j)]
-        xs = [point.real for point in extent]
-        ys = [point.imag for point in extent]
+            extreme_points.append(original_points[centre] + radius * (1 + 1j))
+            extreme_points.append(original_points[centre] - radius * (1 + 1j))
+        xs = [point.real for point in extreme_points]
+        ys = [point.imag for point in extreme_points]
         size = max(max(xs) - min(xs), max(ys) - min(ys)) or 1  # 1 where all points are one
         first, last = _DIAGRAM_RANGE
         scale = (last - first) / size
         origin = complex(min(xs), min(ys))
-        self.location_by_name = {  # the points by their names
+        self.point_by_name = {
             name: scale * (point - origin) + first * (1 + 1j)
             for name, point in original_points.items()
         }
-        self.middle = sum(self.location_by_name.values()) / len(self.location_by_name)
+        self.middle = sum(self.point_by_name.values()) / len(self.point_by_name)
         self.radii = {circle: scale * radius for circle, radius in original_radii.items()}
         file = Path(mpl.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # has a root and a π
         self.font = ImageFont.truetype(str(file), OVERSAMPLING * _LABEL_PIXELS)
@@ -145,27 +172,27 @@ class _DiagramDrawing:
         self.ink_points: list[complex] = []  # many points on all lines that are drawn
         self.label_boxes: list[Box] = []  # of all labels so far
 
-    def picture(self) -> Image.Image:
-        """Draw the figure, its marks, values and names, and cut off what stays white.
+    def draw(self) -> Image.Image:
+        """Draw the figure, its marks, values and names, and return it without what stays white.
 
         Facts without a mark stand below the figure. A label takes the best place that the labels
         before it have left. So values are written first, then the names of points, and the
         sentences below come last.
         """
-        for row in self.form.lines_with_points:
-            self._draw_line(*(self.location_by_name[name] for name in row))
-        for (centre, _), radius in self.radii.items():
-            point = self.location_by_name[centre]
-            self.canvas.circle((point.real, point.imag), radius)
-            self.canvas.dot((point.real, point.imag))
+        for names_on_line in self.form.lines_with_points:
+            self._draw_line(*self._points_named(names_on_line))
+        for (centre_name, _), radius in self.radii.items():
+            centre = self.point_by_name[centre_name]
+            self.canvas.circle((centre.real, centre.imag), radius)
+            self.canvas.dot((centre.real, centre.imag))
             # 60 points a radian, once around.
-            self.ink_points += [point + rect(radius, step / 60) for step in range(377)]
+            self.ink_points += [centre + rect(radius, step / 60) for step in range(377)]
         marked_terms = self._draw_marks()
-        sentences = []
+        sentences = []  # on the facts that the figure cannot show
         for term in self.form.terms:
             if term and term not in marked_terms and not self._write_value(term):
                 sentences.append(describe_term(term))
-        for name, point in self.location_by_name.items():
+        for name, point in self.point_by_name.items():
             candidates = []  # on circles around the point, the nearest first
             for distance in _NAME_DISTANCES:
                 for sixteenth in range(16):
@@ -175,19 +202,18 @@ class _DiagramDrawing:
         return self._cropped_picture()
 
     def _write_below(self, sentences: Sequence[str | None]) -> None:
-        """Write sentences below the figure, each once, one a line."""
+        """Write sentences below the figure, each once, one a line; None is left out."""
         bottoms = [point.imag for point in self.ink_points]
         bottoms += [box.max_y for box in self.label_boxes]
         bottom = max(bottoms)
-        # A fact without words is None, and is left out.
-        different_sentences = dict.fromkeys(sentence for sentence in sentences if sentence)
-        for number, sentence in enumerate(different_sentences, start=1):
+        distinct_sentences = dict.fromkeys(sentence for sentence in sentences if sentence)
+        for number, sentence in enumerate(distinct_sentences, start=1):
             y = min(_LOWEST_SENTENCE, bottom + _SENTENCE_HEIGHT * number)
             text = latex_as_plain_text(sentence, words=True)
             self._write_label(text, [complex(0.5, y)])
 
     def _cropped_picture(self) -> Image.Image:
-        """Return the part of the canvas that has something on it, with a white edge."""
+        """Return the part of the canvas that has something on it, with a white margin."""
         boxes = list(self.label_boxes)
         for point in self.ink_points:
             boxes.append(Box.around(point, half_width=0, half_height=0))
@@ -201,11 +227,11 @@ class _DiagramDrawing:
         return self.canvas.picture().crop((left, top, right, bottom))
 
     def is_legible(self) -> bool:
-        """Return whether no label of the picture lies on another one, on a point, or outside."""
+        """Return whether each label is in the picture, and on no point and no other label."""
         for number, box in enumerate(self.label_boxes):
             if min(box) < 0 or max(box) > 1:
                 return False
-            if any(map(box.contains, self.location_by_name.values())):
+            if any(map(box.contains, self.point_by_name.values())):
                 return False
             if any(map(box.overlaps, self.label_boxes[:number])):
                 return False
@@ -219,7 +245,10 @@ class _DiagramDrawing:
             self.ink_points += [start + (end - start) * step / steps for step in range(steps + 1)]
 
     def _write_value(self, term: Term) -> bool:
-        """Write the length, the angle or the arc that a fact gives beside it in the picture.
+        """Write the value of a fact, such as AB = 5, beside its segment, angle or arc.
+
+        `term` is the fact, `Equals(LengthOf(Line(A, B)), 5)`: its head is `Equals`, and its
+        arguments are the two sides.
 
         Returns whether the picture now shows the fact: it does if it has such a value, or says that
         a point lies on a line. Other facts are written below the picture by the caller.
@@ -232,7 +261,7 @@ class _DiagramDrawing:
         # `Equals(MeasureOf(Angle(A, B, C)), 40)`: the measure is of a part, an angle.
         measure, right_side = term.arguments
         part = measure.arguments[0]
-        if not set(part.names) <= self.location_by_name.keys():
+        if not set(part.names) <= self.point_by_name.keys():
             return False
         value = right_side
         if right_side.head in ("LengthOf", "MeasureOf") and right_side.arguments:
@@ -246,8 +275,8 @@ class _DiagramDrawing:
         degrees = f"{text}°" if is_one_word else f"({text})°"  # `(3x+5)°`
         match measure.head, part.head, len(part.names):
             case "LengthOf", "Line", 2:
-                start, end = self._places(part.names)
-                self._write_beside(start, end, text)
+                start, end = self._points_named(part.names)
+                self._write_beside_segment(start, end, text)
                 return True
             case "MeasureOf", "Angle", 3:
                 if numbered_angle:
@@ -262,7 +291,11 @@ class _DiagramDrawing:
     def _write_in_angle(self, names: Sequence[str], text: str, arcs: int, nearest: float) -> None:
         """Draw arcs in the angle ABC, and write a text between its sides.
 
-        `names` are A, B at the corner, and C. The text is at least `nearest` from the corner.
+        Args:
+            names: the names of A, of B at the corner, and of C.
+            text: the text.
+            arcs: how many arcs are drawn.
+            nearest: the least distance of the text from the corner, as a share of the picture.
         """
         angle = self._angle_at(names)
         self._draw_arcs(names, arcs)
@@ -271,7 +304,7 @@ class _DiagramDrawing:
         between_sides = half_text / max(0.1, abs(math.sin(angle.turn / 2)))
         min_distance = max(nearest, min(0.16, between_sides))
         shorter_side = min(
-            abs(self.location_by_name[name] - angle.corner) for name in (names[0], names[2])
+            abs(self.point_by_name[name] - angle.corner) for name in (names[0], names[2])
         )
         # The first candidates are the best ones: outwards along the bisector, and beside it.
         candidates = []
@@ -294,12 +327,12 @@ class _DiagramDrawing:
         if not circles_with_ends:
             return False
         circle = circles_with_ends[0]
-        centre = self.location_by_name[circle[0]]
+        centre = self.point_by_name[circle[0]]
         if len(names) == 2:  # the smaller of the two arcs
             angle = self._angle_at((names[0], circle[0], names[-1]))
             direction = angle.first_direction + angle.turn / 2
         else:  # the point between the ends says which of the two arcs it is
-            direction = phase(self.location_by_name[names[1]] - centre)
+            direction = phase(self.point_by_name[names[1]] - centre)
         # The text is wider than high, so most of its half width counts.
         distance = self.radii[circle] + _GAP_AT_ARC + 0.4 * self._text_width(text)
         # Beside its middle the arc has more room, if a label or a line is there.
@@ -307,7 +340,7 @@ class _DiagramDrawing:
         self._write_label(text, [centre + rect(distance, direction + turn) for turn in turns])
         return True
 
-    def _write_beside(self, start: complex, end: complex, text: str) -> None:
+    def _write_beside_segment(self, start: complex, end: complex, text: str) -> None:
         """Write a text beside a segment, if possible on the outer side.
 
         That is the side away from the middle of the diagram.
@@ -327,14 +360,15 @@ class _DiagramDrawing:
         candidates = []
         for gap in (0.008, 0.014, 0.022):
             for share in (0.5, 0.4, 0.6, 0.3, 0.7):
-                for side in (1, -1):
-                    point_on_segment = start + (end - start) * share
-                    candidates.append(point_on_segment + side * (half_size + gap) * normal)
+                point_on_segment = start + (end - start) * share
+                offset = (half_size + gap) * normal
+                candidates.append(point_on_segment + offset)
+                candidates.append(point_on_segment - offset)
         self._write_label(text, candidates)
 
     def _angle_at(self, names: Sequence[str]) -> _AngleInPicture:
-        """Return how the angle ABC lies in the picture; `names` are A, B at its corner, and C."""
-        first, corner, second = self._places(names)
+        """Return the corner and directions of the angle ABC; `names` are A, B at its corner, C."""
+        first, corner, second = self._points_named(names)
         first_direction = phase(first - corner)
         # The difference of the directions, brought to at most half a turn either way.
         difference = phase(second - corner) - first_direction
@@ -342,7 +376,7 @@ class _DiagramDrawing:
         return _AngleInPicture(corner, first_direction=first_direction, turn=turn)
 
     def _draw_arcs(self, names: Sequence[str], count: int) -> None:
-        """Draw `count` arcs in the angle ABC, one outside of another."""
+        """Draw `count` arcs in the angle ABC with its corner at B, one outside of another."""
         angle = self._angle_at(names)
         for number in range(count):
             radius = _ANGLE_RADIUS + _ARC_GAP * number
@@ -351,7 +385,7 @@ class _DiagramDrawing:
             self._draw_line(*(angle.corner + rect(radius, direction) for direction in directions))
 
     def _draw_strokes(
-        self, names: Sequence[str], towards: complex, count: int, wing: float, part: float
+        self, names: Sequence[str], towards: complex, count: int, wing_angle: float, position: float
     ) -> None:
         """Draw ticks (equal lengths) or arrow heads (parallels) on a segment.
 
@@ -359,23 +393,23 @@ class _DiagramDrawing:
             names: the two ends of the segment.
             towards: the direction in which arrow heads point, as a vector that is about parallel.
             count: how many strokes, side by side.
-            wing: the angle between the segment and the two wings of a stroke, in radians.
-            part: where on the segment the strokes are, from 0 at its start to 1 at its end.
+            wing_angle: the angle between the segment and each half of a stroke, in radians.
+            position: where on the segment the strokes are, from 0 at its start to 1 at its end.
         """
-        start, end = self._places(names)
+        start, end = self._points_named(names)
         points_away = ((end - start) * towards.conjugate()).real < 0  # by the scalar product
         if points_away:
             start, end = end, start
         direction = phase(end - start)
-        middle = start + part * (end - start)
+        middle = start + position * (end - start)
         for number in range(count):
             # The strokes lie symmetrically about the middle.
             offset = _STROKE_GAP * (number - (count - 1) / 2)
             tip = middle + rect(offset, direction)
             self._draw_line(
-                tip + rect(_HALF_TICK_LENGTH, direction + wing),
+                tip + rect(_HALF_TICK_LENGTH, direction + wing_angle),
                 tip,
-                tip + rect(_HALF_TICK_LENGTH, direction - wing),
+                tip + rect(_HALF_TICK_LENGTH, direction - wing_angle),
             )
 
     def _draw_marks(self) -> list[Term]:
@@ -389,36 +423,37 @@ class _DiagramDrawing:
         marked_terms = self._draw_right_angles()
         # The facts that have marks, such as `Parallel(Line(A, B), Line(C, D))`: their head, the
         # head of both sides, and how many points name a side.
-        for head, measure, point_count in (
+        for head, side_head, point_count in (
             ("Parallel", "Line", 2),
             ("Equals", "LengthOf", 2),
             ("Equals", "MeasureOf", 3),
         ):
-            terms, groups = self._equal_parts(head, measure, point_count)
-            marked_terms += terms
-            # The order is fixed, so that equal forms give equal pictures.
-            for number, group in enumerate(map(sorted, groups), start=1):
-                first_part = self._places(group[0])
-                for names in group:
-                    if measure == "MeasureOf":
+            equal_parts = self._find_equal_parts(head, side_head, point_count)
+            marked_terms += equal_parts.terms
+            for number, group in enumerate(equal_parts.groups, start=1):
+                # The order is fixed, so that equal forms give equal pictures.
+                sorted_group = sorted(group)
+                start, end, *_ = self._points_named(sorted_group[0])
+                for names in sorted_group:
+                    if side_head == "MeasureOf":
                         self._draw_arcs(names, number + 1)  # one arc belongs to a value
                         continue
-                    is_arrow = measure == "Line"
+                    is_arrow = side_head == "Line"
                     self._draw_strokes(
                         names,
-                        towards=first_part[1] - first_part[0],
+                        towards=end - start,
                         count=number,
-                        wing=0.75 * math.pi if is_arrow else math.pi / 2,
-                        part=0.42 if is_arrow else 0.5,
+                        wing_angle=0.75 * math.pi if is_arrow else math.pi / 2,
+                        position=0.42 if is_arrow else 0.5,
                     )
         return marked_terms
 
     def _draw_right_angles(self) -> list[Term]:
-        """Draw a square at each right angle, and return the facts that have one."""
+        """Draw a square at each right angle, and return the facts that say that it is one."""
         marked_terms = []
         corners: set[tuple[int, int]] = set()
         for term in self.form.facts_with_head("Perpendicular"):
-            corner = self._crossing(term)
+            corner = self._intersection(term)
             if corner is None:
                 continue
             marked_terms.append(term)
@@ -426,69 +461,66 @@ class _DiagramDrawing:
             if rounded_corner in corners:  # two facts on one corner are one square
                 continue
             corners.add(rounded_corner)
-            sides = []
+            sides = []  # of the square, along the two lines
             for line in term.arguments:
-                far_end = max(
-                    (self.location_by_name[name] - corner for name in line.names), key=abs
-                )
-                sides.append(rect(_RIGHT_ANGLE_SIDE, phase(far_end)))
+                # The end of the line that is farther from the corner.
+                far_end = max(self._points_named(line.names), key=lambda end: abs(end - corner))
+                sides.append(rect(_RIGHT_ANGLE_SIDE, phase(far_end - corner)))
             first_side, second_side = sides
             self._draw_line(
                 corner + first_side, corner + first_side + second_side, corner + second_side
             )
         return marked_terms
 
-    def _equal_parts(
-        self, head: str, measure: str, point_count: int
-    ) -> tuple[list[Term], list[set[tuple[str, ...]]]]:
-        """Find the facts that two parts of the diagram are equal or parallel: `AB = CD`, `CD = EF`.
+    def _find_equal_parts(self, head: str, side_head: str, point_count: int) -> _EqualParts:
+        """Return the parts of the diagram that facts say to be equal or parallel, in groups.
+
+        Parts that several facts connect are one group: AB = CD and CD = EF give {AB, CD, EF}.
 
         Args:
             head: the head of these facts, `Equals` or `Parallel`.
-            measure: the head of their two sides: `LengthOf` for
+            side_head: the head of their two sides: `LengthOf` for
                 `Equals(LengthOf(Line(A, B)), LengthOf(Line(C, D)))`, and `Line` for
                 `Parallel(Line(A, B), Line(C, D))`.
             point_count: how many points name a part, such as 2 for AB.
-
-        Returns these facts, and the parts in groups, each part by the names of its points. Parts
-        that several facts connect are one group: AB = CD and CD = EF give {AB, CD, EF}.
         """
         terms = []
         groups: list[set[tuple[str, ...]]] = []
         for term in self.form.facts_with_head(head):
-            sides = set()
+            parts = set()
             for argument in term.arguments:
-                if argument.head == measure:
-                    part = argument if measure == "Line" else argument.arguments[0]
-                    sides.add(tuple(part.names))
+                if argument.head == side_head:
+                    part = argument if side_head == "Line" else argument.arguments[0]
+                    parts.add(tuple(part.names))
             are_in_picture = all(
-                len(side) == point_count and set(side) <= self.location_by_name.keys()
-                for side in sides
+                len(names) == point_count and set(names) <= self.point_by_name.keys()
+                for names in parts
             )
-            if len(term.arguments) == len(sides) == 2 and are_in_picture:
+            if len(term.arguments) == len(parts) == 2 and are_in_picture:
                 terms.append(term)
                 # Groups that this fact connects become one.
-                touching = [group for group in groups if group & sides]
-                groups = [group for group in groups if group not in touching]
-                groups.append(sides.union(*touching))
-        return terms, groups
+                connected_groups = [group for group in groups if group & parts]
+                groups = [group for group in groups if group not in connected_groups]
+                groups.append(parts.union(*connected_groups))
+        return _EqualParts(terms, groups)
 
-    def _crossing(self, term: Term) -> complex | None:
+    def _intersection(self, term: Term) -> complex | None:
         """Return where the two lines of a fact meet: in a common point, or where they cross.
 
-        Returns None where they do neither, or where the form does not place one of their points.
+        The fact is `Perpendicular(Line(A, B), Line(C, D))`, say. Returns None where its lines do
+        not meet, or where a point of theirs has no coordinates.
         """
         lines = [line.names for line in term.arguments]
         if len(lines) != 2:
             return None
         for names in lines:
-            if len(names) != 2 or not set(names) <= self.location_by_name.keys():
+            if len(names) != 2 or not set(names) <= self.point_by_name.keys():
                 return None
-        common = set(lines[0]) & set(lines[1])
-        if common:
-            return self.location_by_name[common.pop()] if len(common) == 1 else None
-        a, b = self._places(lines[0])
-        c, d = self._places(lines[1])
+        common_names = set(lines[0]) & set(lines[1])
+        if common_names:
+            return self.point_by_name[common_names.pop()] if len(common_names) == 1 else None
+        a, b = self._points_named(lines[0])
+        c, d = self._points_named(lines[1])
         # The imaginary part of conj(u) * v is the cross product of two vectors, 0 for parallels.
         cross = ((b - a).conjugate() * (d - c)).imag
         if abs(cross) <= 1e-9:
@@ -499,16 +531,16 @@ class _DiagramDrawing:
         # Lines that are drawn by hand may end a little before they meet.
         return a + share * (b - a) if -0.05 <= share <= 1.05 else None
 
-    def _places(self, names: Sequence[str]) -> list[complex]:
-        """Return the places of points by their names."""
-        return [self.location_by_name[name] for name in names]
+    def _points_named(self, names: Sequence[str]) -> list[complex]:
+        """Return the coordinates of points, in the order of their names."""
+        return [self.point_by_name[name] for name in names]
 
     def _text_width(self, text: str) -> float:
         """Return the width of a text, as a share of the picture."""
         return float(self.font.getlength(text)) / (OVERSAMPLING * _PICTURE_PIXELS)
 
     def _write_label(self, text: str, candidates: Sequence[complex]) -> None:
-        """Write a text around the candidate point at which it hides least.
+        """Write a text around the point at which it hides least, out of the candidates.
 
         Of equally good candidates the first one is taken.
         """
@@ -519,21 +551,22 @@ class _DiagramDrawing:
             """Return how bad a place is: outside of the picture, on labels, or on ink."""
             box = Box.around(point, half_width, half_height)
             left, top, right, bottom = box
-            overlaps = sum(map(box.overlaps, self.label_boxes))
+            overlap_count = sum(map(box.overlaps, self.label_boxes))
             # not by `contains`, since a figure has thousands of such points
-            hidden_ink = sum(
+            hidden_ink_count = sum(
                 left < ink.real < right and top < ink.imag < bottom for ink in self.ink_points
             )
             is_outside = min(box) < _LABEL_MARGIN or max(box) > 1 - _LABEL_MARGIN
-            return (_COST_OUTSIDE if is_outside else 0) + _COST_OF_OVERLAP * overlaps + hidden_ink
+            cost_outside = _COST_OUTSIDE if is_outside else 0
+            return cost_outside + _COST_OF_OVERLAP * overlap_count + hidden_ink_count
 
-        best = min(candidates, key=cost)
-        self.label_boxes.append(Box.around(best, half_width, half_height))
-        self.canvas.label(text, (best.real, best.imag))
+        best_point = min(candidates, key=cost)
+        self.label_boxes.append(Box.around(best_point, half_width, half_height))
+        self.canvas.label(text, (best_point.real, best_point.imag))
 
 
 def latex_as_plain_text(value: str, *, words: bool = False) -> str:
-    r"""Write a value as a picture has it, such as `2√3` for `2\sqrt{3}`.
+    r"""Return a value in LaTeX as a picture shows it, such as `2√3` for `2\sqrt{3}`.
 
     Further examples are `1/2` for `\frac{1}{2}` and `x²+1` for `x^{2} + 1`. With `words` spaces stay.
     """

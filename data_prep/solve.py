@@ -40,15 +40,15 @@ _LABEL_TABLE_COLUMNS = Columns(
     optional=(_PROBLEM_COLUMN, _IMAGES_COLUMN, "id"),
 )
 _OTHER_ANSWER = "another answer than the label"
-# What a person should look at, for the statuses of a problem without an answer.
-_KIND_BY_STATUS = {
+# What the report says of a problem without an answer, by the status of its verdict.
+_FINDING_BY_STATUS = {
     "conflict": "facts that exclude each other",
     "collapsed": "points that fall together",
     "ambiguous": "two figures fit",
     "open": "the facts leave it open",
     "unread": "not read",
 }
-_KINDS_WORST_FIRST = (_OTHER_ANSWER, *_KIND_BY_STATUS.values())
+_FINDINGS_WORST_FIRST = (_OTHER_ANSWER, *_FINDING_BY_STATUS.values())
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class SolvedProblem:
         return is_rounded_value(label_number, self.verdict.value)
 
     @property
-    def kind(self) -> str:
-        """What a person should look at; empty where nothing is wrong."""
+    def finding(self) -> str:
+        """What a person should look at, such as `two figures fit`; empty where nothing is wrong."""
         if self.verdict.status != "answered":
-            return _KIND_BY_STATUS[self.verdict.status]
+            return _FINDING_BY_STATUS[self.verdict.status]
         return _OTHER_ANSWER if self.agrees is False else ""
 
-    def record(self) -> dict[str, Any]:
-        """Return the problem as one line of JSON."""
+    def as_record(self) -> dict[str, Any]:
+        """Return the values of the problem's line in the output file of JSON lines."""
         return {
             "id": self.id,
             "status": self.verdict.status,
@@ -94,7 +94,7 @@ class SolvedProblem:
 
 
 def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
-    """Read the facts and questions of a file, as logic forms by the names of their problems.
+    """Return the logic forms in a file, the facts and question of each problem, by its name.
 
         forms.json (.json.gz)   {"17": {"facts": ...}, ...}   many forms, named by their keys
         kite.json (.json.gz)    {"facts": ...}                one form, named `kite`
@@ -131,10 +131,10 @@ def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
                 raise TypeError(f"it is {record!r:.40}, not an object")
             forms[str(name)] = read_form_from_record(record)
         except (KeyError, TypeError, ValueError) as error:
-            needed = "points, lines, circles, facts and question"
-            missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            fault = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise UserError(
-                f"input: problem {name!r} of {str(file)!r}: {missing}; a form has {needed}"
+                f"input: problem {name!r} of {str(file)!r}: {fault}; a form has points, lines, "
+                "circles, facts and question"
             ) from error
     return forms
 
@@ -145,9 +145,9 @@ def _is_json(file: Path) -> bool:
 
 
 def _read_bytes(file: Path) -> bytes:
-    """Read the facts in a file as bytes, and unpack them where the file is a .gz.
+    """Return the content of a file of facts, unpacked where it is a .gz.
 
-    Raises `UserError` for one that cannot be read, or is too large.
+    Raises `UserError` for a file that cannot be read, or is too large.
     """
     try:
         content = file.read_bytes()
@@ -161,9 +161,9 @@ def _read_bytes(file: Path) -> bytes:
 
 
 def read_labels(file: Path) -> dict[str, str]:
-    """Read the labels (the stated answers) of a table, by the numbers of their problems.
+    """Return the labels (the stated answers) in a table by the numbers of their problems.
 
-    The number stands in the column `id`, or in the paths of the images.
+    For example, {"2401": "5"}. The number stands in the column `id`, or in the paths of the images.
 
     Raises `UserError` for a row that has neither, and for a table that cannot be read.
     """
@@ -194,7 +194,10 @@ def _read_label_table(file: Path) -> Records:
 
 
 def _problem_number(row: Mapping[str, Any]) -> str | None:
-    """Return the number of a row's problem, from its id or the path of its image, or None."""
+    """Return the number of a row's problem, such as `2401`, from its id or an image's path.
+
+    Returns None where neither has a number.
+    """
     row_id = row.get("id")
     if row_id is not None and str(row_id).strip():
         return str(row_id).split("/")[-1]  # 2401, of the id `geometry3k/test/2401`
@@ -224,46 +227,46 @@ def solve_forms(
         accept_looks: Count a value as an answer even if it needs what the picture suggests.
         accept_repair: Count a value as an answer even if facts were left out or rounded for it.
     """
+    accepted_bases: tuple[str, ...] = ()  # by what a value may be computed to count as an answer
+    if accept_looks:
+        accepted_bases += ("looks",)
+    if accept_repair:
+        accepted_bases += ("without a fact", "rounded")
     for name, form in forms.items():
-        result = solve_form(form)
-        # The basis of a result says how its value was found.
-        counts_by_looks = accept_looks and result.basis == "looks"
-        counts_by_repair = accept_repair and result.basis in ("without a fact", "rounded")
-        if result.value is not None and (counts_by_looks or counts_by_repair):
-            result = replace(result, status="answered")
-        yield SolvedProblem(id=name, verdict=result, label=labels.get(name))
+        verdict = solve_form(form)
+        if verdict.value is not None and verdict.basis in accepted_bases:
+            verdict = replace(verdict, status="answered")
+        yield SolvedProblem(id=name, verdict=verdict, label=labels.get(name))
 
 
-def write_report(problems: Sequence[SolvedProblem], *, has_labels: bool) -> str:
+def report_text(problems: Sequence[SolvedProblem], *, has_labels: bool) -> str:
     """Return the report on solved problems: counts, and the problems that a person should look at.
 
     `has_labels`: whether there are labels, with which the answers are compared.
     """
-    lines = [_count_by_status(problems, has_labels=has_labels)]
-    for kind in _KINDS_WORST_FIRST:
-        problems_of_kind = [problem for problem in problems if problem.kind == kind]
-        if not problems_of_kind:
+    lines = [_status_counts(problems, has_labels=has_labels)]
+    for finding in _FINDINGS_WORST_FIRST:  # such as `two figures fit`
+        problems_with_finding = [problem for problem in problems if problem.finding == finding]
+        if not problems_with_finding:
             continue
-        lines += ["", f"{kind}: {len(problems_of_kind)}"]
-        shown_problems = problems_of_kind[:MAX_PROBLEMS_SHOWN]
-        lines += [f"  {_describe_problem(problem)}" for problem in shown_problems]
-        hidden_count = len(problems_of_kind) - len(shown_problems)
+        lines += ["", f"{finding}: {len(problems_with_finding)}"]
+        shown_problems = problems_with_finding[:MAX_PROBLEMS_SHOWN]
+        lines += [f"  {_problem_line(problem)}" for problem in shown_problems]
+        hidden_count = len(problems_with_finding) - len(shown_problems)
         if hidden_count > 0:
             lines.append(f"  and {hidden_count} more, which --output has")
     return "\n".join(lines)
 
 
-def _describe_problem(problem: SolvedProblem) -> str:
-    """Return a problem in a line: its label, the value that was computed, and the reason.
-
-    The line is `2401: label 5, value 4.5, REASON`.
-    """
+def _problem_line(problem: SolvedProblem) -> str:
+    """Return the line of a problem in the report: `2401: label 5, value 4.5, REASON`."""
+    verdict = problem.verdict
     label = "" if problem.label is None else f"label {problem.label}, "
     value = ""
-    if problem.verdict.value is not None:
-        shortest_form = problem.verdict.answer or f"{problem.verdict.value:.6g}"
-        value = f"value {shortest_form}, "
-    return f"{problem.id}: {label}{value}{problem.verdict.why}"
+    if verdict.value is not None:
+        value_text = verdict.answer or f"{verdict.value:.6g}"
+        value = f"value {value_text}, "
+    return f"{problem.id}: {label}{value}{verdict.why}"
 
 
 # How the report says by what a problem was solved. Any other `Verdict.basis`, such as `without a
@@ -276,23 +279,23 @@ _PHRASE_BY_BASIS = {
 }
 
 
-def _count_by_status(problems: Sequence[SolvedProblem], *, has_labels: bool) -> str:
+def _status_counts(problems: Sequence[SolvedProblem], *, has_labels: bool) -> str:
     """Return the lines that count the problems by their status and by what solved them.
 
     `has_labels`: whether to say also how many of the values equal their labels.
     """
-    groups: dict[tuple[str, str], list[SolvedProblem]] = {}
+    groups: dict[tuple[str, str], list[SolvedProblem]] = {}  # by status and basis
     for problem in problems:
         key = (problem.verdict.status, problem.verdict.basis)
         groups.setdefault(key, []).append(problem)
 
     def answered_and_frequent_first(group: list[SolvedProblem]) -> tuple[bool, int]:
-        """Return what the lines are sorted by; `False` comes before `True`."""
+        """Return what the groups are sorted by; `False` comes before `True`."""
         return group[0].verdict.status != "answered", -len(group)
 
     lines = [amount(len(problems), "problem")]
     for group in sorted(groups.values(), key=answered_and_frequent_first):
-        verdict = group[0].verdict
+        verdict = group[0].verdict  # all verdicts of a group have this status and basis
         phrase = _PHRASE_BY_BASIS.get(verdict.basis, verdict.basis)
         share = len(group) / len(problems)
         line = f"  {verdict.status:<10} {phrase:<32} {len(group):>6}  {share:6.1%}"
@@ -305,25 +308,24 @@ def _count_by_status(problems: Sequence[SolvedProblem], *, has_labels: bool) -> 
         f"  answered: {answered_count} of {len(problems)} ({answered_count / len(problems):.1%})"
     )
     if has_labels:
-        lines += _count_agreements(problems)
+        lines += _agreement_lines(problems)
     return "\n".join(lines)
 
 
-def _count_agreements(problems: Sequence[SolvedProblem]) -> list[str]:
+def _agreement_lines(problems: Sequence[SolvedProblem]) -> list[str]:
     """Return the two lines that count how many values equal their labels.
 
     The first line counts answers alone. The second also counts values that are only suggested.
     """
-    comparisons = [
-        problem.agrees
-        for problem in problems
-        if problem.verdict.status == "answered" and problem.agrees is not None
-    ]
-    right_count = comparisons.count(True)
+    compared_answers = []
+    for problem in problems:
+        if problem.verdict.status == "answered" and problem.agrees is not None:
+            compared_answers.append(problem)
+    right_count = sum(problem.agrees is True for problem in compared_answers)
     right_with_suggestions = sum(problem.agrees is True for problem in problems)
     return [
-        f"  of {len(comparisons)} answers with a numeric label {right_count} are as labelled"
-        f" ({right_count / max(1, len(comparisons)):.1%})",
+        f"  of {len(compared_answers)} answers with a numeric label {right_count} are as labelled"
+        f" ({right_count / max(1, len(compared_answers)):.1%})",
         f"  with the suggestions beside open and contradictory ones {right_with_suggestions} are as "
         f"labelled ({right_with_suggestions / len(problems):.1%} of all)",
     ]
@@ -370,10 +372,10 @@ def add_solve(commands: Commands) -> None:
         action="store_true",
         help="count as answered what needs a contradicting fact left out",
     )
-    command.set_defaults(run=_solve)
+    command.set_defaults(run=_run_solve)
 
 
-def _solve(arguments: argparse.Namespace) -> None:
+def _run_solve(arguments: argparse.Namespace) -> None:
     """Run `solve`: compute the answers of the problems in a file, and report them.
 
     With labels (`--golds`) only the problems that have a label are solved. `--output` gets all
@@ -387,7 +389,7 @@ def _solve(arguments: argparse.Namespace) -> None:
     if arguments.golds is not None:
         labels = read_labels(arguments.golds)
     if labels:
-        forms = _choose_labelled(forms, labels, arguments.facts)
+        forms = _forms_with_label(forms, labels, arguments.facts)
     forms = dict(islice(forms.items(), arguments.limit))
     is_text = not _is_json(arguments.facts)
     if arguments.picture is not None and not is_text:
@@ -404,21 +406,21 @@ def _solve(arguments: argparse.Namespace) -> None:
         )
     )
     if arguments.output is not None:
-        lines = [json.dumps(problem.record(), ensure_ascii=False) for problem in problems]
+        lines = [json.dumps(problem.as_record(), ensure_ascii=False) for problem in problems]
         with naming_write_errors("output", arguments.output):
             replace_file(arguments.output, "".join(f"{line}\n" for line in lines))
     if is_text:
         (form,) = forms.values()
         (problem,) = problems
-        print(_verdict_in_words(problem, form))
-        _write_picture(problem.verdict, arguments)
+        print(_answer_line(problem, form))
+        _draw_figure(problem.verdict, arguments)
     else:
-        print(write_report(problems, has_labels=bool(labels)))
+        print(report_text(problems, has_labels=bool(labels)))
         if arguments.output is not None:
             print(f"\n{arguments.output}: {amount(len(problems), 'line')}")
 
 
-def _choose_labelled(
+def _forms_with_label(
     forms: Mapping[str, LogicForm], labels: Mapping[str, str], facts_file: Path
 ) -> dict[str, LogicForm]:
     """Return the forms of the problems that have a label; both are by the names of the problems.
@@ -436,7 +438,7 @@ def _choose_labelled(
     return labelled_forms
 
 
-def _verdict_in_words(problem: SolvedProblem, form: LogicForm) -> str:
+def _answer_line(problem: SolvedProblem, form: LogicForm) -> str:
     """Return what was computed for one problem as a line of text for the user.
 
     The line says what was asked, its value, and why it is so: `AC = 4.514 (no short form)   ...`.
@@ -445,28 +447,29 @@ def _verdict_in_words(problem: SolvedProblem, form: LogicForm) -> str:
     from adora_vl.geometry.shapes import parse_terms
     from adora_vl.geometry.words import term_in_words
 
-    result = problem.verdict
-    finds = [term for term in parse_terms(form.question) if term.head == "Find"]
-    goal_words = term_in_words(finds[0].arguments[0]) if finds else "the goal"
-    if result.value is None:
-        return f"{result.status}: {result.why}"
-    value = f"{result.value:.10g}"
-    if result.answer is None:
-        spelling = f"{value} (no short form)"
-    elif result.answer == value:
-        spelling = value
+    verdict = problem.verdict
+    if verdict.value is None:
+        return f"{verdict.status}: {verdict.why}"
+    # The question is `Find(LengthOf(Line(A, C)))`, say, whose words are `AC`.
+    find_terms = [term for term in parse_terms(form.question) if term.head == "Find"]
+    goal_words = term_in_words(find_terms[0].arguments[0]) if find_terms else "the goal"
+    value = f"{verdict.value:.10g}"
+    if verdict.answer is None:
+        answer_and_value = f"{value} (no short form)"
+    elif verdict.answer == value:
+        answer_and_value = value
     else:
-        spelling = f"{result.answer} = {value}"
-    status = "" if result.status == "answered" else f"{result.status}: "
-    return f"{goal_words} = {spelling}   {status}{result.why}"
+        answer_and_value = f"{verdict.answer} = {value}"
+    status = "" if verdict.status == "answered" else f"{verdict.status}: "
+    return f"{goal_words} = {answer_and_value}   {status}{verdict.why}"
 
 
-def _write_picture(result: Verdict, arguments: argparse.Namespace) -> None:
+def _draw_figure(verdict: Verdict, arguments: argparse.Namespace) -> None:
     """Draw the figure that was computed, beside the file of facts or to `--picture`.
 
     Prints where it is, or why there is none.
     """
-    if result.figure is None:
+    if verdict.figure is None:
         if arguments.picture is not None:
             print("no picture: there is no figure with places")
         return
@@ -476,8 +479,8 @@ def _write_picture(result: Verdict, arguments: argparse.Namespace) -> None:
 
     file = arguments.picture or arguments.facts.with_suffix(".png")
     # A form has y downwards, as a picture has it, and a figure upwards.
-    points = {name: (x, -y) for name, (x, y) in result.figure.coordinates.items()}
-    form = replace(result.figure.form, points=points)
+    points = {name: (x, -y) for name, (x, y) in verdict.figure.coordinates.items()}
+    form = replace(verdict.figure.form, points=points)
     if not can_be_drawn(form):
         print("no picture: not all points of the facts have a place")
         return

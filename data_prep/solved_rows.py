@@ -56,45 +56,48 @@ def features_with_figure() -> Features:
     return replace(PRESETS["geometry3k"].columns, extras=extra_columns).features
 
 
-def solved_problems(
+def rows_of_solvable_forms(
     forms: Mapping[str, LogicForm], questions: Mapping[str, LabelledQuestion] | None
 ) -> dict[str, SplitRows]:
-    """Solve logic forms, and return the problems whose facts determine their answer, by split.
-
-    A logic form has the facts of a diagram and the question. The keys of `forms` and `questions`
-    are the numbers of the problems. Without `questions` the question of the form is put into words.
+    """Return by split the rows of the problems whose facts determine their answer.
 
     Prints how many problems are left out, and why. The picture of a row is drawn only when the row
     is read, and its label is compared with the computed answer then.
+
+    Args:
+        forms: the logic form of each problem, the facts of its diagram and its question, by the
+            number of the problem.
+        questions: the wording of some of the problems, by number. Only these become rows. None puts
+            the question of each form into words.
     """
     readers_by_split: dict[str, list[Callable[[], RawProblem]]] = {}
-    left_out: Counter[str] = Counter()
+    left_out_counts: Counter[str] = Counter()  # how many problems are left out, by the reason
     chosen_forms = dict(forms)
     if questions is not None:
         chosen_forms = {number: form for number, form in forms.items() if number in questions}
     # The numbers are texts without leading zeros, so that the longer one is the larger.
-    by_number = sorted(chosen_forms.items(), key=lambda item: (len(item[0]), item[0]))
-    for number, form in tqdm(by_number, desc="solve", unit="form", disable=None):
+    numbered_forms = sorted(chosen_forms.items(), key=lambda item: (len(item[0]), item[0]))
+    for number, form in tqdm(numbered_forms, desc="solve", unit="form", disable=None):
         question = _question_of_form(number, form) if questions is None else questions[number]
         solution = solve_form(form, looks=False, repair=False)
         if solution.status != "answered":
-            left_out[f"are {solution.status}"] += 1
+            left_out_counts[f"are {solution.status}"] += 1
             continue
-        if question is None or not can_be_drawn(_fill_places(form, solution)):
-            left_out["cannot be put into words or drawn"] += 1
+        if question is None or not can_be_drawn(_with_all_coordinates(form, solution)):
+            left_out_counts["cannot be put into words or drawn"] += 1
             continue
         if not draws_every_asked_point(form):
-            left_out["ask for a point that the picture does not have"] += 1
+            left_out_counts["ask for a point that the picture does not have"] += 1
             continue
-        reader = partial(_solved_row, question, form=form, solution=solution)
-        readers_by_split.setdefault(question.split, []).append(reader)
-    for reason, count in sorted(left_out.items()):
+        read_row = partial(_solved_row, question, form=form, solution=solution)
+        readers_by_split.setdefault(question.split, []).append(read_row)
+    for reason, count in sorted(left_out_counts.items()):
         print(f"{amount(count, 'problem')} left out: they {reason}")
     return {split: SplitRows.from_readers(readers) for split, readers in readers_by_split.items()}
 
 
 def solved_figure_as_json(form: LogicForm) -> str | None:
-    """Solve a logic form, and return its points and values as JSON, for the column `figure`.
+    """Return the solved points and values of a logic form as JSON, for the column `figure`.
 
     Returns None where the facts of the form do not determine its answer.
     """
@@ -104,12 +107,12 @@ def solved_figure_as_json(form: LogicForm) -> str | None:
     return figure_as_json(solution.figure)
 
 
-def fields_of_facts(form: LogicForm | None, problem: str, row_id: str) -> dict[str, Any]:
-    """Return the fields of a `RawProblem` that its logic form fills, to be passed by keyword.
+def fact_fields(form: LogicForm | None, problem: str, row_id: str) -> dict[str, Any]:
+    """Return the fields `extras` and `warnings` of a `RawProblem`, to be passed by keyword.
 
-    These are the extra columns `facts` (the facts in words) and `figure` (the solved figure). A
-    column is null where the form does not suffice for it, or where there is no form. A row without
-    facts is noted, so that the user learns how many there are.
+    `extras` has the extra columns `facts` (the facts of the logic form in words) and `figure` (the
+    solved figure). A column is null where the form does not suffice for it, or where there is no
+    form. A row without facts has a warning, so that the user learns how many there are.
     """
     facts = None
     figure = None
@@ -120,10 +123,10 @@ def fields_of_facts(form: LogicForm | None, problem: str, row_id: str) -> dict[s
     return {"extras": {"facts": facts, "figure": figure}, "warnings": warnings}
 
 
-def _fill_places(form: LogicForm, solution: Verdict) -> LogicForm:
-    """Return a logic form whose points all have a place in the picture, so that it can be drawn.
+def _with_all_coordinates(form: LogicForm, solution: Verdict) -> LogicForm:
+    """Return a logic form whose points all have coordinates, so that it can be drawn.
 
-    Where some points of the form have none, all places are taken from the solved figure.
+    Where some points of the form have none, all coordinates are taken from the solved figure.
     """
     if can_be_drawn(form) or solution.figure is None:
         return form
@@ -134,22 +137,26 @@ def _fill_places(form: LogicForm, solution: Verdict) -> LogicForm:
 
 def draws_every_asked_point(form: LogicForm) -> bool:
     """Return whether all points that the question names are on a line or circle of the diagram."""
-    question_points = {name for term in parse_terms(form.question) for name in points_in_term(term)}
+    question_points: set[str] = set()
+    for term in parse_terms(form.question):
+        question_points |= points_in_term(term)
     return question_points <= form.drawn_points
 
 
 def _question_of_form(number: str, form: LogicForm) -> LabelledQuestion | None:
-    """Put the question of a logic form into words; None where there are no words for it.
+    """Return the question of a logic form in words; None where there are no words for it.
 
     The split follows from the number of the problem, as in Geometry3K.
     """
     problem = question_in_words(form)
     if problem is None:
         return None
-    return LabelledQuestion(number=number, split=_split_of(number), problem=problem, answer="")
+    return LabelledQuestion(
+        number=number, split=_split_of_number(number), problem=problem, answer=""
+    )
 
 
-def _split_of(number: str) -> str:
+def _split_of_number(number: str) -> str:
     """Return the split that Geometry3K's authors gave the problem of this number.
 
     For example, 2401 is a test problem, 2101 one of validation, and 17 one of training. A form whose
@@ -163,17 +170,17 @@ def _split_of(number: str) -> str:
 
 
 def _solved_row(question: LabelledQuestion, form: LogicForm, solution: Verdict) -> RawProblem:
-    """Make the row of a solved problem, with a picture that is drawn from its logic form.
+    """Return the row of a solved problem, with a picture that is drawn from its logic form.
 
     The answer of the row is the label where the problem has one, else the computed answer.
 
     Raises `RowError` where the label of the question differs from the computed answer.
     """
     assert solution.value is not None, "only answered problems become rows"
-    rounded_question = ask_to_round(question.problem, solution)
+    rounded_question = with_rounding_request(question.problem, solution)
     row_id = f"geometry3k/{question.split}/{question.number}"
     facts = facts_in_words(form, rounded_question.problem)
-    drawable_form = _fill_places(form, solution)
+    drawable_form = _with_all_coordinates(form, solution)
     solved_figure_json = None
     if solution.figure is not None:
         solved_figure_json = figure_as_json(solution.figure)
@@ -203,7 +210,7 @@ def _solved_row(question: LabelledQuestion, form: LogicForm, solution: Verdict) 
 
 
 def is_rounded_value(label: float, value: float) -> bool:
-    """Return whether a label is a computed value, rounded as text books round.
+    """Return whether a label may be a computed value, rounded as text books round.
 
     For example, the label 4.5 fits the value 4.514: they may differ by 0.06, or by 0.6 % of the label
     if that is more.
@@ -219,7 +226,7 @@ class RoundedQuestion(NamedTuple):
     answer: str
 
 
-def ask_to_round(problem: str, solution: Verdict) -> RoundedQuestion:
+def with_rounding_request(problem: str, solution: Verdict) -> RoundedQuestion:
     """Return a problem with its answer, and ask for two decimals where the answer is a long one.
 
     An answer that has a short form, such as `5` or `2\\sqrt{3}`, is not rounded.

@@ -45,7 +45,7 @@ LONGEST_PROBLEMS_KEPT = 5
 UNKNOWN_VALUE = "unknown"  # the value of a property that a row does not have
 _MAX_IMAGE_SIZES_KEPT = 5000  # image sizes for the scatter plot; the counts know all of them
 _SIDES_OF_SIZE_CLASSES = (56, 112, 224, 448, 896)
-TextTokens = Callable[[str], int]
+TextLength = Callable[[str], int]  # counts the characters of a text, or the tokens of a model
 
 
 class LongProblem(NamedTuple):
@@ -61,7 +61,8 @@ class SplitSurvey:
     """What was counted and measured over the rows of one split."""
 
     row_count: int = 0
-    # How often each value of a property occurs, by the names of `COUNTED_PROPERTIES`.
+    # How often each value of a property occurs, by the names of `COUNTED_PROPERTIES`: {"shape":
+    # {"Circle": 12, ...}, ...}.
     value_counts: dict[str, Counter[str]] = field(
         default_factory=lambda: {name: Counter() for name in COUNTED_PROPERTIES}
     )
@@ -90,7 +91,7 @@ class Survey:
 def survey_dataset(
     folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY
 ) -> Survey:
-    """Read every row of a prepared data set once, and count and measure what it holds.
+    """Read every row of a prepared data set once, and count and text_length what it holds.
 
     Args:
         folder: the data set.
@@ -107,20 +108,24 @@ def survey_dataset(
             f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m "
             "data_prep`"
         )
-    measure = len if model is None else _load_token_counter(model)
-    sizes = {split: row_count(folder, split) for split in files}
-    if not any(sizes.values()):
+    text_length = len if model is None else _load_token_counter(model)
+    row_counts = {split: row_count(folder, split) for split in files}
+    if not any(row_counts.values()):
         raise UserError(f"dataset: {str(folder)!r} has no rows; prepare it again, or name another")
     # The share of all rows that the page shows.
-    gallery_share = min(1.0, gallery / sum(sizes.values()))
+    gallery_share = min(1.0, gallery / sum(row_counts.values()))
     splits = {}
-    for split, size in sizes.items():
+    for split, count in row_counts.items():
         # A small split has one row in the gallery at least. The rows are spread evenly: 3 of 10 are
         # the rows 0, 3 and 6.
-        gallery_rows = min(size, max(1, round(size * gallery_share))) if gallery else 0
-        gallery_indices = {index * size // gallery_rows for index in range(gallery_rows)}
-        splits[split] = _survey_of_split(
-            folder, split=split, gallery_indices=gallery_indices, measure=measure, family=family
+        gallery_rows = min(count, max(1, round(count * gallery_share))) if gallery else 0
+        gallery_indices = {index * count // gallery_rows for index in range(gallery_rows)}
+        splits[split] = _survey_split(
+            folder,
+            split=split,
+            gallery_indices=gallery_indices,
+            text_length=text_length,
+            family=family,
         )
     return Survey(
         folder=folder,
@@ -132,16 +137,16 @@ def survey_dataset(
     )
 
 
-def _survey_of_split(
-    folder: Path, split: str, gallery_indices: set[int], measure: TextTokens, family: str
+def _survey_split(
+    folder: Path, split: str, gallery_indices: set[int], text_length: TextLength, family: str
 ) -> SplitSurvey:
-    """Read every row of a split once, and count and measure its properties.
+    """Read every row of a split once, and count and text_length its properties.
 
     Args:
         folder: the data set.
         split: the split.
         gallery_indices: the indices of the rows that are kept whole, for the page.
-        measure: counts the characters or tokens of a text.
+        text_length: returns the length of a text, in characters or tokens.
         family: the model family whose image tokens are counted.
 
     Raises:
@@ -150,46 +155,56 @@ def _survey_of_split(
     split_survey = SplitSurvey()
     seen_ids: set[str] = set()
     for index, row in enumerate(stored_rows(folder, split)):
-        place_in_words = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
+        row_in_words = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
         fault = problem_with_row(row)
         if fault:
-            raise UserError(f"{place_in_words}: {fault}")
+            raise UserError(f"{row_in_words}: {fault}")
         split_survey.row_count += 1
         if row["id"] in seen_ids:
             split_survey.repeated_ids.append(row["id"])
         seen_ids.add(row["id"])
         _count_properties(split_survey.value_counts, row)
-        sizes: list[tuple[int, int]] = []
-        try:
-            for image in row["images"]:
-                sizes.append(image_size(image["bytes"]))
-        except Exception as error:  # Pillow raises nearly anything on broken bytes
-            raise UserError(
-                f"{place_in_words}: image {len(sizes)} is not a stored picture "
-                f"({in_one_line(error)}); prepare the dataset again"
-            ) from error
+        sizes = _image_sizes(row, row_in_words)
         split_survey.value_counts["image size"].update(map(_size_class, sizes))
         split_survey.image_tokens.append(_image_tokens_of_row(row, sizes=sizes, family=family))
         split_survey.characters.append(len(row["problem"]))
         if len(split_survey.image_sizes) < _MAX_IMAGE_SIZES_KEPT:
             split_survey.image_sizes.extend(sizes)
-        entry = LongProblem(measure(row["problem"]), row["id"], row["problem"])
+        problem = LongProblem(text_length(row["problem"]), row["id"], row["problem"])
         # The heap has the longest problems so far, and the shortest of these is at its top. A new
         # problem goes in, and the shortest goes out.
         if len(split_survey.longest) < LONGEST_PROBLEMS_KEPT:
-            heapq.heappush(split_survey.longest, entry)
+            heapq.heappush(split_survey.longest, problem)
         else:
-            heapq.heappushpop(split_survey.longest, entry)
+            heapq.heappushpop(split_survey.longest, problem)
         if index in gallery_indices:
             split_survey.gallery.append(row)
     split_survey.longest.sort(reverse=True)
     return split_survey
 
 
+def _image_sizes(row: Row, row_in_words: str) -> list[tuple[int, int]]:
+    """Return the width and height of each image of a row, in pixels.
+
+    Raises `UserError` for an image that cannot be read; it names the row by `row_in_words`.
+    """
+    sizes: list[tuple[int, int]] = []
+    try:
+        for image in row["images"]:
+            sizes.append(image_size(image["bytes"]))
+    except Exception as error:  # Pillow raises nearly anything on broken bytes
+        raise UserError(
+            f"{row_in_words}: image {len(sizes)} is not a stored picture "
+            f"({in_one_line(error)}); prepare the dataset again"
+        ) from error
+    return sizes
+
+
 def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str) -> int:
     """Return how many tokens the images of a row take in a prompt.
 
-    `sizes` has the width and height of each image, in pixels.
+    `sizes` has the width and height of each image, in pixels. `family` is the model_type whose
+    tokens are counted.
     """
     vision = VISION_BY_FAMILY[family]
     total = 0
@@ -245,7 +260,7 @@ def _size_class(size: tuple[int, int]) -> str:
     return f"over {_SIDES_OF_SIZE_CLASSES[-1]} px"
 
 
-def _load_token_counter(model: str) -> TextTokens:
+def _load_token_counter(model: str) -> TextLength:
     """Return a function that counts the tokens of a text, with the tokenizer of a model.
 
     Raises `UserError` where the model has no tokenizer that can be loaded.
@@ -270,46 +285,44 @@ _MAX_CHARACTERS_SHOWN = 100  # of a long problem
 _MAX_VALUES_SHOWN = 20  # of a property
 
 
-def describe_survey(overview: Survey) -> str:
+def survey_text(survey: Survey) -> str:
     """Return the counts of each split, what was left out, and one whole prompt, as text."""
-    lines = [describe_counts(overview)]
-    if overview.example is not None:
-        lines += ["", *lines_of_whole_prompt(overview.example)]
+    lines = [counts_text(survey)]
+    if survey.example is not None:
+        lines += ["", *whole_prompt_lines(survey.example)]
     return "\n".join(lines)
 
 
-def describe_counts(overview: Survey) -> str:
-    """Return the text of a survey: where the data is from, a table, the longest problems."""
-    manifest = overview.manifest
-    # A folder that somebody else made can be surveyed too.
-    origin = " (no manifest of ours)"
+def counts_text(survey: Survey) -> str:
+    """Return the text of a survey: where the data is from, a table of counts, what is wrong."""
+    manifest = survey.manifest
+    origin = " (no manifest of ours)"  # a folder that somebody else made can be surveyed too
     if manifest:
         origin = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})"
     lines = [
-        printable(f"{overview.folder}{origin}"),
+        printable(f"{survey.folder}{origin}"),
         "",
-        *_table_of_counts(overview),
+        *_count_table_lines(survey),
         "",
-        *map(printable, _lines_of_longest(overview)),
+        *map(printable, _longest_problem_lines(survey)),
     ]
-    faults = _describe_faults(overview)
-    if faults:
-        lines += ["", *map(printable, faults)]
-    left_out = describe_left_out_rows(overview.manifest)
-    if left_out:
-        lines += ["", *left_out]
+    # Each of these blocks is left out where it is empty.
+    for block in (map(printable, _fault_lines(survey)), left_out_lines(survey.manifest)):
+        block_lines = list(block)
+        if block_lines:
+            lines += ["", *block_lines]
     return "\n".join(lines)
 
 
-def _describe_faults(overview: Survey) -> list[str]:
-    """Return the lines on what is wrong with the splits of a data set, though each row is usable.
+def _fault_lines(survey: Survey) -> list[str]:
+    """Return a line for each fault of a data set whose rows are all usable.
 
-    These are another number of rows than the manifest counts, ids that are not unique, and splits
+    A fault is another number of rows than the manifest counts, ids that are not unique, or a split
     whose file is missing.
     """
     lines = []
-    manifest_counts = overview.manifest.get("counts") or {}
-    for split, split_survey in overview.splits.items():
+    manifest_counts = survey.manifest.get("counts") or {}
+    for split, split_survey in survey.splits.items():
         # A split that the manifest does not count has no expected number of rows.
         expected_count = manifest_counts.get(split, split_survey.row_count)
         if expected_count != split_survey.row_count:
@@ -323,25 +336,29 @@ def _describe_faults(overview: Survey) -> list[str]:
                 f"an earlier row, such as {split_survey.repeated_ids[0]!r}, which a training "
                 "refuses; give each row its own id"
             )
-    for split in manifest_counts.keys() - overview.splits.keys():
+    for split in manifest_counts.keys() - survey.splits.keys():
         lines.append(f"wrong: the manifest has a split {split!r}, and there is no file of it")
     return lines
 
 
-def _lines_of_longest(overview: Survey) -> list[str]:
-    """Return the lines on the longest problems, which a limit on the prompt would refuse first."""
-    unit = "characters" if overview.model is None else f"tokens of {overview.model}"
+def _longest_problem_lines(survey: Survey) -> list[str]:
+    """Return a title and lines such as `  train    412  geo/17: Find the area of ...`.
+
+    There are three lines for each split, with its longest problems. A limit on the length of
+    prompts would refuse these first.
+    """
+    unit = "characters" if survey.model is None else f"tokens of {survey.model}"
     lines = [f"longest problems ({unit}, without system prompt and image)"]
-    for split, split_survey in overview.splits.items():
-        for entry in split_survey.longest[:3]:
-            text = entry.problem
+    for split, split_survey in survey.splits.items():
+        for problem in split_survey.longest[:3]:
+            text = problem.problem
             if len(text) > _MAX_CHARACTERS_SHOWN:
                 text = text[:_MAX_CHARACTERS_SHOWN] + "..."
-            lines.append(f"  {split}  {entry.length:>5}  {entry.row_id}: {text}")
+            lines.append(f"  {split}  {problem.length:>5}  {problem.row_id}: {text}")
     return lines
 
 
-def lines_of_whole_prompt(row: Row) -> list[str]:
+def whole_prompt_lines(row: Row) -> list[str]:
     """Return the lines of the prompt that a training with the default keys would make of a row."""
     problem = read_template(DEFAULT_PROMPT)(row)
     image_count = len(row["images"] or [])
@@ -353,8 +370,8 @@ def lines_of_whole_prompt(row: Row) -> list[str]:
     return [printable(title), *(f"  {line}" for line in lines)]
 
 
-def describe_left_out_rows(manifest: Manifest) -> list[str]:
-    """Return the lines of a manifest on rows that were dropped, and notes on rows that were not.
+def left_out_lines(manifest: Manifest) -> list[str]:
+    """Return what a manifest says of rows that were dropped, and its warnings on the others.
 
     Dropped rows are leaks (training rows that a test split has too) and quarantined rows (those
     that are unusable). The list is empty where there is nothing to say.
@@ -369,27 +386,27 @@ def describe_left_out_rows(manifest: Manifest) -> list[str]:
         )
     lines += warning_lines(manifest)
     if quarantined.get("rows"):
-        reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
+        reasons = ", ".join(f"{reason} {count}" for reason, count in quarantined["reasons"].items())
         lines.append(
             f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {QUARANTINE_NAME}"
         )
     return lines
 
 
-# Lines of the table, as {label: cells}; a line has one cell for each split.
-_Block = dict[str, list[str]]
+# The lines of a table on one property: {"Circle": ["12", "3"]} has a label and a cell for each split.
+_TableBlock = dict[str, list[str]]
 
 
-def _table_of_counts(overview: Survey) -> list[str]:
+def _count_table_lines(survey: Survey) -> list[str]:
     """Return the lines of a table with a column for each split and a block for each property.
 
     The most frequent value of a property comes first. A property that no row has gets no block.
     """
-    splits = overview.splits
+    splits = survey.splits
     row_counts = [str(split_survey.row_count) for split_survey in splits.values()]
-    block_by_title: dict[str, _Block] = {"": {"rows": row_counts}}
+    block_by_title: dict[str, _TableBlock] = {"": {"rows": row_counts}}
     for name in COUNTED_PROPERTIES:
-        total_counts = total_of_splits(name, splits)
+        total_counts = total_value_counts(name, splits)
         if set(total_counts) <= {UNKNOWN_VALUE}:
             continue
         title = "image size (longest side)" if name == "image size" else name
@@ -397,14 +414,20 @@ def _table_of_counts(overview: Survey) -> list[str]:
     image_tokens_by_split = [split_survey.image_tokens for split_survey in splits.values()]
     has_images = any(any(image_tokens) for image_tokens in image_tokens_by_split)
     if has_images:
-        title = f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"
+        title = f"image tokens per row ({FAMILIES[survey.family].name}'s own limits)"
         block_by_title[title] = _token_cells(image_tokens_by_split)
-    return _lines_of_table(block_by_title, splits=list(splits))
+    return _format_table(block_by_title, splits=list(splits))
 
 
-def total_of_splits(name: str, splits: Mapping[str, SplitSurvey]) -> Counter[str]:
-    """Return how often each value of a property occurs in all splits together."""
-    return sum((split_survey.value_counts[name] for split_survey in splits.values()), Counter())
+def total_value_counts(name: str, splits: Mapping[str, SplitSurvey]) -> Counter[str]:
+    """Return how often each value of a property occurs in all splits together.
+
+    `name` is one of `COUNTED_PROPERTIES`.
+    """
+    total: Counter[str] = Counter()
+    for split_survey in splits.values():
+        total += split_survey.value_counts[name]
+    return total
 
 
 def most_frequent_first(value_counts: Counter[str]) -> list[str]:
@@ -412,8 +435,8 @@ def most_frequent_first(value_counts: Counter[str]) -> list[str]:
     return sorted(value_counts, key=lambda value: (-value_counts[value], value))
 
 
-def _lines_of_table(block_by_title: Mapping[str, _Block], splits: Sequence[str]) -> list[str]:
-    """Set the blocks of a table one below the other, with the names of the splits above.
+def _format_table(block_by_title: Mapping[str, _TableBlock], splits: Sequence[str]) -> list[str]:
+    """Return the lines of a table, with its blocks one below the other and the splits above.
 
     For example, where the block `rows` has an empty title, which is not written:
 
@@ -440,10 +463,12 @@ def _lines_of_table(block_by_title: Mapping[str, _Block], splits: Sequence[str])
 
 def _property_cells(
     name: str, total_counts: Counter[str], splits: Mapping[str, SplitSurvey]
-) -> _Block:
-    """Return how often a property has its most frequent values, as {value: a cell for each split}.
+) -> _TableBlock:
+    """Return the block of a table on a property, with a line for each of its frequent values.
 
-    `name` is one of `COUNTED_PROPERTIES`, and `total_counts` has its counts over all splits.
+    For example, {"Circle": ["12", "3"]} for a shape that 12 rows of the first split have, and 3 of
+    the second. `name` is one of `COUNTED_PROPERTIES`, and `total_counts` has its counts over all
+    splits.
     """
     values = most_frequent_first(total_counts)
     cells_by_value = {}
@@ -455,8 +480,11 @@ def _property_cells(
     return cells_by_value
 
 
-def _token_cells(image_tokens_by_split: Sequence[array[int]]) -> _Block:
-    """Return statistics of the image tokens of a row, as {label: a cell for each split}."""
+def _token_cells(image_tokens_by_split: Sequence[array[int]]) -> _TableBlock:
+    """Return the block of a table with statistics of the image tokens of a row.
+
+    For example, {"min": ["4", "4"], "median": ["120", "96"], ...} with a cell for each split.
+    """
     statistics: dict[str, Callable[[array[int]], object]] = {
         "min": min,
         "median": lambda image_tokens: f"{median(image_tokens):g}",
@@ -476,7 +504,7 @@ def print_prompt(output: Path, manifest: Manifest) -> None:
     """Print one whole prompt of a prepared data set, unless it has no row."""
     row = example_row(output, [split for split in SPLITS if split in manifest["counts"]])
     if row is not None:
-        print("\n".join(lines_of_whole_prompt(row)))
+        print("\n".join(whole_prompt_lines(row)))
 
 
 def print_counts(output: Path, manifest: Manifest) -> None:
@@ -489,7 +517,7 @@ def print_counts(output: Path, manifest: Manifest) -> None:
         f"{output}: {rows}; look at it with `python -m data_prep inspect "
         f"{shlex.quote(str(output))}`"
     )
-    lines = describe_left_out_rows(manifest)
+    lines = left_out_lines(manifest)
     if manifest["quarantined"]["rows"]:
         lines += [f"  {detail}" for detail in first_detail_per_reason(output)]
     for line in lines:

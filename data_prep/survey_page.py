@@ -27,12 +27,12 @@ from data_prep.survey import (
     UNKNOWN_VALUE,
     SplitSurvey,
     Survey,
-    describe_counts,
-    describe_left_out_rows,
-    lines_of_whole_prompt,
+    counts_text,
+    left_out_lines,
     most_frequent_first,
     read_meta,
-    total_of_splits,
+    total_value_counts,
+    whole_prompt_lines,
 )
 
 _COLOUR_BY_SPLIT_NUMBER = ("#2f6fb0", "#e08b2d", "#4f9d69", "#9467bd")
@@ -48,8 +48,8 @@ _PLOT_STYLE: dict[Any, Any] = {
 }
 
 
-def draw_plots(overview: Survey) -> dict[str, str]:
-    """Draw the plots of a survey for its page, and return the SVG of each by its title."""
+def draw_plots(survey: Survey) -> dict[str, str]:
+    """Return the plots of a survey for its page, the SVG of each by its title."""
     svg_by_title = {}
     with matplotlib.rc_context(_PLOT_STYLE):
         for name, title in (
@@ -58,30 +58,32 @@ def draw_plots(overview: Survey) -> dict[str, str]:
             ("shape", "Shapes"),
         ):
             # Bars of nothing but `unknown` would say nothing.
-            if not _is_known(overview, name):
-                continue
-            svg_by_title[title] = _draw_as_svg(_draw_bars, overview.splits, name)
-        splits = overview.splits.items()
+            if _has_known_values(survey, name):
+                svg_by_title[title] = _draw_as_svg(_draw_bars, survey.splits, name)
+        splits = survey.splits.items()
         image_tokens = {name: list(split.image_tokens) for name, split in splits}
         characters = {name: list(split.characters) for name, split in splits}
-        unit = f"tokens of {FAMILIES[overview.family].name}"
+        unit = f"tokens of {FAMILIES[survey.family].name}"
         svg_by_title["Image tokens per row"] = _draw_as_svg(_draw_histogram, image_tokens, unit)
         svg_by_title["Length of the problems"] = _draw_as_svg(
             _draw_histogram, characters, "characters"
         )
-        svg_by_title["Image sizes"] = _draw_as_svg(_draw_scatter, overview.splits)
+        svg_by_title["Image sizes"] = _draw_as_svg(_draw_scatter, survey.splits)
     return svg_by_title
 
 
-def _is_known(overview: Survey, name: str) -> bool:
-    """Return whether some row has the property; a user's own data has neither goals nor shapes."""
-    return bool(set(total_of_splits(name, overview.splits)) - {UNKNOWN_VALUE})
+def _has_known_values(survey: Survey, name: str) -> bool:
+    """Return whether some row has the property `name`, one of `COUNTED_PROPERTIES`.
+
+    The data of a user have neither goals nor shapes.
+    """
+    return bool(set(total_value_counts(name, survey.splits)) - {UNKNOWN_VALUE})
 
 
 def _draw_as_svg(draw: Callable[..., None], *arguments: object) -> str:
-    """Return a small diagram as SVG; `draw` draws the arguments into its axes.
+    """Return a small plot as SVG: that of `draw`, called with its axes and the arguments.
 
-    The file has no date, so that the same data give the same page.
+    The SVG has no date, so that the same data give the same page.
     """
     figure = Figure(figsize=(4.6, 3.0), layout="constrained")
     axes = figure.add_subplot()
@@ -98,7 +100,7 @@ def _draw_bars(axes: Axes, splits: dict[str, SplitSurvey], name: str) -> None:
 
     There is a bar for each split at each value, and the most frequent value is on top.
     """
-    values = most_frequent_first(total_of_splits(name, splits))[:_MAX_VALUES_SHOWN]
+    values = most_frequent_first(total_value_counts(name, splits))[:_MAX_VALUES_SHOWN]
     # The bars of all splits beside a value take 0.8 of the space between two values.
     bar_height = 0.8 / len(splits)
     for index, (split, split_survey) in enumerate(splits.items()):
@@ -124,20 +126,21 @@ def _draw_histogram(axes: Axes, numbers_by_split: dict[str, list[int]], unit: st
 
     `numbers_by_split` has the numbers of all rows of each split, and `unit` is what they count.
     """
-    filled = {split: numbers for split, numbers in numbers_by_split.items() if numbers}
-    all_numbers = set[int]().union(*filled.values())
+    # matplotlib draws no bars for an empty split.
+    filled_splits = {split: numbers for split, numbers in numbers_by_split.items() if numbers}
+    all_numbers = set[int]().union(*filled_splits.values())
     low = min(all_numbers, default=0)
     high = max(all_numbers, default=0)
     # The axis is about 20 wide at least, so that nearly equal numbers do not look far apart.
     padding = max(0, 10 - (high - low) // 2)
     axes.hist(
-        list(filled.values()),
+        list(filled_splits.values()),
         bins=30,
         range=(low - padding, high + padding),
-        label=list(filled),
-        color=list(islice(cycle(_COLOUR_BY_SPLIT_NUMBER), len(filled))),
+        label=list(filled_splits),
+        color=list(islice(cycle(_COLOUR_BY_SPLIT_NUMBER), len(filled_splits))),
         # With these weights the bars of a split add up to 100 %.
-        weights=[[100 / len(numbers)] * len(numbers) for numbers in filled.values()],
+        weights=[[100 / len(numbers)] * len(numbers) for numbers in filled_splits.values()],
     )
     axes.set(xlabel=unit, ylabel="% of the rows")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -185,12 +188,12 @@ li.right { font-weight: 700; } pre { overflow-x: auto; background: var(--soft); 
 """
 
 
-def write_page(overview: Survey, path: Path) -> None:
+def write_page(survey: Survey, path: Path) -> None:
     """Write the HTML page of a survey to the file `path`.
 
     Raises `UserError` where `path` is a file that is not such a page, or cannot be written.
     """
-    content = render_page(overview)
+    content = render_page(survey)
     check_page(path)
     with naming_write_errors("html", path):
         replace_file(path, content)
@@ -206,41 +209,39 @@ def check_page(path: Path) -> None:
         raise UserError(
             f"html: there is no folder {str(path.parent)!r}; make it, or choose another place"
         )
-    head = None
-    with naming_write_errors(
-        "html", path
-    ):  # turns the errors of the file system into a `UserError`
+    existing_text = None
+    # Turns the errors of the file system into a `UserError`.
+    with naming_write_errors("html", path):
         if path.exists():
-            head = path.read_text(encoding="utf-8", errors="replace")[:1000]
-    if head is not None and _PAGE_GENERATOR not in head:
+            existing_text = path.read_text(encoding="utf-8", errors="replace")[:1000]
+    if existing_text is not None and _PAGE_GENERATOR not in existing_text:
         raise UserError(
             f"html: {str(path)!r} is not a page of ours; choose another name with --html"
         )
 
 
-def render_page(overview: Survey) -> str:
+def render_page(survey: Survey) -> str:
     """Return the HTML page of a survey: some rows, a prompt, plots and counts.
 
     Its content policy forbids scripts and everything from other places, since the texts of rows
     are a stranger's.
     """
-    row_count = sum(split_survey.row_count for split_survey in overview.splits.values())
-    title = f"{overview.folder.resolve().name}: {amount(row_count, 'row')}"
-    figures = "".join(
-        f"<figure><figcaption>{escape(name)}</figcaption><img alt='{escape(name, quote=True)}' "
-        f"src='{_data_uri(svg.encode(), 'svg+xml')}'></figure>"
-        for name, svg in draw_plots(overview).items()
-    )
-    cards = "".join(
-        _render_row(row, split)
-        for split, split_survey in overview.splits.items()
-        for row in split_survey.gallery
-    )
-    prompt_lines = lines_of_whole_prompt(overview.example) if overview.example is not None else []
+    row_count = sum(split_survey.row_count for split_survey in survey.splits.values())
+    title = f"{survey.folder.resolve().name}: {amount(row_count, 'row')}"
+    figures = ""
+    for plot_title, svg in draw_plots(survey).items():
+        figures += (
+            f"<figure><figcaption>{escape(plot_title)}</figcaption>"
+            f"<img alt='{escape(plot_title, quote=True)}' "
+            f"src='{_data_uri(svg.encode(), 'svg+xml')}'></figure>"
+        )
+    cards = ""
+    for split, split_survey in survey.splits.items():
+        for row in split_survey.gallery:
+            cards += _render_row(row, split)
+    prompt_lines = whole_prompt_lines(survey.example) if survey.example is not None else []
     prompt = "\n".join(prompt_lines)
-    left_out = "".join(
-        f"<p>{escape(line)}</p>" for line in describe_left_out_rows(overview.manifest)
-    )
+    left_out = "".join(f"<p>{escape(line)}</p>" for line in left_out_lines(survey.manifest))
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='generator' "
         f"content='{_PAGE_GENERATOR}'><meta http-equiv='Content-Security-Policy' content=\"default-src "
@@ -252,7 +253,7 @@ def render_page(overview: Survey) -> str:
         f"<h2 id='rows'>Rows, spread over the whole</h2><div class='grid'>{cards}</div>"
         f"<h2 id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre>"
         f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div>"
-        f"<h2 id='counts'>Counts</h2><pre>{escape(describe_counts(overview))}</pre></body></html>\n"
+        f"<h2 id='counts'>Counts</h2><pre>{escape(counts_text(survey))}</pre></body></html>\n"
     )
 
 
@@ -265,16 +266,16 @@ def _render_row(row: Row, split: str) -> str:
         f"<img alt='diagram' src='{_picture_as_data_uri(image['bytes'])}'>"
         for image in row["images"][:4]
     )
-    # `answer_raw` may be the letter of the right choice or its value. A folder that is not ours may
+    # `answer_raw` may be the letter of the right choice or its text. A folder that is not ours may
     # lack this column.
     answer_in_source = str(row.get("answer_raw") or "")
     right_choice = answer_in_source or row["answer"]
     is_letter = len(right_choice) == 1 and right_choice.isupper()
-    items = []
-    for letter, value in zip(ascii_uppercase, row.get("choices") or (), strict=False):
-        is_right = right_choice == (letter if is_letter else value)
-        items.append(f"<li{' class=right' if is_right else ''}>{_escape_shortened(value)}</li>")
-    choices = f"<ol>{''.join(items)}</ol>" if items else ""
+    items = ""
+    for letter, choice in zip(ascii_uppercase, row.get("choices") or (), strict=False):
+        is_right = right_choice == (letter if is_letter else choice)
+        items += f"<li{' class=right' if is_right else ''}>{_escape_shortened(choice)}</li>"
+    choices = f"<ol>{items}</ol>" if items else ""
     meta = read_meta(row)
     properties = {
         "right answer": row["answer"],
@@ -283,14 +284,16 @@ def _render_row(row: Row, split: str) -> str:
         "shapes": ", ".join(meta.shapes),
         "family": meta.family,
     }
-    terms = "".join(
-        f"<dt>{name}</dt><dd>{_escape_shortened(value)}</dd>"
-        for name, value in properties.items()
-        if value
-    )
+    property_list = ""
+    for name, value in properties.items():
+        if value:
+            property_list += f"<dt>{name}</dt><dd>{_escape_shortened(value)}</dd>"
     title = f"{_escape_shortened(row['id'])} ({escape(split)})"
     problem = _escape_shortened(row["problem"])
-    return f"<article><h3>{title}</h3>{pictures}<p>{problem}</p>{choices}<dl>{terms}</dl></article>"
+    return (
+        f"<article><h3>{title}</h3>{pictures}<p>{problem}</p>{choices}<dl>{property_list}</dl>"
+        "</article>"
+    )
 
 
 def _escape_shortened(value: str) -> str:
@@ -314,6 +317,6 @@ def _picture_as_data_uri(encoded: bytes) -> str:
     return _data_uri(encoded, "png")
 
 
-def _data_uri(content: bytes, kind: str) -> str:
-    """Return a picture as a data URI of the page itself."""
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+def _data_uri(content: bytes, subtype: str) -> str:
+    """Return a picture as a data URI, for the page to hold; `subtype` is `png` of `image/png`."""
+    return f"data:image/{subtype};base64,{base64.b64encode(content).decode()}"

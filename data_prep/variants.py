@@ -47,7 +47,11 @@ from data_prep.logic_forms import facts_in_words
 from data_prep.options import add_output
 from data_prep.question_words import question_in_words
 from data_prep.redraw import can_be_drawn, draw_if_legible
-from data_prep.solved_rows import ask_to_round, draws_every_asked_point, features_with_figure
+from data_prep.solved_rows import (
+    draws_every_asked_point,
+    features_with_figure,
+    with_rounding_request,
+)
 from data_prep.survey import print_counts
 
 _FAMILY_OF_VARIANTS = "variant"
@@ -83,7 +87,7 @@ class VariantOptions(CleaningOptions):
     for_evaluation: bool = False  # of the test split instead of the training split
 
 
-class Original(NamedTuple):
+class OriginalProblem(NamedTuple):
     """A stored problem that variants are made of."""
 
     row_id: str
@@ -99,12 +103,20 @@ def prepare_variants(
     workers: int = 1,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Write a data set of variants: the geometry problems of `folder` with other numbers.
+    """Write a data set of variants, geometry problems with other numbers; return its manifest.
 
-    Only rows with a solved figure have variants, those of a folder made with `--source facts`. The
-    data set has one split, the one that the rows are read from. Returns its manifest.
+    The data set has one split, the one that the problems are read from.
 
-    Raises `UserError` where the folder has no such rows.
+    Args:
+        folder: the data set of the problems. Only rows with a solved figure have variants, those of
+            a folder made with `--source facts`.
+        output: the folder that is written.
+        options: how many variants there are, and of which split.
+        workers: how many processes make them.
+        overwrite: whether another data set in `output` is replaced.
+
+    Raises:
+        UserError: the folder has no such rows.
     """
     split = "test" if options.for_evaluation else "train"
     manifest = read_manifest(folder)
@@ -119,16 +131,18 @@ def prepare_variants(
         )
 
     def open_variants() -> OpenedSource:
-        """Describe the run for the manifest, and name the function that begins to make variants."""
+        """Return the rows of the data set, before a variant is made, and what the manifest says."""
         description = {
             "source": VARIANTS_SOURCE,
             "input": str(folder),
             "revision": None,  # a folder has no commit, as a data set of the hub has
             "arguments": options.recorded(),
         }
-        begin = partial(_finished_variants, folder, split=split, options=options, workers=workers)
+        begin_making = partial(
+            _variant_readers, folder, split=split, options=options, workers=workers
+        )
         # How many there will be is unknown, since some problems get fewer than `per` variants.
-        rows = SplitRows(begin_reading=begin, row_count=None)
+        rows = SplitRows(begin_reading=begin_making, row_count=None)
         return OpenedSource(description, {split: rows})
 
     return prepare(
@@ -141,55 +155,62 @@ def prepare_variants(
     )
 
 
-def _finished_variants(
+def _variant_readers(
     folder: Path, *, split: str, options: VariantOptions, workers: int
 ) -> Iterator[Callable[[], RawProblem]]:
-    """Make the variants of a split in `workers` processes, in the order of the stored problems.
+    """Yield for each variant of a split a function that returns it.
 
-    Yields for each variant a function that returns it, because `prepare` reads every row by a call.
-    It is a `partial`, which can be sent to the processes of `prepare`, as a lambda cannot.
+    Variants are made in `workers` processes, in the order of the stored problems of `folder`. They
+    are yielded as functions, since `prepare` reads every row by a call. Each is a `partial`, which
+    can be sent to the processes of `prepare`, as a lambda cannot.
+
+    Prints how many problems have no variant, or fewer than the options say.
     """
     originals = (
-        Original(row_id=row["id"], figure_json=row["figure"])
+        OriginalProblem(row_id=row["id"], figure_json=row["figure"])
         for row in stored_rows(folder, split)
         if row.get("figure")
     )
     make_variants_of_original = partial(
         make_variants, per=options.per, seed=options.seed, split=split
     )
-    variant_count = 0
-    variant_counts: list[int] = []  # of each problem
+    yielded_count = 0
+    counts_of_problems: list[int] = []  # how many variants each problem has
     with ordered_map(workers) as map_originals:
         for variants in map_originals(make_variants_of_original, originals):
-            variant_counts.append(len(variants))
+            counts_of_problems.append(len(variants))
             for variant in variants:
-                if options.limit is not None and variant_count >= options.limit:
+                if options.limit is not None and yielded_count >= options.limit:
                     return
-                variant_count += 1
-                yield partial(_return_finished, variant)
-    if not variant_counts:
+                yielded_count += 1
+                yield partial(_return_variant, variant)
+    if not counts_of_problems:
         raise UserError(
             f"folder: no row of {str(folder)!r} has a figure; make the folder with --source facts"
         )
-    without_variant = variant_counts.count(0)
-    with_fewer = sum(0 < count < options.per for count in variant_counts)
+    without_variant = counts_of_problems.count(0)
+    with_fewer = sum(0 < count < options.per for count in counts_of_problems)
     if without_variant or with_fewer:
         print(
-            f"of {amount(len(variant_counts), 'problem')} {without_variant} have no variant and "
-            f"{with_fewer} fewer than {options.per}: other numbers fit no diagram that can be read"
+            f"of {amount(len(counts_of_problems), 'problem')} {without_variant} have no variant "
+            f"and {with_fewer} fewer than {options.per}: other numbers fit no diagram that can be "
+            "read"
         )
 
 
-def _return_finished(variant: RawProblem) -> RawProblem:
-    """Return the argument. A `partial` of this function can be pickled; a lambda could not."""
+def _return_variant(variant: RawProblem) -> RawProblem:
+    """Return the argument; a `partial` of this function can be pickled, which a lambda cannot."""
     return variant
 
 
-def make_variants(original: Original, *, per: int, seed: int, split: str) -> list[RawProblem]:
-    """Make up to `per` variants of a stored problem.
+def make_variants(
+    original: OriginalProblem, *, per: int, seed: int, split: str
+) -> list[RawProblem]:
+    """Return up to `per` variants of a stored problem.
 
     A variant whose numbers fit no diagram is tried again, `MAX_TRIES_PER_VARIANT` times at most;
-    after that it is left out.
+    after that it is left out. The result depends on `seed` and on the id of the problem. `split` is
+    the split of the variants.
 
     Raises `UserError` where the stored figure cannot be read.
     """
@@ -217,12 +238,16 @@ def make_variants(original: Original, *, per: int, seed: int, split: str) -> lis
 def _try_variant(
     original_id: str, *, figure: Figure, variant_id: str, split: str, rng: random.Random
 ) -> RawProblem | None:
-    """Make a geometry problem with other numbers: change its facts, solve them, draw the diagram.
+    """Return a geometry problem with other numbers: change its facts, solve them, draw the diagram.
 
-    `figure` has the facts of the original problem, and the coordinates of the points in its
-    diagram.
+    Returns None where the new numbers fit no diagram, or one in which parts cannot be told apart.
 
-    Returns None where the new numbers fit no diagram, or where a reader could not make it out.
+    Args:
+        original_id: the id of the stored problem.
+        figure: the facts of this problem, and the coordinates of the points in its diagram.
+        variant_id: the id of the new problem.
+        split: its split.
+        rng: draws the numbers.
     """
     form = form_with_other_numbers(figure, rng)
     if form is None:
@@ -234,15 +259,15 @@ def _try_variant(
     if question is None or verdict is None or not draws_every_asked_point(form):
         return None
     assert verdict.figure is not None, "an answered problem has a figure"
-    coordinates = _turn_like_original(figure, verdict.figure.coordinates)
+    coordinates = _rotate_like_original(figure, verdict.figure.coordinates)
     # In a picture y points down, in a figure up.
     drawn_form = replace(form, points={name: (x, -y) for name, (x, y) in coordinates.items()})
-    if not can_be_drawn(drawn_form) or not _has_room_between_parts(drawn_form):
+    if not can_be_drawn(drawn_form) or not _has_distinguishable_parts(drawn_form):
         return None
     picture = draw_if_legible(drawn_form)
     if picture is None:
         return None
-    question, answer = ask_to_round(question, verdict)
+    question, answer = with_rounding_request(question, verdict)
     stored_coordinates = {
         name: (round(x, _STORED_DECIMALS), round(y, _STORED_DECIMALS))
         for name, (x, y) in coordinates.items()
@@ -267,18 +292,18 @@ def _try_variant(
 
 
 def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | None:
-    """Change the numbers in the facts of a geometry problem, and return the facts and the question.
+    """Return the facts and the question of a geometry problem with other numbers in them.
 
     For example, AB = 12, CD = 12 may become AB = 14, CD = 14: equal lengths or angles stay equal, and
     a whole number stays whole. The returned form still has the points of the old diagram: the
     solver begins with them, and moves them to the new numbers.
 
-    Returns None where no number has changed.
+    Returns None where no number has changed. `figure` is the solved problem, and `rng` draws.
     """
     scale = rng.uniform(*_SCALE_RANGE)
-    new_values: dict[_OldValue, str] = {}
+    new_numbers: dict[_OldNumber, str] = {}  # as they are written, such as `14`
 
-    def with_other_number(fact: str) -> str:
+    def replace_number(fact: str) -> str:
         """Return `Equals(measure, number)` with another number; any other fact as it is."""
         terms = list(parse_terms([fact]))
         if len(terms) != 1 or not terms[0].is_equation:
@@ -287,16 +312,16 @@ def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | N
         # A term with arguments is itself a measure, so neither `AB = CD` nor `x = 3` is changed.
         if right_side.arguments or not measure.arguments:
             return fact
-        old_value = _OldValue(unit=unit_of_term(measure), number=right_side.head.strip())
-        if old_value not in new_values:
-            new_values[old_value] = _draw_other_value(old_value, scale=scale, rng=rng)
-        new_number = Term(head=new_values[old_value])
-        return str(Term(head="Equals", arguments=(measure, new_number)))
+        old_number = _OldNumber(unit=unit_of_term(measure), text=right_side.head.strip())
+        if old_number not in new_numbers:
+            new_numbers[old_number] = _draw_new_number(old_number, scale=scale, rng=rng)
+        new_right_side = Term(head=new_numbers[old_number])
+        return str(Term(head="Equals", arguments=(measure, new_right_side)))
 
     form = figure.form
-    facts = tuple(with_other_number(fact) for fact in form.facts)
-    question = tuple(with_other_number(part) for part in form.question)
-    if all(old.number == new for old, new in new_values.items()):
+    facts = tuple(replace_number(fact) for fact in form.facts)
+    question = tuple(replace_number(part) for part in form.question)
+    if all(old_number.text == new_number for old_number, new_number in new_numbers.items()):
         return None
     extent = extent_of([complex(x, y) for x, y in figure.coordinates.values()])
     pixels_per_unit = _START_DIAGRAM_PIXELS / max(*extent, 1e-9)  # never by 0
@@ -308,15 +333,15 @@ def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | N
     return replace(form, facts=facts, question=question, points=points)
 
 
-class _OldValue(NamedTuple):
+class _OldNumber(NamedTuple):
     """A number of the original's facts: two of them that are equal get one new number."""
 
     unit: str  # `length`, `area`, `degrees` or another
-    number: str  # as it is written, such as `12`, `4.5` or `3x + 5`
+    text: str  # as it is written, such as `12`, `4.5` or `3x + 5`
 
 
-def _draw_other_value(old: _OldValue, *, scale: float, rng: random.Random) -> str:
-    """Draw the number that replaces one in the facts of a geometry problem.
+def _draw_new_number(old: _OldNumber, *, scale: float, rng: random.Random) -> str:
+    """Return a random number, as text, that replaces one in the facts of a geometry problem.
 
     - In `3x + 5` the 5 changes by 1 to 3, but never below 1.
     - Any other text that is no number stays as it is.
@@ -325,22 +350,23 @@ def _draw_other_value(old: _OldValue, *, scale: float, rng: random.Random) -> st
       multiplied by the square of `scale` and by a random factor.
     - A number of any other unit stays.
     """
-    linear = _LINEAR_PATTERN.fullmatch(old.number)
+    linear = _LINEAR_PATTERN.fullmatch(old.text)
     if linear:
         letter_part, sign, constant = linear.groups()
-        return f"{letter_part}{sign}{max(1, int(constant) + rng.choice(_CONSTANT_STEPS))}"
-    if not re.fullmatch(r"\d+(?:\.\d+)?", old.number):
-        return old.number
-    old_value = float(old.number)
+        new_constant = max(1, int(constant) + rng.choice(_CONSTANT_STEPS))
+        return f"{letter_part}{sign}{new_constant}"
+    if not re.fullmatch(r"\d+(?:\.\d+)?", old.text):
+        return old.text
+    old_value = float(old.text)
     if old.unit == "degrees":
         if old_value in _UNCHANGED_ANGLES:
-            return old.number
+            return old.text
         new_value = old_value * rng.uniform(*_ANGLE_RANGE)
     elif old.unit in ("length", "area"):
         unit_scale = scale if old.unit == "length" else scale**2
         new_value = old_value * rng.uniform(*_LENGTH_RANGE) * unit_scale
     else:
-        return old.number
+        return old.text
     # A whole number stays whole; any other gets one decimal place.
     if old_value == int(old_value):
         return str(max(1, round(new_value)))
@@ -348,19 +374,19 @@ def _draw_other_value(old: _OldValue, *, scale: float, rng: random.Random) -> st
 
 
 def _solve_variant(form: LogicForm) -> Verdict | None:
-    """Solve the facts of a variant for what its question asks; the verdict has the figure.
+    """Return the answer to the question of a variant with its figure, as the solver finds them.
 
     Returns None where the facts do not determine one answer, or determine it only by what the
-    picture suggests.
+    picture suggests. `form` has the facts, the question, and the points to begin with.
     """
     try:
-        reading = read_facts(form)
+        facts = read_facts(form)
     except (UnreadError, ValueError, IndexError):
         return None
     # There is nothing to find, or the facts need an assumption, or some were not understood.
-    if reading.goal is None or reading.assumed or reading.unread:
+    if facts.goal is None or facts.assumed or facts.unread:
         return None
-    problem = FigureProblem(reading)
+    problem = FigureProblem(facts)
     # Four starts are enough to see whether a second figure fits as well.
     result = choose_outcome(problem, Budget(EVALUATIONS), starts=4)
     if result.status != "answered" or result.solution is None or result.value is None:
@@ -372,21 +398,24 @@ def _solve_variant(form: LogicForm) -> Verdict | None:
     return Verdict(
         status="answered",
         value=float(f"{result.value:.10g}"),
-        answer=short_answer(result.value, reading),
+        answer=short_answer(result.value, facts),
         basis="facts",
         figure=figure_of_solution(problem, result.solution, form),
     )
 
 
-def _turn_like_original(original: Figure, coordinates: Mapping[str, Point]) -> dict[str, Point]:
-    """Rotate the points of a variant so that it lies on the page as its original does."""
+def _rotate_like_original(original: Figure, coordinates: Mapping[str, Point]) -> dict[str, Point]:
+    """Return the points of a variant, rotated so that it lies on the page as its original does.
+
+    `coordinates` are the points by name, and `original` is the solved figure of the original.
+    """
     rotation = _upright_rotation(original, coordinates)
-    turned = {}
+    rotated_coordinates = {}
     for name, (x, y) in coordinates.items():
         # Points are complex numbers here: a product with one of length 1 is a rotation.
         point = rotation * complex(x, y)
-        turned[name] = (point.real, point.imag)
-    return turned
+        rotated_coordinates[name] = (point.real, point.imag)
+    return rotated_coordinates
 
 
 def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> complex:
@@ -398,11 +427,11 @@ def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> com
 
     Returns a complex number of length 1, to multiply points with; 1 where there is no such line.
     """
-    longest = 0.0
+    longest_length = 0.0
     rotation = 1 + 0j
-    # Points are complex numbers. If the picture has a point, its place in the picture replaces its
-    # place in the solved figure, since the picture shows which lines are level. In a picture y
-    # points down.
+    # Points are complex numbers. Where the picture has a point, its coordinates there replace those
+    # of the solved figure, since the picture shows which lines are level. In a picture y points
+    # down.
     original_points = {name: complex(x, y) for name, (x, y) in original.coordinates.items()}
     original_points |= {name: complex(x, -y) for name, (x, y) in original.form.points.items()}
     for points_on_line in original.form.lines_with_points:
@@ -417,25 +446,23 @@ def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> com
             continue
         for axis in (1, 1j, -1, -1j):  # right, up, left, down
             degrees_off_axis = abs(math.degrees(phase(original_direction / axis)))
-            if degrees_off_axis < _MAX_DEGREES_OFF_AXIS and length > longest:
-                longest = length
+            if degrees_off_axis < _MAX_DEGREES_OFF_AXIS and length > longest_length:
+                longest_length = length
                 rotation = axis * length / direction
     return rotation
 
 
-def _has_room_between_parts(form: LogicForm) -> bool:
+def _has_distinguishable_parts(form: LogicForm) -> bool:
     """Return whether the points, lines and marked angles of a diagram can be told apart.
 
     `form.points` are where the points are drawn. The diagram must not be too flat, no two points
     too close, no point so near to a line that it seems to lie on it, and no marked angle too sharp.
     """
     names_on_lines = {name for line in form.lines for name in line}
-    points = {
-        # Complex numbers, whose differences have a length.
-        name: complex(*form.points[name])
-        for name in sorted(names_on_lines)
-        if name in form.points
-    }
+    points = {}  # as complex numbers, whose differences have a length
+    for name in sorted(names_on_lines):
+        if name in form.points:
+            points[name] = complex(*form.points[name])
     if len(points) < 2:
         return False
     width, height = extent_of(points.values())
@@ -445,39 +472,41 @@ def _has_room_between_parts(form: LogicForm) -> bool:
     distances = [abs(start - end) for start, end in combinations(points.values(), 2)]
     if min(distances) < _MIN_POINT_DISTANCE * size:
         return False
-    for points_on_line in form.lines_with_points:
-        is_drawn = set(points_on_line) <= points.keys()
-        if is_drawn and _has_point_near_line(points, size, points_on_line):
+    for names_on_line in form.lines_with_points:
+        is_drawn = set(names_on_line) <= points.keys()
+        if is_drawn and _has_point_near_line(points, size, names_on_line):
             return False
     return all(degrees >= _MIN_MARKED_DEGREES for degrees in _marked_angles(form))
 
 
 def _has_point_near_line(
-    points: Mapping[str, complex], size: float, points_on_line: Sequence[str]
+    points: Mapping[str, complex], size: float, names_on_line: Sequence[str]
 ) -> bool:
     """Return whether a point lies beside a line, but so near that it seems to lie on it.
 
-    `points` has the place of each point. `points_on_line` are the names of the points on the line,
-    from one end to the other. `size` is the longer side of the diagram; "near" is 3 % of it.
+    Args:
+        points: all points of the diagram by name.
+        size: the longer side of the diagram; a point is near within 3 % of it.
+        names_on_line: the names of the points on the line, from one end to the other.
     """
-    start = points[points_on_line[0]]
-    direction = points[points_on_line[-1]] - start
+    start = points[names_on_line[0]]
+    direction = points[names_on_line[-1]] - start
     if not direction:  # its ends fall together, so that nobody can see the line
         return True
-    for name, location in points.items():
+    for name, point in points.items():
         # A quotient of complex numbers: its real part runs along the line, from 0 at the start to
         # 1 at the end, and its imaginary part across it.
-        relative = (location - start) / direction
+        relative = (point - start) / direction
         is_between_ends = -0.02 < relative.real < 1.02
         distance = abs(relative.imag * direction)
         is_near = is_between_ends and distance < _MIN_DISTANCE_FROM_LINE * size
-        if is_near and name not in points_on_line:
+        if is_near and name not in names_on_line:
             return True
     return False
 
 
 def _marked_angles(form: LogicForm) -> Iterator[float]:
-    """Yield the size in the diagram, in degrees, of each angle whose measure a fact gives.
+    """Yield, in degrees, how large each angle is drawn whose measure a fact gives.
 
     Such a fact is `Equals(MeasureOf(Angle(A, B, C)), 40)`, with B at the corner.
     """
@@ -518,10 +547,10 @@ def add_variants(commands: Commands) -> None:
         metavar="N",
         help="processes, default: the cores, here %(default)s",
     )
-    command.set_defaults(run=_variants)
+    command.set_defaults(run=_run_variants)
 
 
-def _variants(arguments: argparse.Namespace) -> None:
+def _run_variants(arguments: argparse.Namespace) -> None:
     """Run `variants`: write the data set of variants, and print how many there are."""
     manifest = prepare_variants(
         arguments.folder,

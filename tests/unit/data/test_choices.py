@@ -23,7 +23,7 @@ from adora_vl.rewards import grade
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from data_prep.survey import lines_of_whole_prompt, survey_dataset
+from data_prep.survey import survey_dataset, whole_prompt_lines
 from eval.command import parse_command as parse_evaluation
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
@@ -263,7 +263,7 @@ def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_p
 
 def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
     row = {"id": "mine/1", "problem": "Which?", "choices": ["<image>", "2"], "images": []}
-    assert lines_of_whole_prompt(row) == [
+    assert whole_prompt_lines(row) == [
         "the prompt of mine/1 cannot be made: its text has 1 <image> with 0 images; give one for "
         "each image, or none to have them before the text"
     ]

@@ -20,8 +20,8 @@ from adora_vl.utils.openai_client import Reply
 from data_prep import filter as filtering
 from data_prep.cli import main
 from data_prep.filter import (
+    AnswerTally,
     PassRateRange,
-    Tally,
     count_right_answers,
     filter_dataset,
     samples_folder,
@@ -240,10 +240,10 @@ def test_rates_at_the_edges_by_hand():
     assert 0.0 not in PassRateRange(0.1, 0.9)
     assert 1.0 not in PassRateRange(0.1, 0.9)
     assert 1.0 in PassRateRange(0.0, 1.0)
-    assert Tally(3, 8).rate == 0.375
+    assert AnswerTally(3, 8).rate == 0.375
     row = {"pid": "a", "answer": "5", "response": r"\boxed{5}"}
     assert count_right_answers([row, {**row, "sample": 1, "response": "5"}]) == {
-        "a": Tally(1, 2)
+        "a": AnswerTally(1, 2)
     }, "as in training: the box counts"
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from adora_vl.data.dataset import load_split, schema, stored_rows
 from adora_vl.geometry.forms import read_form_from_record
 from data_prep.cli import main
-from data_prep.geometry3k_folders import problems_of_folders
+from data_prep.geometry3k_folders import rows_of_folders
 from data_prep.logic_forms import facts_in_words
 from data_prep.problem_text import mend_latex
 from data_prep.redraw import can_be_drawn, draw_form
@@ -512,7 +512,7 @@ def _zip(path: Path, folders: list[str], tmp_path: Path) -> None:
 
 
 def sizes(root: Path) -> dict[str, int | None]:
-    return {split: rows.row_count for split, rows in problems_of_folders(root).items()}
+    return {split: rows.row_count for split, rows in rows_of_folders(root).items()}
 
 
 def test_the_splits_of_a_zip_are_those_of_its_folders(case_folder: CaseFolder) -> None:

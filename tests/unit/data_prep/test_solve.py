@@ -31,8 +31,8 @@ from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
-from data_prep.solved_rows import features_with_figure, solved_problems
-from data_prep.variants import Original, make_variants
+from data_prep.solved_rows import features_with_figure, rows_of_solvable_forms
+from data_prep.variants import OriginalProblem, make_variants
 from tests.support.geometry_forms import logic_form
 from tests.support.pictures import encode_picture
 
@@ -192,7 +192,7 @@ def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path
     places = {"A": 0j, "B": 300 + 0j, "C": 190j}
     number_by_split = {"train": "2100", "validation": "2101", "test": "2401"}
     right_triangle = logic_form(places, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
-    splits = solved_problems(
+    splits = rows_of_solvable_forms(
         dict.fromkeys(number_by_split.values(), right_triangle), questions=None
     )
     ids = {split: [read().id for read in rows.begin_reading()] for split, rows in splits.items()}
@@ -279,7 +279,9 @@ def test_problems_without_enough_variants_are_counted(
     description = {"source": "synthetic", "input": None, "revision": None, "arguments": {}}
     write_manifest(folder, description, {"train": 3})
 
-    def make_variants(original: Original, *, per: int, seed: int, split: str) -> list[RawProblem]:
+    def make_variants(
+        original: OriginalProblem, *, per: int, seed: int, split: str
+    ) -> list[RawProblem]:
         """Make no variant of the problem 0, one of 1, and two of 2."""
         number = int(original.row_id[-1])
         return [_drawn_variant(f"{original.row_id}~{index}") for index in range(number)]
@@ -358,7 +360,9 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
     solved = solve_form(asked).figure
     assert solved is not None
     assert abs(solved.coordinates["A"][1] - solved.coordinates["B"][1]) > 0.1
-    variants = make_variants(Original("a", figure_as_json(solved)), per=3, seed=1, split="train")
+    variants = make_variants(
+        OriginalProblem("a", figure_as_json(solved)), per=3, seed=1, split="train"
+    )
     assert variants
     for variant in variants:
         lying = figure_from_json(variant.extras["figure"]).coordinates
