@@ -10,7 +10,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from adora_vl.evals.compare import comparability_warnings, shorten_middle
-from adora_vl.evals.score_differences import Difference, accuracy_difference
+from adora_vl.evals.score_differences import (
+    Difference,
+    accuracy_difference,
+    find_common_pids,
+)
 from adora_vl.evals.scoring.statistics import paired_t_interval, welch_interval
 from adora_vl.report.comparison_sides import PASS_RATE, Axis, Side, make_sides, read_compared
 from adora_vl.utils.errors import UserError
@@ -136,12 +140,14 @@ class ComparedMetric(NamedTuple):
 def held_out_rows(a: Side, b: Side) -> list[ComparedMetric]:
     """Return how the trained models differ on held-out problems, for each benchmark of all runs.
 
+    Only the problems that all runs have answered are compared.
+
     A benchmark has a row whose interval is over problems. If each side has several seeds, it also
     has a row whose interval is over seeds. That row comes first, but last where it has no interval,
     because all seeds agree.
 
     Raises:
-        UserError: the runs have answered different problems of a benchmark.
+        UserError: the runs have no problem of a benchmark in common.
     """
     rows: list[ComparedMetric] = []
     for benchmark in _shared_benchmarks(a, b):
@@ -154,7 +160,10 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedMetric]:
                 f"RUN: the scores of {benchmark} have no problem in common; evaluate on the same "
                 "data"
             )
-        over_seeds = between_seeds(_accuracies(a, benchmark), _accuracies(b, benchmark))
+        common_pids = find_common_pids([run.scores[benchmark] for run in (*a.runs, *b.runs)])
+        over_seeds = between_seeds(
+            _accuracies(a, benchmark, common_pids), _accuracies(b, benchmark, common_pids)
+        )
         metric = f"{benchmark}, held out"
         # The row over seeds comes first: what another seed would give is the wider question.
         if over_seeds.low is not None:
@@ -166,9 +175,12 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedMetric]:
     return rows
 
 
-def _accuracies(side: Side, benchmark: str) -> dict[int, float]:
-    """Return the accuracy of each run of a side on a benchmark, by the run's seed."""
-    accuracies = [run.scores[benchmark].score["accuracy"] for run in side.runs]
+def _accuracies(side: Side, benchmark: str, common_pids: Sequence[str]) -> dict[int, float]:
+    """Return the accuracy of each run of a side on some problems of a benchmark, by its seed."""
+    accuracies = [
+        fmean(run.scores[benchmark].accuracy_by_pid[pid] for pid in common_pids)
+        for run in side.runs
+    ]
     return side.by_seed(accuracies)
 
 
@@ -379,7 +391,15 @@ def _caution_lines(a: Side, b: Side) -> list[str]:
     runs = (*a.runs, *b.runs)
     lines = [f"warning: {note}" for run in runs for note in run.notes]
     for benchmark in _shared_benchmarks(a, b):
-        lines += comparability_warnings([run.scores[benchmark] for run in runs])
+        scores = [run.scores[benchmark] for run in runs]
+        lines += comparability_warnings(scores)
+        if any(
+            score.accuracy_by_pid.keys() != scores[0].accuracy_by_pid.keys() for score in scores
+        ):
+            lines.append(
+                f"warning: the runs do not have the same problems of {benchmark}; the common ones "
+                "are compared"
+            )
     seeds_of_a = {run.seed for run in a.runs}
     seeds_of_b = {run.seed for run in b.runs}
     if seeds_of_a != seeds_of_b:

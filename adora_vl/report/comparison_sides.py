@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_files import ScoreFile, read_run
+from adora_vl.evals.scoring.table import scored_dataset_name
 from adora_vl.rewards.entries import normalize_reward_entries
 from adora_vl.utils.cli import amount, with_dotted_keys
 from adora_vl.utils.errors import UserError
@@ -65,7 +66,7 @@ class ComparedRun:
     curves: dict[str, list[Point]] = field(repr=False)
     """The pass rate in training, and the evaluations on the way, by name."""
     scores: dict[str, ScoreFile] = field(repr=False)
-    """The newest score on each benchmark, by its name."""
+    """The newest score on each data set, by the name that the score gives it."""
     notes: tuple[str, ...] = ()
     """What a reader has to know of the run before believing its metrics."""
 
@@ -258,7 +259,7 @@ def _seconds_of_training(lines: Sequence[dict[str, Any]]) -> list[float]:
 
 
 class _NewestScores(NamedTuple):
-    """The newest score of a run on each benchmark."""
+    """The newest score of a run on each data set."""
 
     score_by_benchmark: dict[str, ScoreFile]
     notes: list[str]
@@ -266,17 +267,25 @@ class _NewestScores(NamedTuple):
 
 
 def _newest_scores(folder: Path) -> _NewestScores:
-    """Read the score files in a run's folder and in its subfolders, the newest of each benchmark."""
+    """Read the score files in a run's folder and in its subfolders, the newest of each data set.
+
+    The score of the model before the training says nothing of the run, and is left out.
+    """
+    # Imported here for the same reason as in `read_compared`.
+    from adora_vl.record.result import SCORE_FILE_BEFORE
+
     score_by_benchmark: dict[str, ScoreFile] = {}
     notes = []
     score_paths = [*folder.glob(SCORE_FILE), *folder.glob(f"*/{SCORE_FILE}")]
+    score_paths = [path for path in score_paths if path != folder / SCORE_FILE_BEFORE]
     outside = [path for path in score_paths if leads_out(folder, path)]
     notes += [f"{path} is a link out of the run's folder, and is not read" for path in outside]
     inside = [path for path in score_paths if path not in outside]
     # The oldest comes first, so that the newest one stays.
     for path in sorted(inside, key=lambda path: path.stat().st_mtime):
         score = read_run(str(path))
-        benchmark = score.score["benchmark"]
+        # `geometry3k` and `problems` are one benchmark, which scores any data set.
+        benchmark = scored_dataset_name(score.score)
         if benchmark in score_by_benchmark:
             notes.append(
                 f"{folder}: several scores of {benchmark}; the newest is taken, "

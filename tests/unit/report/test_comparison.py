@@ -308,6 +308,42 @@ def test_without_held_out_scores_nothing_is_claimed(tmp_path, capsys):
     assert any("pass rate in training" in line and "+80.0" in line for line in lines)
 
 
+def test_the_score_of_the_model_before_the_training_is_not_that_of_the_run(tmp_path, capsys):
+    runs = [write_run(tmp_path / "a", [0.5], right=20), write_run(tmp_path / "b", [0.5], right=20)]
+    for run in runs:
+        (Path(run) / "eval").rename(Path(run) / "before")
+    paragraph, *_ = print_comparison(capsys, *runs, "--compare")
+    assert "is not known: not every run was scored" in paragraph
+
+
+def test_both_names_of_a_benchmark_are_compared(tmp_path, capsys):
+    """`eval.problems` and `eval.geometry3k` score the same problems alike."""
+    runs = [write_run(tmp_path / "a", [0.5], right=4), write_run(tmp_path / "b", [0.5], right=16)]
+    for run, benchmark in zip(runs, ("problems", "geometry3k"), strict=True):
+        file = Path(run) / "eval" / "score.json"
+        score = json.loads(file.read_text())
+        items = [{**item, "pid": f"mine/test/{item['pid']}"} for item in score["items"]]
+        file.write_text(json.dumps({**score, "benchmark": benchmark, "items": items}))
+    paragraph, *_ = print_comparison(capsys, *runs, "--compare")
+    assert "+60.0 points on mine, held out" in paragraph
+
+
+def test_seeds_are_compared_on_the_problems_of_all_runs(tmp_path, capsys):
+    """A run that was evaluated on a part of the problems, which are the easy ones, gains nothing."""
+    runs = []
+    for side in ("a", "b"):
+        for seed, right in enumerate((8, 10)):
+            runs.append(write_run(tmp_path / f"{side}{seed}", [0.5], right, seed=seed))
+    file = Path(runs[-1]) / "eval" / "score.json"
+    score = json.loads(file.read_text())
+    file.write_text(json.dumps({**score, "items": score["items"][:10], "accuracy": 1.0}))
+    lines = print_comparison(capsys, *runs[:2], "--compare", *runs[2:])
+    rows = [line for line in lines if line.startswith("geometry3k, held out")]
+    assert len(rows) == 2, "over the problems and over the seeds"
+    assert all(row.split("the end")[1].split()[:3] == ["90.0", "90.0", "+0.0"] for row in rows)
+    assert any("do not have the same problems of geometry3k" in line for line in lines)
+
+
 def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, capsys):
     a = write_run(tmp_path / "a", [0.5], 5)
     b = write_run(tmp_path / "b", [0.5], 5, seed=1)
