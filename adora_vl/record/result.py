@@ -5,7 +5,7 @@ The page of a run and its last lines say the same, since both call this module.
 
 import re
 from collections.abc import Mapping, Sequence
-from math import hypot, isfinite
+from math import hypot, inf, isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, TypeGuard
@@ -97,6 +97,7 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
         first_mean=fmean(step_samples.first),
         last_mean=fmean(step_samples.last),
         samples=group_samples or step_samples,
+        is_share=key == PASS_RATE_KEY,
     )
 
 
@@ -110,14 +111,14 @@ class _MetricSamples(NamedTuple):
 
 
 def _change_with_interval(
-    first_mean: float, last_mean: float, samples: _MetricSamples
+    first_mean: float, last_mean: float, samples: _MetricSamples, *, is_share: bool
 ) -> Difference:
     """Return the change between two means, with an interval as wide as Welch's for the samples.
 
     The means are those of the log. The means of the samples may differ from them a little, as the
     record also has groups that were replaced. So only the width of the samples' interval is taken.
     There is no interval where one side has fewer than two samples, or where the samples of each
-    side are equal.
+    side are equal. A share (`is_share`) changes by at most 1, where the interval ends too.
     """
     first_count = len(samples.first)
     last_count = len(samples.last)
@@ -129,11 +130,12 @@ def _change_with_interval(
     low, high = interval
     half_width = (high - low) / 2
     change = last_mean - first_mean
+    furthest = 1.0 if is_share else inf
     return Difference(
         first=first_mean,
         second=last_mean,
-        low=change - half_width,
-        high=change + half_width,
+        low=max(-furthest, change - half_width),
+        high=min(furthest, change + half_width),
         over=f"{first_count} and {amount(last_count, samples.unit)}",
     )
 

@@ -49,7 +49,8 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
         "wrong_all_truncated_share": _mean_where(wrong_all_truncated_P.float(), has_reward_P),
         "length_correct": _mean_where(lengths_PG, groups.correct_PG),
         "length_wrong": _mean_where(lengths_PG, groups.wrong_PG),
-        "pass_rate": _mean_where(groups.pass_rate_P, has_reward_P),
+        # of rollouts, like the mean reward: groups may have unequally many with a reward
+        "pass_rate": _mean_where(groups.correct_PG.float(), groups.has_reward_PG),
         "ties": _mean_where(weighting.tds_by_tie_P.float(), _may_tie_P(weighting)),
     }
 

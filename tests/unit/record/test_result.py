@@ -150,6 +150,15 @@ def test_a_run_without_a_record_has_an_interval_over_its_steps(tmp_path: Path) -
     assert describe_result(tmp_path, []) is None
 
 
+def test_a_pass_rate_changes_by_at_most_a_hundred_points(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [[1.0, 0.5], *RATES_BETWEEN[:3], [0.0, 0.5]])
+    change = training_change(run, read_metrics(run / "metrics.jsonl"), PASS_RATE_KEY)
+    assert change is not None
+    assert change.low == -1.0
+    assert change.high is not None
+    assert 0 < change.high <= 1.0
+
+
 def test_equal_values_before_and_after_have_no_interval(tmp_path: Path) -> None:
     """An interval of width 0 would say that no other group could give anything else."""
     run = write_run(tmp_path / "run", [[0.0, 0.0]] * 5 + [[1.0, 1.0]] * 5)

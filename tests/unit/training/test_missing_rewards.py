@@ -204,6 +204,16 @@ def test_daro_learns_from_the_tokens_of_those_who_are_left():
     assert pipeline.metrics["daro/loss_2_of_4"] == size_of_both_advantages
 
 
+def test_the_pass_rate_is_a_share_of_rollouts_as_the_mean_reward_is():
+    """One of the two rollouts that are left in the first group is right, and all of the second."""
+    rewards_PG = torch.tensor([[1.0, 0.0, NAN, NAN], [1.0] * 4])
+    lengths_PG = torch.tensor([[5.0] * 4] * 2)
+    groups = Groups(rewards_PG, lengths_PG, truncated_PG=torch.zeros_like(lengths_PG).bool())
+    pass_rate = adora_metrics(weigh_groups(groups))["pass_rate"]
+    assert pass_rate == pytest.approx(5 / 6)
+    assert pass_rate == pytest.approx(rewards_PG.nanmean().item())
+
+
 def test_metrics_and_signal_leave_them_out():
     """Two rollouts have left the first group, and all have left the second."""
     lengths_PG = torch.tensor([[5.0, 7.0, 90.0, 90.0], [90.0] * 4])
