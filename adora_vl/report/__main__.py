@@ -34,7 +34,7 @@ def report(
         UserError: a folder is no run, or the page cannot be written.
     """
     from adora_vl.report.page import build_page, write_page
-    from adora_vl.report.run_view import image_uris, load_run
+    from adora_vl.report.run_view import encode_images, load_run
 
     views = [load_run(run, max_rollouts) for run in runs]
     # A run is named after its folder. Runs whose folders have equal names get their paths instead.
@@ -42,7 +42,7 @@ def report(
     for view, run in zip(views, runs, strict=True):
         if names.count(view.name) > 1:
             view.name = str(run)
-    images, left_out = image_uris(list(runs), views, max_bytes=int(max_image_mb * 1e6))
+    images, left_out = encode_images(list(runs), views, max_bytes=int(max_image_mb * 1e6))
     if left_out:
         views[0].notes.append(
             f"{left_out} diagrams are left out (--max-image-mb {max_image_mb:g})."

@@ -16,28 +16,34 @@ from adora_vl.evals.score_differences import (
     find_common_pids,
 )
 from adora_vl.evals.scoring.statistics import paired_t_interval, welch_interval
-from adora_vl.report.comparison_sides import PASS_RATE, Axis, Side, make_sides, read_compared
+from adora_vl.report.compared_runs import (
+    PASS_RATE,
+    BudgetUnit,
+    RunSet,
+    make_run_sets,
+    read_compared_run,
+)
 from adora_vl.utils.errors import UserError
 
-_UNIT_BY_AXIS: dict[Axis, str] = {"rollouts": "rollouts", "seconds": "s"}
+_TEXT_BY_BUDGET_UNIT: dict[BudgetUnit, str] = {"rollouts": "rollouts", "seconds": "s"}
 # The title of the metric `adora/pass_rate`
-TRAINING = "pass rate in training"
+PASS_RATE_TITLE = "pass rate in training"  # noqa: S105  # no password
 # A noisy metric is averaged over the last tenth of its budget
 WINDOW = 0.1
 # Least number of characters of the first column in the table of metrics
 _TITLE_WIDTH = 34
 
 
-class DifferentSetting(NamedTuple):
-    """A setting in which the sides of a comparison differ, with its values as JSON."""
+class DifferingSetting(NamedTuple):
+    """A setting in which the run sets A and B differ, with its values as JSON."""
 
     key: str
     value_of_a: str
     value_of_b: str
 
 
-def config_differences(a: Side, b: Side) -> list[DifferentSetting]:
-    """Return the settings in which the sides differ, in alphabetical order.
+def differing_settings(a: RunSet, b: RunSet) -> list[DifferingSetting]:
+    """Return the settings in which two sets of runs differ, in alphabetical order.
 
     The seed is left out. Options of a method that only some of the runs use are left out too, since
     `adora_method` already shows that the methods differ.
@@ -52,19 +58,21 @@ def config_differences(a: Side, b: Side) -> list[DifferentSetting]:
         value_of_a = a.setting(key)
         value_of_b = b.setting(key)
         if value_of_a != value_of_b:
-            differences.append(DifferentSetting(key, value_of_a, value_of_b))
+            differences.append(DifferingSetting(key, value_of_a, value_of_b))
     return differences
 
 
-def between_seeds(a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]) -> Difference:
-    """Return the difference of the mean values of two sides, with a 95 % interval over seeds.
+def difference_over_seeds(
+    a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]
+) -> Difference:
+    """Return the difference of the mean values of two sets of runs, with a 95 % interval over seeds.
 
-    The interval is that of a paired t-test where both sides have the same seeds, and Welch's
-    otherwise. There is none where a side has one seed, or where all seeds agree.
+    The interval is that of a paired t-test where both sets have the same seeds, and Welch's
+    otherwise. There is none where a set has one seed, or where all seeds agree.
 
     Args:
-        a_by_seed: the values of the runs of side A by their seeds.
-        b_by_seed: the values of the runs of side B. The difference is B's mean minus A's.
+        a_by_seed: the values of the runs of set A by their seeds, such as accuracies.
+        b_by_seed: the values of the runs of set B. The difference is B's mean minus A's.
     """
     mean_of_a = fmean(a_by_seed.values())
     mean_of_b = fmean(b_by_seed.values())
@@ -86,28 +94,28 @@ def between_seeds(a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]
     return Difference(first=mean_of_a, second=mean_of_b, low=low, high=high, over=over)
 
 
-def at_budget(
+def value_at_budget(
     points: Sequence[tuple[float, float]], budget: float, window: float = WINDOW
 ) -> float | None:
-    """Return the value of a metric once a run has spent a budget, such as a number of rollouts.
+    """Return the value of a metric once a run has used up a budget, such as a number of rollouts.
 
     It is the mean over the last part of the budget, the window, to average out noise. If the window
     has no value, the newest value before it is returned. For example, the points (80, 1), (95, 2),
     (100, 4) and (110, 9) with a budget of 100 and a window of 0.1 give 3, the mean of 2 and 4.
 
     Args:
-        points: pairs of what the run had spent and the metric's value then, in their order.
-        budget: how much may be spent.
+        points: pairs of what the run had used up and the metric's value then, in their order.
+        budget: how much may be used up.
         window: the length of the last part, as a share of the budget.
 
     Returns:
         the value; None where the run has no value within the budget.
     """
     # The tolerance is for rounding: a point at the budget itself counts.
-    points_within = [(spent, value) for spent, value in points if spent <= budget * (1 + 1e-9)]
+    points_within = [(used, value) for used, value in points if used <= budget * (1 + 1e-9)]
     if not points_within:
         return None
-    recent_values = [value for spent, value in points_within if spent > budget * (1 - window)]
+    recent_values = [value for used, value in points_within if used > budget * (1 - window)]
     if recent_values:
         return fmean(recent_values)
     _, newest_value = points_within[-1]
@@ -115,21 +123,21 @@ def at_budget(
 
 
 class ComparedMetric(NamedTuple):
-    """One line of the table: the difference of the sides in a metric."""
+    """One line of the table: the difference of the two sets of runs in a metric."""
 
     metric: str
     difference: Difference
-    axis: Axis | None = None
+    unit: BudgetUnit | None = None
     """What the budget is counted in; None for a metric at the end of the training."""
     budget: float = 0.0
-    """How much every run had spent when the metric was taken, where there is an axis."""
+    """How much every run had used up when the metric was taken, where there is a unit."""
 
     @property
     def budget_text(self) -> str:
         """Return the budget in words: `1,200 rollouts`, or `the end`."""
-        if self.axis is None:
+        if self.unit is None:
             return "the end"
-        return f"{self.budget:,.0f} {_UNIT_BY_AXIS[self.axis]}"
+        return f"{self.budget:,.0f} {_TEXT_BY_BUDGET_UNIT[self.unit]}"
 
     @property
     def title(self) -> str:
@@ -137,12 +145,12 @@ class ComparedMetric(NamedTuple):
         return f"{self.metric}, {self.budget_text}"
 
 
-def held_out_rows(a: Side, b: Side) -> list[ComparedMetric]:
+def held_out_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
     """Return how the trained models differ on held-out problems, for each benchmark of all runs.
 
     Only the problems that all runs have answered are compared.
 
-    A benchmark has a row whose interval is over problems. If each side has several seeds, it also
+    A benchmark has a row whose interval is over problems. If each set has several seeds, it also
     has a row whose interval is over seeds. That row comes first, but last where it has no interval,
     because all seeds agree.
 
@@ -161,8 +169,9 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedMetric]:
                 "data"
             )
         common_pids = find_common_pids([run.scores[benchmark] for run in (*a.runs, *b.runs)])
-        over_seeds = between_seeds(
-            _accuracies(a, benchmark, common_pids), _accuracies(b, benchmark, common_pids)
+        over_seeds = difference_over_seeds(
+            _accuracy_by_seed(a, benchmark, common_pids),
+            _accuracy_by_seed(b, benchmark, common_pids),
         )
         metric = f"{benchmark}, held out"
         # The row over seeds comes first: what another seed would give is the wider question.
@@ -175,28 +184,30 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedMetric]:
     return rows
 
 
-def _accuracies(side: Side, benchmark: str, common_pids: Sequence[str]) -> dict[int, float]:
-    """Return the accuracy of each run of a side on some problems of a benchmark, by its seed."""
+def _accuracy_by_seed(
+    run_set: RunSet, benchmark: str, common_pids: Sequence[str]
+) -> dict[int, float]:
+    """Return the accuracy of each run of a set on some problems of a benchmark, by its seed."""
     accuracies = [
         fmean(run.scores[benchmark].accuracy_by_pid[pid] for pid in common_pids)
-        for run in side.runs
+        for run in run_set.runs
     ]
-    return side.by_seed(accuracies)
+    return run_set.by_seed(accuracies)
 
 
-def _shared_benchmarks(a: Side, b: Side) -> list[str]:
+def _shared_benchmarks(a: RunSet, b: RunSet) -> list[str]:
     """Return the names of the benchmarks that all runs were scored on."""
     all_runs = (*a.runs, *b.runs)
     names = a.runs[0].scores
     return [name for name in names if all(name in run.scores for run in all_runs)]
 
 
-def budget_rows(a: Side, b: Side) -> list[ComparedMetric]:
-    """Return how the sides differ during the training, after equal numbers of rollouts or seconds.
+def budget_rows(a: RunSet, b: RunSet) -> list[ComparedMetric]:
+    """Return how the sets differ during the training, after equal numbers of rollouts or seconds.
 
     The metrics are the evaluations during the training and the pass rate in training. Each gets a
     row at a number of rollouts, and a row at a number of seconds of training steps. That number is
-    what the run that has spent least has spent in all, so every run has a value there.
+    the total of the shortest run, so every run has a value there.
     """
     all_runs = (*a.runs, *b.runs)
     rows: list[ComparedMetric] = []
@@ -204,33 +215,35 @@ def budget_rows(a: Side, b: Side) -> list[ComparedMetric]:
     shared_names = [name for name in names if all(run.curves.get(name) for run in all_runs)]
     # Evaluations come first, since they are on held-out problems: False sorts before True.
     for name in sorted(shared_names, key=lambda name: name == PASS_RATE):
-        metric = TRAINING if name == PASS_RATE else f"{name} on the way"
-        for axis in _UNIT_BY_AXIS:
-            budget = min(run.curves[name][-1].spent(axis) for run in all_runs)
-            a_by_seed = _values_at_budget(a, name, axis, budget)
-            b_by_seed = _values_at_budget(b, name, axis, budget)
+        metric = PASS_RATE_TITLE if name == PASS_RATE else f"{name} on the way"
+        for unit in _TEXT_BY_BUDGET_UNIT:
+            budget = min(run.curves[name][-1].used(unit) for run in all_runs)
+            a_by_seed = _values_by_seed_at_budget(a, name, unit, budget)
+            b_by_seed = _values_by_seed_at_budget(b, name, unit, budget)
             # A budget of 0 has nothing to compare, nor has a run without a value within it.
             if budget == 0 or not a_by_seed or not b_by_seed:
                 continue
             rows.append(
                 ComparedMetric(
                     metric=metric,
-                    difference=between_seeds(a_by_seed, b_by_seed),
-                    axis=axis,
+                    difference=difference_over_seeds(a_by_seed, b_by_seed),
+                    unit=unit,
                     budget=budget,
                 )
             )
     return rows
 
 
-def _values_at_budget(side: Side, name: str, axis: Axis, budget: float) -> dict[int, float]:
-    """Return for each run of a side the value of a metric once it has spent a budget, by its seed.
+def _values_by_seed_at_budget(
+    run_set: RunSet, name: str, unit: BudgetUnit, budget: float
+) -> dict[int, float]:
+    """Return the value of a metric in each run of a set once it has used up a budget, by its seed.
 
     Args:
-        side: the side.
+        run_set: the runs.
         name: the metric, as in `ComparedRun.curves`.
-        axis: what the budget is counted in, rollouts or seconds.
-        budget: how much every run may have spent.
+        unit: what the budget is counted in, rollouts or seconds.
+        budget: how much every run may have used up.
 
     Returns:
         the values; empty where a run has no value within the budget.
@@ -238,29 +251,31 @@ def _values_at_budget(side: Side, name: str, axis: Axis, budget: float) -> dict[
     # An evaluation is taken as it is; the pass rate of a single step is noise.
     window = WINDOW if name == PASS_RATE else 0.0
     values = []
-    for run in side.runs:
-        points = [(point.spent(axis), point.value) for point in run.curves[name]]
-        value = at_budget(points, budget, window)
+    for run in run_set.runs:
+        points = [(point.used(unit), point.value) for point in run.curves[name]]
+        value = value_at_budget(points, budget, window)
         if value is None:
             return {}
         values.append(value)
-    return side.by_seed(values)
+    return run_set.by_seed(values)
 
 
 def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]:
     """Return the lines of a comparison of runs: the answer, the table, what differs, and cautions.
 
     Args:
-        first: the folders of the runs of side A, or of all runs.
-        second: the folders of side B. If there are none, `make_sides` divides the runs in `first`.
+        first: the folders of the runs of set A, or of all runs.
+        second: the folders of set B. If there are none, the runs in `first` are divided by config.
 
     Raises:
         UserError: a folder is no run, or the runs cannot be compared.
     """
-    a, b = make_sides([read_compared(run) for run in first], [read_compared(run) for run in second])
+    a, b = make_run_sets(
+        [read_compared_run(run) for run in first], [read_compared_run(run) for run in second]
+    )
     held_out = held_out_rows(a, b)
     at_budgets = budget_rows(a, b)
-    differences = config_differences(a, b)
+    differences = differing_settings(a, b)
     keys = [difference.key for difference in differences]
     lines = [
         _answer_paragraph(a, b=b, held_out=held_out, at_budgets=at_budgets, keys=keys),
@@ -275,20 +290,24 @@ def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]
     return [*lines, *_caution_lines(a, b)]
 
 
-Metrics = Sequence[ComparedMetric]
+ComparedMetrics = Sequence[ComparedMetric]
 
 
 def _answer_paragraph(
-    a: Side, b: Side, held_out: Metrics, at_budgets: Metrics, keys: Sequence[str]
+    a: RunSet,
+    b: RunSet,
+    held_out: ComparedMetrics,
+    at_budgets: ComparedMetrics,
+    keys: Sequence[str],
 ) -> str:
-    """Say whether side B is better than side A, and by which metrics.
+    """Say whether run set B is better than A, and by which metrics.
 
     Args:
-        a: the side that is compared with.
-        b: the side of which the paragraph speaks.
+        a: the runs that are compared with.
+        b: the runs of which the paragraph speaks.
         held_out: the differences on held-out problems, from `held_out_rows`; the first one decides.
         at_budgets: the differences during the training at equal budgets, from `budget_rows`.
-        keys: the settings in which the sides differ.
+        keys: the settings in which the sets differ.
     """
     if not held_out:
         return (
@@ -300,12 +319,12 @@ def _answer_paragraph(
     gain = f"{100 * decisive.value:+.1f} points on {held_out[0].metric}"
     interval = f"95 %: {_interval_in_points(decisive)}, over {decisive.over}"
     text = f"{b.title} {_verdict_words(decisive)} {a.title}: {gain} ({interval})."
-    for axis in _UNIT_BY_AXIS:
-        rows = [row for row in at_budgets if row.axis == axis]
+    for unit in _TEXT_BY_BUDGET_UNIT:
+        rows = [row for row in at_budgets if row.unit == unit]
         if rows:
             row = rows[0]
             points = f"{100 * row.difference.value:+.1f}"
-            text += f" At equal {axis} ({row.budget_text}) it is {points} in {row.metric}."
+            text += f" At equal {unit} ({row.budget_text}) it is {points} in {row.metric}."
     if keys:
         text += f" The configs differ in {', '.join(keys[:4])}"
         text += f" and {len(keys) - 4} more." if len(keys) > 4 else "."
@@ -320,10 +339,10 @@ def _answer_paragraph(
 
 
 def _verdict_words(difference: Difference) -> str:
-    """Say whether side B is better or worse than side A.
+    """Return the words that say whether run set B is better or worse than A.
 
     B is better if the whole 95 % interval of B - A lies above 0, and worse if it lies below 0.
-    Otherwise the sides cannot be told apart.
+    Otherwise they cannot be told apart.
     """
     assert difference.low is not None
     assert difference.high is not None
@@ -341,31 +360,34 @@ def _interval_in_points(difference: Difference) -> str:
     return f"{100 * difference.low:+.1f} to {100 * difference.high:+.1f}"
 
 
-def _table_lines(a: Side, b: Side, rows: Metrics) -> list[str]:
-    """Return the table of metrics, below a line for each side that names its runs.
+def _table_lines(a: RunSet, b: RunSet, rows: ComparedMetrics) -> list[str]:
+    """Return the table of metrics, below a line for each set that names its runs.
 
-    A row has the means of both sides in percent, their difference in points, and its interval.
+    A row has the means of both sets in percent, their difference in points, and its interval.
     """
     title_lengths = [len(row.title) for row in rows]
     width = max([_TITLE_WIDTH, *title_lengths])
     lines = []
-    for side in (a, b):
-        names = ", ".join(f"{run.name} (seed {run.seed})" for run in side.runs)
-        lines.append(f"{side.letter} = {side.recipe}: {names}")
+    for run_set in (a, b):
+        names = ", ".join(f"{run.name} (seed {run.seed})" for run in run_set.runs)
+        lines.append(f"{run_set.letter} = {run_set.recipe}: {names}")
     lines += ["", f"{'in %':<{width}}{'A':>8}{'B':>8}{'B - A':>8}  95 % interval"]
     for row in rows:
-        change = row.difference
-        interval = change.over
-        if change.low is not None:
-            interval = f"{_interval_in_points(change)} ({change.over})"
-        means = f"{100 * change.first:8.1f}{100 * change.second:8.1f}{100 * change.value:+8.1f}"
-        lines.append(f"{row.title:<{width}}{means}  {interval}")
+        difference = row.difference
+        interval = difference.over
+        if difference.low is not None:
+            interval = f"{_interval_in_points(difference)} ({difference.over})"
+        first_percent = 100 * difference.first
+        second_percent = 100 * difference.second
+        gain = 100 * difference.value
+        columns = f"{first_percent:8.1f}{second_percent:8.1f}{gain:+8.1f}"
+        lines.append(f"{row.title:<{width}}{columns}  {interval}")
     return [*lines, *_legend_lines(rows)]
 
 
 def _legend_lines(rows: Sequence[ComparedMetric]) -> list[str]:
     """Explain the titles of the rows at equal budgets; nothing where the table has no such rows."""
-    metrics = [row.metric for row in rows if row.axis is not None]
+    metrics = [row.metric for row in rows if row.unit is not None]
     if not metrics:
         return []
     lines = [
@@ -373,9 +395,9 @@ def _legend_lines(rows: Sequence[ComparedMetric]) -> list[str]:
         "N rollouts, N s: all runs after the rollouts, or seconds of training steps, that the "
         "shortest one had.",
     ]
-    if any(metric != TRAINING for metric in metrics):
+    if any(metric != PASS_RATE_TITLE for metric in metrics):
         lines.append("on the way: the newest evaluation before that point.")
-    if TRAINING in metrics:
+    if PASS_RATE_TITLE in metrics:
         lines.append(
             "pass rate in training: right answers to training problems, as the mean over the last "
             "tenth before that point."
@@ -383,7 +405,7 @@ def _legend_lines(rows: Sequence[ComparedMetric]) -> list[str]:
     return lines
 
 
-def _caution_lines(a: Side, b: Side) -> list[str]:
+def _caution_lines(a: RunSet, b: RunSet) -> list[str]:
     """Return warnings that a reader has to know before believing the table.
 
     They are notes on the runs, how their scores differ beside the model, and unequal seeds.

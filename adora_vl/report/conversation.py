@@ -45,14 +45,14 @@ class TurnReader:
         """
         if row.get("turns") is None:
             return None
-        # the pictures that a call may name by their index: the problem's, then those of tools so far
+        # The pictures that a call may name by their index: the problem's, then those of tools.
         pictures = list(row["images"] or [])
         turns = []
         for turn in row["turns"]:
             text = turn["text"] or ""
             calls: list[Json] = []
             if turn["by"] == "model":
-                calls = [self._call_json(call_text, pictures) for call_text in find_calls(text)]
+                calls = [self._call_to_json(call_text, pictures) for call_text in find_calls(text)]
                 text = remove_calls(text)
             else:
                 # a line of the placeholder stands for a picture, which the page shows instead
@@ -62,38 +62,37 @@ class TurnReader:
             pictures += turn["images"]
         return turns
 
-    def _call_json(self, call_text: str, pictures: Sequence[str]) -> Json:
-        """Return a call as the page shows it: its text, and where in a picture it looks.
+    def _call_to_json(self, call_text: str, pictures: Sequence[str]) -> Json:
+        """Return a call of a tool for the page: its text, and at which points of a picture it looks.
+
+        An example is `{"text": "zoom(0, 49, 7, 56)", "picture": "a.png", "points": [(0.0, 0.5),
+        (0.1, 0.6)], "region": True}`. The points are in shares of the picture's width and height, and
+        `region` says whether they are corners of a region. A call without points has None for the
+        picture and the points, and no `region`.
 
         Args:
             call_text: what the model wrote. It is shown as it is where it cannot be read as a call.
             pictures: the names of the pictures that the rollout has so far.
-
-        Returns:
-            a dictionary with these keys:
-
-        - `text`, such as `zoom(0, 49, 7, 56)`
-        - `picture`: the name of the picture; None where the call has no points
-        - `points`: points in the picture, in shares of its width and height, or None
-        - `region`: whether the points are corners of a region; only there with points
         """
         try:
             name, arguments = read_call(call_text)
         except CallError:
             return {"text": call_text, "picture": None, "points": None}
-        call: Json = {"text": spelled_call(name, arguments), "picture": None, "points": None}
+        call: Json = {"text": format_call(name, arguments), "picture": None, "points": None}
         # only the tools of this package have arguments whose meaning is known here
         if name not in BUILT_IN_TOOLS or self._view is None:
             return call
         picture_index = arguments.get("picture", 0)
         if isinstance(picture_index, int) and 0 <= picture_index < len(pictures):
             picture = pictures[picture_index]
-            points = self._points(arguments, picture, self._view)
+            points = self._relative_points(arguments, picture, self._view)
             if points:
                 call |= {"picture": picture, "points": points, "region": name == "zoom"}
         return call
 
-    def _points(self, arguments: Json, picture: str, view: View) -> list[tuple[float, float]]:
+    def _relative_points(
+        self, arguments: Json, picture: str, view: View
+    ) -> list[tuple[float, float]]:
         """Return the points that a call names, as x and y in shares of the picture's width and height.
 
         Args:
@@ -104,7 +103,7 @@ class TurnReader:
         Returns:
             the points; empty where one lies outside of the picture, or its size is not known.
         """
-        size = self._size(picture)
+        size = self._read_size(picture)
         if size is None:
             return []
         try:
@@ -120,7 +119,7 @@ class TurnReader:
         are_inside = all(0 <= x <= 1 and 0 <= y <= 1 for x, y in points)
         return points if are_inside else []
 
-    def _size(self, picture: str) -> tuple[int, int] | None:
+    def _read_size(self, picture: str) -> tuple[int, int] | None:
         """Return the width and height that a recorded picture had when the model saw it, in pixels.
 
         None where its file is missing or damaged. A link out of the run's folder is not followed.
@@ -132,7 +131,7 @@ class TurnReader:
         return self._size_by_picture[picture]
 
 
-def spelled_call(name: str, arguments: Mapping[str, Any]) -> str:
+def format_call(name: str, arguments: Mapping[str, Any]) -> str:
     """Return a call of a tool as Python code, such as `zoom(0, 49, 7, 56)`.
 
     For a tool of this package, arguments that stand in the order of its parameters have no names.

@@ -12,7 +12,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from adora_vl.record.shown_metrics import page_metrics
-from adora_vl.report.run_view import ROLLOUT, RunView
+from adora_vl.report.run_view import ROLLOUT_FIELDS, RunView
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
@@ -35,14 +35,16 @@ MAX_FORMULAS = 10_000
 _MAX_CHARACTERS = 400
 _MAX_NODES = 1000
 # A formula between delimiters, of which one pair matches
-_DELIMITED = re.compile(r"\$\$([\s\S]*)\$\$|\$([\s\S]*)\$|\\\(([\s\S]*)\\\)|\\\[([\s\S]*)\\\]")
+_DELIMITED_PATTERN = re.compile(
+    r"\$\$([\s\S]*)\$\$|\$([\s\S]*)\$|\\\(([\s\S]*)\\\)|\\\[([\s\S]*)\\\]"
+)
 # Commands that are refused: definitions could call one another, so that a short text grows without
 # end; a comment would hide the rest of its line.
-_REFUSED = re.compile(
+_REFUSED_COMMANDS_PATTERN = re.compile(
     r"\\(?:\w*def|let|futurelet|\w*command|Declare\w*|\w*environment|verb)(?![a-z])|(?<!\\)%"
 )
 # Elements of MathML that a page may have
-_ELEMENTS = {
+_ALLOWED_ELEMENTS = {
     "mrow",
     "mi",
     "mn",
@@ -86,39 +88,43 @@ _PATTERN_BY_ATTRIBUTE = {
     "linethickness": "0|0em|0px|thin",
     "width": r"-?\d?\.?\d{1,4}em",
 }
-# An element of MathML as JSON: its name, its attributes, then its text and its child elements
-Tree = list[Any]
+# An element of MathML as JSON: its name, its attributes, then its text and its child elements, such
+# as ["mrow", {}, ["mi", {}, "x"]]
+MathTree = list[Any]
 
 
-def formulas(texts: Iterable[str | None], answers: Iterable[str | None] = ()) -> dict[str, Tree]:
-    """Convert the formulas in texts to MathML, which a browser shows: a tree by the LaTeX source.
+def convert_formulas(
+    texts: Iterable[str | None], answers: Iterable[str | None] = ()
+) -> dict[str, MathTree]:
+    """Convert the formulas in texts from LaTeX to MathML, which a browser can show.
 
-    Only the first `MAX_FORMULAS` different formulas are converted. One that is not understood is
-    left out, and the page shows it as it was written.
+    Returns the MathML of each formula by its LaTeX source. Only the first `MAX_FORMULAS` different
+    formulas are converted. One that is not understood is left out, and the page shows it as it was
+    written.
 
     Args:
         texts: prose that may have formulas in it; None is skipped.
         answers: answers to problems. One with LaTeX in it is a formula as a whole. They go first,
             as they are short and a reader looks at them first.
     """
-    tree_by_source: dict[str, Tree | None] = {}
+    tree_by_source: dict[str, MathTree | None] = {}
     for answer in answers:
         has_latex = answer is not None and re.search(r"[\\^_]", answer) is not None
         if not answer or not has_latex:
             continue
         if len(tree_by_source) < MAX_FORMULAS and answer not in tree_by_source:
-            tree_by_source[answer] = mathml(answer)
+            tree_by_source[answer] = latex_to_mathml(answer)
     pattern = re.compile(FORMULA)
     for text in texts:
         for match in pattern.finditer(text or ""):
             if len(tree_by_source) >= MAX_FORMULAS:
                 break
             if match[0] not in tree_by_source:
-                tree_by_source[match[0]] = mathml(match[0])
+                tree_by_source[match[0]] = latex_to_mathml(match[0])
     return {source: tree for source, tree in tree_by_source.items() if tree is not None}
 
 
-def mathml(source: str) -> Tree | None:
+def latex_to_mathml(source: str) -> MathTree | None:
     """Convert a formula from LaTeX to a tree of MathML; None if any part is not understood.
 
     For example, `$x$` gives `["math", {}, ["mrow", {}, ["mi", {}, "x"]]]`.
@@ -128,17 +134,17 @@ def mathml(source: str) -> Tree | None:
     from latex2mathml.converter import convert_to_element
 
     latex = source
-    delimited = _DELIMITED.fullmatch(source)
+    delimited = _DELIMITED_PATTERN.fullmatch(source)
     if delimited is not None:
         # The pattern has a group for each pair of delimiters, and all groups but one are None.
         latex = next(content for content in delimited.groups() if content is not None)
-    if not latex.strip() or len(latex) > _MAX_CHARACTERS or _REFUSED.search(latex):
+    if not latex.strip() or len(latex) > _MAX_CHARACTERS or _REFUSED_COMMANDS_PATTERN.search(latex):
         return None
     # `$$` and `\[` set a formula on lines of its own
     is_block = source.startswith(("$$", "\\["))
     try:
         element = convert_to_element(latex, display="block" if is_block else "inline")
-        children = [_TreeBuilder(_MAX_NODES).build(child) for child in element]
+        children = [_MathTreeBuilder(_MAX_NODES).build(child) for child in element]
     # The converter raises many kinds of exceptions for what it cannot read. A formula that is not
     # understood is shown as it was written.
     except Exception:
@@ -146,13 +152,16 @@ def mathml(source: str) -> Tree | None:
     return ["math", {"display": "block"} if is_block else {}, *children]
 
 
-class _TreeBuilder:
-    """Builds the tree of an element, with what is allowed in a page and a bound on its nodes."""
+class _MathTreeBuilder:
+    """Converts elements of MathML to trees, with a bound on the number of nodes.
+
+    Only elements and attributes that are allowed in a page are converted.
+    """
 
     def __init__(self, max_nodes: int) -> None:
         self._remaining_nodes = max_nodes
 
-    def build(self, element: Element) -> Tree:
+    def build(self, element: Element) -> MathTree:
         """Return an element of MathML and all that is in it as a tree: [name, attributes, ...].
 
         The text comes from a model's answer. So only elements and attributes that are known to be
@@ -167,7 +176,7 @@ class _TreeBuilder:
         is_unknown_command = element.tag == "mi" and (text.startswith("\\") or text == "&")
         # Chrome draws no `menclose`; the style of the page makes up only for a box.
         is_undrawn = element.tag == "menclose" and element.get("notation") != "box"
-        is_allowed = element.tag in _ELEMENTS and not is_unknown_command and not is_undrawn
+        is_allowed = element.tag in _ALLOWED_ELEMENTS and not is_unknown_command and not is_undrawn
         if not is_allowed or self._remaining_nodes < 0:
             raise ValueError(element.tag)
         attributes = {
@@ -201,7 +210,7 @@ def _content_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _packed(data: object) -> str:
+def _compress_json(data: object) -> str:
     """Return the data as JSON, compressed, in base64, for a script of the page to unpack.
 
     Equal data give equal text, since the archive has no time in it.
@@ -212,7 +221,7 @@ def _packed(data: object) -> str:
 
 
 def build_page(views: list[RunView], images: dict[str, str]) -> str:
-    """Return the page of one or more runs as HTML with all its styles, scripts and data.
+    """Build the page of one or more runs as one text of HTML with all its styles, scripts and data.
 
     Completions, diagrams and formulas are in a block of data of their own, `TEXTS`, which the
     browser unpacks after the curves and groups in `DATA`, so that these are shown at once.
@@ -230,16 +239,16 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
     )
     data = {
-        "runs": [_run_json(view) for view in views],
+        "runs": [_run_to_json(view) for view in views],
         # the names of a rollout's values, without the completion, which is last and in `TEXTS`
-        "rollout": ROLLOUT[:-1],
+        "rollout": ROLLOUT_FIELDS[:-1],
         "formula": FORMULA,
         "figures": page_metrics(),
     }
     texts = {
         "completions": [_completions(view) for view in views],
         "images": images,
-        "math": _formulas_of(views),
+        "math": _convert_formulas_of_runs(views),
     }
     value_by_placeholder = {
         "GENERATOR": GENERATOR,
@@ -247,17 +256,17 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         "TITLE": escape(", ".join(view.name for view in views)),
         "HEADING": escape(views[0].name) if len(views) == 1 else f"{len(views)} runs",
         "STYLE": style,
-        "DATA": _packed(data),
-        "TEXTS": _packed(texts),
+        "DATA": _compress_json(data),
+        "TEXTS": _compress_json(texts),
         "SCRIPT": script,
     }
     template = (_VIEWER / "page.html").read_text(encoding="utf-8")
-    html, *pieces = template.split("{{")
+    html, *parts = template.split("{{")
     # All placeholders `{{NAME}}` are replaced in one pass. If a value contains such a text itself,
     # that text has to stay.
-    for piece in pieces:
-        placeholder, _, rest = piece.partition("}}")
-        html += value_by_placeholder[placeholder] + rest
+    for part in parts:
+        placeholder, _, text_behind = part.partition("}}")
+        html += value_by_placeholder[placeholder] + text_behind
     return html
 
 
@@ -266,10 +275,10 @@ def _completions(view: RunView) -> list[str]:
     return [rollout[-1] for group in view.groups for rollout in group["rollouts"]]
 
 
-def _run_json(view: RunView) -> dict[str, Any]:
-    """Return a run as the page's JSON has it.
+def _run_to_json(view: RunView) -> dict[str, Any]:
+    """Return a run for the page's JSON, without the completions of its rollouts.
 
-    The last value of each rollout, its completion, is left out, since completions come later.
+    These are the last value of each rollout, and go into a separate block of the page.
     """
     groups = [
         {**group, "rollouts": [rollout[:-1] for rollout in group["rollouts"]]}
@@ -278,7 +287,7 @@ def _run_json(view: RunView) -> dict[str, Any]:
     return {
         "name": view.name,
         "result": view.result,
-        "story": view.story,
+        "story": view.summary,
         "facts": view.facts,
         "notes": view.notes,
         "metrics": view.metrics,
@@ -287,14 +296,14 @@ def _run_json(view: RunView) -> dict[str, Any]:
     }
 
 
-def _formulas_of(views: list[RunView]) -> dict[str, Tree]:
+def _convert_formulas_of_runs(views: list[RunView]) -> dict[str, MathTree]:
     """Return the formulas in all texts of the page as MathML, by their LaTeX source.
 
     Problems, choices and completions are searched for formulas. Answers, and the parts of answers
     that the grader has compared, are formulas as a whole.
     """
-    extracted_index = ROLLOUT.index("extracted")
-    compared_index = ROLLOUT.index("compared")
+    extracted_index = ROLLOUT_FIELDS.index("extracted")
+    compared_index = ROLLOUT_FIELDS.index("compared")
     texts: list[str | None] = []
     answers: list[str | None] = []
     for view in views:
@@ -308,7 +317,7 @@ def _formulas_of(views: list[RunView]) -> dict[str, Tree]:
             answers += [answer_part, reference_part]
     for view in views:
         texts += _completions(view)
-    return formulas(texts, answers)
+    return convert_formulas(texts, answers)
 
 
 def write_page(page: str, path: Path) -> None:

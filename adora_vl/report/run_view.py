@@ -28,16 +28,16 @@ from adora_vl.record.record_files import (
 from adora_vl.record.result import describe_result
 from adora_vl.record.rollouts import SETTINGS_METADATA_KEY
 from adora_vl.report.conversation import TurnReader
-from adora_vl.report.story import advantages_differ, story_of
+from adora_vl.report.run_summary import advantages_differ, summarise_run
 from adora_vl.report.weight_reason import weight_reason
 from adora_vl.rewards.grade import compare_parts
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import leads_out, refuse_links_out
 
-# A rollout in the page's JSON is a list in this order; viewer/groups.js reads it by the same names.
-# The completion is last, because the page keeps completions in a separate block.
-ROLLOUT = (
+# A rollout in the page's JSON is a list of these values; viewer/groups.js reads it by the same
+# names. The completion is last, because the page keeps completions in a separate block.
+ROLLOUT_FIELDS = (
     "verdict",
     "extracted",
     "reason",
@@ -61,8 +61,8 @@ ROLLOUT = (
 )
 # Columns of the record that are the same for all rollouts of a group
 _GROUP_COLUMNS = ("step", "id", "weight", "tds", "pass_rate", "longest_right", "mean_wrong")
-# Two more of them, which only runs have whose reward `steps` counts true steps
-_WORK_COLUMNS = ("work_right", "work_wrong")
+# Two more of them, in runs whose reward `steps` counts true steps
+_STEP_COUNT_COLUMNS = ("work_right", "work_wrong")
 # Characters of a text that are shown
 _SHOWN_CHARACTERS = 12_000
 Json = dict[str, Any]
@@ -85,24 +85,23 @@ class RunView:
     """Texts about the run by their titles, such as its model and its seed."""
     result: str | None = None
     """What the run has achieved, in one line."""
-    story: list[str] = field(default_factory=list)
-    """What it did and why, in sentences."""
+    summary: list[str] = field(default_factory=list)
+    """Sentences on what the run learned from, its weights and its lengths (`summarise_run`)."""
 
     @property
     def images(self) -> list[str]:
         """The file names of all diagrams: those of the problems, then those that tools made."""
-        turns_index = ROLLOUT.index("turns")
+        turns_index = ROLLOUT_FIELDS.index("turns")
         names = [name for problem in self.problems.values() for name in problem["images"]]
         for group in self.groups:
             for rollout in group["rollouts"]:
                 for turn in rollout[turns_index] or ():
                     names += turn["images"]
-        # each name once, in the order of their first places
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys(names))  # each name once, in the order of first use
 
 
 def load_run(folder: Path, max_rollouts: int) -> RunView:
-    """Read what the page shows of a run. The run may still be training.
+    """Read from the folder of a run what its page shows. The run may still be training.
 
     Args:
         folder: the output_dir of the run.
@@ -125,19 +124,17 @@ def load_run(folder: Path, max_rollouts: int) -> RunView:
 
 
 def _load_once(folder: Path, max_rollouts: int) -> RunView:
-    """Read a run as `load_run` does; `FileNotFoundError` where a file vanishes meanwhile."""
+    """Read a run as `load_run` does; raise `FileNotFoundError` where a file vanishes meanwhile."""
     record_parts = list_record_files(folder / ROLLOUTS_FOLDER)
     record_paths = [part.path for part in record_parts]
     # The page is passed on to others, so no link may bring a file from outside into it.
     refuse_links_out("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE, *record_paths)
     metrics = read_metrics(folder / METRICS_FILE)
     if not metrics and not record_parts:
-        problem = (
-            f"has neither {METRICS_FILE} nor {ROLLOUTS_FOLDER}/"
-            if folder.is_dir()
-            else "is no folder"
-        )
-        raise UserError(f"RUN: {str(folder)!r} {problem}; name the output_dir of a training run")
+        fault = "is no folder"
+        if folder.is_dir():
+            fault = f"has neither {METRICS_FILE} nor {ROLLOUTS_FOLDER}/"
+        raise UserError(f"RUN: {str(folder)!r} {fault}; name the output_dir of a training run")
     view = RunView(
         name=folder.resolve().name,
         metrics=metrics,
@@ -148,7 +145,7 @@ def _load_once(folder: Path, max_rollouts: int) -> RunView:
     if warning is not None:
         view.notes.append(f"Warning: {warning}.")
     if record_parts:
-        view.story = story_of(record_parts)
+        view.summary = summarise_run(record_parts)
         _add_groups(view, folder, record_parts, max_rollouts)
     else:
         view.notes.append("No rollouts were recorded.")
@@ -167,7 +164,7 @@ def _add_groups(
         max_rollouts: how many rollouts are shown at most; whole steps are left out for it.
     """
     rollouts_by_step = _count_rollouts(record_parts)
-    steps = _spread_steps(rollouts_by_step, max_rollouts)
+    steps = _choose_spread_steps(rollouts_by_step, max_rollouts)
     for part in record_parts:
         part_steps = [step for step in steps if part.first_step <= step <= part.last_step]
         if not part_steps:
@@ -178,8 +175,8 @@ def _add_groups(
         # The rows of a group follow one another.
         for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
             group_rows = [{**row, "turns": turn_reader.turns(row)} for row in rows]
-            view.problems.setdefault(str(group_rows[0]["id"]), _problem_json(group_rows[0]))
-            view.groups.append(_group_json(group_rows, settings))
+            view.problems.setdefault(str(group_rows[0]["id"]), _problem_to_json(group_rows[0]))
+            view.groups.append(_group_to_json(group_rows, settings))
     shown_count = sum(len(group["rollouts"]) for group in view.groups)
     total = sum(rollouts_by_step.values())
     if shown_count < total:
@@ -200,7 +197,7 @@ def _count_rollouts(record_parts: list[RecordFile]) -> dict[int, int]:
     return rollouts_by_step
 
 
-def _spread_steps(rollouts_by_step: Mapping[int, int], max_rollouts: int) -> list[int]:
+def _choose_spread_steps(rollouts_by_step: Mapping[int, int], max_rollouts: int) -> list[int]:
     """Choose steps, spread evenly over the run, with about `max_rollouts` rollouts at most.
 
     All steps are assumed to have the same number of rollouts. The first and the last step are
@@ -209,27 +206,30 @@ def _spread_steps(rollouts_by_step: Mapping[int, int], max_rollouts: int) -> lis
     """
     steps = sorted(rollouts_by_step)
     total_rollouts = sum(rollouts_by_step.values())
-    fitting_count = int(len(steps) * max_rollouts / total_rollouts)
-    count = max(1, min(len(steps), fitting_count))
+    n_fitting = int(len(steps) * max_rollouts / total_rollouts)
+    n_chosen = max(1, min(len(steps), n_fitting))
+    n_gaps = max(1, n_chosen - 1)
     last_index = len(steps) - 1
-    intervals = max(1, count - 1)
-    chosen_steps = {steps[round(number * last_index / intervals)] for number in range(count)}
+    chosen_steps = {steps[round(number * last_index / n_gaps)] for number in range(n_chosen)}
     return sorted(chosen_steps)
 
 
-def _problem_json(row: Json) -> Json:
+def _problem_to_json(row: Json) -> Json:
     """Return the problem of a recorded rollout as the page's JSON has it."""
     return {
         # the page shows the pictures beside the text
-        "problem": _shortened((row["problem"] or "").replace("<image>", "").strip()),
-        "choices": [_shortened(choice) for choice in with_letters(row["choices"] or ())],
-        "answer": _shortened(row["answer"]),
+        "problem": _truncate((row["problem"] or "").replace("<image>", "").strip()),
+        "choices": [_truncate(choice) for choice in with_letters(row["choices"] or ())],
+        "answer": _truncate(row["answer"]),
         "images": row["images"] or [],
     }
 
 
-def _group_json(rows: list[Json], settings: Json) -> Json:
-    """Return a group as the page's JSON has it, with its rollouts and why it has its weight.
+def _group_to_json(rows: list[Json], settings: Json) -> Json:
+    """Return a group for the page's JSON, with its rollouts and why it has its weight.
+
+    The JSON has short names: `equal` says whether all rewards are the same, `left` how many of the
+    `size` rollouts have left the group, and `why` has the reason of the weight in words.
 
     Args:
         rows: the recorded rows of its rollouts.
@@ -241,57 +241,58 @@ def _group_json(rows: list[Json], settings: Json) -> Json:
     group = {name: first_row[name] for name in _GROUP_COLUMNS}
     group["id"] = str(first_row["id"])
     group["equal"] = len(rewards) <= 1
-    group |= {name: first_row.get(name) for name in _WORK_COLUMNS}
+    group |= {name: first_row.get(name) for name in _STEP_COUNT_COLUMNS}
     # A rollout without a reward has left its group.
     group["left"] = len(rows) - len(rewarded_rows)
     group["size"] = len(rows)
     is_learned_from = advantages_differ(rewarded_rows)
     return {
-        **{name: _rounded(value) for name, value in group.items()},
+        **{name: _round_floats(value) for name, value in group.items()},
         "why": weight_reason({**group, "learned": is_learned_from}, settings),
-        "rollouts": [_rollout_values(row) for row in rows],
+        "rollouts": [_rollout_to_list(row) for row in rows],
     }
 
 
-def _rollout_values(row: Json) -> list[Any]:
-    """Return the values of a rollout as the page's JSON has them: a list in the order of `ROLLOUT`.
+def _rollout_to_list(row: Json) -> list[Any]:
+    """Return a rollout for the page's JSON: a list of values in the order of `ROLLOUT_FIELDS`.
 
     `row` is the recorded row of the rollout, with its turns as `TurnReader` returns them.
     """
     rewards = {
-        name.removeprefix("reward/"): _rounded(value)
+        name.removeprefix("reward/"): _round_floats(value)
         for name, value in row.items()
         if name.startswith("reward/")
     }
     values = {
         **row,
-        "completion": _shortened(row["completion"]),
-        "extracted": _shortened(row["extracted"]),
-        "compared": _compared_parts(row),
+        "completion": _truncate(row["completion"]),
+        "extracted": _truncate(row["extracted"]),
+        "compared": _compare_answer_parts(row),
         "new": row.get("new"),
         "false": row.get("false"),
-        "steps": _claim_spans(row),
-        "luck": _luck(row),
+        "steps": _claim_spans_in_utf16(row),
+        "luck": _luck_label(row),
         # a single reward function says no more than the reward
         "parts": rewards if len(rewards) > 1 else None,
     }
-    return [_rounded(values[name]) for name in ROLLOUT]
+    return [_round_floats(values[name]) for name in ROLLOUT_FIELDS]
 
 
 class _ClaimSpan(NamedTuple):
-    """A claim that an answer makes on its way, and where it stands in the answer's text."""
+    """A claim that an answer makes on its way, and its first and last index in the text."""
 
     start: int
     end: int
     verdict: str
 
 
-def _claim_spans(row: Json) -> list[_ClaimSpan] | None:
-    """Return the claims of a rollout's answer for the page; None where the run did not check any.
+def _claim_spans_in_utf16(row: Json) -> list[_ClaimSpan] | None:
+    """Return where the claims of a rollout stand in its text; None where the run checked none.
 
-    The record counts places in characters, as Python does. JavaScript, which reads the page, counts
-    units of UTF-16, so the places are converted. For example, a claim at the characters 2 to 5 of a
-    text that begins with an emoji gets the units 3 to 6.
+    A claim is a step of an answer, such as `angle ABC = 40`. The record counts its start and end in
+    characters, as Python does. JavaScript, which reads the page, counts units of UTF-16, so they
+    are converted: a claim at the characters 2 to 5 of a text that begins with an emoji gets the
+    units 3 to 6.
     """
     recorded = row.get("steps")
     text = row["completion"] or ""
@@ -310,10 +311,10 @@ def _utf16_length(text: str) -> int:
     return len(text.encode("utf-16-le", errors="surrogatepass")) // 2
 
 
-def _luck(row: Json) -> str | None:
-    """Say where a rollout's answer and the claims on its way to it do not fit together.
+def _luck_label(row: Json) -> str | None:
+    """Return a label for a rollout whose answer and whose claims on the way to it disagree.
 
-    The result is one of these:
+    A claim is a step of the answer, such as `angle ABC = 40`. The label is one of these:
 
         lucky         the answer is right, but a claim is false or no claim is true
         true-steps    the answer is not right, but claims are true and none is false
@@ -331,11 +332,11 @@ def _luck(row: Json) -> str | None:
     return "true-steps" if has_good_steps else None
 
 
-def _compared_parts(row: Json) -> list[tuple[str, str, str]] | None:
+def _compare_answer_parts(row: Json) -> list[tuple[str, str, str]] | None:
     """Return the parts of an answer beside those of the reference answer, for the page.
 
-    An answer such as `x = 3, y = 4` has several parts. Each is a tuple: the part of the answer, that
-    of the reference answer, and why the grader calls them equal or not.
+    An answer such as `x = 3, y = 4` has several parts. Each becomes a tuple: the part of the answer,
+    that of the reference answer, and why the grader calls them equal or not, a word of the grader.
 
     The record does not say how the run read its answers (with answer tags, with rounding), so each
     way is tried until one gives the recorded verdict and reason. None if no way does, since today's
@@ -360,25 +361,25 @@ def _compared_parts(row: Json) -> list[tuple[str, str, str]] | None:
     return None
 
 
-def _rounded(value: Any) -> Any:
-    """Return a float with six digits, and any other value as it is.
+def _round_floats(value: Any) -> Any:
+    """Return a float with six significant digits, and any other value as it is.
 
     Nobody reads more than six, and with all digits the page would be twice as large.
     """
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def _shortened(text: str | None) -> str | None:
+def _truncate(text: str | None) -> str | None:
     """Return the beginning of a long text, with a note on how much is left out."""
     if text is None or len(text) <= _SHOWN_CHARACTERS:
         return text
     return f"{text[:_SHOWN_CHARACTERS]}… ({len(text) - _SHOWN_CHARACTERS:,} more characters)"
 
 
-def image_uris(
+def encode_images(
     folders: list[Path], views: list[RunView], max_bytes: int
 ) -> tuple[dict[str, str], int]:
-    """Return the diagrams of the runs as data URIs, which the page holds instead of files.
+    """Encode the diagrams of the runs as data URIs, which the page holds instead of files.
 
     A diagram that is a link out of its run's folder is left out with a note: the page is passed on,
     and would take any file of this machine along.
@@ -393,25 +394,25 @@ def image_uris(
     """
     uri_by_name: dict[str, str] = {}
     used_bytes = 0
-    left_out = 0
+    n_over_limit = 0
     for folder, view in zip(folders, views, strict=True):
-        link_count = 0
+        n_links_out = 0
         for name in view.images:
             path = folder / ROLLOUTS_FOLDER / IMAGES_FOLDER / Path(name).name
             if name in uri_by_name or not path.is_file():
                 continue
             if leads_out(folder, path):
-                link_count += 1
+                n_links_out += 1
                 continue
             # Once the limit is passed, all further diagrams are left out, small ones too.
             used_bytes += path.stat().st_size
             if used_bytes > max_bytes:
-                left_out += 1
+                n_over_limit += 1
             else:
                 content = base64.b64encode(path.read_bytes()).decode()
                 uri_by_name[name] = f"data:image/png;base64,{content}"
-        if link_count:
+        if n_links_out:
             view.notes.append(
-                f"{amount(link_count, 'diagram')} left out: a link leads out of the run's folder."
+                f"{amount(n_links_out, 'diagram')} left out: a link leads out of the run's folder."
             )
-    return uri_by_name, left_out
+    return uri_by_name, n_over_limit

@@ -17,6 +17,9 @@ _WORDS_BY_ASSIGN = {
 def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Explain in one to three sentences why ADORA gave a group its weight, for the page of a run.
 
+    An example is `Attenuated to 0.5: TDS, the longest right rollout is not longer than the mean of
+    the finished wrong ones.`
+
     Args:
         group: the group's recorded values `step` (from 1 on), `weight`, `tds`, `pass_rate`,
             `longest_right` and `mean_wrong`, and besides
@@ -46,7 +49,7 @@ def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _weight_sentence(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the sentence that says a group's weight and what ADORA's criteria say of the group.
+    """Return the sentence with a group's weight and the verdict of ADORA's criteria on the group.
 
     Args:
         group: its recorded values, as `weight_reason` takes them.
@@ -77,7 +80,8 @@ def _criteria_verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> s
     """Say what ADORA's criteria call a group, and what each criterion says of it.
 
     They call it TAS (temporarily advantageous to learn from), TDS (temporarily disadvantageous), or
-    neither. No figures are in the text, since the page shows them beside it.
+    neither: `TDS, the pass rate is above tau, 50 %`. The group's own numbers are not in the text,
+    since the page shows them beside it.
 
     Args:
         group: its recorded values, as `weight_reason` takes them.

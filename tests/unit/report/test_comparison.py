@@ -14,8 +14,8 @@ from adora_vl.evals.scoring.statistics import (
     welch_interval,
 )
 from adora_vl.report.__main__ import main
-from adora_vl.report.compare_runs import at_budget, between_seeds
-from adora_vl.report.comparison_sides import PASS_RATE, read_compared, rollouts_per_step
+from adora_vl.report.compare_runs import difference_over_seeds, value_at_budget
+from adora_vl.report.compared_runs import PASS_RATE, read_compared_run, rollouts_per_step
 
 RUN_CONFIG = {
     "seed": 0,
@@ -96,30 +96,30 @@ def test_intervals_of_differences_are_those_computed_by_hand():
 
 
 def test_seeds_are_paired_where_they_are_the_same():
-    paired = between_seeds({0: 0.1, 1: 0.5}, {1: 0.7, 0: 0.2})
+    paired = difference_over_seeds({0: 0.1, 1: 0.5}, {1: 0.7, 0: 0.2})
     assert paired.value == pytest.approx(0.15)
     assert paired.over == "2 pairs of seeds"
     # The pairs differ by 0.1 and 0.2: 0.15 +- 12.706 * 0.05.
     assert paired.low == pytest.approx(0.15 - 0.6353)
     assert paired.high == pytest.approx(0.15 + 0.6353)
     # Both pairs differ by 0.1, from which no interval can be computed.
-    agreeing = between_seeds({0: 0.1, 1: 0.5}, {1: 0.6, 0: 0.2})
+    agreeing = difference_over_seeds({0: 0.1, 1: 0.5}, {1: 0.6, 0: 0.2})
     assert agreeing.value == pytest.approx(0.1)
     assert agreeing.low is None
     assert agreeing.over == "2 pairs of seeds that agree: no interval"
-    unpaired = between_seeds({0: 0.1, 1: 0.5}, {2: 0.6, 3: 0.2})
+    unpaired = difference_over_seeds({0: 0.1, 1: 0.5}, {2: 0.6, 3: 0.2})
     assert unpaired.low is not None
     assert unpaired.low < -0.5
     assert unpaired.over == "2 and 2 seeds"
-    assert between_seeds({0: 0.1}, {0: 0.2}).low is None
+    assert difference_over_seeds({0: 0.1}, {0: 0.2}).low is None
 
 
 def test_a_figure_at_a_budget_is_the_mean_of_its_last_tenth():
     points = [(10.0 * i, float(i)) for i in range(1, 21)]
-    assert at_budget(points, 100) == 10
-    assert at_budget(points, 200) == 19.5
-    assert at_budget(points, 105, window=0.0) == 10
-    assert at_budget(points, 9) is None
+    assert value_at_budget(points, 100) == 10
+    assert value_at_budget(points, 200) == 19.5
+    assert value_at_budget(points, 105, window=0.0) == 10
+    assert value_at_budget(points, 9) is None
 
 
 def test_the_rollouts_of_a_step_follow_from_the_sizes_of_its_batches():
@@ -167,7 +167,7 @@ def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path)
         for step in (5, 10)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    points = read_compared(folder).curves[PASS_RATE]
+    points = read_compared_run(folder).curves[PASS_RATE]
     assert [(point.rollouts, point.seconds) for point in points] == [(80, 15), (160, 30)]
 
 
@@ -182,7 +182,7 @@ def test_seconds_of_an_evaluation_are_those_of_the_steps_before_it(tmp_path):
         {"step": 8, "kind": "end", "seconds/rollout": 4.0, "seconds/evaluation": 30.0},
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    points = read_compared(folder).curves["drawn"]
+    points = read_compared_run(folder).curves["drawn"]
     assert [point.seconds for point in points] == [0, 8, 5 * 2 + 3 * 4]
 
 
@@ -289,7 +289,7 @@ def test_seeds_that_all_agree_leave_the_decision_to_the_problems(tmp_path, capsy
 def test_a_reward_by_its_older_name_is_no_difference(tmp_path):
     older = write_run(tmp_path / "a", [0.5], adora_reward=["adora"])
     newer = write_run(tmp_path / "b", [0.5], adora_reward=["boxed_accuracy"])
-    settings = [read_compared(Path(run)).settings for run in (older, newer)]
+    settings = [read_compared_run(Path(run)).settings for run in (older, newer)]
     assert settings[0]["adora_reward"] == settings[1]["adora_reward"] == ["boxed_accuracy"]
 
 

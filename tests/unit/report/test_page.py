@@ -17,8 +17,8 @@ from adora_vl.record.phases import PHASES
 from adora_vl.record.record_files import list_record_files, read_record_files, write_record_file
 from adora_vl.report import page as module
 from adora_vl.report.__main__ import main
-from adora_vl.report.page import _SCRIPTS, _VIEWER, build_page, formulas, mathml
-from adora_vl.report.run_view import ROLLOUT, load_run
+from adora_vl.report.page import _SCRIPTS, _VIEWER, build_page, convert_formulas, latex_to_mathml
+from adora_vl.report.run_view import ROLLOUT_FIELDS, load_run
 from adora_vl.report.weight_reason import weight_reason
 from tests.support.browser import TagsOfPage
 from tests.support.recorded_runs import (
@@ -276,7 +276,7 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
         )
         view = load_run(run, 100)
         (rollout,) = view.groups[0]["rollouts"]
-        assert rollout[ROLLOUT.index("compared")] == expected, texts
+        assert rollout[ROLLOUT_FIELDS.index("compared")] == expected, texts
         build_page([view], {})
     style = write_report_page(tmp_path / "page.html", tmp_path / "0").read_text()
     assert "part by part" in style
@@ -440,9 +440,9 @@ FORMULAS_BY_TEXT: dict[str, list[str]] = {
 
 
 def test_a_formula_is_found_where_it_is_one():
-    assert {text: list(formulas([text])) for text in FORMULAS_BY_TEXT} == FORMULAS_BY_TEXT
+    assert {text: list(convert_formulas([text])) for text in FORMULAS_BY_TEXT} == FORMULAS_BY_TEXT
     # An answer is a formula altogether where it is LaTeX.
-    assert list(formulas([None], [r"2 \sqrt { 221 }", "x^2", "7", "Rome", None])) == [
+    assert list(convert_formulas([None], [r"2 \sqrt { 221 }", "x^2", "7", "Rome", None])) == [
         r"2 \sqrt { 221 }",
         "x^2",
     ]
@@ -452,8 +452,8 @@ def test_the_tree_says_what_the_formula_does():
     root = ["msqrt", {}, ["mrow", {}, ["mn", {}, "3"]]]
     fraction = ["mfrac", {}, ["mrow", {}, root], ["mrow", {}, ["mn", {}, "2"]]]
     boxed = ["menclose", {"notation": "box"}, ["mrow", {}, fraction]]
-    assert mathml(r"$\boxed{\frac{\sqrt{3}}{2}}$") == ["math", {}, ["mrow", {}, boxed]]
-    assert mathml("$$x$$") == ["math", {"display": "block"}, ["mrow", {}, ["mi", {}, "x"]]]
+    assert latex_to_mathml(r"$\boxed{\frac{\sqrt{3}}{2}}$") == ["math", {}, ["mrow", {}, boxed]]
+    assert latex_to_mathml("$$x$$") == ["math", {"display": "block"}, ["mrow", {}, ["mi", {}, "x"]]]
 
 
 REFUSED_MARKUP = [
@@ -473,7 +473,7 @@ REFUSED_MARKUP = [
 
 
 def test_no_link_style_or_markup_gets_into_a_tree():
-    trees = {latex: mathml(f"${latex}$") for latex in REFUSED_MARKUP}
+    trees = {latex: latex_to_mathml(f"${latex}$") for latex in REFUSED_MARKUP}
     assert {
         latex: tree
         for latex, tree in trees.items()
@@ -521,7 +521,7 @@ def allowed_tags(children) -> bool:
 @given(st.text(alphabet="\\{}^_$&%<>=-'\"` abxfrac123", max_size=60))
 @settings(max_examples=300)
 def test_whatever_is_written_the_tree_is_small_and_plain(text):
-    for tree in formulas([f"${text}$", text], [text]).values():
+    for tree in convert_formulas([f"${text}$", text], [text]).values():
         assert tree[0] == "math"
         assert allowed_tags(tree[2:])
         assert len(json.dumps(tree)) < 60_000
@@ -547,7 +547,7 @@ GROWING_FORMULAS = [
 
 
 def test_no_short_text_grows_in_the_page():
-    sizes = {text[:12]: len(json.dumps(formulas([text]))) for text in GROWING_FORMULAS}
+    sizes = {text[:12]: len(json.dumps(convert_formulas([text]))) for text in GROWING_FORMULAS}
     assert {text: size for text, size in sizes.items() if size >= 60_000} == {}
 
 
@@ -558,7 +558,7 @@ def test_no_text_makes_the_page_slow():
 
     def seconds(text: str) -> float:
         began = time.process_time()
-        formulas([text])
+        convert_formulas([text])
         return time.process_time() - began
 
     slow = {}
@@ -581,4 +581,4 @@ def test_no_text_makes_the_page_slow():
 
 def test_a_page_has_a_limit_of_formulas(monkeypatch):
     monkeypatch.setattr(module, "MAX_FORMULAS", 3)
-    assert len(formulas([f"$x_{number}$" for number in range(9)])) == 3
+    assert len(convert_formulas([f"$x_{number}$" for number in range(9)])) == 3

@@ -17,7 +17,7 @@ from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
 from adora_vl.preflight.check_rewards import check_criteria
-from adora_vl.report.run_view import ROLLOUT, load_run
+from adora_vl.report.run_view import ROLLOUT_FIELDS, load_run
 from adora_vl.rewards.choose import check_reward_sums, choose_rewards, range_of_weighted_sum
 from adora_vl.rewards.explain import main
 from adora_vl.rewards.steps import StepsReward, check_claims, text_up_to_answer
@@ -305,7 +305,7 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
         "steps": work.verdicts_as_json(),
     }
     view = load_run(write_recorded_run(tmp_path / "run", 1, **texts), 100)
-    names = list(ROLLOUT)
+    names = list(ROLLOUT_FIELDS)
     rollouts = [rollout for group in view.groups for rollout in group["rollouts"]]
     by_verdict = {rollout[names.index("verdict")]: rollout for rollout in rollouts}
     first = by_verdict["correct"][names.index("steps")][0]

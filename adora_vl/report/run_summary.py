@@ -1,4 +1,4 @@
-"""What a run did and why, in a few sentences from the record of its rollouts."""
+"""Sums up a run in a few sentences, from the record of its rollouts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +22,17 @@ _COLUMNS = [
     "advantage",
     "length",
 ]
-# The kind of an answer by its verdict; a run without a grader has none of these verdicts
-_KIND_BY_VERDICT = {"correct": "right answers", "wrong": "wrong ones", "unparseable": "wrong ones"}
+# The kind of an answer in words; a run without a grader has none of these verdicts
+_ANSWER_KIND_BY_VERDICT = {
+    "correct": "right answers",
+    "wrong": "wrong ones",
+    "unparseable": "wrong ones",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupFacts:
-    """What the sentences about a run need to know of one recorded group."""
+class GroupSummary:
+    """What the summary of a run needs to know of one recorded group of rollouts."""
 
     step: int
     weight: float | None
@@ -38,11 +42,11 @@ class GroupFacts:
     rewards_differ: bool
     """Whether the rewards of its rollouts differ."""
     advantages_differ: bool
-    """Whether the advantages differ with which the loss gets its rollouts."""
+    """Whether the advantages of its rollouts differ, as the loss gets them."""
     advantage_before: float
-    """The sum of |advantage| before the weight."""
+    """The sum of |advantage| over its rollouts, before the group's weight."""
     advantage_after: float
-    """The sum of |advantage| as the loss gets it."""
+    """The same as the loss gets it, with the weight."""
     length_by_kind: Mapping[str, float]
     """The mean length in tokens by kind of answer, for those kinds that the group has."""
 
@@ -76,30 +80,33 @@ class GroupFacts:
         return self.weight is not None and self.weight > 1
 
 
-def story_of(record: Sequence[RecordFile]) -> list[str]:
-    """Describe a run in sentences: what it learned from, ADORA's weights, and how lengths changed.
+def summarise_run(record: Sequence[RecordFile]) -> list[str]:
+    """Sum up a run in sentences: what it learned from, ADORA's weights, and how lengths changed.
+
+    An example is `Signal: 120 of 400 recorded groups (30 %) have rewards that differ, and only these
+    are learned from.`
 
     Args:
         record: all files of the record. The sentences are about all steps, also about those that
             the page leaves out.
     """
-    groups = [group for part in record for group in _groups_of(part)]
+    groups = [group for record_file in record for group in _read_groups(record_file)]
     if not groups:
         return []
     sentences = [_signal_sentence(groups), _weights_sentences(groups), _lengths_sentence(groups)]
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def _groups_of(part: RecordFile) -> Iterable[GroupFacts]:
-    """Yield what is known of each group in a file of the record, in the order of the file."""
-    rows = read_record_file(part, _COLUMNS).to_pylist()
+def _read_groups(record_file: RecordFile) -> Iterable[GroupSummary]:
+    """Yield the summary of each group in a file of the record, in the order of the file."""
+    rows = read_record_file(record_file, _COLUMNS).to_pylist()
     # the rows of a group follow one another
     for _, group_rows in groupby(rows, key=itemgetter("step", "group")):
-        yield _group_facts(list(group_rows))
+        yield _summarise_group(list(group_rows))
 
 
-def _group_facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
-    """Summarize one group from the recorded rows of its rollouts."""
+def _summarise_group(rows: Sequence[Mapping[str, Any]]) -> GroupSummary:
+    """Sum up one group from the recorded rows of its rollouts."""
     # step, weight and `tds` are the same in all rows of a group
     first_row = rows[0]
     # Whether the rewards differ is decided without the rollouts that have no reward.
@@ -107,9 +114,9 @@ def _group_facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
     rewards = {row["reward"] for row in rewarded_rows}
     lengths_by_kind: dict[str, list[float]] = {}
     for row in rows:
-        kind = _KIND_BY_VERDICT.get(row["verdict"], "answers")
+        kind = _ANSWER_KIND_BY_VERDICT.get(row["verdict"], "answers")
         lengths_by_kind.setdefault(kind, []).append(row["length"])
-    return GroupFacts(
+    return GroupSummary(
         step=first_row["step"],
         weight=first_row["weight"],
         tds=bool(first_row["tds"]),
@@ -122,7 +129,7 @@ def _group_facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
 
 
 def advantages_differ(rewarded_rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the loss gets the rollouts of a group with different advantages.
+    """Return whether the advantages of a group's rollouts differ, as the loss gets them.
 
     They are not compared with 0: if all rewards are equal, rounding in TRL's float32 may leave
     advantages of up to 6e-4, but these are equal too.
@@ -132,7 +139,7 @@ def advantages_differ(rewarded_rows: Sequence[Mapping[str, Any]]) -> bool:
     return len({row["advantage"] for row in rewarded_rows}) > 1
 
 
-def _signal_sentence(groups: Sequence[GroupFacts]) -> str:
+def _signal_sentence(groups: Sequence[GroupSummary]) -> str:
     """Return the sentence that says how many groups have rewards that differ.
 
     With equal rewards all advantages of a group are 0, so that nothing is learned from it, unless
@@ -157,11 +164,11 @@ def _signal_sentence(groups: Sequence[GroupFacts]) -> str:
     )
 
 
-def _weights_sentences(groups: Sequence[GroupFacts]) -> str | None:
+def _weights_sentences(groups: Sequence[GroupSummary]) -> str | None:
     """Say how many of the groups that were learned from were attenuated, and how many amplified.
 
-    A weight below 1 attenuates what is learned from a group, one above 1 amplifies it. None where
-    no such group has a recorded weight.
+    A weight below 1 attenuates what is learned from a group, one above 1 amplifies it. Returns None
+    where no such group has a recorded weight.
     """
     learned_groups = [group for group in groups if group.has_signal and not group.is_left_out]
     weighted_groups = [group for group in learned_groups if group.weight is not None]
@@ -182,13 +189,13 @@ def _weights_sentences(groups: Sequence[GroupFacts]) -> str | None:
 
 
 def _weight_sentence(
-    participle: str, reweighted_groups: Sequence[GroupFacts], all_groups: Sequence[GroupFacts]
+    verb: str, reweighted_groups: Sequence[GroupSummary], all_groups: Sequence[GroupSummary]
 ) -> str:
     """Say how many groups were attenuated or amplified, and how much their advantages counted.
 
     Args:
-        participle: `attenuated` or `amplified`, what was done to the groups.
-        reweighted_groups: the groups to which it was done.
+        verb: `attenuated` or `amplified`.
+        reweighted_groups: the groups to which the verb applies.
         all_groups: all groups that were learned from and have a weight.
     """
     share = _percent(len(reweighted_groups) / len(all_groups))
@@ -201,7 +208,7 @@ def _weight_sentence(
         [group.advantage_after for group in all_groups],
     )
     return (
-        f"{len(reweighted_groups):,} of these groups ({share}) were {participle}. They held "
+        f"{len(reweighted_groups):,} of these groups ({share}) were {verb}. They held "
         f"{_percent(before)} of all |advantage| before the weights and {_percent(after)} after."
     )
 
@@ -212,11 +219,11 @@ def _share_of_sum(some_values: Sequence[float], all_values: Sequence[float]) -> 
     return sum(some_values) / total if total else 0.0
 
 
-def _lengths_sentence(groups: Sequence[GroupFacts]) -> str | None:
+def _lengths_sentence(groups: Sequence[GroupSummary]) -> str | None:
     """Say whether answers became longer or shorter from the first to the last fifth of the steps.
 
-    Right and wrong answers are told apart where the run has a grader. None where fewer than two
-    steps are recorded, or where no kind of answer is in at least two groups of each fifth.
+    Right and wrong answers are told apart where the run has a grader. Returns None where fewer than
+    two steps are recorded, or where no kind of answer is in at least two groups of each fifth.
     """
     steps = sorted({group.step for group in groups})
     if len(steps) < 2:
@@ -228,7 +235,7 @@ def _lengths_sentence(groups: Sequence[GroupFacts]) -> str | None:
     last_groups = [group for group in groups if group.step >= begin_of_last_fifth]
     changes = []
     # Each kind once, though two verdicts have the same.
-    kinds = dict.fromkeys([*_KIND_BY_VERDICT.values(), "answers"])
+    kinds = dict.fromkeys([*_ANSWER_KIND_BY_VERDICT.values(), "answers"])
     for kind in kinds:
         first_lengths = _lengths_of_kind(first_groups, kind)
         last_lengths = _lengths_of_kind(last_groups, kind)
@@ -240,7 +247,7 @@ def _lengths_sentence(groups: Sequence[GroupFacts]) -> str | None:
     return f"Length: from the first to the last fifth of the steps, {' and '.join(changes)}."
 
 
-def _lengths_of_kind(groups: Sequence[GroupFacts], kind: str) -> list[float]:
+def _lengths_of_kind(groups: Sequence[GroupSummary], kind: str) -> list[float]:
     """Return the mean length of a kind of answer in each group that has such an answer."""
     return [group.length_by_kind[kind] for group in groups if kind in group.length_by_kind]
 

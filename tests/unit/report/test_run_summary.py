@@ -9,9 +9,9 @@ from PIL import Image
 from adora_vl.record.diagrams import DiagramStore, read_original_size
 from adora_vl.record.record_files import list_record_files
 from adora_vl.record.rollouts import Record
-from adora_vl.report.conversation import TurnReader, spelled_call
+from adora_vl.report.conversation import TurnReader, format_call
+from adora_vl.report.run_summary import summarise_run
 from adora_vl.report.run_view import load_run
-from adora_vl.report.story import story_of
 from tests.support.recorded_runs import (
     ADORA_SETTINGS,
     VIEW_LIMITS,
@@ -20,7 +20,7 @@ from tests.support.recorded_runs import (
 )
 
 
-def story_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
+def summary_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
     """Return the story of a run, whose record is written into `folder`.
 
     `steps`: for each step its groups of two rollouts, as `rollout_pair` returns them.
@@ -36,7 +36,7 @@ def story_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
                     columns.setdefault(name, []).append(value)
         record.add(columns, 2)
         record.flush(step)
-    return story_of(list_record_files(record.folder))
+    return summarise_run(list_record_files(record.folder))
 
 
 def rollout_row(group: dict[str, Any], position: int, step: int) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def test_signal_and_weights_are_those_of_the_groups_whose_rewards_differ(tmp_pat
     full_weight = rollout_pair(rewards=(1.0, 0.0))
     tenth_weight = rollout_pair(rewards=(1.0, 0.0), weight=0.1)
     step = [no_signal, full_weight, full_weight, tenth_weight]
-    signal, weights = story_from(tmp_path, [step])
+    signal, weights = summary_from(tmp_path, [step])
     assert signal.startswith("Signal: 3 of 4 recorded groups (75 %) ")
     # 1 of 3 in |advantage|; then 0.1 of 2.1
     assert weights == (
@@ -91,7 +91,7 @@ def test_a_group_that_the_loss_did_not_get_has_no_part_in_the_weights(tmp_path: 
     learned = rollout_pair(rewards=(1.0, 0.0))
     attenuated = rollout_pair(rewards=(1.0, 0.0), weight=0.5)
     not_needed = {**attenuated, "advantage": (0.0, 0.0)}
-    signal, weights = story_from(tmp_path, [[learned, attenuated, not_needed, not_needed]])
+    signal, weights = summary_from(tmp_path, [[learned, attenuated, not_needed, not_needed]])
     assert signal == (
         "Signal: 4 of 4 recorded groups (100 %) have rewards that differ, and only these are "
         "learned from, but for 2 that were left out."
@@ -107,7 +107,7 @@ def test_a_method_that_learns_from_equal_rewards_is_believed(tmp_path: Path) -> 
     equal = rollout_pair(rewards=(1.0, 1.0))
     penalized = {**equal, "advantage": (0.7, -0.7)}
     rounding_error = {**equal, "advantage": (5e-4, 5e-4)}
-    signal, _ = story_from(tmp_path, [[penalized, rounding_error, equal]])
+    signal, _ = summary_from(tmp_path, [[penalized, rounding_error, equal]])
     assert signal == (
         "Signal: 0 of 3 recorded groups (0 %) have rewards that differ. The run's method learned "
         "from 1 of the others too."
@@ -116,15 +116,15 @@ def test_a_method_that_learns_from_equal_rewards_is_believed(tmp_path: Path) -> 
 
 def test_a_run_without_signal_or_weights_says_so(tmp_path: Path) -> None:
     no_signal = rollout_pair(rewards=(1.0, 1.0))
-    [signal] = story_from(tmp_path / "none", [[no_signal]])
+    [signal] = summary_from(tmp_path / "none", [[no_signal]])
     assert signal.startswith("Signal: none of 1 recorded group has rewards that differ")
     full_weight = rollout_pair(rewards=(1.0, 0.0))
-    [_, weights] = story_from(tmp_path / "plain", [[full_weight]])
+    [_, weights] = summary_from(tmp_path / "plain", [[full_weight]])
     assert weights == "Weights: all are 1. ADORA's criteria would mark 0 of these groups (0 %)."
-    assert story_of([]) == []
+    assert summarise_run([]) == []
     amplified = rollout_pair(rewards=(1.0, 0.0), weight=2.0)
     attenuated = rollout_pair(rewards=(1.0, 0.0), weight=0.5)
-    [_, weights] = story_from(tmp_path / "both", [[amplified, attenuated]])
+    [_, weights] = summary_from(tmp_path / "both", [[amplified, attenuated]])
     assert "1 of these groups (50 %) were attenuated" in weights
     assert "1 of these groups (50 %) were amplified" in weights
 
@@ -138,7 +138,7 @@ def test_a_length_changes_only_where_the_groups_agree(tmp_path: Path) -> None:
         rollout_pair(rewards=(1.0, 0.0), lengths=(40, 20)),
         rollout_pair(rewards=(1.0, 0.0), lengths=(42, 95)),
     ]
-    *_, lengths = story_from(tmp_path, [early, late])
+    *_, lengths = summary_from(tmp_path, [early, late])
     assert lengths == (
         "Length: from the first to the last fifth of the steps, right answers became longer "
         "(11 → 41 tokens) and wrong ones kept their length (50 → 58 tokens, within noise)."
@@ -148,7 +148,7 @@ def test_a_length_changes_only_where_the_groups_agree(tmp_path: Path) -> None:
 def test_lengths_that_are_equal_in_all_groups_have_no_interval(tmp_path: Path) -> None:
     early = [rollout_pair(rewards=(1.0, 0.0), lengths=(10, 64))] * 2
     late = [rollout_pair(rewards=(1.0, 0.0), lengths=(12, 64))] * 2
-    *_, lengths = story_from(tmp_path, [early, late])
+    *_, lengths = summary_from(tmp_path, [early, late])
     assert lengths == (
         "Length: from the first to the last fifth of the steps, right answers changed "
         "(10 → 12 tokens, without an interval, as the groups of a fifth are all alike) and wrong "
@@ -169,7 +169,7 @@ def test_lengths_that_are_equal_in_all_groups_have_no_interval(tmp_path: Path) -
 def test_a_call_is_spelled_as_a_person_would(
     name: str, arguments: dict[str, Any], expected: str
 ) -> None:
-    assert spelled_call(name, arguments) == expected
+    assert format_call(name, arguments) == expected
 
 
 def test_where_a_call_looks_is_in_shares_of_the_picture_as_it_was(tmp_path: Path) -> None:
@@ -247,4 +247,4 @@ def test_a_page_has_no_placeholder_and_no_raw_call(tmp_path: Path) -> None:
     assert {problem["problem"] for problem in view.problems.values()} == {"Find x."}
     assert "tool_call" not in str(view.groups)
     assert "<image>" not in str(view.groups)
-    assert len(view.story) == 2, "one step has no change in length"
+    assert len(view.summary) == 2, "one step has no change in length"

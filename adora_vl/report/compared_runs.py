@@ -1,4 +1,4 @@
-"""Training runs as a comparison needs them: settings, curves, scores, and the two sides of them."""
+"""Training runs as a comparison needs them: settings, curves, scores, and the two sets of them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -36,25 +36,27 @@ _NOT_COMPARED = {
 }
 
 
-# What a training spends, in which equal budgets are counted
-Axis = Literal["rollouts", "seconds"]
+# What a training uses up, so that runs can be compared after equal amounts of it
+BudgetUnit = Literal["rollouts", "seconds"]
 
 
-class Point(NamedTuple):
-    """The value of a metric, and what the run had spent by then."""
+class CurvePoint(NamedTuple):
+    """The value of a metric at some time of a training."""
 
     rollouts: float
+    """The number of rollouts that the run had sampled by then."""
     seconds: float
+    """The seconds of training steps that it had taken by then."""
     value: float
 
-    def spent(self, axis: Axis) -> float:
-        """Return how many rollouts, or seconds, the run had spent."""
-        return self.rollouts if axis == "rollouts" else self.seconds
+    def used(self, unit: BudgetUnit) -> float:
+        """Return how many rollouts, or seconds, the run had used up by then."""
+        return self.rollouts if unit == "rollouts" else self.seconds
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run: its settings, its curves, and its scores on held-out problems by benchmark."""
+    """A training run: its settings, its curves, and its scores on held-out problems."""
 
     name: str
     """The folder of the run, as it was given."""
@@ -63,8 +65,8 @@ class ComparedRun:
     """What is compared of the run, by dotted key (see `_compared_settings`)."""
     recipe: str
     """The method in words, such as GRPO."""
-    curves: dict[str, list[Point]] = field(repr=False)
-    """The pass rate in training, and the evaluations on the way, by name."""
+    curves: dict[str, list[CurvePoint]] = field(repr=False)
+    """The pass rate in training (`PASS_RATE`), and the evaluations during the training, by name."""
     scores: dict[str, ScoreFile] = field(repr=False)
     """The newest score on each data set, by the name that the score gives it."""
     notes: tuple[str, ...] = ()
@@ -72,11 +74,11 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side of a comparison: runs of one config with different seeds."""
+class RunSet:
+    """Runs of one config with different seeds, which are compared with another such set."""
 
     letter: str
-    """A or B."""
+    """The name of the set in the comparison, A or B."""
     runs: tuple[ComparedRun, ...]
 
     @property
@@ -97,14 +99,14 @@ class Side:
         return {run.seed: value for run, value in zip(self.runs, values, strict=True)}
 
     def setting(self, key: str) -> str:
-        """Return the value of a setting as JSON; `1 or 2` where the runs of the side differ in it."""
+        """Return the value of a setting as JSON; `1 or 2` where the runs of the set differ in it."""
         value_texts = [
             json.dumps(run.settings.get(key), sort_keys=True, default=str) for run in self.runs
         ]
         return " or ".join(dict.fromkeys(value_texts))  # without repetitions, in order
 
 
-def read_compared(folder: Path) -> ComparedRun:
+def read_compared_run(folder: Path) -> ComparedRun:
     """Read the settings, curves and scores of a run from its folder, for a comparison.
 
     Raises:
@@ -126,13 +128,13 @@ def read_compared(folder: Path) -> ComparedRun:
             f"RUN: {str(folder)!r} has no {missing}; name the output_dir of a training run"
         )
     config = dict(manifest["config"])
-    newest = _newest_scores(folder)
+    newest = _read_newest_scores(folder)
     return ComparedRun(
         name=str(folder),
         seed=int(config.get("seed") or 0),
         settings=_compared_settings(manifest),
         recipe=describe_run(manifest)["recipe"],
-        curves=_curves(lines, rollouts_per_step(config)),
+        curves=_build_curves(lines, rollouts_per_step(config)),
         scores=newest.score_by_benchmark,
         notes=(*_run_notes(folder, manifest), *newest.notes),
     )
@@ -141,8 +143,8 @@ def read_compared(folder: Path) -> ComparedRun:
 def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return what may differ between two runs, by key: config, data, model, code and versions.
 
-    Nested keys of the config are dotted, such as `adora_rollouts.budget`. Data and model are told by
-    their fingerprints, since their paths may differ for the same content.
+    Nested keys of the config are dotted, such as `adora_rollouts.budget`. Data and model are named
+    by their fingerprints, since their paths may differ for the same content.
     """
     from adora_vl.record.manifest import recorded_methods
 
@@ -201,10 +203,12 @@ def rollouts_per_step(config: Mapping[str, Any]) -> float:
     return value_of("generation_batch_size") * value_of("gradient_accumulation_steps") / uses
 
 
-def _curves(lines: Sequence[dict[str, Any]], step_rollouts: float) -> dict[str, list[Point]]:
-    """Return the pass rate in training and the accuracies of evaluations, each as points over the run.
+def _build_curves(
+    lines: Sequence[dict[str, Any]], step_rollouts: float
+) -> dict[str, list[CurvePoint]]:
+    """Return the curves of the pass rate in training and of the accuracies of evaluations.
 
-    The seconds are those of training steps alone. An evaluation adds nothing to them.
+    The seconds of a point are those of training steps alone. An evaluation adds nothing to them.
 
     Args:
         lines: the lines of the run's `metrics.jsonl`.
@@ -213,22 +217,22 @@ def _curves(lines: Sequence[dict[str, Any]], step_rollouts: float) -> dict[str, 
     Returns:
         the points by the name of the metric: `PASS_RATE`, or the name of an evaluation.
     """
-    curves: dict[str, list[Point]] = {PASS_RATE: []}
-    seconds_of_lines = _seconds_of_training(lines)
-    for line, seconds in zip(lines, seconds_of_lines, strict=True):
+    curves: dict[str, list[CurvePoint]] = {PASS_RATE: []}
+
+    for line, seconds in zip(lines, _training_seconds(lines), strict=True):
         rollouts = line["step"] * step_rollouts
         if line["kind"] != "eval" and line.get(PASS_RATE) is not None:
-            point = Point(rollouts=rollouts, seconds=seconds, value=line[PASS_RATE])
+            point = CurvePoint(rollouts=rollouts, seconds=seconds, value=line[PASS_RATE])
             curves[PASS_RATE].append(point)
         for key, value in line.items():
             if key.startswith("eval_") and key.endswith("_accuracy") and value is not None:
                 name = key.removeprefix("eval_").removesuffix("_accuracy")
-                point = Point(rollouts=rollouts, seconds=seconds, value=value)
+                point = CurvePoint(rollouts=rollouts, seconds=seconds, value=value)
                 curves.setdefault(name, []).append(point)
     return curves
 
 
-def _seconds_of_training(lines: Sequence[dict[str, Any]]) -> list[float]:
+def _training_seconds(lines: Sequence[dict[str, Any]]) -> list[float]:
     """Return for each line of the log how many seconds the training steps up to it took.
 
     A line of training has the mean seconds of the steps since the training line before it. The line
@@ -266,23 +270,26 @@ class _NewestScores(NamedTuple):
     """Which score files of the run's folder were not taken, and why."""
 
 
-def _newest_scores(folder: Path) -> _NewestScores:
+def _read_newest_scores(folder: Path) -> _NewestScores:
     """Read the score files in a run's folder and in its subfolders, the newest of each data set.
 
     The score of the model before the training says nothing of the run, and is left out.
     """
-    # Imported here for the same reason as in `read_compared`.
+    # Imported here for the same reason as in `read_compared_run`.
     from adora_vl.record.result import SCORE_FILE_BEFORE
 
     score_by_benchmark: dict[str, ScoreFile] = {}
-    notes = []
-    score_paths = [*folder.glob(SCORE_FILE), *folder.glob(f"*/{SCORE_FILE}")]
-    score_paths = [path for path in score_paths if path != folder / SCORE_FILE_BEFORE]
-    outside = [path for path in score_paths if leads_out(folder, path)]
-    notes += [f"{path} is a link out of the run's folder, and is not read" for path in outside]
-    inside = [path for path in score_paths if path not in outside]
+    notes: list[str] = []
+    paths_in_folder: list[Path] = []
+    for path in (*folder.glob(SCORE_FILE), *folder.glob(f"*/{SCORE_FILE}")):
+        if path == folder / SCORE_FILE_BEFORE:
+            continue
+        if leads_out(folder, path):
+            notes.append(f"{path} is a link out of the run's folder, and is not read")
+        else:
+            paths_in_folder.append(path)
     # The oldest comes first, so that the newest one stays.
-    for path in sorted(inside, key=lambda path: path.stat().st_mtime):
+    for path in sorted(paths_in_folder, key=lambda path: path.stat().st_mtime):
         score = read_run(str(path))
         # `geometry3k` and `problems` are one benchmark, which scores any data set.
         benchmark = scored_dataset_name(score.score)
@@ -295,16 +302,18 @@ def _newest_scores(folder: Path) -> _NewestScores:
     return _NewestScores(score_by_benchmark, notes)
 
 
-def make_sides(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> tuple[Side, Side]:
-    """Return the sides A and B of a comparison, each with runs of one config and different seeds.
+def make_run_sets(
+    first: Sequence[ComparedRun], second: Sequence[ComparedRun]
+) -> tuple[RunSet, RunSet]:
+    """Return the sets A and B of a comparison, each with runs of one config and different seeds.
 
     Args:
-        first: the runs of side A, or all runs.
-        second: the runs of side B. If there are none, the runs in `first` are divided: two runs
-            are a side each, and more runs are divided by their config.
+        first: the runs of set A, or all runs.
+        second: the runs of set B. If there are none, the runs in `first` are divided: two runs
+            are a set each, and more runs are divided by their config.
 
     Raises:
-        UserError: the runs have not exactly two configs, or a side has two runs of one seed.
+        UserError: the runs have not exactly two configs, or a set has two runs of one seed.
     """
     if not second:
         first, second = _split_by_config(first)
@@ -315,15 +324,15 @@ def make_sides(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> t
             raise UserError(
                 f"RUN: one side has the same seed twice ({names}); leave one of the runs out"
             )
-    return Side(letter="A", runs=tuple(first)), Side(letter="B", runs=tuple(second))
+    return RunSet(letter="A", runs=tuple(first)), RunSet(letter="B", runs=tuple(second))
 
 
 def _split_by_config(
     runs: Sequence[ComparedRun],
 ) -> tuple[Sequence[ComparedRun], Sequence[ComparedRun]]:
-    """Divide runs into two sides by their configs; the side of the first run comes first.
+    """Divide runs into two sets by their configs; the set of the first run comes first.
 
-    Two runs are a side each, whatever their configs. Runs with one config may differ in device,
+    Two runs are a set each, whatever their configs. Runs with one config may differ in device,
     versions and commit, so these do not count as config here.
 
     Raises:
