@@ -192,7 +192,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             state=lambda: self.state,
             policy_logps=self._policy_logps,
             save_now=self.save_here,
-            log_part=self._means.add,
+            log_weighted=self._means.add,
         )
         models = prepare_models(self.model, self.ref_model, self.run, self._dist.gather_params)
         return StepParts(self, self.run, context, clocks=clocks, models=models)
@@ -454,7 +454,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         # must not have an entry without a value.
         step_times_before = len(metrics.get("step_time", ()))
         trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
-        loss = self._run_unless_empty(trl_step, inputs)
+        loss = self._train_unless_empty(trl_step, inputs)
         # TRL logs the time of a step after every `gradient_accumulation_steps` micro-batches. The
         # last step of an epoch may have fewer, so TRL's entries then come in the middle of steps.
         # So TRL's entry is removed, and ours is added where the weights change.
@@ -467,7 +467,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self._seconds_of_step = 0.0
         return loss
 
-    def _run_unless_empty(self, trl_step: Callable[[], Tensor], inputs: object) -> Tensor:
+    def _train_unless_empty(self, trl_step: Callable[[], Tensor], inputs: object) -> Tensor:
         """Run TRL's training step on the next micro-batch, and return its loss; 0 for an empty one.
 
         A micro-batch is empty if all of its groups were left out for having no signal. Where TRL
@@ -527,7 +527,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         add_to_loss = partial(parts.generation_logps.add_to_loss, inputs, micro_batch, micro_step)
         with (
             parts.policy_pass.watch(micro_batch, add_to_loss) as watched,
-            self._draws_of_micro_batch(),
+            self._random_numbers_of_micro_batch(),
         ):
             loss: Tensor = super()._compute_loss(model, micro_batch)
         entropies_BC = cast("Tensor", watched.entropies_BC)  # TRL's loss asks for them
@@ -556,7 +556,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         total, token_count = self.accelerator.reduce(sums_2, reduction="sum").tolist()
         self._metrics["train"]["policy_loss"][-1] = total / max(token_count, 1.0)
 
-    def _draws_of_micro_batch(self) -> AbstractContextManager[None]:
+    def _random_numbers_of_micro_batch(self) -> AbstractContextManager[None]:
         """Return a context in which random numbers are seeded by the micro-batch and the rank.
 
         For example, the seed of micro-batch 0 of step 12 on rank 1 is made of `micro-batch/42/12/0/1`,

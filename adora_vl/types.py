@@ -276,7 +276,7 @@ SaveNow = Callable[[], Path]
 LogMetric = Callable[[str, float], None]
 
 
-class LogPart(Protocol):
+class LogWeightedMetric(Protocol):
     """Gets a metric of some of a step's rollouts for the next log, the same on every rank."""
 
     def __call__(self, name: str, value: float, weight: float) -> None:
@@ -309,7 +309,7 @@ class StepContext:
     state: Callable[[], TrainerState]
     policy_logps: PolicyLogps
     save_now: SaveNow
-    log_part: LogPart
+    log_weighted: LogWeightedMetric
 
     @property
     def layout(self) -> BatchLayout:

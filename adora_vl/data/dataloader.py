@@ -17,7 +17,7 @@ from adora_vl.data.loading import UnreadableImage
 from adora_vl.data.shared_images import KeptImage, as_kept_image
 
 
-def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+def with_upright_rgb_images(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return copies of rows whose pictures are as a person sees them: upright, RGB, on white.
 
     Every row of a run passes here, whoever has read it. A picture becomes a `KeptImage`, or an
@@ -147,7 +147,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
 
     def _read(self, index: int) -> dict[str, Any]:
         """Read one row from the data set."""
-        [row] = shown_rows([self._rows[index]])
+        [row] = with_upright_rgb_images([self._rows[index]])
         return {**row, ROW_NUMBER_COLUMN: index} if self._numbered else row
 
 

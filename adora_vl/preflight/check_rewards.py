@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import TrainerState
 
 from adora_vl.advantage.adora import Adora
-from adora_vl.data.dataloader import shown_rows
+from adora_vl.data.dataloader import with_upright_rgb_images
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.data.rows import images_of
 from adora_vl.preflight import python_inputs
@@ -178,7 +178,7 @@ def _first_rows(
     if not has_code_to_try:
         return []
     try:
-        return shown_rows(list(islice(iter(data.train_dataset), 2)))
+        return with_upright_rgb_images(list(islice(iter(data.train_dataset), 2)))
     except Exception as error:  # the decoders of images raise exceptions of any class
         reason = in_one_line(error)
         raise UserError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adora_vl.types import Batch, StepContext, loss_mask
-from adora_vl.utils.stop_message import stopped_before
+from adora_vl.utils.stop_message import stop_message_with_checkpoint
 
 DRIFT_CAUSES = (
     "min_pixels/max_pixels differ between the trainer and the model folder that vLLM reads",
@@ -89,7 +89,7 @@ def drift_message(drift: Drift, bound: float, step: int, checkpoint: Path | str)
         checkpoint: the last checkpoint, from which the run can go on.
     """
     causes = "\n".join(f"  - {cause}" for cause in DRIFT_CAUSES)
-    line = stopped_before(
+    line = stop_message_with_checkpoint(
         step,
         f"the engine's log-probabilities are {drift.mean:.3g} nats per token from the trainer's on "
         f"average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. Importance ratios "

@@ -188,4 +188,4 @@ class GenerationLogps:
         if self.old_logps.corrects_engine:
             # The metrics of the ratio are averaged over the micro-batches of the step.
             for metric in self.importance_ratio.add_to_batch(micro_batch, logps_BC):
-                self.context.log_part(metric.name, metric.value, weight=metric.weight)
+                self.context.log_weighted(metric.name, metric.value, weight=metric.weight)

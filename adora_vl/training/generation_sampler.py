@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from accelerate.utils import gather_object
 
-from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, shown_rows
+from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, with_upright_rgb_images
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, new_groups_of_rows
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler
@@ -143,7 +143,7 @@ class GenerationSampler:
             RunError: an image cannot be read on some rank.
             SharedUserError: a prompt or an environment cannot be used on some rank.
         """
-        rows = shown_rows(rows)  # with their images decoded
+        rows = with_upright_rgb_images(rows)
         self.guard.refuse_unusable(rows, generation.key.step)
         groups = new_groups_of_rows(
             rows,

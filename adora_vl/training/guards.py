@@ -32,7 +32,7 @@ from adora_vl.utils.errors import (
     lost_contact_message,
 )
 from adora_vl.utils.files import disk_is_full
-from adora_vl.utils.stop_message import stopped_before, stopped_in
+from adora_vl.utils.stop_message import stop_message, stop_message_with_checkpoint
 
 # The largest distance of a policy from its reference before any update, in nats per token. Both are
 # the same weights in the same pass, so it is 0 in float32. A larger one means another model.
@@ -83,7 +83,7 @@ class GenerationGuard:
         other_rows = len({row_id for row_id, _ in ids_and_reasons}) - 1
         others_text = f" (and {other_rows} more rows)" if other_rows else ""
         raise RunError(
-            stopped_before(
+            stop_message_with_checkpoint(
                 step,
                 f"row {first_id}: an image cannot be read: {reason}{others_text}",
                 remedy="Repair or remove the row",
@@ -113,7 +113,7 @@ class GenerationGuard:
         faults_of_ranks = gather_object(faults)
         if faults_of_ranks:
             raise SharedUserError(
-                stopped_before(step, faults_of_ranks[0], checkpoint=self.save_now())
+                stop_message_with_checkpoint(step, faults_of_ranks[0], checkpoint=self.save_now())
             )
 
     @contextmanager
@@ -132,7 +132,9 @@ class GenerationGuard:
             fault = str(error)
         faults = [text for text in gather_object([fault]) if text]
         if faults:
-            raise SharedUserError(stopped_before(step, faults[0], checkpoint=self.save_now()))
+            raise SharedUserError(
+                stop_message_with_checkpoint(step, faults[0], checkpoint=self.save_now())
+            )
 
     @contextmanager
     def guarding_servers(self) -> Iterator[None]:
@@ -144,7 +146,9 @@ class GenerationGuard:
             yield
         except NoServerError as error:
             step = self.state().global_step
-            raise RunError(stopped_before(step, str(error), checkpoint=self.save_now())) from None
+            raise RunError(
+                stop_message_with_checkpoint(step, str(error), checkpoint=self.save_now())
+            ) from None
 
 
 class RewardGuard:
@@ -213,11 +217,11 @@ class RewardGuard:
         for failure in failures:
             if failure.is_users_mistake:
                 raise SharedUserError(
-                    stopped_before(step, failure.reason, checkpoint=self.save_now())
+                    stop_message_with_checkpoint(step, failure.reason, checkpoint=self.save_now())
                 )
         first_failure = failures[0]
         raise RunError(
-            stopped_before(
+            stop_message_with_checkpoint(
                 step,
                 f"reward {first_failure.function}: {first_failure.rows_in_words}: {first_failure.reason}",
                 remedy="Repair the function",
@@ -264,7 +268,7 @@ class RewardGuard:
         if has_any_reward:
             return
         raise RunError(
-            stopped_before(
+            stop_message_with_checkpoint(
                 step,
                 f"not one of {len(missing_reasons)} rollouts has a reward ({missing_reasons[0]})",
                 remedy="Repair the reward",
@@ -286,7 +290,7 @@ class DriftGuard:
 
     def __init__(self, context: StepContext) -> None:
         self.accelerator = context.accelerator
-        self.log_part = context.log_part
+        self.log_weighted = context.log_weighted
         self.save_now = context.save_now
         # The bound on the mean drift in nats per token. None: the drift is only logged.
         self.max_drift = context.config.adora_max_drift
@@ -327,7 +331,7 @@ class DriftGuard:
         # No token can be compared, for example where all rollouts saw other images.
         if not drift.tokens:
             return
-        self.log_part("adora/drift", drift.mean, weight=drift.tokens)
+        self.log_weighted("adora/drift", drift.mean, weight=drift.tokens)
         # Not `>`: a drift that is NaN is too large.
         if self.max_drift is not None and not drift.mean <= self.max_drift:
             raise RolloutError(
@@ -469,7 +473,7 @@ def errors_with_step(step: Callable[[], int], resume_hint: Callable[[], str]) ->
     def translate(error: Exception) -> Exception | None:
         """Return the error to raise instead; None where the error itself is to be raised."""
         if isinstance(error, EngineError):
-            run_error = RunError(stopped_in(step(), str(error), resume_hint()))
+            run_error = RunError(stop_message(step(), str(error), resume_hint()))
             run_error.__cause__ = error.__cause__ or error
             return run_error
         # These name step and remedy already.
@@ -479,7 +483,7 @@ def errors_with_step(step: Callable[[], int], resume_hint: Callable[[], str]) ->
             return _full_disk_error(error, step(), resume_hint())
         # `lost_contact_message` is empty, unless a rank has lost contact with another one.
         reason = lost_contact_message(error) or in_one_line(error)
-        run_error = RunError(stopped_in(step(), reason, resume_hint()))
+        run_error = RunError(stop_message(step(), reason, resume_hint()))
         run_error.__cause__ = error
         return run_error
 
@@ -497,4 +501,4 @@ def _full_disk_error(error: Exception, step: int, resume_hint: str) -> DiskFullE
     file = getattr(error, "filename", None)
     of_file = f" of {str(file)!r}" if file else ""
     reason = f"no space left on the disk{of_file}"
-    return DiskFullError(stopped_in(step, reason, f"make room there, and {resume_hint}"))
+    return DiskFullError(stop_message(step, reason, f"make room there, and {resume_hint}"))

@@ -3,7 +3,9 @@
 from pathlib import Path
 
 
-def stopped_before(step: int, reason: str, *, checkpoint: Path | str, remedy: str = "") -> str:
+def stop_message_with_checkpoint(
+    step: int, reason: str, *, checkpoint: Path | str, remedy: str = ""
+) -> str:
     """Return the message of a run that stops before a step has changed anything.
 
     It says in which step, why, and how to go on. The caller saves the checkpoint, on all ranks
@@ -21,7 +23,7 @@ def stopped_before(step: int, reason: str, *, checkpoint: Path | str, remedy: st
     return f"{line}, and go on with --resume_from_checkpoint {checkpoint}"
 
 
-def stopped_in(step: int, reason: str, resume_point: str) -> str:
+def stop_message(step: int, reason: str, resume_point: str) -> str:
     """Return the message of a run that stops within a step, which may have changed something.
 
     Args:

@@ -52,7 +52,7 @@ def step_context(
     metrics = {} if log is None else log
     log_metric = metrics.__setitem__ if isinstance(metrics, dict) else metrics
 
-    def log_part(name: str, value: float, weight: float) -> None:
+    def log_weighted(name: str, value: float, weight: float) -> None:
         """Log the figure of a micro-batch as it is, without a mean by weights."""
         log_metric(name, value)
 
@@ -64,5 +64,5 @@ def step_context(
         state=lambda: trainer_state,
         policy_logps=policy_logps,
         save_now=save_now,
-        log_part=log_part,
+        log_weighted=log_weighted,
     )

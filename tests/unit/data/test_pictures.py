@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageDraw, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from adora_vl.data.dataloader import DistinctRows, shown_rows
+from adora_vl.data.dataloader import DistinctRows, with_upright_rgb_images
 from adora_vl.data.images import (
     UnreadableImageError,
     clean_image,
@@ -177,7 +177,7 @@ def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
     row_of_both_columns: dict[str, Any] = {"images": [transparent], "image": transparent}
     row_of_none: dict[str, Any] = {"image": None}
 
-    first, second, third = shown_rows([row_of_two, row_of_both_columns, row_of_none])
+    first, second, third = with_upright_rgb_images([row_of_two, row_of_both_columns, row_of_none])
 
     shown_image, shown_turned = first["images"]
     assert shown_image.size == (40, 30)
@@ -186,7 +186,7 @@ def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
         assert isinstance(image, KeptImage)
     assert shown_image.getpixel((0, 0)) == (255, 255, 255)
     assert shown_image is second["images"][0], "one object stays one"
-    (first_again,) = shown_rows([first])
+    (first_again,) = with_upright_rgb_images([first])
     assert first_again["images"][0] is shown_image
     assert third == {"image": None}
     assert transparent.mode == "RGBA", "what was handed over stays"
@@ -214,7 +214,7 @@ def test_a_row_whose_picture_cannot_be_shown_is_named() -> None:
         {"images": [as_narrow_as_allowed], "id": "d"},
     ]
 
-    reasons = dict(unreadable_rows(shown_rows(rows)))
+    reasons = dict(unreadable_rows(with_upright_rgb_images(rows)))
 
     assert list(reasons) == ["a", "b", "c"]
     assert "one side is over 200 times the other" in reasons["b"]

@@ -298,7 +298,7 @@ def test_sampling_metrics_are_weighted_by_the_tokens_of_the_rows_with_signal():
         weights_by_figure[name].append(weight)
 
     generation_logps = trainer.parts.generation_logps
-    context = replace(generation_logps.context, log_part=keep_weight)
+    context = replace(generation_logps.context, log_weighted=keep_weight)
     micro_batches = trainer.parts.micro_batcher.split(make_generation(), FIRST_GENERATION)
     replace(generation_logps, context=context).add_to_later_updates(micro_batches)
     compared_rows = trainer.parts.recorder.measured_rows

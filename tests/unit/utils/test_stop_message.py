@@ -2,18 +2,20 @@
 
 from pathlib import Path
 
-from adora_vl.utils.stop_message import stopped_before, stopped_in
+from adora_vl.utils.stop_message import stop_message, stop_message_with_checkpoint
 
 
 def test_a_run_that_stops_before_a_step_names_the_step_the_remedy_and_the_checkpoint():
-    line = stopped_before(
+    line = stop_message_with_checkpoint(
         2, "row 7 is broken", remedy="Mend it", checkpoint=Path("run/checkpoint-2")
     )
     assert line == (
         "step 3: row 7 is broken. Nothing of this step was applied. Mend it, and go on with "
         "--resume_from_checkpoint run/checkpoint-2"
     )
-    with_remedy = stopped_before(0, "the key has ended; renew it", checkpoint="run/checkpoint-0")
+    with_remedy = stop_message_with_checkpoint(
+        0, "the key has ended; renew it", checkpoint="run/checkpoint-0"
+    )
     assert with_remedy == (
         "step 1: the key has ended; renew it, and go on with --resume_from_checkpoint "
         "run/checkpoint-0"
@@ -21,5 +23,5 @@ def test_a_run_that_stops_before_a_step_names_the_step_the_remedy_and_the_checkp
 
 
 def test_a_run_that_a_step_ends_says_where_the_same_command_begins():
-    line = stopped_in(4, "KeyError: 'x'", "the same command goes on from checkpoint-4")
+    line = stop_message(4, "KeyError: 'x'", "the same command goes on from checkpoint-4")
     assert line == "step 5: KeyError: 'x'; the same command goes on from checkpoint-4"
