@@ -76,7 +76,12 @@ class StepParts:
     """The objects that a training step consists of, about in the order in which it uses them.
 
     Each is a cached property: it is made once, from attributes of TRL's trainer and from other
-    objects of this class.
+    objects of this class. The stages of a step are: 1 draw groups, 2 schedule them, 3 sample their
+    rollouts, 4 select complete groups, 5 build a batch, 6 score it, 7 refill it, 8 weigh its groups,
+    9 split it into micro-batches, 10 compute old log-probabilities.
+
+    `context` is accelerator, config, log and state, which every object gets. `_run` is the run as it
+    was checked before anything was loaded; it has a toolbox if the policy may call tools.
     """
 
     def __init__(
@@ -137,7 +142,7 @@ class StepParts:
 
     @cached_property
     def pool(self) -> Pool:
-        """The groups that have begun, and the rules by which they fill a generation."""
+        """Remembers groups that have begun, and decides which of them fill the next generation."""
         return Pool(self.context, self._trainer.train_dataset, has_tools=self._has_tools)
 
     @cached_property
@@ -184,7 +189,7 @@ class StepParts:
 
     @cached_property
     def batch_builder(self) -> BatchBuilder:
-        """Stage 5: makes complete groups into a batch."""
+        """Stage 5: makes complete groups of rollouts into a batch, before they are scored."""
         return BatchBuilder(
             context=self.context,
             images=self.images,
@@ -200,7 +205,11 @@ class StepParts:
 
     @cached_property
     def generation_logps(self) -> GenerationLogps:
-        """Computes old and reference log-probabilities, and compares the engine's with them."""
+        """Computes old and reference log-probabilities, and compares the engine's with the policy's.
+
+        The loss needs the log-probabilities of the old policy, which has sampled the rollouts, and
+        with a KL term those of the reference model.
+        """
         trainer = self._trainer
         context = self.context
         rounding = rounding_bound(computing_dtype(context.accelerator, trainer.model))
@@ -223,7 +232,10 @@ class StepParts:
 
     @cached_property
     def reward_functions(self) -> RewardFunctions:
-        """Stage 6: calls the reward functions on this rank's rollouts."""
+        """Stage 6: calls the reward functions on this rank's rollouts.
+
+        The functions are wrapped, so that each has a time limit, and one that fails ends the run.
+        """
         trainer = self._trainer
         return RewardFunctions(
             functions=self._reward_guard.wrap_functions(
@@ -237,7 +249,7 @@ class StepParts:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """Gathers rewards and other facts of all ranks' rollouts."""
+        """Gathers rewards, lengths and other facts of all ranks' rollouts, after `reward_functions`."""
         return Scorer(
             self.context,
             guard=self._reward_guard,
@@ -262,7 +274,7 @@ class StepParts:
 
     @cached_property
     def refill(self) -> Refill:
-        """Stage 7: replaces groups without signal."""
+        """Stage 7: replaces groups without signal, whose rewards are all equal, by further ones."""
         return Refill(
             context=self.context,
             pool=self.pool,
@@ -280,7 +292,7 @@ class StepParts:
 
     @cached_property
     def metrics_logger(self) -> MetricsLogger:
-        """Logs and records what is scored and learned."""
+        """Logs metrics of scored and learned groups, and records their rollouts."""
         trainer = self._trainer
         is_main = self.context.accelerator.is_main_process
         return MetricsLogger(
@@ -300,7 +312,7 @@ class StepParts:
 
     @cached_property
     def micro_batcher(self) -> MicroBatcher:
-        """Stage 9: divides a generation into micro-batches, and weighs the loss of each."""
+        """Stage 9: splits a generation into micro-batches, and weighs the loss of each."""
         trainer = self._trainer
         # With a KL term, an entropy bonus or an auxiliary loss of experts, a row contributes to the
         # loss even if its advantage is 0. Then no group may be left out.
@@ -327,7 +339,7 @@ class StepParts:
 
     @cached_property
     def recomputed_layers(self) -> RecomputedLayers:
-        """Decides how many layers the backward pass computes again."""
+        """Decides in how many layers gradient checkpointing is on, by the free memory of the GPU."""
         device = self.context.accelerator.device
         return RecomputedLayers(
             self.context,
@@ -367,7 +379,11 @@ class StepParts:
 
     @cached_property
     def checkpoint_state(self) -> CheckpointState:
-        """Saves and restores what a checkpoint has beside TRL's own state."""
+        """Saves and restores what a checkpoint has beside TRL's own state.
+
+        That is what the advantage methods and the pool remember, the rest of a generation that is
+        partly learned from, a reference model that TRL moves, and metrics since the last log.
+        """
         trainer = self._trainer
         return CheckpointState(
             pipeline=self.advantage_computer.pipeline,
@@ -513,7 +529,10 @@ class StepParts:
 
     @property
     def _micro_batch_memory(self) -> MicroBatchMemory:
-        """Says how many groups fit into the memory that is planned for a micro-batch."""
+        """Says how many groups fit into the memory that is planned for a micro-batch.
+
+        The memory of a pass is predicted from its lengths, as in the dry run.
+        """
         trainer = self._trainer
         config = self.context.config
         attention = configured_attention(trainer.model.config)

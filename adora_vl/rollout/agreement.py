@@ -208,7 +208,7 @@ class EngineProbe:
     """Compares the engine with the policy on some prompts. All ranks call every method together.
 
     vLLM computes log-probabilities of its own. If they differ from the policy's by more than
-    rounding, its rollouts are not the policy's.
+    rounding, its rollouts are not the policy's. `pair` is the engine and the policy.
     """
 
     pair: EnginePair
@@ -350,8 +350,9 @@ def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
 class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Refuses to train where policy and vLLM, in this process or on servers, disagree.
 
-    It changes nothing in the run, neither a random state nor a metric. Without vLLM there is
-    nothing to check, since the policy samples itself.
+    Their log-probabilities are compared on a few short rollouts. This changes nothing in the run,
+    neither a random state nor a metric. Without vLLM there is nothing to check, since the policy
+    samples itself.
     """
 
     def __init__(self, pair: EnginePair) -> None:

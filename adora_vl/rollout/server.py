@@ -104,7 +104,9 @@ class Server:
     """One vLLM server, which is asked by HTTP.
 
     The methods raise `UnusableServerError`, or what the library `requests` raises. A weight sync lets
-    the server read weights, or a LoRA adapter, from files.
+    the server read weights, or a LoRA adapter, from files. `instance_id` is vLLM's id of the server
+    process. If it differs from `synced_instance_id`, the server was started again since the last
+    sync, and has the weights of its checkpoint.
     """
 
     def __init__(self, client: VLLMClient, answer_timeout_s: float, vocabulary_size: int) -> None:
@@ -301,7 +303,7 @@ class Server:
         self.synced_instance_id = self.instance_id
 
     def reset_caches(self) -> None:
-        """Empty the caches of prefixes and image features."""
+        """Empty the caches of prefixes and image features, which old weights have filled."""
         reply = self._ask_json("POST", "reset_prefix_cache", timeout=TIMEOUTS_IN_USE)
         if not reply.get("success", True):
             raise UnusableServerError(

@@ -38,7 +38,11 @@ class StopParameters(NamedTuple):
 
 @dataclass(frozen=True)
 class StopCriteria:
-    """The tokens and strings that end an answer, for every kind of sampler."""
+    """The tokens and strings that end an answer, for every kind of sampler.
+
+    The tokens are those that end a turn of the model, and `stop_token_ids` of the config; the strings
+    are `stop` of the config.
+    """
 
     tokens: frozenset[int]
     strings: tuple[str, ...] = ()  # vLLM's `stop`

@@ -91,8 +91,10 @@ def _parse_expression(expression: str) -> Tree:
 class _Parser:
     """A recursive-descent parser with one method for each rule of the grammar.
 
-    Each method parses its rule from the next token on and returns its tree, in which angles are in
-    degrees. It raises `ParseError` if the tokens do not fit the rule.
+    Each method parses its rule from the next token on and returns its tree. It raises `ParseError`
+    if the tokens do not fit the rule. A tree is a nested tuple whose first item is the type of the
+    node. For example, `-2^3` gives `("sum", (-1, ("power", ("num", "2"), ("num", "3"))))`: a sum of
+    one term with the sign -1. Angles are in degrees.
     """
 
     def __init__(self, tokens: list[str]) -> None:

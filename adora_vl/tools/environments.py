@@ -27,7 +27,9 @@ class Environments:
     """The environments of a run on one rank: an object of the user's class for each rollout.
 
     The policy may call the public methods of its rollout's environment as tools. As in TRL an
-    environment is built once, and reset for a new rollout in each generation.
+    environment is built once, and reset for a new rollout in each generation. `_instances` are all
+    that were built, of which the first `_in_use` belong to rollouts of the present generation. A
+    message prefix names the row of the problem, such as `environment_factory: row 7`.
     """
 
     factory: Callable[[], Any]

@@ -33,7 +33,7 @@ class GenerationPlan(NamedTuple):
         """Optimizer steps of an epoch."""
         return math.ceil(self.per_epoch / self.per_step)
 
-    def before_step(self, step: int) -> int:
+    def count_before_step(self, step: int) -> int:
         """Return how many generations the optimizer steps before `step` have."""
         whole_epochs, steps_of_epoch = divmod(step, self.steps_per_epoch)
         generations_of_epoch = min(steps_of_epoch * self.per_step, self.per_epoch)
@@ -49,7 +49,13 @@ class GenerationPlan(NamedTuple):
 
 
 class GenerationNumbers:
-    """Numbers the generations of a training in the order in which they are learned from."""
+    """Numbers the generations of a training in the order in which they are learned from.
+
+    A generation is all rollouts that are sampled before the policy learns again. Either a generation
+    is learned from in several optimizer steps, or an optimizer step learns from one or several whole
+    generations (`layout.generation_has_one_step`). In the second case the last step of an epoch may
+    have fewer, and `_plan` counts them.
+    """
 
     def __init__(self, context: StepContext, rows: Sized, *, is_numbered: bool) -> None:
         """Build the object.
@@ -130,7 +136,7 @@ class GenerationNumbers:
         layout = self._layout
         if layout.generation_has_one_step:
             earlier_in_step = micro // layout.micro_batches_per_generation
-            return self._plan.before_step(step) + earlier_in_step
+            return self._plan.count_before_step(step) + earlier_in_step
         micro_batches_before = step * layout.gradient_accumulation_steps + micro
         # A generation that these micro-batches have begun counts whole.
         return math.ceil(micro_batches_before / layout.micro_batches_per_generation)

@@ -21,7 +21,7 @@ from adora_vl.types import Batch, StepContext
 
 @dataclass(frozen=True, kw_only=True)
 class OldPass:
-    """A pass that computes the old log-probabilities of some rows of a micro-batch."""
+    """A pass without gradients over some rows of a micro-batch, for their old log-probabilities."""
 
     micro_batch: Batch
     """The micro-batch, of B rows, from which the policy learns later."""

@@ -62,7 +62,7 @@ class PendingGeneration:
     """The samples of its unfinished rollouts, which may still be on their way."""
 
     def pack(self) -> dict[str, Any]:
-        """Return the generation as a checkpoint has it, with its samples, which it waits for."""
+        """Return the generation as a dict for a checkpoint, after waiting for its samples."""
         segments = [
             Segment(
                 tokens=tuple(result.tokens),
@@ -101,7 +101,12 @@ class PendingGeneration:
 
 @dataclass(frozen=True)
 class PoolState:
-    """Pool state of one rank. Immutable: the pool replaces it."""
+    """What the pool of one rank remembers from one generation to the next.
+
+    It is immutable, and the pool replaces it. In a checkpoint it is a dict, of which some keys have
+    other names than the fields here. The rows of groups are left out there, since the data set has
+    them, and pictures are stored once by the digest of their content.
+    """
 
     drawn_problems: tuple[DrawnProblem, ...] = ()
     """Problems that were drawn and have not begun, the oldest first."""
@@ -117,10 +122,14 @@ class PoolState:
     """For each of the last generations the share of groups with signal, over all ranks."""
 
     def save(self, folder: Path, rank: int) -> None:
-        """Write the state of a rank into a checkpoint.
+        """Write the state into a checkpoint, as the file of this rank.
 
         Rows are left out, since the data set has them by their numbers. A picture that several
         rollouts show is written once.
+
+        Args:
+            folder: the folder of the checkpoint.
+            rank: the number of this process.
         """
         groups = [*self.waiting_groups]
         for generation in self.pending_generations:
@@ -150,12 +159,12 @@ class PoolState:
 
     @classmethod
     def load(cls, checkpoint: Path, rank: int, num_ranks: int) -> PoolState:
-        """Read what `save` wrote; an empty state where it wrote nothing.
+        """Return the state that `save` wrote into a checkpoint; an empty state if it wrote none.
 
         Args:
-            checkpoint: the folder.
-            rank: whose state is read.
-            num_ranks: number of processes now.
+            checkpoint: the folder of the checkpoint.
+            rank: the rank whose state is read.
+            num_ranks: the number of processes now.
 
         Returns:
             The state; the rows of its groups are empty. If another number of processes wrote it,
@@ -201,8 +210,10 @@ class PoolState:
 def _has_begun_rollouts(content: Mapping[str, Any]) -> bool:
     """Return whether a rank's file has rollouts that have begun and were not learned from.
 
-    Rollouts of waiting groups have begun. A rollout of a requested generation has begun if it has a
-    segment.
+    Rollouts of waiting groups have begun. A rollout of a pending generation has begun if it has a
+    segment, that is, some tokens.
+
+    `content`: the dict that `PoolState.save` wrote.
     """
     if content[_WAITING_GROUPS_KEY]:
         return True
@@ -214,7 +225,7 @@ def _has_begun_rollouts(content: Mapping[str, Any]) -> bool:
 
 
 def _pack_group(group: RolloutGroup) -> dict[str, Any]:
-    """Return a group as a checkpoint has it.
+    """Return a group as a dict for a checkpoint; `_unpack_group` undoes it.
 
     Its row is left out, and read from the data set again by its number. Tokens and
     log-probabilities become tensors with 4 bytes per number. A picture is named by its digest.

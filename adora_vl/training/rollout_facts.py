@@ -47,9 +47,10 @@ def weighted_sum(rewards_BF: Tensor, weights_F: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutFacts:
-    """What is known of N graded rollouts of all ranks, on the CPU. There are F reward functions.
+    """Rewards, lengths and further measurements of N graded rollouts of all ranks, on the CPU.
 
-    The rollouts of a group stand next to each other.
+    A tensor whose name ends in `_N` has a value for each rollout, and one that ends in `_NF` has one
+    for each rollout and each of F reward functions. The rollouts of a group are neighbours.
     """
 
     rewards_NF: Tensor
