@@ -366,7 +366,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         `step`: optimizer steps that have been made, for the printed line.
         """
         accelerator = self.pair.accelerator
-        with self.generation_sampler.guard.guarding_servers(), self.pair.sampler.awake():
+        with self.generation_sampler.guard.ending_run_without_servers(), self.pair.sampler.awake():
             answers_by_task = [self._answer(task) for task in self.plan.tasks]
         has_answer_tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt_template)
         for task, answers in zip(self.plan.tasks, answers_by_task, strict=True):

@@ -409,7 +409,7 @@ class StepParts:
             tokenizer=trainer._tokenizer,
             sampler=self.sampler,
             engine=trainer.vllm_generation if trainer.use_vllm else None,
-            collate=self.batch_builder.collated,
+            collate=self.batch_builder.collate,
         )
 
     # ------------------------------------------------------------------------------- the callbacks

@@ -59,11 +59,16 @@ class PatchNormalizer:
     """
 
     def __init__(self, image_processor: "BaseImageProcessor", settings: dict[str, Any]) -> None:
-        """Build the table. `settings`: the result of `effective_settings`."""
+        """Build the table of the normalised value of each byte in each channel.
+
+        Args:
+            image_processor: that of the model.
+            settings: its settings, the result of `effective_settings`.
+        """
         channels = len(settings["image_mean"])
-        bytes_CV = torch.arange(256, dtype=torch.uint8).expand(channels, -1)
+        bytes_CV = torch.arange(256, dtype=torch.uint8).expand(channels, -1)  # V: values of a byte
         normalized: Tensor = image_processor.rescale_and_normalize(
-            bytes_CV[None, :, :, None],  # one image of 256 x 1 pixels
+            bytes_CV[None, :, :, None],  # as one image of 256 x 1 pixels
             settings["do_rescale"],
             settings["rescale_factor"],
             settings["do_normalize"],

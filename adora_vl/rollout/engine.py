@@ -186,7 +186,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         # It imports vLLM, which only a colocated engine needs.
         from vllm.lora.request import LoRARequest
 
-        from adora_vl.rollout.llm import PolicyLLM, own_shared_memory
+        from adora_vl.rollout.llm import PolicyLLM, private_shared_memory
 
         options = {**trl_options, **self._llm_options(trl_options.get("max_model_len"))}
         frozen_base = None
@@ -197,7 +197,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         disable_tf32_of_float32_engine(str(options["dtype"]))
         is_divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
         # vLLM names the shared memory of a divided engine alike in every run on the machine.
-        with own_shared_memory() if is_divided_on_cpu else nullcontext():
+        with private_shared_memory() if is_divided_on_cpu else nullcontext():
             llm = PolicyLLM(**options)
         if self.four_bit:
             # vLLM requires a path, but the adapter comes with each weight sync.

@@ -47,7 +47,7 @@ class SampledRollouts:
 
 
 class Collate(Protocol):
-    """A function that puts prompts and completions into a padded batch: `BatchBuilder.collated`."""
+    """A function that puts prompts and completions into a padded batch: `BatchBuilder.collate`."""
 
     def __call__(
         self,

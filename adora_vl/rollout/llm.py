@@ -102,7 +102,7 @@ def loop_detection_params(options: Mapping[str, Any]) -> RepetitionDetectionPara
 
 
 @contextmanager
-def own_shared_memory() -> Iterator[None]:
+def private_shared_memory() -> Iterator[None]:
     """Let the ranks of a CPU engine that is built in the block use shared memory of their own.
 
     Stock vLLM gives the memory the same name in every run on a machine, and leaves the name behind

@@ -168,14 +168,14 @@ class BatchBuilder:
         policy_mask = None
         if self.has_tools:
             policy_mask = [rollout.policy_mask for rollout in rollouts]
-            # Where the loss does not count a rollout, `collated` replaces its image tokens, so it
+            # Where the loss does not count a rollout, `collate` replaces its image tokens, so it
             # needs no images.
             tool_images = [
                 [picture.image for picture in rollout.pictures if is_counted]
                 for rollout, is_counted in zip(rollouts, counts_in_loss, strict=True)
             ]
             prompts = self.images.with_tool_images(prompts, tool_images, generation.key.mode)
-        batch = self.collated(
+        batch = self.collate(
             prompts,
             completions=[rollout.tokens for rollout in rollouts],
             logps=[rollout.logps for rollout in rollouts] if self.has_engine_logps else None,
@@ -228,7 +228,7 @@ class BatchBuilder:
             for name, values in values_by_column.items()
         }
 
-    def collated(
+    def collate(
         self,
         prompts: PromptBatch,
         completions: Sequence[list[int]],

@@ -55,11 +55,12 @@ class GenerationLogps:
     def add_to_generation(self, batch: Batch, mode: str) -> None:
         """Add the log-probabilities that are computed before the rollouts are graded.
 
-        - `old_per_token_logps`, unless later passes compute them.
-        - `ref_per_token_logps`, the reference model's, if the loss has a KL term.
+        - `old_per_token_logps`, those of the policy that has sampled the rollouts, unless later
+          passes compute them.
+        - `ref_per_token_logps`, those of the reference model, if the loss has a KL term.
 
-        Before the first update of a run the two have to agree. Raises `SharedUserError` where they
-        do not, since the reference is then not the model that the policy starts from.
+        Before the first update of a run the two have to agree. Raises `SharedUserError` if they do
+        not, since the reference is then not the model that the policy starts from.
 
         Args:
             batch: the generation of this rank.
@@ -77,7 +78,8 @@ class GenerationLogps:
             return generation_logps(batch, model_pass=model_pass, rows_per_pass=rows_per_pass)
 
         with disable_gradient_checkpointing(self.policy, config.gradient_checkpointing_kwargs):
-            # An evaluation has no later passes.
+            # In a training some passes may be made later, or not at all. An evaluation has no later
+            # passes, so it makes the pass here if its loss needs one.
             needs_old_pass = self.old_logps.loss_needs_any
             if is_training:
                 needs_old_pass = self.old_logps.needs_pass_over_generation

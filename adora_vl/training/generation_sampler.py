@@ -111,7 +111,7 @@ class GenerationSampler:
         in this process does not sleep before the block ends, so it gets the weights only once, also
         for several calls of `sample`.
         """
-        with self.phase("rollout"), self.guard.guarding_servers(), self.sampler.awake():
+        with self.phase("rollout"), self.guard.ending_run_without_servers(), self.sampler.awake():
             yield
 
     def keeping_engine_awake(self, policy_makes_passes: bool) -> AbstractContextManager[None]:
@@ -285,7 +285,7 @@ class GenerationSampler:
         optimizer step, so before the weights change. A second call in a step does nothing.
         """
         if self.drift_check.is_requested:
-            with self.phase("rollout"), self.guard.guarding_servers():
+            with self.phase("rollout"), self.guard.ending_run_without_servers():
                 self.drift_check.finish()
 
     def _request_ahead(
@@ -464,7 +464,7 @@ class GenerationSampler:
                 are free again then, since no earlier rollout needs its own any more.
         """
         if self.environments is not None:
-            with self.guard.guarding_user_code(step):
+            with self.guard.ending_run_on_user_error(step):
                 groups = self.environments.reset_for_groups(
                     groups, self.context.config.seed, begins_generation=begins_generation
                 )

@@ -117,7 +117,7 @@ class GenerationGuard:
             )
 
     @contextmanager
-    def guarding_user_code(self, step: int) -> Iterator[None]:
+    def ending_run_on_user_error(self, step: int) -> Iterator[None]:
         """End the run on all ranks if the user's code inside the block raises on any. Collective.
 
         An example is an environment's `reset`. If any rank raises `UserError` inside, all ranks
@@ -137,7 +137,7 @@ class GenerationGuard:
             )
 
     @contextmanager
-    def guarding_servers(self) -> Iterator[None]:
+    def ending_run_without_servers(self) -> Iterator[None]:
         """End the run if no vLLM server is left for what the block asks of them. Collective.
 
         All ranks then save a checkpoint, and raise `RunError` in place of `NoServerError`.
@@ -326,6 +326,7 @@ class DriftGuard:
             mask_BC: 1 at the tokens that are compared.
             step: optimizer steps that have been made, for the message.
         """
+        # The sums of ranks can be merged, unlike their means.
         sums_3 = drift_sums(policy_logps_BC, engine_logps_BC, mask_BC)
         drift = merge_drift_sums(self.accelerator.gather(sums_3[None]))
         # No token can be compared, for example where all rollouts saw other images.
@@ -404,6 +405,7 @@ class ReferenceGuard:
             first_rows = range(min(self.rows_per_pass, len(batch["completion_ids"])))
             batch = RowReader(batch).take(first_rows)
             policy_logps_BC = policy_logps(batch)
+        # The sums of ranks can be merged, unlike their means.
         sums_3 = drift_sums(policy_logps_BC, batch["ref_per_token_logps"], loss_mask(batch))
         distance = merge_drift_sums(self.accelerator.gather(sums_3[None]))
         # Without tokens there is nothing to compare. Not `>`: a distance that is NaN is too large.

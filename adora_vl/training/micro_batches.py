@@ -65,8 +65,10 @@ def choose_units(
         min_units: the fewest units to choose.
         tokens_by_unit: the tokens of each unit.
     """
-    units_with_signal = [unit for unit, is_useful in enumerate(has_signal) if is_useful]
-    units_without_signal = [unit for unit, is_useful in enumerate(has_signal) if not is_useful]
+    units_with_signal = [unit for unit, unit_has_signal in enumerate(has_signal) if unit_has_signal]
+    units_without_signal = [
+        unit for unit, unit_has_signal in enumerate(has_signal) if not unit_has_signal
+    ]
     units_without_signal.sort(key=lambda unit: tokens_by_unit[unit])
     missing_units = max(0, min_units - len(units_with_signal))
     return sorted([*units_with_signal, *units_without_signal[:missing_units]])

@@ -89,7 +89,7 @@ class RolloutFacts:
     """Metrics that reward functions have given to TRL's `log_metric`."""
 
     @classmethod
-    def gathered(cls, measured: RolloutFacts, accelerator: Accelerator) -> RolloutFacts:
+    def gather_from_ranks(cls, measured: RolloutFacts, accelerator: Accelerator) -> RolloutFacts:
         """Gather the facts of all ranks' rollouts, and return them on each rank. Collective.
 
         There is a single gather: all facts are packed as the float32 columns of one tensor, (B, K),

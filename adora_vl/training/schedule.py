@@ -157,8 +157,8 @@ def fill_slots(
     """
     refill_with_signal = []
     refill_without_signal = []
-    for number, is_useful in enumerate(refill_has_signal, start=len(has_signal)):
-        if is_useful:
+    for number, group_has_signal in enumerate(refill_has_signal, start=len(has_signal)):
+        if group_has_signal:
             refill_with_signal.append(number)
         else:
             refill_without_signal.append(number)
@@ -167,7 +167,9 @@ def fill_slots(
     in_free_slots = sorted(signal_first[:free_slots])
     # The refill groups with signal that the free slots had no room for.
     replacements = refill_with_signal[free_slots:]
-    slots_without_signal = [slot for slot, is_useful in enumerate(has_signal) if not is_useful]
+    slots_without_signal = [
+        slot for slot, group_has_signal in enumerate(has_signal) if not group_has_signal
+    ]
     group_in_slot = list(range(len(has_signal)))
     # Not strict: there may be more replacements than slots without signal, or fewer.
     for slot, replacement in zip(slots_without_signal, replacements, strict=False):

@@ -234,7 +234,9 @@ class Scorer:
         # A function may also have failed for single completions. Those have no reward.
         failed_calls = self.guard.pop_failed_calls(rows_per_rank=len(unscored_groups.rollouts))
         measured = measured_facts(unscored_groups, scores.rewards_BF)
-        facts = RolloutFacts.gathered(measured, self.context.accelerator).without_unrewarded(
+        facts = RolloutFacts.gather_from_ranks(
+            measured, self.context.accelerator
+        ).without_unrewarded(
             failed_calls, weights_F=self.weights_F, names=self.names, group_size=group_size
         )
         self.guard.check_scored(facts.missing_reasons, step)

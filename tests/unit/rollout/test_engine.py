@@ -107,7 +107,7 @@ def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_pat
     monkeypatch.setattr(llm_module, "_SHARED_MEMORY_FOLDER", tmp_path)
     monkeypatch.setenv("VLLM_DIST_IDENT", "a-run")
     (tmp_path / "other").touch()
-    with llm_module.own_shared_memory():
+    with llm_module.private_shared_memory():
         ranks: Any = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
         name = cpu_communicator._CPUSHMDistributed.make_group_name(ranks)
         (tmp_path / name.removeprefix("/")).touch()

@@ -196,7 +196,7 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
         "sampling_per_token_logps": torch.tensor([[-1.0, -2.0], [-2.0, -9.0]]),
     }
     measured = rollout_facts(torch.tensor([[1.0], [0.0]]), surprisal_N=surprisal(batch))
-    facts = RolloutFacts.gathered(measured, two_ranks)
+    facts = RolloutFacts.gather_from_ranks(measured, two_ranks)
     assert facts.length_N.tolist() == [0, 0, -1, -1], "this rank's zeros, and one less"
     assert facts.has_no_end_N.dtype == torch.bool
     groups = computer.assess(facts, group_size=2, step=0).groups

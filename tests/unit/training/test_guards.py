@@ -260,7 +260,7 @@ def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
 def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path):
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     line = rf"^step 1: no server, and go on with --resume_from_checkpoint {tmp_path}$"
-    with pytest.raises(RunError, match=line), guard.guarding_servers():
+    with pytest.raises(RunError, match=line), guard.ending_run_without_servers():
         raise NoServerError("no server")
 
 
@@ -403,12 +403,12 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
 
 def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp_path):
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
-    with guard.guarding_user_code(6):
+    with guard.ending_run_on_user_error(6):
         pass
     ends_run = pytest.raises(
         UserError, match=f"^step 7: row 3: reset: oh, and go on with .*checkpoint {tmp_path}$"
     )
-    with ends_run, guard.guarding_user_code(6):
+    with ends_run, guard.ending_run_on_user_error(6):
         raise UserError("row 3: reset: oh")
 
 

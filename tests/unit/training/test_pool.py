@@ -300,7 +300,7 @@ class StandInScorer:
         lengths = torch.tensor([float(len(rollout.tokens)) for rollout in rollouts])
         ranks = torch.full((len(rollouts),), float(self.accelerator.process_index))
         facts = rollout_facts(row_numbers_B1.float(), length_N=lengths, prompt_length_N=ranks)
-        facts = RolloutFacts.gathered(facts, self.accelerator)
+        facts = RolloutFacts.gather_from_ranks(facts, self.accelerator)
         facts = replace(facts, missing_reasons=(None,) * len(facts.rewards_NF))
         assessment = self.assess(facts, GROUP_SIZE, step=0)
         return ScoredGroups(groups=groups, batch=batch, facts=facts, assessment=assessment)
@@ -446,7 +446,9 @@ class SimulatedRun:
         images: Any = SimpleNamespace(
             prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
         )
-        guard: Any = SimpleNamespace(refuse_unusable=lambda *_: None, guarding_servers=nullcontext)
+        guard: Any = SimpleNamespace(
+            refuse_unusable=lambda *_: None, ending_run_without_servers=nullcontext
+        )
         scorer = StandInScorer(context.accelerator, has_signal)
         # An answer that is shorter than its limit has ended by itself.
         stop: Any = SimpleNamespace(has_stopped=lambda *_: True)
