@@ -83,7 +83,7 @@ def describe_turns(
     """Return a rollout with tools as a conversation, for the column `turns` of the record.
 
     Each segment of the rollout becomes one turn. It is a turn of the model if its tokens were
-    sampled, and else of the tools that the model called. The `span` of a call or picture is the
+    sampled, and else of the tools that the model called. The `segment_number` of a call or picture is the
     index of the segment that it stands in.
 
     Args:
@@ -93,8 +93,10 @@ def describe_turns(
     """
     turns = []
     for segment_index, segment in enumerate(rollout.segments):
-        calls = [call for call in rollout.calls if call.span == segment_index]
-        pictures = [picture.image for picture in rollout.pictures if picture.span == segment_index]
+        calls = [call for call in rollout.calls if call.segment_number == segment_index]
+        pictures = [
+            picture.image for picture in rollout.pictures if picture.segment_number == segment_index
+        ]
         if segment.is_sampled:
             speaker = "model"
             text = decode(segment.tokens)

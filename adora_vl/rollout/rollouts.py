@@ -90,7 +90,7 @@ class Picture:
     digest: str
     """The digest of its content."""
     image: Image.Image
-    span: int
+    segment_number: int
     """The number of the segment that shows it; pictures stand in the order of the tokens."""
 
 
@@ -105,7 +105,7 @@ class Call:
     """The reply, as text."""
     seconds: float
     failed: bool
-    span: int = -1
+    segment_number: int = -1
     """The number of the segment that answers it; -1 until it has one."""
 
 

@@ -301,12 +301,12 @@ class ToolLoop:
                 finish_reason=FinishReason.CONTEXT,
                 calls=(*rollout.calls, *answer.calls),
             )
-        # `span` is the number of the segment that shows a picture, or answers a call.
         segment_number = len(rollout.segments)
         pictures = [
-            Picture(digest=image.digest, image=image, span=segment_number) for image in images
+            Picture(digest=image.digest, image=image, segment_number=segment_number)
+            for image in images
         ]
-        calls = [replace(call, span=segment_number) for call in answer.calls]
+        calls = [replace(call, segment_number=segment_number) for call in answer.calls]
         return replace(
             rollout,
             # `logps=None` marks the segment as a tool's.

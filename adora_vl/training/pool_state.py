@@ -42,6 +42,7 @@ _PENDING_GENERATIONS_KEY = "coming"
 _SAMPLES_KEY = "ticket"
 _SEGMENTS_KEY = "spans"
 _SAW_TRAINER_IMAGES_KEY = "compared"
+_SEGMENT_NUMBER_KEY = "span"  # of a tool call
 
 # How many tokens each rollout of a group gets, by the group's number. None: rollouts are sampled to
 # their ends. For example, {0: None, 1: 250}.
@@ -238,13 +239,27 @@ def _pack_group(group: RolloutGroup) -> dict[str, Any]:
             ],
             "finish_reason": str(rollout.finish_reason),
             _SAW_TRAINER_IMAGES_KEY: rollout.saw_trainer_images,
-            "pictures": [(picture.digest, picture.span) for picture in rollout.pictures],
-            "calls": [asdict(call) for call in rollout.calls],
+            "pictures": [(picture.digest, picture.segment_number) for picture in rollout.pictures],
+            "calls": [_pack_call(call) for call in rollout.calls],
             "environment": rollout.environment,
         }
         for rollout in group.rollouts
     ]
     return {"problem": asdict(group.problem), "began": group.start_generation, "rollouts": rollouts}
+
+
+def _pack_call(call: Call) -> dict[str, Any]:
+    """Return a tool call as a dict for a checkpoint; `_unpack_call` undoes it."""
+    packed = asdict(call)
+    packed[_SEGMENT_NUMBER_KEY] = packed.pop("segment_number")
+    return packed
+
+
+def _unpack_call(packed: Mapping[str, Any]) -> Call:
+    """Return the tool call that `_pack_call` wrote."""
+    fields = dict(packed)
+    segment_number = fields.pop(_SEGMENT_NUMBER_KEY)
+    return Call(**fields, segment_number=segment_number)
 
 
 def _unpack_problem(packed: Mapping[str, Any]) -> DrawnProblem:
@@ -285,7 +300,7 @@ def _unpack_group(
             for tokens, logps, step in packed_rollout[_SEGMENTS_KEY]
         )
         pictures = tuple(
-            Picture(digest=digest, image=image_by_digest[digest], span=segment_number)
+            Picture(digest=digest, image=image_by_digest[digest], segment_number=segment_number)
             for digest, segment_number in packed_rollout["pictures"]
         )
         rollouts.append(
@@ -294,7 +309,7 @@ def _unpack_group(
                 finish_reason=FinishReason(packed_rollout["finish_reason"]),
                 saw_trainer_images=packed_rollout[_SAW_TRAINER_IMAGES_KEY],
                 pictures=pictures,
-                calls=tuple(Call(**call) for call in packed_rollout["calls"]),
+                calls=tuple(_unpack_call(call) for call in packed_rollout["calls"]),
                 environment=packed_rollout["environment"],
             )
         )

@@ -294,7 +294,7 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
         text="Picture",
         seconds=0.5,
         failed=False,
-        span=1,
+        segment_number=1,
     )
     asks = Segment(tokens=(1, 2), logps=(0.0, 0.0), step=0)
     reply = Segment(tokens=(5, 6, 7), logps=None, step=0)
@@ -302,7 +302,7 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
     with_tool = Rollout(
         segments=(asks, reply, answers),
         finish_reason=FinishReason.STOP,
-        pictures=(Picture(digest="x", image=image, span=1),),
+        pictures=(Picture(digest="x", image=image, segment_number=1),),
         calls=(call,),
     )
     without_tool = Rollout(segments=(asks,), finish_reason=FinishReason.STOP)

@@ -251,7 +251,9 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     assert after.segments[1].step == 4
     (shown_picture,) = after.pictures
     (call,) = after.calls
-    assert shown_picture.span == call.span == 1, "the segment in which the answer is"
+    assert shown_picture.segment_number == call.segment_number == 1, (
+        "the segment in which the answer is"
+    )
     assert shown_picture.image.mode == "RGB"
     assert shown_picture.image.size == (84, 28)
 

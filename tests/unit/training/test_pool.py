@@ -246,7 +246,7 @@ class PictureTools:
         if has_no_room:
             return replace(rollout, finish_reason=FinishReason.CONTEXT)
         image = as_kept_image(Image.new("RGB", (28, 28 + rng.randrange(9))))
-        picture = Picture(digest=image.digest, image=image, span=len(rollout.segments))
+        picture = Picture(digest=image.digest, image=image, segment_number=len(rollout.segments))
         # A tool's tokens have no log-probabilities. 5 and 6 stand for words around the picture.
         answer = Segment(tokens=(5, IMAGE_TOKEN, 6), logps=None, step=step)
         return replace(
@@ -1066,14 +1066,14 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
         Segment(tokens=(7,), logps=(-0.25,), step=4),
     )
     image = as_kept_image(Image.effect_noise((40, 30), 50).convert("RGB"))
-    picture = Picture(digest=image.digest, image=image, span=1)
+    picture = Picture(digest=image.digest, image=image, segment_number=1)
     call = Call(
         name="zoom",
         arguments="{}",
         text="<image>",
         seconds=0.5,
         failed=False,
-        span=1,
+        segment_number=1,
     )
     whole_rollout = Rollout(
         segments=segments, finish_reason=FinishReason.STOP, pictures=(picture,), calls=(call,)
