@@ -361,19 +361,22 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         step = generation.key.step
         prompts = parts.prompt_reader.pop(groups, generation)
         unscored_groups = parts.batch_builder.build(generation, groups, prompts)
+        # The log-probabilities of the reference model, for example.
         parts.generation_logps.add_to_generation(unscored_groups.batch, generation.key.mode)
+        # The seconds of the block are logged under the name of the phase.
         with parts.clocks.seconds.phase("grading"):
             scores = parts.reward_functions.score(unscored_groups, self.state)
+        # Rewards, lengths and further facts of all ranks' rollouts.
         facts = parts.scorer.score(unscored_groups, scores, generation.group_size, step)
         if is_training:
             if self.accelerator.is_main_process:
                 parts.first_answers.warn_if_none_is_right(unscored_groups.rows, facts)
+            # Ends the run if the log-probabilities of engine and policy are too far apart.
             parts.generation_logps.drift_guard.check_batch(unscored_groups.batch, step)
+        # TRL's advantages, and which groups have signal.
+        assessment = parts.advantage_computer.assess(facts, generation.group_size, step)
         scored_groups = ScoredGroups(
-            groups=groups,
-            batch=unscored_groups.batch,
-            facts=facts,
-            assessment=parts.advantage_computer.assess(facts, generation.group_size, step),
+            groups=groups, batch=unscored_groups.batch, facts=facts, assessment=assessment
         )
         with parts.clocks.seconds.phase("other"):
             parts.metrics_logger.log_scored(generation, unscored_groups, scored_groups)
@@ -670,6 +673,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         steps_of_checkpoint = _read_state(Path(checkpoint)).global_step if checkpoint else 0
 
         def steps_done() -> int:
+            """Return how many optimizer steps the run has made, for messages."""
             # TRL's count is 0 until `super().train` has read the count of the checkpoint.
             return max(int(self.state.global_step), steps_of_checkpoint)
 

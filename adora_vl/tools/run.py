@@ -295,6 +295,7 @@ class Toolbox:
         calls = list[Call]()
         for number, call_text in enumerate(find_calls(text)):
             start_time = time.perf_counter()
+            # Texts and pictures, or a line that says what went wrong.
             outcome = self._run_call(
                 call_text,
                 number=number,
@@ -306,6 +307,7 @@ class Toolbox:
             calls.append(_call_record(outcome, call_text, seconds=seconds))
             if number > 0:
                 parts.append("\n")
+            # The answer to a call stands between `<tool_response>` and `</tool_response>`.
             parts += tool_response(_number_pictures(outcome.parts, len(all_pictures)))
             # A later call of this turn may use the pictures of this one.
             all_pictures += [part for part in outcome.parts if isinstance(part, Image.Image)]

@@ -48,7 +48,7 @@ class GenerationLogps:
 
     @property
     def makes_passes(self) -> bool:
-        """Whether the policy or its reference makes a pass over each batch, before it is graded."""
+        """Whether the policy or the reference model makes a pass over each batch before grading."""
         has_kl_term = self.context.config.beta != 0.0
         return has_kl_term or self.old_logps.needs_pass_over_generation
 
