@@ -142,11 +142,11 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
                     # As in TRL: a proxy passes the server's own host in this header.
                     self.host = response.headers.get("X-Forwarded-For", self.host)
                     return
-                problem = f"it answers {response.status_code} to /health"
+                reason = f"it answers {response.status_code} to /health"
             except requests.RequestException as error:
-                problem = in_one_line(error)
+                reason = in_one_line(error)
             if time.monotonic() >= deadline:
-                raise ConnectionError(f"{problem}, in {total_timeout:g} s")
+                raise ConnectionError(f"{reason}, in {total_timeout:g} s")
             time.sleep(retry_interval)
 
 

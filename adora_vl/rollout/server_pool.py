@@ -115,17 +115,17 @@ class ServerPool:
         """
         deadline = time.monotonic() + self._max_wait_s
         while True:
-            problems = _problems_on_each(self._servers, self._check_server)
-            for server, problem in problems.items():
-                if problem is None and server not in self.servers_in_use:
+            errors = _errors_by_server(self._servers, self._check_server)
+            for server, error in errors.items():
+                if error is None and server not in self.servers_in_use:
                     tqdm.write(f"Server {server.address} is back.")
                     self.servers_in_use.append(server)
-                elif problem is not None and server in self.servers_in_use:
-                    self._exclude(server, problem)
+                elif error is not None and server in self.servers_in_use:
+                    self._exclude(server, error)
             if self.servers_in_use:
                 return self._handle_restarted_servers(sends_only_changes=sends_only_changes)
             if time.monotonic() >= deadline:
-                raise NoServerError(_no_server_message(_first_problem(problems)))
+                raise NoServerError(_no_server_message(_first_error(errors)))
             time.sleep(_RETRY_INTERVAL_S)
 
     def _check_server(self, server: Server) -> None:
@@ -195,10 +195,10 @@ class ServerPool:
         """
         numbers = range(len(group_requests))
         rollouts_by_number: dict[int, list[SamplingResult]] = {}
-        last_problem: Exception | None = None
+        last_error: Exception | None = None
         while len(rollouts_by_number) < len(group_requests):
             if not self.servers_in_use:
-                raise NoServerError(_no_server_message(last_problem))
+                raise NoServerError(_no_server_message(last_error))
             unanswered_numbers = [number for number in numbers if number not in rollouts_by_number]
             # Not strict: the servers repeat without end.
             servers_in_turn = cycle(self.servers_in_use)
@@ -207,7 +207,7 @@ class ServerPool:
             failure = self._exclude_failed(futures, server_by_number)
             # A server that was started again while it sampled has used other weights.
             restart = self._exclude_restarted(server_by_number.values())
-            last_problem = restart or failure or last_problem
+            last_error = restart or failure or last_error
             for number, future in futures.items():
                 if future.exception() is None and server_by_number[number] in self.servers_in_use:
                     rollouts_by_number[number] = future.result()
@@ -227,46 +227,46 @@ class ServerPool:
             futures: the finished future of each request, by the request's number.
             server_by_number: the server of each request, by the request's number.
         """
-        last_problem = None
+        last_error = None
         for number, future in futures.items():
             error = future.exception()
             if error is None:
                 continue
-            problem = _error_of_one_server(error)
+            server_error = _error_of_one_server(error)
             server = server_by_number[number]
             # A server that failed to answer an earlier one of these requests is left out already.
             if server in self.servers_in_use:
-                last_problem = problem
-                self._exclude(server, problem)
-        return last_problem
+                last_error = server_error
+                self._exclude(server, server_error)
+        return last_error
 
     def _exclude_restarted(self, servers: Collection[Server]) -> Exception | None:
         """Leave out each of these servers that has lost the policy's weights in a restart.
 
         Returns the error of the last server that is left out; None if none is.
         """
-        last_problem = None
+        last_error = None
         servers_to_check = [server for server in self.servers_in_use if server in servers]
-        problems = _problems_on_each(servers_to_check, Server.check_not_restarted)
-        for server, problem in problems.items():
-            if problem is not None:
-                last_problem = problem
-                self._exclude(server, problem)
-        return last_problem
+        errors = _errors_by_server(servers_to_check, Server.check_not_restarted)
+        for server, error in errors.items():
+            if error is not None:
+                last_error = error
+                self._exclude(server, error)
+        return last_error
 
     def _on_servers_in_use(self, action: Callable[[Server], None], hint: str = "") -> None:
         """Run an action on all servers in use at the same time, and leave out those that fail.
 
         `hint` is printed behind the reason. Raises `NoServerError` where all of them fail.
         """
-        problems = _problems_on_each(self.servers_in_use, action)
-        for server, problem in problems.items():
-            if problem is not None:
-                self._exclude(server, problem, hint)
+        errors = _errors_by_server(self.servers_in_use, action)
+        for server, error in errors.items():
+            if error is not None:
+                self._exclude(server, error, hint)
         if not self.servers_in_use:
-            raise NoServerError(_no_server_message(_first_problem(problems)))
+            raise NoServerError(_no_server_message(_first_error(errors)))
 
-    def _exclude(self, server: Server, problem: Exception, hint: str = "") -> None:
+    def _exclude(self, server: Server, error: Exception, hint: str = "") -> None:
         """Stop using a server, and print why, with an optional hint."""
         self.servers_in_use.remove(server)
         # It may have failed in the middle of reading weights, so it gets all of them when it is back.
@@ -274,7 +274,7 @@ class ServerPool:
         rest = "no server is left"
         if self.servers_in_use:
             rest = f"{len(self.servers_in_use)} of {len(self._servers)} servers go on"
-        reason = in_one_line(problem)[:300]
+        reason = in_one_line(error)[:300]
         tqdm.write(f"Server {server.address} is left out ({rest}): {reason}. {hint}".rstrip())
 
 
@@ -353,12 +353,12 @@ def _error_of_one_server(error: BaseException) -> Exception:
     return error
 
 
-def _first_problem(problems: Mapping[Server, Exception | None]) -> Exception:
-    """Return the first problem of several servers, at least one of which has one."""
-    return next(problem for problem in problems.values() if problem is not None)
+def _first_error(errors: Mapping[Server, Exception | None]) -> Exception:
+    """Return the first error of several servers, at least one of which has one."""
+    return next(error for error in errors.values() if error is not None)
 
 
-def _problems_on_each(
+def _errors_by_server(
     servers: Sequence[Server], action: Callable[[Server], None]
 ) -> dict[Server, Exception | None]:
     """Run an action on these servers at the same time.
@@ -366,7 +366,7 @@ def _problems_on_each(
     Returns for each server the exception that the action raised; None where it raised none.
     """
 
-    def problem_of(server: Server) -> Exception | None:
+    def error_of(server: Server) -> Exception | None:
         """Run the action on one server, and return its exception."""
         try:
             action(server)
@@ -375,14 +375,14 @@ def _problems_on_each(
         return None
 
     futures = run_on_daemon_threads(
-        [partial(problem_of, server) for server in servers],
+        [partial(error_of, server) for server in servers],
         max_threads=len(servers),
         thread_name=SERVER_THREAD,
     )
     return {server: future.result() for server, future in zip(servers, futures, strict=True)}
 
 
-def _no_server_message(last_problem: Exception | None) -> str:
-    """Return the message of a `NoServerError`, with the last problem of a server if there is one."""
-    last = f"; the last one: {in_one_line(last_problem)[:300]}" if last_problem is not None else ""
+def _no_server_message(last_error: Exception | None) -> str:
+    """Return the message of a `NoServerError`, with the last error of a server if there is one."""
+    last = f"; the last one: {in_one_line(last_error)[:300]}" if last_error is not None else ""
     return f"no vLLM server is left{last}. Start one again"
