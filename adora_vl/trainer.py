@@ -236,7 +236,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if self.accelerator.sync_gradients:
             # This micro-batch is the last one before the weights change. In a run with `ahead` the
             # servers are compared with the policy here.
-            self.parts.generation_sampler.before_weights_change()
+            self.parts.generation_sampler.compare_servers_before_update()
         return micro_batch
 
     def _next_micro_batch(self, rows: list[Row]) -> Batch:

@@ -153,7 +153,7 @@ def _context_length(pair: EnginePair) -> int:
 
 
 def first_prompts(prompts: Prompts, count: int) -> Prompts:
-    """Return the first `count` prompts, with the pixels of their images."""
+    """Return the first `count` prompts of a rank, with the pixels and grids of their images."""
     fields = dict(prompts.fields)
     images = prompts.images
     if images is not None:

@@ -448,9 +448,9 @@ class Toolbox:
         """
         if isinstance(value, Mapping):
             # A mapping may be a part of a message in TRL's form: {"type": "text", "text": ...}.
-            kind = value.get("type")
-            if isinstance(kind, str) and kind in ("text", "image"):
-                value = value.get(kind)
+            part_type = value.get("type")
+            if isinstance(part_type, str) and part_type in ("text", "image"):
+                value = value.get(part_type)
         if isinstance(value, Image.Image):
             return self._fit_picture(value)
         if isinstance(value, str):

@@ -278,7 +278,7 @@ class GenerationSampler:
         with self.sampling():
             return self.group_sampler.sample(generation, groups, limits)
 
-    def before_weights_change(self) -> None:
+    def compare_servers_before_update(self) -> None:
         """Compare the servers' log-probabilities with the policy's, in a run with `ahead`.
 
         `schedule` has requested samples for this. It is called before the last micro-batch of every

@@ -237,10 +237,10 @@ class Pool:
         remaining_count = self.generation_numbers.count_remaining(generation)
         if remaining_count <= self.generations_ahead:
             needed_count = len(groups)
-        unfinished_numbers = [number for number, group in enumerate(groups) if not group.complete]
-        complete_count = len(groups) - len(unfinished_numbers)
+        unfinished_indices = [index for index, group in enumerate(groups) if not group.complete]
+        complete_count = len(groups) - len(unfinished_indices)
         missing_count = max(0, needed_count - complete_count)
-        return unfinished_numbers[:missing_count]
+        return unfinished_indices[:missing_count]
 
     def _count_groups_needed(self, generation: Generation, group_count: int) -> int:
         """Return how many of this rank's groups have to be complete after the present generation.
@@ -347,21 +347,21 @@ class Pool:
             # All rollouts were sampled to their ends in this generation.
             self.state = replace(self.state, waiting_groups=(), min_complete_groups=0)
             return list(groups)
-        complete_numbers = [number for number, group in enumerate(groups) if group.complete]
+        complete_indices = [index for index, group in enumerate(groups) if group.complete]
         # Collective: ranks may have completed unequal numbers, and have to score equally many.
-        complete_count_1 = torch.tensor([len(complete_numbers)], device=self.accelerator.device)
+        complete_count_1 = torch.tensor([len(complete_indices)], device=self.accelerator.device)
         min_complete = int(self.accelerator.gather(complete_count_1).min())
         selected_count = min(min_complete, max_groups)
-        selected_numbers = complete_numbers[:selected_count]
+        selected_indices = complete_indices[:selected_count]
         waiting_groups = [
-            group for number, group in enumerate(groups) if number not in selected_numbers
+            group for index, group in enumerate(groups) if index not in selected_indices
         ]
         self.state = replace(
             self.state,
             waiting_groups=tuple(waiting_groups),
             min_complete_groups=min_complete - selected_count,
         )
-        return [groups[number] for number in selected_numbers]
+        return [groups[index] for index in selected_indices]
 
     def count_missing_groups(self, assessment: GroupAssessment) -> int:
         """Return how many groups with signal are missing on the rank that lacks most.
