@@ -360,16 +360,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     to go on from, after the traceback of its cause. 2: the user's input is wrong, in one line.
     75: stopped by a signal, with a checkpoint. 130: interrupted outside the training.
     """
-    words = sys.argv[1:] if arguments is None else arguments
+    argv = sys.argv[1:] if arguments is None else arguments
     watch_launcher()
     try:
-        if asks_for_help(words):
-            print(help_text(words))
+        if asks_for_help(argv):
+            print(help_text(argv))
             return 0
         check_versions(use_vllm=False)
-        # Without `--dry-run` the options are None, and all words are those of the training.
-        options, training_arguments = split_dry_run_options(words)
-        cli_args = parse_command(words if options is None else training_arguments)
+        # Without `--dry-run` the options are None, and all arguments are those of the training.
+        options, training_arguments = split_dry_run_options(argv)
+        cli_args = parse_command(argv if options is None else training_arguments)
         announce_imports(USUAL_IMPORT_S)
         if options is None:
             return train(cli_args)

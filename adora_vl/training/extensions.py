@@ -107,17 +107,15 @@ def extension_hashes(config: AdoraGRPOConfig) -> dict[str, str]:
 
 
 def build_extensions(config: AdoraGRPOConfig) -> dict[str, Extension]:
-    """Make the run's extensions with their options, and check them against the other keys.
+    """Return the run's extensions by the names of their classes, checked against the other keys.
 
-    Raises `UserError` for an entry that names no extension, an unknown option or a wrong value.
-
-    Returns:
-        The extensions by the names of their classes.
+    For example, `{"FILE.py:Noise": {"scale": 0.1}}` gives `{"Noise": Noise(scale=0.1)}`. Raises
+    `UserError` for an entry that names no extension, an unknown option or a wrong value.
     """
-    chosen: dict[str, Extension] = {}
+    extension_by_name: dict[str, Extension] = {}
     for entry, options in configured_extensions(config).items():
         name = name_without_file(entry)
-        if name in chosen:
+        if name in extension_by_name:
             raise UserError(
                 f"{EXTENSIONS_KEY}: two entries have the name {name!r}; rename one of the classes"
             )
@@ -137,22 +135,31 @@ def build_extensions(config: AdoraGRPOConfig) -> dict[str, Extension]:
             extension.check(config)
         except ValueError as error:
             raise UserError(f"{EXTENSIONS_KEY}.{name}.{error}") from error
-        chosen[name] = extension
-    return chosen
+        extension_by_name[name] = extension
+    return extension_by_name
 
 
-def check_extensions(chosen: Mapping[str, Extension], model_config: PretrainedConfig) -> None:
-    """Raise `UserError` where an extension does not fit the model."""
-    for name, extension in chosen.items():
+def check_extensions(
+    extension_by_name: Mapping[str, Extension], model_config: PretrainedConfig
+) -> None:
+    """Raise `UserError` if an extension does not fit the model.
+
+    Args:
+        extension_by_name: the run's extensions.
+        model_config: that of the policy.
+    """
+    for name, extension in extension_by_name.items():
         try:
             extension.check_model(model_config)
         except ValueError as error:
             raise UserError(f"{EXTENSIONS_KEY}.{name}.{error}") from error
 
 
-def extension_costs(chosen: Mapping[str, Extension], config: AdoraGRPOConfig) -> list[str]:
+def extension_costs(
+    extension_by_name: Mapping[str, Extension], config: AdoraGRPOConfig
+) -> list[str]:
     """Return a line for each extension that costs something, for the first lines of a run."""
-    costs = {name: extension.costs(config) for name, extension in chosen.items()}
+    costs = {name: extension.costs(config) for name, extension in extension_by_name.items()}
     return [f"{name}: {cost}" for name, cost in costs.items() if cost]
 
 
@@ -162,19 +169,16 @@ def replaced_images(
     keys: Sequence[RolloutKey],
     trainer_images: Sequence[list[Any] | None],
 ) -> list[list[Any] | None]:
-    """Return the images that extensions show the engine in place of the trainer's.
+    """Return for each rollout the images that extensions show the engine in place of the trainer's.
 
-    For example, if an extension shows the second of two rollouts a noisy image, the result is
-    `[None, [noisy]]`.
+    The entry is None where the engine sees the trainer's images. For example, if an extension shows
+    the second of two rollouts a noisy image, the result is `[None, [noisy]]`.
 
     Args:
         extensions: those of the run. If several replace a rollout's images, the last one counts.
         groups: groups of this rank.
         keys: for each rollout the number of its group, and its own number in the group.
         trainer_images: for each rollout the images with which the policy learns from it.
-
-    Returns:
-        The images for each rollout; None where they are the trainer's.
     """
     replaced: list[list[Any] | None] = [None] * len(keys)
     for extension in extensions:
