@@ -1,4 +1,4 @@
-"""LoRA adapters of the tiny model: one as supervised fine-tuning leaves it, and each form of PEFT."""
+"""LoRA adapters of the tiny model: a saved one, and the options of every kind that PEFT has."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -16,11 +16,14 @@ TEXT_MODULES_PATTERN = r".*language_model\..*(q_proj|up_proj)"
 
 
 def sft_adapter(folder: Path, base: str = str(PRETRAINED_FOLDER), **options: Any) -> Path:
-    """Write an adapter into `folder`, which is returned.
+    """Save an adapter of the tiny model, as supervised fine-tuning leaves one; return its folder.
 
-    Its weights are drawn, so large that the policy's outputs change visibly.
+    Its weights are random, and so large that the policy's outputs change visibly.
 
-    `base`: the model that the adapter names as its base. `options`: of PEFT's `LoraConfig`.
+    Args:
+        folder: where it is saved.
+        base: the model that the adapter names as its base.
+        options: options of PEFT's `LoraConfig`.
     """
     config = LoraConfig(
         **{
@@ -58,14 +61,18 @@ LORA_OPTIONS_BY_KIND: dict[str, dict[str, Any]] = {
 
 
 def float64_model() -> Any:
-    """Build the tiny model with random weights."""
+    """Return the tiny model with random weights, in float64."""
     return build_model(build_processor(["Find x."]).tokenizer).double()
 
 
 def policy_with_adapter(base, config, second: str | None = None):
-    """Return a copy of `base` with an adapter, whose trained weights have moved.
+    """Return a copy of a model with an adapter, to whose trained weights noise is added.
 
-    `second`: the name of a second adapter of the same kind. "active": both are active.
+    Args:
+        base: the model.
+        config: the `LoraConfig`.
+        second: the name of a second adapter with the same config, which is not active, unless its
+            name is "active".
     """
     torch.manual_seed(0)
     model = get_peft_model(deepcopy(base), config, autocast_adapter_dtype=False)

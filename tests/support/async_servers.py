@@ -1,4 +1,7 @@
-"""Runs whose rollouts come from servers that sample while the policy learns, and their kills."""
+"""Training runs whose rollouts come from vLLM servers that sample ahead while the policy learns.
+
+A stand-in plays the server: it answers with tokens that depend on the seed of a request.
+"""
 
 import shutil
 from pathlib import Path
@@ -26,18 +29,22 @@ ZOOM_CALL_TEXT = (
 )
 REWARD_BY_LENGTH = """
 def reward(completions, **kwargs):
-    return [float(len(str(one)) % 3 == 0) for one in completions]
+    return [float(len(str(completion)) % 3 == 0) for completion in completions]
 """
 
 
 def zoom_call_ids() -> list[list[int]]:
-    """Return the token ids of a call of `zoom`, as the one turn that a stand-in server may say."""
+    """Return the only turn that a stand-in server may say, a call of `zoom`, as [its token ids]."""
     return [
         AutoTokenizer.from_pretrained(resolve_model_name("tiny_zoom"))(ZOOM_CALL_TEXT)["input_ids"]
     ]
 
 
 def server_run_arguments(folder: Any, server: StandIn, **changed: Any) -> list[str]:
+    """Return the command-line arguments of a run that samples one step ahead on this server.
+
+    `changed`: keys that are added, or have another value.
+    """
     return tiny_run_arguments(
         folder,
         **{
@@ -59,15 +66,24 @@ def server_run_arguments(folder: Any, server: StandIn, **changed: Any) -> list[s
 
 
 def read_step_metrics(folder: Any) -> list[dict[str, Any]]:
+    """Return the lines of `metrics.jsonl` that are of training steps."""
     return [step for step in read_metrics(folder / METRICS_FILE) if "reward" in step]
 
 
 def assert_equal_end_after_kill(
     uninterrupted: Path, killed: Path, server: StandIn, *, after: int, **keys: Any
 ) -> None:
-    """Assert that a run killed after a step ends as one that was not, to the bit.
+    """Assert that a run that was killed and resumed ends with the weights of one that was not.
 
-    The rollouts that the checkpoint has were sampled by weights that are gone.
+    The weights are equal to the bit, although the rollouts that wait in the checkpoint were sampled
+    by weights that are gone.
+
+    Args:
+        uninterrupted: the folder of the run that was not killed.
+        killed: a folder that does not exist. It gets the files that the same run has after a kill.
+        server: the stand-in that sampled for the first run, and samples for the resumed one.
+        after: the step after whose checkpoint the run is killed.
+        keys: the keys of both runs.
     """
     shutil.copytree(uninterrupted, killed)
     for folder in killed.glob("checkpoint-*"):

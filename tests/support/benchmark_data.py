@@ -1,5 +1,7 @@
-"""Synthetic problems in each benchmark's exact published format, for whole runs of the evaluators,
-and their scores.
+"""Synthetic problems in each benchmark's published format, and the command that scores predictions.
+
+For each benchmark NAME, `NAME_rows` returns rows with the columns of its published data set, and
+`write_NAME` writes them as the files that a user downloads.
 """
 
 import base64
@@ -90,6 +92,7 @@ PICTURE_SIZE = 56  # of every picture, in pixels
 
 
 def _draw_problems(count: int) -> list[dict[str, Any]]:
+    """Return drawn problems: `question`, `answer`, the picture as `png`, the number `index`."""
     return [
         {
             "question": row["problem"],
@@ -102,7 +105,7 @@ def _draw_problems(count: int) -> list[dict[str, Any]]:
 
 
 def mathvista_rows(count: int = 6) -> list[dict[str, Any]]:
-    """Rows of every kind in turn: multiple choice, integer, float (precision 1.0), list."""
+    """Return rows of MathVista, in turn multiple choice, integer, float (precision 1.0), list."""
     kinds = ("text", "integer", "float", "list")
     return [
         _mathvista_row(problem, kinds[problem["index"] % 4]) for problem in _draw_problems(count)
@@ -151,9 +154,10 @@ def _write_images(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_mathvista(folder: Path, rows: list[dict[str, Any]], form: str = "parquet") -> Path:
-    """`parquet`: as on the hub.
+    """Write rows of MathVista into `folder`, which is returned.
 
-    `json`: the repository's object of rows by pid beside a folder of images.
+    `form`: "parquet", as on the hub, or "json": the repository's object of rows by `pid` beside a
+    folder of images.
     """
     if form == "parquet":
         (folder / "data").mkdir(parents=True, exist_ok=True)
@@ -170,8 +174,10 @@ def write_mathvista(folder: Path, rows: list[dict[str, Any]], form: str = "parqu
 
 
 def mathvision_rows(count: int = 6) -> list[dict[str, Any]]:
-    """Rows in turn: free form, five options, five options that are drawn in the picture, and two
-    parts of a picture.
+    """Return rows of MathVision, of four kinds in turn.
+
+    They are free form, with five options, with options that are drawn in the picture, and with a
+    question on two parts of a picture.
     """
     return [_mathvision_row(problem) for problem in _draw_problems(count)]
 
@@ -194,7 +200,10 @@ def _mathvision_row(problem: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_mathvision(folder: Path, rows: list[dict[str, Any]], form: str = "parquet") -> Path:
-    """`parquet`: as on the hub. `json`: the repository's lines beside a folder of images."""
+    """Write rows of MathVision into `folder`, which is returned.
+
+    `form`: "parquet", as on the hub, or "json": the repository's lines beside a folder of images.
+    """
     if form == "parquet":
         (folder / "data").mkdir(parents=True, exist_ok=True)
         Dataset.from_list(rows, features=MATHVISION_FEATURES).to_parquet(
@@ -208,7 +217,7 @@ def write_mathvision(folder: Path, rows: list[dict[str, Any]], form: str = "parq
 
 
 def mmstar_rows(count: int = 6) -> list[dict[str, Any]]:
-    """Rows whose options stand in the question, two categories of two sub-axes in turn."""
+    """Return rows of MMStar, in turn of two categories; the options stand in the question."""
     return [
         {
             "index": problem["index"],
@@ -228,15 +237,16 @@ def mmstar_rows(count: int = 6) -> list[dict[str, Any]]:
 
 
 def write_mmstar(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """One Parquet file named after the benchmark, as on the hub."""
+    """Write rows of MMStar as `mmstar.parquet` into `folder`, which is returned."""
     folder.mkdir(parents=True, exist_ok=True)
     Dataset.from_list(rows, features=MMSTAR_FEATURES).to_parquet(str(folder / "mmstar.parquet"))
     return folder
 
 
 def wemath_rows(count: int = 7) -> list[dict[str, Any]]:
-    """Composite problems of two and of three steps in turn: a row for each step, then one for the
-    whole.
+    """Return rows of We-Math, in turn for problems of two and of three steps.
+
+    A problem has a row for each of its steps, then one for the whole.
     """
     places = [
         (f"{steps}steps_{number}", f"{steps}steps_{step}")
@@ -262,7 +272,11 @@ def wemath_rows(count: int = 7) -> list[dict[str, Any]]:
 
 
 def write_wemath(folder: Path, rows: list[dict[str, Any]], form: str = "parquet") -> Path:
-    """`parquet`: as on the hub. `json`: the repository's list of rows beside folders of images."""
+    """Write rows of We-Math into `folder`, which is returned.
+
+    `form`: "parquet", as on the hub, or "json": the repository's list of rows beside folders of
+    images.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if form == "parquet":
         Dataset.from_list(rows, features=WEMATH_FEATURES).to_parquet(
@@ -280,7 +294,11 @@ def write_wemath(folder: Path, rows: list[dict[str, Any]], form: str = "parquet"
 def mathverse_rows(
     count: int = 5, versions: Sequence[str] = PROBLEM_VERSIONS[:5]
 ) -> list[dict[str, Any]]:
-    """Problems in turn multiple choice and free form, each in the next of `versions`."""
+    """Return rows of MathVerse, in turn multiple choice and free form.
+
+    `versions`: how much of a problem stands in its text and how much in its picture ("Text
+    Dominant" to "Vision Only"); the rows have them in turn.
+    """
     rows = []
     for problem in _draw_problems(count):
         index = problem["index"]
@@ -315,7 +333,10 @@ def mathverse_rows(
 
 
 def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """A Parquet file for each of the two splits that the rows belong to, as on the hub."""
+    """Write rows of MathVerse into `folder`, which is returned.
+
+    As on the hub, rows with and without images are two Parquet files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with_image = [row for row in rows if row["problem_version"] != TEXT_ONLY]
     unseen = [{**row, "image": ""} for row in rows if row["problem_version"] == TEXT_ONLY]
@@ -332,8 +353,9 @@ def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_texts(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
-    """One JSON file, its pictures as Base64, of rows that have the columns of their benchmark but
-    `id` and `image`.
+    """Write rows as the JSON file `name` into `folder`, which is returned.
+
+    Each row gets an `id`, and a picture as Base64 in `image`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [base64.b64encode(problem["png"]).decode() for problem in _draw_problems(len(rows))]
@@ -359,12 +381,19 @@ RowsOrFile = Sequence[dict[str, Any]] | Path  # rows of predictions, or their fi
 
 
 def write_jsonl_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write rows as JSON lines, and return the file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def score_arguments(folder: Path, rows: RowsOrFile, *words: str) -> list[str]:
-    """The command `score` for predictions."""
+    """Return the arguments with which a benchmark's command scores predictions.
+
+    Args:
+        folder: gets the scores as `s.json`, and the predictions if they are rows.
+        rows: the predictions, or their file.
+        words: further arguments.
+    """
     file = rows if isinstance(rows, Path) else write_jsonl_rows(folder / "p.jsonl", rows)
     return ["score", "--predictions", str(file), "--output", str(folder / "s.json"), *words]
 
@@ -372,14 +401,14 @@ def score_arguments(folder: Path, rows: RowsOrFile, *words: str) -> list[str]:
 def score_predictions(
     benchmark: Benchmark, folder: Path, rows: RowsOrFile, *words: str
 ) -> dict[str, Any]:
-    """Score rows with a benchmark's own command and read the file that it writes."""
+    """Return the scores of predictions, as the benchmark's command writes them."""
     assert main(benchmark, score_arguments(folder, rows, *words)) == 0
     result: dict[str, Any] = json.loads((folder / "s.json").read_text())
     return result
 
 
 def write_geometry3k(folder: Path, count: int = 6) -> Path:
-    """A prepared dataset with a test split."""
+    """Write a prepared data set with a test split into `folder`, which is returned."""
     write_split(generate(count, split="test", seed=3, size=PICTURE_SIZE), folder, "test")
     return folder
 
@@ -400,13 +429,14 @@ WRITER_BY_BENCHMARK: dict[str, Callable[[Path], Path]] = {
 
 
 def write_dynamath(folder: Path) -> Path:
-    """One problem in its ten variants."""
+    """Write one problem of DynaMath in its ten variants into `folder`, which is returned."""
     for number in range(1, 11):
         write_texts(folder, f"sample_variant{number}.json", [DYNAMATH_ROW])
     return folder
 
 
 def write_knights(folder: Path) -> Path:
+    """Write a prepared data set of knights-and-knaves puzzles into `folder`, which is returned."""
     from data_prep.cli import main as data_prep
 
     assert data_prep(["knights", "--output", str(folder), "--rows", "2", "--test-rows", "4"]) == 0

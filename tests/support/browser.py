@@ -1,6 +1,4 @@
-"""A page in a headless Chromium that a test clicks in: the machine's own Chromium, driven by
-Playwright.
-"""
+"""A headless Chromium in which a test opens a report page and clicks, driven by Playwright."""
 
 import os
 import shutil
@@ -46,9 +44,10 @@ def require_chromium() -> None:
 
 
 class Browser:
-    """One page at a time.
+    """A tab of Chromium, which shows one page at a time.
 
-    `errors` are the page's uncaught exceptions and console errors, `requests` what it loaded.
+    `errors` has the page's uncaught exceptions and console errors, `requests` the URLs it has asked
+    for. A `selector` is one of CSS.
     """
 
     def __init__(self, context: Any) -> None:
@@ -72,9 +71,10 @@ class Browser:
         assert self.js(_VALUES_WITHOUT_WORDS_SCRIPT) == [], "nobody has put these in words"
 
     def wait(self, condition: str) -> None:
-        """Wait until the expression is true.
+        """Wait until a JavaScript expression is true, at most 30 seconds.
 
-        It is asked from outside, since a strict page refuses to evaluate it by itself.
+        It is evaluated again and again from outside, since a page with a strict policy refuses to
+        evaluate it by itself.
         """
         for _ in range(600):
             if self.js(condition):
@@ -83,7 +83,7 @@ class Browser:
         raise AssertionError(f"never came true: {condition}; errors: {self.errors}")
 
     def wait_for_error(self, text: str) -> None:
-        """Wait until the page has logged an error with these words, which arrives a moment later."""
+        """Wait until `errors` has one with this text, at most 30 seconds."""
         for _ in range(600):
             if any(text in error for error in self.errors):
                 return
@@ -91,29 +91,30 @@ class Browser:
         raise AssertionError(f"no error with {text!r}: {self.errors}")
 
     def js(self, expression: str) -> Any:
-        """The value of an expression in the page."""
+        """Return the value of a JavaScript expression in the page."""
         return self.page.evaluate(expression)
 
     def texts(self, selector: str) -> list[str]:
-        """The texts of all such elements; a space that holds a line together counts as any."""
+        """Return the text of each element; non-breaking spaces become plain ones."""
         contents: list[str] = self.page.locator(selector).evaluate_all(
-            "found => found.map(node => node.textContent)"
+            "nodes => nodes.map(node => node.textContent)"
         )
         return [text.replace("\u00a0", " ") for text in contents]
 
     def text(self, selector: str) -> str:
+        """Return the text of the first element."""
         return self.texts(selector)[0]
 
     def click(self, selector: str) -> None:
-        """A mouse click in the middle of the first such element, as a person does it."""
+        """Click with the mouse in the middle of the first element."""
         self.page.locator(selector).first.click()
 
     def press(self, key: str) -> None:
-        """A key, on whatever has the focus."""
+        """Press a key in the element that has the focus."""
         self.page.keyboard.press(key)
 
     def put(self, selector: str, value: str) -> None:
-        """Set a field and tell the page, as typing or choosing does."""
+        """Set the value of a text field or a selection, with the events of typing or choosing."""
         field = self.page.locator(selector)
         if field.evaluate("node => node.tagName") == "SELECT":
             field.select_option(value)
@@ -121,6 +122,7 @@ class Browser:
             field.fill(value)
 
     def look(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+        """Set the size of the window, and whether the user prefers a dark page."""
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.emulate_media(color_scheme="dark" if dark else "light")
 
@@ -130,7 +132,10 @@ class Browser:
 
 @contextmanager
 def open_chromium(home: Path) -> Iterator[Browser]:
-    """A page of a Chromium whose profile and home are under `home`; it quits at the end."""
+    """Start a Chromium whose profile and home are under `home`, and yield its tab.
+
+    It has no network, and quits at the end of the block.
+    """
     from playwright.sync_api import sync_playwright
 
     assert CHROMIUM_PATH is not None, "no Chromium on this machine"
@@ -151,16 +156,17 @@ def open_chromium(home: Path) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """Return a tab of Chromium for the tests of a file; without Chromium they are skipped."""
     require_chromium()
     with open_chromium(tmp_path_factory.mktemp("chromium")) as started:
         yield started
 
 
 def assert_attack_runs_unescaped(attack: str, browser: Browser, folder: Path) -> None:
-    """Assert that the page's script runs where a text of the page could have one.
+    """Assert that `attack` runs its script in a page that does not escape it.
 
-    A page that neither escapes a script nor has a policy runs it. Without this a test in which
-    nothing runs would prove nothing.
+    The script changes the page's title to "owned". Without this, a test that sees no script run in
+    a report page would prove nothing.
     """
     unsafe = folder / "unsafe.html"
     unsafe.write_text(f"<!doctype html><title>fine</title><p>{attack}</p>")
@@ -169,7 +175,7 @@ def assert_attack_runs_unescaped(attack: str, browser: Browser, folder: Path) ->
 
 
 class TagsOfPage(HTMLParser):
-    """Every tag of a page with its attributes."""
+    """The tags of an HTML text: `tags` has names with attributes, ("img", {"src": "x"})."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A table of cases in one test, each a subtest with a folder of its own."""
+"""A fixture for tests that try a table of cases: each case is a subtest with an empty folder."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -6,22 +6,23 @@ from pathlib import Path
 
 import pytest
 
-# a subtest with a folder of its own, by its name
+# Takes the name of a case, and returns a context manager: a subtest, which yields its folder.
 CaseFolder = Callable[[object], AbstractContextManager[Path]]
 
 
 @pytest.fixture
 def case_folder(tmp_path: Path, subtests: pytest.Subtests) -> CaseFolder:
-    """Return a function with which a test tries all cases of a table: `with case(name) as folder`.
+    """Return a function that runs a case as a subtest: `with case_folder("csv") as folder: ...`.
 
-    Each case has an empty folder, and each that fails is listed by its name.
+    `folder` is a new empty folder for this case. A case that fails is listed by its name, and the
+    other cases run all the same.
     """
 
     @contextmanager
-    def begun(name: object) -> Iterator[Path]:
+    def run_subtest(name: object) -> Iterator[Path]:
         folder = tmp_path / f"case-{len(list(tmp_path.glob('case-*')))}"
         folder.mkdir()
         with subtests.test(f"{name!s:.80}"):
             yield folder
 
-    return begun
+    return run_subtest

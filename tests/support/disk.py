@@ -21,9 +21,10 @@ def limit_file_size(size: int) -> Iterator[None]:
 
 
 def folder_contents(folder: Path) -> dict[str, bytes | None]:
-    """List every path below `folder`, hidden ones too: a file's bytes, a link's target, or None.
+    """Return the content of every path below `folder`, hidden ones too, by its relative path.
 
-    Two of these are equal where nothing was written, removed or replaced in between.
+    The content is a file's bytes, a link's target, or None for a folder. Two results are equal
+    where nothing was written, removed or replaced in between.
     """
     contents: dict[str, bytes | None] = {}
     for path in folder.rglob("*"):
@@ -38,7 +39,7 @@ def folder_contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def file_contents(folder: Path) -> dict[str, bytes]:
-    """Read every file below `folder`, by its path there."""
+    """Return the bytes of every file below `folder`, by its relative path: {"a/b.txt": b"..."}."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")

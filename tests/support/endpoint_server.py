@@ -1,4 +1,4 @@
-"""A loopback server with the form of an OpenAI-compatible endpoint, which answers as a test wants."""
+"""A server on this machine that speaks OpenAI's API, with replies that a test chooses."""
 
 import json
 import threading
@@ -8,21 +8,27 @@ from typing import Any
 
 import pytest
 
-Reply = tuple[int, bytes]
+Reply = tuple[int, bytes]  # the HTTP status and the body
+# Takes a request's JSON and the number of the call, from 1; None: the server never replies.
 ReplyFunction = Callable[[dict[str, Any], int], Reply | None]
 
 
 def completion_reply(text: str, **fields: Any) -> Reply:
+    """Return the reply of a chat completion with this text.
+
+    `fields` are added to the choice and to the reply itself, such as `finish_reason="length"`.
+    """
     return 200, json.dumps(
         {"choices": [{"message": {"role": "assistant", "content": text}, **fields}], **fields}
     ).encode()
 
 
 class EndpointServer:
-    """A loopback endpoint that answers with `answer(request, number of the call)`; None: it never
-    does.
+    """An OpenAI-compatible endpoint on this machine, whose replies a `ReplyFunction` gives.
 
-    It lists `models`, the program by the name of the model that it serves, if there are any.
+    `url` is its address, and `requests` has the JSON of each request with its path and key.
+    `models` is what `/v1/models` lists: the owner of each model by its name, such as
+    {"judge": "vllm"}; while it is empty, that path is not there.
     """
 
     def __init__(self, answer: ReplyFunction) -> None:
@@ -82,7 +88,7 @@ class EndpointServer:
 
 @pytest.fixture
 def start_server() -> Iterator[Callable[[ReplyFunction], EndpointServer]]:
-    """Starts servers that end with the test."""
+    """Return a function that starts a server with a `ReplyFunction`; it ends with the test."""
     servers: list[EndpointServer] = []
 
     def start(answer: ReplyFunction) -> EndpointServer:

@@ -1,4 +1,4 @@
-"""What a vLLM engine says that ends, told by its places in the engine."""
+"""Why a vLLM engine has ended, read from the functions in its traceback."""
 
 import re
 
@@ -14,5 +14,8 @@ _FEATURES = re.compile(
 
 
 def lost_image_features(output: str) -> bool:
-    """Tell whether an engine ended over its cache of image features, in whatever words."""
+    """Tell from a process's output whether its engine ended because an image's features were lost.
+
+    The words of the error change with vLLM's version, so the functions of the traceback decide.
+    """
     return _FEATURES.search(re.sub(r"^\[rank\d+\]: ?", "", output, flags=re.MULTILINE)) is not None

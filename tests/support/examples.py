@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
 def example_entry(name: str) -> str:
-    """Return `ngrpo.py:Ngrpo` as a key of a run says it, wherever the run starts."""
+    """Return "ngrpo.py:Ngrpo" with the full path of the file, as a key of the config names it."""
     return str(EXAMPLES / name)
 
 
@@ -31,10 +31,14 @@ def started_extension(
     keys: Mapping[str, Any] | None = None,
     **options: object,
 ) -> Any:
-    """Return an extension of docs/examples as a trainer starts it.
+    """Return an extension of docs/examples, started as a trainer does it.
 
-    `log` gets its figures, `images` are the run's images (by default without a processor), `keys`
-    are attributes of the context, and `options` are the extension's own.
+    Args:
+        name: the file and the class, such as "visual_tokens.py:VisualTokens".
+        log: gets the metrics that the extension logs.
+        images: the run's images; by default they have no processor.
+        keys: keyword arguments of `step_context`.
+        options: the options of the extension.
     """
     extension = load_example(name)(**options)
     run_images = images or SimpleNamespace(image_processor=None)
@@ -43,12 +47,12 @@ def started_extension(
 
 
 def generation_of_step(step: int) -> Generation:
-    """Return the generation of groups of four that is sampled at an optimizer step."""
+    """Return the `Generation` sampled at an optimizer step, with four rollouts in a group."""
     return Generation(key=StepKey(mode="train", step=step, micro=0), group_size=4)
 
 
 def load_module(file: Path) -> Any:
-    """Return a file that belongs to no package, as a module."""
+    """Import a file that belongs to no package, and return its module."""
     spec = spec_from_file_location(f"_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Facts of rollouts, for tests of what follows from them."""
+"""`RolloutFacts`: what is known of each rollout after scoring, such as rewards and lengths."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +10,10 @@ from adora_vl.training.rollout_facts import RolloutFacts
 
 
 def rollout_facts(rewards_NF: Tensor, **columns: Any) -> RolloutFacts:
-    """Return facts of rollouts with these rewards.
+    """Return the facts of N rollouts with these rewards by F functions, (N, F).
 
-    `columns`: further facts. What is not among them is 0, false or, as NaN, unknown.
+    `columns`: other fields of `RolloutFacts`, with a value for each rollout. Those that are left
+    out are 0, false or, where unknown is possible, NaN.
     """
     zeros_N = torch.zeros(len(rewards_NF))
     fields: dict[str, Any] = {
@@ -40,14 +41,16 @@ def facts_without_unrewarded(
     weights: Sequence[float] | None = None,
     **columns: Any,
 ) -> RolloutFacts:
-    """Return facts of rollouts, of which those that lack a reward have left their groups.
+    """Return the facts of rollouts after those without a reward have left their groups.
 
-    The reward functions are `accuracy` and `judge`.
+    A rollout that has left is no part of its group's mean and deviation: its `counted_rewards_NF`
+    are NaN. The reward functions are called `accuracy` and `judge`.
 
     Args:
         rewards_NF: the rewards of each function; NaN where it gave none.
         generations: rollouts of a group.
-        failed: the reason of each failed call, by the numbers of the rollout and of the function.
+        failed: the reason of each failed call, by the numbers of the rollout and of the function:
+            {(2, 1): "HTTP 503"} says that the judge's call for the third rollout failed.
         weights: the weights of the functions, by default 1.
         columns: further facts.
     """

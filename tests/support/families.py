@@ -1,4 +1,4 @@
-"""Models of every known family, with few layers and without weights."""
+"""Models of every known family (`model_type`), with few layers and without weights."""
 
 from typing import Any
 

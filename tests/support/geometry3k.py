@@ -30,8 +30,14 @@ GOOD_PROBLEM = {
 def write_problem_folder(
     root: Path, split: str = "train", number: int = 7, image: bytes | None = None, **changed: Any
 ) -> Path:
-    """One problem in the authors' layout, with a drawing of its own; a key with the value None is
-    left out.
+    """Write one problem in the authors' layout, and return its folder.
+
+    Args:
+        root: the folder of the data set.
+        split: the folder in it.
+        number: the problem's number, which also draws its picture.
+        image: the bytes of the picture, if it is to be another one.
+        changed: fields of `data.json` that differ; one whose value is None is left out.
     """
     folder = root / split / str(number)
     folder.mkdir(parents=True)
@@ -47,6 +53,7 @@ def write_hub_table(
     split: str = "train",
     features: Features = HUB_FEATURES,
 ) -> None:
+    """Write rows as a split of the hub's data set `hiyouga/geometry3k`, a Parquet file."""
     folder.mkdir(parents=True, exist_ok=True)
     Dataset.from_list(rows, features=features).to_parquet(
         folder / f"{split}-00000-of-00001.parquet"
@@ -54,6 +61,14 @@ def write_hub_table(
 
 
 def run_prepare_geometry3k(source: str, location: Path | str, output: Path, *options: str) -> int:
+    """Run the command `data_prep geometry3k`, and return its exit code: 0, or 2 for a refusal.
+
+    Args:
+        source: the layout: "intergps" (the authors'), "hub", or "parquet".
+        location: the folder or file.
+        output: the prepared folder.
+        options: further options of the command.
+    """
     return main(
         [
             "geometry3k",
@@ -69,12 +84,20 @@ def run_prepare_geometry3k(source: str, location: Path | str, output: Path, *opt
 
 
 def read_quarantined_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows that were left out of a prepared folder, each with its id and the reason."""
     return [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
 
 
 def stderr_of_refusal(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The error, after checking that it is one line (more where rows were refused), that the exit
-    code is 2, and that there is no output.
+    """Check that a command has refused its input, and return what it printed on stderr.
+
+    That is: its exit code is 2, it printed lines that begin with "error: " (one, unless rows were
+    refused), and it left no output.
+
+    Args:
+        code: the exit code.
+        output: the folder that the command was to write.
+        capsys: pytest's fixture, which has captured stderr.
     """
     error = capsys.readouterr().err
     assert code == 2
@@ -87,11 +110,13 @@ def stderr_of_refusal(code: int, output: Path, capsys: pytest.CaptureFixture[str
 
 
 def read_only_row(output: Path, split: str = "train") -> Row:
+    """Return the one row of a prepared folder's split."""
     (row,) = stored_rows(output, split)
     return row
 
 
 def open_stored_image(row: Row) -> Image.Image:
+    """Return the first image of a prepared row."""
     return Image.open(io.BytesIO(row["images"][0]["bytes"]))
 
 

@@ -48,6 +48,7 @@ def _run_python(words: list[str], environment: dict[str, str], outputs: list[str
 def _run_in_fork(
     words: list[str], environment: dict[str, str], timeout: int
 ) -> subprocess.CompletedProcess[str]:
+    """Run `python words...` in a fork of a process that has imported our libraries."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
         for file in files:
@@ -75,7 +76,14 @@ def run_command(
     check: bool = True,
     environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in the repository; on failure the end of its output is the assertion's message."""
+    """Run a command in the repository's folder, and return the completed process with its output.
+
+    Args:
+        command: the program and its arguments.
+        timeout: seconds after which the command is killed and the test fails.
+        check: whether another exit code than 0 fails the test, with the end of the output.
+        environment: variables that are added to this process's.
+    """
     # so that a script finds `tests`
     ours = {
         "TOKENIZERS_PARALLELISM": "false",
@@ -104,10 +112,16 @@ def run_command(
 def accelerate_launch(
     config: str, *arguments: str, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch` with one of the shipped accelerate configs; `options` are those of `run`.
+    """Run `accelerate launch` with a config of `configs/accelerate`; return the process that ended.
 
-    One process needs no launcher, unless it has words of its own (`--num_processes`). That one is
-    not forked: a run reads from its command line how it was started.
+    With "cpu", one process, Python runs without the launcher, unless there are options for it such
+    as `--num_processes`. That launcher is not forked: a run reads from its command line how it was
+    started.
+
+    Args:
+        config: the name of the accelerate config, such as "cpu_zero3".
+        arguments: the script, or `-m` and a module, and its arguments.
+        options: keyword arguments of `run_command`.
     """
     if config == "cpu" and not arguments[0].startswith("--"):
         return run_command([sys.executable, *arguments], **options)
@@ -123,7 +137,10 @@ def accelerate_launch(
 
 
 def pids_marked_with(mark: str) -> list[int]:
-    """The processes that inherited `mark` in their environment; none that have ended."""
+    """Return the ids of running processes that have the text `mark` in their environment.
+
+    A test starts a command with a random mark in a variable, which all its children inherit.
+    """
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -133,7 +150,10 @@ def pids_marked_with(mark: str) -> list[int]:
 
 
 def command_lines_marked_with(mark: str) -> list[str]:
-    """The command lines of the processes that inherited `mark`; they may take a moment to end."""
+    """Return the command lines of running processes that have `mark` in their environment.
+
+    They get 10 seconds to end.
+    """
     for _ in range(50):
         command_lines = []
         for pid in pids_marked_with(mark):

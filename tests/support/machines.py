@@ -1,6 +1,8 @@
-"""Two machines on this one: network namespaces with a cable between them where they may be made,
-else two names for this machine. They have names, disks and processes of their own, and are reached
-by `ssh`, which is a stand-in.
+"""Two machines for tests of `setup/ssh/train.sh`, played on this one.
+
+Where network namespaces may be made, each machine is one, with a cable between them; else both are
+names of this machine. They have names, disks and processes of their own, and are reached by `ssh`,
+which is a script of ours.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ exec setsid -w ip netns exec "$1" unshare --uts --mount bash -c '
 
 
 def _run_ip(*words: str) -> bool:
+    """Run the command `ip`, and tell whether it succeeded."""
     return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
 
 
 def namespaces() -> set[str]:
-    """The names of this machine's network namespaces."""
+    """Return the names of this machine's network namespaces."""
     listed = subprocess.run(
         ["ip", "netns", "list"], capture_output=True, text=True, check=False
     ).stdout
@@ -73,6 +76,7 @@ class TwoMachines:
         self.apart = os.geteuid() == 0 and shutil.which("ip") is not None and self._connected()
 
     def _connected(self) -> bool:
+        """Make two namespaces with a cable between them, and tell whether that succeeded."""
         first, second = self.hosts
         _remove_orphans()
         done = all(_run_ip("netns", "add", host) for host in self.hosts)
@@ -116,7 +120,13 @@ class TwoMachines:
     def running(
         self, config: str, output_dir: Path, words: list[str]
     ) -> Iterator[subprocess.Popen[str]]:
-        """`setup/ssh/train.sh` with one process a machine; `config` is an accelerate config."""
+        """Run `setup/ssh/train.sh` with a process on each machine inside the block.
+
+        Args:
+            config: the file of an accelerate config.
+            output_dir: the run folder.
+            words: further arguments of the training command.
+        """
         with socket.socket() as probe:  # free here, so most likely there
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -175,7 +185,7 @@ class TwoMachines:
 
     @staticmethod
     def kill(mark: str) -> None:
-        """SIGKILL for every process that has this mark in its environment."""
+        """Send SIGKILL to every process that has the text `mark` in its environment."""
         for pid in pids_marked_with(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,5 +1,7 @@
-"""Package indexes of empty wheels on loopback: one server is the proxy of pip's configuration and
-plays every host.
+"""Package indexes for pip on this machine, with wheels that are empty.
+
+One server is the proxy in pip's configuration, so it gets the requests for every host, and answers
+as each of the indexes.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ class Wheel:
 
     @property
     def project(self) -> str:
+        """The normalised name of the wheel's project."""
         return normalise_project_name(self.name.split("-")[0])
 
 
 def normalise_project_name(project: str) -> str:
+    """Return a project's name as an index writes it (PEP 503): "A_b.C" is "a-b-c"."""
     return re.sub(r"[-_.]+", "-", project).lower()
 
 
 def _zip_files(files: Mapping[str, bytes]) -> bytes:
+    """Return a zip archive with these files, by path."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as opened:
         for path, content in files.items():
@@ -49,7 +54,15 @@ def empty_wheel(
     requires: Sequence[str] = (),
     modules: Mapping[str, str] | None = None,
 ) -> Wheel:
-    """A wheel that pip installs, with nothing in it but `modules` (name and source)."""
+    """Return a wheel that pip can install.
+
+    Args:
+        project: the name of the project.
+        version: its version.
+        tag: the platforms on which pip takes it.
+        requires: what it requires, such as "torch>=2".
+        modules: the source of each module in it, by name; by default it has none.
+    """
     name = re.sub(r"[-_.]+", "_", project)
     info = f"{name}-{version}.dist-info"
     needs = "".join(f"Requires-Dist: {need}\n" for need in requires)
@@ -69,7 +82,7 @@ def empty_wheel(
 
 
 def repack_installed_wheel(project: str) -> Wheel:
-    """The wheel of a pure Python package as it is installed here."""
+    """Return a wheel made of the files of a pure Python package that is installed here."""
     installed = distribution(project)
     files = {
         str(path): path.read_binary()
@@ -83,8 +96,9 @@ def repack_installed_wheel(project: str) -> Wheel:
 
 @dataclass
 class PackageIndexes:
-    """`hosts` maps a host to its wheels. pip asks for `http://HOST/simple` through the proxy at
-    `port`.
+    """Indexes of several hosts behind one proxy, which listens on `port` inside a `with` block.
+
+    `hosts` has the wheels of each host. pip asks for `http://HOST/simple` through the proxy.
     """
 
     hosts: dict[str, list[Wheel]]
@@ -114,6 +128,7 @@ class PackageIndexes:
         self._server.server_close()
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        """Answer with a wheel, with the links to a project's wheels, or with an error."""
         url = urlsplit(request.path)
         host = url.hostname or ""
         path = unquote(url.path)
@@ -147,12 +162,12 @@ class PackageIndexes:
             request.wfile.write(contents[0])
 
     def wheels_taken(self, host: str) -> set[str]:
-        """The projects of which a wheel was downloaded from `host`."""
+        """Return the projects of which a wheel was downloaded from `host`."""
         files = [path for at, path in self.requests if at == host and "/files/" in path]
         return {Wheel(path.rpartition("/")[2], b"").project for path in files}
 
     def projects_asked(self, host: str) -> set[str]:
-        """The projects whose list of files was read at `host`."""
+        """Return the projects whose list of wheels was read at `host`."""
         return {
             path.strip("/").rpartition("/")[2]
             for at, path in self.requests

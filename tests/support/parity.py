@@ -1,5 +1,7 @@
-"""What parity runs have in common, and look at: the gradients of each step, and, since an engine is
-there anyway, the doctor's table, answers of both engines of the evaluators, and a LoRA adapter.
+"""What the parity runs share: keys, data, a recorder of gradients, and inspections of a trainer.
+
+An inspection looks at a trainer that has an engine: the doctor's table, the answers of both engines
+of the evaluators, or a LoRA adapter. It is called with the trainer and rows, and returns JSON.
 """
 
 from __future__ import annotations
@@ -57,14 +59,15 @@ KEYS_WITH_ENGINE: dict[str, Any] = {
 
 
 def training_data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:
-    """Build a data set of rows with the prompts of a training."""
+    """Return a data set of these rows with the column `prompt`, as a training reads it."""
     prompts = [conversation(row["problem"], system_prompt) for row in rows]
     return Dataset.from_list(list(rows), features=schema()).add_column("prompt", prompts)
 
 
 class GradientRecorder(TrainerCallback):
-    """Copies every gradient before each optimizer step; a sharded model's are not there to be
-    copied.
+    """A callback that copies all gradients before each optimizer step.
+
+    `steps` has for each step the gradients by parameter name. A model sharded by ZeRO-3 has none.
     """
 
     def __init__(self) -> None:
@@ -77,16 +80,16 @@ class GradientRecorder(TrainerCallback):
 
 
 def examination_of(trainer: AdoraGRPOTrainer, rows: Rows) -> Examination:
-    """The doctor's examination of a trainer on some rows."""
+    """Return the object with which the doctor compares a trainer with its engine on some rows."""
     pair = trainer.parts.engine_pair
     return Examination(pair, pair.read_prompts(rows), models=trainer.models_by_role())
 
 
 def examine_with_doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
-    """The lines of the doctor's table that need an engine.
+    """Return the checks of the doctor's table that need an engine, as JSON.
 
-    It looks closer at the first rows, so here the second one comes first: of mixed rows that is one
-    without images.
+    Some checks look at the first row alone. So the first row is moved to the end: of mixed rows the
+    second has no images.
     """
     merge = trainer.processing_class.image_processor.merge_size
     examination = examination_of(trainer, [*rows[1:], *rows[:1]])
@@ -94,8 +97,10 @@ def examine_with_doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
 
 
 def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
-    """Greedy answers of the trainer's own vLLM, and of Transformers to the saved model, with the
-    same tools.
+    """Return the greedy answers to all rows by the trainer's vLLM, and by Transformers.
+
+    Transformers answers with the saved model and the same tools. By "vllm" and "transformers", the
+    fields of each reply.
     """
     folder = f"{trainer.args.output_dir}/saved"
     trainer.save_model(folder)
@@ -123,9 +128,11 @@ def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
 
 
 def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
-    """Measure how far an adapter moves the policy, and how far the engine is from it then.
+    """Give the policy a LoRA adapter with random weights, sync it to the engine, and measure drift.
 
-    Both are in nats, and the adapter is in all parts of the model. The trainer keeps it.
+    Returns, in nats per token: "moved", the mean change of the policy's log-probabilities by the
+    adapter, and "gap", the largest difference of engine and policy after the sync. The trainer
+    keeps the adapter, which is in all parts of the model.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -150,15 +157,16 @@ def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
 
 
 class DrawnPictureTools:
-    """Tools that answer most turns, whatever they say: with a picture of a drawn size, two, or a
-    text alone.
+    """A toolbox that answers most turns, whatever they say, with a text and up to two pictures.
+
+    Answers and the sizes of pictures are drawn by the seed of a call, which `seeds` records.
     """
 
     view = None  # no call refers to points of a picture
 
     @classmethod
     def of_process(cls) -> None:
-        """Give such tools to every trainer of this process."""
+        """Give these tools to every trainer of this process, until it ends."""
         mock.patch.object(turns, "CALL_TAG", "").start()
         cls().in_trainers().__enter__()
 
@@ -166,7 +174,7 @@ class DrawnPictureTools:
         self.seeds: list[str] = []
 
     def in_trainers(self) -> AbstractContextManager[object]:
-        """Return the patch with which trainers have these tools, whatever their config says."""
+        """Return a context manager in which every new trainer has these tools."""
         from adora_vl.parts import StepParts
 
         def build_with_tools(
@@ -187,6 +195,7 @@ class DrawnPictureTools:
         is_last: bool,
         environment: Any,
     ) -> Any:
+        """Return the answer to a turn, or None: then the rollout has ended."""
         draw = random.Random(seed)
         self.seeds.append(seed)
         if draw.random() < 0.3:
@@ -209,7 +218,7 @@ class DrawnPictureTools:
         return SimpleNamespace(parts=(*parts, "\n</tool_response>"), calls=(call,))
 
 
-# Of runs with such tools
+# The keys of runs with `DrawnPictureTools`.
 KEYS_FOR_DRAWN_TOOLS: dict[str, Any] = {
     "max_completion_length": 256,
     "max_tool_calling_iterations": 2,
@@ -228,6 +237,17 @@ PARITY_RUN_COMMAND = ("-m", "tests.parity.parity_run")
 def run_parity(
     tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED_FOLDER
 ) -> dict[str, Any]:
+    """Run `tests/parity/parity_run.py`, and return the JSON that it writes.
+
+    "returncode" and "stderr" of the process are added.
+
+    Args:
+        tmp_path: gets the file.
+        config: the accelerate config.
+        words: options of the script.
+        check: whether an exit code other than 0 fails the test.
+        model: the model that is trained.
+    """
     output = tmp_path / "result.json"
     done = accelerate_launch(
         config,

@@ -1,4 +1,4 @@
-"""Recorded runs by hand, and their pages."""
+"""Folders of runs with a record of their rollouts, written without a training, and report pages."""
 
 import json
 from collections.abc import Mapping
@@ -45,7 +45,19 @@ def write_recorded_run(
     settings: Mapping[str, object] = ADORA_SETTINGS,
     **texts: object,
 ) -> Path:
-    """A run whose step s, group g has g right rollouts of length 10 s; group 1 is attenuated."""
+    """Write the record and metrics of a run into `folder`, which is returned.
+
+    In every step the group number g has g right rollouts; in step s each has 10 * s tokens. Group 1
+    has the weight 0.1 of ADORA's attenuation, the others 1.
+
+    Args:
+        folder: the run folder.
+        steps: the number of optimizer steps.
+        groups: groups of a step.
+        rollouts: rollouts of a group.
+        settings: the settings of the method, as the record has them.
+        texts: columns that every rollout has in place of its own, such as `completion="..."`.
+    """
     record = Record(folder, 1, settings)
     record.start(0)
     picture = Image.new("RGB", (60, 40), "white")
@@ -92,12 +104,16 @@ def write_recorded_run(
 
 
 def write_report_page(output: Path, *runs: Path, words: tuple[str, ...] = ()) -> Path:
+    """Write the page of these runs with the report's command, and return `output`.
+
+    `words`: further arguments of the command.
+    """
     assert main([*map(str, runs), "--output", str(output), *words]) == 0
     return output
 
 
 def write_attacked_page(folder: Path) -> Path:
-    """A page of a run that attacks in every text that it has."""
+    """Write the page of a run in which every text is HTML that tries to run a script; return it."""
     texts: Any = dict.fromkeys(
         ("id", "problem", "answer", "completion", "verdict", "extracted", "reason"), ATTACKING_HTML
     )

@@ -1,4 +1,4 @@
-"""Small batches for the tests of the methods."""
+"""Small `Groups` for the tests of methods, which make advantages from the rewards of groups."""
 
 import math
 from collections.abc import Iterator
@@ -19,16 +19,20 @@ from adora_vl.advantage import (
 
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
-    """New tensors are float64, so that no bound of rounding depends on the processor."""
+    """Make float64 the default dtype, so that no bound of rounding depends on the processor."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
 
 def groups_of_rewards(rewards, lengths=None, surprisal=None, **facts) -> Groups:
-    """Return groups with these rewards, a list for each group.
+    """Return the `Groups` with these rewards, a list for each group.
 
-    Rollouts have 10 tokens each unless `lengths` says more; those of 100 tokens or more are truncated.
+    Args:
+        rewards: the rewards of each group's rollouts, [[1.0, 0.0], [0.1, 0.0]].
+        lengths: their tokens, by default 10 each. Rollouts of 100 tokens or more are truncated.
+        surprisal: their mean surprisal, by default a tenth of the length.
+        facts: other fields of `Groups`.
     """
     rewards = torch.tensor(rewards)
     lengths = torch.tensor(lengths) if lengths is not None else torch.full(rewards.shape, 10)
@@ -43,7 +47,16 @@ def groups_of_rewards(rewards, lengths=None, surprisal=None, **facts) -> Groups:
 
 
 def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
-    """Draw groups of `generations` rollouts, of which the first two groups have no signal."""
+    """Return `Groups` with random rewards of 0, 0.1 and 1, lengths and surprisal.
+
+    The first two groups have equal rewards, so they have no signal.
+
+    Args:
+        prompts: the number of groups.
+        generations: rollouts of a group.
+        seed: draws the values.
+        step: the optimizer step that they count as.
+    """
     generator = torch.Generator().manual_seed(seed)
     rewards = torch.tensor([0.0, 0.1, 1.0])[
         torch.randint(0, 3, (prompts, generations), generator=generator)
@@ -62,7 +75,14 @@ def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
 
 
 def method_advantages(name, groups, options=None, scale="group"):
-    """Return the final advantages of a method, which starts from GRPO's as in the trainer."""
+    """Return the advantages, (P, G), that a method makes from those of GRPO, as in the trainer.
+
+    Args:
+        name: the method, a key of `METHODS` or any name of one's own.
+        groups: the groups.
+        options: the object of the method; by default one with its default options.
+        scale: GRPO's `scale_rewards`.
+    """
     method = AdvantagePipeline({name: METHODS[name]() if options is None else options}, scale=scale)
     return method.compute_advantages(groups, group_advantages(groups.rewards_PG, scale=scale))
 
@@ -70,7 +90,7 @@ def method_advantages(name, groups, options=None, scale="group"):
 def adora_weights(
     rewards, lengths, *, truncated_at: float = math.inf, correct_above: float = 0.5, **options: Any
 ) -> torch.Tensor:
-    """Return ADORA's weight of each group.
+    """Return ADORA's weight of each group, (P,): 1 is GRPO's.
 
     Args:
         rewards: the rewards of each group.

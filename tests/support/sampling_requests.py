@@ -1,4 +1,4 @@
-"""Requests for the rollouts of a rank, for tests of what samples."""
+"""What a rank asks its engine for, in tests of engines and servers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +18,8 @@ def sampling_requests(
 ) -> list[SamplingRequest]:
     """Return a request for each row of a rank.
 
-    Rows are numbered over all ranks, and divided into groups by their numbers: with four generations,
-    for example, row 6 is the third member of group 1.
+    Rows are numbered over all ranks, and divided into groups by their numbers: with four
+    generations, for example, row 6 is the third member of group 1.
 
     Args:
         ids: the token ids of each row's prompt.
@@ -29,13 +29,13 @@ def sampling_requests(
         grouped: whether the rows of a group may become one request of vLLM.
         limit: the most tokens of each rollout.
     """
-    asks = []
+    requests = []
     for number, (prompt_ids, prompt_images) in enumerate(
         zip(ids, images or [None] * len(ids), strict=True), first
     ):
         group, member = divmod(number, generations)
         seed = rollout_seed(3, "train/0", group, member)
-        asks.append(
+        requests.append(
             SamplingRequest(
                 prompt_ids=prompt_ids,
                 images=list(prompt_images or ()),
@@ -44,4 +44,4 @@ def sampling_requests(
                 max_tokens=limit,
             )
         )
-    return asks
+    return requests

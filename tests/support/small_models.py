@@ -43,7 +43,7 @@ ROPE_PARAMETERS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section
 
 
 class Rotary(nn.Module):
-    """The model's own rotary embedding without its rounding to float32."""
+    """A rotary embedding with the frequencies of the model's own, computed in float64."""
 
     def __init__(self, rotary: Any) -> None:
         super().__init__()
@@ -58,7 +58,11 @@ class Rotary(nn.Module):
 
 
 def compute_in_float64(model: Any) -> Any:
-    """Compute in float64 also where Transformers uses float32 whatever the model's dtype is."""
+    """Convert a model to float64, and return it.
+
+    Its norms and rotary embedding are replaced, since Transformers computes them in float32
+    whatever the model's dtype is.
+    """
     model = model.double().train()
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -74,7 +78,12 @@ def compute_in_float64(model: Any) -> Any:
 
 
 def small_model(kind: str, attention: str = "sdpa") -> Any:
-    """Return a small model of a family, by its `model_type`, with an implementation of attention."""
+    """Return a model of a family with two layers and random weights, in float64.
+
+    Args:
+        kind: the `model_type` of the family, such as "qwen2_5_vl".
+        attention: the implementation of attention, such as "sdpa".
+    """
     torch.manual_seed(0)
     if kind == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG))

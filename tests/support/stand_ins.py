@@ -1,7 +1,7 @@
-"""Stand-ins for what a part of a run is given by the rest of it, one builder for each kind.
+"""A config, a trainer state and an Accelerator, for tests of a part of a run alone.
 
-The class of a run itself is built wherever that takes no time, since a stand-in of one's own goes
-on passing after the real class has changed. Only several processes are played.
+Config and state are of the real classes, since a fake would go on passing after the real class has
+changed. The Accelerator is a fake, since it plays several processes.
 """
 
 import copy
@@ -23,9 +23,9 @@ def _defaults() -> AdoraGRPOConfig:
 
 
 def training_config(**keys: Any) -> AdoraGRPOConfig:
-    """Build the config of a run on a CPU with the values of `keys`, the rest at their defaults.
+    """Return the config of a run on a CPU: the defaults, and the values of `keys`.
 
-    The values are set as they are: what the checks of a start would do with them is left out.
+    The values are set as they are, without the checks and conversions of the constructor.
     """
     config = copy.copy(_defaults())
     for name, value in keys.items():
@@ -35,7 +35,10 @@ def training_config(**keys: Any) -> AdoraGRPOConfig:
 
 
 def trainer_state(step: int = 0, *, last: int = 10, is_first_rank: bool = True) -> TrainerState:
-    """Build the state of a trainer after `step` of `last` optimizer steps."""
+    """Return the `TrainerState` after `step` of `last` optimizer steps.
+
+    `is_first_rank`: whether this process is the one that writes logs.
+    """
     return TrainerState(global_step=step, max_steps=last, is_world_process_zero=is_first_rank)
 
 
@@ -45,10 +48,10 @@ def _alone(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FakeAccelerator:
-    """The Accelerator of one process among several, of which the others are played.
+    """A fake Accelerator of one process among `num_processes`; the other processes do not exist.
 
-    `gather` returns the tensors of all processes from this one's; without it there is this one's
-    alone. Waiting takes no time.
+    A test passes `gather`: it gets this process's tensor, and returns what a gather over all
+    processes would. By default that is the tensor itself. `wait_for_everyone` returns at once.
     """
 
     process_index: int = 0

@@ -1,4 +1,8 @@
-"""Our trainer's loss over a policy that is a table of logits in float64: no model, no engine."""
+"""A trainer whose policy is a table of logits in float64, for exact tests of the loss.
+
+There is no model and no engine: the policy's log-probabilities of a rollout are read from the
+table.
+"""
 
 from collections import defaultdict
 from copy import deepcopy
@@ -24,7 +28,10 @@ TABLE_VOCABULARY = 7
 
 
 class LogitsTable(nn.Module):
-    """A policy whose logits are its parameters: one distribution for each token of each row."""
+    """A policy that is a table of logits: a distribution over 7 tokens for each token of each row.
+
+    The logits, (rows, tokens, 7), are its only parameter, and do not depend on the prompt.
+    """
 
     is_gradient_checkpointing = False
 
@@ -34,8 +41,8 @@ class LogitsTable(nn.Module):
         Args:
             rows: the number of rollouts, numbered from 0.
             tokens: the most tokens of a rollout.
-            shared: multiplies the sum of all rows' logits, which is added to the logits of each row.
-                Above 0 learning from one row changes all others.
+            shared: multiplies the sum of all rows' logits, which is added to the logits of each
+                row. Above 0 learning from one row changes all others.
         """
         super().__init__()
         self.shared = shared
@@ -59,7 +66,7 @@ class LogitsTable(nn.Module):
 
 
 class TableTrainer(AdoraGRPOTrainer):
-    """Our trainer with its loss alone. A prompt is one token, the number of its row in the table."""
+    """Our trainer, whose model is a `LogitsTable`. A prompt is one token, the number of its row."""
 
     def _get_per_token_logps_and_entropies(
         self, model: LogitsTable, ids_BS: Tensor, *rest: Any, **_: object
@@ -84,7 +91,7 @@ class TableTrainer(AdoraGRPOTrainer):
 
 
 class SingleProcessAccelerator:
-    """An accelerator of one process."""
+    """A fake Accelerator of one process: gathering returns the tensor itself."""
 
     num_processes = 1
     process_index = 0
@@ -104,7 +111,7 @@ class SingleProcessAccelerator:
 
 
 class FakeRecord:
-    """A stand-in for the record of rollouts, which keeps the numbers of those that it gets."""
+    """A fake of the record of rollouts, which keeps the numbers of the rollouts that it gets."""
 
     def __init__(self) -> None:
         self.measured_rows: list[int] = []  # the rollouts that were compared with the engine
@@ -114,10 +121,10 @@ class FakeRecord:
 
 
 def table_trainer(policy: LogitsTable, **keys: object) -> Any:
-    """Return a trainer of this policy that has what `_compute_loss` needs, and nothing else.
+    """Return a trainer of a `LogitsTable` with the attributes that `_compute_loss` needs.
 
-    With a KL term the reference is the policy as it is now. The trainer's `logged_metrics` has all
-    values that were logged under each name.
+    With a KL term the reference is a copy of the policy as it is now. The trainer's
+    `logged_metrics` has the list of values that were logged under each name.
 
     `keys`: the keys of the config that differ from their defaults.
     """

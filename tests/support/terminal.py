@@ -25,8 +25,9 @@ ACCELERATE_LAUNCH = [str(Path(sys.executable).parent / "accelerate"), "launch", 
 
 
 class RunningCommand:
-    """A command under `accelerate launch` with all its processes and what they say; none is left
-    after the block.
+    """A training under `accelerate launch` in a terminal, for tests that stop it.
+
+    `output` is what all its processes have printed so far. After the `with` block none is left.
     """
 
     def __init__(self, config: str, output_dir: Path, words: list[str]) -> None:
@@ -70,7 +71,7 @@ class RunningCommand:
 
     @property
     def output(self) -> str:
-        """Everything so far, of all processes."""
+        """What all processes have printed so far."""
         while self._ours is not None and select.select([self._ours], [], [], 0)[0]:
             try:
                 self._read += os.read(self._ours, 1 << 16)
@@ -79,7 +80,11 @@ class RunningCommand:
         return self._read.decode(errors="replace")
 
     def wait_until(self, happened: Callable[[], bool], event: str) -> None:
-        """Wait for something that can be seen, reading what is said meanwhile."""
+        """Wait until `happened()` is true.
+
+        The output is read meanwhile, since a process whose terminal is full would block. `event`:
+        what is waited for, for the message; "end" if the command may end before.
+        """
         end = time.monotonic() + _DEADLINE_S
         while not happened():
             assert time.monotonic() < end, (
@@ -92,12 +97,14 @@ class RunningCommand:
             _ = self.output
 
     def wait_for_step(self, step: int) -> None:
+        """Wait until the metrics of an optimizer step are written."""
         file = self.output_dir / METRICS_FILE
         self.wait_until(
             lambda: any(line["step"] >= step for line in read_metrics(file)), f"step {step}"
         )
 
     def wait_for_words(self, words: str, times: int) -> None:
+        """Wait until the output has a text so many times."""
         self.wait_until(lambda: self.output.count(words) >= times, words)
 
     def wait_for_the_end(self) -> int:
@@ -114,6 +121,7 @@ class RunningCommand:
                 os.kill(pid, number)
 
     def press_ctrl_c(self) -> None:
+        """Press Ctrl-C in the terminal, which sends SIGINT to all its processes."""
         assert self._ours is not None
         os.write(self._ours, b"\x03")
 

@@ -1,7 +1,4 @@
-"""A run of the real training command that takes seconds.
-
-It trains the tiny model for four steps, without an engine.
-"""
+"""Runs of the real training command that take seconds: the tiny model, four steps, no engine."""
 
 import contextlib
 import io
@@ -33,7 +30,7 @@ TINY_RUN_KEYS = {
 
 
 def tiny_run_arguments(output_dir: object, **changed: object) -> list[str]:
-    """Return the words of the command: `--key`, value, and so on.
+    """Return the command-line arguments of a tiny run: ["--max_steps", "4", ...].
 
     `changed`: keys that are added, or have another value.
     """
@@ -43,7 +40,10 @@ def tiny_run_arguments(output_dir: object, **changed: object) -> list[str]:
 
 
 def train_tiny_run(folder: Path, **changed: object) -> Path:
-    """Run the command in this process, and return its `output_dir`."""
+    """Train a tiny run in this process, which has to succeed, and return its `output_dir`.
+
+    `changed`: keys of the run that are added, or have another value.
+    """
     assert main(tiny_run_arguments(folder, **changed)) == 0
     return folder
 
@@ -62,6 +62,8 @@ def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class ResumedRun:
+    """A run that was resumed: its folder, and what the resumed command printed."""
+
     folder: Path
     printed: str
 
@@ -80,6 +82,6 @@ def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Re
 
 
 def read_training_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log that are of training steps."""
+    """Return the entries of `log_history` that are of training steps, from `trainer_state.json`."""
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry for entry in entries if "reward" in entry]

@@ -1,4 +1,4 @@
-"""A stranger's data set, the same three problems in each of the formats that are read."""
+"""A user's data set of three problems, in each of the formats that `data_prep convert` reads."""
 
 import base64
 import csv
@@ -24,8 +24,8 @@ COLUMN_OPTIONS = (
     "id=key",
     "hint=tip",
 )
-# One image before the text; two at their places; none of the images asked for by name. Text,
-# number, option.
+# The first row has its image before the text and a word as its answer; the second has two images
+# within the text and a number; the third names no image in its text, and its answer is an option.
 ROWS_OF_A_USER: list[dict[str, Any]] = [
     {
         "key": "a",
@@ -52,7 +52,7 @@ ROWS_OF_A_USER: list[dict[str, Any]] = [
         "tip": "<b>&",
     },
 ]
-# What they become: problem, gold, choices, hint, number of images.
+# What the rows become, by id: problem, answer, choices, hint, number of images.
 EXPECTED_FIELDS_BY_ID = {
     "mine/train/a": ("Which shape?", "rhombus", None, "look", 1),
     "mine/train/b": ("Add <image> to <image>, é.", "12.5", None, None, 2),
@@ -68,8 +68,11 @@ def _write_pictures(folder: Path) -> list[str]:
 
 
 def rows_with_images(values: list[Any], alone: bool = False) -> list[dict[str, Any]]:
-    """The rows with `values` in place of the numbers of their pictures; `alone`: one of them
-    without a list.
+    """Return the user's rows with images, where `ROWS_OF_A_USER` has the numbers of pictures.
+
+    Args:
+        values: the picture of each number, as the format has it: a path, a URL or bytes.
+        alone: whether a row with one picture has it without a list.
     """
     rows = []
     for row in ROWS_OF_A_USER:
@@ -79,6 +82,7 @@ def rows_with_images(values: list[Any], alone: bool = False) -> list[dict[str, A
 
 
 def write_user_jsonl(folder: Path, rows: list[Any] | None = None) -> Path:
+    """Write rows, by default the user's three, as `mine.jsonl`; return the file."""
     names = _write_pictures(folder)
     lines = [json.dumps(row) for row in rows or rows_with_images(names, alone=True)]
     (folder / "mine.jsonl").write_text("\n\n".join(lines) + "\n")
@@ -86,6 +90,7 @@ def write_user_jsonl(folder: Path, rows: list[Any] | None = None) -> Path:
 
 
 def write_json_list(folder: Path) -> Path:
+    """Write the user's rows as one JSON list, with pictures as data URLs; return the file."""
     urls = [f"data:image/png;base64,{base64.b64encode(content).decode()}" for content in PNG_FILES]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "mine.json").write_text(json.dumps(rows_with_images(urls)))
@@ -93,7 +98,10 @@ def write_json_list(folder: Path) -> Path:
 
 
 def write_user_csv(folder: Path, ending: str, rows: list[dict[str, Any]] | None = None) -> Path:
-    """CSV or TSV, as Excel saves it: with a mark of UTF-8 before the first name."""
+    """Write rows, by default the user's three, as a table that Excel has saved; return the file.
+
+    Excel puts a byte order mark before the first column's name. `ending`: "csv", or "tsv" for tabs.
+    """
     path = folder / f"mine.{ending}"
     rows = rows or rows_with_images(_write_pictures(folder), alone=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,6 +117,7 @@ def write_user_csv(folder: Path, ending: str, rows: list[dict[str, Any]] | None 
 
 
 def write_parquet_with_paths(folder: Path) -> Path:
+    """Write the user's rows as a Parquet file with pictures beside it; return the file."""
     rows = [
         {**row, "label": str(row["label"])} for row in rows_with_images(_write_pictures(folder))
     ]
@@ -117,7 +126,7 @@ def write_parquet_with_paths(folder: Path) -> Path:
 
 
 def write_hub_parquet(folder: Path) -> Path:
-    """The hub's layout, with its feature of images."""
+    """Write the user's rows as a data set of the hub, with an image feature; return its folder."""
     texts = {name: Value("string") for name in ("key", "question", "label", "tip")}
     features = Features({**texts, "image": List(ImageFeature()), "options": List(Value("string"))})
     images = [{"bytes": content, "path": None} for content in PNG_FILES]
@@ -130,7 +139,7 @@ def write_hub_parquet(folder: Path) -> Path:
 
 
 def write_image_folder(folder: Path) -> Path:
-    """The layout of the hub's ImageFolder: pictures with `metadata.csv` beside them."""
+    """Write the user's rows as the hub's ImageFolder, pictures beside `metadata.csv`; return it."""
     write_user_csv(folder / "mine", "csv").rename(folder / "mine" / "metadata.csv")
     return folder / "mine"
 
@@ -149,6 +158,10 @@ WRITER_BY_FORMAT = {
 def run_convert(
     source: Path | str, output: Path, *options: str, columns: tuple[str, ...] = COLUMN_OPTIONS
 ) -> int:
+    """Run the command `data_prep convert`, and return its exit code: 0, or 2 for a refusal.
+
+    `columns`: which column of the table is what, such as "problem=question".
+    """
     return main(
         [
             "convert",
@@ -164,11 +177,15 @@ def run_convert(
 
 
 def read_prepared_rows(output: Path, split: str = "train") -> list[Row]:
+    """Return the rows of a prepared folder's split."""
     return list(stored_rows(output, split))
 
 
 def read_fields_by_id(output: Path, split: str = "train") -> dict[str, tuple[Any, ...]]:
-    """The rows of a prepared folder as in `EXPECTED`."""
+    """Return the rows of a prepared folder, as in `EXPECTED_FIELDS_BY_ID`.
+
+    By the id of each row: problem, answer, choices, hint and the number of images.
+    """
     return {
         row["id"]: (
             row["problem"],
@@ -182,7 +199,7 @@ def read_fields_by_id(output: Path, split: str = "train") -> dict[str, tuple[Any
 
 
 def truncate_image(split: Path, row: int) -> None:
-    """Cut the image of a row short, in the Parquet file."""
+    """Keep only the first 60 bytes of a row's image in a split's Parquet file."""
     table = pq.read_table(split)
     rows = table.to_pylist()
     rows[row]["images"][0]["bytes"] = rows[row]["images"][0]["bytes"][:60]

@@ -1,4 +1,4 @@
-"""Stands in for flash attention over rows of different lengths, whose kernels need a GPU."""
+"""A replacement on the CPU for flash attention over rows of different lengths."""
 
 from itertools import pairwise
 from typing import TypedDict, Unpack
@@ -26,10 +26,20 @@ def varlen_attn(
     max_k: int,
     **options: Unpack[VarlenOptions],
 ) -> Tensor:
-    """Compute what `torch.nn.attention.varlen.varlen_attn` documents, (T, H, D), row by row.
+    """Compute what `torch.nn.attention.varlen.varlen_attn` documents, row by row.
 
-    Rows stand end to end, and each is causal to the lower right. `options`: the scale, the window and
-    whether the heads of keys may be fewer.
+    Rows stand end to end, so tensors are (T, H, D): all tokens, heads, dimensions. In each row the
+    last query attends to all keys, the one before it to all but the last, and so on.
+
+    Args:
+        query: the queries of all rows.
+        key: the keys.
+        value: the values.
+        cu_seq_q: where the queries of each row begin, and the end of the last row.
+        cu_seq_k: the same for keys.
+        max_q: the most queries of a row.
+        max_k: the most keys of a row.
+        options: see `VarlenOptions`.
     """
     assert options["window_size"] == (-1, 0)
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32

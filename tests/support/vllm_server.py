@@ -16,9 +16,10 @@ from adora_vl.utils.launch import free_port
 
 
 class RunningVLLMServer:
-    """One server.
+    """A vLLM server in a process of its own, which starts when the object is made.
 
-    Left out of the page's command are the limits of pixels, which the tiny model's processor has.
+    It is started with the options of `docs/rollouts.md`, but for the limits of pixels, which the
+    tiny model's processor has.
     """
 
     def __init__(self, log: Path, model: str, *words: str) -> None:
@@ -79,6 +80,7 @@ class RunningVLLMServer:
         raise TimeoutError(f"{self.url} does not answer\n{self._log.read_text()[-3000:]}")
 
     def post(self, path: str, body: dict[str, Any]) -> None:
+        """Send a POST request with a JSON body; an HTTP error raises."""
         request = urllib.request.Request(  # noqa: S310  # loopback
             f"{self.url}/{path}",
             data=json.dumps(body).encode(),
@@ -87,7 +89,7 @@ class RunningVLLMServer:
         urllib.request.urlopen(request, timeout=60).close()  # noqa: S310
 
     def give_back_weights(self) -> None:
-        """The tiny model's own, whatever a test has sent."""
+        """Load the tiny model's own weights again, whatever weights a test has sent."""
         self.post(
             "collective_rpc",
             {"method": "reload_weights", "kwargs": {"weights_path": str(PRETRAINED_FOLDER)}},
@@ -96,6 +98,7 @@ class RunningVLLMServer:
         self.post("reset_encoder_cache", {})
 
     def end(self) -> None:
+        """End the process, and wait for it."""
         self._process.terminate()
         self._process.wait(60)
 
@@ -104,7 +107,10 @@ class RunningVLLMServer:
 def vllm_server(
     folder: Path, model: str = str(PRETRAINED_FOLDER), words: Sequence[str] = ("--dtype", "float32")
 ) -> Iterator[RunningVLLMServer]:
-    """A server that answers inside the block; its log is in `folder`."""
+    """Start a server of `model`, and yield it once it answers; it ends with the block.
+
+    Its log is `server.log` in `folder`. `words`: further options of vLLM's command.
+    """
     server = RunningVLLMServer(folder / "server.log", model, *words)
     try:
         server.wait()
