@@ -1,5 +1,8 @@
-"""The pool of groups, with an engine whose answers have drawn lengths: every group is learned from
-once, and in order.
+"""The pool of groups: every group is learned from once and in order, however long its rollouts are.
+
+With a token budget a rollout may take several generations of sampling. Its group then waits in the
+pool until all its rollouts have ended. The tests train with a fake engine, whose answers
+have random lengths, and without a policy.
 """
 
 from __future__ import annotations
@@ -62,16 +65,20 @@ from adora_vl.utils.seeding import rollout_seed
 from tests.support.facts import rollout_facts
 from tests.support.step_context import step_context
 
-MAX_GROUPS = 6  # groups of a rank and generation
+GROUPS_PER_GENERATION = 6  # of each rank
 GROUP_SIZE = 4  # rollouts of a group
 MAX_TOKENS = 400  # of a rollout
 RUN_SEED = 7
 IMAGE_TOKEN = 4
 LARGEST_TOKEN = 2**31 - 1  # that a checkpoint takes
+# In its first generations a run fills the pool with unfinished groups, so slots stay free.
+WARM_UP_GENERATIONS = 15
+# Groups that wait take slots, so at the end of a run problems of a few generations have not begun.
+MAX_SKIPPED_GENERATIONS = 4
 
 
 class OneProcess:
-    """The accelerator of a run of one process."""
+    """A fake Accelerator of one process."""
 
     process_index = 0
     num_processes = 1
@@ -86,7 +93,7 @@ class OneProcess:
 
 
 class OneOfSeveral(OneProcess):
-    """The accelerator of one of several processes, which are threads here."""
+    """A fake Accelerator of one of several processes, which are threads of the test."""
 
     def __init__(self, rank: int, parts: list[Any], meeting: Barrier) -> None:
         """Build the accelerator of a rank.
@@ -121,16 +128,16 @@ def draw_length(seed: int) -> int:
 
 
 class CountingEngine:
-    """A stand-in for the engine, whose tokens tell where they come from.
+    """A fake engine, whose tokens tell which weights sampled them.
 
-    An answer's first token is its seed. Each further token is the optimizer step of the weights that
-    sample it, and minus the step is its log-probability. An answer that runs to the limit would
-    never end by itself.
+    The first token of a request is its seed. Each further token is the optimizer step of the
+    weights that sample it, and minus the step is its log-probability. An answer that runs to the
+    limit of `MAX_TOKENS` would never end by itself.
     """
 
     def __init__(self) -> None:
-        self.step = 0  # of the present weights
-        self.length = draw_length  # of the answer that begins with a seed
+        self.step = 0  # the optimizer step of the present weights
+        self.length = draw_length  # the length of an answer, by its first seed
         self.requests_of_calls: list[list[SamplingRequest]] = []
         self.forward_passes = 0
 
@@ -199,7 +206,7 @@ class TurnsEngine(CountingEngine):
 
 
 class EngineAhead(CountingEngine, AsyncServerSampler):
-    """A stand-in for servers that sample ahead, with the weights of when they were asked."""
+    """Fake servers that sample later generations ahead, with the weights of that time."""
 
     def __init__(self, ahead: int) -> None:
         CountingEngine.__init__(self)
@@ -208,12 +215,14 @@ class EngineAhead(CountingEngine, AsyncServerSampler):
     def sync_weights(self, *, force: bool = False) -> None:
         pass
 
-    def submit(self, asks: Any, settings: Any = None) -> PendingSamples:
-        results = CountingEngine.sample(self, [*asks], prompts=None)
+    def begin(self, requests: Any, settings: Any = None) -> PendingSamples:
+        results = CountingEngine.sample(self, [*requests], prompts=None)
         return PendingSamples(step=self.step, join=lambda: results)
 
-    def sample(self, asks: Any, prompts: Any = None, settings: Any = None) -> list[SamplingResult]:
-        return CountingEngine.sample(self, [*asks], prompts=prompts)
+    def sample(
+        self, requests: Any, prompts: Any = None, settings: Any = None
+    ) -> list[SamplingResult]:
+        return CountingEngine.sample(self, [*requests], prompts=prompts)
 
     def pop_seconds_waited(self) -> dict[str, float]:
         return {}
@@ -224,13 +233,13 @@ def rows_after(numbers: Sequence[int], distance: int) -> list[Row]:
 
     With six groups a generation, for example, the rows 12 to 17 come one generation after 6 to 11.
     """
-    later = [number + distance * MAX_GROUPS for number in numbers]
+    later = [number + distance * GROUPS_PER_GENERATION for number in numbers]
     rows: list[Any] = [{"id": f"0/{number}", ROW_NUMBER_COLUMN: number} for number in later]
     return rows
 
 
 class PictureTools:
-    """A stand-in for the tool loop: it answers most turns with a picture, up to three a rollout."""
+    """A fake tool loop, which answers most turns with a picture, up to three a rollout."""
 
     turn_tokens = None
 
@@ -258,7 +267,7 @@ class PictureTools:
 
 
 class SilentTools:
-    """A stand-in for the tool loop that answers nothing."""
+    """A fake tool loop that answers nothing."""
 
     turn_tokens = None
 
@@ -267,7 +276,7 @@ class SilentTools:
 
 
 class StandInScorer:
-    """A stand-in for the stages that build and score a batch.
+    """A fake of the trainer's stages that build and score a batch.
 
     The batch has the row number of each rollout's problem in place of its tokens.
     """
@@ -343,12 +352,12 @@ class LearnedGeneration:
         return numbers
 
 
-def rollouts_of(learned: LearnedGeneration) -> list[list[int]]:
+def tokens_of_rollouts(learned: LearnedGeneration) -> list[list[int]]:
     """Return the tokens of each rollout that a generation has learned from."""
     return [rollout.tokens for group in learned.groups for rollout in group.rollouts]
 
 
-def learned_groups(run: SimulatedRun) -> list[list[RolloutGroup]]:
+def groups_by_generation(run: SimulatedRun) -> list[list[RolloutGroup]]:
     """Return the groups of each generation that a run has learned from."""
     return [list(learned.groups) for learned in run.learned]
 
@@ -399,7 +408,11 @@ class LearnedRollout(NamedTuple):
 
 
 class SimulatedRun:
-    """A training without a policy: generations are sampled, scored and forgotten."""
+    """A training with a fake engine and without a policy.
+
+    Its generations are sampled and scored. `learned` has what it would have learned from, and
+    `metrics` what it has logged at each step.
+    """
 
     def __init__(
         self,
@@ -430,7 +443,7 @@ class SimulatedRun:
             accelerator=accelerator or OneProcess(),
             state=self.state,
             num_generations=GROUP_SIZE,
-            per_device_train_batch_size=MAX_GROUPS * GROUP_SIZE,
+            per_device_train_batch_size=GROUPS_PER_GENERATION * GROUP_SIZE,
             steps_per_generation=updates,
             gradient_accumulation_steps=1,
             max_completion_length=MAX_TOKENS,
@@ -441,7 +454,10 @@ class SimulatedRun:
         )
         self.rank = context.accelerator.process_index
         # A generation more than the run needs, so that what is sampled ahead has rows too.
-        rows = [{"id": f"{self.rank}/{number}"} for number in range((steps + updates) * MAX_GROUPS)]
+        rows = [
+            {"id": f"{self.rank}/{number}"}
+            for number in range((steps + updates) * GROUPS_PER_GENERATION)
+        ]
         # Every prompt is the one token 1.
         images: Any = SimpleNamespace(
             prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
@@ -488,18 +504,20 @@ class SimulatedRun:
         self.metrics: list[dict[str, float]] = []
 
     def sample_next(self) -> LearnedGeneration:
-        """Return the next generation, sampled and scored. The step does not go on."""
+        """Sample and score the next generation, and return it. The step does not go on."""
         step = self.state.global_step
         self.engine.step = step
         rows: list[Any] = [
             {"id": f"{self.rank}/{number}", ROW_NUMBER_COLUMN: number}
-            for number in range(step * MAX_GROUPS, (step + self.updates) * MAX_GROUPS)
+            for number in range(
+                step * GROUPS_PER_GENERATION, (step + self.updates) * GROUPS_PER_GENERATION
+            )
             for _ in range(GROUP_SIZE)
         ]
         return self.trainer._generate_and_score_completions(rows)
 
-    def go_on(self, until: int | None = None) -> SimulatedRun:
-        """Train until this optimizer step, by default the last one; return the run itself."""
+    def train(self, until: int | None = None) -> SimulatedRun:
+        """Train until an optimizer step, by default the last one, and return the run itself."""
         while self.state.global_step < (until or self.state.max_steps):
             self.learned.append(self.sample_next())
             self.metrics.append(dict(self.log))
@@ -512,16 +530,21 @@ class SimulatedRun:
         return [
             LearnedRollout(problem=row["id"], tokens=tokens)
             for generation in self.learned
-            for row, tokens in zip(generation.rows, rollouts_of(generation), strict=True)
+            for row, tokens in zip(generation.rows, tokens_of_rollouts(generation), strict=True)
         ]
 
     @property
-    def sizes(self) -> list[int]:
+    def group_counts(self) -> list[int]:
         """The number of groups of each generation that was learned from."""
         return [len(generation.rows) // GROUP_SIZE for generation in self.learned]
 
+    @property
+    def waiting_problems(self) -> list[str]:
+        """The problems whose groups have begun and wait in the pool."""
+        return [group.row["id"] for group in self.pool.state.waiting]
 
-def unlimited_lengths(problem: str, updates: int = 1) -> list[int]:
+
+def lengths_without_budget(problem: str, updates: int = 1) -> list[int]:
     """Return the lengths of a problem's rollouts, as a run without a token budget samples them.
 
     Args:
@@ -530,9 +553,9 @@ def unlimited_lengths(problem: str, updates: int = 1) -> list[int]:
         updates: optimizer steps on a generation, which has so many times six groups.
     """
     rank, number = map(int, problem.split("/"))
-    generation, slot_on_rank = divmod(number, MAX_GROUPS * updates)
+    generation, slot_on_rank = divmod(number, GROUPS_PER_GENERATION * updates)
     position = f"train/{generation * updates}/0"
-    slot = slot_on_rank + rank * MAX_GROUPS * updates  # counted over all ranks
+    slot = slot_on_rank + rank * GROUPS_PER_GENERATION * updates  # counted over all ranks
     lengths = []
     for member in range(GROUP_SIZE):
         first_seed = rollout_seed(RUN_SEED, position, slot, member)
@@ -540,45 +563,54 @@ def unlimited_lengths(problem: str, updates: int = 1) -> list[int]:
     return lengths
 
 
-def check_learned_once(run: SimulatedRun, ended: bool = True) -> int:
-    """Check that a run has learned from every group once, and from whole rollouts.
+def assert_learned_once(run: SimulatedRun, ended: bool = True) -> None:
+    """Assert that a run has learned from every group that began once, and from whole rollouts.
 
-    Groups may wait, unless the run has `ended`.
-
-    Returns:
-        How many generations' worth of problems did not begin, because unfinished groups took their
-        slots. For example, 40 generations of six groups in which 222 groups began: 222 fill 37
-        generations, so the result is 3.
+    `ended`: whether the run is at its end, where no group may wait any more.
     """
-    problems = [rollout.problem for rollout in run.learned_rollouts[::GROUP_SIZE]]
+    learned_problems = [rollout.problem for rollout in run.learned_rollouts[::GROUP_SIZE]]
     lengths = [len(rollout.tokens) for rollout in run.learned_rollouts]
     expected_lengths = []
-    for problem in problems:
-        expected_lengths += unlimited_lengths(problem, run.updates)
+    for problem in learned_problems:
+        expected_lengths += lengths_without_budget(problem, run.updates)
     assert lengths == expected_lengths
-    waiting_problems = [group.row["id"] for group in run.pool.state.waiting_groups]
-    numbers = sorted(int(problem.split("/")[1]) for problem in [*problems, *waiting_problems])
+    begun_problems = [*learned_problems, *run.waiting_problems]
+    numbers = sorted(int(problem.split("/")[1]) for problem in begun_problems)
     assert numbers == list(range(len(numbers)))
     if ended:
-        assert not waiting_problems
-    return len(run.learned) - math.ceil(len(numbers) / MAX_GROUPS / run.updates)
+        assert not run.waiting_problems
+
+
+def skipped_generations(run: SimulatedRun) -> int:
+    """Return how many generations' worth of problems did not begin.
+
+    Unfinished groups took their slots. In 40 generations of six groups, for example, 222 groups
+    have begun: they fill 37 generations, so the result is 3.
+    """
+    begun_groups = len(run.learned_rollouts) // GROUP_SIZE + len(run.waiting_problems)
+    filled_generations = math.ceil(begun_groups / GROUPS_PER_GENERATION / run.updates)
+    return len(run.learned) - filled_generations
 
 
 @pytest.mark.parametrize("budget", [20, 60, 150, "auto"])
 def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
-    """Long rollouts are learned from as often as they are sampled, whatever the budget."""
-    run = SimulatedRun(40, budget=budget).go_on()
-    assert check_learned_once(run) <= 4
-    assert max(run.sizes) == MAX_GROUPS
-    assert min(run.sizes) >= MAX_GROUPS // 2
-    assert sum(run.sizes[15:]) > 0.95 * 25 * MAX_GROUPS, "after a while hardly a slot is free"
+    """Long rollouts are learned from as often as they are sampled, whatever the token budget."""
+    run = SimulatedRun(steps=40, budget=budget).train()
+    assert_learned_once(run)
+    assert skipped_generations(run) <= MAX_SKIPPED_GENERATIONS
+    assert max(run.group_counts) == GROUPS_PER_GENERATION
+    assert min(run.group_counts) >= GROUPS_PER_GENERATION // 2
+    counts_after_warm_up = run.group_counts[WARM_UP_GENERATIONS:]
+    mean_count = sum(counts_after_warm_up) / len(counts_after_warm_up)
+    assert mean_count > 0.95 * GROUPS_PER_GENERATION, "hardly a slot is free"
 
 
 def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_once(tmp_path):
-    """The result is equal to the bit, however often a run is killed.
+    """A run that is killed and resumed again and again equals an uninterrupted one to the bit.
 
-    After a few steps a run is saved, and another one goes on from there. In half of the cases the
-    first one has sampled the next generation before it is killed, and the second samples it again.
+    Twelve runs with random options are saved after a few steps each, and resumed in a new run. In
+    half of the cases the killed run has sampled the next generation already, and the resumed run
+    samples it again.
     """
     rng = random.Random(0)
     for case in range(12):
@@ -589,9 +621,9 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
         keys: dict[str, Any] = {"budget": budget, "staleness": staleness, "updates": updates}
         run = SimulatedRun(steps, **keys)
         while run.state.global_step < steps:
-            run.go_on(until=min(steps, run.state.global_step + updates * rng.randint(1, 5)))
+            run.train(until=min(steps, run.state.global_step + updates * rng.randint(1, 5)))
             step = run.state.global_step
-            check_learned_once(run, ended=step == steps)
+            assert_learned_once(run, ended=step == steps)
             if step < steps and rng.random() < 0.5:
                 run.sample_next()  # and is killed before it learns from the generation
             folder = tmp_path / f"{case}-{step}"
@@ -600,26 +632,29 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
             resumed_run.learned = run.learned
             resumed_run.metrics = run.metrics
             run = resumed_run
-        uninterrupted = SimulatedRun(steps, **keys).go_on()
+        uninterrupted = SimulatedRun(steps, **keys).train()
         assert run.learned_rollouts == uninterrupted.learned_rollouts, (keys, steps)
         assert run.metrics == uninterrupted.metrics, (keys, steps)
-        assert learned_groups(run) == learned_groups(uninterrupted), (keys, steps)
+        assert groups_by_generation(run) == groups_by_generation(uninterrupted), (keys, steps)
 
 
 @pytest.mark.parametrize("budget", [None, 40])
 def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_path, budget):
-    """Tools are not called again for what is saved, and each part of a turn has a seed of its own."""
-    uninterrupted = SimulatedRun(12, tools=True, budget=budget).go_on()
-    run = SimulatedRun(12, tools=True, budget=budget)
+    """A run of 12 steps is killed in the fourth and eighth, and ends as one that was not.
+
+    Tools are not called again for what is saved, and each part of a turn has a seed of its own.
+    """
+    uninterrupted = SimulatedRun(steps=12, tools=True, budget=budget).train()
+    run = SimulatedRun(steps=12, tools=True, budget=budget)
     for step in (3, 7):
-        run.go_on(until=step).sample_next()
+        run.train(until=step).sample_next()
         run.pool.save(tmp_path / str(step))
         resumed_run = resume(run, tmp_path / str(step), step, tools=True, budget=budget)
         resumed_run.learned = run.learned
         run = resumed_run
-    run.go_on()
-    assert learned_groups(run) == learned_groups(uninterrupted)
-    groups = [group for groups in learned_groups(uninterrupted) for group in groups]
+    run.train()
+    assert groups_by_generation(run) == groups_by_generation(uninterrupted)
+    groups = [group for groups in groups_by_generation(uninterrupted) for group in groups]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     assert {rollout.finish_reason for rollout in rollouts} == {"stop", "calls", "length", "room"}
     assert {len(rollout.pictures) for rollout in rollouts} == {0, 1, 2, 3}
@@ -636,32 +671,38 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
 
 
 def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
-    without_tools = SimulatedRun(4, tools=True, budget=None)
+    """Tools that answer nothing change neither the requests to the engine nor the rollouts."""
+    without_tools = SimulatedRun(steps=4, tools=True, budget=None)
     without_tools.generation_sampler.group_sampler.tool_loop = None
     silent_tools: Any = SilentTools()
-    with_silent_tools = SimulatedRun(4, tools=True, budget=None)
+    with_silent_tools = SimulatedRun(steps=4, tools=True, budget=None)
     with_silent_tools.generation_sampler.group_sampler.tool_loop = silent_tools
-    without_tools.go_on()
-    with_silent_tools.go_on()
+    without_tools.train()
+    with_silent_tools.train()
     assert without_tools.learned_rollouts == with_silent_tools.learned_rollouts
     assert without_tools.engine.requests_of_calls == with_silent_tools.engine.requests_of_calls
 
 
 def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_calls():
+    """A rank whose rollouts have ended goes on calling the engine, with no requests.
+
+    All ranks call the engine equally often, since it may be divided among them.
+    """
+
     def request_counts(rank: int, accelerator: Any) -> list[int]:
         """Train on a rank; the tools of rank 1 answer nothing, so its rollouts have one turn."""
         run = SimulatedRun(4, accelerator, tools=True, budget=None)
         if rank == 1:
             silent_tools: Any = SilentTools()
             run.generation_sampler.group_sampler.tool_loop = silent_tools
-        run.go_on()
+        run.train()
         return [len(requests) for requests in run.engine.requests_of_calls]
 
     several_turns_counts, one_turn_counts = run_on_two_ranks(request_counts)
     generations = 4  # one for each step
     assert len(several_turns_counts) == len(one_turn_counts) > generations
     further_turns = len(one_turn_counts) - generations
-    assert one_turn_counts.count(0) == further_turns, "it takes part without any request"
+    assert one_turn_counts.count(0) == further_turns, "it takes part with no request"
     assert several_turns_counts.count(0) == 0
 
 
@@ -669,9 +710,10 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
 def test_the_engine_stays_awake_through_a_generation(tools, budget):
     """An engine that has slept needs all weights again, so it sleeps once a generation.
 
-    A generation may have several calls: one for each turn, and for each part that a budget cuts off.
+    A generation may have several calls: one for each turn, and for each part that a budget cuts
+    off.
     """
-    run = SimulatedRun(4, tools=tools, budget=budget)
+    run = SimulatedRun(steps=4, tools=tools, budget=budget)
     events = list[str]()
     stock_sample = run.engine.sample
 
@@ -688,7 +730,7 @@ def test_the_engine_stays_awake_through_a_generation(tools, budget):
     engine: Any = run.engine
     engine.sample = record_sample
     engine.awake = record_awake
-    run.go_on()
+    run.train()
     # A generation is the events from one "awake" to the next.
     events_by_generation = [text.split() for text in " ".join(events).split("awake ")[1:]]
     assert len(events_by_generation) == 4
@@ -702,7 +744,7 @@ def test_when_answers_get_short_again_no_group_waits_for_long():
 
     Then fewer groups begin, and the problems that were drawn for the others come later.
     """
-    run = SimulatedRun(70, budget=60)
+    run = SimulatedRun(steps=70, budget=60)
     length_by_seed = dict[int, int]()
 
     def length_by_step(seed: int) -> int:
@@ -711,47 +753,58 @@ def test_when_answers_get_short_again_no_group_waits_for_long():
         return length_by_seed.setdefault(seed, length)
 
     run.engine.length = length_by_step
-    run.go_on()
-    staleness = [metrics["adora/staleness"] for metrics in run.metrics]
-    assert sum(staleness[15:30]) / 15 > 1.5
-    assert max(staleness[45:]) <= 0.5
-    assert run.sizes[45:] == [MAX_GROUPS] * 25
-    assert not run.pool.state.waiting_groups
+    run.train()
+    # The age of a rollout is how many generations after its begin it is learned from.
+    mean_ages = [metrics["adora/staleness"] for metrics in run.metrics]
+    ages_of_long_answers = mean_ages[WARM_UP_GENERATIONS:30]
+    assert sum(ages_of_long_answers) / len(ages_of_long_answers) > 1.5
+    # By step 45 the groups that began with long answers have been learned from.
+    assert max(mean_ages[45:]) <= 0.5
+    assert run.group_counts[45:] == [GROUPS_PER_GENERATION] * (70 - 45)
+    assert not run.waiting_problems
 
 
 def test_a_budget_shortens_generations():
-    """The engine makes as many forward passes as its longest answer has tokens."""
+    """With a budget of 120 tokens a rollout costs less than 0.6 of the forward passes without one.
+
+    In each call the engine makes as many forward passes as its longest answer has tokens.
+    """
     passes_per_rollout = {}
     for budget in (120, MAX_TOKENS):
-        run = SimulatedRun(30, budget=budget).go_on()
+        run = SimulatedRun(steps=30, budget=budget).train()
         passes_per_rollout[budget] = run.engine.forward_passes / len(run.learned_rollouts)
     assert passes_per_rollout[120] < 0.6 * passes_per_rollout[MAX_TOKENS]
 
 
 def test_a_budget_that_no_answer_reaches_changes_nothing():
-    run = SimulatedRun(5, budget=MAX_TOKENS).go_on()
-    assert run.sizes == [MAX_GROUPS] * 5
+    """Each of five generations is learned from whole, in the order of the data.
+
+    Its requests have the seeds of a run without a budget, and each group is one request of vLLM.
+    """
+    run = SimulatedRun(steps=5, budget=MAX_TOKENS).train()
+    assert run.group_counts == [GROUPS_PER_GENERATION] * 5
     assert [rollout.problem for rollout in run.learned_rollouts[::GROUP_SIZE]] == [
-        f"0/{number}" for number in range(5 * MAX_GROUPS)
+        f"0/{number}" for number in range(5 * GROUPS_PER_GENERATION)
     ]
     for learned, requests in zip(run.learned, run.engine.requests_of_calls, strict=True):
         position = learned.generation.key.name
         seeds = [
             rollout_seed(RUN_SEED, position, slot, member)
-            for slot in range(MAX_GROUPS)
+            for slot in range(GROUPS_PER_GENERATION)
             for member in range(GROUP_SIZE)
         ]
         assert [request.seed for request in requests] == seeds
-        assert len({request.group for request in requests}) == MAX_GROUPS
-        assert len(merge_requests(requests)) == MAX_GROUPS
+        assert len({request.group for request in requests}) == GROUPS_PER_GENERATION
+        assert len(merge_requests(requests)) == GROUPS_PER_GENERATION
 
 
 def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
-    """A token is the step of the weights that sampled it, and minus the step its log-probability.
+    """Rollouts that were sampled by several weights keep the log-probabilities of each.
 
-    Only the first token of each part that is sampled at once is a seed, which is larger.
+    The fake engine's token is the optimizer step of the weights that sampled it, and minus the step
+    its log-probability. Only the first token of each request is a seed, which is above 1000.
     """
-    run = SimulatedRun(20).go_on()
+    run = SimulatedRun(steps=20).train()
     rollouts_of_several_weights = 0
     for learned in run.learned:
         step = learned.generation.key.step
@@ -760,7 +813,8 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
             tokens = rollout.tokens
             logps = [logp for logp in rollout.logps if logp is not None]
             for token, logp in zip(tokens, logps, strict=True):
-                assert -logp == token or token >= 1000
+                is_seed = token >= 1000
+                assert -logp == token or is_seed
             stale_tokens = [logp for logp in logps if -logp != step]
             assert len(stale_tokens) == rollout.stale_tokens(step)
             distinct_weights = len({*logps})
@@ -768,21 +822,21 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
             assert distinct_weights <= age + 1
             if 0 < len(stale_tokens) < len(tokens):
                 rollouts_of_several_weights += 1
-    assert rollouts_of_several_weights > 20
+    assert rollouts_of_several_weights > 20, "there are enough of them for the test to prove it"
 
 
-def test_segments_have_random_numbers_of_their_own_and_those_that_go_on_come_first_and_share_no_request():
+def test_a_continued_rollout_has_a_seed_and_a_request_of_its_own_and_comes_first():
     """No two requests have the same seed, also where they continue the same rollout.
 
-    In each call rollouts that go on come first, and none of them shares its request with others. A
-    rollout that goes on is known by its prompt, which is longer than the one token of a problem.
+    In each call continued rollouts come first. Requests with the same `group` are merged, so each
+    continued rollout has one of its own. Its prompt is longer than the one token of a problem.
     """
-    engine = SimulatedRun(20).go_on().engine
+    engine = SimulatedRun(steps=20).train().engine
     seeds = [request.seed for request in engine.all_requests]
     assert len(set(seeds)) == len(seeds)
     for requests in engine.requests_of_calls:
-        goes_on = [len(request.prompt_ids) > 1 for request in requests]
-        assert goes_on == sorted(goes_on, reverse=True), "those that go on come first"
+        is_continued = [len(request.prompt_ids) > 1 for request in requests]
+        assert is_continued == sorted(is_continued, reverse=True), "continued ones come first"
         continued_keys = [request.group for request in requests if len(request.prompt_ids) > 1]
         new_keys = [request.group for request in requests if len(request.prompt_ids) == 1]
         assert len(set(continued_keys)) == len(continued_keys)
@@ -790,13 +844,13 @@ def test_segments_have_random_numbers_of_their_own_and_those_that_go_on_come_fir
 
 
 def test_no_answer_is_older_than_it_may_be():
-    """An answer has one segment of its first generation, and one of each of `staleness` later ones.
+    """`staleness` is how many generations an answer may take after its first one.
 
-    A generation adds two segments where it has too few complete groups: it samples some unfinished
-    ones up to the budget, and then to their ends.
+    Each generation samples one segment of it. The last adds two where it has too few complete
+    groups: it samples some unfinished ones up to the budget, and then to their ends.
     """
     for staleness in (1, 2):
-        run = SimulatedRun(40, budget=20, staleness=staleness).go_on()
+        run = SimulatedRun(steps=40, budget=20, staleness=staleness).train()
         groups = [group for learned in run.learned for group in learned.groups]
         segment_counts = [len(rollout.segments) for group in groups for rollout in group.rollouts]
         assert staleness + 1 <= max(segment_counts) <= staleness + 2
@@ -804,16 +858,21 @@ def test_no_answer_is_older_than_it_may_be():
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 4])
 def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
-    """Groups that are complete when a generation is requested may be used up before its turn.
+    """While the policy learns, servers sample the next `ahead` generations: each begins new groups.
 
-    A generation without new groups would then have nothing to learn from, and the run would end.
+    Groups that are complete when a generation is requested may be used up before its turn. Without
+    new groups it would then have nothing to learn from, and the run would end.
     """
     for budget in (20, 60, 150):
         for steps in (9, 24):
-            run = SimulatedRun(steps, budget=budget, ahead=ahead).go_on()
-            assert min(run.sizes) >= MAX_GROUPS // 2, (budget, steps, run.sizes)
-            check_learned_once(run, ended=False)
-            assert len(run.pool.state.waiting_groups) <= MAX_GROUPS, "little is sampled in vain"
+            run = SimulatedRun(steps, budget=budget, ahead=ahead).train()
+            assert min(run.group_counts) >= GROUPS_PER_GENERATION // 2, (
+                budget,
+                steps,
+                run.group_counts,
+            )
+            assert_learned_once(run, ended=False)
+            assert len(run.waiting_problems) <= GROUPS_PER_GENERATION, "little is sampled in vain"
 
 
 @given(
@@ -823,7 +882,10 @@ def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
     attempt=integers(0, 9),
 )
 def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, attempt):
-    """With other texts a run that resumes would draw other random numbers."""
+    """A `StepKey` seeds random numbers by its text, so with other texts a resumed run would differ.
+
+    `attempt` counts the rounds in which groups without signal are replaced.
+    """
     key = StepKey(mode=mode, step=step, micro=micro, attempt=attempt)
     assert key.position == f"{step}/{micro}"
     expected_name = f"{mode}/{step}/{micro}"
@@ -833,22 +895,24 @@ def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, attempt
 
 
 def test_the_metrics_of_a_generation():
-    run = SimulatedRun(20).go_on()
+    """The log has the mean and the largest age of its rollouts, the budget, and unfinished ones."""
+    budget = 60
+    run = SimulatedRun(steps=20, budget=budget).train()
     for generation, metrics in zip(run.learned, run.metrics, strict=True):
         ages = generation.batch["age"].tolist()
         assert metrics["adora/staleness"] == pytest.approx(sum(ages) / len(ages), rel=1e-6)
         assert metrics["adora/staleness_max"] == max(ages)
-        assert metrics["adora/rollout_budget"] == 60
+        assert metrics["adora/rollout_budget"] == budget
     assert run.metrics[5]["adora/unfinished"] > 0
     assert run.metrics[-1]["adora/unfinished"] == 0
 
 
-def test_how_many_begin_and_have_to_be_complete():
+def test_how_many_groups_begin_in_a_generation_and_how_many_have_to_be_complete():
     """A generation has 8 slots here.
 
-    With 9 waiting groups of which 6 are complete, for example, two complete groups are more than half
-    of the slots, so only 6 groups begin. With 2 generations left there is room for 16 groups; 12
-    wait, so at most 4 begin.
+    With 9 waiting groups of which 6 are complete, for example, two complete groups are more than
+    half of the slots, so only 6 groups begin. With 2 generations left there is room for 16 groups;
+    12 wait, so at most 4 begin.
     """
     # (waiting groups, complete ones of these, remaining generations): groups that begin
     begin_cases = {
@@ -887,11 +951,11 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
         accelerator=OneProcess(),
         state=TrainerState(max_steps=4),
         num_generations=GROUP_SIZE,
-        per_device_train_batch_size=MAX_GROUPS * GROUP_SIZE,
+        per_device_train_batch_size=GROUPS_PER_GENERATION * GROUP_SIZE,
         steps_per_generation=1,
         gradient_accumulation_steps=2,
     )
-    three_generations = range(3 * MAX_GROUPS)  # the rows of an epoch
+    three_generations = range(3 * GROUPS_PER_GENERATION)  # the rows of an epoch
     generations = GenerationNumbers(context, three_generations, is_numbered=True)
     # (optimizer step, generation in it): in each epoch the first step has two, the second has one
     positions = (
@@ -917,14 +981,18 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
 
 
 def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
+    """It is computed from the lengths of the last four generations, and at least `min_budget`."""
     assert automatic_budget([], min_budget=7) is None
     # Two generations of 50 lengths: 1 to 98 and twice 180. Nine of ten are at most 90.
     long_tailed = [[*range(1, 50), 180], [*range(50, 99), 180]]
     assert automatic_budget(long_tailed, min_budget=7) == 90
     assert automatic_budget(long_tailed, min_budget=90) == 90
-    run = SimulatedRun(20, budget="auto").go_on()
+    # A run has the budgets that the function gives for what the run has learned from before.
+    run = SimulatedRun(steps=20, budget="auto").train()
     budgets = [metrics["adora/rollout_budget"] for metrics in run.metrics]
-    lengths = [[len(tokens) for tokens in rollouts_of(generation)] for generation in run.learned]
+    lengths = [
+        [len(tokens) for tokens in tokens_of_rollouts(generation)] for generation in run.learned
+    ]
     expected_budgets = []
     for step in range(20):
         remembered_lengths = lengths[max(0, step - 4) : step]  # of the last four generations
@@ -971,14 +1039,17 @@ def run_on_two_ranks(run_rank: Callable[[int, Any], Any]) -> list[Any]:
 def test_all_processes_learn_from_equally_many_groups():
     """Otherwise they would wait for each other, or take another rank's rewards for their own."""
     first, second = run_on_two_ranks(
-        lambda rank, accelerator: SimulatedRun(30, accelerator).go_on()
+        lambda rank, accelerator: SimulatedRun(steps=30, accelerator=accelerator).train()
     )
-    assert first.sizes == second.sizes
+    assert first.group_counts == second.group_counts
     assert first.metrics == second.metrics
     assert first.engine.requests_of_calls[3] != second.engine.requests_of_calls[3]
     for run in (first, second):
-        assert check_learned_once(run) <= 4
-        assert sum(run.sizes[15:]) > 0.85 * 15 * MAX_GROUPS
+        assert_learned_once(run)
+        assert skipped_generations(run) <= MAX_SKIPPED_GENERATIONS
+        counts_after_warm_up = run.group_counts[WARM_UP_GENERATIONS:]
+        mean_count = sum(counts_after_warm_up) / len(counts_after_warm_up)
+        assert mean_count > 0.85 * GROUPS_PER_GENERATION, "few slots are free"
 
 
 def resume(
@@ -999,27 +1070,28 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
 
     The line names a number of steps with which a run learns from all groups, and prints nothing.
     """
-    run = SimulatedRun(12, budget=20).go_on(until=5)
+    run = SimulatedRun(steps=12, budget=20).train(until=5)
     run.pool.save(tmp_path)
-    waiting = len(run.pool.state.waiting_groups)
-    assert 2 * MAX_GROUPS < waiting <= 4 * MAX_GROUPS, (
+    waiting = len(run.pool.state.waiting)
+    assert 2 * GROUPS_PER_GENERATION < waiting <= 4 * GROUPS_PER_GENERATION, (
         "one generation has no room for them, and four have"
     )
-    shorter = resume(run, tmp_path, 5, max_steps=7, budget=20).go_on()
+    shorter = resume(run, tmp_path, 5, max_steps=7, budget=20).train()
     line = capsys.readouterr().err
     assert line.startswith(
-        f"max_steps: 7 ends the run before {waiting - 2 * MAX_GROUPS} of the {waiting} groups"
+        f"max_steps: 7 ends the run before {waiting - 2 * GROUPS_PER_GENERATION} of the {waiting} groups"
     )
     assert line.count("\n") == 1
-    assert len(shorter.pool.state.waiting_groups) == waiting - 2 * MAX_GROUPS
+    assert len(shorter.pool.state.waiting) == waiting - 2 * GROUPS_PER_GENERATION
     named_steps = int(line.split("; ")[1].split()[0])
-    longer = resume(run, tmp_path, 5, max_steps=named_steps, budget=20).go_on()
-    assert not longer.pool.state.waiting_groups
+    longer = resume(run, tmp_path, 5, max_steps=named_steps, budget=20).train()
+    assert not longer.pool.state.waiting
     assert capsys.readouterr().err == ""
 
 
 def test_another_number_of_processes_cannot_go_on(tmp_path):
-    run = SimulatedRun(12).go_on(until=5)
+    """Two processes refuse a checkpoint of one process with unfinished groups, in one line."""
+    run = SimulatedRun(steps=12).train(until=5)
     run.pool.save(tmp_path)
 
     def load(rank: int, accelerator: Any) -> str:
@@ -1034,24 +1106,32 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
 
 
 def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_their_own(tmp_path):
-    run = SimulatedRun(30).go_on()
-    assert run.pool.state.drawn_problems
-    assert not run.pool.state.waiting_groups
+    """A run of one process has ended, and two processes go on for three steps.
+
+    Each learns from its own problems of those steps, and not from problems that the one process had
+    drawn and not begun.
+    """
+    steps = 30
+    run = SimulatedRun(steps).train()
+    assert run.pool.state.drawn
+    assert not run.waiting_problems
     run.pool.save(tmp_path)
 
     def problems_of_longer(rank: int, accelerator: Any) -> list[str]:
         """Return the problems of a run that goes on for three steps."""
-        longer = resume(run, tmp_path, 30, max_steps=33, accelerator=accelerator).go_on()
+        longer = resume(run, tmp_path, steps, max_steps=steps + 3, accelerator=accelerator).train()
         return [rollout.problem for rollout in longer.learned_rollouts[::GROUP_SIZE]]
 
     for rank, problems in enumerate(run_on_two_ranks(problems_of_longer)):
-        first = 30 * MAX_GROUPS
+        first = steps * GROUPS_PER_GENERATION
         numbers = range(first, first + len(problems))
         assert sorted(problems) == [f"{rank}/{number}" for number in numbers]
 
 
 def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path):
-    assert resume(SimulatedRun(3), tmp_path, 0).go_on().sizes[-1] == MAX_GROUPS
+    """Such a checkpoint has no file of the pool, and the resumed run begins with an empty one."""
+    resumed_run = resume(SimulatedRun(steps=3), tmp_path, step=0).train()
+    assert resumed_run.group_counts[-1] == GROUPS_PER_GENERATION
 
 
 def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_path):
@@ -1105,19 +1185,19 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     assert loaded.seed(7, 1, part) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
 
 
-def signal_with_chance(chance: float) -> Callable[[int, int], bool]:
-    """Return a function that says whether a problem's group has signal.
+def signal_in_share(share: float) -> Callable[[int, int], bool]:
+    """Return a function that tells by row number and rank whether a problem's group has signal.
 
-    About a share `chance` of the problems has it, and a problem has it always or never.
+    About this share of the problems has it, and a problem has it always or never.
     """
 
     def has_signal(row_number: int, rank: int) -> bool:
-        return random.Random(row_number).random() < chance
+        return random.Random(row_number).random() < share
 
     return has_signal
 
 
-def rounds_with_new_groups(run: SimulatedRun) -> set[int]:
+def rounds_that_began_groups(run: SimulatedRun) -> set[int]:
     """Return the rounds of the first generation in which groups have begun.
 
     Round 0 samples the generation itself, and the later ones further problems.
@@ -1139,23 +1219,25 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(refill,
     four of six groups with signal, for example, three further groups are enough for the missing
     two, so 4.5 groups begin, rounded up.
     """
-    has_signal = signal_with_chance(signal_share)
-    run = SimulatedRun(3, budget=None, refill=refill, has_signal=has_signal)
+    has_signal = signal_in_share(signal_share)
+    run = SimulatedRun(steps=3, budget=None, refill=refill, has_signal=has_signal)
     learned = run.sample_next()
     row_numbers = learned.row_numbers
-    assert len(row_numbers) == MAX_GROUPS
+    assert len(row_numbers) == GROUPS_PER_GENERATION
     assert all(has_signal(number, 0) for number in row_numbers)
     assert [row["id"] for row in learned.rows[::GROUP_SIZE]] == [f"0/{row}" for row in row_numbers]
     assert run.log["adora/refilled_groups"] > 0
     further_rounds = len(run.engine.requests_of_calls) - 1
     assert further_rounds <= refill
-    assert rounds_with_new_groups(run) == set(range(further_rounds + 1))
-    with_signal = [has_signal(number, 0) for number in range(MAX_GROUPS)].count(True)
-    missing = MAX_GROUPS - with_signal
-    groups_of_first_round = min(MAX_GROUPS, math.ceil(1.5 * missing * MAX_GROUPS / with_signal))
+    assert rounds_that_began_groups(run) == set(range(further_rounds + 1))
+    with_signal = [has_signal(number, 0) for number in range(GROUPS_PER_GENERATION)].count(True)
+    missing = GROUPS_PER_GENERATION - with_signal
+    groups_of_first_round = min(
+        GROUPS_PER_GENERATION, math.ceil(1.5 * missing * GROUPS_PER_GENERATION / with_signal)
+    )
     assert len(run.engine.requests_of_calls[1]) == groups_of_first_round * GROUP_SIZE
     if signal_share > 0.5:
-        assert groups_of_first_round < MAX_GROUPS, "few are missing"
+        assert groups_of_first_round < GROUPS_PER_GENERATION, "few are missing"
     # The seed names the run's seed, step, micro-batch, round and rank.
     seed = f"{RUN_SEED}/0/0/1/0"
     drawn_rows = draw_refill_rows(len(run.pool.rows), groups_of_first_round, seed)
@@ -1164,31 +1246,35 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(refill,
 
 @pytest.mark.parametrize(("refill", "signal_share"), [(2, 0.0), (0, 0.3)])
 def test_no_group_is_replaced_where_nothing_has_signal_or_no_round_is_allowed(refill, signal_share):
-    has_signal = signal_with_chance(signal_share)
-    run = SimulatedRun(3, budget=None, refill=refill, has_signal=has_signal)
-    assert run.sample_next().row_numbers == list(range(MAX_GROUPS))
+    """All rounds that `refill` allows are sampled, and the generation keeps its own groups."""
+    has_signal = signal_in_share(signal_share)
+    run = SimulatedRun(steps=3, budget=None, refill=refill, has_signal=has_signal)
+    assert run.sample_next().row_numbers == list(range(GROUPS_PER_GENERATION))
     assert len(run.engine.requests_of_calls) == 1 + refill
-    assert rounds_with_new_groups(run) == set(range(refill + 1))
+    assert rounds_that_began_groups(run) == set(range(refill + 1))
     assert run.log.get("adora/refilled_groups", 0) == 0
 
 
 def test_with_a_budget_groups_that_a_round_has_not_ended_go_on_later():
-    run = SimulatedRun(3, budget=60, refill=4, has_signal=signal_with_chance(0.3))
+    """Groups of further problems that are cut off wait in the pool; some have ended in time."""
+    run = SimulatedRun(steps=3, budget=60, refill=4, has_signal=signal_in_share(0.3))
     row_numbers = run.sample_next().row_numbers
-    assert {0, 1} <= rounds_with_new_groups(run), "later rounds may only continue groups"
-    assert run.pool.state.waiting_groups
-    further_numbers = {*row_numbers} - {*range(MAX_GROUPS)}
+    assert {0, 1} <= rounds_that_began_groups(run), "later rounds may only continue groups"
+    assert run.pool.state.waiting
+    further_numbers = {*row_numbers} - {*range(GROUPS_PER_GENERATION)}
     assert further_numbers, "some further problems have ended already"
 
 
 def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_further_ones():
+    """The ranks make the same calls with equally many requests, as collective calls need it."""
+
     def has_signal(number: int, rank: int) -> bool:
         """More groups of the first rank have signal."""
         return random.Random(number).random() < 0.9 - 0.5 * rank
 
     def counts_and_shares(rank: int, accelerator: Any) -> tuple[list[int], list[float]]:
         """Return the requests of each call, and the share of groups that each step replaced."""
-        run = SimulatedRun(5, accelerator, budget=None, refill=3, has_signal=has_signal).go_on()
+        run = SimulatedRun(5, accelerator, budget=None, refill=3, has_signal=has_signal).train()
         request_counts = [len(requests) for requests in run.engine.requests_of_calls]
         shares = [metrics["adora/refilled_groups"] for metrics in run.metrics]
         return request_counts, shares
