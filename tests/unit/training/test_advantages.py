@@ -1,5 +1,7 @@
-"""The advantages of a generation: what grading hands over, and what table, log, record and loss get
-from them.
+"""The advantages of a generation.
+
+The tests follow them from the scores of rollouts to all that gets them: TRL's table of completions,
+the log, the record of rollouts, and the loss.
 """
 
 import json
@@ -57,7 +59,11 @@ PAD_TOKEN = 0
 
 
 def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
-    """Scoring tells what is known of each of four rollouts, of 3, 2, 0 and 2 tokens."""
+    """The facts of four rollouts, of 3, 2, 0 and 2 tokens, are gathered in one call.
+
+    They say for each rollout its length, whether it was cut off, and its words of reflection, such
+    as "wait". The last rollout has an end token that is not its last, so it was cut off.
+    """
     gathered_tensors = []
 
     def gather(tensor):
@@ -71,7 +77,9 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     completions = [[5, 6, END_TOKEN], [5, 6], [], [END_TOKEN, 5]]
     texts = ["Wait, wait.", "no", "", "I verify"]
     stop_criteria = StopCriteria(frozenset({END_TOKEN, PAD_TOKEN}))
-    ended_by_itself = list(map(stop_criteria.has_stopped, completions, texts))
+    ended_by_itself = [
+        stop_criteria.has_stopped(ids, text) for ids, text in zip(completions, texts, strict=True)
+    ]
     rollouts = [
         Rollout(
             segments=(Segment(tokens=tuple(ids), logps=(-0.5,) * len(ids), step=0),),
@@ -101,8 +109,9 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     assert facts.length_N.tolist() == [3, 2, 0, 2]
     assert facts.has_no_end_N.tolist() == [False, True, False, True]
     assert facts.reflective_words_N.tolist() == [2, 0, 0, 1]
-    assert facts.reflective_per_1000_tokens == pytest.approx(1000 * 3 / 7)
-    assert facts.tokens == 4 * 9 + 7, "four prompts of nine tokens, and the completions"
+    completion_tokens = 3 + 2 + 0 + 2
+    assert facts.reflective_per_1000_tokens == pytest.approx(1000 * 3 / completion_tokens)
+    assert facts.tokens == 4 * 9 + completion_tokens, "with four prompts of nine tokens"
     assert facts.extra_columns == {"note": [*"abcd"]}
     assert facts.logged_metrics == {"own": 1.0}, "the mean"
     assert len(gathered_tensors) == 1, (
@@ -138,14 +147,15 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
 def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_their_last_token(
     tmp_path, monkeypatch
 ):
-    """A stop string, for example, ends an answer without the end-of-turn token.
+    """Loss, record and log agree on which answers were cut off, as `StopCriteria` decides it.
 
-    Here answers whose last token has an even id have ended, whatever the token is.
+    A stop string, for example, ends an answer without the end-of-turn token. Here answers whose
+    last token has an even id have ended, whatever the token is.
     """
     monkeypatch.setattr(StopCriteria, "has_stopped", lambda self, ids, text: ids[-1] % 2 == 0)
-    learned_batches = record_batches(monkeypatch)
+    learned_batches = record_learned_batches(monkeypatch)
     keys: Any = {"mask_truncated_completions": True, "adora_truncated": "eos"}
-    log = run_from_python(tmp_path, **keys).state.log_history[0]
+    log = train_one_step(tmp_path, **keys).state.log_history[0]
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
     is_learned_B = learned_batches[0]["completion_mask"].any(dim=1)
     assert 0 < is_learned_B.sum() < 32, "some of the 32 answers are cut off, and some are not"
@@ -156,10 +166,12 @@ def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_the
     assert learned_batches[0]["num_items_in_batch"] == lengths_of_ended.sum()
 
 
-def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monkeypatch):
+def test_the_generation_config_of_the_model_does_not_change_how_rollouts_are_sampled(
+    tmp_path, monkeypatch
+):
     """Without vLLM, Transformers would fill in what no key of the run sets, here `min_p`.
 
-    The model that is saved keeps the setting.
+    The model that is saved keeps the setting in its `generation_config.json`.
     """
     folder = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "model")
     file = folder / "generation_config.json"
@@ -175,15 +187,16 @@ def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monke
         return config, *rest
 
     monkeypatch.setattr(GenerationMixin, "_prepare_generation_config", prepare_and_record)
-    trainer = run_from_python(tmp_path / "run", model=folder)
+    trainer = train_one_step(tmp_path / "run", model=folder)
     assert used_min_p == [None]
     assert trainer.model.generation_config.min_p == 0.99
 
 
-def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
-    """The mean surprisal of each rollout is gathered as rewards are, since groups are of all ranks.
+def test_the_surprisal_of_a_rollout_is_known_of_all_ranks():
+    """The surprisal of a rollout is the mean of minus the log-probability over its tokens.
 
-    The second of two ranks is played: all of its numbers are one less than those of this rank.
+    It is gathered as rewards are. The second of two ranks is fake: all of its numbers are one less
+    than those of this rank.
     """
     two_ranks: Any = SimpleNamespace(
         num_processes=2, device="cpu", gather=lambda rows: torch.cat([rows, rows - 1])
@@ -231,6 +244,7 @@ def test_work_that_the_reward_steps_counts_reaches_the_groups():
 
 
 def test_a_run_without_the_reward_steps_has_no_work():
+    """Without the columns of that reward, groups and record have no work to compare by."""
     one_rank = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
     computer = AdvantageComputer(
         step_context(accelerator=one_rank), AdvantagePipeline({}), torch.ones(1)
@@ -252,8 +266,9 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
 ):
     """A refilled generation is compared with one whose eight groups all had signal at once.
 
-    One group of the first batch has signal, and seven of the second have. Advantages, metrics and
-    what a method such as DARO has learned are to be equal.
+    A refill replaces groups of equal rewards, which have no signal. One group of the first batch
+    has signal, and seven of the second have. Advantages, metrics and what a method such as DARO has
+    learned are to be equal.
     """
     with_signal = [0.5, 0.0, 0.0, 0.0]  # the rewards of a group
     without_signal = [0.5] * 4
@@ -311,7 +326,10 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
 
 
 def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, monkeypatch):
-    """The final ones start from the advantages of the assessment, as TRL computes them."""
+    """Advantages are computed twice: when groups are assessed, and after a refill for the loss.
+
+    Both start from the same advantages of TRL, for every way of scaling and summing rewards.
+    """
     assessments = list[GroupAssessment]()
     final_advantages = list[Advantages]()
     stock_compute = AdvantageComputer.compute
@@ -331,7 +349,7 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
         ("group", "batch", "none"), ("sum_then_normalize", "normalize_then_sum")
     ):
         with subtests.test(f"{scale} {aggregation}"):
-            run_from_python(
+            train_one_step(
                 tmp_path,
                 scale_rewards=scale,
                 multi_objective_aggregation=aggregation,
@@ -345,13 +363,13 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
 def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(
     tmp_path, monkeypatch
 ):
-    """Every fourth problem has signal, so 1 to 3 of 8 groups have it until further batches bring more.
+    """Every fourth problem has signal, so 1 to 3 of 8 groups have it before the refill.
 
     DAPO gives all groups with signal the same weight.
     """
-    learned_batches = record_batches(monkeypatch)
+    learned_batches = record_learned_batches(monkeypatch)
     method: Any = {"adora_method": {"dapo": {"keep_settings": ["mask_truncated_completions"]}}}
-    trainer = run_from_python(
+    trainer = train_one_step(
         tmp_path, signal_every=4, adora_rollouts=RolloutOptions(refill=2), **method
     )
     (batch,) = learned_batches
@@ -373,8 +391,8 @@ def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_
     assert log["adora/learned_reward"] > log["reward"], "the reward is that of all rollouts"
 
 
-def record_batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list into which a run puts the batch of each generation that it learns from."""
+def record_learned_batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Patch the trainer, and return a list to which it adds the batch of each generation."""
     learned_batches: list[Any] = []
     stock_split = MicroBatcher.split
 
@@ -386,15 +404,16 @@ def record_batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return learned_batches
 
 
-def run_from_python(
+def train_one_step(
     folder: Path, *, signal_every: int = 1, model: Path = PRETRAINED_FOLDER, **keys: Any
 ) -> AdoraGRPOTrainer:
     """Train a tiny model for one step of 8 groups of 4 rollouts, on texts.
 
     Args:
         folder: the `output_dir`.
-        signal_every: 4: in every fourth problem the first reward function calls one of four rollouts
-            right, so that the group has signal. With 1 that is so in every problem, and the second
+        signal_every: 4: in every fourth problem the first reward function calls one of four
+            rollouts right, so that the group has signal. With 1 that is so in every problem, and
+            the second
             function gives rewards too.
         model: the folder of the model.
         keys: further training arguments.
@@ -479,10 +498,10 @@ def advantages_of_two_groups() -> Advantages:
 
 
 def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_the_loss():
-    """The table keeps the newest rows, as TRL's does, here three of four.
+    """TRL prints a table of completions, which gets columns of ours: rewards, weights, verdicts.
 
-    These rollouts count in no group (`counted_rewards_NF` is NaN). The table shows all the same what
-    the reward functions said of them.
+    The table keeps the newest rows, here three of four. These rollouts have left their groups
+    (`counted_rewards_NF` is NaN). The table shows all the same what the reward functions said.
     """
     facts = rollout_facts(
         torch.tensor([[1.0], [0.0], [0.25], [0.0]]),
@@ -494,6 +513,7 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
     )
     for max_rows, is_training in ((4, False), (3, True)):
         column: Any = partial(deque, maxlen=max_rows)
+        # TRL's own container of the table: a deque for each column.
         table: Any = {name: column() for name in ("prompt", "completion", "images", "advantages")}
         table |= {name: defaultdict(column) for name in ("extra", "rewards")}
         advantages = advantages_of_two_groups()
@@ -513,6 +533,7 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
 
 
 def test_the_log_has_the_metrics_of_adora_and_of_the_method():
+    """One of four rollouts is right; two have a word of reflection, in 100 tokens of all four."""
     lengths_B = torch.tensor([10.0, 20.0, 30.0, 40.0])
     facts = rollout_facts(
         torch.zeros(4, 1), length_N=lengths_B, reflective_words_N=torch.tensor([0.0, 1.0, 0.0, 1.0])
@@ -562,6 +583,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedRun]:
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_recorded_advantage_is_the_raw_one_times_the_recorded_weight(run):
+    """`advantage_raw` is TRL's, and `weight` that of ADORA for the rollout's group."""
     rollouts = run.rollouts
     has_signal = rollouts.groupby(["step", "group"])["reward"].transform("nunique") > 1
     product = rollouts["weight"].astype(float) * rollouts["advantage_raw"].astype(float)
@@ -579,6 +601,7 @@ def test_a_recorded_advantage_is_the_raw_one_times_the_recorded_weight(run):
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_recorded_advantage_is_the_one_that_the_loss_got(run):
+    """Rollouts that the loss did not get, since their group has no signal, are recorded with 0."""
     rollouts = run.rollouts
     assert set(rollouts["step"]) == set(range(1, TINY_RUN_STEPS + 1))
     numbers = rollouts.groupby("step").cumcount()

@@ -43,7 +43,7 @@ def make_generation(rows: int) -> Batch:
 
 
 def divide_like_trl(batch: Any, rows: int) -> list[Any]:
-    """Divide a batch into micro-batches of `rows` rows; scalars are copied into each."""
+    """Divide a batch into micro-batches of `rows` rows, in order; scalars are copied into each."""
     micro_batches = []
     for first_row in range(0, len(batch["completion_ids"]), rows):
         micro = {}
@@ -118,6 +118,10 @@ ROWS_AND_KEYS_BY_DIVISION = {
 @pytest.mark.parametrize("loss", ["dapo", "cispo", "vespo", "grpo", "dr_grpo", "sapo", "bnpo"])
 @pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
 def test_a_token_gets_the_same_bonus_whichever_rows_share_its_micro_batch(loss, adaptive, subtests):
+    """The gradient with the bonus less that without it is the gradient of the mean entropy.
+
+    `adaptive`: TRL's adaptive coefficient, which is on where the entropy is below a target.
+    """
     for name, (rows, sizes) in ROWS_AND_KEYS_BY_DIVISION.items():
         keys = {"loss_type": loss, "num_generations": 2, "use_adaptive_entropy": adaptive, **sizes}
         # An adaptive bonus is there only below the target. No entropy of 7 tokens is above ln 7.
@@ -130,7 +134,8 @@ def test_a_token_gets_the_same_bonus_whichever_rows_share_its_micro_batch(loss, 
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "bnpo"])
-def test_it_is_the_same_where_trl_divides_the_rows(loss):
+def test_the_bonus_is_the_same_where_trl_divides_the_rows(loss):
+    """TRL's micro-batches have equally many rows, and are not ordered by length."""
     keys: dict[str, Any] = {
         "loss_type": loss,
         "num_generations": 2,

@@ -1,6 +1,7 @@
-"""Extensions from a file: which are refused, and that an extension may change an image.
+"""Extensions from a user's file: which are refused, and that an extension may change an image.
 
-If it changes one for the engine alone, nothing compares the engine with the trainer there.
+An extension is a class whose methods are called at certain points of a training step. If it changes
+an image for the engine alone, engine and trainer cannot be compared there.
 """
 
 import math
@@ -67,13 +68,14 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def config(extensions: str, *words: str) -> Any:
+def config_with_extensions(extensions: str, *words: str) -> Any:
     """Return the config of a run with these extensions, written as YAML, and further words."""
     return parse([*CPU_WORDS, "--adora_extensions", extensions, *words])[1]
 
 
 def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(user_folder):
-    keys = config("{mine.py:Plain: {strength: 3}}")
+    """Options are converted, the extension's own checks are called, and its file is hashed."""
+    keys = config_with_extensions("{mine.py:Plain: {strength: 3}}")
     chosen = build_extensions(keys)
     assert [*chosen] == ["Plain"]
     assert chosen["Plain"].strength == 3.0  # type: ignore[attr-defined]
@@ -97,7 +99,7 @@ def test_the_extension_of_the_page_is_one(user_folder):
     page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
     _, code = page.split("```python\n# my_extensions.py\n")
     (user_folder / "my_extensions.py").write_text(code.partition("```")[0])
-    keys = config("{my_extensions.py:NothingFromTheLongest: {share: 0.3}}")
+    keys = config_with_extensions("{my_extensions.py:NothingFromTheLongest: {share: 0.3}}")
     (extension,) = build_extensions(keys).values()
     log: dict[str, float] = {}
     extension.start(step_context(log), None)
@@ -129,20 +131,24 @@ WRONG_EXTENSIONS: list[tuple[str, list[str], str]] = [
 
 
 def test_what_does_not_fit_is_named_in_one_line(user_folder):
+    """Each wrong entry of `adora_extensions` is refused with the line in `WRONG_EXTENSIONS`."""
     wrong = {}
     for extensions, words, expected in WRONG_EXTENSIONS:
         with pytest.raises(UserError) as refused:
-            build_extensions(config(extensions, *words))
+            build_extensions(config_with_extensions(extensions, *words))
         if not refused.match(expected) or "\n" in str(refused.value):
             wrong[extensions] = str(refused.value)
     assert wrong == {}
-    assert build_extensions(config("{mine.py:Elsewhere: {}}", *VLLM_WORDS))
+    assert build_extensions(config_with_extensions("{mine.py:Elsewhere: {}}", *VLLM_WORDS))
     with pytest.raises(UserError, match=r"Plain.strength: 9.0 is too much for qwen2_5_vl"):
         model = AutoConfig.from_pretrained(PRETRAINED_FOLDER)
-        check_extensions(build_extensions(config("{mine.py:Plain: {strength: 9}}")), model)
+        check_extensions(
+            build_extensions(config_with_extensions("{mine.py:Plain: {strength: 9}}")), model
+        )
 
 
 def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
+    """The engine's log-probabilities are dropped, and all tokens count as stale."""
     request = SamplingRequest(
         prompt_ids=[1],
         images=[],
@@ -211,6 +217,7 @@ def measure_drift(saw_other_images: list[bool]) -> MeasuredRun:
 
 
 def test_neither_drift_nor_ratio_looks_at_rollouts_that_saw_other_images():
+    """Their importance ratio is 1, and no metric counts them."""
     measured = measure_drift([False, True])
     assert measured.ratio_BC[0].tolist() == pytest.approx([math.exp(0.1)] * 2)
     assert measured.ratio_BC[1].tolist() == [1.0, 1.0]

@@ -29,6 +29,7 @@ def facts_of_verdicts(verdicts: list[str]) -> RolloutFacts:
 def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """If all rollouts of the first generation are wrong, the user sees why for each problem."""
     FirstAnswers().warn_if_none_is_right(ROWS, facts_of_verdicts(ALL_WRONG_VERDICTS))
     printed = capsys.readouterr().err.splitlines()
     # A headline, then one line for each of the two problems.
@@ -43,6 +44,7 @@ def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
 def test_nothing_is_said_of_a_right_rollout_of_later_generations_or_without_a_verdict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """There is no warning if one rollout is right, in a later generation, or without verdicts."""
     one_is_right = facts_of_verdicts(["wrong", "wrong", "wrong", "correct"])
     FirstAnswers().warn_if_none_is_right(ROWS, one_is_right)
     second_generation_wrong = FirstAnswers()

@@ -1,4 +1,4 @@
-"""What goes wrong during a run skips a step, or ends the run with one line that says how to go on."""
+"""What goes wrong during a run skips a step, or ends the run with a line that says how to go on."""
 
 import errno
 import math
@@ -40,7 +40,11 @@ from tests.support.step_context import step_context
 
 
 class GuardedTraining:
-    """A training of two weights by Adam, which is stopped after two bad steps in a row."""
+    """A training of two weights by Adam with the callback `SkipBadSteps`.
+
+    It skips an optimizer step whose gradient is not finite, and stops the training after two in a
+    row.
+    """
 
     def __init__(self) -> None:
         self.weights = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
@@ -70,6 +74,7 @@ class GuardedTraining:
 
 @pytest.mark.parametrize("bad_gradient", [math.nan, math.inf])
 def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(bad_gradient):
+    """Neither the weights nor Adam's moments change by a gradient that is NaN or infinite."""
     training = GuardedTraining()
     weights_before = training.step(1.0, 1.0)
     moments = training.optimizer.state[training.weights]
@@ -83,6 +88,7 @@ def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(bad_gra
 
 
 def test_bad_steps_in_a_row_save_and_stop():
+    """The second bad step in a row makes the training save a checkpoint and stop."""
     training = GuardedTraining()
     # A good step between two bad ones begins the count anew.
     for gradient in (1.0, math.nan, 1.0, math.nan):
@@ -95,6 +101,7 @@ def test_bad_steps_in_a_row_save_and_stop():
 
 
 def test_the_reason_of_a_stop_names_a_ratio_that_exploded():
+    """If `RatioGuard` has refused the steps, the reason has the last ratio and the bound's key."""
     training = GuardedTraining()
     training.step(math.nan, 1.0, ratio=5e4)
     training.step(math.nan, 1.0, ratio=7e4)
@@ -140,6 +147,11 @@ def two_deepspeed_steps(
 
 
 def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_checkpoint():
+    """DeepSpeed skips steps itself, and only tells so after the step.
+
+    The two steps stop the run unless its bound is three steps, it searches a loss scale, or the
+    gradients are finite.
+    """
     stopped = two_deepspeed_steps(math.inf, skipped=True)
     assert "2 steps in a row" in str(stopped.guard.reason)
     assert stopped.control.should_save
@@ -153,6 +165,7 @@ def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_ch
 
 
 def test_what_deepspeed_has_applied_is_not_saved():
+    """If DeepSpeed has applied gradients that are NaN, the run stops without a checkpoint."""
     stopped = two_deepspeed_steps(math.nan, skipped=False)
     assert "are not finite and DeepSpeed has applied them" in str(stopped.guard.reason)
     assert stopped.control.should_training_stop
@@ -160,6 +173,7 @@ def test_what_deepspeed_has_applied_is_not_saved():
 
 
 def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
+    """A ratio is the policy's probability of a token over that of the policy that sampled it."""
     # (log-ratios of a row of two tokens and one of padding, the level, the largest ratio). The ratio
     # of a sequence is the exponential of the mean log-ratio of its tokens.
     cases = [
@@ -203,6 +217,7 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
 
 
 def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
+    """All ranks skip a step together. The other rank's largest ratio is 4, and this one's is 1."""
     log: dict[str, float] = {}
     two_ranks = SimpleNamespace(gather=lambda value: torch.cat([value, torch.tensor([4.0])]))
     guard = RatioGuard(step_context(log, accelerator=two_ranks, adora_max_ratio=3.0))
@@ -258,6 +273,7 @@ def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
 
 
 def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path):
+    """The error of the servers is raised again with the step and the checkpoint."""
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     line = rf"^step 1: no server, and go on with --resume_from_checkpoint {tmp_path}$"
     with pytest.raises(RunError, match=line), guard.ending_run_without_servers():
@@ -287,6 +303,7 @@ def raised_in_step_7(
 
 
 def test_an_error_of_the_engine_says_step_cause_and_what_a_new_start_goes_on_from():
+    """That is the newest checkpoint, else the one from which the run began, else nothing."""
     with pytest.raises(EngineError) as engine, engine_call("generate"):
         raise ValueError("the core died\nat once")
     error = raised_in_step_7(engine.value, saved_at=5)
@@ -302,6 +319,7 @@ def test_an_error_of_the_engine_says_step_cause_and_what_a_new_start_goes_on_fro
 
 
 def test_what_we_raise_ourselves_is_not_wrapped_again(subtests):
+    """Errors that already are one line for the user pass through `engine_call` as they are."""
     for error in (RunError("x"), RolloutError("drift"), UserError("key")):
         with subtests.test(type(error).__name__):
             with pytest.raises(type(error)) as outer, engine_call("generate"):
@@ -325,17 +343,19 @@ def test_an_iterator_that_has_run_out_is_an_error_like_every_other_one(subtests)
 
 
 def test_an_exception_that_is_no_error_passes_as_it_is():
+    """`GeneratorExit`, for example, is no subclass of `Exception`, and stays what it is."""
     with pytest.raises(GeneratorExit), errors_with_step(lambda: 6, str), engine_call("generate"):
         raise GeneratorExit
 
 
 def with_cause(error: Exception) -> Exception:
-    """Return an error that was raised from another one."""
+    """Return the error, with another error as its cause, as `raise ... from` sets it."""
     error.__cause__ = ZeroDivisionError("why")
     return error
 
 
 def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, capsys, subtests):
+    """The line is printed by one rank only, and names it where the error is of that rank alone."""
     # (the error, the rank that raises it, the lines that this rank prints). All ranks meet an error
     # without a cause, so the first one alone prints it. One with a cause is of one rank.
     cases: list[tuple[Exception, str, list[str]]] = [
@@ -401,7 +421,8 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
         guard.refuse_unusable(rows, 6)
 
 
-def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp_path):
+def test_user_code_that_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp_path):
+    """An environment's `reset`, for example, is a user's code."""
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     with guard.ending_run_on_user_error(6):
         pass
@@ -418,7 +439,8 @@ def save_on_a_full_disk(folder: Path) -> None:
         torch.save({"weights": torch.zeros(10_000)}, folder / "model.pt")
 
 
-def test_what_torch_says_of_a_full_disk_is_known_for_that(tmp_path):
+def test_errors_of_torch_and_safetensors_about_a_full_disk_are_recognised(tmp_path):
+    """Both raise errors without the system's number ENOSPC, so their texts are compared."""
     with pytest.raises(RuntimeError) as error:
         save_on_a_full_disk(tmp_path)
     assert disk_is_full(error.value), str(error.value)
@@ -432,6 +454,7 @@ def test_what_torch_says_of_a_full_disk_is_known_for_that(tmp_path):
 def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(
     monkeypatch, capsys, tmp_path
 ):
+    """It says the step, what to do, and from where the same command goes on."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
 
@@ -450,6 +473,10 @@ def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(
 
 
 def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_sampled(tmp_path):
+    """A streamed data set is not checked before the run, so each generation checks its own prompts.
+
+    A prompt may not have control tokens of the model in its text, or a picture inside its messages.
+    """
     guard = GenerationGuard(
         step_context(save_now=lambda: tmp_path), control_tokens=("<|im_end|>", "<end>")
     )

@@ -1,4 +1,9 @@
-"""Micro-batches are filled up to the memory that is planned for them, and all ranks cut alike."""
+"""Micro-batches are filled up to the memory that is planned for them, and all ranks cut alike.
+
+Memory is planned for a micro-batch of groups with the longest prompt and answers of full length.
+Real answers are shorter, so more groups fit. `MicroBatchRoom.cut` says which groups go together: it
+takes the sizes of each rank's groups, in order, and returns ranges of their positions.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -106,7 +111,7 @@ def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
     )
 
 
-def test_ranks_cut_at_the_same_places():
+def test_ranks_cut_at_the_same_positions():
     """A rank with short groups takes no more of them than the one whose groups are long."""
     short_groups = [unit_of_lengths(100, [50] * 8)] * 6
     long_groups = [unit_of_lengths(1079, ANSWER_LENGTHS)] * 6

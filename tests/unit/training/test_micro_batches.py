@@ -1,5 +1,7 @@
-"""A generation becomes micro-batches: which rows each has, what a row takes with it, and what moves
-between ranks.
+"""A generation becomes micro-batches: which rows each has, and which rows move to other ranks.
+
+A unit is what is put into a micro-batch as a whole: a group of rollouts, or a part of one where a
+micro-batch is smaller than a group.
 """
 
 import copy
@@ -45,10 +47,11 @@ GROUP_LETTERS = "abcdefgh"  # of the images of eight groups
 
 
 def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_one_that_sampled():
-    """Where steps and generations do not divide each other, no micro-batches are merged.
+    """Rows may move between the micro-batches of one optimizer step.
 
-    With four micro-batches a generation and six a step, the second generation is learned from in two
-    steps. So it needs the old log-probabilities.
+    Where steps and generations do not divide each other, no micro-batches are merged. With four
+    micro-batches a generation and six a step, for example, the second generation is learned from in
+    two steps. So it needs the old log-probabilities.
     """
     # (steps_per_generation, num_iterations, gradient_accumulation_steps): (micro-batches among which
     # rows may move, whether a generation has one optimizer step)
@@ -85,8 +88,8 @@ def processed_image(key: str) -> ProcessedImage:
 def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> Batch:
     """Return a batch with a rollout for each image. All values of a rollout are its number.
 
-    With images "ab", completions of 3 tokens and `first` 10, for example, the prompts are
-    [10, 10] and [11, 11], the completions [10, 10, 10] and [11, 11, 11], and the advantages 10 and 11.
+    With images "ab", completions of 3 tokens and `first` 10, for example, the prompts are [10, 10]
+    and [11, 11], the completions [10, 10, 10] and [11, 11, 11], and the advantages 10 and 11.
 
     Args:
         banks: a bank of theirs gets the images, and the batch has references to it.
@@ -125,6 +128,7 @@ UNIT_SIZES = [
 
 @pytest.mark.parametrize(("rows", "generations", "unit"), UNIT_SIZES)
 def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
+    """It is the largest part that divides both the rows of a micro-batch and those of a group."""
     assert unit_size(rows, generations) == unit
 
 
@@ -132,7 +136,10 @@ def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
 def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
     optimizer_steps, micro_batches, max_units, extra_units
 ):
-    """Empty micro-batches come first, so that the last one of each step has units."""
+    """Empty micro-batches come first, so that the last one of each step has units.
+
+    `max_units`: the most units of a micro-batch. `extra_units`: units beyond one for each step.
+    """
     micro_batch_count = optimizer_steps * micro_batches
     # At least one unit a step, and no more than fit.
     unit_count = min(optimizer_steps + extra_units, micro_batch_count * max_units)
@@ -163,27 +170,28 @@ def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(
 ):
     """A rank's longest unit comes at the same time as the longest of every other rank, and so on.
 
-    All ranks draw with the same seed. It is not the number of a unit that decides when it comes, but
-    its place when the units are ordered by length.
+    All ranks draw with the same seed. It is not the number of a unit that decides when it comes,
+    but its position when the units are ordered by length: 0 is the longest.
     """
     count = steps * units_per_step
-    places_by_rank = []
+    length_positions_by_rank = []
     for _ in range(3):  # ranks, whose units have other lengths
         tokens = rng.sample(range(1000), count)
         longest_first = sorted(range(count), key=lambda unit: -tokens[unit])
         units = order_of_learning(range(count), tokens, optimizer_steps=steps, seed="seed/12")
         assert sorted(units) == list(range(count))
-        places_by_rank.append([longest_first.index(unit) for unit in units])
-    first_rank, *other_ranks = places_by_rank
-    assert all(places == first_rank for places in other_ranks)
-    for places_of_step in split_evenly(first_rank, steps):
-        assert places_of_step == sorted(places_of_step), "the longest of a step first"
+        length_positions_by_rank.append([longest_first.index(unit) for unit in units])
+    first_rank, *other_ranks = length_positions_by_rank
+    assert all(length_positions == first_rank for length_positions in other_ranks)
+    for positions_of_step in split_evenly(first_rank, steps):
+        assert positions_of_step == sorted(positions_of_step), "the longest of a step first"
 
 
 def test_the_steps_on_a_generation_see_units_of_all_lengths():
-    """Unit 0 of eight has 0 tokens, and unit 7 has 7.
+    """Each of four steps on a generation learns from two of eight units, drawn by the seed.
 
-    If the first of the four steps got the longest units, it would always begin with unit 7.
+    Unit 0 has 0 tokens, and unit 7 has 7. If the first step got the longest units, it would always
+    begin with unit 7.
     """
     tokens_by_unit = range(8)
     orders = set()
@@ -195,7 +203,7 @@ def test_the_steps_on_a_generation_see_units_of_all_lengths():
     assert first_units > {6, 7}, "the first step begins with other units too"
 
 
-def three_rollouts() -> Any:
+def batch_of_three_rollouts() -> Any:
     """Return a batch of three rollouts, whose prompts are padded on the left.
 
     Their images have two, four and two patches, which are numbered from 0 to 7.
@@ -216,21 +224,25 @@ def three_rollouts() -> Any:
     }
 
 
-def cut_padding(batch: dict[str, Any]) -> dict[str, Any]:
+def without_padding_columns(batch: dict[str, Any]) -> dict[str, Any]:
     """Return the batch without the token columns that are padding in every row."""
-    lengths = batch["completion_mask"].sum(dim=1).tolist()
-    used = batch_rows.used_columns(batch["prompt_mask"], lengths)
-    return batch_rows.without_padding(batch, used)
+    completion_lengths = batch["completion_mask"].sum(dim=1).tolist()
+    used_columns = batch_rows.used_columns(batch["prompt_mask"], completion_lengths)
+    return batch_rows.without_padding(batch, used_columns)
 
 
 def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
-    """The longest prompt of the rows 1 and 0 has three of four tokens, the longest completion two.
+    """Rows 1 and 0 are taken from a batch in this order, with every column, and padding is cut.
+
+    Their longest prompt has three of four tokens, and their longest completion two of four.
 
     `mm_token_type_ids` has a column for each of the four prompt and four completion tokens. So its
     first column and its last two are cut.
     """
-    rows: Any = batch_rows.RowReader(three_rollouts()).take([1, 0])
-    cut = cut_padding({**rows, "pixel_values": three_rollouts()["pixel_values"]})
+    rows: Any = batch_rows.RowReader(batch_of_three_rollouts()).take([1, 0])
+    cut = without_padding_columns(
+        {**rows, "pixel_values": batch_of_three_rollouts()["pixel_values"]}
+    )
     assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
     assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
     assert cut["mm_token_type_ids"].tolist() == [[9, 10, 11, 12, 13], [1, 2, 3, 4, 5]]
@@ -239,15 +251,15 @@ def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both
     assert cut["num_images"] == [1, 1]
     assert cut["num_items_in_batch"] == 7
     assert len(cut["pixel_values"]) == 8
-    uncut = cut_padding(three_rollouts())
+    uncut = without_padding_columns(batch_of_three_rollouts())
     assert uncut["completion_ids"].shape == (3, 4), "the longest completion has no padding"
 
 
 def test_a_batch_of_empty_completions_keeps_two_columns():
     """TRL would take one column for values of whole answers, and count answers without a token."""
-    batch = three_rollouts()
+    batch = batch_of_three_rollouts()
     batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
-    assert cut_padding(batch)["completion_ids"].shape == (3, 2)
+    assert without_padding_columns(batch)["completion_ids"].shape == (3, 2)
 
 
 # (for each group of the batch whether it has signal, the same for each further group, slots, the
@@ -265,13 +277,18 @@ SLOT_CASES = [
 def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
     has_signal, refill_has_signal, slots, groups
 ):
-    assert fill_slots(has_signal, refill_has_signal, slots) == groups
+    """A generation has so many slots for groups; further groups were sampled to fill them."""
+    assert fill_slots(has_signal, further_has_signal, slots) == groups
 
 
 def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
-    """Groups of one rollout: 0 and 1 are the batch's, and 4 is the second of the further ones."""
-    batch = three_rollouts()
-    further = three_rollouts()
+    """A batch and a further one become one batch of the groups 0, 1 and 4, of one rollout each.
+
+    Groups 0 and 1 are the first batch's, which has three. So 4 is the second one of the further
+    batch. Its completion has one token, and is padded to the four of the first batch.
+    """
+    batch = batch_of_three_rollouts()
+    further = batch_of_three_rollouts()
     grids = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 2]])
     batch["image_grid_thw"] = grids
     batch["pixel_values"] = torch.arange(8)[:, None]
@@ -304,14 +321,15 @@ JOINED_RATIO_CASES = [
 
 @pytest.mark.parametrize(("first_ratio", "second_ratio", "expected"), JOINED_RATIO_CASES)
 def test_a_ratio_is_padded_with_what_changes_nothing(first_ratio, second_ratio, expected):
-    """Padding is 1, since TRL's VESPO takes the logarithm without a mask.
+    """Where two batches are joined, the importance ratio of the shorter one is padded with 1.
 
-    The ratio of a whole rollout has one column, which needs no padding.
+    TRL's VESPO takes the logarithm without a mask, and that of 1 is 0. The ratio of a whole rollout
+    has one column, which needs no padding.
     """
 
     def first_row(ratio, length):
         """Return the first rollout with `length` tokens and this ratio."""
-        columns = three_rollouts()
+        columns = batch_of_three_rollouts()
         return {
             "prompt_ids": columns["prompt_ids"][:1],
             "prompt_mask": columns["prompt_mask"][:1],
@@ -326,7 +344,7 @@ def test_a_ratio_is_padded_with_what_changes_nothing(first_ratio, second_ratio, 
     assert joined["importance_sampling_ratio"].tolist() == expected
 
 
-def make_batcher(
+def micro_batcher(
     *,
     banks: ImageBanks,
     log: dict[str, float] | None = None,
@@ -355,11 +373,11 @@ def make_batcher(
     return MicroBatcher(context, banks, every_row_counts=every_row_counts, micro_batch_memory=room)
 
 
-def eight_groups(banks: ImageBanks, live: str) -> Batch:
+def batch_of_eight_groups(banks: ImageBanks, letters_with_signal: str) -> Batch:
     """Return eight groups of two rollouts, of which those of the letters in `live` have signal.
 
-    Group "a" has the rollouts 0 and 1 and the image "a", and so on. Rollout n has n + 1 tokens. In a
-    group with signal its advantage is n + 1 too, with a minus sign for the second rollout.
+    Group "a" has the rollouts 0 and 1 and the image "a", and so on. Rollout n has n + 1 tokens. In
+    a group with signal its advantage is n + 1 too, with a minus sign for the second rollout.
     """
     images = "".join(2 * letter for letter in GROUP_LETTERS)
     rows = rank_batch(banks, images, completion=16, first=0)
@@ -367,7 +385,7 @@ def eight_groups(banks: ImageBanks, live: str) -> Batch:
     rows["completion_mask"] = (numbers <= numbers[:, None]).long()
     signs_PG = torch.zeros(8, 2)
     for group, letter in enumerate(GROUP_LETTERS):
-        if letter in live:
+        if letter in letters_with_signal:
             signs_PG[group] = torch.tensor([1.0, -1.0])
     rows["advantages"] = signs_PG.flatten() * (numbers + 1)
     return rows
@@ -379,10 +397,15 @@ def rollout_numbers(micro_batches: list[Batch]) -> list[list[int]]:
 
 
 def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all_that_is_theirs():
+    """Four of eight groups have signal: b, d, e and g, whose rollouts get longer in this order.
+
+    They fill two of four micro-batches, which come last. Each row has its own advantage, tokens and
+    image.
+    """
     banks = ImageBanks()
     log = dict[str, float]()
-    generation = eight_groups(banks, live="bdeg")
-    micro_batches = make_batcher(banks=banks, log=log).split(generation, FIRST_GENERATION)
+    generation = batch_of_eight_groups(banks, letters_with_signal="bdeg")
+    micro_batches = micro_batcher(banks=banks, log=log).split(generation, FIRST_GENERATION)
     # The groups g and e, then d and b.
     assert rollout_numbers(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
     assert log == {"adora/skipped_groups": 0.5, "adora/micro_batches": 2.0}
@@ -396,11 +419,11 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
         assert torch.equal(micro["completion_ids"][:, 0], numbers)
         assert torch.equal(micro["prompt_ids"][:, 0], numbers)
         starts = micro["pixel_values"].view(4, -1)[:, 0].tolist()
-        letters = [letter_of(banks, start) for start in starts]
+        letters = [image_letter(banks, start) for start in starts]
         assert letters == [GROUP_LETTERS[number // 2] for number in numbers.tolist()]
 
 
-def letter_of(banks: ImageBanks, start: int) -> str:
+def image_letter(banks: ImageBanks, start: int) -> str:
     """Return the letter of the image whose first patch has this number."""
     patches = banks.of(start).pixels([start])[0]
     return chr(int(patches[0, 0]))
@@ -409,8 +432,8 @@ def letter_of(banks: ImageBanks, start: int) -> str:
 def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_signal(monkeypatch):
     """A rank with fewer micro-batches would leave the other waiting in a pass that gathers weights.
 
-    Here one group has signal, and five have on the other rank. So the four shortest groups without
-    signal are learned from too.
+    Here one group has signal (h, the rollouts 14 and 15), and five have on the other rank. So the
+    four shortest groups without signal (rollouts 0 to 7) are learned from too.
     """
 
     def gather_with_five(on_this_rank: list[object]) -> list[object]:
@@ -424,8 +447,8 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     monkeypatch.setattr("adora_vl.training.micro_batches.gather_object", gather_with_five)
     two_ranks = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
     banks = ImageBanks()
-    ours = make_batcher(banks=banks, accelerator=two_ranks, adora_stock_step=["spread_signal"])
-    micro_batches = ours.split(eight_groups(banks, "h"), FIRST_GENERATION)
+    ours = micro_batcher(banks=banks, accelerator=two_ranks, adora_stock_step=["spread_signal"])
+    micro_batches = ours.split(batch_of_eight_groups(banks, "h"), FIRST_GENERATION)
     rows = rollout_numbers(micro_batches)
     learned = [row for rows_of_micro_batch in rows for row in rows_of_micro_batch]
     assert sorted(learned) == [*range(8), 14, 15]
@@ -438,7 +461,9 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     ("live", "rows", "sizes", "losses"),
     [("abc", 16, [4, 2], [3.0, 1.5]), ("abcdef", 12, [4, 4, 4], [4.0] * 3)],
 )
-def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows, sizes, losses):
+def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(
+    letters_with_signal, rows, sizes, losses
+):
     """TRL takes a mean over the rows of a micro-batch, so the loss is multiplied by their share.
 
     A micro-batch of two rows in place of four, for example, counts half. Places that unfinished
@@ -447,17 +472,19 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows
     """
     banks = ImageBanks()
     loss = torch.tensor(3.0)
-    generation = batch_rows.RowReader(eight_groups(banks, live)).take(range(rows))
-    grpo = make_batcher(banks=banks, loss_type="grpo")
+    generation = batch_rows.RowReader(batch_of_eight_groups(banks, letters_with_signal)).take(
+        range(rows)
+    )
+    grpo = micro_batcher(banks=banks, loss_type="grpo")
     with_work = [micro for micro in grpo.split(generation, FIRST_GENERATION) if micro]
     assert [len(numbers) for numbers in rollout_numbers(with_work)] == sizes
     scaled = [float(loss * grpo.loss_weight(micro)) for micro in with_work]
     assert scaled == pytest.approx(losses)
-    dapo = make_batcher(banks=banks, loss_type="dapo")
+    dapo = micro_batcher(banks=banks, loss_type="dapo")
     assert float(loss * dapo.loss_weight(with_work[-1])) == 3.0, "DAPO divides by tokens"
 
 
-def test_which_groups_are_learned_from_and_where(subtests):
+def test_which_groups_are_learned_from_and_in_which_micro_batches(subtests):
     """All groups are learned from where the loss has another term, or a key asks for it.
 
     Where no group has signal, each step learns from the shortest, which is the first one here.
@@ -470,11 +497,11 @@ def test_which_groups_are_learned_from_and_where(subtests):
         ("", {}, [0, 0, 0, 2], 2),
         ("abcd", {"gradient_accumulation_steps": 2}, [0, 4, 0, 4], 8),
     ]
-    for live, keys, sizes, learned_rows in cases:
-        with subtests.test(f"{live} {keys}"):
+    for letters_with_signal, keys, sizes, learned_rows in cases:
+        with subtests.test(f"{letters_with_signal} {keys}"):
             banks = ImageBanks()
-            micro_batches = make_batcher(banks=banks, **keys).split(
-                eight_groups(banks, live), FIRST_GENERATION
+            micro_batches = micro_batcher(banks=banks, **keys).split(
+                batch_of_eight_groups(banks, letters_with_signal), FIRST_GENERATION
             )
             rows = rollout_numbers(micro_batches)
             assert [len(rows_of_micro_batch) for rows_of_micro_batch in rows] == sizes
@@ -489,8 +516,10 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
     def weights_of_rows(room: MicroBatchMemory | None, expected_count: int) -> dict[int, float]:
         """Return the weight of each rollout in the step's loss, by its number."""
         banks = ImageBanks()
-        cutting_batcher = make_batcher(banks=banks, room=room, loss_type=loss_type)
-        micro_batches = cutting_batcher.split(eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION)
+        cutting_batcher = micro_batcher(banks=banks, room=room, loss_type=loss_type)
+        micro_batches = cutting_batcher.split(
+            batch_of_eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION
+        )
         with_work = [micro for micro in micro_batches if micro]
         assert len(with_work) == expected_count
         weights: dict[int, float] = {}
@@ -510,26 +539,28 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
 
 
 def test_empty_micro_batches_come_first_in_each_step():
-    """The last one of a step triggers the reduction of gradients."""
+    """The last micro-batch of a step triggers the reduction of gradients, so it has to have rows.
+
+    Each of two steps has two micro-batches, and its eight rollouts fit into one of them.
+    """
     banks = ImageBanks()
     log = dict[str, float]()
     two_a_step: dict[str, Any] = {"gradient_accumulation_steps": 2}
-    filling_batcher = make_batcher(
-        banks=banks, room=micro_batch_memory_of_3b(longest=64), log=log, **two_a_step
+    filling_batcher = micro_batcher(banks=banks, room=room_of_3b(longest=64), log=log, **two_a_step)
+    micro_batches = filling_batcher.split(
+        batch_of_eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION
     )
-    micro_batches = filling_batcher.split(eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION)
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [0, 8, 0, 8]
     assert log["adora/micro_batches"] == 1
 
 
 def test_the_key_cuts_by_the_number_of_rows():
+    """With `adora_stock_step: [fill_micro_batches]` memory does not decide how many rows fit."""
     banks = ImageBanks()
-    stock = make_batcher(
-        banks=banks,
-        room=micro_batch_memory_of_3b(longest=64),
-        adora_stock_step=["fill_micro_batches"],
+    stock = micro_batcher(
+        banks=banks, room=room_of_3b(longest=64), adora_stock_step=["fill_micro_batches"]
     )
-    micro_batches = stock.split(eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION)
+    micro_batches = stock.split(batch_of_eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION)
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [4, 4, 4, 4]
 
 
@@ -547,7 +578,11 @@ def sources_and_targets(moves: list[UnitMove]) -> list[tuple[int, int]]:
 
 
 def test_moves_by_hand():
-    """Rank 1 with four units gives two of them to rank 0 with none, and so on."""
+    """Units move from ranks with many to ranks with few, until no rank would end earlier by it.
+
+    Rank 1 with four units gives two of them to rank 0 with none, for example. `min_units`: so many
+    units a rank may have before any of them moves.
+    """
     assert sources_and_targets(plan_moves(units_of_equal_length(0, 4))) == [(1, 0), (1, 0)]
     assert plan_moves(units_of_equal_length(1, 2, 2)) == [], "no rank takes longer for it"
     assert sorted(sources_and_targets(plan_moves(units_of_equal_length(3, 0, 0)))) == [
@@ -579,8 +614,8 @@ def test_a_long_unit_moves_to_where_it_meets_another_long_one():
 def test_beside_the_longest_unit_goes_the_longest_that_is_left_on_any_rank():
     """No other unit is as long as 100 tokens, but the 60 of the same rank come next to it.
 
-    Then the ranks learn from 100 and 60 tokens in the first round, from 60 and 30 in the second, and
-    from 30 and 30 in the third. Without a move the rounds would take 100, 60 and 60 tokens.
+    Then the ranks learn from 100 and 60 tokens in the first round, from 60 and 30 in the second,
+    and from 30 and 30 in the third. Without a move the rounds would take 100, 60 and 60 tokens.
     """
     one_rank_has_the_long_ones = [{0: 100, 1: 60, 2: 60}, {0: 30, 1: 30, 2: 30}]
     assert plan_moves(one_rank_has_the_long_ones) == [
@@ -591,15 +626,17 @@ def test_beside_the_longest_unit_goes_the_longest_that_is_left_on_any_rank():
 
 @pytest.mark.parametrize("case", DRAWN_CASES)
 def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
-    """A rank's time is compared with that of a rank that never waits, which has the ratio 1.
+    """The time of 8 ranks with 16 groups of 8 rollouts, relative to ranks that never wait.
 
-    There are 8 ranks with 16 groups of 8 rollouts. Groups move between ranks; each rank orders its
-    groups by length; each rank shuffles them.
+    The less they wait, the nearer it is to 1: it is lowest where groups move between ranks, then
+    where each rank orders its groups by length, and highest where each rank shuffles them. The
+    bounds are what the simulation gives, rounded.
     """
     assert simulate(case, move_groups, trials=20) <= 1.16
     assert simulate(case, order_by_length, trials=20) <= 1.36
     assert simulate(case, shuffle_each_rank, trials=20) >= 1.45
-    assert lockstep_ratio([[4, 2], [3, 3]]) == pytest.approx(7 / 6), "by hand"
+    # Two ranks learn from 4 and 3, then from 2 and 3: that takes 4 + 3, and each has 6 of its own.
+    assert lockstep_ratio([[4, 2], [3, 3]]) == pytest.approx(7 / 6)
 
 
 # For each rank the tokens of its units.
@@ -608,6 +645,7 @@ TOKENS_OF_RANKS = st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1,
 
 @given(TOKENS_OF_RANKS, st.integers(1, 6))
 def test_no_rank_learns_from_more_units_than_it_must_and_none_is_lost(ranks, min_units):
+    """After the moves a rank has at most an even share of all units, or `min_units`."""
     tokens_by_rank = [dict(enumerate(tokens)) for tokens in ranks]
     counts_before = [len(units) for units in tokens_by_rank]
     # The units of each rank after the moves, by the rank and the number that they had before.
@@ -660,7 +698,8 @@ SIGNAL_OF_RANKS = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_
 def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_units):
     """The plan, the exchange and the choice of units work together, whatever has signal.
 
-    A unit is one rollout here. Rank 0 has the rollouts 100 to 105, rank 1 has 200 to 205, and so on.
+    A unit is one rollout here. Rank 0 has the rollouts 100 to 105, rank 1 has 200 to 205, and so
+    on.
     """
     tokens_by_rank = []
     for has_signal in ranks:
@@ -714,7 +753,7 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_unit
     assert sorted(learned_advantages) == sorted(value for value in all_advantages if value)
 
 
-def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
+def test_all_columns_of_a_row_move_with_it_and_no_image_is_stored_twice():
     """Rank 0 has the rollouts 0 to 3, and no unit with signal. Rank 1 has 10 to 13, in two units.
 
     The second unit of rank 1, the rollouts 12 and 13 with the images "a" and "d", goes to rank 0,
@@ -766,5 +805,5 @@ def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
     bank = banks[0].of(0)
     assert len(bank) == 3, "a, b and the new d"
     first_patches = batch["pixel_values"][::4, 0].tolist()
-    letters = [letter_of(banks[0], first_patch) for first_patch in first_patches]
+    letters = [image_letter(banks[0], first_patch) for first_patch in first_patches]
     assert letters == ["a", "b", "a", "b", "a", "d"]

@@ -1,4 +1,8 @@
-"""A rollout without a reward leaves its group: it does not count as 0, and the run says so."""
+"""A rollout without a reward leaves its group: it does not count as 0, and the run says so.
+
+A reward is missing where a reward function fails, or where it returns None for some rollouts of a
+group only. Its value is NaN in the tests, and the rollout's counted reward None.
+"""
 
 import asyncio
 import math
@@ -58,7 +62,7 @@ def facts_of_rewards(
 def summed_rewards(
     facts: RolloutFacts, weights: Sequence[float] = (1.0, 1.0)
 ) -> list[float | None]:
-    """Return the reward of each rollout; None for one that has left its group."""
+    """Return the weighted sum of each rollout's rewards; None for one that has left its group."""
     rewards = weighted_sum(facts.counted_rewards_NF, torch.tensor(weights)).tolist()
     return [None if math.isnan(reward) else reward for reward in rewards]
 
@@ -75,7 +79,11 @@ def test_a_failed_call_is_no_zero_and_a_rollout_that_is_left_alone_leaves_too():
     assert facts.leaving_reasons[0] == "no other rollout of its group has a reward"
 
 
-def test_those_who_are_left_are_compared_with_each_other_alone():
+def test_rollouts_with_a_reward_are_compared_with_each_other_alone():
+    """Of four rollouts two lack the judge's reward; the other two have advantages of their pair.
+
+    The rewards 0.5 and 1 are 0.707 standard deviations below and above their mean.
+    """
     facts = facts_of_rewards([1.0, 0.0, 0.0, 0.0], [NAN, 0.5, 1.0, NAN], failed=[0, 3])
     assert summed_rewards(facts) == [None, 0.5, 1.0, None]
     advantages = group_advantages(torch.tensor([[NAN, 0.5, 1.0, NAN]]))
@@ -94,6 +102,7 @@ def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_do
 
 
 def test_a_call_that_failed_is_missing_even_where_it_failed_for_the_whole_group():
+    """A function that returns None for a whole group does not apply to it; one that fails does."""
     facts = facts_of_rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0, 1, 2, 3])
     assert summed_rewards(facts) == [None] * 4
     assert facts.missing_share == 1
@@ -121,8 +130,10 @@ def test_a_group_of_one_is_whole():
 
 
 def test_where_nothing_is_missing_trl_gets_what_it_gathered():
-    both_BF = torch.rand(32, 2)
-    assert torch.equal(facts_without_unrewarded(both_BF, 8).counted_rewards_NF, both_BF)
+    """The rewards of 4 groups of 8 rollouts by 2 functions stay what they are."""
+    rewards_NF = torch.rand(32, 2)
+    facts = facts_without_unrewarded(rewards_NF, generations=8)
+    assert torch.equal(facts.counted_rewards_NF, rewards_NF)
 
 
 # TRL divides the loss by the tokens of all rollouts, also of those that have left. These methods
@@ -138,12 +149,13 @@ METHOD_CASES += [("dapo", Dapo(overlong_cache=50))]
 
 
 def test_a_group_that_some_have_left_is_the_group_of_the_others(subtests):
+    """For every method: two of eight rollouts without a reward change nothing for the other six."""
     for (name, options), scale in product(METHOD_CASES, ("group", "batch", "none")):
         with subtests.test(f"{name} {options} {scale}"):
-            check_left_groups(name, options, scale)
+            assert_equal_to_groups_of_six(name, options, scale)
 
 
-def check_left_groups(name: str, options: Any, scale: str) -> None:
+def assert_equal_to_groups_of_six(name: str, options: Any, scale: str) -> None:
     """Compare 30 groups of eight, which two rollouts have left, with 30 groups of the other six.
 
     The advantages of the six have to be equal, and those of the two have to be 0. There is one more
@@ -204,18 +216,11 @@ def test_daro_learns_from_the_tokens_of_those_who_are_left():
     assert pipeline.metrics["daro/loss_2_of_4"] == size_of_both_advantages
 
 
-def test_the_pass_rate_is_a_share_of_rollouts_as_the_mean_reward_is():
-    """One of the two rollouts that are left in the first group is right, and all of the second."""
-    rewards_PG = torch.tensor([[1.0, 0.0, NAN, NAN], [1.0] * 4])
-    lengths_PG = torch.tensor([[5.0] * 4] * 2)
-    groups = Groups(rewards_PG, lengths_PG, truncated_PG=torch.zeros_like(lengths_PG).bool())
-    pass_rate = adora_metrics(weigh_groups(groups))["pass_rate"]
-    assert pass_rate == pytest.approx(5 / 6)
-    assert pass_rate == pytest.approx(rewards_PG.nanmean().item())
+def test_metrics_and_signal_leave_out_rollouts_without_a_reward():
+    """Two rollouts of 90 tokens have left the first group, and all have left the second.
 
-
-def test_metrics_and_signal_leave_them_out():
-    """Two rollouts have left the first group, and all have left the second."""
+    So the metrics are those of a right answer of 5 tokens and a wrong one of 7.
+    """
     lengths_PG = torch.tensor([[5.0, 7.0, 90.0, 90.0], [90.0] * 4])
     rewards_PG = torch.tensor([[1.0, 0.0, NAN, NAN], [NAN] * 4])
     groups = Groups(rewards_PG, lengths_PG, truncated_PG=torch.zeros_like(lengths_PG).bool())
@@ -256,12 +261,13 @@ def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
 
 
 def flaky(completions: list[Any], **columns: Any) -> list[Any]:
-    """Return an exception for the completion "lost", None for "?", and 1 for all others."""
+    """Reward completions with an exception for "lost", None for "?", and 1 for all others."""
     special_rewards = {"lost": TimeoutError("after 60 s\nmore"), "?": None}
     return [special_rewards.get(text, 1.0) for text in completions]
 
 
 async def flaky_async(completions: list[Any], **columns: Any) -> list[Any]:
+    """Reward completions as `flaky` does, as a coroutine."""
     return flaky(completions)
 
 
@@ -301,7 +307,8 @@ def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
 def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
     """One machine may lack the key of a judge, for example, so that its rank alone fails.
 
-    If that rank ended alone, the others would wait for it in a collective call.
+    If that rank ended alone, the other would wait for it in a collective call. So both raise the
+    error of the first, with the step and the checkpoint to go on from.
     """
 
     def refuse(**arguments: Any) -> list[float]:
@@ -323,6 +330,7 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
 
 
 def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
+    """Where some rollouts have a reward the run goes on; where none has, it cannot learn."""
     guard = RewardGuard(step_context(save_now=lambda: tmp_path))
     some_missing = facts_of_rewards([0.0] * 4, [1.0, NAN, NAN, NAN])
     guard.check_scored(some_missing.missing_reasons, 2)
@@ -366,7 +374,9 @@ def user_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(user_file, tmp_path, capsys):
+def test_the_run_learns_from_rollouts_with_a_reward_and_records_why_others_have_none(
+    user_file, tmp_path, capsys
+):
     """A judge that cannot be reached leaves rollouts without a reward, and the run goes on.
 
     The first of four groups has all rewards. In the second `flaky` scores none, so only the other
@@ -419,6 +429,10 @@ def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(user_file, t
 def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
     user_file, tmp_path, capsys
 ):
+    """A run ends at step 2 in one line, with the checkpoint of step 1, and is resumed from it.
+
+    The reward function `gone` fails for all rollouts of step 2, until the test repairs it.
+    """
     words = [*tiny_run_arguments(tmp_path / "run"), "--adora_reward", "format", f"{user_file}:gone"]
     assert main(words) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -439,7 +453,7 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
     assert [line["rewards/missing"] for line in metrics] == [0.0] * TINY_RUN_STEPS
 
 
-def test_a_report_of_a_group_that_some_have_left(tmp_path):
+def test_the_report_says_that_no_rollout_of_a_group_has_a_reward(tmp_path):
     run = write_recorded_run(tmp_path / "run", 1, reward=None, missing="judge: HTTP 503")
     (group, *_) = load_run(run, 100).groups
     assert group["why"].startswith("No rollout of the group has a reward")

@@ -1,8 +1,10 @@
-"""A pass for the old log-probabilities is made only where the loss asks for them.
+"""A pass for the old log-probabilities is made only where the loss needs it.
 
-Stock TRL makes a pass over the whole generation. Ours leaves most of it out, and has to learn the
-same. The tests compare the gradients of all optimizer steps on one generation. The policy is a table
-of logits in float64, and the loss is TRL's.
+The old log-probabilities are those of the policy that sampled. The loss divides by them, so they
+are needed where an earlier optimizer step on the same generation has changed the policy. Stock TRL
+makes a pass over the whole generation. Ours leaves most of it out, and has to learn the same. The
+tests compare the gradients of all optimizer steps on one generation. The policy is a table of
+logits in float64, and the loss is TRL's.
 """
 
 from collections import defaultdict
@@ -63,7 +65,7 @@ MAX_RELATIVE_DISTANCE = 1e-9
 
 @dataclass
 class GenerationUpdates:
-    """What the optimizer steps on one generation did."""
+    """The optimizer steps that a trainer has made on one generation: their gradients and passes."""
 
     trainer: Any
     gradients: list[Tensor] = field(default_factory=list)
@@ -76,14 +78,17 @@ class GenerationUpdates:
 
 
 def logits_table() -> LogitsTable:
-    """Return a new policy. Its rows share a part, so learning from one rollout changes all."""
+    """Return a new policy, always the same one.
+
+    Its rows share a part, so learning from one rollout changes the probabilities of all.
+    """
     return LogitsTable(rows=ROWS, tokens=int(COMPLETION_LENGTHS.max()), shared=0.3)
 
 
 def make_generation(engine_gap: float = 0.3) -> Batch:
-    """Return rollouts of groups with and without signal, with the engine's log-probabilities.
+    """Return a generation of 8 groups of 2 rollouts, two of which have no signal.
 
-    `engine_gap`: standard deviation of the engine's log-probabilities around the policy's.
+    `engine_gap`: the standard deviation of the engine's log-probabilities around the policy's.
     """
     mask_BC = (torch.arange(int(COMPLETION_LENGTHS.max())) < COMPLETION_LENGTHS[:, None]).long()
     generator = torch.Generator().manual_seed(5)
@@ -220,6 +225,7 @@ KEYS_BY_CASE = {
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo", "vespo"])
 def test_each_update_learns_what_it_did_with_a_pass_over_everything(loss, subtests):
+    """The gradients of all optimizer steps on a generation are TRL's, for many keys of a run."""
     for name, keys in KEYS_BY_CASE.items():
         with subtests.test(name):
             ours = learn_from_generation(loss_type=loss, **keys)
@@ -230,7 +236,7 @@ def test_each_update_learns_what_it_did_with_a_pass_over_everything(loss, subtes
             assert smallest_norm > 1e-3, "gradients of 0 would be equal whatever is learned"
 
 
-def test_without_the_old_ones_the_second_update_would_learn_something_else():
+def test_without_the_old_logps_the_second_update_would_learn_something_else():
     """The comparison above can fail: here the second update lacks its old log-probabilities."""
     keys = {"loss_type": "grpo", **TWO_UPDATE_KEYS}
     first, second = relative_distances(
@@ -241,6 +247,7 @@ def test_without_the_old_ones_the_second_update_would_learn_something_else():
 
 
 def test_the_pass_is_over_the_later_updates_rollouts_with_signal_alone():
+    """The rollouts of the first update need no pass, and those without signal have no gradient."""
     two_updates = learn_from_generation(loss_type="grpo", **TWO_UPDATE_KEYS)
     assert two_updates.scored_rollouts == ROLLOUTS_WITH_SIGNAL_PER_UPDATE
     with_engine = learn_from_generation(loss_type="grpo", **TWO_UPDATE_KEYS, **ENGINE_KEYS)
@@ -264,7 +271,11 @@ def test_the_kl_term_asks_no_pass_of_groups_without_signal():
 
 
 def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
-    """The engine is not compared later either, with weights that have not sampled these rollouts."""
+    """Without a pass, the old log-probabilities stay unknown (NaN).
+
+    The engine is not compared later either: the weights then are not those that sampled the
+    rollouts.
+    """
     trainer = table_trainer(
         logits_table(),
         loss_type="grpo",
@@ -330,6 +341,7 @@ def test_a_rank_without_signal_makes_the_pass_of_the_others():
 
 
 def test_a_run_that_goes_on_after_the_first_update_does_so_to_the_bit():
+    """A checkpoint's micro-batches have the old log-probabilities, so both runs learn the same."""
     for keys in (
         {**TWO_UPDATE_KEYS, **ENGINE_KEYS},
         {**TWO_ITERATION_KEYS, **ENGINE_KEYS},
@@ -342,6 +354,7 @@ def test_a_run_that_goes_on_after_the_first_update_does_so_to_the_bit():
 
 
 def test_every_rollout_that_is_learned_from_is_compared_with_the_engine_once():
+    """Each comparison gives the drift of the engine; rollouts without signal are not compared."""
     with_signal = [row for row in range(ROWS) if row // GROUP_SIZE not in GROUPS_WITHOUT_SIGNAL]
     for keys in (TWO_UPDATE_KEYS, TWO_ITERATION_KEYS):
         updates = learn_from_generation(loss_type="grpo", **keys, **ENGINE_KEYS)
@@ -389,6 +402,7 @@ def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(sub
 
 
 def test_how_many_micro_batches_come_before_the_first_update(subtests):
+    """`micro_batches_before_update` is that number of micro-batches of a generation."""
     # (steps_per_generation, num_iterations, gradient_accumulation_steps): micro-batches
     counts = {
         (4, 1, 4): 4,
@@ -434,6 +448,7 @@ def test_the_engines_log_probabilities_may_be_the_old_ones():
 
 
 def test_an_engine_without_difference_gives_the_gradients_of_the_policys_own():
+    """If the engine's log-probabilities equal the policy's, either may be the old ones."""
     ours = learn_from_generation(engine_gap=0.0, **ENGINE_OLD_LOGPS_KEYS)
     theirs = learn_like_trl(loss_type="grpo", **TWO_UPDATE_KEYS)
     assert max(relative_distances(ours, theirs)) < MAX_RELATIVE_DISTANCE

@@ -1,4 +1,9 @@
-"""A micro-batch recomputes as few layers as the memory asks for, and no gradient changes by it."""
+"""A micro-batch recomputes as few layers as the memory asks for, and no gradient changes by it.
+
+Gradient checkpointing recomputes every layer in the backward pass, which saves memory and costs
+time. The key `adora_recompute` is the number of layers that are recomputed: "all", a number, or
+"auto", which is as few as fit into the free memory of the GPU.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -54,7 +59,7 @@ def three_billion() -> ModelShape:
     return model_shape(config_for_planning(THREE_B_MODEL)[0], peft_config=adapters)
 
 
-def recomputed_layers(
+def recompute_switch(
     model: PreTrainedModel,
     *,
     card: Callable[[], CardBytes] | None = None,
@@ -64,7 +69,9 @@ def recomputed_layers(
     log: dict[str, float] | None = None,
     **keys: Any,
 ) -> RecomputedLayers:
-    """Return the switch that decides how many layers a model recomputes.
+    """Return the object that decides how many layers of a model are recomputed in a pass.
+
+    In the context `switched(pass_size)` gradient checkpointing is on in so many layers.
 
     Args:
         model: the policy.
@@ -88,7 +95,7 @@ def recomputed_layers(
 
 
 def shape_of(model: PreTrainedModel) -> Callable[[], ModelShape]:
-    """Return the shape of a language model of the tests."""
+    """Return a function that returns the model's shape, by which its memory is predicted."""
     return lambda: model_shape(model.config, dtype="float32")
 
 
@@ -97,7 +104,7 @@ def gradients_of(model: Any, number: int | str) -> list[Tensor]:
     model.zero_grad()
     torch.manual_seed(5)
     ids = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
-    switch = recomputed_layers(model, adora_recompute=number)
+    switch = recompute_switch(model, adora_recompute=number)
     with switch.switched(PASS_SIZE):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -105,7 +112,7 @@ def gradients_of(model: Any, number: int | str) -> list[Tensor]:
 
 
 def test_gradients_are_equal_to_the_bit_however_many_layers_are_recomputed(subtests):
-    """A layer with dropout draws the same again when it is recomputed, in attention and adapters."""
+    """A layer with dropout draws the same again when it is recomputed, also in adapters."""
     adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.3)
     for dtype in (torch.float32, torch.float64):
         for name, model in {
@@ -123,19 +130,20 @@ def test_gradients_are_equal_to_the_bit_however_many_layers_are_recomputed(subte
 
 
 def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
+    """With `adora_recompute: 1` the first language layer is recomputed, and all of vision."""
     model = small_model("qwen2_5_vl")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     blocks = list(model.model.visual.blocks)
     layers = recomputable_layers(model)
     assert layers == list(model.model.language_model.layers)
-    with recomputed_layers(model, adora_recompute=1).switched(PASS_SIZE):
+    with recompute_switch(model, adora_recompute=1).switched(PASS_SIZE):
         assert [layer.gradient_checkpointing for layer in layers] == [True, False]
         assert all(block.gradient_checkpointing for block in blocks)
     assert all(layer.gradient_checkpointing for layer in layers), "as before, behind the pass"
 
 
 def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
-    """All layers stay recomputed, and no figure is logged."""
+    """All layers stay recomputed, and no metric is logged."""
     unchanged: dict[str, dict[str, Any]] = {
         "a CPU": {"adora_recompute": "auto"},
         "all": {"adora_recompute": "all", "card": lambda: CardBytes(80 * GIB, 80 * GIB)},
@@ -145,13 +153,14 @@ def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
         with subtests.test(name):
             log: dict[str, float] = {}
             model = language_model()
-            switch = recomputed_layers(model, log=log, **keys)
+            switch = recompute_switch(model, log=log, **keys)
             with switch.switched(PASS_SIZE):
                 assert all(layer.gradient_checkpointing for layer in recomputable_layers(model))
             assert log == {}
 
 
 def test_a_run_without_gradient_checkpointing_gets_none():
+    """The key `adora_recompute` only lowers the number of recomputed layers."""
     model = language_model()
     model.gradient_checkpointing_disable()
     context = step_context(gradient_checkpointing=False, adora_recompute=2)
@@ -163,6 +172,7 @@ def test_a_run_without_gradient_checkpointing_gets_none():
 
 
 def test_as_few_layers_as_fit_into_the_free_memory():
+    """For 1 to 59 GiB of free memory the predicted peak fits, and a layer less would not."""
     activation_memory = ActivationMemory(three_billion(), DtypeBytes(compute=2, residual=2))
     layers = activation_memory.shape.text.layers
     counts = []
@@ -183,6 +193,10 @@ def test_as_few_layers_as_fit_into_the_free_memory():
 
 
 def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
+    """With "auto" a pass recomputes 0, 2, 3 or all layers, as its size and the free memory demand.
+
+    The number is logged for each pass, and printed once.
+    """
     log: dict[str, float] = {}
     model = language_model()
     free_bytes = 0
@@ -199,7 +213,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
         peak_bytes = activation_memory.peak_bytes(PASS_SIZE, count)
         return peak_bytes + int(RESERVED_CARD_SHARE * card_bytes) + gradient_bytes
 
-    switch = recomputed_layers(
+    switch = recompute_switch(
         model,
         shape=shape,
         card=lambda: CardBytes(free_bytes, card_bytes),
@@ -224,6 +238,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
 
 
 def test_all_ranks_recompute_what_the_fullest_needs():
+    """All ranks gather weights at the same time, so the largest count of all ranks decides."""
     model = language_model()
     own_counts: list[int] = []
 
@@ -235,7 +250,7 @@ def test_all_ranks_recompute_what_the_fullest_needs():
     ranks = FakeAccelerator(num_processes=2, gather=gather)
     ample_bytes = 10**15  # with which this rank alone would recompute no layer
     for sharding in (Sharding(processes=2), Sharding(processes=2, stage=3)):
-        switch = recomputed_layers(
+        switch = recompute_switch(
             model,
             shape=shape_of(model),
             sharding=sharding,
@@ -284,7 +299,7 @@ def policy_out_of_memory(total: int = 10**15, **keys: Any) -> OutOfMemory:
     so that they can be restored.
     """
     model = language_model()
-    switch = recomputed_layers(
+    switch = recompute_switch(
         model,
         shape=shape_of(model),
         card=lambda: CardBytes(10**15, total),
@@ -296,6 +311,11 @@ def policy_out_of_memory(total: int = 10**15, **keys: Any) -> OutOfMemory:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batches, capsys):
+    """A micro-batch that ran out of memory is repeated with all layers recomputed.
+
+    The gradients and logged values of the failed pass are taken back. `micro_batches`: 1: it is the
+    first of the optimizer step. 3: the gradients of two others are there.
+    """
     policy = policy_out_of_memory()
     gradients = gradients_of(policy.model, "all")
     policy.model.zero_grad()
@@ -332,6 +352,7 @@ def test_a_process_among_several_does_not_go_back_alone(subtests):
 
 
 def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
+    """Without a copy the gradients that the failed pass has added could not be taken back."""
     policy = policy_out_of_memory(total=2**20)
     gradients_of(policy.model, "all")
     with pytest.raises(torch.OutOfMemoryError):
