@@ -25,7 +25,7 @@ from pathlib import Path
 
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.utils.cli import whole
-from benchmarks.stand_in_server import StandIn
+from benchmarks.stand_in_server import FakeVLLMServer
 
 # Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take
 # it a 64th of that.
@@ -61,7 +61,7 @@ def seconds_by_part(
 
     Returns the mean seconds of a step for sampling, and for the rest.
     """
-    server = StandIn(
+    server = FakeVLLMServer(
         vocabulary=200, tokens=ANSWER_TOKENS, seconds_per_token=waiting / COMPLETION_LIMIT
     )
     if uneven:

@@ -1,7 +1,7 @@
 """A server on loopback that stands for a vLLM server, for tests and measurements.
 
-It understands as much of vLLM 0.31's HTTP as the trainer uses. It draws its answers from the seeds of
-the requests, and waits before each for as long as it is told to.
+It understands as much of vLLM 0.31's HTTP as the trainer uses. It draws its answers from the seeds
+of the requests, and waits before each for as long as it is told to.
 """
 
 import base64
@@ -25,8 +25,8 @@ GENERATE_PATHS = ("/v1/completions", "/inference/v1/generate")
 RequestBody = dict[str, Any]
 
 
-class StandIn:
-    """Answers until it is `dead`; then it drops every request, and new connections too.
+class FakeVLLMServer:
+    """A fake vLLM server, which answers until it is `dead`; then it drops every connection.
 
     A test may change these attributes:
 
@@ -40,7 +40,7 @@ class StandIn:
 
     It notes what it was sent:
 
-    - `asked`: the path and the body of each POST request.
+    - `post_requests`: the path and the body of each POST request.
     - `logins`: the headers `Authorization` of GET requests.
     - `weights`: the names of the tensors that each sync has brought.
     - `served`: the names of its model and of its adapters.
@@ -75,7 +75,7 @@ class StandIn:
         self.life = uuid.uuid4().hex
         self.logprobs_mode = "raw_logprobs"
         self.dead = False
-        self.asked: list[tuple[str, RequestBody]] = []
+        self.post_requests: list[tuple[str, RequestBody]] = []
         self.logins: set[str | None] = set()
         self.weights: list[list[str]] = []
         self.lora: RequestBody | None = None
@@ -124,7 +124,7 @@ class StandIn:
 
     def post_reply(self, path: str, body: RequestBody) -> RequestBody | None:
         """Note a POST request, carry it out, and return the reply; None for an unknown model."""
-        self.asked.append((path, body))
+        self.post_requests.append((path, body))
         if path in GENERATE_PATHS:
             if body["model"] not in self.served:
                 return None
@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
     # Otherwise a reply, which is two writes, takes 40 ms on loopback.
     disable_nagle_algorithm = True
 
-    def __init__(self, stand_in: StandIn, *args: Any) -> None:
+    def __init__(self, stand_in: FakeVLLMServer, *args: Any) -> None:
         self.stand_in = stand_in
         super().__init__(*args)  # answers the requests of the connection
 

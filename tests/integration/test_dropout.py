@@ -17,14 +17,14 @@ from transformers import GenerationMixin
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.utils.seeding import drawing_by_key
-from benchmarks.stand_in_server import StandIn
+from benchmarks.stand_in_server import FakeVLLMServer
 from tests.support.stand_ins import training_config
 from tests.support.tiny_run import train_tiny_run
 
 LORA_KEYS = {"use_peft": "true", "lora_r": 8, "lora_target_modules": "all-linear"}
 
 
-def keys_with_stand_in_server(server: StandIn, folder: Path) -> dict[str, object]:
+def keys_with_stand_in_server(server: FakeVLLMServer, folder: Path) -> dict[str, object]:
     """Return the keys of a run whose rollouts a stand-in for a vLLM server makes up."""
     (folder / "mine.py").write_text(
         "def reward(completions, **_):\n"
@@ -55,7 +55,7 @@ def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
     Its last checkpoint and its final weights are deleted; then it ends with the losses and the
     weights of the run that was not interrupted.
     """
-    server = StandIn(vocabulary=200, tokens=14, shortest=2)
+    server = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2)
     keys = {**keys_with_stand_in_server(server, tmp_path), **LORA_KEYS, "learning_rate": 1e-2}
     uninterrupted = train_tiny_run(tmp_path / "whole", **keys)
     adapter = json.loads((uninterrupted / "adapter_config.json").read_text())

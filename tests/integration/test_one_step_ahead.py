@@ -18,7 +18,7 @@ from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.guards import DriftGuard
 from adora_vl.utils.errors import RolloutError
-from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
+from benchmarks.stand_in_server import GENERATE_PATHS, FakeVLLMServer
 from data_prep.cli import main as data_prep
 from tests.support.async_servers import (
     assert_equal_end_after_kill,
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def server() -> Iterator[StandIn]:
+def server() -> Iterator[FakeVLLMServer]:
     """Start a stand-in for a vLLM server."""
-    stand_in = StandIn(vocabulary=200)
+    stand_in = FakeVLLMServer(vocabulary=200)
     yield stand_in
     stand_in.close()
 
@@ -60,7 +60,7 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
         1,
         1,
     ]
-    server.asked.clear()
+    server.post_requests.clear()
     assert main(server_run_arguments(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
     ahead = pq.read_table(tmp_path / "ahead" / "rollouts").to_pylist()
     after = pq.read_table(tmp_path / "after" / "rollouts").to_pylist()
@@ -132,7 +132,7 @@ def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_an
         2,
         2,
     ]
-    server.asked.clear()
+    server.post_requests.clear()
     server.seconds_per_token = 0.01
     assert main(server_run_arguments(tmp_path / "two", server, **keys)) == 0
     expected = (tmp_path / "one" / "model.safetensors").read_bytes()
@@ -151,14 +151,14 @@ def _max_tokens(body: dict[str, Any]) -> int:
     return int(body.get("sampling_params", body)["max_tokens"])
 
 
-def _groups_by_weights(server: StandIn, *, max_tokens: int) -> list[int]:
+def _groups_by_weights(server: FakeVLLMServer, *, max_tokens: int) -> list[int]:
     """Return how many groups were asked of each weights that the server had, in their order.
 
     `max_tokens`: only requests with this limit count; rollouts have 32, and those of the drift
     check 8.
     """
     counts: list[int] = []
-    for path, body in server.asked:
+    for path, body in server.post_requests:
         if path == "/collective_rpc":
             counts.append(0)
         elif path in GENERATE_PATHS and _max_tokens(body) == max_tokens:

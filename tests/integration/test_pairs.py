@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.train import main
-from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
+from benchmarks.stand_in_server import GENERATE_PATHS, FakeVLLMServer
 from data_prep.cli import main as data_prep
 from tests.support.async_servers import (
     REWARD_BY_LENGTH,
@@ -104,14 +104,14 @@ RULES_KEYS_AND_FIGURES_BY_PAIR: dict[str, tuple[str, dict[str, Any], tuple[str, 
 }
 
 
-def order_of_turns_in_steps(server: StandIn) -> list[str]:
+def order_of_turns_in_steps(server: FakeVLLMServer) -> list[str]:
     """Return, for each sync of the weights, in which order first and later turns were asked for.
 
     A later turn's prompt has the ids of the call before it.
     """
     turns = list[str]()
     (call_ids,) = server.turns
-    for path, body in server.asked:
+    for path, body in server.post_requests:
         if path == "/collective_rpc":
             turn = "weights"
         elif str(call_ids)[1:-1] in str(body):
@@ -124,8 +124,8 @@ def order_of_turns_in_steps(server: StandIn) -> list[str]:
 
 
 @pytest.fixture
-def server() -> Iterator[StandIn]:
-    stand_in = StandIn(vocabulary=200, tokens=14, shortest=2)
+def server() -> Iterator[FakeVLLMServer]:
+    stand_in = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2)
     yield stand_in
     stand_in.close()
 

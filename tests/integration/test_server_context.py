@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.train import main
-from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
+from benchmarks.stand_in_server import GENERATE_PATHS, FakeVLLMServer
 from tests.support.async_servers import (
     REWARD_BY_LENGTH,
     ZOOM_TOOL_KEYS,
@@ -22,8 +22,8 @@ SMALL_CONTEXT = 420
 
 
 @pytest.fixture
-def server() -> Iterator[StandIn]:
-    stand_in = StandIn(vocabulary=200, tokens=14, shortest=2, context=SMALL_CONTEXT)
+def server() -> Iterator[FakeVLLMServer]:
+    stand_in = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2, context=SMALL_CONTEXT)
     yield stand_in
     stand_in.close()
 
@@ -57,7 +57,7 @@ def test_text_is_asked_for_no_more_tokens_than_a_server_has_room_for(tmp_path, s
         "max_completion_length": 100,
     }
     assert main(server_run_arguments(tmp_path / "out", server, **keys)) == 0
-    bodies = [body for path, body in server.asked if path in GENERATE_PATHS]
+    bodies = [body for path, body in server.post_requests if path in GENERATE_PATHS]
     for body in bodies:
         (prompt,) = body["prompt"]
         assert body["max_tokens"] == min(100, 150 - len(prompt))

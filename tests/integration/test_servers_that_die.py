@@ -8,16 +8,16 @@ import pytest
 
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.train import main
-from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
+from benchmarks.stand_in_server import GENERATE_PATHS, FakeVLLMServer
 from tests.support.tiny_run import tiny_run_arguments
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def two_servers() -> Iterator[list[StandIn]]:
+def two_servers() -> Iterator[list[FakeVLLMServer]]:
     """Start two stand-ins for vLLM servers."""
-    servers = [StandIn(vocabulary=200), StandIn(vocabulary=200)]
+    servers = [FakeVLLMServer(vocabulary=200), FakeVLLMServer(vocabulary=200)]
     yield servers
     for server in servers:
         server.close()
@@ -43,15 +43,15 @@ def two_server_arguments(folder, servers, **changed):
     )
 
 
-def dies_after(server: StandIn, requests: int) -> None:
+def dies_after(server: FakeVLLMServer, requests: int) -> None:
     """Let a server answer so many requests for rollouts and no more.
 
     A step makes four of them, for two servers or for the one that is left.
     """
-    server.asked.clear()
+    server.post_requests.clear()
 
     def die_when_due(reply):
-        server.dead = sum(path in GENERATE_PATHS for path, _ in server.asked) > requests
+        server.dead = sum(path in GENERATE_PATHS for path, _ in server.post_requests) > requests
         return reply
 
     server.spoil = die_when_due

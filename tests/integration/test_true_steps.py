@@ -18,7 +18,7 @@ from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
 from adora_vl.models.load import resolve_model_name
 from adora_vl.train import main
-from benchmarks.stand_in_server import StandIn
+from benchmarks.stand_in_server import FakeVLLMServer
 from tests.support.async_servers import (
     assert_equal_end_after_kill,
     read_step_metrics,
@@ -50,9 +50,9 @@ TRUE_STEPS_KEYS = {
 
 
 @pytest.fixture
-def server() -> Iterator[StandIn]:
+def server() -> Iterator[FakeVLLMServer]:
     """Start a stand-in server that says one of `SERVER_ANSWERS` in half of its rollouts."""
-    stand_in = StandIn(vocabulary=200, tokens=14, shortest=2)
+    stand_in = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_name("tiny"))
     stand_in.turns = [tokenizer(answer)["input_ids"] for answer in SERVER_ANSWERS]
     yield stand_in
@@ -79,7 +79,7 @@ def write_triangle_rows(folder: Path) -> Path:
 
 
 def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
-    tmp_path: Path, server: StandIn
+    tmp_path: Path, server: FakeVLLMServer
 ) -> None:
     """A killed run that goes on counts the same claims of its answers as one without a kill.
 

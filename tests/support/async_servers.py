@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from adora_vl.models.load import resolve_model_name
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.train import main
-from benchmarks.stand_in_server import StandIn
+from benchmarks.stand_in_server import FakeVLLMServer
 from tests.support.tiny_run import tiny_run_arguments
 
 ZOOM_TOOL_KEYS = {
@@ -40,7 +40,7 @@ def zoom_call_ids() -> list[list[int]]:
     ]
 
 
-def server_run_arguments(folder: Any, server: StandIn, **changed: Any) -> list[str]:
+def server_run_arguments(folder: Any, server: FakeVLLMServer, **changed: Any) -> list[str]:
     """Return the command-line arguments of a run that samples one step ahead on this server.
 
     `changed`: keys that are added, or have another value.
@@ -71,7 +71,7 @@ def read_step_metrics(folder: Any) -> list[dict[str, Any]]:
 
 
 def assert_equal_end_after_kill(
-    uninterrupted: Path, killed: Path, server: StandIn, *, after: int, **keys: Any
+    uninterrupted: Path, killed: Path, server: FakeVLLMServer, *, after: int, **keys: Any
 ) -> None:
     """Assert that a run that was killed and resumed ends with the weights of one that was not.
 
@@ -91,7 +91,7 @@ def assert_equal_end_after_kill(
             shutil.rmtree(folder)
     (killed / "model.safetensors").unlink()
     server.start_again()
-    server.asked.clear()
+    server.post_requests.clear()
     assert main(server_run_arguments(killed, server, **keys)) == 0
     assert (killed / "model.safetensors").read_bytes() == (
         uninterrupted / "model.safetensors"

@@ -1,7 +1,7 @@
-"""Whether engine and trainer agree.
+"""Whether engine and trainer agree: `SelfCheck`, which may refuse a run before its first step.
 
-How far apart they may be, how prompts are moved to late positions, and what ends a run before its
-first step.
+The tests cover how far log-probabilities may be apart, and how prompts are lengthened to compare
+tokens at late positions of the context.
 """
 
 from types import SimpleNamespace
@@ -25,8 +25,11 @@ IMAGE = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
 WORDS = [token for token in range(len(TOKENIZER)) if token not in TOKENIZER.all_special_ids]
 
 
-def engine_pair(model: int = 10**6, engine: int = 10**6) -> Any:
-    """Return a pair of policy and engine that take this many positions, by default any number."""
+def pair_with_positions(model: int = 10**6, engine: int = 10**6) -> Any:
+    """Return a fake pair of policy and engine.
+
+    `model` and `engine`: how many positions each takes, by default practically any number.
+    """
     config = SimpleNamespace(max_position_embeddings=model)
     llm = SimpleNamespace(
         llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=engine))
@@ -40,12 +43,12 @@ def engine_pair(model: int = 10**6, engine: int = 10**6) -> Any:
     )
 
 
-def prompts(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
-    """Return prompts of images and then a text.
+def prompts_with_images(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
+    """Return prompts that have images and then a text.
 
-    `shapes`: for each row the token ids of its text, and the sizes of its images in image tokens. An
-    image token has four patches. For example, ([5, 6], [2]) gives the prompt [IMAGE, IMAGE, 5, 6]
-    with eight patches.
+    `shapes`: for each row the token ids of its text, and the sizes of its images in image tokens.
+    An image token has four patches. For example, ([5, 6], [2]) gives the prompt [IMAGE, IMAGE, 5,
+    6] with eight patches.
     """
     ids = [[token for size in sizes for token in [IMAGE] * size] + words for words, sizes in shapes]
     grids = [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
@@ -60,7 +63,7 @@ def prompts(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
     return Prompts([], ids, [[None] * len(sizes) for _, sizes in shapes], fields, names)
 
 
-ROW = st.tuples(
+PROMPT_SHAPES = st.tuples(
     st.lists(st.sampled_from(WORDS), min_size=1, max_size=30),
     st.lists(st.integers(1, 9), min_size=1, max_size=3),
 )
@@ -68,7 +71,7 @@ ROW = st.tuples(
 
 @settings(max_examples=25)
 @given(
-    shapes=st.lists(ROW, min_size=1, max_size=5),
+    shapes=st.lists(PROMPT_SHAPES, min_size=1, max_size=5),
     tokens=st.integers(1, 40),
     longest=st.integers(130, 4000),
 )
@@ -78,8 +81,8 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
     The longest one then ends as late as the engine's context and the tokens of the answer allow.
     Images stay the same.
     """
-    near = prompts(shapes)
-    far = agreement.lengthened_prompts(engine_pair(engine=longest), near, tokens)
+    near = prompts_with_images(shapes)
+    far = agreement.lengthened_prompts(pair_with_positions(engine=longest), near, tokens)
     assert far is not None
     assert far.images is not None
     rows = len(shapes[: agreement.FAR_ROWS])  # only the first rows are moved
@@ -101,19 +104,20 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
     assert len(far.names) == rows
 
 
-def test_where_model_or_engine_have_no_room_there_are_none():
+def test_where_model_or_engine_have_no_room_no_prompt_is_lengthened():
     """Of 40 positions an answer takes 8, so a prompt of 34 tokens has no room and one of 24 has."""
-    long_prompt = prompts([(WORDS[:30], [4])])
-    short_prompt = prompts([(WORDS[:20], [4])])
+    long_prompt = prompts_with_images([(WORDS[:30], [4])])
+    short_prompt = prompts_with_images([(WORDS[:20], [4])])
     for limits in ({"model": 40}, {"engine": 40}):
-        pair = engine_pair(**limits)
+        pair = pair_with_positions(**limits)
         assert agreement.lengthened_prompts(pair, long_prompt, 8) is None
         assert agreement.lengthened_prompts(pair, short_prompt, 8) is not None
 
 
 def test_prompts_without_images_keep_none():
+    """Of three prompts of text the first two are lengthened, up to the engine's context."""
     text_prompts = Prompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
-    far = agreement.lengthened_prompts(engine_pair(engine=100), text_prompts, 10)
+    far = agreement.lengthened_prompts(pair_with_positions(engine=100), text_prompts, 10)
     assert far is not None
     assert far.images is None
     assert far.fields == {}
@@ -125,8 +129,8 @@ def test_prompts_without_images_keep_none():
 def test_the_bound_follows_the_coarser_dtype(subtests):
     """Engine and trainer may differ by more where one of them rounds to bfloat16.
 
-    They may also differ by more where a filter such as `top_p` changes the engine's numbers, and not
-    the trainer's. The bound is never above `adora_max_drift`, with which a run would stop.
+    They may also differ by more where a filter such as `top_p` changes the engine's numbers, and
+    not the trainer's. The bound is never above `adora_max_drift`, with which a run would stop.
     """
     # (the engine's dtype, changed keys of the config, the bound in nats)
     cases: list[Any] = [
@@ -163,8 +167,11 @@ def test_the_bound_follows_the_coarser_dtype(subtests):
 
 
 @pytest.fixture
-def about_to_train(monkeypatch):
-    """`SelfCheck` on a pair whose examination gives the checks that a test asks for."""
+def run_self_check(monkeypatch):
+    """Return a function that runs `SelfCheck` as at the start of a training.
+
+    It takes the results of the checks, in place of a real comparison, and the engine.
+    """
 
     def start(checks: list[Check], engine: object = "an engine") -> None:
         monkeypatch.setattr(agreement.EngineProbe, "check_all", lambda self: checks)
@@ -173,15 +180,16 @@ def about_to_train(monkeypatch):
             engine=engine,
             accelerator=accelerator,
             first_rows=lambda count: [{}] * count,
-            read_prompts=lambda rows: prompts([([20], [1])]),
+            read_prompts=lambda rows: prompts_with_images([([20], [1])]),
         )
         agreement.SelfCheck(pair).on_train_begin(None, None, None)
 
     return start
 
 
-def test_training_starts_where_engine_and_trainer_agree(about_to_train, capsys):
-    about_to_train(
+def test_training_starts_where_engine_and_trainer_agree(run_self_check, capsys):
+    """All checks have passed, and the difference is printed."""
+    run_self_check(
         [
             passed(agreement.PROMPTS_CHECK, "2 prompts"),
             passed(agreement.COLD_CHECK, "1e-06 nats per token"),
@@ -192,12 +200,13 @@ def test_training_starts_where_engine_and_trainer_agree(about_to_train, capsys):
     )
 
 
-def test_training_is_refused_where_they_do_not(about_to_train):
+def test_training_is_refused_where_engine_and_trainer_do_not_agree(run_self_check):
+    """A check has failed, and the error says what to do, and which key leaves the check out."""
     with pytest.raises(
         RolloutError,
         match=r"agreement, cold: 3 nats per token\. Mend it\..*--adora_self_check false",
     ):
-        about_to_train(
+        run_self_check(
             [
                 passed(agreement.PROMPTS_CHECK, "2 prompts"),
                 failed(agreement.COLD_CHECK, "3 nats per token", "mend it"),
@@ -205,6 +214,7 @@ def test_training_is_refused_where_they_do_not(about_to_train):
         )
 
 
-def test_without_an_engine_there_is_nothing_to_check(about_to_train, capsys):
-    about_to_train([failed(agreement.COLD_CHECK, "not looked at", "x")], engine=None)
+def test_without_an_engine_there_is_nothing_to_check(run_self_check, capsys):
+    """The failed check is not looked at, and nothing is printed."""
+    run_self_check([failed(agreement.COLD_CHECK, "not looked at", "x")], engine=None)
     assert capsys.readouterr().out == ""

@@ -1,4 +1,4 @@
-"""What the engine is asked for, with which prompts and tokens, without starting one."""
+"""What vLLM is asked for, with which prompts, options and tokens, without starting an engine."""
 
 import json
 import math
@@ -48,14 +48,16 @@ END = 92
 
 
 @pytest.mark.parametrize("candidates", [1, 3])
-@pytest.mark.parametrize("broken", [-0.5, float("nan"), float("-inf")])
-def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(candidates, broken):
+@pytest.mark.parametrize("special_value", [-0.5, float("nan"), float("-inf")])
+def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(
+    candidates, special_value
+):
     """vLLM's two formats give the same values, and one that is no finite number is -inf.
 
     With more candidates than one, likelier tokens than the sampled one stand before it.
     """
     tokens = [5, 7, 5]
-    values = [-1.5, broken, -2.0]
+    values = [-1.5, special_value, -2.0]
     positions = []
     for token, value in zip(tokens, values, strict=True):
         likelier = {100 + rank: Logprob(-0.1 * rank) for rank in range(1, candidates)}
@@ -92,7 +94,7 @@ def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(s
 
 
 def test_the_log_probability_of_a_token_is_that_of_its_own_id():
-    """A likelier token may stand before it: here token 9 before the sampled token 7."""
+    """A server's reply has likelier candidates first: here token 9 before the sampled 7."""
     tokens = [[7, 8]]
     logps = [[[-0.1, -2.0], [-0.5]]]
     ids = [[[9, 7], [8]]]
@@ -100,7 +102,7 @@ def test_the_log_probability_of_a_token_is_that_of_its_own_id():
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
-    """With vLLM's own name two runs on a machine would share memory, and each would leave some behind.
+    """With vLLM's own name two runs on a machine would share memory and leave it behind.
 
     After the start no file has the name any more; files of others stay.
     """
@@ -115,21 +117,31 @@ def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_pat
     assert [file.name for file in tmp_path.iterdir()] == ["other"]
 
 
-def generation_with(asked: dict[str, Any] | None, mode: str = "colocate") -> AdoraVLLMGeneration:
-    """Return the object that samples with these `generation_kwargs`, without an engine.
+def engine_with_generation_kwargs(
+    generation_kwargs: dict[str, Any] | None, mode: str = "colocate"
+) -> AdoraVLLMGeneration:
+    """Return the trainer's object for vLLM with these `generation_kwargs`.
 
-    A test replaces `_init_vllm`, which would start one.
+    A test replaces `_init_vllm`, which would start an engine.
     """
     tokenizer = SimpleNamespace(get_vocab=lambda: {})
-    given = {"model": None, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
+    required_arguments = {
+        "model": None,
+        "accelerator": Accelerator(cpu=True),
+        "processing_class": tokenizer,
+    }
     return AdoraVLLMGeneration(
-        **given, mode=mode, generation_kwargs=asked, settings=EngineSettings()
+        **required_arguments,
+        mode=mode,
+        generation_kwargs=generation_kwargs,
+        settings=EngineSettings(),
     )
 
 
 def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_string(
     monkeypatch, subtests
 ):
+    """The trainer reads tokens alone, so vLLM's option `detokenize` is off to save its time."""
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
     # (mode, the run's `generation_kwargs`, what vLLM gets for `detokenize`; None: its default, True)
     cases: list[Any] = [
@@ -141,7 +153,7 @@ def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_st
     ]
     for mode, generation_kwargs, detokenize in cases:
         with subtests.test(f"{mode} {generation_kwargs}"):
-            engine = generation_with(generation_kwargs, mode)
+            engine = engine_with_generation_kwargs(generation_kwargs, mode)
             assert engine.generation_kwargs.get("detokenize") is detokenize
             # vLLM refuses strings to stop at without a text
             SamplingParams(**engine.generation_kwargs)
@@ -153,10 +165,12 @@ def test_an_evaluation_ends_answers_where_a_rollout_ends(monkeypatch):
     vLLM looks for strings in the text alone, so with any of them it has to decode the answer.
     """
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
-    plain = generation_with({}).greedy_settings
+    plain = engine_with_generation_kwargs({}).greedy_settings
     assert plain["detokenize"] is False
     assert "stop" not in plain
-    stopping = generation_with({"stop": "</answer>", "stop_token_ids": [7]}).greedy_settings
+    stopping = engine_with_generation_kwargs(
+        {"stop": "</answer>", "stop_token_ids": [7]}
+    ).greedy_settings
     assert stopping["stop"] == ["</answer>"]
     assert stopping["stop_token_ids"] == [7]
     assert "detokenize" not in stopping
@@ -164,8 +178,14 @@ def test_an_evaluation_ends_answers_where_a_rollout_ends(monkeypatch):
 
 
 def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(monkeypatch):
+    """vLLM gets its option `repetition_detection` from the key `generation_kwargs`.
+
+    A value that vLLM would not take is refused in one line.
+    """
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
-    engine = generation_with({"repetition_detection": {"max_pattern_size": 2, "min_count": 3}})
+    engine = engine_with_generation_kwargs(
+        {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}
+    )
     parameters = SamplingParams(**engine.generation_kwargs).repetition_detection
     assert parameters is not None
     assert parameters.max_pattern_size == 2
@@ -179,24 +199,29 @@ def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(mon
     ):
         key = "generation_kwargs: repetition_detection"
         with pytest.raises(UserError, match=f"^{key}{message}") as refused:
-            generation_with({"repetition_detection": wrong})
+            engine_with_generation_kwargs({"repetition_detection": wrong})
         assert "\n" not in str(refused.value)
 
 
 def test_a_bias_from_the_command_line_has_texts_as_its_tokens(monkeypatch):
     """The keys of JSON are texts, and vLLM takes numbers."""
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
-    engine = generation_with(json.loads('{"logit_bias": {"50": 2.0}}'))
+    engine = engine_with_generation_kwargs(json.loads('{"logit_bias": {"50": 2.0}}'))
     assert SamplingParams(**engine.generation_kwargs).logit_bias == {50: 2.0}
     for wrong in ({"yes": 2.0}, {"50": "much"}, [50]):
         with pytest.raises(
             UserError, match="^generation_kwargs: logit_bias: .* is no mapping of token ids"
         ):
-            generation_with({"logit_bias": wrong})
+            engine_with_generation_kwargs({"logit_bias": wrong})
 
 
-def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks: int = 1) -> Any:
-    """Return the arguments with which vLLM's engine is built."""
+def vllm_arguments(
+    monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks: int = 1
+) -> Any:
+    """Return the keyword arguments with which `LLM` of vLLM would be built.
+
+    `ranks`: how many ranks divide the engine.
+    """
     monkeypatch.setattr(llm_module, "PolicyLLM", lambda **arguments: arguments)
     engine = object.__new__(AdoraVLLMGeneration)
     model = SimpleNamespace(dtype=torch.float32)
@@ -212,7 +237,8 @@ def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks:
     return engine._build_llm(max_model_len=64)
 
 
-def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
+def test_by_default_the_engine_compiles_on_a_gpu_alone(monkeypatch, subtests):
+    """The key `enforce_eager` decides; by default an engine on a CPU is eager."""
     # (the key `enforce_eager`, whether the engine is on a CPU, whether it does not compile)
     cases = [
         (None, True, True),
@@ -224,7 +250,9 @@ def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
         with subtests.test(f"{configured} {on_cpu}"):
             monkeypatch.setattr(sync, "engine_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
             assert (
-                built_with(monkeypatch, EngineSettings(enforce_eager=configured))["enforce_eager"]
+                vllm_arguments(monkeypatch, EngineSettings(enforce_eager=configured))[
+                    "enforce_eager"
+                ]
                 is is_eager
             )
 
@@ -242,7 +270,7 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
     ]:
         with subtests.test(f"{ranks} {setting}"):
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
-            arguments = built_with(monkeypatch, EngineSettings(), ranks)
+            arguments = vllm_arguments(monkeypatch, EngineSettings(), ranks)
             assert arguments.get("disable_custom_all_reduce") is is_disabled
 
 
@@ -276,20 +304,23 @@ def vllm_rollout(index: int, parameters: SamplingParams, reason: str) -> SimpleN
     )
 
 
-def engine_of(monkeypatch: Any, seen: list[Any], reasons: list[str], **changed: Any) -> Any:
-    """Return a colocated engine with a stand-in for vLLM.
+def engine_with_fake_vllm(
+    monkeypatch: Any, received_requests: list[Any], reasons: list[str], **changed: Any
+) -> Any:
+    """Return a colocated engine, for which `LLM.generate` of vLLM is replaced.
 
-    The rollouts of a request come in reversed order, since vLLM promises none.
+    The rollouts of a request come in reversed order, since vLLM promises none. The tokens of each
+    are described at `vllm_rollout`.
 
     Args:
         monkeypatch: replaces `LLM.generate`.
-        seen: gets the prompt and the sampling parameters of each request.
-        reasons: why the rollouts end, in the order in which they are asked for.
+        received_requests: gets the prompt and the sampling parameters of each request.
+        reasons: why the rollouts end, in the order in which they are requested.
         changed: attributes of the engine that differ.
     """
 
     def generate(self: Any, prompts: Any, sampling_params: Any, **_: Any) -> list[Any]:
-        seen.extend(zip(prompts, sampling_params, strict=True))
+        received_requests.extend(zip(prompts, sampling_params, strict=True))
         remaining_reasons = iter(reasons)
         outputs = []
         for prompt, parameters in zip(prompts, sampling_params, strict=True):
@@ -342,25 +373,25 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     prompts = [[START, IMAGE, IMAGE, END]] * 7
     # The rows are numbers 2 to 8, so groups of four begin at the third row and at the seventh.
     numbers: dict[str, Any] = {"first": 2, "generations": 4, "limit": 2}
-    asks = sampling_requests(prompts, images_of_rows, **numbers)
-    assert [len(request) for request in merge_requests(asks)] == [2, 2, 1, 1, 1]
-    asks_of_one_group = [replace(ask, group=0) for ask in asks]
-    assert [len(request) for request in merge_requests(asks_of_one_group)] == [4, 1, 2], (
+    requests = sampling_requests(prompts, images_of_rows, **numbers)
+    assert [len(request) for request in merge_requests(requests)] == [2, 2, 1, 1, 1]
+    requests_of_one_group = [replace(request, group=0) for request in requests]
+    assert [len(request) for request in merge_requests(requests_of_one_group)] == [4, 1, 2], (
         "an image and its copy are the same"
     )
-    single_asks = sampling_requests(prompts, images_of_rows, grouped=False, **numbers)
+    single_requests = sampling_requests(prompts, images_of_rows, grouped=False, **numbers)
     expected_results = [
         SamplingResult(
-            tokens=[ask.seed] * 2,
+            tokens=[request.seed] * 2,
             logps=[-2.0] * 2,
             finish_reason=FinishReason.STOP,
-            prompt_ids_read=ask.prompt_ids,
+            prompt_ids_read=request.prompt_ids,
         )
-        for ask in asks
+        for request in requests
     ]
-    for requests in (asks, single_asks):
-        engine = engine_of(monkeypatch, [], ["stop"] * 7)
-        assert engine.sample(requests) == expected_results
+    for same_requests in (requests, single_requests):
+        engine = engine_with_fake_vllm(monkeypatch, [], ["stop"] * 7)
+        assert engine.sample(same_requests) == expected_results
 
 
 def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
@@ -368,8 +399,10 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
 
     The last two are new rollouts of one group, and become one request of vLLM.
     """
-    seen: list[Any] = []
-    engine = engine_of(monkeypatch, seen, ["length", "stop", "length", "length", "length"])
+    received_requests: list[Any] = []
+    engine = engine_with_fake_vllm(
+        monkeypatch, received_requests, ["length", "stop", "length", "length", "length"]
+    )
     prompt = [START, IMAGE, IMAGE, END, 1]
     # (tokens so far, group, seed, the most tokens to sample)
     rollouts: list[tuple[list[int], int, int, int]] = [
@@ -379,18 +412,18 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
         ([], 1, 31, 4),
         ([], 1, 32, 4),
     ]
-    asks = [
+    requests = [
         SamplingRequest(
             prompt_ids=[*prompt, *tokens], images=[], group=group, seed=seed, max_tokens=limit
         )
         for tokens, group, seed, limit in rollouts
     ]
-    answers = engine.sample(asks, {**engine.sampling_settings, "temperature": 0.5})
+    answers = engine.sample(requests, {**engine.sampling_settings, "temperature": 0.5})
     # vLLM expands the image token itself.
-    assert [vllm_prompt["prompt_token_ids"] for vllm_prompt, _ in seen] == [
+    assert [vllm_prompt["prompt_token_ids"] for vllm_prompt, _ in received_requests] == [
         [START, IMAGE, END, 1, *tokens] for tokens, *_ in rollouts[:4]
     ]
-    all_parameters = [parameters for _, parameters in seen]
+    all_parameters = [parameters for _, parameters in received_requests]
     assert [(each.n, each.max_tokens, each.seed) for each in all_parameters] == [
         (1, 3, 21),
         (1, 3, 22),
@@ -421,15 +454,21 @@ def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(mo
 
     monkeypatch.setattr(distributed, "all_gather_object", gather_from_both)
     for rank, requests_of_rank in enumerate(requests_by_rank):
-        seen: list[Any] = []
+        received_requests: list[Any] = []
         monkeypatch.setattr(distributed, "get_rank", lambda group, rank=rank: rank)
-        engine = engine_of(monkeypatch, seen, ["stop"] * 7, tensor_parallel_size=2, tp_group=None)
+        engine = engine_with_fake_vllm(
+            monkeypatch, received_requests, ["stop"] * 7, tensor_parallel_size=2, tp_group=None
+        )
         answers = engine.sample(requests_of_rank)
-        assert [parameters.n for _, parameters in seen] == [4, 3]
-        assert [answer.tokens for answer in answers] == [[ask.seed] for ask in requests_of_rank]
+        assert [parameters.n for _, parameters in received_requests] == [4, 3]
+        assert [answer.tokens for answer in answers] == [
+            [request.seed] for request in requests_of_rank
+        ]
 
 
-def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypatch):
+def test_vllm_takes_an_image_with_a_digest_without_copying_or_hashing_it(monkeypatch):
+    """vLLM caches images by a hash of their pixels. An image of ours has its digest already."""
+
     def parse_like_vllm(prompt: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
         """Return the first image as vLLM reads it, and the hashes by which it caches all of them."""
         items = MultiModalDataParser().parse_mm_data(prompt["multi_modal_data"])
@@ -471,6 +510,7 @@ def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
 
 
 def test_other_pixels_another_mode_or_another_size_is_another_image():
+    """Each of four images has a digest of its own, and equal images have the same."""
     images = [
         Image.new("RGB", (8, 6)),
         Image.new("RGB", (6, 8)),
@@ -485,6 +525,7 @@ def test_other_pixels_another_mode_or_another_size_is_another_image():
 
 
 def test_each_run_of_image_tokens_becomes_one(subtests):
+    """vLLM expands an image token itself, so it gets a prompt with one token for each image."""
     cases: list[tuple[list[int], list[int]]] = [
         ([1, START, IMAGE, IMAGE, IMAGE, END, 2], [1, START, IMAGE, END, 2]),
         (
@@ -501,6 +542,10 @@ def test_each_run_of_image_tokens_becomes_one(subtests):
 
 
 def test_the_first_row_that_differs_is_named_with_the_token_counts_or_the_tokenizer():
+    """The prompts of trainer and engine are compared token by token, row by row.
+
+    If their image tokens differ, the error names the limits of pixels, and otherwise the tokenizer.
+    """
     prompt_tokens.check_prompts([[1, 2], [3]], [(1, 2), (3,)], IMAGE)
     with pytest.raises(
         prompt_tokens.PromptMismatchError, match="trainer 1, engine 2.*min_pixels"
@@ -519,6 +564,7 @@ def test_the_first_row_that_differs_is_named_with_the_token_counts_or_the_tokeni
 
 
 def test_a_mismatch_names_the_row_by_its_id_or_its_number():
+    """Other errors pass through the same context as they are."""
     # Row 1 differs.
     for rows, name in (
         ([{}, {"id": "train/7"}], "row train/7:"),
@@ -537,6 +583,7 @@ def test_a_mismatch_names_the_row_by_its_id_or_its_number():
 
 
 def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
+    """A sampled image token would break the trainer's forward pass, for which there is no image."""
     # A vocabulary with vision tokens, then one without.
     names = ["a", "<|image_pad|>", "<|vision_start|>", "b", "<|video_pad|>", "<|vision_end|>"]
     for vocabulary, banned in ((names, [1, 2, 4, 5]), (["a", "b"], [])):
@@ -556,8 +603,12 @@ def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
 
 def test_a_prompt_that_begins_the_answer_is_refused_before_any_step():
     """TRL would close the assistant's turn and open a new one, so the answer would not go on."""
-    asked = [{"role": "user", "content": "How long?"}]
-    begun = [*asked, {"role": "assistant", "content": "<think>"}]
-    prompt_tokens.refuse_prefill(Dataset.from_dict({"prompt": [asked, [*begun, *asked]]}))
+    question = [{"role": "user", "content": "How long?"}]
+    question_and_begun_answer = [*question, {"role": "assistant", "content": "<think>"}]
+    prompt_tokens.refuse_prefill(
+        Dataset.from_dict({"prompt": [question, [*question_and_begun_answer, *question]]})
+    )
     with pytest.raises(UserError, match="^prompt: row 1 ends with a turn of the assistant"):
-        prompt_tokens.refuse_prefill(Dataset.from_dict({"prompt": [asked, begun]}))
+        prompt_tokens.refuse_prefill(
+            Dataset.from_dict({"prompt": [question, question_and_begun_answer]})
+        )

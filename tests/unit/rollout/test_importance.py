@@ -1,4 +1,9 @@
-"""The drift of the engine from the policy, the message about it, and the ratio that corrects for it."""
+"""The drift of the engine from the policy, its message, and the ratio that corrects for it.
+
+Engine and policy compute slightly different log-probabilities for the same weights. Drift is the
+mean absolute difference, in nats per token. The importance ratio is the policy's probability of a
+token over the engine's.
+"""
 
 import math
 from typing import Any
@@ -12,7 +17,7 @@ from tests.support.step_context import step_context
 
 
 def drift_sums(trainer: list[float], engine: list[float], mask: list[int]) -> torch.Tensor:
-    """Return what is summed up over the tokens of a rollout to compute the drift.
+    """Return the sums over a rollout's tokens from which drift is computed.
 
     `trainer` and `engine`: their log-probabilities of each token. `mask`: 1 for tokens that count.
     """
@@ -24,6 +29,7 @@ def drift_sums(trainer: list[float], engine: list[float], mask: list[int]) -> to
 
 
 def test_the_mean_is_over_tokens_and_not_over_ranks():
+    """Rank 0 has three tokens with a difference of 1, and rank 1 has one of 5."""
     of_rank_0 = drift_sums(trainer=[1.0, 1.0, 1.0], engine=[0.0, 0.0, 0.0], mask=[1, 1, 1])
     of_rank_1 = drift_sums(trainer=[5.0, 9.0], engine=[0.0, 0.0], mask=[1, 0])
     drift = importance.merge_drift_sums(torch.stack([of_rank_0, of_rank_1]))
@@ -68,13 +74,15 @@ DRIFTS: dict[str, tuple[list[float], list[float], list[int], float]] = {
 
 
 @pytest.mark.parametrize("name", DRIFTS)
-def test_a_token_without_a_score_on_one_side_is_left_out_or_no_agreement(name):
+def test_a_token_without_a_log_probability_is_left_out_or_counts_as_infinite_drift(name):
+    """It is left out if it was not requested of the engine, and infinite if it is no number."""
     trainer, engine, mask, mean = DRIFTS[name]
     sums = drift_sums(trainer, engine, mask)
     assert importance.merge_drift_sums(sums[None]).mean == mean
 
 
 def test_the_message_says_how_far_where_and_why():
+    """Its sums are 5 nats over 2 tokens, so drift is 2.5. Steps are counted from 1 in messages."""
     drift = importance.merge_drift_sums(torch.tensor([[5.0, 2.0, 4.0]]))
     message = importance.drift_message(drift, bound=0.3, step=6, checkpoint="out/checkpoint-6")
     assert "step 7" in message
@@ -101,7 +109,7 @@ def test_a_score_that_is_no_number_is_never_taken_for_one_that_was_not_asked_for
     assert ratio.tolist() == [[0.0, 1.0]], "such a token teaches nothing"
 
 
-def test_a_finite_score_of_the_engine_stays():
+def test_a_finite_log_probability_of_the_engine_stays():
     assert engine_logp(-0.5) == -0.5
 
 
@@ -168,7 +176,10 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
 
 
 def ratio_sums_of_rank(engine_logps: list[list[float]], mask: list[list[int]]) -> torch.Tensor:
-    """The sums of a rank's ratios for each token, with a policy that is sure of all of them."""
+    """Return the sums of a rank from which the metrics of the importance ratio are computed.
+
+    The policy's log-probabilities are all 0, so the ratio of a token is exp(-engine).
+    """
     engine_BC = torch.tensor(engine_logps)
     mask_BC = torch.tensor(mask)
     logps_BC = torch.zeros_like(engine_BC)

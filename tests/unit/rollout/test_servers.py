@@ -1,6 +1,7 @@
-"""Several vLLM servers, which stand-ins on this machine play.
+"""A run that samples on several vLLM servers, which two fake servers play.
 
-The tests read which server was asked for what, which one is left out, and which weights each has got.
+The tests read which server got which requests, which one is left out, and which weights each has
+got.
 """
 
 import json
@@ -39,13 +40,13 @@ from adora_vl.rollout.server_group import ServerGroup, SharedFailure
 from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
-from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
+from benchmarks.stand_in_server import GENERATE_PATHS, FakeVLLMServer
 from tests.support.sampling_requests import sampling_requests
 from tests.support.step_context import step_context
 
 IMAGE = 290
 VOCABULARY = 300  # of the stand-ins, and of the policy
-SAMPLING: dict[str, Any] = {
+SAMPLING_ATTRIBUTES: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -59,25 +60,25 @@ SAMPLING: dict[str, Any] = {
 
 
 @pytest.fixture
-def stand_ins() -> Iterator[list[StandIn]]:
-    """Start two servers whose answers depend on the request's seed alone."""
-    servers = [StandIn(), StandIn()]
-    yield servers
-    for server in servers:
+def servers() -> Iterator[list[FakeVLLMServer]]:
+    """Start two fake servers, whose answers depend on the seed of a request alone."""
+    all_servers = [FakeVLLMServer(), FakeVLLMServer()]
+    yield all_servers
+    for server in all_servers:
         server.close()
 
 
-def engine_of(
-    stand_ins: list[StandIn],
+def engine_with_servers(
+    servers: list[FakeVLLMServer],
     folder: Path,
     model: Any = None,
     patience_s: float = 0.0,
     answer_s: float = 60.0,
 ) -> Any:
-    """Return the engine of a run with these servers, to which weights go as files.
+    """Return the engine of a run with these servers, to which weights are sent as files.
 
     Args:
-        stand_ins: the servers.
+        servers: the servers.
         folder: where the files of weights are written.
         model: the policy; by default a stand-in that no test sends to the servers.
         patience_s: seconds to wait for servers at the start.
@@ -89,13 +90,17 @@ def engine_of(
     engine: Any = object.__new__(AdoraVLLMGeneration)
     accelerator = Accelerator(cpu=True)
     engine.__dict__.update(
-        SAMPLING, mode="server", enable_sleep_mode=False, model=model, accelerator=accelerator
+        SAMPLING_ATTRIBUTES,
+        mode="server",
+        enable_sleep_mode=False,
+        model=model,
+        accelerator=accelerator,
     )
     engine.__dict__.update(
         _engine_has_all_parameters=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0
     )
     engine.__dict__.update(_config_generation_kwargs={}, group_port=0, server_timeout=patience_s)
-    engine.server_base_url = ",".join(server.url for server in stand_ins)
+    engine.server_base_url = ",".join(server.url for server in servers)
     engine.settings = EngineSettings(
         weight_folder=str(folder), answer_timeout_s=answer_s, output_dir=str(folder)
     )
@@ -105,12 +110,11 @@ def engine_of(
     return engine
 
 
-def rows(groups: int, *, grouped: bool = True) -> list[SamplingRequest]:
-    """Return requests for groups of two rollouts; every second group has an image.
+def requests_of_groups(groups: int, *, grouped: bool = True) -> list[SamplingRequest]:
+    """Return requests for `groups` groups of two rollouts; every second group has an image.
 
-    Prompts are [0, 7], [1, IMAGE, IMAGE, 7], [2, 7] and so on.
-
-    `grouped`: whether the two rollouts of a group may be one request of a server.
+    Prompts are [0, 7], [1, IMAGE, IMAGE, 7], [2, 7] and so on. `grouped`: whether the two rollouts
+    of a group may be one request of a server.
     """
     prompts = []
     images: list[list[Image.Image] | None] = []
@@ -125,43 +129,53 @@ def rows(groups: int, *, grouped: bool = True) -> list[SamplingRequest]:
     return sampling_requests(prompts, images, generations=2, grouped=grouped)
 
 
-def sampled(engine: Any, asks: list[SamplingRequest]) -> Any:
-    """Return the servers' results for these requests."""
-    return engine.server_group.sample(asks, engine.sampling_settings)
+def sample_on_servers(engine: Any, requests: list[SamplingRequest]) -> Any:
+    """Return the results of these requests, in their order."""
+    return engine.server_group.sample(requests, engine.sampling_settings)
 
 
-def requests(server: StandIn) -> list[dict[str, Any]]:
-    """Return the sampling parameters of each request that a server has got.
+def received_requests(server: FakeVLLMServer) -> list[dict[str, Any]]:
+    """Return the sampling parameters of each request that a server has got, such as "n" and "seed".
 
     A prompt with an image is sent to another path, where they stand one level deeper.
     """
     return [
-        body.get("sampling_params", body) for path, body in server.asked if path in GENERATE_PATHS
+        body.get("sampling_params", body)
+        for path, body in server.post_requests
+        if path in GENERATE_PATHS
     ]
 
 
-def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(stand_ins, tmp_path):
-    engine = engine_of(stand_ins, tmp_path / "w")
-    asks = rows(5)
-    results = sampled(engine, asks)
+def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(servers, tmp_path):
+    """Two servers share five groups, and the seeds decide the answers, whichever server samples.
+
+    The rollouts of a group may be one request or several. An image is sent to a server once.
+    """
+    engine = engine_with_servers(servers, tmp_path / "w")
+    requests = requests_of_groups(5)
+    results = sample_on_servers(engine, requests)
     # Five groups are five requests, of two rollouts each.
-    assert [len(requests(server)) for server in stand_ins] == [3, 2]
-    assert {sent["n"] for server in stand_ins for sent in requests(server)} == {2}
+    assert [len(received_requests(server)) for server in servers] == [3, 2]
+    assert {sent["n"] for server in servers for sent in received_requests(server)} == {2}
     assert len({tuple(result.tokens) for result in results}) == 10
     assert all(len(result.logps) == 8 for result in results)
-    engine_with_one_server = engine_of(stand_ins[:1], tmp_path / "w")
-    assert sampled(engine_with_one_server, asks) == results, "whoever is asked, the seeds decide"
+    engine_with_one_server = engine_with_servers(servers[:1], tmp_path / "w")
+    assert sample_on_servers(engine_with_one_server, requests) == results, (
+        "whoever is asked, the seeds decide"
+    )
     # The same ten rollouts as single requests, of which each server gets five.
-    assert sampled(engine, rows(5, grouped=False)) == results
-    assert {sent["n"] for sent in requests(stand_ins[0])[-5:]} == {1}
-    stand_ins[0].asked.clear()
-    assert sampled(engine_with_one_server, rows(5, grouped=False)) == results
+    assert sample_on_servers(engine, requests_of_groups(5, grouped=False)) == results
+    assert {sent["n"] for sent in received_requests(servers[0])[-5:]} == {1}
+    servers[0].post_requests.clear()
+    assert (
+        sample_on_servers(engine_with_one_server, requests_of_groups(5, grouped=False)) == results
+    )
     # A server renders an image for us first; rollouts then refer to what it has rendered.
-    image_paths = [path for path, _ in stand_ins[0].asked if path.endswith("/render")]
+    image_paths = [path for path, _ in servers[0].post_requests if path.endswith("/render")]
     assert len(image_paths) == 2, "each image once, although both rollouts that see it are requests"
 
 
-def spoilers() -> dict[str, Any]:
+def reply_spoilers() -> dict[str, Any]:
     """Return functions by name that turn a server's reply into one that is no answer.
 
     A reply has a choice for each rollout of its request.
@@ -207,20 +221,20 @@ def spoilers() -> dict[str, Any]:
 
 
 def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(
-    stand_ins, tmp_path, capsys, subtests
+    servers, tmp_path, capsys, subtests
 ):
-    asks = rows(5)
-    expected = sampled(engine_of(stand_ins, tmp_path / "w"), asks)
-    healthy, broken = stand_ins
-    for name, spoil in {"dead": None, **spoilers()}.items():
+    requests = requests_of_groups(5)
+    expected = sample_on_servers(engine_with_servers(servers, tmp_path / "w"), requests)
+    healthy, broken = servers
+    for name, spoil in {"dead": None, **reply_spoilers()}.items():
         with subtests.test(name):
-            engine = engine_of(stand_ins, tmp_path / "w")
+            engine = engine_with_servers(servers, tmp_path / "w")
             # A server without a way to spoil its replies is dead: it does not reply at all.
             if spoil is None:
                 broken.dead = True
             else:
                 broken.spoil = spoil
-            assert sampled(engine, asks) == expected
+            assert sample_on_servers(engine, requests) == expected
             (notice,) = capsys.readouterr().out.strip().splitlines()
             assert notice.startswith(f"Server {broken.url} is left out (1 of 2 servers go on)")
             servers_in_use = engine.server_group.pool.servers_in_use
@@ -230,14 +244,14 @@ def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(
 
 
 def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
-    stand_ins, tmp_path, capsys, subtests
+    servers, tmp_path, capsys, subtests
 ):
     """A restarted server has other weights, so its answers are sampled again by the other one.
 
     It is back in use with the next sync. Without another server the run ends.
     """
-    asks = rows(5)
-    steady_server, restarted_server = stand_ins
+    requests = requests_of_groups(5)
+    steady_server, restarted_server = servers
 
     def start_again_meanwhile(reply: dict[str, Any]) -> dict[str, Any]:
         restarted_server.start_again()
@@ -245,16 +259,16 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
 
     for when in ("before it is asked", "while it samples"):
         with subtests.test(when):
-            engine = engine_of(stand_ins, tmp_path / "w", nn_model())
+            engine = engine_with_servers(servers, tmp_path / "w", small_policy())
             engine.sync_weights()
-            expected = sampled(engine, asks)
-            earlier_count = len(requests(steady_server))
+            expected = sample_on_servers(engine, requests)
+            earlier_count = len(received_requests(steady_server))
             if when == "while it samples":
                 restarted_server.spoil = start_again_meanwhile
             else:
                 restarted_server.start_again()
-            assert sampled(engine, asks) == expected
-            assert len(requests(steady_server)) - earlier_count == 5, (
+            assert sample_on_servers(engine, requests) == expected
+            assert len(received_requests(steady_server)) - earlier_count == 5, (
                 "all five groups, since the restarted one has other weights"
             )
             output = capsys.readouterr().out
@@ -265,20 +279,24 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
             assert len(engine.server_group.pool.servers_in_use) == 2, (
                 "with the weights of the next sync"
             )
-    engine_with_one_server = engine_of([restarted_server], tmp_path / "w", nn_model())
+    engine_with_one_server = engine_with_servers([restarted_server], tmp_path / "w", small_policy())
     engine_with_one_server.sync_weights()
     restarted_server.start_again()
     with pytest.raises(
         NoServerError, match="no vLLM server is left; the last one: .*it was started again"
     ):
-        sampled(engine_with_one_server, asks)
+        sample_on_servers(engine_with_one_server, requests)
 
 
-def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch):
-    engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    for server in stand_ins:
+def test_with_no_server_left_all_ranks_hear_it(servers, tmp_path, monkeypatch):
+    """The first rank alone speaks with the servers. The others get its error by a broadcast."""
+    engine = engine_with_servers(servers, tmp_path / "w", small_policy())
+    for server in servers:
         server.dead = True
-    for use_servers in (lambda: sampled(engine, rows(2)), engine.sync_weights):
+    for use_servers in (
+        lambda: sample_on_servers(engine, requests_of_groups(2)),
+        engine.sync_weights,
+    ):
         with pytest.raises(NoServerError, match="no vLLM server is left; the last one"):
             use_servers()
     # Another rank has no pool, and hears of the failure by the broadcast.
@@ -299,7 +317,7 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
     assert took_part == [True]
 
 
-def nn_model() -> Any:
+def small_policy() -> Any:
     """Return a small policy, whose vision tower is frozen and whose projector is trained."""
     model = build_model(build_processor(["Find x."]).tokenizer)
     model.resize_token_embeddings(VOCABULARY)
@@ -308,75 +326,77 @@ def nn_model() -> Any:
 
 
 def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can_change(
-    stand_ins, tmp_path, capsys
+    servers, tmp_path, capsys
 ):
     """A stand-in notes the names of the weights of each sync, and forgets them when it restarts."""
-    model = nn_model()
+    model = small_policy()
     everything = sorted(name for name, _ in model.named_parameters())
     trained = [name for name in everything if "visual" not in name or "merger" in name]
-    engine = engine_of(stand_ins, tmp_path / "w", model)
+    engine = engine_with_servers(servers, tmp_path / "w", model)
     engine.sync_weights()
     engine.sync_weights()
     assert len(trained) < len(everything)
     assert not (tmp_path / "w").exists()
-    assert [server.weights for server in stand_ins] == [[everything, trained]] * 2
+    assert [server.weights for server in servers] == [[everything, trained]] * 2
     assert engine.bytes_sent == sum(dict(model.named_parameters())[name].nbytes for name in trained)
-    stand_ins[0].start_again()  # between two syncs, so that nothing has failed
+    servers[0].start_again()  # between two syncs, so that nothing has failed
     engine.sync_weights()
     # All servers read the same files, so the other one gets everything once more.
-    assert stand_ins[0].weights == [everything]
-    assert stand_ins[1].weights[2:] == [everything]
-    stand_ins[1].dead = True
+    assert servers[0].weights == [everything]
+    assert servers[1].weights[2:] == [everything]
+    servers[1].dead = True
     engine.sync_weights()
-    assert stand_ins[0].weights == [everything, trained]
-    stand_ins[1].start_again()
+    assert servers[0].weights == [everything, trained]
+    servers[1].start_again()
     engine.sync_weights()
-    assert stand_ins[1].weights == [everything]
+    assert servers[1].weights == [everything]
     assert "is back." in capsys.readouterr().out
 
 
 def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
-    stand_ins, tmp_path, capsys
+    servers, tmp_path, capsys
 ):
     """Each sync sends the adapter under a new name, and requests ask for that name.
 
     A server that was started again has lost it, and one without LoRA is left out.
     """
-    model = get_peft_model(nn_model(), LoraConfig(r=4, target_modules=r".*language_model.*q_proj"))
-    asks = rows(2)
-    for server in stand_ins:
+    model = get_peft_model(
+        small_policy(), LoraConfig(r=4, target_modules=r".*language_model.*q_proj")
+    )
+    requests = requests_of_groups(2)
+    for server in servers:
         server.lora = {"max_lora_rank": 8}
-    engine = engine_of(stand_ins, tmp_path / "w", model)
+    engine = engine_with_servers(servers, tmp_path / "w", model)
     assert (
         "serves stand-in, to which the adapter goes alone; it has to be " in capsys.readouterr().out
     )
     for _ in range(2):
         engine.sync_weights()
         (folder,) = (tmp_path / "w").iterdir()  # it stays: vLLM may read it once more
-        assert [server.served for server in stand_ins] == [["stand-in", folder.name]] * 2
-        results = sampled(engine, asks)
+        assert [server.served for server in servers] == [["stand-in", folder.name]] * 2
+        results = sample_on_servers(engine, requests)
         requested_models = [
-            [body["model"] for path, body in server.asked if path in GENERATE_PATHS]
-            for server in stand_ins
+            [body["model"] for path, body in server.post_requests if path in GENERATE_PATHS]
+            for server in servers
         ]
         assert {models[-1] for models in requested_models} == {folder.name}
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8, (
         "a rank that vLLM has kernels for"
     )
-    assert stand_ins[0].weights[0] == sorted(load_file(folder / "adapter_model.safetensors"))
-    assert all("lora_" in name for name in stand_ins[0].weights[0])
+    assert servers[0].weights[0] == sorted(load_file(folder / "adapter_model.safetensors"))
+    assert all("lora_" in name for name in servers[0].weights[0])
     # Three layers with two matrices of 4 x 96 numbers each, of four bytes.
     assert engine.bytes_sent == 3 * 2 * (4 * 96) * 4
     # A server that was started again has no adapter until the next sync.
-    stand_ins[1].start_again()
-    assert sampled(engine, asks) == results
+    servers[1].start_again()
+    assert sample_on_servers(engine, requests) == results
     assert "it was started again" in capsys.readouterr().out
     engine.sync_weights()
     assert len(engine.server_group.pool.servers_in_use) == 2
-    assert sampled(engine, asks) == results
+    assert sample_on_servers(engine, requests) == results
     # One that was started without LoRA is left out.
-    stand_ins[1].start_again()
-    stand_ins[1].lora = None
+    servers[1].start_again()
+    servers[1].lora = None
     engine.sync_weights()
     assert (
         "start it with --enable-lora and --max-lora-rank 8 and VLLM_ALLOW"
@@ -407,36 +427,37 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
     ],
 )
 def test_a_server_that_would_not_serve_the_whole_adapter_is_refused_at_the_start(
-    stand_ins, tmp_path, monkeypatch, lora, targets, four_bit, remedy
+    servers, tmp_path, monkeypatch, lora, targets, four_bit, remedy
 ):
     """The error names the option with which the server would serve all of the adapter.
 
-    `lora`: the server's options (None: it was started without LoRA). `targets`: the modules that the
-    adapter changes. `four_bit`: whether the policy has 4-bit weights. `remedy`: words of the error.
+    `lora`: the server's options (None: it was started without LoRA). `targets`: the modules that
+    the adapter changes. `four_bit`: whether the policy has 4-bit weights. `remedy`: words of the
+    error.
     """
     monkeypatch.setattr(AdoraVLLMGeneration, "four_bit", four_bit)
-    model = get_peft_model(nn_model(), LoraConfig(r=4, target_modules=f".*{targets}"))
-    for server in stand_ins:
+    model = get_peft_model(small_policy(), LoraConfig(r=4, target_modules=f".*{targets}"))
+    for server in servers:
         server.lora = lora
-    message = f"vllm_server_base_url: {stand_ins[0].url}: it .*{remedy}"
+    message = f"vllm_server_base_url: {servers[0].url}: it .*{remedy}"
     with pytest.raises(EngineError, match=message):
-        engine_of(stand_ins, tmp_path / "w", model)
+        engine_with_servers(servers, tmp_path / "w", model)
 
 
 def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
-    stand_ins, tmp_path, monkeypatch, capsys
+    servers, tmp_path, monkeypatch, capsys
 ):
     """Syncs and requests of later steps wait in a queue while servers sample, weights as files.
 
     A server that was started again meanwhile is left out until all weights are written once more.
     """
-    engine = engine_of(stand_ins, tmp_path / "w", nn_model())
+    engine = engine_with_servers(servers, tmp_path / "w", small_policy())
     state = TrainerState()
     first_request_came = Event()
     may_sample = Event()
     context: Any = step_context(state=state, adora_rollouts=RolloutOptions(ahead=2))
     ahead = AsyncServerSampler(context, SimpleNamespace(cache=None), engine)  # type: ignore[arg-type]
-    asks = rows(2)
+    requests = requests_of_groups(2)
     stock_sample = ServerPool.sample
 
     def sample_when_allowed(*arguments: Any) -> Any:
@@ -452,11 +473,11 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
         state.global_step = step
         ahead.sync_weights()
         ahead.sync_weights()  # the second call in a step does nothing
-        pending.append(ahead.submit(asks))
+        pending.append(ahead.begin(requests))
     assert first_request_came.wait(60)
-    assert len(stand_ins[0].weights) == 1, "the servers sample by the first weights"
+    assert len(servers[0].weights) == 1, "the servers sample by the first weights"
     assert len(ahead._stack_by_weight_folder) == 2, "those of two steps wait"
-    stand_ins[1].start_again()
+    servers[1].start_again()
     may_sample.set()
     results = [samples.join() for samples in pending]
     assert results[0] == results[1] == results[2] == pending[2].join()
@@ -465,34 +486,34 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     assert not (tmp_path / "w").exists()
     assert set(ahead.pop_seconds_waited()) == {"trainer", "servers"}
     # The server that was started again gets all weights with the next sync.
-    everything = stand_ins[0].weights[0]
-    assert stand_ins[1].weights == []
-    assert len(stand_ins[0].weights[1]) < len(everything)
+    everything = servers[0].weights[0]
+    assert servers[1].weights == []
+    assert len(servers[0].weights[1]) < len(everything)
     state.global_step = 3
-    assert ahead.sample(asks) == results[0]
-    assert stand_ins[1].weights == [everything]
+    assert ahead.sample(requests) == results[0]
+    assert servers[1].weights == [everything]
     output = capsys.readouterr().out
     assert "gets all weights with the next ones" in output
     assert "is back." in output
     # After a failure every later job fails too.
-    for server in stand_ins:
+    for server in servers:
         server.dead = True
     state.global_step = 4
     ahead.sync_weights()
     with pytest.raises(NoServerError):
-        ahead.submit(asks).join()
-    for server in stand_ins:
+        ahead.begin(requests).join()
+    for server in servers:
         server.dead = False
     state.global_step = 5
     ahead.sync_weights()
     with pytest.raises(NoServerError):  # it would have been sampled by weights that never came
-        ahead.submit(asks).join()
+        ahead.begin(requests).join()
     ahead.close()
     assert not (tmp_path / "w").exists()
 
 
 def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
-    stand_ins, tmp_path, monkeypatch
+    servers, tmp_path, monkeypatch
 ):
     """A folder that cannot be written is one line, after all tensors have been gathered.
 
@@ -569,6 +590,7 @@ def test_weights_are_read_by_their_user_and_by_a_group_that_was_let_in(
 
 
 def test_two_runs_share_one_folder_of_weights(tmp_path):
+    """Each run writes into a subfolder of its own, and the last one to end removes the folder."""
     shared = tmp_path / "w"
     with WeightFiles(shared, tmp_path / "one").written([("a", torch.zeros(2))]) as first:
         with WeightFiles(shared, tmp_path / "other").written([("b", torch.ones(2))]) as second:
@@ -586,47 +608,56 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
     assert not shared.exists()
 
 
-def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_path, capsys):
-    """`get_reply` makes a stand-in's reply to a GET request, and `post_reply` to a POST."""
-    engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    reply_to_get = stand_ins[1].get_reply
-    reply_to_post = stand_ins[1].post_reply
+def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(servers, tmp_path, capsys):
+    """Once its replies to GET requests are nonsense, and once those to POST requests.
+
+    It is back in use with the next sync. `get_reply` makes a fake server's reply to a GET request,
+    and `post_reply` to a POST.
+    """
+    engine = engine_with_servers(servers, tmp_path / "w", small_policy())
+    reply_to_get = servers[1].get_reply
+    reply_to_post = servers[1].post_reply
     nonsense: dict[str, Any] = {
         "get_reply": lambda path: [path],
         "post_reply": lambda path, body: None if body else [],
     }
     for method_name, nonsense_reply in nonsense.items():
-        setattr(stand_ins[1], method_name, nonsense_reply)
+        setattr(servers[1], method_name, nonsense_reply)
         engine.sync_weights()
         assert capsys.readouterr().out.count(" is left out (1 of 2") == 1, method_name
-        stand_ins[1].get_reply = reply_to_get
-        stand_ins[1].post_reply = reply_to_post
+        servers[1].get_reply = reply_to_get
+        servers[1].post_reply = reply_to_post
         engine.sync_weights()
         assert "is back" in capsys.readouterr().out
 
 
 def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
-    stand_ins, tmp_path, monkeypatch, capsys
+    servers, tmp_path, monkeypatch, capsys
 ):
+    """Servers have 0.3 seconds to answer here, and the second one is silent for longer."""
     short_timeouts = Timeouts(connect_s=5.0, answer_s=0.3)
     monkeypatch.setattr("adora_vl.rollout.server_pool.TIMEOUTS_IN_USE", short_timeouts)
-    engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    reply_to_get = stand_ins[1].get_reply
+    engine = engine_with_servers(servers, tmp_path / "w", small_policy())
+    reply_to_get = servers[1].get_reply
     may_answer = Event()
-    stand_ins[1].get_reply = lambda path: reply_to_get(path) if may_answer.wait(20) else None
+    servers[1].get_reply = lambda path: reply_to_get(path) if may_answer.wait(20) else None
     engine.sync_weights()
     may_answer.set()
-    assert [len(server.weights) for server in stand_ins] == [1, 0]
+    assert [len(server.weights) for server in servers] == [1, 0]
     assert "is left out (1 of 2" in capsys.readouterr().out
 
 
 def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
-    stand_ins, tmp_path, monkeypatch, capsys
+    servers, tmp_path, monkeypatch, capsys
 ):
+    """Its groups are sampled by the other server, with the same results.
+
+    A server gets one request at a time here, and has one second to answer.
+    """
     monkeypatch.setattr("adora_vl.rollout.server_pool.MAX_REQUESTS_PER_SERVER", 1)
-    asks = rows(9)
-    engine = engine_of(stand_ins, tmp_path / "w", answer_s=1.0)
-    expected = sampled(engine, asks)
+    requests = requests_of_groups(9)
+    engine = engine_with_servers(servers, tmp_path / "w", answer_s=1.0)
+    expected = sample_on_servers(engine, requests)
     may_answer = Event()
     paths_asked = []
 
@@ -634,8 +665,8 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
         paths_asked.append(path)
         may_answer.wait(60)
 
-    stand_ins[1].post_reply = hang
-    assert sampled(engine, asks) == expected
+    servers[1].post_reply = hang
+    assert sample_on_servers(engine, requests) == expected
     may_answer.set()
     assert len(paths_asked) <= 2, (
         "one for each thread: the deadline passes once, and a request that hangs is not repeated"
@@ -665,73 +696,73 @@ assert asked.wait(60)
 
 
 def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_its_starts(
-    stand_ins, tmp_path, capsys
+    servers, tmp_path, capsys
 ):
-    """The line comes with the sync, since output while the model is loaded goes into a file."""
-    stand_ins[1].logprobs_mode = "processed_logprobs"
-    engine = engine_of(stand_ins, tmp_path / "w", nn_model())
+    """Its log-probabilities are those after `top_p` and the like, not the policy's own.
+
+    The line comes with the sync, since output while the model is loaded goes into a file.
+    """
+    servers[1].logprobs_mode = "processed_logprobs"
+    engine = engine_with_servers(servers, tmp_path / "w", small_policy())
     assert capsys.readouterr().out == ""
-    for start in (lambda: None, stand_ins[1].start_again):
+    for start in (lambda: None, servers[1].start_again):
         start()
         engine.sync_weights()
         engine.sync_weights()
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 1
-        assert lines[0].startswith(
-            f"Server {stand_ins[1].url} was started with --logprobs-mode proc"
-        )
+        assert lines[0].startswith(f"Server {servers[1].url} was started with --logprobs-mode proc")
 
 
 def test_a_server_that_hangs_while_it_reads_weights_is_left_out_at_the_deadline(
-    stand_ins, tmp_path, capsys
+    servers, tmp_path, capsys
 ):
     """The first rank leaves it out after `answer_s`, before the other ranks stop waiting."""
-    engine = engine_of(stand_ins, tmp_path / "w", nn_model(), answer_s=1.0)
-    reply_to_post = StandIn.post_reply
+    engine = engine_with_servers(servers, tmp_path / "w", small_policy(), answer_s=1.0)
+    reply_to_post = FakeVLLMServer.post_reply
     may_answer = Event()
-    stand_ins[1].post_reply = lambda path, body: (
-        may_answer.wait(60) and reply_to_post(stand_ins[1], path, body)
+    servers[1].post_reply = lambda path, body: (
+        may_answer.wait(60) and reply_to_post(servers[1], path, body)
     )
     engine.sync_weights()
-    stand_ins[1].dead = True
+    servers[1].dead = True
     may_answer.set()
-    assert len(stand_ins[0].weights) == 1
+    assert len(servers[0].weights) == 1
     assert capsys.readouterr().out.count(" is left out (1 of 2") == 1
 
 
-def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins):
+def test_servers_that_cannot_be_used_are_named_at_the_start(servers):
+    """One refuses connections, and one was started without vLLM's development mode."""
     with pytest.raises(
         EngineError, match=r"vllm_server_base_url: http://127.0.0.1:9 cannot be used"
     ):
-        connect([stand_ins[0].url, "http://127.0.0.1:9"], 0, 0.0)
+        connect([servers[0].url, "http://127.0.0.1:9"], 0, 0.0)
     # A server without /server_info was not started in the mode that allows a weight sync.
-    stand_ins[0].get_reply = lambda path: (
-        None if path == "/server_info" else {"data": [{"id": "m"}]}
-    )
+    servers[0].get_reply = lambda path: None if path == "/server_info" else {"data": [{"id": "m"}]}
     with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
-        connect([stand_ins[0].url], 0, 0.0)
+        connect([servers[0].url], 0, 0.0)
 
 
-def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_ins, monkeypatch):
+def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(servers, monkeypatch):
     """The password stands in the address, and no error has it.
 
     The server answers; is not there; or stands behind a proxy, which answers with errors alone.
     """
-    address = stand_ins[0].url.replace("//", "//me:pass%40word@")
+    address = servers[0].url.replace("//", "//me:pass%40word@")
     (server,) = connect([address], 0, 0.0)
     basic = f"Basic {b64encode(b'me:pass@word').decode()}"
-    assert server.base_url == stand_ins[0].url
-    assert stand_ins[0].logins == {basic}
+    assert server.base_url == servers[0].url
+    assert servers[0].logins == {basic}
     config = SimpleNamespace(vllm_server_base_url=address)
     assert served_length(config) == 4096
-    assert stand_ins[0].logins == {basic}
+    assert servers[0].logins == {basic}
     # The second stand-in plays a proxy.
-    monkeypatch.setenv("http_proxy", stand_ins[1].url)
+    monkeypatch.setenv("http_proxy", servers[1].url)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     connect([address], 0, 0.0)
-    assert stand_ins[1].logins == set(), "a proxy gets nothing that is for this machine"
-    stand_ins[1].get_reply = stand_ins[0].get_reply = lambda path: None
+    assert servers[1].logins == set(), "a proxy gets nothing that is for this machine"
+    servers[1].get_reply = servers[0].get_reply = lambda path: None
     for wrong in (
         address,
         "http://me:pass%40word@127.0.0.1:9",
@@ -742,13 +773,13 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_
         ) as error:
             connect([wrong], 0, 0.1)
         assert "pass" not in f"{error.value}{error.value.__cause__}"
-    assert stand_ins[1].logins == {basic}, "for the address that is not on this machine"
+    assert servers[1].logins == {basic}, "for the address that is not on this machine"
 
 
-def test_what_every_server_would_refuse_is_not_asked_of_all(stand_ins, tmp_path):
+def test_what_every_server_would_refuse_is_not_asked_of_all(servers, tmp_path):
     """A server that refuses a request has no fault of its own, so none is left out."""
-    engine = engine_of(stand_ins, tmp_path / "w")
-    stand_ins[0].post_reply = lambda path, body: None  # the stand-in then replies with error 404
+    engine = engine_with_servers(servers, tmp_path / "w")
+    servers[0].post_reply = lambda path, body: None  # the stand-in then replies with error 404
     with pytest.raises(RolloutError, match="refuses what it is asked: Request failed: 404"):
-        sampled(engine, rows(1))
+        sample_on_servers(engine, requests_of_groups(1))
     assert len(engine.server_group.pool.servers_in_use) == 2

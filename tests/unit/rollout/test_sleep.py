@@ -1,7 +1,7 @@
-"""When a colocated engine sleeps, and when it is sent weights.
+"""When an engine inside the training process sleeps, and when it is sent weights.
 
-No engine on a CPU can sleep. So vLLM's calls are replaced by stand-ins that note their names, and
-the tests read the notes.
+An engine that sleeps has freed its memory for the policy. No engine on a CPU can sleep, so vLLM's
+methods are replaced by fakes that record their names, and the tests compare the recorded calls.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -43,7 +43,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
 
 # The two rollouts of one group, which become one request of vLLM.
-ASKS = [SamplingRequest(prompt_ids=[1], images=[], group=0)] * 2
+REQUESTS = [SamplingRequest(prompt_ids=[1], images=[], group=0)] * 2
 # What the engine reads of a run beside its sleep. No test here looks at these.
 SAMPLING_ATTRIBUTES: dict[str, Any] = {
     "image_token_id": None,
@@ -60,8 +60,8 @@ SAMPLING_ATTRIBUTES: dict[str, Any] = {
 }
 
 
-class VLLMCalls:
-    """Stand-ins for the calls of vLLM, each of which notes its name in `names`."""
+class FakeVLLMCalls:
+    """Fakes of vLLM's methods; each call adds its name to `names`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -78,27 +78,27 @@ class VLLMCalls:
         return [SimpleNamespace(prompt_token_ids=[1], outputs=rollouts) for _ in prompts]
 
     def sleep(self, level: int) -> None:
-        """Note that the engine goes to sleep."""
+        """Record that the engine goes to sleep."""
         self.names.append("sleep")
 
     def wake_up(self, tags: list[str]) -> None:
-        """Note which memory comes back: that of the weights, or of the caches."""
+        """Record which memory comes back: that of the weights, or of the caches."""
         self.names.append(f"wake {tags[0]}")
 
     def push_weights(self, *_: object, **__: object) -> int:
-        """Note that the engine gets weights, and return the number of tensors."""
+        """Record that the engine gets weights, and return the number of tensors."""
         self.names.append("sync")
         return 1
 
     def zero_discarded_buffers(self, llm: object) -> None:
-        """Note that buffers which sleep has discarded are filled with zeros."""
+        """Record that buffers which sleep has discarded are filled with zeros."""
         self.names.append("zero buffers")
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a colocated engine in sleep mode, asleep; `engine.calls` has the calls of vLLM."""
-    calls = VLLMCalls()
+    calls = FakeVLLMCalls()
     monkeypatch.setattr(LLM, "generate", staticmethod(calls.generate))
     monkeypatch.setattr(LLM, "sleep", staticmethod(calls.sleep))
     monkeypatch.setattr(LLM, "wake_up", staticmethod(calls.wake_up))
@@ -156,16 +156,17 @@ def sampling_generation(
 
 
 def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
+    """While three batches of a generation are sampled the engine stays awake; then it sleeps."""
     with sampling_generation(engine):
         for _ in range(3):
-            engine.sample(ASKS)
+            engine.sample(REQUESTS)
     calls = engine.calls.names
     assert calls.count("sync") == 1
     assert calls.count("generate") == 3
     assert calls[-1] == "sleep"
     assert calls.count("sleep") == 1
     calls.clear()
-    engine.sample(ASKS)  # outside of the context, as in a later step
+    engine.sample(REQUESTS)  # outside of the context, as in a later step
     assert calls == [
         "wake weights",
         "zero buffers",
@@ -188,7 +189,7 @@ SECONDS_BY_SAMPLING = {
 
 @pytest.mark.parametrize("sampling", SECONDS_BY_SAMPLING)
 def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, sampling, monkeypatch):
-    """Each of vLLM's calls takes one second here: the clock's time is the number of calls so far."""
+    """Each of vLLM's calls takes one second: the clock's time is the number of calls so far."""
     refill, batches, seconds_by_phase = SECONDS_BY_SAMPLING[sampling]
     clock = PhaseClock(
         print, lambda: float(len(engine.calls.names)), wait=lambda: None, sleep_mode=True
@@ -203,21 +204,22 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, sampling, 
     with sampling_generation(engine, refill=refill):
         for _ in range(batches):
             with clock.phase("rollout"):
-                engine.sample(ASKS)
+                engine.sample(REQUESTS)
     clock.leave_phase()
     other_phases = {"grading": 0, "policy": 0, "other": 0}
     assert clock.take_seconds() == {**other_phases, **seconds_by_phase}
 
 
-def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
+def test_the_engine_sleeps_also_where_the_batches_end_in_an_error(engine):
+    """The policy needs the engine's memory when the run saves its last checkpoint, for example."""
     with pytest.raises(RuntimeError), sampling_generation(engine):
-        engine.sample(ASKS)
+        engine.sample(REQUESTS)
         raise RuntimeError
     assert engine.calls.names[-1] == "sleep"
     assert engine._llm_weights_sleeping
 
 
-def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subtests):
+def test_the_engine_sleeps_after_each_batch_where_the_policy_makes_a_pass_between(engine, subtests):
     """The policy's pass needs the memory of the engine, so the engine sleeps between two batches.
 
     Without refill a generation has one batch, so nothing keeps the engine awake after it.
@@ -228,7 +230,7 @@ def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subt
             engine.calls.names.clear()
             with sampling_generation(engine, **arguments):
                 for _ in range(2):
-                    engine.sample(ASKS)
+                    engine.sample(REQUESTS)
             assert engine.calls.names.count("sync") == 2
             assert engine.calls.names.count("sleep") == 2
 
@@ -245,10 +247,11 @@ def test_the_weights_of_a_step_are_synced_once(engine):
 
 
 def test_without_sleep_mode_nothing_sleeps(engine):
+    """The engine is asked for rollouts, and for nothing else."""
     engine.enable_sleep_mode = False
     engine._llm_weights_sleeping = False
     with sampling_generation(engine):
-        engine.sample(ASKS)
+        engine.sample(REQUESTS)
     assert engine.calls.names == ["generate"]
 
 
@@ -291,6 +294,7 @@ def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
 
 
 def test_the_model_runner_is_told_by_its_class():
+    """vLLM has two model runners, V1 and V2. The doctor prints which one an engine has."""
     assert runner_version(llm_with_runner(object.__new__(RunnerV2))) == "V2"
     assert runner_version(llm_with_runner(object.__new__(CPUModelRunner))) == "V1"
     for version, hint in [

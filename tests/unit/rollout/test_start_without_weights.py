@@ -40,13 +40,13 @@ OPTIONS: dict[str, Any] = {
 
 
 def llm_with_model(model: Any) -> Any:
-    """Return an engine as `push_weights` reads it, whose runner says that it is on a GPU."""
+    """Return a fake LLM around a model; its runner says that it is on a GPU."""
     runner = SimpleNamespace(device=torch.device("cuda"), model=model)
     executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
     return SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
 
 
-def tensors(llm: Any) -> dict[str, torch.Tensor]:
+def model_tensors(llm: Any) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of an engine's model by name."""
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model
     return {
@@ -55,7 +55,7 @@ def tensors(llm: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def answer(llm: Any) -> list[Any]:
+def greedy_answer(llm: Any) -> list[Any]:
     """Return the tokens and log-probabilities of a greedy answer about an image."""
     image = {"image": Image.new("RGB", (56, 84), (200, 30, 90))}
     prompt = {
@@ -78,7 +78,9 @@ def answer(llm: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.core
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_path, monkeypatch):
+def test_after_the_first_sync_an_engine_equals_one_that_read_the_checkpoint(
+    tied, tmp_path, monkeypatch
+):
     """An engine that starts without weights gets them by its first sync, to the last tensor.
 
     A first sync in which any tensor is missing is refused.
@@ -108,8 +110,8 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
 
     monkeypatch.setattr(FirstSyncLoader, "load_weights", fill_and_sync)
     engine_with_sync = PolicyLLM(model=str(tmp_path), load_format=LOAD_WITH_FIRST_SYNC, **OPTIONS)
-    expected_tensors = tensors(engine_with_checkpoint)
-    synced_tensors = tensors(engine_with_sync)
+    expected_tensors = model_tensors(engine_with_checkpoint)
+    synced_tensors = model_tensors(engine_with_sync)
     assert "visual.input_norm.weight" in expected_tensors
     assert expected_tensors.keys() == synced_tensors.keys()
     assert [
@@ -117,21 +119,24 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
         for name in expected_tensors
         if not torch.equal(expected_tensors[name], synced_tensors[name])
     ] == []
-    assert answer(engine_with_checkpoint) == answer(engine_with_sync)
+    assert greedy_answer(engine_with_checkpoint) == greedy_answer(engine_with_sync)
 
 
 def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
     tmp_path, monkeypatch
 ):
-    """Where a checkpoint has a copy of the tied head, vLLM has to read both before it ties them."""
+    """A sleeping engine gets all weights at each sync, so it need not read the checkpoint.
+
+    Where a checkpoint has a copy of the tied head, vLLM has to read both before it ties them.
+    """
     monkeypatch.setattr(llm_module, "PolicyLLM", lambda **arguments: arguments)
     weight = torch.zeros(2, 2)
-    for name, tensors in (
+    for name, checkpoint_tensors in (
         ("plain", {"embed.weight": weight}),
         ("copied", {"lm_head.weight": weight}),
     ):
         (tmp_path / name).mkdir()
-        save_file(tensors, tmp_path / name / "model.safetensors")
+        save_file(checkpoint_tensors, tmp_path / name / "model.safetensors")
     for sleeps, tied, checkpoint in product((True, False), (True, False), ("plain", "copied")):
         engine: Any = object.__new__(AdoraVLLMGeneration)
         config = SimpleNamespace(tie_word_embeddings=tied)

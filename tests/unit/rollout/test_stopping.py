@@ -13,7 +13,7 @@ def decode(ids) -> str:
 
 
 def test_the_key_of_a_config_is_read_in_all_its_forms() -> None:
-    """A single string, a list, and no key at all."""
+    """`generation_kwargs` may have a string to stop at, a list of them, or none."""
     assert StopParameters.from_config(None).sampling == {}
     assert StopParameters.from_config({"top_k": 3}).sampling == {}
     stop = StopParameters.from_config({"stop": "</answer>", "stop_token_ids": [7]})
@@ -37,7 +37,10 @@ def test_the_key_of_a_config_is_read_in_all_its_forms() -> None:
     ],
 )
 def test_an_answer_of_a_batch_is_cut_where_a_string_is_first_complete(ids, length) -> None:
-    """The token that completes the string is then the last one, by which others see why it ends."""
+    """Transformers goes on sampling, so an answer is cut behind the token that completes a string.
+
+    That token is then the last one, by which others see why the answer has ended.
+    """
     strings = ("</answer>", "\n\n")
     assert cut_behind_stop_string(ids, strings, decode) == length
     if length is not None:

@@ -1,7 +1,8 @@
-"""Turns of a rollout in which the policy calls tools.
+"""Rollouts of several turns, in which the policy calls tools.
 
-What stands between the turns, what of it is graded, when a rollout ends, and that all ranks make the
-same calls.
+A turn is what the policy says until it ends or calls a tool. A rollout is a list of segments: turns
+of the policy, and between them the answers of tools. The tests look at what stands between turns,
+what is graded, when a rollout ends, and that all ranks make the same calls.
 """
 
 import asyncio
@@ -51,28 +52,30 @@ TOKENIZER = PROCESSOR.tokenizer
 KEY = StepKey(mode="train", step=0, micro=0)
 END = TOKENIZER.eos_token_id  # <|im_end|>
 IMAGE = PROCESSOR.image_token_id
-CALLED = f"{CALL_TAG} 7"  # a turn that calls a tool: the stand-in `Says` looks at no more of it
+TURN_WITH_CALL = (
+    f"{CALL_TAG} 7"  # a turn that calls a tool: the stand-in `Says` looks at no more of it
+)
 
 
-def ids_of(text: str) -> list[int]:
+def token_ids(text: str) -> list[int]:
     """Return the token ids of a text."""
     return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def sampled(text: str, *before: Segment, end: Sequence[int] = (END,)) -> Rollout:
-    """Return a rollout whose last turn is this text.
+def rollout_with_turn(text: str, *before: Segment, end: Sequence[int] = (END,)) -> Rollout:
+    """Return a rollout whose last turn is this text, with a log-probability of -0.5 for each token.
 
     `before`: the segments before it. `end`: the tokens behind the text.
     """
-    ids = (*ids_of(text), *end)
+    ids = (*token_ids(text), *end)
     return Rollout(
         segments=(*before, Segment(tokens=ids, logps=(-0.5,) * len(ids), step=3)),
         finish_reason=FinishReason.STOP,
     )
 
 
-class ToolQuestion(NamedTuple):
-    """What tools were asked for a turn."""
+class ToolRequest(NamedTuple):
+    """What `FakeTools` got for a turn that called them."""
 
     text: str  # of the turn
     image_count: int
@@ -80,51 +83,57 @@ class ToolQuestion(NamedTuple):
     is_last: bool  # whether no further turn of the rollout is answered
 
 
-class Says:
-    """Tools that answer each turn by the same texts and pictures, and note what they were asked."""
+class FakeTools:
+    """Tools that answer each turn with the same texts and pictures, and record requests."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
-        self.asked = list[ToolQuestion]()
+        self.requests = list[ToolRequest]()
 
     def answer(
         self, text: str, images: Sequence[Image.Image], *, seed: str, is_last: bool, **_: Any
     ) -> Any:
-        self.asked.append(ToolQuestion(text, len(images), seed, is_last))
+        self.requests.append(ToolRequest(text, len(images), seed, is_last))
         return SimpleNamespace(
             parts=self.parts,
             calls=(Call(name="zoom", arguments="{}", text="", seconds=0.1, failed=False),),
         )
 
 
-def answered(
-    tools: Says, rollout: Rollout, *, most: int = 2, room: int | None = None, longest: int = 200
+def answer_last_turn(
+    tools: FakeTools,
+    rollout: Rollout,
+    *,
+    max_turns: int = 2,
+    context_length: int | None = None,
+    max_length: int = 200,
 ) -> Rollout:
-    """Return a rollout with the answer of these tools to its last turn.
+    """Return a rollout with the tools' answer to its last turn appended as a segment.
 
-    Its prompt has 100 tokens and an image, and a picture has one image token for 28 pixels of width.
+    Its prompt has 100 tokens and an image, and a picture has one image token for 28 pixels of
+    width.
 
     Args:
         tools: the tools.
         rollout: the rollout.
-        most: how many of its turns are answered.
-        room: the length of the engine's context; None: it does not limit the rollout.
-        longest: the most tokens of a completion.
+        max_turns: how many of its turns are answered.
+        context_length: the length of the engine's context; None: it does not limit the rollout.
+        max_length: the most tokens of a completion.
     """
     turns = ToolLoop(
         tools,
         PROCESSOR,
         {},
         lambda image: image.width // 28,
-        most,
+        max_turns,
         TOKENIZER.decode,
-        context_length=room,
+        context_length=context_length,
     )
     return turns(
         rollout,
         [Image.new("RGB", (28, 28))],
         prompt_length=100,
-        max_length=longest,
+        max_length=max_length,
         step=4,
         seed="7/train/3/0/1/0",
     )
@@ -154,8 +163,8 @@ def reason_of_server(tokens: Sequence[int], *, context: int | None) -> FinishRea
 def test_a_server_that_stops_at_its_context_has_not_ended_the_answer():
     """A server does not say why it stops, so it is concluded from the numbers of tokens.
 
-    In the first case the prompt and three tokens fill the context of 13. In the second there is room
-    for one more, so the server has stopped for another reason.
+    In the first case the prompt and three tokens fill the context of 13. In the second there is
+    room for one more, so the server has stopped for another reason.
     """
     assert reason_of_server([5, 6, 5], context=13) is FinishReason.CONTEXT
     assert reason_of_server([5, 6, 5], context=14) is FinishReason.STOP
@@ -188,7 +197,10 @@ PIECES = [
 
 
 def test_no_turn_of_a_policy_ends_a_run():
-    """Turns of random pieces are answered by two tools of ours, and by a user's broken one."""
+    """Whatever a turn says, the tools' answers or errors are appended, and nothing raises.
+
+    300 turns of random pieces are answered by two tools of ours, and by a user's broken one.
+    """
 
     class Odd(dict[str, str]):
         """A result that fails when it is read."""
@@ -207,7 +219,7 @@ def test_no_turn_of_a_policy_ends_a_run():
     rollouts_with_calls = 0
     for number in range(300):
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 8)))
-        before = sampled(text)
+        before = rollout_with_turn(text)
         after = turns(
             before,
             [Image.new("RGB", (56, 56))],
@@ -232,18 +244,20 @@ def test_no_turn_of_a_policy_ends_a_run():
 def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     """The chat template itself would have written the same turn.
 
-    A turn that a stop string ended has no end token, so the answer begins with it. Control tokens in
-    the text of a tool are broken up by a space, so that they begin no turn and no image.
+    A turn that a stop string ended has no end token, so the answer begins with it. Control tokens
+    in the text of a tool are broken up by a space, so that they begin no turn and no image.
     """
     picture = Image.new("L", (84, 28), 50)
-    before = sampled(CALLED, end=end)
-    after = answered(Says("Picture 2: ", picture, " of <|image_pad|> and<|im_end|>"), before)
+    before = rollout_with_turn(TURN_WITH_CALL, end=end)
+    after = answer_last_turn(
+        FakeTools("Picture 2: ", picture, " of <|image_pad|> and<|im_end|>"), before
+    )
     assert after.segments[0] == before.segments[0]
     assert not after.has_ended
     missing_end = "" if end else "<|im_end|>"
     image_text = f"<|vision_start|>{'<|image_pad|>' * 3}<|vision_end|>"
     answer_text = f"Picture 2: {image_text} of < |image_pad|> and< |im_end|>"
-    expected = ids_of(
+    expected = token_ids(
         f"{missing_end}\n<|im_start|>user\n{answer_text}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert list(after.segments[1].tokens) == expected
@@ -259,78 +273,86 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
 
 
 def test_a_model_that_reads_text_alone_gets_the_same_turn():
+    """A tokenizer in place of a processor writes the same turn, without images."""
     tokenizer = copy.copy(TOKENIZER)
     tokenizer.chat_template = PROCESSOR.chat_template
-    turns = ToolLoop(Says("It is 7."), tokenizer, {}, lambda _: 0, None, TOKENIZER.decode)
+    turns = ToolLoop(FakeTools("It is 7."), tokenizer, {}, lambda _: 0, None, TOKENIZER.decode)
     rollout = turns(
-        sampled(CALLED),
+        rollout_with_turn(TURN_WITH_CALL),
         [],
         prompt_length=9,
         max_length=200,
         step=4,
         seed="",
     )
-    expected = ids_of("\n<|im_start|>user\nIt is 7.<|im_end|>\n<|im_start|>assistant\n")
+    expected = token_ids("\n<|im_start|>user\nIt is 7.<|im_end|>\n<|im_start|>assistant\n")
     assert list(rollout.segments[1].tokens) == expected
     assert not rollout.pictures
 
 
-def test_tools_are_asked_with_the_turns_words_and_all_images_under_a_seed_of_its_own():
-    """A second turn is asked for alone, and its number is at the end of the seed."""
-    tools = Says("", Image.new("RGB", (28, 28)))
-    first = answered(tools, sampled(CALLED))
-    answered(tools, sampled(CALLED + CALLED, *first.segments))
-    first_text = TOKENIZER.decode([*ids_of(CALLED), END])
-    second_text = TOKENIZER.decode([*ids_of(CALLED + CALLED), END])
-    assert tools.asked == [
-        ToolQuestion(first_text, image_count=1, seed="7/train/3/0/1/0/0", is_last=False),
-        ToolQuestion(second_text, image_count=1, seed="7/train/3/0/1/0/1", is_last=True),
+def test_tools_get_the_text_of_the_turn_all_images_and_a_seed_of_its_own():
+    """Only the last turn's text is sent, and the seed ends with the number of the turn."""
+    tools = FakeTools("", Image.new("RGB", (28, 28)))
+    first = answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL))
+    answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL + TURN_WITH_CALL, *first.segments))
+    first_text = TOKENIZER.decode([*token_ids(TURN_WITH_CALL), END])
+    second_text = TOKENIZER.decode([*token_ids(TURN_WITH_CALL + TURN_WITH_CALL), END])
+    assert tools.requests == [
+        ToolRequest(first_text, image_count=1, seed="7/train/3/0/1/0/0", is_last=False),
+        ToolRequest(second_text, image_count=1, seed="7/train/3/0/1/0/1", is_last=True),
     ]
 
 
 def test_what_ends_a_rollout_and_whether_it_has_an_end():
-    """A rollout ends by itself, with a call that nobody answers, or where an answer has no room.
+    """A rollout ends by itself, with a call beyond the last turn, or where an answer has no room.
 
-    Only in the first case does it have an end, whatever its last token is.
+    The room is `max_length`, or the engine's context. Only in the first case does the rollout have
+    an end, whatever its last token is.
     """
-    tools = Says("x" * 20)
+    tools = FakeTools("x" * 20)
     stop_criteria = StopCriteria.from_config({END}, {}, TOKENIZER.decode)
-    rollout_with_answer = answered(tools, sampled(CALLED), most=1)
-    for rollout, reason, has_end in (
-        (answered(tools, sampled("so 7")), "stop", True),
-        (answered(tools, sampled(CALLED, *rollout_with_answer.segments), most=1), "calls", False),
-        (answered(tools, sampled(CALLED), longest=50), "room", False),
-        (answered(tools, sampled(CALLED), room=150), "room", False),
-    ):
+    turn_with_call = rollout_with_turn(TURN_WITH_CALL)
+    answered_rollout = answer_last_turn(tools, turn_with_call, max_turns=1)
+    second_turn_with_call = rollout_with_turn(TURN_WITH_CALL, *answered_rollout.segments)
+    # (the rollout after its last turn, why it has ended, whether it has an end)
+    cases = [
+        (answer_last_turn(tools, rollout_with_turn("so 7")), "stop", True),
+        (answer_last_turn(tools, second_turn_with_call, max_turns=1), "calls", False),
+        (answer_last_turn(tools, turn_with_call, max_length=50), "room", False),
+        (answer_last_turn(tools, turn_with_call, context_length=150), "room", False),
+    ]
+    for rollout, reason, has_end in cases:
         assert rollout.finish_reason == reason
         assert stop_criteria.rollout_has_stopped(rollout, "") is has_end
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
     assert computer.truncated_at is None, "with tools no number of tokens makes it truncated"
-    assert len(rollout_with_answer.segments) == 2
-    assert len(answered(tools, sampled(CALLED), longest=50).segments) == 1
+    assert len(answered_rollout.segments) == 2
+    assert (
+        len(answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL), max_length=50).segments) == 1
+    )
 
 
-@pytest.mark.parametrize("wide", [28, 196])
-def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
+@pytest.mark.parametrize("picture_width", [28, 196])
+def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(picture_width):
     """A right answer in a tool's words earns no reward, and its tokens count for no length.
 
-    The first rollout calls a tool and then says 3, which is wrong; the second says 7, which is right,
-    and has sampled more tokens; the third has no room for its tool's answer. So the group has the
-    same weight however wide the picture of the tool is. The batch has as many image tokens as its
-    images need.
+    The first rollout calls a tool and then says 3, which is wrong; the second says 7, which is
+    right, and has sampled more tokens; the third has no room for its tool's answer. So the group
+    has the same weight however wide the picture of the tool is. The batch has as many image tokens
+    as its images need.
     """
     weights = torch.ones(1)
     context = step_context(use_vllm=True, num_generations=3)
-    tools = Says("It is \\boxed{7}.", Image.new("RGB", (wide, 28)))
-    rollout_with_answer = answered(tools, sampled(CALLED))
+    tools = FakeTools("It is \\boxed{7}.", Image.new("RGB", (picture_width, 28)))
+    answered_rollout = answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL))
     rollouts = (
         replace(
-            rollout_with_answer,
-            segments=sampled("so 3", *rollout_with_answer.segments).segments,
+            answered_rollout,
+            segments=rollout_with_turn("so 3", *answered_rollout.segments).segments,
             finish_reason=FinishReason.STOP,
         ),
-        sampled("so it is " * 4 + "\\boxed{7}"),
-        answered(tools, sampled(CALLED), longest=50),
+        rollout_with_turn("so it is " * 4 + "\\boxed{7}"),
+        answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL), max_length=50),
     )
     images = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config)
     stop_criteria = StopCriteria.from_config(
@@ -370,7 +392,7 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     assert assessment.groups.rewards_PG.tolist() == [[0, 1, 0]]
     # The first rollout's length leaves out the tool's tokens, and counts two tokens that end turns.
     wrong_length, right_length, _ = assessment.groups.lengths_PG[0].tolist()
-    assert wrong_length == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1
+    assert wrong_length == len(token_ids(TURN_WITH_CALL)) + 1 + len(token_ids("so 3")) + 1
     assert wrong_length < right_length < len(rollouts[0].tokens)
     assert assessment.groups.truncated_PG.tolist() == [[False, False, True]]
     assert assessment.weighting.weights_P.tolist() == [1]
@@ -382,7 +404,7 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     assert len(image_lengths) == 4
 
 
-def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
+def test_all_rollouts_sample_a_turn_then_those_with_an_answer_the_next_one():
     """The rollouts a, b and c have one, three and two turns of the policy.
 
     A rank whose own rollouts have ended takes part until those of all ranks have. Here another rank
@@ -392,12 +414,14 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
     keys_of_each_call = list[list[str]]()
     any_rank_continues = iter([True, True, True, True, False])  # after each turn
 
-    class Player:
-        """A stand-in for the sampler and the tools, which answer all turns of a rollout but the last."""
+    class FakePlayer:
+        """A fake of the sampler and the tools, which answer all turns of a rollout but the last."""
 
         def sample(self, rollouts: Mapping[str, Rollout]) -> dict[str, Rollout]:
             keys_of_each_call.append([*rollouts])
-            return {key: sampled("x", *rollout.segments) for key, rollout in rollouts.items()}
+            return {
+                key: rollout_with_turn("x", *rollout.segments) for key, rollout in rollouts.items()
+            }
 
         def answer(self, key: str, rollout: Rollout) -> Rollout:
             # Between the turns stand the answers, so n turns have 2 n - 1 segments.
@@ -412,7 +436,7 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
         def any_rank_continues(self, continues: bool) -> bool:
             return next(any_rank_continues)
 
-    results = run_turns(dict.fromkeys(turns_by_key, Rollout()), Player())
+    results = run_turns(dict.fromkeys(turns_by_key, Rollout()), FakePlayer())
     assert keys_of_each_call == [["a", "b", "c"], ["b", "c"], ["b"], [], []]
     segment_counts = {key: len(rollout.segments) for key, rollout in results.items()}
     assert segment_counts == {"a": 1, "b": 5, "c": 3}

@@ -1,7 +1,7 @@
 """Weights on their way into an engine.
 
-They are sent one at a time, merged with an adapter, and the engine keeps them when the trainer frees
-its own.
+They are sent one at a time, an adapter is merged into them, and the engine keeps them when the
+trainer frees its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,8 +38,8 @@ from tests.support.adapters import LORA_OPTIONS_BY_KIND, float64_model, policy_w
 NAMES = ["first", "second", "third"]
 
 
-class Runner:
-    """A stand-in for vLLM's model runners, and for the model in them.
+class FakeRunner:
+    """A fake of vLLM's model runners, and of the model in them.
 
     The runner on a GPU copies each tensor (`load_weights`). The one on a CPU keeps tensors until a
     layer is complete (`reload_weights`), so it needs tensors that nobody changes.
@@ -49,21 +49,22 @@ class Runner:
         self.device = torch.device(device)
         self.events = events
         self.model = self
-        self.got: dict[str, Tensor] = {}
+        self.received_tensors: dict[str, Tensor] = {}
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
         for name, tensor in weights_iterator:
             self.events.append(f"engine takes {name}")
-            self.got[name] = tensor
+            self.received_tensors[name] = tensor
 
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> set[str]:
         for name, tensor in weights:
             self.events.append(f"engine takes {name}")
-            self.got[name] = tensor.clone()
+            self.received_tensors[name] = tensor.clone()
         return {name for name, _ in weights}
 
 
 def test_a_gathered_weight_is_taken_before_the_next_is_gathered_and_outlives_it(subtests):
+    """ZeRO-3 gathers one weight at a time and frees it, so the engine takes each at once."""
     for device in ("cpu", "cuda"):
         with subtests.test(device):
             events: list[str] = []
@@ -75,14 +76,14 @@ def test_a_gathered_weight_is_taken_before_the_next_is_gathered_and_outlives_it(
                     yield name, whole
                     whole.fill_(torch.nan)  # as ZeRO-3 frees what it has gathered
 
-            runner = Runner(device, events)
+            runner = FakeRunner(device, events)
             executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
             llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
             assert push_weights(llm, gathered()) == len(NAMES)
             assert events == [
                 event for name in NAMES for event in (f"gather {name}", f"engine takes {name}")
             ]
-            assert {name: tensor.tolist() for name, tensor in runner.got.items()} == {
+            assert {name: tensor.tolist() for name, tensor in runner.received_tensors.items()} == {
                 name: [float(number)] * 3 for number, name in enumerate(NAMES)
             }
 
@@ -97,13 +98,13 @@ def test_an_engine_that_keeps_its_prefix_cache_is_an_error():
         reset_caches(SimpleNamespace(reset_prefix_cache=lambda: False, llm_engine=encoder))
 
 
-def policy(
+def policy_and_original_weights(
     dtype: torch.dtype,
     family: str = DEFAULT_FAMILY,
     targets: Sequence[str] = ("q_proj", "up_proj", "fc1"),
     **options: Any,
 ) -> tuple[PeftModel, dict[str, Tensor]]:
-    """Return a tiny policy with a drawn LoRA adapter, and its weights without the adapter by name.
+    """Return a tiny policy with a random LoRA adapter, and its weights without the adapter by name.
 
     `targets`: the layers that the adapter changes. `options`: further options of the adapter.
     """
@@ -119,46 +120,54 @@ def policy(
 
 
 def gather_nothing(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Stand in for the context in which sharded weights are whole; these are whole already."""
+    """Return a context that does nothing, in place of one in which sharded weights are gathered."""
     return nullcontext()
 
 
-def sent(
-    model: PeftModel, includes: Callable[[str], bool] = lambda name: True
+def tensors_of_sync(
+    model: PeftModel, is_included: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
-    """Return the tensors that a sync of this policy sends, by name."""
+    """Return the tensors that a sync of this policy sends, by name.
+
+    `is_included`: tells by its name whether a tensor is sent.
+    """
     return {
-        name: tensor.clone() for name, tensor in merged_parameters(model, gather_nothing, includes)
+        name: tensor.clone()
+        for name, tensor in merged_parameters(model, gather_nothing, is_included)
     }
 
 
 def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
-    model, original = policy(torch.float32, modules_to_save=["lm_head"])
+    """The other weights are those that the engine has already."""
+    model, original = policy_and_original_weights(torch.float32, modules_to_save=["lm_head"])
     changed = merged_parameters(model, gather_nothing, lambda name: True, changed_only=True)
     names = [name for name, _ in changed]
     adapted_names = {name for name in original if "q_proj" in name or "up_proj" in name}
     assert sorted(names) == sorted(adapted_names | {"lm_head.weight"})
 
 
-@pytest.mark.parametrize("form", LORA_OPTIONS_BY_KIND)
-def test_only_an_adapter_that_vllm_computes_whole_goes_alone(form):
-    options = dict(LORA_OPTIONS_BY_KIND[form])
-    model, _ = policy(torch.float32, targets=options.pop("target_modules", ("q_proj",)), **options)
-    assert (adapter_only_settings(model) is not None) == (form in {"plain", "rslora", "head"})
+@pytest.mark.parametrize("lora_kind", LORA_OPTIONS_BY_KIND)
+def test_only_an_adapter_that_vllm_computes_whole_goes_alone(lora_kind):
+    """vLLM can add LoRA to linear layers. For any other kind merged weights are sent."""
+    options = dict(LORA_OPTIONS_BY_KIND[lora_kind])
+    model, _ = policy_and_original_weights(
+        torch.float32, targets=options.pop("target_modules", ("q_proj",)), **options
+    )
+    assert (adapter_only_settings(model) is not None) == (lora_kind in {"plain", "rslora", "head"})
 
 
 # Forms of LoRA of which PEFT activates one adapter at a time.
-ALONE = {
+KINDS_WITH_ONE_ACTIVE_ADAPTER = {
     "modules_to_save",
     "tokens",
     "biases of the base",
 }
 # PEFT's config class of every other kind of adapter.
-OTHERS = {
+CONFIG_CLASS_BY_OTHER_KIND = {
     kind.name: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.name != "LORA"
 }
 # Options of adapters that put tokens before the prompt.
-TOKENS = {
+PROMPT_TOKEN_OPTIONS = {
     "num_virtual_tokens": 2,
     "task_type": "CAUSAL_LM",
     "num_layers": 2,
@@ -166,7 +175,7 @@ TOKENS = {
     "num_attention_heads": 4,
 }
 # Options without which an adapter of this kind cannot be made for the small model.
-NEEDS: dict[str, dict[str, Any]] = {
+OPTIONS_BY_KIND: dict[str, dict[str, Any]] = {
     "ADALORA": {"total_step": 10},
     "IA3": {"feedforward_modules": []},
     "VBLORA": {"vector_length": 16},
@@ -175,16 +184,23 @@ NEEDS: dict[str, dict[str, Any]] = {
     "OFT": {"r": 0},
     "BEFT": {"target_modules": ["q_proj"]},
     "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [5]},
-    "P_TUNING": TOKENS,
-    "PROMPT_TUNING": TOKENS,
-    "PREFIX_TUNING": TOKENS,
-    "MULTITASK_PROMPT_TUNING": TOKENS,
+    "P_TUNING": PROMPT_TOKEN_OPTIONS,
+    "PROMPT_TUNING": PROMPT_TOKEN_OPTIONS,
+    "PREFIX_TUNING": PROMPT_TOKEN_OPTIONS,
+    "MULTITASK_PROMPT_TUNING": PROMPT_TOKEN_OPTIONS,
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
 }
 # Such an adapter adds tokens, or works with more than one product of matrices: nothing can be merged.
-CHANGES_NO_WEIGHT = {"P_TUNING", "PROMPT_TUNING", "PREFIX_TUNING", "LILY", "POLY", "XLORA"}
+KINDS_THAT_CHANGE_NO_WEIGHT = {
+    "P_TUNING",
+    "PROMPT_TUNING",
+    "PREFIX_TUNING",
+    "LILY",
+    "POLY",
+    "XLORA",
+}
 # Made for other families of models, or from packages that are not installed.
-NOT_MADE = {
+UNTESTED_KINDS = {
     "ADAMSS",
     "ADAPTION_PROMPT",
     "CARTRIDGE",
@@ -197,6 +213,7 @@ NOT_MADE = {
 
 @pytest.fixture(scope="module")
 def base():
+    """Return the tiny model without an adapter, in float64."""
     return float64_model()
 
 
@@ -208,7 +225,7 @@ def assert_sent_is_merged(base, model):
     """
     assert can_merge(model)
     state_before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    sent_tensors = sent(model)
+    sent_tensors = tensors_of_sync(model)
     assert list(sent_tensors) == [name for name, _ in base.named_parameters()]
     assert all(
         torch.equal(state_before[name], tensor) for name, tensor in model.state_dict().items()
@@ -231,48 +248,69 @@ def assert_sent_is_merged(base, model):
 
 
 @pytest.mark.parametrize(
-    ("form", "second"),
-    [(form, None) for form in LORA_OPTIONS_BY_KIND]
-    + [(form, "ref") for form in LORA_OPTIONS_BY_KIND if "bias" not in LORA_OPTIONS_BY_KIND[form]]
-    + [(form, "active") for form in LORA_OPTIONS_BY_KIND if form not in ALONE],
+    ("lora_kind", "second_adapter"),
+    [(lora_kind, None) for lora_kind in LORA_OPTIONS_BY_KIND]
+    + [
+        (lora_kind, "ref")
+        for lora_kind in LORA_OPTIONS_BY_KIND
+        if "bias" not in LORA_OPTIONS_BY_KIND[lora_kind]
+    ]
+    + [
+        (lora_kind, "active")
+        for lora_kind in LORA_OPTIONS_BY_KIND
+        if lora_kind not in KINDS_WITH_ONE_ACTIVE_ADAPTER
+    ],
 )
-def test_every_form_of_lora_is_sent_as_peft_merges_it(base, form, second):
-    """`second`: a further adapter, which is TRL's copy for the reference ("ref"), or active too."""
+def test_every_form_of_lora_is_sent_as_peft_merges_it(base, lora_kind, second_adapter):
+    """A sync has the weights of PEFT's `merge_and_unload`, and leaves the policy as it is.
+
+    `second_adapter`: another adapter of the policy: TRL's copy for the reference, "ref", or one
+    that is "active" too.
+    """
     model = policy_with_adapter(
         base,
         LoraConfig(
-            **{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA_OPTIONS_BY_KIND[form]}
+            **{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA_OPTIONS_BY_KIND[lora_kind]}
         ),
-        second,
+        second_adapter,
     )
     assert assert_sent_is_merged(base, model)
 
 
-@pytest.mark.parametrize("form", ["dora", "embedding", "tokens", "modules_to_save"])
-def test_an_export_of_a_checkpoint_has_what_the_engine_was_sent(base, form, tmp_path):
+@pytest.mark.parametrize("lora_kind", ["dora", "embedding", "tokens", "modules_to_save"])
+def test_an_export_of_a_checkpoint_has_what_the_engine_was_sent(base, lora_kind, tmp_path):
+    """An exported model has the merged weights, equal to those of a sync."""
     base.save_pretrained(tmp_path / "base")
     build_processor(["Find x."]).save_pretrained(tmp_path / "base")
     model = policy_with_adapter(
-        base, LoraConfig(r=4, **{"target_modules": ["q_proj"], **LORA_OPTIONS_BY_KIND[form]}), "ref"
+        base,
+        LoraConfig(r=4, **{"target_modules": ["q_proj"], **LORA_OPTIONS_BY_KIND[lora_kind]}),
+        "ref",
     )
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out")
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict()
     wrong = [
-        name for name, tensor in sent(model).items() if not torch.equal(tensor, exported[name])
+        name
+        for name, tensor in tensors_of_sync(model).items()
+        if not torch.equal(tensor, exported[name])
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize("kind", sorted(OTHERS.keys() - NOT_MADE))
+@pytest.mark.parametrize("kind", sorted(CONFIG_CLASS_BY_OTHER_KIND.keys() - UNTESTED_KINDS))
 def test_every_other_adapter_is_sent_as_peft_merges_it_or_refused(base, kind):
-    fields = OTHERS[kind].__dataclass_fields__
+    """Kinds of adapters other than LoRA are merged as PEFT's own `merge_and_unload` does it.
+
+    Those that PEFT cannot merge, since they change no weight, are refused in one line.
+    """
+    fields = CONFIG_CLASS_BY_OTHER_KIND[kind].__dataclass_fields__
     usual = {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_r": 4}
     options: dict[str, Any] = {name: value for name, value in usual.items() if name in fields}
-    options |= NEEDS.get(kind, {})
-    model = policy_with_adapter(base, OTHERS[kind](**options))
-    if kind not in CHANGES_NO_WEIGHT:
+    options |= OPTIONS_BY_KIND.get(kind, {})
+    model = policy_with_adapter(base, CONFIG_CLASS_BY_OTHER_KIND[kind](**options))
+    if kind not in KINDS_THAT_CHANGE_NO_WEIGHT:
         assert assert_sent_is_merged(base, model)
         return
     with pytest.raises(UserError, match=f"^peft_config: {kind}: PEFT cannot merge this adapter"):
@@ -280,7 +318,7 @@ def test_every_other_adapter_is_sent_as_peft_merges_it_or_refused(base, kind):
 
 
 def test_a_bias_of_lora_is_sent_where_the_layer_has_one_and_else_refused(base):
-    """In this model `q_proj` has a bias, to which that of the adapter is added, and `o_proj` none."""
+    """In this model `q_proj` has a bias, to which the adapter's is added, and `o_proj` has none."""
 
     def with_bias(target: str) -> PeftModel:
         config = LoraConfig(r=4, lora_bias=True, target_modules=[target])
@@ -295,10 +333,10 @@ def test_every_part_of_another_family_is_sent_merged(subtests):
     """The towers and mergers of some have other layers: `linear_fc1` and `linear_fc2`."""
     for family in set(TINY_FAMILIES) - {DEFAULT_FAMILY}:
         with subtests.test(family):
-            model, original = policy(
+            model, original = policy_and_original_weights(
                 torch.float32, family, targets=("q_proj", "down_proj", "linear_fc2")
             )
-            tensors = sent(model)
+            tensors = tensors_of_sync(model)
             assert tensors.keys() == original.keys()
             changed = {name for name in tensors if not torch.equal(tensors[name], original[name])}
             ends = ("q_proj.weight", "down_proj.weight", "linear_fc2.weight")
@@ -309,11 +347,11 @@ def test_every_part_of_another_family_is_sent_merged(subtests):
 
 
 def test_twenty_syncs_leave_bfloat16_weights_as_they_were():
-    """Merging an adapter into the policy and out again, as TRL does, rounds its weights each time."""
-    model, original = policy(torch.bfloat16)
-    first = sent(model)
+    """Merging an adapter and taking it out again, as TRL does, would round weights each time."""
+    model, original = policy_and_original_weights(torch.bfloat16)
+    first = tensors_of_sync(model)
     for _ in range(20):
-        later = sent(model)
+        later = tensors_of_sync(model)
     assert all(torch.equal(first[name], later[name]) for name in first)
     # By the names that the weights have without PEFT's wrappers.
     base = {
@@ -325,14 +363,19 @@ def test_twenty_syncs_leave_bfloat16_weights_as_they_were():
 
 
 def test_a_part_that_is_not_wanted_is_neither_merged_nor_sent():
-    model, original = policy(torch.float32)
-    tensors = sent(model, lambda name: "visual" not in name)
+    """Without the vision tower, for example, only the language model's weights are sent."""
+    model, original = policy_and_original_weights(torch.float32)
+    tensors = tensors_of_sync(model, lambda name: "visual" not in name)
     assert tensors.keys() == {name for name in original if "visual" not in name}
 
 
 def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change():
-    model, original = policy(torch.float32)
-    merged = sent(model)
+    """The adapter is in the language model and the vision tower, so a later sync sends only these.
+
+    An engine that has discarded its weights in its sleep gets all again.
+    """
+    model, original = policy_and_original_weights(torch.float32)
+    merged = tensors_of_sync(model)
     engine: Any = object.__new__(AdoraVLLMGeneration)
     engine.model = model
     engine.mode = "colocate"
@@ -353,8 +396,8 @@ def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change
     assert dict(engine._iter_named_params()).keys() == original.keys()
 
 
-class Client:
-    """A stand-in for TRL's client of a server, which keeps what a sync announces and then sends."""
+class FakeClient:
+    """A fake of TRL's client of a server; `syncs` has what each sync announced and sent."""
 
     def __init__(self) -> None:
         # For each sync the tensors that it announced, then those that it sent: name, dtype, shape.
@@ -375,10 +418,13 @@ class Client:
 
 
 def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
-    """vLLM makes its buffers by what is announced, and rebuilds a layer if it gets any part of it."""
+    """vLLM makes its buffers by what is announced, and rebuilds a layer if any part comes."""
     frozen = build_model(build_processor(["Find x."]).tokenizer)
     freeze(frozen, ["vision_tower"])
-    for kind, model in {"frozen": frozen, "LoRA": policy(torch.float32)[0]}.items():
+    for kind, model in {
+        "frozen": frozen,
+        "LoRA": policy_and_original_weights(torch.float32)[0],
+    }.items():
         with subtests.test(kind):
             engine: Any = object.__new__(AdoraVLLMGeneration)
             engine.__dict__.update(
@@ -387,7 +433,9 @@ def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
                 enable_sleep_mode=False,
                 _engine_has_all_parameters=False,
             )
-            engine.__dict__.update(_weight_metadata=None, _timed=nullcontext, vllm_client=Client())
+            engine.__dict__.update(
+                _weight_metadata=None, _timed=nullcontext, vllm_client=FakeClient()
+            )
             engine.settings = EngineSettings()
             engine.server_group = SimpleNamespace(on_first_rank=lambda do: None)
             engine.accelerator = SimpleNamespace(is_main_process=True)

@@ -458,7 +458,7 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
 
 
 @pytest.mark.parametrize(
-    ("live", "rows", "sizes", "losses"),
+    ("letters_with_signal", "rows", "sizes", "losses"),
     [("abc", 16, [4, 2], [3.0, 1.5]), ("abcdef", 12, [4, 4, 4], [4.0] * 3)],
 )
 def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(

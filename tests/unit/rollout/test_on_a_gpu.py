@@ -1,4 +1,4 @@
-"""What a card needs of an engine, as far as a machine without one can tell."""
+"""What a colocated engine needs of a GPU, as far as a machine without one can test it."""
 
 import os
 import weakref
@@ -19,6 +19,7 @@ from adora_vl.utils.launch import prepare_engine_environment
 
 
 def test_flashinfer_is_not_asked_for_a_sampler_that_no_rollout_uses(monkeypatch):
+    """An environment variable switches off FlashInfer's sampler, unless the user has set it."""
     monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
     prepare_engine_environment()
     from vllm import envs
@@ -30,6 +31,7 @@ def test_flashinfer_is_not_asked_for_a_sampler_that_no_rollout_uses(monkeypatch)
 
 
 def test_a_float32_engine_multiplies_in_float32(monkeypatch):
+    """Triton would multiply in TF32, which is less exact, if no environment variable forbade it."""
     knobs = pytest.importorskip("triton.knobs")
     monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
     for dtype in ("bfloat16", "torch.float16"):
@@ -42,8 +44,8 @@ def test_a_float32_engine_multiplies_in_float32(monkeypatch):
     assert os.environ["TRITON_F32_DEFAULT"] == "tf32", "what the user has set stays"
 
 
-class CountedEngine:
-    """An engine that notes what is asked of it. A part of it refers back, as vLLM's parts do."""
+class FakeEngine:
+    """An engine that records its calls. Parts of it refer back to it, as vLLM's do."""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -51,20 +53,21 @@ class CountedEngine:
         self.llm_engine = SimpleNamespace(engine_core=self, engine=self)
 
     def wake_up(self) -> None:
-        """Note that the memory came back."""
+        """Record that the memory came back."""
         self.calls.append("wake")
 
     def shutdown(self) -> None:
-        """Note the end."""
+        """Record the end."""
         self.calls.append("shutdown")
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
 def test_an_engine_is_woken_before_it_ends_and_leaves_nothing_behind(sleeps):
+    """An engine that sleeps is woken first; afterwards nothing refers to the engine any more."""
     calls: list[str] = []
     generation: Any = object.__new__(AdoraVLLMGeneration)
     generation.enable_sleep_mode = sleeps
-    generation.llm = CountedEngine(calls)
+    generation.llm = FakeEngine(calls)
     engine = weakref.ref(generation.llm)
     generation.shut_down()
     assert calls == [*(["wake"] if sleeps else []), "shutdown", "base"]
@@ -72,7 +75,8 @@ def test_an_engine_is_woken_before_it_ends_and_leaves_nothing_behind(sleeps):
     assert engine() is None, "a second training finds its memory"
 
 
-def test_a_card_that_is_taken_is_named_before_weights_are_loaded(monkeypatch):
+def test_a_gpu_without_free_memory_is_refused_before_weights_are_loaded(monkeypatch):
+    """The engine takes 0.65 of 80 GiB, 52 GiB. Free are 60 GiB, which is enough, and then 40."""
     config: Any = SimpleNamespace(
         has_colocated_engine=True,
         use_cpu=False,
@@ -95,11 +99,11 @@ def test_a_card_that_is_taken_is_named_before_weights_are_loaded(monkeypatch):
 
 
 @pytest.mark.parametrize("sleep_mode", [True, False])
-def test_the_memory_of_a_card_is_logged_awake_and_asleep(sleep_mode, monkeypatch):
-    """A card's memory is logged for the rollout and for the policy's learning.
+def test_the_memory_of_a_gpu_is_logged_with_the_engine_awake_and_asleep(sleep_mode, monkeypatch):
+    """A GPU's memory in use is logged for the rollout and for the policy's learning.
 
-    The stand-in adds 1 GiB as the maximum over the ranks, so each figure is 1 more than this card's.
-    With an engine that sleeps, the policy's peak is counted from then on.
+    A fake gather adds 1 GiB as the maximum over the ranks, so each metric is 1 more than this
+    GPU's. With an engine that sleeps, the policy's peak is counted from then on.
     """
     free = {"bytes": 80 * GIB}
     peak = {"bytes": 0}
