@@ -1,5 +1,8 @@
-"""ADORA: its criteria row by row, the properties of a weight per group, and the controls, which
-weigh other groups or scale the learning rate.
+"""ADORA multiplies the advantages of a group by a weight; how its criteria decide the weight.
+
+A group is temporarily disadvantageous to learn from (TDS) if its right answers are short, for
+example, and is then attenuated: its weight is 0.1. An advantageous one (TAS) may be amplified. The
+controls at the end weigh other groups than the criteria say, or scale the learning rate.
 """
 
 import json
@@ -127,6 +130,7 @@ LENGTH_CASES = {
 
 @pytest.mark.parametrize("name", LENGTH_CASES)
 def test_the_length_criterion_weighs_a_group_by_hand(name):
+    """A group is attenuated unless its longest right rollout is longer than the mean wrong one."""
     case = LENGTH_CASES[name]
     rewards = torch.tensor([case.rewards])
     lengths = torch.tensor([case.lengths])
@@ -137,6 +141,7 @@ def test_the_length_criterion_weighs_a_group_by_hand(name):
 
 
 def test_defaults_are_the_references_vlm_recipe():
+    """The group whose right answer is shorter is attenuated to 0.1, by the length criterion."""
     rewards = torch.tensor([[1.0, 0.1]])
     lengths = torch.tensor([[3, 5]])
     assert adora_weights(rewards, lengths).tolist() == [pytest.approx(0.1)]
@@ -146,6 +151,7 @@ def test_defaults_are_the_references_vlm_recipe():
 
 
 def test_amplification_multiplies_the_advantageous_groups_only():
+    """The first group has a longer right answer, the second a shorter one, the third none."""
     rewards = torch.tensor([[1.0, 0.1], [1.0, 0.1], [0.1, 0.1]])
     lengths = torch.tensor([[9, 5], [3, 5], [3, 5]])
     amplified = adora_weights(rewards, lengths, mode="amplification", factor=4.0)
@@ -220,6 +226,7 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
 
 
 def test_a_group_of_which_nothing_is_scored_is_not_hard():
+    """It has no pass rate, so it is not amplified as a difficult group."""
     rewards = torch.full((1, 4), NAN)
     lengths = torch.full((1, 4), 10)
     weights = adora_weights(
@@ -252,6 +259,7 @@ NO_CORRECT_CASES = [
 
 @pytest.mark.parametrize("case", NO_CORRECT_CASES)
 def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(case):
+    """The option `no_correct` decides about it, unless a criterion calls it advantageous."""
     rewards = torch.tensor([[0.0, 0.1, 0.1, 0.0]])
     lengths = torch.tensor([[5, 6, 70, 8]])
     options: dict[str, Any] = {"criteria": case.criteria, "combine": case.combine}
@@ -262,6 +270,10 @@ def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(case):
 
 
 def test_a_group_is_advantageous_by_any_or_by_all_criteria():
+    """Three groups are hard and short, easy and long, and easy and short in their right answers.
+
+    With `combine="any"` the first two are advantageous, and with "all" none is.
+    """
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0, 0.1], [1.0, 1.0, 1.0, 0.1]])
     # hard but short, easy but long, neither
     lengths = torch.tensor([[1, 5, 5, 5], [9, 9, 9, 5], [1, 1, 1, 5]])
@@ -332,6 +344,7 @@ TIE_CASES = [
 
 @pytest.mark.parametrize("case", TIE_CASES)
 def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(case):
+    """The longest right rollout of a tie is as long as the mean of the wrong ones."""
     rewards = torch.tensor([case.rewards])
     lengths = torch.tensor([case.lengths])
     strict = adora_weights(rewards, lengths, truncated_at=100)
@@ -345,6 +358,7 @@ def test_ties_of_length_are_attenuated_as_in_the_references_or_kept(case):
 
 @pytest.mark.parametrize("case", TIE_CASES)
 def test_a_tie_is_counted_where_it_is_attenuated_by_its_length(case):
+    """`tds_by_tie_P` marks the groups that are attenuated by a tie alone."""
     lengths = torch.tensor([case.lengths])
     groups = Groups(torch.tensor([case.rewards]), lengths, lengths >= 100)
     assert weigh_groups(groups).tds_by_tie_P.tolist() == [case.is_tie]
@@ -355,6 +369,7 @@ def test_a_tie_is_counted_where_it_is_attenuated_by_its_length(case):
 
 
 def test_keeping_ties_amplifies_them():
+    """A tie that is not attenuated counts as advantageous, so amplification applies to it."""
     group = torch.tensor([[1.0, 0.1]]), torch.tensor([[5, 5]])
     amplification: dict[str, Any] = {"mode": "amplification", "factor": 4.0}
     attenuating_ties = adora_weights(*group, ties="attenuate", **amplification)
@@ -385,6 +400,7 @@ def test_with_both_options_the_length_criterion_is_the_llm_references():
 
 
 def test_a_wrong_argument_is_named(subtests):
+    """Each wrong option of ADORA raises an error with its name."""
     cases: list[Any] = [
         ({"mode": "attenuate"}, "mode"),
         ({"criteria": ("lenght",)}, "criteria"),
@@ -408,6 +424,7 @@ def test_a_wrong_argument_is_named(subtests):
 
 
 def test_the_key_reaches_the_criterion():
+    """The option `ties` of the command line decides the weight of a group with a tie."""
     tie = Groups(
         torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 5.0]]), torch.zeros(1, 2, dtype=torch.bool)
     )
@@ -415,11 +432,15 @@ def test_the_key_reaches_the_criterion():
         ([], 0.1),
         (["--adora_method.adora.ties", "keep"], 1.0),
     ):
-        options = config(*words)
+        options = parse_config(*words)
         assert build_pipeline(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
 
 
 def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_steps():
+    """The factor grows from 0.1 to 0.5 in steps 0 to 4, and tau from 0.25 to 0.75 in steps 4 to 8.
+
+    The pass rate is one half, so the group is attenuated while tau is below that, up to step 5.
+    """
     options = Adora(
         criteria=("difficulty",),
         factor=Schedule(0.1, 0.5, "linear", (0, 4)),
@@ -441,38 +462,45 @@ def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_s
 CONTROL_ASSIGNMENTS = ("random", "reversed", "rate")
 
 
-def groups(seed=0, step=0, prompts=40) -> Groups:
-    """Return random groups of four rollouts."""
+def groups_of_four(seed=0, step=0, prompts=40) -> Groups:
+    """Return random groups of four rollouts.
+
+    `seed`: draws them. `step`: the optimizer step that they count as. `prompts`: how many groups.
+    """
     return random_groups(prompts, 4, seed, step)
 
 
 def weigh_with_assignment(assign, batch, seed=5, **options):
-    """Return ADORA's weights of a batch with the control `assign`."""
+    """Return ADORA's weighting of a batch with a control; the assignment "criterion" is ADORA's."""
     return AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=seed).weigh(batch)
 
 
 def apply_with_assignment(assign, batch, **options):
-    """Return the advantages of a batch with the control `assign`, and the pipeline."""
+    """Return the advantages of a batch with a control, and the pipeline that made them."""
     pipeline = AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=5)
     return pipeline.compute_advantages(batch, group_advantages(batch.rewards_PG)), pipeline
 
 
 def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):
+    """With mode "off" or a factor of 1, a control leaves TRL's advantages and the rate alone."""
     cases: Iterable[Any] = product(
         CONTROL_ASSIGNMENTS, [{"mode": "off"}, {"factor": Schedule(1.0)}]
     )
     for assign, neutral_options in cases:
         with subtests.test(f"{assign} {neutral_options!r:.80}"):
-            advantages, pipeline = apply_with_assignment(assign, groups(), **neutral_options)
+            advantages, pipeline = apply_with_assignment(
+                assign, groups_of_four(), **neutral_options
+            )
             assert pipeline.keeps_trl_advantages
             assert pipeline.learning_rate_factor == 1.0
-            assert torch.equal(advantages, group_advantages(groups().rewards_PG))
+            assert torch.equal(advantages, group_advantages(groups_of_four().rewards_PG))
 
 
 def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
+    """The control "random" gives the same weights to randomly chosen groups with signal."""
     for seed in range(5):
         with subtests.test(f"{seed}"):
-            batch = groups(seed)
+            batch = groups_of_four(seed)
             by_criterion = weigh_with_assignment("criterion", batch)
             by_chance = weigh_with_assignment("random", batch)
             has_signal = ~is_constant(batch.rewards_PG)
@@ -489,32 +517,44 @@ def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
 
 
 def test_random_depends_on_the_runs_seed_and_step_alone():
+    """A resumed run draws the same groups; with another step or seed it draws others."""
     before = torch.random.get_rng_state()
-    first = weigh_with_assignment("random", groups(step=3)).weights_P
+    first = weigh_with_assignment("random", groups_of_four(step=3)).weights_P
     assert torch.equal(torch.random.get_rng_state(), before), "no global state is touched"
     torch.manual_seed(99)
     # The global seed has no part in it, so a process of its own would do the same.
-    resumed = weigh_with_assignment("random", groups(step=3)).weights_P
+    resumed = weigh_with_assignment("random", groups_of_four(step=3)).weights_P
     assert torch.equal(first, resumed)
-    assert not torch.equal(first, weigh_with_assignment("random", groups(step=4)).weights_P)
-    assert not torch.equal(first, weigh_with_assignment("random", groups(step=3), seed=6).weights_P)
+    assert not torch.equal(first, weigh_with_assignment("random", groups_of_four(step=4)).weights_P)
+    assert not torch.equal(
+        first, weigh_with_assignment("random", groups_of_four(step=3), seed=6).weights_P
+    )
 
 
 def test_every_group_is_chosen_equally_often_by_chance():
+    """Each group with signal is attenuated in as many of 400 draws as the share of such groups."""
     is_attenuated = torch.stack(
-        [weigh_with_assignment("random", groups(), seed=seed).weights_P < 1 for seed in range(400)]
+        [
+            weigh_with_assignment("random", groups_of_four(), seed=seed).weights_P < 1
+            for seed in range(400)
+        ]
     ).double()
-    has_signal = ~is_constant(groups().rewards_PG)
-    share = (weigh_with_assignment("criterion", groups()).weights_P[has_signal] < 1).double().mean()
+    has_signal = ~is_constant(groups_of_four().rewards_PG)
+    share = (
+        (weigh_with_assignment("criterion", groups_of_four()).weights_P[has_signal] < 1)
+        .double()
+        .mean()
+    )
     assert (
         is_attenuated.mean(0)[has_signal] - share
     ).abs().max() < 0.12  # 4.8 standard deviations of 400 draws at most
 
 
-def test_reversed_gives_the_factor_to_the_other_side(subtests):
+def test_reversed_gives_the_factor_to_the_groups_that_the_criterion_spares(subtests):
+    """The control "reversed" attenuates advantageous groups, or amplifies disadvantageous ones."""
     for mode, factor in [("attenuation", 0.1), ("amplification", 2.0)]:
         with subtests.test(mode):
-            batch = groups()
+            batch = groups_of_four()
             options = {"mode": mode, "factor": Schedule(factor)}
             by_criterion = weigh_with_assignment("criterion", batch, **options)
             by_reversal = weigh_with_assignment("reversed", batch, **options)
@@ -533,24 +573,32 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
 
 
 def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
+    """The factor grows from 0.1 at step 0 to 0.5 at step 4."""
     factor = Schedule(0.1, 0.5, "linear", (0, 4))
     for step, expected in (
         (0, 0.1),
         (2, 0.3),
         (9, 0.5),
     ):
-        weights_P = weigh_with_assignment("reversed", groups(step=step), factor=factor).weights_P
+        weights_P = weigh_with_assignment(
+            "reversed", groups_of_four(step=step), factor=factor
+        ).weights_P
         assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [expected, 1.0]
         assert bool(
-            (weigh_with_assignment("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()
+            (
+                weigh_with_assignment("random", groups_of_four(step=step), steps=(0, 2)).weights_P
+                < 1
+            ).any()
         ) is (step < 2)
     assert (
-        apply_with_assignment("rate", groups(step=2), steps=(0, 2))[1].learning_rate_factor == 1.0
+        apply_with_assignment("rate", groups_of_four(step=2), steps=(0, 2))[1].learning_rate_factor
+        == 1.0
     )
 
 
 def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advantages():
-    batch = groups()
+    """The control "rate" multiplies the learning rate by the mean weight, and weighs no group."""
+    batch = groups_of_four()
     advantages, pipeline = apply_with_assignment("rate", batch)
     assert torch.equal(advantages, group_advantages(batch.rewards_PG))
     has_signal = ~is_constant(batch.rewards_PG)
@@ -561,13 +609,14 @@ def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advant
     assert 0.1 < pipeline.learning_rate_factor < 1
     assert pipeline.metrics == {"rate_scale": pipeline.learning_rate_factor}
     assert bool((pipeline.weighting.weights_P == 1).all())
-    assert apply_with_assignment("rate", groups(prompts=2))[1].learning_rate_factor == 1.0, (
-        "nothing has signal"
-    )
+    assert (
+        apply_with_assignment("rate", groups_of_four(prompts=2))[1].learning_rate_factor == 1.0
+    ), "nothing has signal"
 
 
 def test_rate_survives_a_checkpoint_between_two_updates_of_a_generation():
-    _, run = apply_with_assignment("rate", groups())
+    """The factor of the learning rate is saved as JSON, and the resumed run has the same."""
+    _, run = apply_with_assignment("rate", groups_of_four())
     resumed = AdvantagePipeline({"adora": Adora(assign="rate")}, seed=5)
     resumed.load(json.loads(json.dumps(run.state())))
     assert resumed.learning_rate_factor == run.learning_rate_factor != 1.0
@@ -575,6 +624,7 @@ def test_rate_survives_a_checkpoint_between_two_updates_of_a_generation():
 
 
 def test_the_optimizer_steps_with_the_scaled_rate_and_has_its_own_again():
+    """The callback multiplies the learning rate of 0.3 by 0.7 for one step, and restores it."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.3)
     factors = iter([0.7, 1.0])
@@ -593,7 +643,7 @@ def test_the_optimizer_steps_with_the_scaled_rate_and_has_its_own_again():
 
 @pytest.mark.slow
 def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
-    """The real training command, which notes the learning rate of every optimizer step."""
+    """A training takes each optimizer step with the rate of 1e-3 times the logged factor."""
     stock_step = AcceleratedOptimizer.step
     rates = []
 
@@ -614,18 +664,20 @@ def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
     )
 
 
-def config(*arguments):
+def parse_config(*arguments):
+    """Return the training config that these command-line arguments set."""
     return parse(["--use_cpu", "true", "--bf16", "false", "--output_dir", "x", *arguments])[1]
 
 
-def test_the_key_and_what_does_not_fit_it():
+def test_the_key_sets_the_control_and_refuses_an_unknown_one():
+    """The seed of the run is that of the random control."""
     words = ["--adora_method.adora.assign", "random", "--seed", "7"]
-    assert build_pipeline(config(*words)).adora_options.assign == "random"
-    assert build_pipeline(config(*words)).seed == 7
+    assert build_pipeline(parse_config(*words)).adora_options.assign == "random"
+    assert build_pipeline(parse_config(*words)).seed == 7
     with pytest.raises(
         UserError, match="assign: 'randm' is not one of criterion, random, reversed, rate"
     ):
-        config("--adora_method.adora.assign", "randm")
+        parse_config("--adora_method.adora.assign", "randm")
 
 
 RATE_ASSIGNMENT_WORDS = [
@@ -647,11 +699,11 @@ def test_a_step_has_one_rate(subtests):
     ]:
         with subtests.test(f"{words!r:.80}"):
             for fits in (["8"], ["2", "--num_iterations", "2"]):
-                check_methods(config(*RATE_ASSIGNMENT_WORDS, "--steps_per_generation", *fits))
+                check_methods(parse_config(*RATE_ASSIGNMENT_WORDS, "--steps_per_generation", *fits))
             with pytest.raises(UserError, match=message):
-                check_methods(config(*RATE_ASSIGNMENT_WORDS, *words))
+                check_methods(parse_config(*RATE_ASSIGNMENT_WORDS, *words))
     with subtests.test("DeepSpeed"):
-        ours = config(*RATE_ASSIGNMENT_WORDS)
+        ours = parse_config(*RATE_ASSIGNMENT_WORDS)
         check_methods(ours)
         ours.deepspeed_plugin = object()
         with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):
@@ -662,8 +714,12 @@ def test_a_step_has_one_rate(subtests):
 
 
 def with_work(groups: Groups, work: torch.Tensor | list[list[float]]) -> Groups:
-    """The groups with this measure of work."""
-    return replace(groups, net_claims_PG=torch.as_tensor(work, dtype=torch.float64))
+    """Return the groups with this work of each rollout, [[2, 0], [1, 1]].
+
+    Work is the number of new claims in an answer less its errors. Groups are compared by it in
+    place of length.
+    """
+    return replace(groups, work_PG=torch.as_tensor(work, dtype=torch.float64))
 
 
 def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
@@ -711,12 +767,14 @@ def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
     ],
 )
 def test_groups_are_weighed_by_work(rewards, work, weight):
+    """The most work of a right rollout is compared with the mean work of wrong ones."""
     groups = with_work(groups_of_rewards([rewards], [[5, 5, 90, 5]]), [work])
     weighting = weigh_groups(groups, Adora(criteria=("working",)))
     assert weighting.weights_P.tolist() == [pytest.approx(weight)]
 
 
 def test_ties_of_work_are_kept_if_asked_for():
+    """The most work of a right rollout is 2, and so is the mean of the wrong ones, 3 and 1."""
     groups = with_work(groups_of_rewards([[1.0, 1.0, 0.1, 0.0]]), [[0, 2, 3, 1]])
     assert weigh_groups(groups, Adora(criteria=("working",))).tds_by_tie_P.tolist() == [True]
     kept_ties = weigh_groups(groups, Adora(criteria=("working",), ties="keep"))
@@ -724,6 +782,10 @@ def test_ties_of_work_are_kept_if_asked_for():
 
 
 def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
+    """Work is not known without a figure (NaN). Two groups are compared by length in its place.
+
+    The first is attenuated by length, and the second is not. With `no_figure="keep"` neither is.
+    """
     rewards = [[1.0, 1.0, 0.1, 0.0]] * 2
     lengths = [
         [3, 5, 6, 8],
@@ -749,12 +811,14 @@ def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
 
 
 def test_work_that_was_not_measured_is_refused():
+    """The criterion "working" raises an error for groups without the measure."""
     groups = groups_of_rewards([[1.0, 0.1]])
     with pytest.raises(ValueError, match="working needs the work of each rollout"):
         weigh_groups(groups, Adora(criteria=("working",)))
 
 
 def test_controls_act_on_weights_by_work_as_on_those_by_length():
+    """The sum of weights is kept by "random", their mean is "rate", and "reversed" inverts them."""
     groups = random_groups(prompts=60, seed=3)
     groups = with_work(groups, torch.randint(0, 4, groups.rewards_PG.shape))
     options = Adora(criteria=("working",))

@@ -1,6 +1,7 @@
-"""The methods: an example of each by hand, the way back to GRPO, and what must not change them.
+"""Methods, which make advantages from rewards: GRPO, Dr. GRPO, DAPO, ADORA and DARO.
 
-Also groups that break careless formulas, and what a method remembers.
+There is an example of each by hand, the options with which each is GRPO, changes of the rewards
+that must not change advantages, groups that break careless formulas, and what a method remembers.
 """
 
 import json
@@ -38,8 +39,15 @@ NAN = float("nan")
 Ngrpo = load_example("ngrpo.py:Ngrpo")  # it gives a signal to groups that have none under GRPO
 
 
-def apply_alone(method, rewards, advantages=None, lengths=None):
-    """Return the advantages that a method by itself makes of these groups."""
+def advantages_by_method_alone(method, rewards, advantages=None, lengths=None):
+    """Return the advantages that a method makes of these groups, without GRPO before it.
+
+    Args:
+        method: the method's object.
+        rewards: (P, G).
+        advantages: those that it changes, if it changes any.
+        lengths: tokens of each rollout, by default 1.
+    """
     if lengths is None:
         lengths = torch.ones_like(rewards)
     none_truncated = lengths < 0
@@ -48,6 +56,7 @@ def apply_alone(method, rewards, advantages=None, lengths=None):
 
 
 def test_grpo_and_dr_grpo_by_hand():
+    """GRPO divides the reward less the mean by the standard deviation, and Dr. GRPO does not."""
     one_right = torch.tensor([[1.0, 0.0, 0.0, 0.0]])  # mean 1/4, sample deviation 1/2
     advantages = group_advantages(one_right, eps=0.0)
     assert advantages.tolist() == [pytest.approx([1.5, -0.5, -0.5, -0.5])]
@@ -58,6 +67,7 @@ def test_grpo_and_dr_grpo_by_hand():
 
 
 def test_a_constant_group_is_exactly_zero(subtests):
+    """A group of equal rewards has no signal, so its advantages are 0 without any rounding."""
     scales = ["group", "batch", "none"]
     group_sizes = [2, 3, 7, 8, 12, 16]
     equal_rewards = [0.0, 0.1, 0.3, 1.0, 1e6]
@@ -76,6 +86,7 @@ def test_a_constant_group_is_exactly_zero(subtests):
 
 
 def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method():
+    """A method would multiply the noise, here 6e-4 at each rollout."""
     groups = groups_of_rewards([[0.1] * 7, [1.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0]])
     noisy = torch.full((2, 7), 6e-4)
     result = AdvantagePipeline({"adora": Adora()}).compute_advantages(groups, noisy)
@@ -84,11 +95,16 @@ def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method()
 
 
 def test_dapo_by_hand():
+    """DAPO lowers the reward of long answers, and multiplies advantages by a ratio of tokens.
+
+    The penalty grows from 0 at 80 tokens to -1 at 100. The ratio is all tokens over those of the
+    groups with signal: TRL divides the loss by all tokens, and DAPO by those with signal.
+    """
     penalties = overlong_penalty(torch.tensor([70, 80, 90, 100, 200]), 100, 20)
     assert penalties.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
     advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
     lengths = torch.tensor([[5, 5], [20, 10]])  # 40 tokens, 10 of them in the group with signal
-    weighted = apply_alone(Dapo(), advantages, advantages, lengths)
+    weighted = advantages_by_method_alone(Dapo(), advantages, advantages, lengths)
     assert weighted.tolist() == [[4.0, -4.0], [0.0, 0.0]]
     groups = groups_of_rewards([[1.0, 1.0, 0.0]], [[10, 95, 10]])
     pipeline = AdvantagePipeline({"dapo": Dapo(overlong_cache=10)}, max_length=100)
@@ -97,7 +113,10 @@ def test_dapo_by_hand():
     assert penalized.tolist() == expected.tolist()
 
 
-def test_adora_amplifies_with_dapos_pieces():
+def test_adora_amplifies_after_dapo():
+    """Both factors apply to the first group, whose longest answer is right; the other has no
+    signal.
+    """
     groups = groups_of_rewards(
         [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]],
         [[9, 5, 5, 5], [4, 4, 4, 4]],
@@ -114,6 +133,11 @@ def test_adora_amplifies_with_dapos_pieces():
 
 
 def test_daro_by_hand():
+    """DARO sorts groups into bins by their pass rate, and computes a loss for each bin.
+
+    A bin's loss is the mean over its tokens of the absolute advantages ("magnitude"), or of minus
+    the advantages ("surrogate"). Groups with pass rates of 0 and 1 are in no bin.
+    """
     pass_rates = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
     assert assign_bins(pass_rates, 4).tolist() == [OUTSIDE_ALL_BINS, 0, 1, 2, OUTSIDE_ALL_BINS]
     # one of three scored is right: between 1/4 and 2/4, nearer the former
@@ -140,6 +164,7 @@ def test_daro_by_hand():
 
 
 def test_daros_weights_converge_to_the_inverse_of_fixed_losses():
+    """After 400 updates, weight times loss is 1 in each bin, so no difficulty dominates."""
     every_bin = torch.tensor([True, True, True])
     for losses in ([0.2, 0.9, 0.5], [3.0, 0.05, 1.0]):
         weights = DaroWeights(3, learning_rate=0.05)
@@ -153,9 +178,9 @@ def test_daros_weights_converge_to_the_inverse_of_fixed_losses():
 
 
 def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_rate():
-    """Where all answers are equally long, DARO learns nothing but this function.
+    """If all answers are equally long, DARO's weights depend on the pass rate alone.
 
-    `docs/methods.md` says so.
+    They are 1.62, 1.24 and 1.07 for 1, 2 and 4 right answers of 8, as `docs/methods.md` says.
     """
     right = torch.tensor([1, 2, 4])
     rewards_PG = (torch.arange(8)[None, :] < right[:, None]).to(torch.float64)
@@ -174,6 +199,7 @@ def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_
 
 
 def test_a_bin_that_is_absent_keeps_its_weight_and_a_tiny_loss_has_a_bounded_one():
+    """The first bin's loss is 0, so its weight is 1 / `min_loss`; the second bin is absent."""
     weights = DaroWeights(2, learning_rate=0.1, min_loss=0.1)
     for _ in range(300):
         weights.update(torch.tensor([0.0, 0.5]), torch.tensor([True, False]))
@@ -217,8 +243,12 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
     assert daro_gradient.abs().sum() > 0
 
 
-def _run_steps(pipeline, count, first=0):
-    """Return the advantages of some steps, whose rewards depend on the step alone."""
+def advantages_of_steps(pipeline, count, first=0):
+    """Return the advantages that a pipeline makes in some steps.
+
+    The rewards are random and depend on the step alone. `count`: how many steps. `first`: their
+    first.
+    """
     results = []
     for step in range(first, first + count):
         generator = torch.Generator().manual_seed(step)
@@ -230,33 +260,38 @@ def _run_steps(pipeline, count, first=0):
 
 
 def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
-    """The state goes through JSON, as in a checkpoint's manifest."""
+    """A run that is saved after 5 of 8 steps and resumed ends with the same advantages.
+
+    The state goes through JSON, as in a checkpoint's manifest.
+    """
     uninterrupted = AdvantagePipeline({"daro": Daro()})
-    expected = _run_steps(uninterrupted, 8)[5:]
+    expected = advantages_of_steps(uninterrupted, 8)[5:]
     stopped = AdvantagePipeline({"daro": Daro()})
-    _run_steps(stopped, 5)
+    advantages_of_steps(stopped, 5)
     saved_state = json.dumps(stopped.state())
     resumed = AdvantagePipeline({"daro": Daro()})
     resumed.load(json.loads(saved_state))
     assert resumed.state() == stopped.state(), "also if it stops before its first batch"
-    resumed_steps = _run_steps(resumed, 3, first=5)
+    resumed_steps = advantages_of_steps(resumed, 3, first=5)
     for resumed_step, expected_step in zip(resumed_steps, expected, strict=True):
         assert torch.equal(resumed_step, expected_step)
     assert resumed.state() == uninterrupted.state()
     fresh = AdvantagePipeline({"daro": Daro()})
-    assert not torch.equal(_run_steps(fresh, 1, first=5)[0], expected[0])
+    assert not torch.equal(advantages_of_steps(fresh, 1, first=5)[0], expected[0])
     with pytest.raises(ValueError, match="3 saved weights, but 7 bins"):
         DaroWeights(7, 0.1).load(DaroWeights(3, 0.1).state())
 
 
 def test_each_bin_of_daro_is_logged():
+    """The names of the metrics have the right answers of a group of four: `daro/weight_1_of_4`."""
     method = AdvantagePipeline({"daro": Daro()})
-    _run_steps(method, 1)
+    advantages_of_steps(method, 1)
     assert {f"daro/weight_{n}_of_4" for n in (1, 2, 3)} <= method.metrics.keys()
     assert "daro/loss_2_of_4" in method.metrics
 
 
 def test_a_schedule_by_hand():
+    """A `Schedule` goes from its start to its end between two steps, linearly or by a cosine."""
     linear = Schedule(1.0, 3.0, "linear", (10, 20))
     assert [linear.at(step) for step in (0, 10, 15, 20, 99)] == [1.0, 1.0, 2.0, 3.0, 3.0]
     cosine = Schedule(1.0, 3.0, "cosine", (0, 4))
@@ -289,6 +324,7 @@ WRONG_OPTIONS: list[
 
 
 def test_a_wrong_option_of_a_method_is_named(subtests):
+    """The message begins with the option's name, or has it before a colon."""
     for method_class, wrong, named in WRONG_OPTIONS:
         with (
             subtests.test(f"{method_class.__name__} {named}"),
@@ -297,11 +333,11 @@ def test_a_wrong_option_of_a_method_is_named(subtests):
             method_class(**wrong)
 
 
-BY_SETTINGS = {"grpo", "dr_grpo"}  # TRL's own keys are all there is to them
+METHODS_OF_TRL_KEYS_ALONE = {"grpo", "dr_grpo"}  # TRL's own keys are all there is to them
 
 
 # The setting of each method at which it is GRPO: (options, the scale of the GRPO that it then is)
-NEUTRAL = {
+NEUTRAL_OPTIONS = {
     "grpo": (Grpo(), "group"),
     "dr_grpo": (DrGrpo(), "none"),
     "dapo": (Dapo(drop_constant=False), "group"),
@@ -311,37 +347,44 @@ NEUTRAL = {
 
 
 def test_every_method_has_a_neutral_setting_and_a_source():
-    assert NEUTRAL.keys() == METHODS.keys()
+    """`NEUTRAL_OPTIONS` has every method, and each names the paper that it is from."""
+    assert NEUTRAL_OPTIONS.keys() == METHODS.keys()
     assert all(method.source.startswith("arXiv") for method in METHODS.values())
 
 
 def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
+    """With its neutral options a method gives GRPO's advantages, and with its defaults others."""
     for name in METHODS:
-        options, scale = NEUTRAL[name]
+        options, scale = NEUTRAL_OPTIONS[name]
         for seed in range(3):
             with subtests.test(f"{name} {seed}"):
                 groups = random_groups(seed=seed)
                 stock = group_advantages(groups.rewards_PG, scale=scale)
                 neutral = method_advantages(name, groups, options, scale)
                 assert torch.equal(neutral, stock)
-                if name not in BY_SETTINGS:
+                if name not in METHODS_OF_TRL_KEYS_ALONE:
                     default = method_advantages(name, groups, None, scale)
                     assert not torch.equal(default, stock), "so it can fail"
 
 
-def test_plain_is_what_the_trainer_leaves_untouched():
+def test_a_neutral_pipeline_says_that_it_keeps_trls_advantages():
+    """`keeps_trl_advantages` is true only where no option of a method changes advantages."""
     plain_names = set()
-    for name, (options, _) in NEUTRAL.items():
+    for name, (options, _) in NEUTRAL_OPTIONS.items():
         if AdvantagePipeline({name: options}).keeps_trl_advantages:
             plain_names.add(name)
-    assert plain_names == BY_SETTINGS | {"dapo", "adora"}
+    assert plain_names == METHODS_OF_TRL_KEYS_ALONE | {"dapo", "adora"}
     assert AdvantagePipeline({"adora": Adora(factor=Schedule(1.0))}).keeps_trl_advantages
-    for name in METHODS.keys() - BY_SETTINGS:
+    for name in METHODS.keys() - METHODS_OF_TRL_KEYS_ALONE:
         assert not AdvantagePipeline({name: METHODS[name]()}).keeps_trl_advantages, name
 
 
 def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
-    """Groups are mixed, all wrong, all right, or without a right answer but with unequal rewards."""
+    """A group has signal if any of its advantages is not 0, by the methods of the run.
+
+    The four groups are mixed, all wrong, all right, and without a right answer but with unequal
+    rewards.
+    """
     groups = groups_of_rewards(
         [[1.0, 0, 0, 0], [0.0] * 4, [1.0] * 4, [0.1, 0, 0, 0]], [[10, 20, 30, 40]] * 4
     )
@@ -368,11 +411,13 @@ def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     groups = groups_of_rewards([[1.0, 0], [0.0, 0], [0.0, 0]])
     both = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
     assert torch.equal(
-        both.compute_advantages(groups, torch.zeros(3, 2)), apply_alone(Ngrpo(), groups.rewards_PG)
+        both.compute_advantages(groups, torch.zeros(3, 2)),
+        advantages_by_method_alone(Ngrpo(), groups.rewards_PG),
     )
 
 
 def test_permuting_a_group_permutes_its_advantages(subtests):
+    """The order of rollouts in a group has no meaning."""
     cases: list[tuple[str, Any]] = [(name, None) for name in METHODS]
     cases += [
         ("adora", Adora(no_correct="attenuate", criteria=("length", "difficulty"), combine="all"))
@@ -403,6 +448,7 @@ def test_a_shift_of_all_rewards_changes_nothing(subtests):
 
 
 def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(subtests):
+    """Only the advantages of Dr. GRPO, which does not divide, grow with the rewards, here by 4."""
     for name in METHODS:
         with subtests.test(name):
             groups = random_groups()
@@ -416,7 +462,7 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(su
             )
 
 
-DEGENERATE = {
+DEGENERATE_REWARDS = {
     "all right": [[1.0] * 4],
     "all wrong": [[0.0] * 4],
     "all a little": [[0.1] * 4],
@@ -432,9 +478,10 @@ DEGENERATE = {
 
 
 def test_everything_stays_finite(subtests):
-    for case, name in product(DEGENERATE, METHODS):
+    """Huge, missing and equal rewards give finite advantages, and 0 where no reward is."""
+    for case, name in product(DEGENERATE_REWARDS, METHODS):
         with subtests.test(f"{case} {name}"):
-            groups = groups_of_rewards(DEGENERATE[case])
+            groups = groups_of_rewards(DEGENERATE_REWARDS[case])
             advantages = method_advantages(name, groups)
             assert advantages.shape == groups.rewards_PG.shape
             assert advantages.isfinite().all()
@@ -460,6 +507,7 @@ def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(su
 
 
 def test_the_package_needs_torch_and_nothing_else():
+    """Importing `adora_vl.advantage` imports no further library."""
     code = (
         "import sys, torch; before = set(sys.modules); import adora_vl.advantage\n"
         "print([m for m in sys.modules if m not in before and not m.startswith('adora_vl')"
@@ -471,7 +519,7 @@ def test_the_package_needs_torch_and_nothing_else():
     assert completed.stdout.strip() == "[]"
 
 
-RANKS = """
+RANK_SCRIPT = """
 import sys, torch, torch.distributed as dist
 from adora_vl.advantage import METHODS, Groups, AdvantagePipeline, group_advantages
 from adora_vl.advantage.adora import Adora
@@ -510,7 +558,7 @@ def test_two_ranks_compute_what_one_does(tmp_path):
     """Two processes gather tensors, for every method and control, over three steps with state."""
     port = str(free_port())
     script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
+    script.write_text(RANK_SCRIPT)
     env = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""}
     command = [sys.executable, str(script)]
     ranks = [

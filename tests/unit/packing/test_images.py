@@ -1,4 +1,8 @@
-"""Images are read, decoded and processed once, and give what the processor gives, to the bit."""
+"""Images are read, decoded and processed once, and give what the processor gives, to the bit.
+
+A cache has processed images by their pixels, and a bank has the patches of a generation's images. A
+batch refers to patches by number.
+"""
 
 import copy
 import pickle
@@ -30,7 +34,7 @@ from adora_vl.packing.image_store import (
 )
 from adora_vl.packing.images import may_have_images
 from adora_vl.packing.prompts import distinct_rows, read_prompts, returning_references
-from adora_vl.record import trackers as texts
+from adora_vl.record import trackers
 from adora_vl.utils import compat
 from tests.support.pictures import noise_picture
 from tests.support.tiny_run import train_tiny_run
@@ -76,6 +80,7 @@ def test_the_cached_output_is_the_processors(processor, subtests):
 
 
 def test_other_limits_are_another_entry_and_the_oldest_images_go_first(processor):
+    """A cache of 20,000 bytes has room for a few of six images; `processed` counts cache misses."""
     cache = ImageCache(20_000)
     cached = cache.preprocess(processor.image_processor)
     for seed in range(6):
@@ -107,6 +112,7 @@ def test_an_image_that_is_used_again_and_again_outlives_those_that_came_after_it
 
 
 def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
+    """Their pixels are equal numbers, which stand for other colours."""
     drawing = noise_picture(1).quantize(4)
     recoloured = drawing.copy()
     recoloured.putpalette([255 - value for value in drawing.getpalette()])
@@ -121,7 +127,8 @@ def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
 def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_trainings_place():
     """Patches are numbered through all banks: a has 0 to 3, b has 4 to 7, and c has 8 to 11.
 
-    A new bank of the training replaces the old one, whose patches are gone then.
+    A new bank of the training replaces the old one, whose patches are gone then. One of an
+    evaluation does not.
     """
 
     def image(key: str) -> ProcessedImage:
@@ -156,18 +163,20 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
     images = [None, [shared], [noise_picture(2), shared, noise_picture(3, (120, 90))], [], [shared]]
     for family in TINY_FAMILIES:
         with subtests.test(family):
-            sees = processor_around(processor.tokenizer, family)
+            family_processor = processor_around(processor.tokenizer, family)
             rows = [{"prompt": conversation("a"), "images": row} for row in images]
             cache = ImageCache(2**20)
-            settings = effective_settings(sees.image_processor, {})
-            bank = ImageBank(100, PatchNormalizer(sees.image_processor, settings))
+            settings = effective_settings(family_processor.image_processor, {})
+            bank = ImageBank(100, PatchNormalizer(family_processor.image_processor, settings))
             ours = read_prompts(
                 rows,
-                sees,
+                family_processor,
                 {},
-                returning_references(sees.image_processor, cache, bank, torch.device("cpu")),
+                returning_references(
+                    family_processor.image_processor, cache, bank, torch.device("cpu")
+                ),
             )
-            plain = read_prompts(rows, sees, {})
+            plain = read_prompts(rows, family_processor, {})
             assert cache.processed == len(bank) == 3
             assert ours.ids == plain.ids
             patches, _ = bank.pixels(bank.image_ids)
@@ -184,13 +193,15 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
             ]
             pixels = []
             for row, messages in enumerate(ours.messages):
-                text = sees.apply_chat_template(
+                text = family_processor.apply_chat_template(
                     messages, tokenize=False, add_generation_prompt=True
                 )
-                alone = sees(images=images[row] or None, text=[text])
-                pixels += [alone["pixel_values"]] if images[row] else []
-                assert ours.ids[row] == list(alone["input_ids"][0])
-                assert ours.fields["mm_token_type_ids"][row] == list(alone["mm_token_type_ids"][0])
+                separate = family_processor(images=images[row] or None, text=[text])
+                pixels += [separate["pixel_values"]] if images[row] else []
+                assert ours.ids[row] == list(separate["input_ids"][0])
+                assert ours.fields["mm_token_type_ids"][row] == list(
+                    separate["mm_token_type_ids"][0]
+                )
             assert torch.equal(plain.fields["pixel_values"], torch.cat(pixels))
 
 
@@ -201,7 +212,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
     """
     counts = dict.fromkeys(["rendered", "tokenized", "hashed"], 0)
 
-    def counted(owner: Any, name: str, counter: str, number: Any) -> None:
+    def count_calls(owner: Any, name: str, counter: str, number: Any) -> None:
         """Let a function count its work under `counter`; `number` computes it from its arguments."""
         original = getattr(owner, name)
 
@@ -217,14 +228,14 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
         for image in pictures
         for _ in range(3)
     ]
-    counted(
+    count_calls(
         processing_utils,
         "render_jinja_template",
         "rendered",
         lambda conversations, **_: len(conversations),
     )
-    counted(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
-    counted(shared_images, "content_digest", "hashed", lambda _: 1)
+    count_calls(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
+    count_calls(shared_images, "content_digest", "hashed", lambda _: 1)
     cache = ImageCache(2**20)
     bank = ImageBank(0)
     read_prompts(
@@ -240,6 +251,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
 
 
 def test_the_chat_template_gets_its_arguments(processor):
+    """Keys of the row's template arguments, here `own`, are variables of the template."""
     template = {"chat_template": "{{ messages | length }} {{ own }}", "own": "me"}
     (ids,) = read_prompts([{"prompt": conversation("a")}], processor.tokenizer, template).ids
     assert processor.tokenizer.decode(ids) == "2 me"
@@ -279,6 +291,7 @@ def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_decoded():
 
 
 def test_a_data_set_tells_whether_it_has_images():
+    """Without images the vision tower need not run, so the column `images` is looked through."""
     features = {"images": [[b"x"], []], "problem": ["a", "b"]}
     assert may_have_images(Dataset.from_dict(features))
     assert not may_have_images(Dataset.from_dict({"images": [[], []], "problem": ["a", "b"]}))
@@ -300,17 +313,17 @@ def run(tmp_path_factory) -> dict[str, Any]:
     decode = images_module.decoded_image
     gather = gather_object
 
-    def counted(encoded: bytes, **keywords: Any) -> Any:
+    def count_decoded(encoded: bytes, **keywords: Any) -> Any:
         counts["decoded"] += 1
         return decode(encoded, **keywords)
 
-    def watched(values: Any) -> Any:
+    def record_gathered(values: Any) -> Any:
         counts["gathered"].append(pickle.dumps(values))
         return gather(values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "decoded_image", counted)
-        patch.setattr(texts, "gather_object", watched)
+        patch.setattr(loading, "decoded_image", count_decoded)
+        patch.setattr(trackers, "gather_object", record_gathered)
         train_tiny_run(
             tmp_path_factory.mktemp("runs") / "run",
             max_steps=STEPS,
@@ -334,6 +347,7 @@ def test_a_problem_is_decoded_once_however_many_micro_batches_learn_from_it(run)
 
 @pytest.mark.slow
 def test_ranks_send_one_another_texts_and_no_pixels(run):
+    """TRL gathers the conversations for its table; images in them would be pickled."""
     assert len(run["gathered"]) >= STEPS * 2, "prompts and completions of each generation"
     assert not any(b"PIL" in sent or b"KeptImage" in sent for sent in run["gathered"])
     assert b"PIL" in pickle.dumps(
@@ -342,6 +356,7 @@ def test_ranks_send_one_another_texts_and_no_pixels(run):
 
 
 def test_what_is_no_conversation_is_gathered_as_it_is():
+    """`gather_texts` leaves images out of conversations, and changes no other column."""
     image = as_kept_image(Image.new("RGB", (8, 8)))
     prompt: Any = [
         {
@@ -349,16 +364,19 @@ def test_what_is_no_conversation_is_gathered_as_it_is():
             "content": [{"type": "image", "image": image}, {"type": "text", "text": "x"}],
         }
     ]
-    alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
-    assert texts.gather_texts([prompt]) == [alone]
+    separate = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
+    assert trackers.gather_texts([prompt]) == [separate]
     assert prompt[0]["content"][0]["image"] is image
     plain: list[list[Any]] = [["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []]
     for values in plain:
-        assert texts.gather_texts(values) == values
+        assert trackers.gather_texts(values) == values
 
 
 def test_a_bank_holds_bytes_and_gives_a_tower_the_processors_numbers(processor):
-    """An eighth of the numbers' bytes is held, copied and saved; changed numbers stay as they are."""
+    """The bank stores an eighth of the bytes of the processor's numbers, and restores these.
+
+    Numbers that are no processed pixels are stored as they are.
+    """
     image_processor = processor.image_processor
     expected = image_processor([noise_picture(1)], return_tensors="pt")["pixel_values"]
     settings = effective_settings(image_processor, {})
@@ -375,6 +393,7 @@ def test_a_bank_holds_bytes_and_gives_a_tower_the_processors_numbers(processor):
 
 
 def test_a_film_is_not_taken_for_an_image():
+    """An image is stored as one frame, although the processor repeats it for the tower."""
     settings = {"temporal_patch_size": 2, "patch_size": 2}
     film = torch.arange(8, dtype=torch.uint8)[None]  # one channel, two frames of 2 x 2
     with pytest.raises(AssertionError, match="an image has one frame"):

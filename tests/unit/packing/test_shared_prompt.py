@@ -1,6 +1,8 @@
-"""Prompts shared by split attention give what padded rows give.
+"""Rollouts that share their prompt in a packed pass give what padded rows give.
 
-Log-probabilities and gradients are compared in float64.
+A packed pass joins the prompt of a group and its rollouts in one sequence, and computes the prompt
+once. Attention is split, so that each rollout sees the prompt and itself. Log-probabilities and
+gradients are compared in float64.
 """
 
 import warnings
@@ -17,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.attention import varlen as torch_varlen
+from torch.nn.attention import fake_flash_attention as torch_varlen
 from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -57,7 +59,7 @@ from tests.support.varlen import varlen_attn
 
 @pytest.fixture(autouse=True)
 def softmax_keeps_its_dtype(monkeypatch):
-    """Let eager attention compute in float64: it asks for a softmax in float32."""
+    """Patch softmax to ignore its dtype, since eager attention asks for float32."""
     softmax = torch.nn.functional.softmax
 
     def softmax_in_dtype_of_scores(
@@ -88,8 +90,8 @@ def random_rows(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
 
     Returns:
         `ids` and `mask`, (B, P + C); `completion`, the width C; `groups`, the row numbers of each
-        group. With images also the `patches` of each group's image, the `grid` of each image, and the
-        `types` of tokens, 1 for image tokens.
+        group. With images also the `patches` of each group's image, the `grid` of each image, and
+        the `types` of tokens, 1 for image tokens.
     """
     generator = torch.Generator().manual_seed(1)
     image_length = len(IMAGE_IDS) if images else 0
@@ -136,8 +138,8 @@ def group_of_each_row(rows: Batch) -> list[int]:
     return numbers
 
 
-def prompts_of(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
-    """Return positions of the groups' prompts, and the model's arguments for their images."""
+def prompt_positions_and_images(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
+    """Return the position ids of the groups' prompts, and the model's image arguments."""
     first_rows = [group_rows[0] for group_rows in rows["groups"]]
     prompt_width = rows["ids"].size(1) - rows["completion"]
     grids = None
@@ -160,7 +162,7 @@ def prompts_of(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
 def packed_logps(model: Any, rows: Batch) -> Tensor:
     """Return the completions' log-probabilities from one packed sequence, (B, C)."""
     install_split_attention(model)
-    positions, images = prompts_of(model, rows)
+    positions, images = prompt_positions_and_images(model, rows)
     packed = pack_rows(
         rows["ids"],
         attention_mask=rows["mask"],
@@ -237,11 +239,12 @@ TWO_GROUPS = [
     (5, [4, 1, 9, 4, 2]),
     (11, [3, 3, 3]),
 ]
-KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def test_two_groups_are_as_separate_rows(subtests):
-    for kind, attention in product(KINDS, ("sdpa", "eager")):
+    """Every family of models, with sdpa and with eager attention, gives what padded rows give."""
+    for kind, attention in product(FAMILIES, ("sdpa", "eager")):
         with subtests.test(f"{kind} {attention}"):
             assert_packed_is_as_padded(
                 small_model(kind, attention), random_rows(TWO_GROUPS, images=kind != "qwen2")
@@ -249,7 +252,8 @@ def test_two_groups_are_as_separate_rows(subtests):
 
 
 def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
-    for kind in KINDS:
+    """The layout of spans is there again when a layer is recomputed in the backward pass."""
+    for kind in FAMILIES:
         with subtests.test(kind):
             model = small_model(kind)
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -273,6 +277,7 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_s_pass_with_one_call_is_as_separate_rows(monkeypatch, checkpointing):
+    """A GPU's kernel, here a replacement, takes rows of different lengths: all spans in one call."""
     kernel = Mock(side_effect=varlen_attn)
     monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
     monkeypatch.setattr(split_attention.VARLEN_ATTENTION, "supports", lambda *_: True)
@@ -314,19 +319,20 @@ def test_any_lengths_are_as_separate_rows(lengths, attention):
 def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_group():
     """A mask of the whole packed sequence would have as many entries as the square of its length."""
     rows = random_rows([(6, [40] * 16)], images=False)
-    kept_sizes: list[int] = []
+    saved_sizes: list[int] = []
 
-    def note_size(tensor: Tensor) -> Tensor:
-        kept_sizes.append(tensor.numel())
+    def record_size(tensor: Tensor) -> Tensor:
+        saved_sizes.append(tensor.numel())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note_size, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record_size, lambda tensor: tensor):
         packed_logps(MODELS["sdpa"], rows)
     tokens = 6 + 16 * 39  # a rollout's last token predicts nothing, and is left out
-    assert max(kept_sizes) < tokens**2 / 4
+    assert max(saved_sizes) < tokens**2 / 4
 
 
 def test_an_adapter_is_trained_alike():
+    """With LoRA the gradients of the adapter's weights are those of padded rows too."""
     model = get_peft_model(
         small_model("qwen2_5_vl"), LoraConfig(target_modules=["q_proj", "v_proj"])
     ).double()
@@ -337,12 +343,12 @@ def test_an_adapter_is_trained_alike():
 
 
 def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_path, subtests):
-    """Plain passes, generation and saved files stay as they were, also after a packed pass failed."""
-    for kind in KINDS:
+    """Plain passes, generation and saved files stay what they were, also after a pass has failed."""
+    for kind in FAMILIES:
         with subtests.test(kind):
             model = small_model(kind).eval()
             rows = random_rows([(5, [4, 2])], images=False)
-            logits_before, tokens_before = ordinary_results(model, rows)
+            logits_before, tokens_before = logits_and_generated_tokens(model, rows)
             install_split_attention(model)
             install_split_attention(model)  # a second time, which changes nothing
             layout_of_other_rows = pack_rows(
@@ -358,7 +364,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
                     attention_mask=empty_mask(torch.device("cpu")),
                     **{LAYOUT_ARGUMENT: layout_of_other_rows},
                 )
-            logits_after, tokens_after = ordinary_results(model, rows)
+            logits_after, tokens_after = logits_and_generated_tokens(model, rows)
             assert torch.equal(logits_after, logits_before)
             assert torch.equal(tokens_after, tokens_before)
             assert configured_attention(model.config) == "sdpa"
@@ -370,7 +376,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
             assert vision is None or vision._attn_implementation == "sdpa"
 
 
-def ordinary_results(model: Any, rows: Batch) -> tuple[Tensor, Tensor]:
+def logits_and_generated_tokens(model: Any, rows: Batch) -> tuple[Tensor, Tensor]:
     """Return the logits of a plain pass, and the tokens of greedy generation."""
     with torch.no_grad():
         tokens = model.generate(
@@ -415,11 +421,11 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
     add_fused_lm_head(model)
     groups_by_chunk: list[Any] = []
 
-    def pack_and_note_groups(*arguments: Any, **named: Any) -> Any:
+    def pack_and_record_groups(*arguments: Any, **named: Any) -> Any:
         groups_by_chunk.append(named["groups"])
         return pack_rows(*arguments, **named)
 
-    monkeypatch.setattr(packed_module, "pack_rows", pack_and_note_groups)
+    monkeypatch.setattr(packed_module, "pack_rows", pack_and_record_groups)
 
     def first_separate_rows(row_count: int, columns: dict[str, Any]) -> Any:
         """Stand in for the padded pass with which packed rows are compared."""
@@ -457,7 +463,8 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
 def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
     """It compares packed and padded rows once, though packing would save nothing here.
 
-    `gap`: how far padded rows are from packed ones. `shares`: whether prompts are shared afterwards.
+    `gap`: how far padded rows are from packed ones. `shares`: whether prompts are shared
+    afterwards.
     """
     model = small_model("qwen2")
     rows = random_rows([(1, [8, 8])], images=False)
@@ -489,10 +496,10 @@ def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
     assert policy.shares_prompts == shares
 
 
-def varlen(
+def fake_flash_attention(
     query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **kwargs
 ) -> Tensor:
-    """Stand in for Transformers' flash attention, whose kernels need a GPU.
+    """Compute what Transformers' flash attention does, whose kernels need a GPU.
 
     Sequences are joined end to end. Each is causal, with the mask aligned to the lower right.
     """
@@ -514,7 +521,8 @@ def varlen(
 
 
 def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
-    monkeypatch.setattr(flash_attention, "_flash_attention_forward", varlen)
+    """Log-probabilities and gradients are those of padded rows with sdpa."""
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", fake_flash_attention)
     rows = random_rows(TWO_GROUPS, images=True)
     reference = small_model("qwen2_5_vl")
     model = small_model("qwen2_5_vl")
@@ -570,7 +578,7 @@ def test_rows_that_share_no_prompt_are_packed_only_to_save_padding():
 
 
 def test_neighbours_with_the_same_prompt_and_images_are_a_group():
-    """Row 2 has another image than row 1, row 3 another prompt, and row 4 is no neighbour of row 0."""
+    """Row 2 has another image than row 1, row 3 another prompt, and row 4 is not next to row 0."""
     ids = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 3], [1, 2]])
     image_keys = ["a", "a", "b", "b", "a"]
     groups = group_rows_by_prompt(ids, torch.ones_like(ids), image_keys)
@@ -580,9 +588,10 @@ def test_neighbours_with_the_same_prompt_and_images_are_a_group():
 def test_groups_as_one_sequence_by_hand():
     """Prompt `5 6 7` has the rollouts `3` and `1 2 4`, and prompt `8` has `9 1`.
 
-    The packed sequence is `5 6 7`, `1 2` of the longer rollout, then `8`, `9`. A rollout's last token
-    predicts nothing and is left out, so nothing is left of the rollout `3`. The token 7 predicts the
-    first tokens of both rollouts. The first prompt's positions, 0 4 5, are those after an image.
+    The packed sequence is `5 6 7`, `1 2` of the longer rollout, then `8`, `9`. A rollout's last
+    token predicts nothing and is left out, so nothing is left of the rollout `3`. The token 7
+    predicts the first tokens of both rollouts. The first prompt's positions, 0 4 5, are those after
+    an image.
     """
     ids = torch.tensor([[0, 5, 6, 7, 3, 0, 0], [0, 5, 6, 7, 1, 2, 4], [0, 0, 0, 8, 9, 1, 0]])
     mask = torch.tensor([[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
@@ -622,6 +631,7 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
 
 
 def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
+    """The head takes no empty tensor, so it computes a position, whose label -100 is ignored."""
     ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
     packed = pack_rows(
         ids,
@@ -636,7 +646,7 @@ def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
 
 
 def test_the_longest_rollout_is_one_span_with_its_prompt():
-    """Each other rollout is a span of its own, whose keys are the prompt's and its own."""
+    """A span is what attends together. Each other rollout is one, with the prompt's keys."""
     one_rollout = GroupLayout(prompt_length=4, rollout_lengths=(2,))
     three_rollouts = GroupLayout(prompt_length=3, rollout_lengths=(5, 2, 1))
     no_rollout = GroupLayout(prompt_length=2, rollout_lengths=())

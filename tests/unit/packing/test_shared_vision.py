@@ -1,6 +1,7 @@
 """A vision tower that sees each distinct image once gives the same features and gradients.
 
-So does one whose attention computes windows of one size in one call.
+Rows refer to images by number, and `SharedVision` runs the tower once for each image. Further tests
+are of a tower whose attention computes all windows of one size in one call.
 """
 
 import os
@@ -48,7 +49,7 @@ from tests.support.small_models import (
     small_model,
 )
 
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # Transformers' linear attention computes in float32 whatever the model's dtype is. Relative
 # differences of 7e-8 were measured, with and without sharing.
 LINEAR_BOUND = 1e-6
@@ -209,7 +210,11 @@ def test_pixels_meet_grids_on_their_own_device() -> None:
 
 
 def test_a_batch_of_any_mix_is_as_its_rows_alone(subtests):
-    for kind, frozen in product(SEEING, (False, True)):
+    """Rows with no, one and several images give what a separate pass for each row gives.
+
+    That holds for every family, and for a vision tower that is trained or frozen.
+    """
+    for kind, frozen in product(VISION_FAMILIES, (False, True)):
         with subtests.test(f"{kind} {'frozen' if frozen else 'trained'}"):
             assert_as_separate_rows(kind, frozen)
 
@@ -246,7 +251,7 @@ def assert_as_separate_rows(kind: str, frozen: bool) -> None:
 
 @pytest.fixture
 def two_processes(monkeypatch):
-    """Make this process take itself for one of two."""
+    """Let `torch.distributed` say that there are two processes, of which the other is done."""
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     # the other one has no more passes
@@ -254,7 +259,8 @@ def two_processes(monkeypatch):
 
 
 def test_rows_without_images_leave_the_tower_at_rest(subtests):
-    for kind in SEEING:
+    """Without any image in the batch the tower does not run, so it has no gradients."""
+    for kind in VISION_FAMILIES:
         with subtests.test(kind):
             model = small_model_of(kind)
             vision = SharedVision(ImageBanks())
@@ -266,8 +272,8 @@ def test_rows_without_images_leave_the_tower_at_rest(subtests):
 
 
 def test_rows_without_images_among_processes_that_have_them(two_processes, subtests):
-    """The tower runs on them too, so that its gradients, all zero, can be reduced with the others'."""
-    for kind in SEEING:
+    """The tower runs on them too: its gradients, all zero, are reduced with the others'."""
+    for kind in VISION_FAMILIES:
         with subtests.test(kind):
             model = small_model_of(kind)
             vision = SharedVision(ImageBanks())
@@ -291,7 +297,7 @@ def one_of_two(rank: int, port: int) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
-    for kind in IN_PARALLEL:
+    for kind in FAMILIES_IN_PARALLEL:
         model = small_model_of(kind)
         vision = SharedVision(ImageBanks())
         gradients_of_ranks = []
@@ -318,7 +324,7 @@ def one_of_two(rank: int, port: int) -> None:
         print(f"{kind} {len(rank_gradients)}")
 
 
-IN_PARALLEL = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES_IN_PARALLEL = ("qwen2_5_vl", "qwen3_vl")
 
 
 def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
@@ -341,7 +347,7 @@ def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
         for rank in ranks:
             rank.kill()
     expected_lines = []
-    for kind in IN_PARALLEL:
+    for kind in FAMILIES_IN_PARALLEL:
         parameter_count = len(list(small_model_of(kind).named_parameters()))
         expected_lines.append(f"{kind} {parameter_count}")
     for stdout, _ in outputs:
@@ -356,8 +362,11 @@ def count_passes(tower: Any) -> list[int]:
 
 
 def test_a_frozen_tower_runs_as_often_on_a_process_without_images(two_processes, subtests):
-    """The tower's pass gathers weights, so every process makes it, once a generation."""
-    for kind in SEEING:
+    """The tower's pass gathers weights, so every process makes it, once a generation.
+
+    The first generation has no image on this process, and the second has one.
+    """
+    for kind in VISION_FAMILIES:
         with subtests.test(kind):
             model = small_model_of(kind)
             vision = SharedVision(ImageBanks())
@@ -388,7 +397,7 @@ def test_images_are_divided_into_passes_by_their_patches():
 
 def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, subtests):
     """With room for all patches there is one pass, and with room for one each image has its own."""
-    for kind in SEEING:
+    for kind in VISION_FAMILIES:
         with subtests.test(kind):
             rows = [[0], [1, 0], [], [2]]
             results = []
@@ -408,7 +417,7 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
 def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
     two_processes, monkeypatch, subtests
 ):
-    """The other process needs four passes. This one has no image, one, or three in passes of their own."""
+    """The other process needs four passes, and this one none, one or three."""
     monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_PER_PASS", 1)
     monkeypatch.setattr(
         distributed, "all_reduce", lambda passes, op: passes.fill_(max(4, int(passes)))
@@ -484,7 +493,7 @@ def test_unshared_passes_ask_no_other_process(two_processes, monkeypatch):
 def small_tower() -> Any:
     """Return a vision tower of three blocks, the middle one of full attention.
 
-    Its windows are the published ones, of 112 pixels.
+    The others attend in windows of 112 pixels a side, as the published models do.
     """
     config = Qwen2_5_VLVisionConfig(
         depth=3,
@@ -524,6 +533,7 @@ SIZES = st.lists(st.tuples(st.sampled_from([1, 1, 2]), SIDES, SIDES), min_size=1
 @given(SIZES)
 @settings(max_examples=25)
 def test_features_and_gradients_are_those_of_the_loop(grids):
+    """Stock attention loops over windows. With all of one size in a call the results are equal."""
     tower = small_tower()
     sizes = torch.tensor(grids)
     pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
@@ -550,14 +560,15 @@ def test_every_patch_has_its_place_and_its_way_back(lengths):
 
 
 def test_one_call_per_size_and_block_whatever_the_number_of_windows(monkeypatch):
+    """Attention is called once for each size of windows in a block, where the stock tower loops."""
     calls: list[int] = []
     attention = torch.nn.functional.scaled_dot_product_attention
 
-    def counted(query: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+    def count_calls(query: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
         calls.append(len(query))
         return attention(query, *arguments, **keywords)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count_calls)
     # Two images of 24 x 20 patches have 3 x 3 windows each: six of 8 x 8 patches, three of 8 x 4.
     tower = small_tower()
     grids = torch.tensor([[1, 24, 20], [1, 24, 20]])
@@ -591,7 +602,10 @@ def test_bounds_from_the_host_change_no_bit(grids):
 
 
 def test_a_tower_on_a_device_reads_nothing_back(subtests):
-    """The meta device has no values: whatever would wait for one raises an error there."""
+    """The bounds of windows are known to the host, so nothing waits for the GPU.
+
+    The meta device has no values: whatever would wait for one raises an error there.
+    """
     for batched, trained in product((False, True), (False, True)):
         with subtests.test(f"{batched=} {trained=}"):
             model = small_model("qwen2_5_vl")
@@ -615,6 +629,7 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
 
 
 def test_flash_attention_gets_its_bounds_on_the_device():
+    """Its kernel reads them there; sdpa reads them on the host."""
     tower = small_tower()
     tower.config._attn_implementation = "flash_attention_2"
     bounds_by_name = window_arguments(tower, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
@@ -633,6 +648,7 @@ def test_flash_attention_gets_its_bounds_on_the_device():
 
 
 def test_an_order_made_without_gradients_serves_a_pass_with_them():
+    """The order of windows is cached under inference mode, and used in a pass with gradients."""
     tower = small_tower()
     grids = torch.tensor([[1, 14, 22]])
     batch_windows(tower, True)
@@ -643,6 +659,7 @@ def test_an_order_made_without_gradients_serves_a_pass_with_them():
 
 
 def test_another_tower_and_another_attention_stay_as_they_are(subtests):
+    """Batched windows are for the tower of Qwen2.5-VL with sdpa alone."""
     config = Qwen2VLVisionConfig(
         depth=1,
         embed_dim=32,

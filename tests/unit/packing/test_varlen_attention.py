@@ -1,4 +1,8 @@
-"""One call of attention for all spans is attention span by span, outputs and gradients, in float64."""
+"""Attention in one call for all spans gives what attention span by span gives, in float64.
+
+A packed sequence has a group's prompt and its rollouts. A span is what attends together: the prompt
+with its longest rollout, and each other rollout, which sees the prompt's keys and its own.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -25,11 +29,11 @@ from adora_vl.packing.varlen_attention import (
 from tests.support.small_models import FLOAT64_BOUND
 from tests.support.varlen import varlen_attn
 
-SIZE = 8  # of a head
+HEAD_SIZE = 8  # of a head
 SCALING = 0.3  # of the scores
 
 
-def layout_of(*groups: tuple[int, list[int]]) -> PackedLayout:
+def packed_layout(*groups: tuple[int, list[int]]) -> PackedLayout:
     """Return the layout of groups, in which the longest rollout of each comes first.
 
     `groups`: for each group the length of its prompt, and the lengths of its rollouts.
@@ -48,15 +52,18 @@ def random_tensor(heads: int, length: int, seed: int) -> Tensor:
         1,
         heads,
         length,
-        SIZE,
+        HEAD_SIZE,
         dtype=torch.float64,
         generator=generator,
     )
     return values.requires_grad_()
 
 
-def results(attend: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Return the output, (1, S, H, D), and gradients of a sum in which every number has a weight."""
+def output_and_gradients(attend: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Return attention's output, (1, S, H, D), and the gradients of its inputs.
+
+    They are gradients of a sum in which every number of the output has its own weight.
+    """
     output = attend(*inputs)
     weights = torch.linspace(-1, 2, output.numel(), dtype=torch.float64).view_as(output)
     return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
@@ -74,7 +81,7 @@ def test_one_call_is_attention_span_by_span(groups, heads):
 
     `heads`: the numbers of heads of queries and of keys.
     """
-    layout = layout_of(*groups)
+    layout = packed_layout(*groups)
     length = sum(layout.span_lengths)
     query_heads, key_heads = heads
     inputs = [
@@ -84,8 +91,12 @@ def test_one_call_is_attention_span_by_span(groups, heads):
     ]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(varlen, "varlen_attn", varlen_attn)
-        one_call_results = results(partial(attend_spans, layout=layout, scaling=SCALING), inputs)
-    span_results = results(partial(attend_by_sdpa, layout=layout, scaling=SCALING), inputs)
+        one_call_results = output_and_gradients(
+            partial(attend_spans, layout=layout, scaling=SCALING), inputs
+        )
+    span_results = output_and_gradients(
+        partial(attend_by_sdpa, layout=layout, scaling=SCALING), inputs
+    )
     names = ("output", "queries", "keys", "values")
     for name, one_call, by_span in zip(names, one_call_results, span_results, strict=True):
         gap = (one_call - by_span).abs().max()
@@ -95,30 +106,31 @@ def test_one_call_is_attention_span_by_span(groups, heads):
 
 
 def test_span_by_span_no_mask_of_a_long_rollout_is_kept():
-    layout = layout_of((8, [64, 64, 8]))
+    """What is saved for the backward pass grows with a rollout's length, not with its square."""
+    layout = packed_layout((8, [64, 64, 8]))
     length = sum(layout.span_lengths)
     query = random_tensor(1, length, seed=0)
     key = random_tensor(1, length, seed=1)
     value = random_tensor(1, length, seed=2)
     sizes: list[int] = []
 
-    def note_size(tensor: Tensor) -> Tensor:
+    def record_size(tensor: Tensor) -> Tensor:
         sizes.append(tensor.numel())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note_size, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record_size, lambda tensor: tensor):
         attend_by_sdpa(query, key, value, layout=layout, scaling=SCALING)
     # The largest are the keys that a long rollout sees. Its mask would have 64 x 72 entries.
-    assert max(sizes) == (8 + 64) * SIZE
+    assert max(sizes) == (8 + 64) * HEAD_SIZE
 
 
 def test_each_span_has_the_prompt_s_keys_and_its_own():
     """The first group has a prompt of two tokens and rollouts of 2, 1 and 1: positions 0 to 5.
 
-    Its spans have the keys 0 1 2 3 (prompt and longest rollout), 0 1 4 and 0 1 5. The second group is
-    the prompt 6 alone.
+    Its spans have the keys 0 1 2 3 (prompt and longest rollout), 0 1 4 and 0 1 5. The second group
+    is the prompt 6 alone.
     """
-    layout = layout_of((2, [2, 1, 1]), (1, []))
+    layout = packed_layout((2, [2, 1, 1]), (1, []))
     assert layout.key_positions_K.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 1, 5, 6]
     assert layout.span_bounds.key_bounds.tolist() == [0, 4, 7, 10, 11]
     keys = torch.arange(7.0).view(1, 1, 7, 1)
@@ -132,7 +144,7 @@ def test_gradients_of_a_prompt_s_keys_are_added_up_before_they_are_rounded():
 
     In bfloat16 256 + 1 is 256, so added one by one they would leave 256.
     """
-    layout = layout_of((1, [1] * 9))
+    layout = packed_layout((1, [1] * 9))
     keys = torch.zeros(
         1,
         1,
@@ -148,8 +160,10 @@ def test_gradients_of_a_prompt_s_keys_are_added_up_before_they_are_rounded():
     assert float(keys.grad[0, 0, 0, 0]) == 256 + 8
 
 
-def on_a_gpu(dtype: torch.dtype = torch.bfloat16, heads: int = 4, size: int = SIZE) -> Any:
-    """Return a stand-in for queries or keys on a GPU, as far as a kernel is chosen by them."""
+def fake_gpu_tensor(
+    dtype: torch.dtype = torch.bfloat16, heads: int = 4, size: int = HEAD_SIZE
+) -> Any:
+    """Return an object that looks like queries or keys on a GPU where a kernel is chosen."""
     shape = (1, heads, 10, size)
     device = torch.device("cpu")
     return SimpleNamespace(
@@ -160,7 +174,7 @@ def on_a_gpu(dtype: torch.dtype = torch.bfloat16, heads: int = 4, size: int = SI
     )
 
 
-def upper_left(
+def attention_with_wrong_mask(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -169,7 +183,7 @@ def upper_left(
     *_: int,
     **__: object,
 ) -> Tensor:
-    """Attend as a wrong kernel would: a mask is aligned to the first key, and not to the last."""
+    """Attend as a wrong kernel would: the mask is aligned to the first key, and not to the last."""
     ends_q = cu_seq_q.tolist()
     ends_k = cu_seq_k.tolist()
     outputs = []
@@ -188,66 +202,71 @@ def upper_left(
 
 
 def test_the_kernel_is_tried_once_for_its_kind_before_it_is_used(monkeypatch):
+    """A GPU's kernel is tried for each dtype and head size, and refused where it has no support."""
     kernel = Mock(side_effect=varlen_attn)
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    one_call = VarlenAttention()
-    query = on_a_gpu()
-    key = on_a_gpu(heads=2)
+    attention = VarlenAttention()
+    query = fake_gpu_tensor()
+    key = fake_gpu_tensor(heads=2)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
-        assert one_call.supports(query, key, 0.0)
-        assert one_call.supports(query, key, 0.0)
+        assert attention.supports(query, key, 0.0)
+        assert attention.supports(query, key, 0.0)
     assert kernel.call_count == 1
-    wider_query = on_a_gpu(size=16)
-    wider_key = on_a_gpu(heads=2, size=16)
-    assert one_call.supports(wider_query, wider_key, 0.0)
+    wider_query = fake_gpu_tensor(size=16)
+    wider_key = fake_gpu_tensor(heads=2, size=16)
+    assert attention.supports(wider_query, wider_key, 0.0)
     assert kernel.call_count == 2
-    assert not one_call.supports(query, key, 0.1), "it has no dropout"
-    in_float32 = on_a_gpu(torch.float32)
-    assert not one_call.supports(in_float32, in_float32, 0.0)
-    of_odd_size = on_a_gpu(size=12)
-    assert not one_call.supports(of_odd_size, of_odd_size, 0.0)
-    on_cpu = torch.zeros(1, 4, 10, SIZE, dtype=torch.bfloat16)
-    assert not one_call.supports(on_cpu, on_cpu, 0.0)
+    assert not attention.supports(query, key, 0.1), "it has no dropout"
+    in_float32 = fake_gpu_tensor(torch.float32)
+    assert not attention.supports(in_float32, in_float32, 0.0)
+    of_odd_size = fake_gpu_tensor(size=12)
+    assert not attention.supports(of_odd_size, of_odd_size, 0.0)
+    on_cpu = torch.zeros(1, 4, 10, HEAD_SIZE, dtype=torch.bfloat16)
+    assert not attention.supports(on_cpu, on_cpu, 0.0)
 
 
 def test_a_kernel_that_refuses_or_differs_is_not_used_and_a_warning_says_so_once(monkeypatch):
-    def refusing(*_: object, **__: object) -> Tensor:
+    """One kernel raises an error, and one gives other numbers."""
+
+    def refuse(*_: object, **__: object) -> Tensor:
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
 
     for kernel, reason in (
-        (refusing, "Ampere"),
-        (upper_left, "differs from plain attention"),
+        (refuse, "Ampere"),
+        (attention_with_wrong_mask, "differs from plain attention"),
     ):
         monkeypatch.setattr(varlen, "varlen_attn", kernel)
-        one_call = VarlenAttention()
+        attention = VarlenAttention()
         with pytest.warns(UserWarning, match=reason) as noted:
-            assert not one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
-            assert not one_call.supports(on_a_gpu(), on_a_gpu(heads=2), 0.0)
+            assert not attention.supports(fake_gpu_tensor(), fake_gpu_tensor(heads=2), 0.0)
+            assert not attention.supports(fake_gpu_tensor(), fake_gpu_tensor(heads=2), 0.0)
         assert len(noted) == 1
-        assert reason in one_call.disabled_reason
+        assert reason in attention.refusal
 
 
-def test_a_card_without_memory_says_nothing_of_the_kernel(monkeypatch):
+def test_a_gpu_without_memory_says_nothing_of_the_kernel(monkeypatch):
     """The error ends the run, and the kernel is not refused for it."""
 
-    def full(*_: object, **__: object) -> Tensor:
+    def run_out_of_memory(*_: object, **__: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(varlen, "varlen_attn", full)
-    one_call = VarlenAttention()
+    monkeypatch.setattr(varlen, "varlen_attn", run_out_of_memory)
+    attention = VarlenAttention()
     with pytest.raises(torch.OutOfMemoryError):
-        one_call.supports(on_a_gpu(), on_a_gpu(), 0.0)
-    assert not one_call.disabled_reason
+        attention.supports(fake_gpu_tensor(), fake_gpu_tensor(), 0.0)
+    assert not attention.refusal
 
 
 def test_a_kernel_with_wrong_gradients_is_found(monkeypatch):
-    def with_half_a_gradient(**arguments) -> Tensor:
+    """`probe_error` compares gradients too, relative to those of plain attention."""
+
+    def attention_with_half_a_gradient(**arguments) -> Tensor:
         output = varlen_attn(**arguments)
         return (output + output.detach()) / 2
 
-    monkeypatch.setattr(varlen, "varlen_attn", with_half_a_gradient)
-    query = torch.zeros(1, 4, 1, SIZE, dtype=torch.bfloat16)
+    monkeypatch.setattr(varlen, "varlen_attn", attention_with_half_a_gradient)
+    query = torch.zeros(1, 4, 1, HEAD_SIZE, dtype=torch.bfloat16)
     # Half of each gradient is missing. bfloat16 alone is off by a hundredth.
     assert probe_error(query, query) > 0.4
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)

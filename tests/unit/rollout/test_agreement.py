@@ -105,7 +105,7 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
 
 
 def test_where_model_or_engine_have_no_room_no_prompt_is_lengthened():
-    """Of 40 positions an answer takes 8, so a prompt of 34 tokens has no room and one of 24 has."""
+    """An answer takes 8 of 40 positions: a prompt of 34 tokens has no room, and one of 24 has."""
     long_prompt = prompts_with_images([(WORDS[:30], [4])])
     short_prompt = prompts_with_images([(WORDS[:20], [4])])
     for limits in ({"model": 40}, {"engine": 40}):
@@ -115,7 +115,7 @@ def test_where_model_or_engine_have_no_room_no_prompt_is_lengthened():
 
 
 def test_prompts_without_images_keep_none():
-    """Of three prompts of text the first two are lengthened, up to the engine's context."""
+    """The first two of three prompts of text are lengthened, up to the engine's context."""
     text_prompts = Prompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
     far = agreement.lengthened_prompts(pair_with_positions(engine=100), text_prompts, 10)
     assert far is not None

@@ -89,7 +89,7 @@ def test_a_gathered_weight_is_taken_before_the_next_is_gathered_and_outlives_it(
 
 
 def test_an_engine_that_keeps_its_prefix_cache_is_an_error():
-    """Such an engine would answer with the keys and values of older weights."""
+    """An engine with an old cache would answer with the keys and values of older weights."""
     cleared_caches: list[str] = []
     encoder = SimpleNamespace(reset_encoder_cache=lambda: cleared_caches.append("encoder"))
     reset_caches(SimpleNamespace(reset_prefix_cache=lambda: True, llm_engine=encoder))
@@ -318,7 +318,7 @@ def test_every_other_adapter_is_sent_as_peft_merges_it_or_refused(base, kind):
 
 
 def test_a_bias_of_lora_is_sent_where_the_layer_has_one_and_else_refused(base):
-    """In this model `q_proj` has a bias, to which the adapter's is added, and `o_proj` has none."""
+    """The layer `q_proj` has a bias, to which the adapter's is added, and `o_proj` has none."""
 
     def with_bias(target: str) -> PeftModel:
         config = LoraConfig(r=4, lora_bias=True, target_modules=[target])

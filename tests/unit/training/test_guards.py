@@ -303,7 +303,7 @@ def raised_in_step_7(
 
 
 def test_an_error_of_the_engine_says_step_cause_and_what_a_new_start_goes_on_from():
-    """That is the newest checkpoint, else the one from which the run began, else nothing."""
+    """The checkpoint is the newest one, else the one from which the run began, else none."""
     with pytest.raises(EngineError) as engine, engine_call("generate"):
         raise ValueError("the core died\nat once")
     error = raised_in_step_7(engine.value, saved_at=5)

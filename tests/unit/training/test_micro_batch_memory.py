@@ -70,10 +70,10 @@ def sizes_on_ranks(count: int) -> st.SearchStrategy[list[list[UnitSize]]]:
 def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
     ranks, max_units, activation_memory, shares_prompts
 ):
-    """That holds on every rank, whatever the lengths, and however many layers are recomputed.
+    """The memory holds on every rank, whatever the lengths and however many layers are recomputed.
 
-    A micro-batch has `max_units` units without filling, whatever memory they need. Memory is planned
-    for so many units with the longest prompt, and with answers as long as they may be.
+    A micro-batch has `max_units` units without filling, whatever memory they need. Memory is
+    planned for so many units with the longest prompt, and with answers as long as they may be.
     """
     count = len(ranks[0])
     micro_batches = micro_batch_memory_of_3b(

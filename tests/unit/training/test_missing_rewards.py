@@ -80,7 +80,7 @@ def test_a_failed_call_is_no_zero_and_a_rollout_that_is_left_alone_leaves_too():
 
 
 def test_rollouts_with_a_reward_are_compared_with_each_other_alone():
-    """Of four rollouts two lack the judge's reward; the other two have advantages of their pair.
+    """Two of four rollouts lack the judge's reward; the other two have advantages of their pair.
 
     The rewards 0.5 and 1 are 0.707 standard deviations below and above their mean.
     """
@@ -149,7 +149,7 @@ METHOD_CASES += [("dapo", Dapo(overlong_cache=50))]
 
 
 def test_a_group_that_some_have_left_is_the_group_of_the_others(subtests):
-    """For every method: two of eight rollouts without a reward change nothing for the other six."""
+    """Two of eight rollouts without a reward change nothing for the other six, in any method."""
     for (name, options), scale in product(METHOD_CASES, ("group", "batch", "none")):
         with subtests.test(f"{name} {options} {scale}"):
             assert_equal_to_groups_of_six(name, options, scale)

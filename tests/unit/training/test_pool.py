@@ -740,7 +740,7 @@ def test_the_engine_stays_awake_through_a_generation(tools, budget):
 
 
 def test_when_answers_get_short_again_no_group_waits_for_long():
-    """From step 30 on all new answers have 10 tokens, so more groups end than a generation takes.
+    """All new answers have 10 tokens from step 30 on, so more groups end than a generation takes.
 
     Then fewer groups begin, and the problems that were drawn for the others come later.
     """
@@ -1129,7 +1129,7 @@ def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_thei
 
 
 def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path):
-    """Such a checkpoint has no file of the pool, and the resumed run begins with an empty one."""
+    """The checkpoint has no file of the pool, and the resumed run begins with an empty one."""
     resumed_run = resume(SimulatedRun(steps=3), tmp_path, step=0).train()
     assert resumed_run.group_counts[-1] == GROUPS_PER_GENERATION
 

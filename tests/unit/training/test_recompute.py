@@ -172,7 +172,7 @@ def test_a_run_without_gradient_checkpointing_gets_none():
 
 
 def test_as_few_layers_as_fit_into_the_free_memory():
-    """For 1 to 59 GiB of free memory the predicted peak fits, and a layer less would not."""
+    """With 1 to 59 GiB of free memory the predicted peak fits, and a layer less would not."""
     activation_memory = ActivationMemory(three_billion(), DtypeBytes(compute=2, residual=2))
     layers = activation_memory.shape.text.layers
     counts = []
