@@ -1,5 +1,7 @@
-"""The doctor's command with one engine for everything: healthy first, then with one correction
-after the other taken out. Writes the lines of each to FILE.json. Run by `test_doctor.py`.
+"""Runs the doctor's command with one engine: healthy first, then with each correction taken out.
+
+A sabotage takes one of our corrections of TRL or vLLM out. The checks of each are written to
+FILE.json. Run by `test_doctor.py`.
 
 Usage: doctor_run.py FILE.json [training arguments]
 """
@@ -38,7 +40,7 @@ from adora_vl.utils.errors import RolloutError  # noqa: E402
 
 @contextmanager
 def send_expanded_image_tokens(examination: Examination) -> Iterator[None]:
-    """Stock TRL: the engine gets expanded image tokens."""
+    """Give the engine expanded image tokens, as stock TRL does, which it expands again."""
     with patch.object(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)):
         yield
 

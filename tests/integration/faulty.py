@@ -1,8 +1,8 @@
-"""The training command in which things go wrong on purpose: `FAULTS=nan:2:1,drift:3 ... -m
-tests.integration.faulty`.
+"""The training command, in which things go wrong on purpose at given steps.
 
-A fault is `name:step`, or `name:step:rank` for one rank alone. Steps are counted from 1, as they
-are logged.
+`FAULTS=nan:2:1,drift:3 accelerate launch ... -m tests.integration.faulty` makes the loss NaN at
+step 2 on rank 1, and lets the engine drift at step 3. A fault is `name:step`, or `name:step:rank`
+for one rank alone. Steps are counted from 1, as they are logged.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ Fault = Callable[[Any, Callable[[], bool]], None]
 
 @contextmanager
 def inject_faults(words: str) -> Iterator[None]:
-    """Inside the block, let the faults of `words` happen to whatever trainer runs.
+    """Let the faults of `words` happen inside the block, to whatever trainer runs.
 
-    words: `name:step[:rank]`, with commas between several. Steps count from 1, and without a rank
-    the fault happens on all of them.
+    `words`: `name:step[:rank]`, with commas between several. Without a rank the fault happens on
+    all of them.
     """
     from pytest import MonkeyPatch
 
@@ -35,44 +35,46 @@ def inject_faults(words: str) -> Iterator[None]:
     current = {"step": 1}
     stock_check = GenerationGuard.refuse_unusable
 
-    def note_step(self: Any, rows: Any, step: int) -> None:  # what every generation begins with
+    def record_step(self: Any, rows: Any, step: int) -> None:  # what every generation begins with
         current["step"] = step + 1
         stock_check(self, rows, step)
 
-    patches.setattr(GenerationGuard, "refuse_unusable", note_step)
+    patches.setattr(GenerationGuard, "refuse_unusable", record_step)
 
-    def is_due(step: int, on_this_rank: bool) -> bool:
+    def is_step_due(step: int, on_this_rank: bool) -> bool:
         return on_this_rank and current["step"] == step
 
     for word in filter(None, words.split(",")):
         name, step, *rank = word.split(":")
         on_this_rank = not rank or os.environ.get("RANK", "0") == rank[0]
-        FAULT_BY_NAME[name](patches, partial(is_due, int(step), on_this_rank))
+        FAULT_BY_NAME[name](patches, partial(is_step_due, int(step), on_this_rank))
     try:
         yield
     finally:
         patches.undo()
 
 
-def _make_loss_nan(patches: Any, due: Callable[[], bool]) -> None:
+def _make_loss_nan(patches: Any, is_due: Callable[[], bool]) -> None:
     """Make a loss that is not a number."""
     from trl import GRPOTrainer
 
     stock = GRPOTrainer._compute_loss
     patches.setattr(
-        GRPOTrainer, "_compute_loss", lambda *args: stock(*args) * (torch.nan if due() else 1.0)
+        GRPOTrainer, "_compute_loss", lambda *args: stock(*args) * (torch.nan if is_due() else 1.0)
     )
 
 
-def _enlarge_ratio(patches: Any, due: Callable[[], bool]) -> None:
+def _enlarge_ratio(patches: Any, is_due: Callable[[], bool]) -> None:
     """Make a policy that has run away from the one that sampled."""
     from adora_vl.training import guards
 
     stock = guards.largest_ratio
-    patches.setattr(guards, "largest_ratio", lambda *args: stock(*args) * (1e6 if due() else 1.0))
+    patches.setattr(
+        guards, "largest_ratio", lambda *args: stock(*args) * (1e6 if is_due() else 1.0)
+    )
 
 
-def _enlarge_drift(patches: Any, due: Callable[[], bool]) -> None:
+def _enlarge_drift(patches: Any, is_due: Callable[[], bool]) -> None:
     """Make an engine that does not have the trainer's weights."""
     from adora_vl.rollout.importance import drift_sums
     from adora_vl.training import guards
@@ -80,11 +82,11 @@ def _enlarge_drift(patches: Any, due: Callable[[], bool]) -> None:
     patches.setattr(
         guards,
         "drift_sums",
-        lambda *args: drift_sums(*args) + torch.tensor([1e9, 0.0, 0.0]) * due(),
+        lambda *args: drift_sums(*args) + torch.tensor([1e9, 0.0, 0.0]) * is_due(),
     )
 
 
-def _break_generation(patches: Any, due: Callable[[], bool]) -> None:
+def _break_generation(patches: Any, is_due: Callable[[], bool]) -> None:
     """Make an engine that dies over its requests."""
     from adora_vl.utils.launch import prepare_engine_environment
 
@@ -93,11 +95,13 @@ def _break_generation(patches: Any, due: Callable[[], bool]) -> None:
 
     stock = rollouts.merge_requests
     patches.setattr(
-        llm, "merge_requests", lambda asks: raise_engine_error() if due() else stock(asks)
+        llm,
+        "merge_requests",
+        lambda requests: raise_engine_error() if is_due() else stock(requests),
     )
 
 
-def _break_weight_sync(patches: Any, due: Callable[[], bool]) -> None:
+def _break_weight_sync(patches: Any, is_due: Callable[[], bool]) -> None:
     """Make an engine that dies over new weights."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -105,35 +109,36 @@ def _break_weight_sync(patches: Any, due: Callable[[], bool]) -> None:
     patches.setattr(
         GPUModelRunner,
         "reload_weights",
-        lambda *a, **k: raise_engine_error() if due() else stock(*a, **k),
+        lambda *a, **k: raise_engine_error() if is_due() else stock(*a, **k),
     )
 
 
 def raise_engine_error(*args: Any, **kwargs: Any) -> Any:
+    """Raise the error that an engine's core raises when it dies."""
     raise ValueError("the engine core died\nits second line")
 
 
-def _fill_disk(patches: Any, due: Callable[[], bool]) -> None:
-    """No space left on the device while a checkpoint is written."""
+def _fill_disk(patches: Any, is_due: Callable[[], bool]) -> None:
+    """Raise the error of a full disk while a checkpoint is written."""
     from adora_vl.checkpoint import store
     from adora_vl.utils.files import replace_file as stock
 
     def write(*args: Any) -> None:
-        if due():
+        if is_due():
             raise OSError(errno.ENOSPC, "No space left on device")
         stock(*args)
 
     patches.setattr(store, "replace_file", write)
 
 
-def _break_reward(patches: Any, due: Callable[[], bool]) -> None:
+def _break_reward(patches: Any, is_due: Callable[[], bool]) -> None:
     """Make a reward function that raises."""
     from adora_vl.rewards import safe_call
 
     stock = safe_call.check_returned_rewards
 
     def check_or_raise(*args: Any) -> Any:
-        if due():
+        if is_due():
             raise ZeroDivisionError("the reward's own mistake")
         return stock(*args)
 

@@ -1,6 +1,8 @@
-"""Policy and reference as training would build them, looked at just before the first step: their
-constants, their log-probabilities far from the start as they are, under float32 angles and under
-rounded ones, and what the guard says. Run by `test_precision.py` under ZeRO-3.
+"""Saves what policy and reference compute with just before the first step, for `test_precision.py`.
+
+Saved are their constants, and log-probabilities at late positions: as the models are built, with
+float32 rotary frequencies, and with rounded ones. A guard refuses the rounded ones. Run under
+ZeRO-3.
 
 Usage: precision_run.py FOLDER [training arguments]
 """
@@ -49,8 +51,9 @@ def exact_text_frequencies(model: Any) -> Tensor:
 
 @torch.no_grad()
 def logps_at_far_positions(model: nn.Module) -> dict[str, Tensor]:
-    """Log-probabilities of all tokens, (window, vocabulary), up to each of `FAR_POSITIONS`, after the
-    same text.
+    """Return log-probabilities up to each of `FAR_POSITIONS`, by position, (window, vocabulary).
+
+    The windows follow the same random text.
     """
     # ordinary tokens begin before 50
     length = FAR_POSITIONS[-1] + 1

@@ -1,8 +1,7 @@
-"""Whole runs of all three benchmarks on one engine start: `python -m
-tests.integration.run_benchmarks MODEL FOLDER`.
+"""Runs three benchmarks by their commands, all with one engine.
 
-The commands are those of a user; only the engine is built once, since starting it takes longer than
-all the rest.
+`python -m tests.integration.run_benchmarks MODEL FOLDER`. The commands are those of a user; only
+the engine is built once, since starting it takes longer than all the rest.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""A training in a folder whose `eval.py`, or whose package `eval`, is the user's own.
+"""A training in a folder with a file `eval.py` or a package `eval` of the user's.
 
-It is the commonest name of a file in the folders of researchers. The run starts there as in any
-other folder, and nothing of the user's is run.
+These names are common in the folders of researchers, and ours are the same. The run starts there as
+in any other folder, and imports nothing of the user's.
 """
 
 import os
@@ -44,10 +44,10 @@ def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def run_in(folder: Path, package: Path, *words: str) -> str:
-    """Run `python WORDS` in a folder with the package that lies in `package`; return its output.
+def run_python_in(folder: Path, package: Path, *words: str) -> str:
+    """Run `python WORDS` in a folder, with our package from `package`; return what it printed.
 
-    The assertion fails where the command does.
+    The test fails where the command does, or where a user's file was imported.
     """
     environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -77,8 +77,8 @@ def write_modules_of_the_user(folder: Path, kind: str) -> None:
             (folder / name / "__init__.py").write_text(ENDING_MODULE)
 
 
-def one_step_with_evaluations(output: Path, drawn_data: str) -> list[str]:
-    """Return the command of a training of one step, with an evaluation before it and one behind."""
+def arguments_of_one_step_with_evaluations(output: Path, drawn_data: str) -> list[str]:
+    """Return the arguments of a training of one step, with an evaluation before and after it."""
     words = tiny_run_arguments(
         output,
         use_vllm="true",  # which evaluations during training need
@@ -98,14 +98,16 @@ def drawn_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Draw a data set of geometry problems, and return its folder."""
     folder = tmp_path_factory.mktemp("data") / "drawn"
     words = ["synthetic", "--output", str(folder), "--rows", "1", "--test-rows", "2"]
-    run_in(folder.parent, REPOSITORY, "-m", "data_prep", *words)
+    run_python_in(folder.parent, REPOSITORY, "-m", "data_prep", *words)
     yield str(folder)
 
 
 def test_an_eval_py_in_the_folder_is_not_run(tmp_path: Path, drawn_data: str) -> None:
     """A run evaluates beside a file of the user's that has the name of our package."""
     write_modules_of_the_user(tmp_path, "files")
-    printed = run_in(tmp_path, REPOSITORY, *one_step_with_evaluations(tmp_path / "run", drawn_data))
+    printed = run_python_in(
+        tmp_path, REPOSITORY, *arguments_of_one_step_with_evaluations(tmp_path / "run", drawn_data)
+    )
     assert "step 0: geometry3k" in printed
     assert "step 1: geometry3k" in printed
     # What the run says to do next does not run the user's file either.
@@ -119,9 +121,11 @@ def test_from_the_wheel_a_folder_eval_is_not_run(
     """The same holds for an installed package and a folder of the user's."""
     write_modules_of_the_user(tmp_path, "packages")
     where = "import adora_vl; print(adora_vl.__file__)"
-    assert run_in(tmp_path, installed_wheel, "-c", where).startswith(str(installed_wheel))
-    printed = run_in(
-        tmp_path, installed_wheel, *one_step_with_evaluations(tmp_path / "run", drawn_data)
+    assert run_python_in(tmp_path, installed_wheel, "-c", where).startswith(str(installed_wheel))
+    printed = run_python_in(
+        tmp_path,
+        installed_wheel,
+        *arguments_of_one_step_with_evaluations(tmp_path / "run", drawn_data),
     )
     assert "step 0: geometry3k" in printed
     assert "step 1: geometry3k" in printed
@@ -133,9 +137,9 @@ def test_the_wheel_has_the_commands_and_all_benchmarks(
     """They lie beside the package, where `python -m` finds them."""
     for name in BENCHMARK_NAMES:
         assert (installed_wheel / "eval" / f"{name}.py").is_file()
-    assert "usage: python -m eval.mathvista" in run_in(
+    assert "usage: python -m eval.mathvista" in run_python_in(
         tmp_path, installed_wheel, "-m", "eval.mathvista", "--help"
     )
-    assert "usage: python -m data_prep" in run_in(
+    assert "usage: python -m data_prep" in run_python_in(
         tmp_path, installed_wheel, "-m", "data_prep", "--help"
     )

@@ -1,4 +1,4 @@
-"""The demo and the task that needs a tool, as a user runs them, and what they promise."""
+"""The demo, and the task that needs a tool, as a user runs them, and what they promise."""
 
 import json
 import sys
@@ -50,8 +50,9 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
 
 
 def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
-    """Sampling solves 20 to 50 % of the held-out problems: groups then have right and wrong
-    rollouts to compare.
+    """It solves 20 to 50 % of 600 held-out problems when sampled at temperature 1.
+
+    Groups then have right and wrong rollouts to compare.
     """
     data = str(tmp_path / "data")
     run_command(

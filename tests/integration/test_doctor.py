@@ -1,6 +1,6 @@
-"""The doctor on the real stack: healthy, and with each correction taken out.
+"""The doctor with a real engine: on a healthy run, and with each of our corrections taken out.
 
-One engine serves all.
+The doctor's command checks whether engine and trainer agree. One engine serves all cases.
 """
 
 import json
@@ -94,8 +94,9 @@ def test_a_healthy_run_passes_every_line(doctor_results):
 
 
 def test_nothing_of_the_run_is_changed(doctor_results):
-    """Weights, random states, counters, figures: so a checked run is the run that it would have
-    been, to the bit.
+    """Weights, random states and counters are hashed before and after the checks.
+
+    So a run that was checked is the run that it would have been, to the bit.
     """
     assert doctor_results["examined_unchanged"]
     assert doctor_results["self_check_unchanged"]
@@ -149,6 +150,7 @@ def test_rounded_rotary_frequencies_show_far_from_the_start_and_not_near_it(doct
 
 
 def test_the_engine_is_healthy_again_after_each(doctor_results):
+    """A sabotage that were still at work would let the checks after it fail for another reason."""
     assert {check["status"] for check in doctor_results["healthy_again"]} == {"passed"}
 
 

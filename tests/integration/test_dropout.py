@@ -1,5 +1,7 @@
-"""Dropout is for the pass that learns, and what it draws follows from the place of its micro-batch:
-scores have none, and a run that goes on draws what the uninterrupted one draws.
+"""Dropout is for the pass that learns alone, and its random numbers depend on its micro-batch.
+
+Passes that only compute log-probabilities have none, and a resumed run draws what the uninterrupted
+one draws.
 """
 
 import json
@@ -24,8 +26,8 @@ from tests.support.tiny_run import train_tiny_run
 LORA_KEYS = {"use_peft": "true", "lora_r": 8, "lora_target_modules": "all-linear"}
 
 
-def keys_with_stand_in_server(server: FakeVLLMServer, folder: Path) -> dict[str, object]:
-    """Return the keys of a run whose rollouts a stand-in for a vLLM server makes up."""
+def keys_with_fake_server(server: FakeVLLMServer, folder: Path) -> dict[str, object]:
+    """Return the keys of a run that samples on a fake vLLM server, with a reward of its own."""
     (folder / "mine.py").write_text(
         "def reward(completions, **_):\n"
         "    return [float(len(str(one)) % 9 == 0) for one in completions]\n"
@@ -56,7 +58,7 @@ def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
     weights of the run that was not interrupted.
     """
     server = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2)
-    keys = {**keys_with_stand_in_server(server, tmp_path), **LORA_KEYS, "learning_rate": 1e-2}
+    keys = {**keys_with_fake_server(server, tmp_path), **LORA_KEYS, "learning_rate": 1e-2}
     uninterrupted = train_tiny_run(tmp_path / "whole", **keys)
     adapter = json.loads((uninterrupted / "adapter_config.json").read_text())
     assert adapter["lora_dropout"] == 0.05
@@ -97,6 +99,7 @@ def dropout_policy() -> Any:
 
 
 def test_scores_have_no_dropout_and_learning_has(dropout_policy):
+    """The policy is dropout alone: passes without gradients return ones, others zeros too."""
     assert (dropout_policy.score(learns=False) == 1).all()
     assert dropout_policy.model.training, "the model goes on as it was"
     assert (dropout_policy.score(learns=True) == 0).any()
@@ -127,10 +130,10 @@ def test_the_policy_samples_without_dropout(tmp_path, monkeypatch):
     modes_while_sampling: list[bool] = []
     generate = GenerationMixin.generate
 
-    def generate_and_note_mode(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_and_record_mode(self: Any, *args: Any, **kwargs: Any) -> Any:
         modes_while_sampling.append(self.training)
         return generate(self, *args, **kwargs)
 
-    monkeypatch.setattr(GenerationMixin, "generate", generate_and_note_mode)
+    monkeypatch.setattr(GenerationMixin, "generate", generate_and_record_mode)
     train_tiny_run(tmp_path / "run", **LORA_KEYS, max_steps=1, save_strategy="no")
     assert modes_while_sampling == [False]

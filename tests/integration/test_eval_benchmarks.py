@@ -1,6 +1,4 @@
-"""Whole runs of all three benchmarks, in their published formats, on the shipped tiny model with
-real vLLM.
-"""
+"""Whole runs of three benchmarks in their published formats, with the tiny model and real vLLM."""
 
 import json
 import sys
@@ -51,6 +49,7 @@ def benchmark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_score(benchmark_folder: Path, name: str) -> dict[str, Any]:
+    """Return the scores that a benchmark has written into its folder."""
     result: dict[str, Any] = json.loads((benchmark_folder / name / "score.json").read_text())
     return result
 

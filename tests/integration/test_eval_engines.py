@@ -1,6 +1,4 @@
-"""Real vLLM and real Transformers on a tiny random Qwen2.5-VL: they must give the same answers to
-the same problems.
-"""
+"""vLLM and Transformers give the same answers to the same problems, by a tiny random Qwen2.5-VL."""
 
 import json
 import subprocess
@@ -34,8 +32,9 @@ TWO_QUESTIONS = ("Find x.", "Find the measure of the angle x in the figure.")
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model` (float32, random) and `data` (8 problems with two questions of
-    different lengths).
+    """Return a folder with `model`, random in float32, and `data`, eight problems.
+
+    The problems have two questions of different lengths in turn.
     """
     folder = tmp_path_factory.mktemp("eval")
     rows = list(generate(8, split="test", seed=1, size=112))
@@ -95,6 +94,7 @@ def test_both_engines_give_the_same_answers(predictions_by_engine):
 
 
 def test_the_pixel_limit_reaches_both_engines(workspace, predictions_by_engine):
+    """A prompt has one placeholder for the image, which becomes four image tokens."""
     chat = ChatProcessor(str(workspace / "model"))
     for rows in predictions_by_engine.values():
         for row in rows:

@@ -1,6 +1,8 @@
-"""Every recipe for GPUs takes its steps on a card that is not there.
+"""Every recipe for GPUs takes its steps on a simulated GPU.
 
-No fault, few waits, the memory foretold.
+`benchmarks.fake_card` runs a recipe with small models on a CPU that behaves as a GPU: it refuses
+tensors of the host, counts how often the host waits, and measures memory. No recipe has a fault,
+few waits, and takes the predicted memory.
 """
 
 import json
@@ -34,10 +36,12 @@ def _has_published_shape(config: Path) -> bool:
     ).is_file()
 
 
-def _pretend_runs(configs: list[str], file: Path, recompute: str) -> dict[str, dict[str, Any]]:
-    """Run recipes on a simulated card, and return the figures of each by its name.
+def _metrics_on_fake_card(
+    configs: list[str], file: Path, recompute: str
+) -> dict[str, dict[str, Any]]:
+    """Run recipes on a simulated GPU, and return the results of each by its name.
 
-    recompute: value of `adora_recompute`, how many layers are recomputed.
+    `recompute`: the value of `adora_recompute`, how many layers are recomputed.
     """
     command = [
         sys.executable,
@@ -54,27 +58,28 @@ def _pretend_runs(configs: list[str], file: Path, recompute: str) -> dict[str, d
 
 
 @pytest.fixture(scope="module")
-def figures_by_recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return the figures of each recipe with all layers recomputed, by its name."""
+def results_by_recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Return the results of each recipe with all layers recomputed, by its name."""
     file = tmp_path_factory.mktemp("card") / "figures.json"
     configs = [
         str(config)
         for config in sorted(TRAIN_CONFIGS.glob("*.yaml"))
         if _has_published_shape(config)
     ]
-    return _pretend_runs(configs, file, "all")
+    return _metrics_on_fake_card(configs, file, "all")
 
 
-def test_no_recipe_has_a_fault_of_device_or_dtype(figures_by_recipe):
-    assert {name: run["fault"] for name, run in figures_by_recipe.items() if run["fault"]} == {}
+def test_no_recipe_has_a_fault_of_device_or_dtype(results_by_recipe):
+    """A fault is an operation on tensors of two devices, or of dtypes that do not go together."""
+    assert {name: run["fault"] for name, run in results_by_recipe.items() if run["fault"]} == {}
     assert {"adora_3b_12gb", "adora_7b_geo3k", "adora_llm_kk", "adora_qwen3_vl_2b_1gpu"} <= set(
-        figures_by_recipe
+        results_by_recipe
     )
 
 
-def test_the_host_seldom_waits_and_never_for_a_row(figures_by_recipe, subtests):
-    """The stand-in for a card counts how often the CPU waits while each recipe trains."""
-    for name, run in figures_by_recipe.items():
+def test_the_host_seldom_waits_and_never_for_a_row(results_by_recipe, subtests):
+    """The host waits for the GPU a few times for each micro-batch and generation."""
+    for name, run in results_by_recipe.items():
         with subtests.test(name):
             assert run["waits"] * run["updates"] <= 6 * run["micro_batches"], (
                 "one for each of 4 rows would be more"
@@ -86,9 +91,9 @@ def test_the_host_seldom_waits_and_never_for_a_row(figures_by_recipe, subtests):
             assert run["kernels"].get("attention: math", 0) == 0
 
 
-def test_learning_takes_the_memory_that_the_dry_run_predicts(figures_by_recipe, subtests):
-    """Answers of equal length take what is predicted, since a prediction takes all for the longest."""
-    for name, run in figures_by_recipe.items():
+def test_learning_takes_the_memory_that_the_dry_run_predicts(results_by_recipe, subtests):
+    """All answers are equally long here, since a prediction takes them all for the longest."""
+    for name, run in results_by_recipe.items():
         with subtests.test(name):
             assert run["peak"] < 1.07 * run["predicted"], (
                 "of the one-time check, which weighs less with all layers"
@@ -101,31 +106,33 @@ def test_learning_takes_the_memory_that_the_dry_run_predicts(figures_by_recipe, 
 
 
 def test_fewer_layers_recomputed_take_the_memory_that_is_predicted(
-    figures_by_recipe, tmp_path, subtests
+    results_by_recipe, tmp_path, subtests
 ):
     """Two layers have room on a card of 80 GB, so by default none is recomputed."""
     names = ["adora_3b_1gpu_lora", "adora_7b_geo3k"]
     configs = [str(TRAIN_CONFIGS / f"{name}.yaml") for name in names]
-    runs = {key: _pretend_runs(configs, tmp_path / f"{key}.json", key) for key in ("auto", "1")}
+    runs = {
+        key: _metrics_on_fake_card(configs, tmp_path / f"{key}.json", key) for key in ("auto", "1")
+    }
     for name in names:
-        runs_by_layers = [runs["auto"][name], runs["1"][name], figures_by_recipe[name]]
+        runs_by_layers = [runs["auto"][name], runs["1"][name], results_by_recipe[name]]
         with subtests.test(name):
             assert [run["fault"] for run in runs_by_layers] == ["", "", ""]
             backward = [run["flops"]["backward"] for run in runs_by_layers]
             assert backward == sorted(set(backward)), "each recomputed layer is work"
             assert backward[1] - backward[0] == pytest.approx(backward[2] - backward[1], rel=0.02)
             assert (
-                runs_by_layers[0]["flops"]["forward"] == figures_by_recipe[name]["flops"]["forward"]
+                runs_by_layers[0]["flops"]["forward"] == results_by_recipe[name]["flops"]["forward"]
             )
             for run in runs_by_layers:
                 for peak, predicted in run["first_and_later"]:
                     assert predicted == pytest.approx(peak, rel=0.03)
 
 
-def figures_of_two_updates(folder: Path, way: str) -> dict[str, Any]:
-    """Run the 3B recipe on a simulated card; return the figures of a generation with two updates.
+def results_of_two_updates(folder: Path, way: str) -> dict[str, Any]:
+    """Run the 3B recipe on a simulated GPU; return the results of a generation with two updates.
 
-    way: `ours`, or `stock` for TRL's own code.
+    `way`: "ours", or "stock" for TRL's own code.
     """
     file = folder / f"{way}.json"
     recipe = str(TRAIN_CONFIGS / "adora_3b_1gpu_lora.yaml")
@@ -151,8 +158,8 @@ def test_the_recipes_old_pass_is_over_half_of_what_stock_trls_is(tmp_path):
 
     The frozen tower's one pass is in either.
     """
-    ours = figures_of_two_updates(tmp_path, "ours")["flops"]
-    stock = figures_of_two_updates(tmp_path, "stock")["flops"]
+    ours = results_of_two_updates(tmp_path, "ours")["flops"]
+    stock = results_of_two_updates(tmp_path, "stock")["flops"]
     assert ours["generation"] == pytest.approx(ours["forward"] / 2, rel=0.05)
     assert stock["generation"] > 0.95 * stock["forward"]
     our_total = sum(ours[phase] for phase in LEARNING_PHASES)

@@ -1,8 +1,7 @@
-"""Faults in the middle of a run with a real engine: each ends it with one line, a whole checkpoint
-and nothing running.
+"""Faults in the middle of a run with a real engine.
 
-Every start goes on from what the one before it left, in one process with one engine
-(`faulty.several`).
+Each ends the run with one line, a whole checkpoint and nothing running. Every start goes on from
+what the one before it left, in one process with one engine (`faulty.start_in_turn`).
 """
 
 import json
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.slow
 def faulty_run(tmp_path_factory):
     """Start a run six times, each time with other faults, and go on where the last start ended.
 
-    Returns its folder, what each start printed, and the processes that were left at the end.
+    Returns its folder, what each start printed, and the command lines of processes left at the end.
     """
     folder = tmp_path_factory.mktemp("faults")
     mark = uuid.uuid4().hex
@@ -149,5 +148,6 @@ def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(faulty_ru
 
 
 def test_nothing_is_left_running(faulty_run):
+    """No process of the runs is there after the last one has ended."""
     _, _, processes = faulty_run
     assert processes == []

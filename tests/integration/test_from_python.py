@@ -1,4 +1,4 @@
-"""The trainer as a drop-in for TRL's, by the lines that the documentation shows."""
+"""The trainer used from Python in place of TRL's, as the documentation shows it."""
 
 import ast
 import json
@@ -47,6 +47,7 @@ def quickstart_code() -> str:
 
 
 def test_the_package_shows_its_classes_and_stays_light_until_they_are_asked_for():
+    """Importing `adora_vl` imports neither torch nor TRL. An unknown name is an AttributeError."""
     code = (
         "import sys, adora_vl\n"
         "assert 'torch' not in sys.modules and 'trl' not in sys.modules\n"
@@ -61,8 +62,9 @@ def test_the_package_shows_its_classes_and_stays_light_until_they_are_asked_for(
 
 @pytest.mark.slow
 def test_the_documented_lines_train_and_record(tmp_path):
-    """Own column, two images, three turns, own reward: trained for two steps, and recorded with all
-    of it.
+    """The quickstart's lines train two steps on a data set with two images and a reward of its own.
+
+    The record has the rollouts with problem, images and reward.
     """
     lines = quickstart_code()
     assert len(ast.parse(lines).body) <= 15  # statements
@@ -111,7 +113,7 @@ TWO_STEPS: dict[str, Any] = {
 }
 
 
-def reward_every_second(completions, **kwargs):
+def reward_every_second_completion(completions, **kwargs):
     """Reward every second completion, whatever it says."""
     return [float(number % 2) for number in range(len(completions))]
 
@@ -119,7 +121,7 @@ def reward_every_second(completions, **kwargs):
 def build_trainer(folder, rows=EIGHT_ROWS, **keys):
     """Build a trainer of the tiny model from Python, with these keys of the config."""
     args = AdoraGRPOConfig(str(folder), **{**TWO_STEPS, **keys})
-    return AdoraGRPOTrainer("tiny", reward_every_second, args, Dataset.from_list(rows))
+    return AdoraGRPOTrainer("tiny", reward_every_second_completion, args, Dataset.from_list(rows))
 
 
 def test_the_lines_of_the_steps_are_the_only_progress_that_a_notebook_shows(tmp_path, monkeypatch):
@@ -137,7 +139,7 @@ def test_the_lines_of_the_steps_are_the_only_progress_that_a_notebook_shows(tmp_
 
 @pytest.fixture(scope="module")
 def prepared_folder(tmp_path_factory):
-    """A prepared folder of drawn problems with choices, which the prompt lists."""
+    """Return a prepared folder of 12 drawn problems with four choices, which the prompt lists."""
     folder = tmp_path_factory.mktemp("data") / "drawn"
     words = ["synthetic", "--output", str(folder), "--rows", "12", "--test-rows", "3"]
     assert data_prep([*words, "--choices", "4"]) == 0
@@ -171,6 +173,7 @@ def test_problems_loaded_in_python_are_those_of_the_command(prepared_folder, tmp
 
 
 def test_a_table_and_another_split_are_loaded_in_python(prepared_folder, tmp_path):
+    """`load_problems` reads a split of a prepared folder, and a table whose columns are named."""
     assert len(load_problems(prepared_folder, "test")) == 3
     table = tmp_path / "mine.csv"
     table.write_text("question,label\nWhat is 2 + 2?,4\nWhat is 3 + 3?,6\n")
@@ -184,7 +187,7 @@ def test_a_table_and_another_split_are_loaded_in_python(prepared_folder, tmp_pat
 
 
 def test_a_value_of_another_type_is_refused_by_the_name_of_its_key():
-    """Types that a type checker would complain about, which a notebook does not run."""
+    """A type checker would complain about these values, but a notebook runs none."""
     wrong_values: list[tuple[str, Any]] = [
         ("dataset_name", None),
         ("adora_columns", "question"),
@@ -303,9 +306,13 @@ def test_a_second_trainer_with_the_same_objects_goes_on_with_the_run(tmp_path, p
     keys_before = {field.name: getattr(args, field.name) for field in fields(args)}
     adapter_before = peft_config and peft_config.to_dict()
     rows = Dataset.from_list(EIGHT_ROWS)
-    AdoraGRPOTrainer("tiny", reward_every_second, args, rows, peft_config=peft_config).train()
+    AdoraGRPOTrainer(
+        "tiny", reward_every_second_completion, args, rows, peft_config=peft_config
+    ).train()
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")
-    resumed = AdoraGRPOTrainer("tiny", reward_every_second, args, rows, peft_config=peft_config)
+    resumed = AdoraGRPOTrainer(
+        "tiny", reward_every_second_completion, args, rows, peft_config=peft_config
+    )
     assert resumed.train(resume_from_checkpoint=True).global_step == 2
     assert {field.name: getattr(args, field.name) for field in fields(args)} == keys_before
     assert (peft_config and peft_config.to_dict()) == adapter_before
@@ -337,7 +344,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         def get_reward(self):
             return float(self.pairs)
 
-    def seen(environments, **kwargs):
+    def reward_pairs(environments, **kwargs):
         return [float(environment.pairs) for environment in environments]
 
     args = AdoraGRPOConfig(
@@ -355,17 +362,26 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     rows = Datasets(Dataset.from_list(EIGHT_ROWS), {"own": Dataset.from_list(EIGHT_ROWS[4:])})
     source = ModelSource(model_keys("tiny", args, None))
     run = run_checks(
-        RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment_factory=Board),
-        RunContext.of_launch("ignore"),
+        RunRequest(
+            args, source, rows, reward_pairs, tools=[area, "zoom"], environment_factory=Board
+        ),
+        RunContext.of_launch("leave"),
     )
-    assert run.rewards.entries == ("seen", "Board")
-    assert '"name": "pair"' in run.data.train_dataset[0]["prompt"][0]["content"]
+    assert run.rewards.entries == ("reward_pairs", "Board")
+    assert '"name": "pair"' in run.data.train[0]["prompt"][0]["content"]
     with pytest.raises(
-        UserError, match="environment_factory: a reward function has the name 'seen', too; rename"
+        UserError,
+        match="environment_factory: a reward function has the name 'reward_pairs', too; rename",
     ):
         run_checks(
-            RunRequest(args, source, rows, seen, environment_factory=type("seen", (Board,), {})),
-            RunContext.of_launch("ignore"),
+            RunRequest(
+                args,
+                source,
+                rows,
+                reward_pairs,
+                environment_factory=type("reward_pairs", (Board,), {}),
+            ),
+            RunContext.of_launch("leave"),
         )
     assert run.data.eval_dataset["own"][0]["prompt"][0] == run.data.train_dataset[0]["prompt"][0], (
         "TRL's evaluations tell of them, too"
@@ -376,7 +392,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     assert '"name": "zoom"' in system["content"]
     assert user["content"] == "Which of 0?"
     assert run.user_code_hashes.keys() == {
-        "reward seen",
+        "reward reward_pairs",
         "tool area",
         "tool Board",
     }
@@ -392,21 +408,21 @@ def test_columns_that_rewards_log_under_names_of_the_record_end_no_run(tmp_path)
     column, the later one is taken.
     """
 
-    def first(completions, log_extra, **kwargs):
+    def first_reward(completions, log_extra, **kwargs):
         log_extra("extracted", ["first"] * len(completions))
         log_extra("new", ["a"] * len(completions))
-        return reward_every_second(completions)
+        return reward_every_second_completion(completions)
 
-    def second(completions, log_extra, **kwargs):
+    def second_reward(completions, log_extra, **kwargs):
         numbers = range(len(completions))
         log_extra("extracted", [number / 2 for number in numbers])
         log_extra("steps", list(numbers))
         log_extra("false", list(numbers))
-        return reward_every_second(completions)
+        return reward_every_second_completion(completions)
 
     args = AdoraGRPOConfig(str(tmp_path / "run"), **{**TWO_STEPS, "save_strategy": "no"})
     rows = Dataset.from_list(EIGHT_ROWS)
-    AdoraGRPOTrainer("tiny", [first, second], args, rows).train()
+    AdoraGRPOTrainer("tiny", [first_reward, second_reward], args, rows).train()
     record = pq.read_table(tmp_path / "run" / "rollouts").to_pylist()
     assert [row["extracted"] for row in record] == 2 * [str(number / 2) for number in range(8)]
     assert [row["false"] for row in record] == 2 * list(range(8))

@@ -1,5 +1,6 @@
-"""Where `setup/install.sh` takes torch from, with real pip and interpreters and package indexes of
-empty wheels.
+"""Where `setup/install.sh` takes torch from.
+
+pip and the Pythons are real. The package indexes are fakes on this machine with empty wheels.
 """
 
 import os
@@ -37,9 +38,13 @@ SOURCE_THAT_LOADS_WITH_SHIM = (
 
 
 def torch_wheels(origin: str, build: str, *pythons: str) -> list[Wheel]:
-    """Make wheels of torch and torchvision for each Python, whose `origin` tells where they came from.
+    """Return wheels of torch and torchvision for each Python.
 
-    build: of the version, such as `+cpu`. Any other torchvision than a CPU build does not load.
+    Args:
+        origin: a text in each package that tells from which index it came.
+        build: the end of the version, such as "+cpu". A torchvision that is no CPU build does not
+            load.
+        pythons: the versions, such as "3.11".
     """
     wheels = []
     for python in pythons:
@@ -63,7 +68,7 @@ def torch_wheels(origin: str, build: str, *pythons: str) -> list[Wheel]:
 
 @pytest.fixture(scope="session")
 def wheels_beside_torch() -> list[Wheel]:
-    """Make wheels of all other pinned projects, so that an installation comes to its end.
+    """Return wheels of all other pinned projects, so that an installation comes to its end.
 
     Those of the build tools are real, the others empty.
     """
@@ -144,8 +149,9 @@ def interpreter(version: str) -> str:
 
 @dataclass
 class Project:
-    """A copy of what `make setup` reads, and a home whose pip.conf names the proxy, the registry
-    and an extra index.
+    """A copy of the files that `make setup` reads, and a home folder for the installation.
+
+    The home's pip.conf names the proxy, the registry and an extra index.
     """
 
     folder: Path
@@ -188,6 +194,7 @@ class Project:
 
     @property
     def log(self) -> str:
+        """What the installer has written into its log."""
         return (self.folder / "setup/install.log").read_text()
 
     @property
@@ -229,6 +236,7 @@ def project(tmp_path: Path, indexes: PackageIndexes) -> Project:
 
 
 def assert_installed(done: subprocess.CompletedProcess[str], project: Project) -> None:
+    """Assert that the installer has succeeded, and has marked the environment as complete."""
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{project.log[-3000:]}"
     assert (project.folder / ".venv/.installed").exists()
 
@@ -334,7 +342,7 @@ def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installe
 
 
 def test_another_python_than_that_of_the_environment_is_refused(project, indexes):
-    """The line says what to remove, and no index is asked."""
+    """The error says what to remove, and no index is asked."""
     subprocess.run(
         [interpreter("3.11"), "-m", "venv", "--without-pip", str(project.folder / ".venv")],
         check=True,

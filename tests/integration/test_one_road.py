@@ -1,5 +1,7 @@
-"""Command, dry run, doctor and Python refuse the same, in the same line, before weights are loaded
-or files written.
+"""All entry points refuse the same, in the same line, before weights are loaded or files written.
+
+An entry point is a letter: C is the training command, D its dry run, K the doctor, and P a start
+from Python.
 """
 
 import inspect
@@ -64,8 +66,8 @@ MY_REWARDS_FILE = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 
 
 @pytest.fixture(scope="module")
-def folder_of_wrong_things(tmp_path_factory):
-    """Make a folder with the models, data sets, files and runs that the refused commands name."""
+def folder_of_wrong_inputs(tmp_path_factory):
+    """Return a folder with the models, data sets, files and runs that the refused commands name."""
     folder = tmp_path_factory.mktemp("here")
     assert (
         data_prep(
@@ -107,12 +109,15 @@ def folder_of_wrong_things(tmp_path_factory):
     )
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (folder / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
-    few = {
+    rows_without_images = {
         "id": ["a", "a"],
         "problem": ["x", "y"],
         "answer": ["1", "2"],
     }
-    for name, columns in {"few": few, "twice": {**few, "images": [[], []]}}.items():
+    for name, columns in {
+        "few": rows_without_images,
+        "twice": {**rows_without_images, "images": [[], []]},
+    }.items():
         (folder / name / "data").mkdir(parents=True)
         Dataset.from_dict(columns).to_parquet(folder / name / "data" / "train-00000.parquet")
     sft_adapter(folder / "sft")
@@ -142,9 +147,9 @@ def _no_hub(no_weights, monkeypatch):
 
 
 def equal_rows(number: int = 20, **columns: Any) -> Dataset:
-    """Build a data set of equal rows with a prompt, an image and an answer.
+    """Return a data set of equal rows with a prompt, an image and an answer.
 
-    columns: values that replace these.
+    `columns`: values that replace these.
     """
     row = {
         "prompt": [{"role": "user", "content": "Find x."}],
@@ -160,7 +165,7 @@ def user_message(content: Any) -> list[dict[str, Any]]:
 
 
 def start_from_python(words: list[str], dataset: Dataset | None = None) -> None:
-    """Start a run from Python with the command's keys as objects."""
+    """Check a run as a start from Python does, with the command's keys as objects."""
     script, config, model = parse(words)
     init = {"attn_implementation": model.attn_implementation} if model.attn_implementation else {}
     init |= {"dtype": model.dtype} if model.dtype != "float32" else {}
@@ -179,13 +184,13 @@ def start_from_python(words: list[str], dataset: Dataset | None = None) -> None:
     )
 
 
-PREPARE_BY_WAY: dict[str, Callable[[list[str]], Any]] = {
-    "C": lambda words: prepare(parse_command(words)),
-    "D": lambda words: make_plan(parse_command(words), DryRunOptions()),
-    "K": lambda words: doctor.diagnose(parse_command(words)),
+START_BY_ENTRY_POINT: dict[str, Callable[[list[str]], Any]] = {
+    "C": lambda words: prepare(read(words)),
+    "D": lambda words: make_plan(read(words), DryRunOptions()),
+    "K": lambda words: doctor.diagnose(read(words)),
     "P": start_from_python,
 }
-ALL_WAYS = "CDKP"
+ALL_ENTRY_POINTS = "CDKP"
 NOISY_ROLLOUTS = example_entry("noisy_rollouts.py:NoisyRollouts")
 VISUAL_TOKENS = example_entry("visual_tokens.py:VisualTokens")
 REFUSED_COMMANDS: list[
@@ -282,7 +287,7 @@ REFUSED_COMMANDS: list[
     (
         "--use_vllm true --adora_rollouts.budget 100 --gradient_accumulation_steps 2",
         "adora_rollouts.budget: 100 learns less from an answer the longer it is",
-        ALL_WAYS,
+        ALL_ENTRY_POINTS,
     ),
     (
         "--use_vllm true --adora_rollouts.ahead 1",
@@ -626,11 +631,14 @@ REFUSED_COMMANDS: list[
 ]
 
 
-def refusal_line(way: str, words: str, folder: Path, output: Path) -> str:
-    """Return the line with which one way into a run refuses a command.
+def refusal_line(entry_point: str, words: str, folder: Path, output: Path) -> str:
+    """Return the line with which an entry point refuses a command, which may write no file.
 
-    way: C is the command, D its dry run, K the doctor, P a start from Python. words: the arguments,
-    with HERE for the folder. Asserts that no file is written.
+    Args:
+        entry_point: C is the command, D its dry run, K the doctor, P a start from Python.
+        words: the arguments, with HERE for the folder.
+        folder: has the wrong inputs.
+        output: the `output_dir` of the run.
     """
     for placeholder, keys in KEYS_BY_PLACEHOLDER.items():
         words = words.replace(placeholder, keys)
@@ -650,7 +658,7 @@ def refusal_line(way: str, words: str, folder: Path, output: Path) -> str:
 
     files_before = files()
     try:
-        PREPARE_BY_WAY[way]([*common_arguments, *BATCH_OF_ONE_GROUP, *arguments])
+        START_BY_ENTRY_POINT[entry_point]([*common_arguments, *BATCH_OF_ONE_GROUP, *arguments])
     except UserError as error:
         line = str(error).replace(str(folder), "HERE")
     except Exception as error:  # a traceback, which the table names
@@ -661,17 +669,19 @@ def refusal_line(way: str, words: str, folder: Path, output: Path) -> str:
     return line
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
-def test_a_wrong_command_ends_in_the_same_line_on_every_way(way, folder_of_wrong_things, tmp_path):
-    """All rows of the table are tried, and those whose line is another are listed together."""
-    faults = []
-    for words, line_begins_with, *ways in REFUSED_COMMANDS:
-        if ways and way not in ways[0]:
+@pytest.mark.parametrize("entry_point", ALL_ENTRY_POINTS)
+def test_a_wrong_command_ends_in_the_same_line_on_every_entry_point(
+    entry_point, folder_of_wrong_inputs, tmp_path
+):
+    """All rows of `REFUSED_COMMANDS` are tried, and those with another line are listed together."""
+    wrong_lines = []
+    for words, line_begins_with, *entry_points in REFUSED_COMMANDS:
+        if entry_points and entry_point not in entry_points[0]:
             continue
-        line = refusal_line(way, words, folder_of_wrong_things, tmp_path / "run")
+        line = refusal_line(entry_point, words, folder_of_wrong_inputs, tmp_path / "run")
         if not line.startswith(line_begins_with) or "\n" in line:
-            faults.append(f"{words}\n  {line_begins_with}\n  {line}")
-    assert not faults, "\n".join(faults)
+            wrong_lines.append(f"{words}\n  {line_begins_with}\n  {line}")
+    assert not wrong_lines, "\n".join(wrong_lines)
 
 
 TRIANGLE_FACTS = """
@@ -681,10 +691,12 @@ find area ABC
 """
 
 
-@pytest.mark.parametrize("way", ALL_WAYS)
+@pytest.mark.parametrize("entry_point", ALL_ENTRY_POINTS)
 @pytest.mark.parametrize("has_null", [False, True])
-def test_true_steps_are_accepted_on_every_way_where_rows_have_figures(way, has_null, tmp_path):
-    """The reward for true steps checks an answer's claims against the figure in its row.
+def test_the_reward_steps_is_accepted_on_every_entry_point_where_rows_have_figures(
+    entry_point, has_null, tmp_path
+):
+    """The reward `steps` checks an answer's claims against the figure in its row.
 
     Null in place of a figure is accepted too: the reward does not apply to that row.
     """
@@ -707,10 +719,10 @@ def test_true_steps_are_accepted_on_every_way_where_rows_have_figures(way, has_n
     ]
     words += ["--dataset_name", str(tmp_path / "data"), "--adora_reward", "[accuracy,steps]"]
     words += ["--adora_method", '{"adora": {"criteria": ["working"]}}']
-    if way == "P":
+    if entry_point == "P":
         start_from_python(words, dataset)
     else:
-        PREPARE_BY_WAY[way](words)
+        START_BY_ENTRY_POINT[entry_point](words)
 
 
 REFUSED_OBJECTS: list[tuple[dict[str, Any], str]] = [
@@ -796,7 +808,7 @@ def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
     assert not (tmp_path / "run").exists()
 
 
-def test_commands_end_with_an_error_line_and_exit_code_2(folder_of_wrong_things, tmp_path, capsys):
+def test_commands_end_with_an_error_line_and_exit_code_2(folder_of_wrong_inputs, tmp_path, capsys):
     """The error is the last line that training, dry run and doctor print."""
     words = [
         *CPU_KEYS,
@@ -844,47 +856,50 @@ CHECKS_IN_ORDER = [
 ]
 
 
-def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
-    folder_of_wrong_things, tmp_path, monkeypatch, subtests
+def test_every_check_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
+    folder_of_wrong_inputs, tmp_path, monkeypatch, subtests
 ):
-    """Command, dry run, doctor and Python make the same checks in the same order."""
+    """Command, dry run, doctor and Python make the same checks in the same order.
+
+    A dry run lists what it could not look at under `unknown`; a run knows all.
+    """
     checks_made: list[str] = []
 
-    def noted(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
-        def check_and_note(*args: Any) -> Any:
+    def recorded(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
+        def check_and_record(*args: Any) -> Any:
             checks_made.append(name)
             return check(*args)
 
-        return check_and_note
+        return check_and_record
 
     for name in CHECKS_IN_ORDER:
-        monkeypatch.setattr(checks, name, noted(name, getattr(checks, name)))
+        monkeypatch.setattr(checks, name, recorded(name, getattr(checks, name)))
     words = [
         *CPU_KEYS,
         *BATCH_OF_ONE_GROUP,
         "--model_name_or_path",
         "tiny",
         "--dataset_name",
-        str(folder_of_wrong_things / "data"),
+        str(folder_of_wrong_inputs / "data"),
         "--output_dir",
     ]
-    ways: dict[str, Callable[[], Any]] = {
-        "command": lambda: prepare(parse_command([*words, str(tmp_path / "run")])),
+    entry_points: dict[str, Callable[[], Any]] = {
+        "command": lambda: prepare(read([*words, str(tmp_path / "run")])),
         "dry run": lambda: prepare_on_paper(
             parse_command([*words, str(tmp_path / "paper")]), DryRunOptions()
         ),
         "doctor": lambda: prepare(parse_command([*words, str(tmp_path / "doctor")]), "inspect"),
         "Python": lambda: start_from_python([*words, str(tmp_path / "python")]),
     }
-    for name, way in ways.items():
+    for name, entry_point in entry_points.items():
         with subtests.test(name):
             checks_made.clear()
-            run = way()
+            run = entry_point()
             assert checks_made == CHECKS_IN_ORDER
             assert run is None or run.messages.unchecked == []
 
 
-def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
+def test_a_config_for_gpus_passes_the_same_checks_on_a_laptop(subtests):
     """A dry run plans for the processes of the recipe.
 
     Its first note is that the run is for another machine.
@@ -919,8 +934,10 @@ def test_the_trainer_has_trls_parameters_in_trls_order():
     assert set(our_parameters) - set(shared_parameters) == {"run"}
 
 
-def test_a_folder_that_another_run_holds_is_refused_on_every_way(folder_of_wrong_things, tmp_path):
-    """Another process holds the lock while each way is tried."""
+def test_a_folder_that_another_run_holds_is_refused_on_every_entry_point(
+    folder_of_wrong_inputs, tmp_path
+):
+    """Another process holds the folder's lock while each entry point is tried."""
     code = "import sys, pathlib; from adora_vl.checkpoint.resume import lock_output_dir\n"
     code += "lock = lock_output_dir(pathlib.Path(sys.argv[1])); print(flush=True); input()"
     with subprocess.Popen(
@@ -929,8 +946,8 @@ def test_a_folder_that_another_run_holds_is_refused_on_every_way(folder_of_wrong
         assert other_run.stdout is not None
         assert other_run.stdin is not None
         other_run.stdout.readline()
-        for way in ALL_WAYS:
-            line = refusal_line(way, "", folder_of_wrong_things, tmp_path / "run")
+        for entry_point in ALL_ENTRY_POINTS:
+            line = refusal_line(entry_point, "", folder_of_wrong_inputs, tmp_path / "run")
             assert line == (
                 f"output_dir: another run is writing to {str(tmp_path / 'run')!r}; wait for it, "
                 "end it, or choose another folder"
@@ -938,7 +955,7 @@ def test_a_folder_that_another_run_holds_is_refused_on_every_way(folder_of_wrong
         other_run.stdin.write("\n")
 
 
-def test_a_missing_or_old_vllm_is_refused_on_every_way(monkeypatch):
+def test_a_missing_or_old_vllm_is_refused_on_every_entry_point(monkeypatch):
     """The line names what is installed, if anything, before the engine is imported."""
     real_version = versions.installed_version
     for pretended, expected in (
@@ -950,9 +967,9 @@ def test_a_missing_or_old_vllm_is_refused_on_every_way(monkeypatch):
             "installed_version",
             lambda name, pretended=pretended: {name: real_version(name), **pretended}[name],
         )
-        for way in ("C", "D", "P"):
+        for entry_point in ("C", "D", "P"):
             with pytest.raises(UserError, match=expected):
-                PREPARE_BY_WAY[way](
+                START_BY_ENTRY_POINT[entry_point](
                     [
                         *CPU_KEYS,
                         *BATCH_OF_ONE_GROUP,

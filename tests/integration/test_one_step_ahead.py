@@ -1,5 +1,7 @@
-"""Rollouts that vLLM servers sample while the policy learns: from which weights, how far from the
-policy, and after a kill. Stand-ins play the servers, whose answers are drawn from the seeds alone.
+"""Rollouts that vLLM servers sample while the policy learns (`adora_rollouts.ahead`).
+
+The tests look at which weights sample which generation, how far these are from the policy, and what
+a run does after a kill. Fake servers answer by the seeds of requests alone.
 """
 
 import json
@@ -32,10 +34,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def server() -> Iterator[FakeVLLMServer]:
-    """Start a stand-in for a vLLM server."""
-    stand_in = FakeVLLMServer(vocabulary=200)
-    yield stand_in
-    stand_in.close()
+    """Start a fake vLLM server."""
+    fake_server = FakeVLLMServer(vocabulary=200)
+    yield fake_server
+    fake_server.close()
 
 
 def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_before(
@@ -69,27 +71,28 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     assert _groups_by_weights(server, max_tokens=8) == [0] * 4
 
 
-def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkeypatch):
-    """Weights are written, and the next prompts read and asked for, before the rollouts are joined;
-    the drift is scored when the policy has learned from all but the last micro-batch, since servers
-    answer late where they are far ahead.
+def test_work_that_needs_no_server_is_done_while_servers_sample(tmp_path, server, monkeypatch):
+    """Weights are written, and the next generation is requested, before rollouts are joined.
+
+    The drift of the engine is measured when the policy has learned from all but the last
+    micro-batch, since servers answer late where they are far ahead.
     """
     events: list[str] = []
 
-    def note_calls(owner: Any, method: str, event: str) -> None:
+    def record_calls(owner: Any, method: str, event: str) -> None:
         stock_method = getattr(owner, method)
 
-        def call_and_note(*args: Any, **named: Any) -> Any:
+        def call_and_record(*args: Any, **named: Any) -> Any:
             events.append(event)
             return stock_method(*args, **named)
 
-        monkeypatch.setattr(owner, method, call_and_note)
+        monkeypatch.setattr(owner, method, call_and_record)
 
-    note_calls(WeightFiles, "written", "written")
-    note_calls(AsyncServerSampler, "begin", "asked")
-    note_calls(AsyncServerSampler, "_join", "joined")
-    note_calls(AdoraGRPOTrainer, "_compute_loss", "learned")
-    note_calls(EnginePair, "begin_sampling", "drift")
+    record_calls(WeightFiles, "written", "written")
+    record_calls(AsyncServerSampler, "begin", "asked")
+    record_calls(AsyncServerSampler, "_join", "joined")
+    record_calls(AdoraGRPOTrainer, "_compute_loss", "learned")
+    record_calls(EnginePair, "begin_sampling", "drift")
     keys: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
     keys |= {
         "max_steps": 3,
@@ -152,7 +155,7 @@ def _max_tokens(body: dict[str, Any]) -> int:
 
 
 def _groups_by_weights(server: FakeVLLMServer, *, max_tokens: int) -> list[int]:
-    """Return how many groups were asked of each weights that the server had, in their order.
+    """Return how many groups were requested between each sync of weights and the next.
 
     `max_tokens`: only requests with this limit count; rollouts have 32, and those of the drift
     check 8.
@@ -271,6 +274,7 @@ def fails(completions, trainer_state, **kwargs):
 
 
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
+    """The run is killed after step 2 of 4, and ends with the weights of one that was not."""
     assert main(server_run_arguments(tmp_path / "whole", server)) == 0
     assert_equal_end_after_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
     assert _groups_by_weights(server, max_tokens=32) == [4, 0], (

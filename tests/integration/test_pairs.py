@@ -1,11 +1,12 @@
-"""Ways to fill a generation that go together: each pair that differs in code trains, and goes on to
-the bit after a kill. Stand-ins play the servers, whose answers are drawn from prompts and seeds.
+"""Pairs of features that change how a generation is filled: each pair trains together.
+
+A killed run goes on to the bit. A fake server answers by prompts and seeds alone.
 """
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
@@ -45,58 +46,73 @@ TWICE_OVER_A_GENERATION = {
     "num_iterations": 2,
 }
 NOISY_ROLLOUTS = f"{{{example_entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}}}"
-# the rules, other keys, and the figures that show that both were at work
-RULES_KEYS_AND_FIGURES_BY_PAIR: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
-    "budget + servers": ("{budget: 6, ahead: 0}", {}, ("adora/unfinished", "adora/staleness")),
-    "budget + ahead": ("{budget: 6, ahead: 1}", {}, ("adora/unfinished", "adora/trainer_waited_s")),
-    "refill + ahead": ("{refill: 2, ahead: 1}", {}, ("adora/refilled_groups", "adora/staleness")),
-    "refill + budget + ahead 2": (
+
+
+class PairCase(NamedTuple):
+    """Two or more features that a run has at once."""
+
+    rollout_options: str  # the value of `adora_rollouts`
+    keys: dict[str, Any]  # further keys
+    metrics: tuple[str, ...]  # metrics that are above 0 where the features are at work
+
+
+PAIR_CASES: dict[str, PairCase] = {
+    "budget + servers": PairCase(
+        "{budget: 6, ahead: 0}", {}, ("adora/unfinished", "adora/staleness")
+    ),
+    "budget + ahead": PairCase(
+        "{budget: 6, ahead: 1}", {}, ("adora/unfinished", "adora/trainer_waited_s")
+    ),
+    "refill + ahead": PairCase(
+        "{refill: 2, ahead: 1}", {}, ("adora/refilled_groups", "adora/staleness")
+    ),
+    "refill + budget + ahead 2": PairCase(
         "{refill: 2, budget: 6, ahead: 2}",
         {},
         ("adora/unfinished", "adora/staleness"),
     ),
-    "noisy + servers": (
+    "noisy + servers": PairCase(
         "{ahead: 0}",
         {"adora_extensions": NOISY_ROLLOUTS},
         ("noisy_rollouts/level",),
     ),
-    "noisy + budget + ahead": (
+    "noisy + budget + ahead": PairCase(
         "{budget: 6, ahead: 1}",
         {"adora_extensions": NOISY_ROLLOUTS},
         ("noisy_rollouts/level",),
     ),
-    "no cache + refill + budget + ahead": (
+    "no cache + refill + budget + ahead": PairCase(
         "{refill: 1, budget: 6, ahead: 1}",
         {"adora_stock_step": "[cache_images]"},
         ("adora/unfinished",),
     ),
-    "two generations a step + budget + ahead": (
+    "two generations a step + budget + ahead": PairCase(
         "{budget: 6, ahead: 1}",
         TWO_GENERATIONS_A_STEP,
         ("adora/unfinished",),
     ),
-    "four updates a generation + ahead": (
+    "four updates a generation + ahead": PairCase(
         "{ahead: 1}",
         FOUR_UPDATES_A_GENERATION,
         ("adora/staleness",),
     ),
-    "twice over a generation + ahead": (
+    "twice over a generation + ahead": PairCase(
         "{ahead: 1}",
         TWICE_OVER_A_GENERATION,
         ("adora/staleness",),
     ),
-    "four updates by the engine's log-probabilities + ahead": (
+    "four updates by the engine's log-probabilities + ahead": PairCase(
         "{ahead: 1, old_logps: engine}",
         {**FOUR_UPDATES_A_GENERATION, "vllm_importance_sampling_correction": "false"},
         ("adora/staleness", "adora/ratio_max"),
     ),
-    "evaluation + ahead": (
+    "evaluation + ahead": PairCase(
         "{ahead: 1}",
         {"eval_strategy": "steps", "eval_steps": 1, "adora_eval_limit": 4},
         ("adora/staleness",),
     ),
-    "tools + ahead": ("{ahead: 1}", ZOOM_TOOL_KEYS, ("adora/called", "adora/staleness")),
-    "tools + refill + budget + ahead 2": (
+    "tools + ahead": PairCase("{ahead: 1}", ZOOM_TOOL_KEYS, ("adora/called", "adora/staleness")),
+    "tools + refill + budget + ahead 2": PairCase(
         "{refill: 1, budget: 60, ahead: 2}",
         ZOOM_TOOL_KEYS,
         ("adora/called", "adora/unfinished"),
@@ -105,9 +121,9 @@ RULES_KEYS_AND_FIGURES_BY_PAIR: dict[str, tuple[str, dict[str, Any], tuple[str, 
 
 
 def order_of_turns_in_steps(server: FakeVLLMServer) -> list[str]:
-    """Return, for each sync of the weights, in which order first and later turns were asked for.
+    """Return, for each sync of the weights, in which order first and later turns were requested.
 
-    A later turn's prompt has the ids of the call before it.
+    For example "first later first". A later turn's prompt has the token ids of the call before it.
     """
     turns = list[str]()
     (call_ids,) = server.turns
@@ -125,31 +141,32 @@ def order_of_turns_in_steps(server: FakeVLLMServer) -> list[str]:
 
 @pytest.fixture
 def server() -> Iterator[FakeVLLMServer]:
-    stand_in = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2)
-    yield stand_in
-    stand_in.close()
+    """Start a fake vLLM server with answers of 2 to 14 tokens."""
+    fake_server = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2)
+    yield fake_server
+    fake_server.close()
 
 
-@pytest.mark.parametrize("pair", RULES_KEYS_AND_FIGURES_BY_PAIR)
+@pytest.mark.parametrize("pair", PAIR_CASES)
 def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
     """Two features at once: a killed run ends with the weights of one that was not interrupted.
 
-    Each feature has a figure in the log that is not 0, so both were at work.
+    Each feature has a metric in the log that is not 0, so both were at work.
     """
-    rollout_rules, changed_keys, figures = RULES_KEYS_AND_FIGURES_BY_PAIR[pair]
-    server.turns = zoom_call_ids() if "tools" in changed_keys else []
+    case = PAIR_CASES[pair]
+    server.turns = zoom_call_ids() if "tools" in case.keys else []
     (tmp_path / "mine.py").write_text(REWARD_BY_LENGTH)
     keys = {
-        "adora_rollouts": rollout_rules,
+        "adora_rollouts": case.rollout_options,
         "max_steps": 4,
         "adora_reward": f"{tmp_path / 'mine.py'}:reward",
         "vllm_importance_sampling_mode": "token_truncate",
-        **changed_keys,
+        **case.keys,
     }
     assert main(server_run_arguments(tmp_path / "whole", server, **keys)) == 0
-    assert all(
-        any(step.get(name) for step in read_step_metrics(tmp_path / "whole")) for name in figures
-    )
+    steps = read_step_metrics(tmp_path / "whole")
+    for name in case.metrics:
+        assert any(step.get(name) for step in steps), name
     if pair == "tools + ahead":
         assert order_of_turns_in_steps(server)[0] == "first later first", (
             "later turns do not wait for those of the next one"

@@ -1,5 +1,6 @@
-"""Answers that go on in the next generation, on the real engine: exact (after a kill too:
-`test_resume.py`).
+"""Rollouts that a token budget pauses and that go on in the next generation, with a real engine.
+
+After a kill they go on too: see `test_resume.py`.
 """
 
 import json
@@ -25,15 +26,15 @@ RUN_KEYS = {
 }
 
 
-def train(folder: Path, **keys: object) -> Path:
-    """Train a small run with its own engine, and return its folder."""
+def train_with_engine(folder: Path, **keys: object) -> Path:
+    """Train a small run with an engine in its process, and return its folder."""
     words = cli_arguments(**{**RUN_KEYS, **keys, "output_dir": folder})
     accelerate_launch("cpu", "-m", "adora_vl.train", *words)
     return folder
 
 
-def read_figure(folder: Path, name: str) -> list[float]:
-    """Return the values of a figure in the log, in order."""
+def read_logged_values(folder: Path, name: str) -> list[float]:
+    """Return the values that were logged under a name, in order."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry[name] for entry in history if name in entry]
 
@@ -41,23 +42,25 @@ def read_figure(folder: Path, name: str) -> list[float]:
 def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_path):
     """Figures, tables and weights are equal, apart from what only a run with a budget logs."""
 
-    def results_of_any_run(folder: Path) -> dict[str, Any]:
+    def results_without_budget_metrics(folder: Path) -> dict[str, Any]:
         results = comparable_results(folder)
-        figures_of_a_budget = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
+        metrics_of_a_budget = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
         # their ages are recorded with a budget alone; the tables have the rest
         del results["rollouts"]
         results["steps"] = {
             number: {
                 name: value
-                for name, value in figures.items()
-                if not name.startswith(figures_of_a_budget)
+                for name, value in metrics.items()
+                if not name.startswith(metrics_of_a_budget)
             }
-            for number, figures in results["steps"].items()
+            for number, metrics in results["steps"].items()
         }
         return results
 
-    without_budget = results_of_any_run(train(tmp_path / "without"))
-    with_budget = results_of_any_run(train(tmp_path / "with", adora_rollouts="{budget: 32}"))
+    without_budget = results_without_budget_metrics(train_with_engine(tmp_path / "without"))
+    with_budget = results_without_budget_metrics(
+        train_with_engine(tmp_path / "with", adora_rollouts="{budget: 32}")
+    )
     assert without_budget == with_budget
     assert len(without_budget["steps"]) == len(without_budget["tables"]) == 4
 
@@ -67,22 +70,22 @@ def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_n
 
     So the engine has seen the prompt, the image and the tokens of before when it went on.
     """
-    out = train(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=0)
+    out = train_with_engine(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=0)
     rollouts = pd.read_parquet(out / "rollouts")
     assert (rollouts["segments"] > 1).mean() > 0.5
     assert rollouts["age"].max() >= 1
-    assert max(read_figure(out, "sampling/sampling_logp_difference/max")) < 1e-4
-    assert read_figure(out, "adora/unfinished")[0] > 0
-    assert read_figure(out, "adora/unfinished")[-1] == 0
+    assert max(read_logged_values(out, "sampling/sampling_logp_difference/max")) < 1e-4
+    assert read_logged_values(out, "adora/unfinished")[0] > 0
+    assert read_logged_values(out, "adora/unfinished")[-1] == 0
 
 
 def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path):
     """Tokens of earlier weights differ much from the policy, and the drift leaves them out."""
-    out = train(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=1e-3)
-    assert max(read_figure(out, "sampling/sampling_logp_difference/max")) > 1e-2, (
+    out = train_with_engine(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=1e-3)
+    assert max(read_logged_values(out, "sampling/sampling_logp_difference/max")) > 1e-2, (
         "the importance ratio to the engine corrects for these"
     )
-    assert max(read_figure(out, "adora/drift")) < 1e-4
+    assert max(read_logged_values(out, "adora/drift")) < 1e-4
     assert pd.read_parquet(out / "rollouts")["drift"].max() < 1e-4
 
 
@@ -94,7 +97,7 @@ def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp
     }
     # the policy has no such bias, so it is not compared with the engine
     uncompared = {"adora_self_check": "false", "adora_max_drift": "null"}
-    out = train(
+    out = train_with_engine(
         tmp_path,
         adora_rollouts="{budget: 9}",
         max_steps=1,
@@ -105,4 +108,4 @@ def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp
     assert set(rollouts["length"]) == {4}
     assert set(rollouts["segments"]) == {1}
     assert rollouts["truncated"].all()
-    assert read_figure(out, "adora/unfinished") == [0]
+    assert read_logged_values(out, "adora/unfinished") == [0]

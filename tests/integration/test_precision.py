@@ -1,5 +1,6 @@
-"""bfloat16 under ZeRO-3, with real DeepSpeed: the constants of policy and reference are those of a
-plain model.
+"""bfloat16 under ZeRO-3, with real DeepSpeed: computed constants stay those of a plain model.
+
+ZeRO-3 would round the rotary frequencies of policy and reference.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A run recomputes so many layers as it is told, and neither its weights nor a resumed run differ."""
+"""A run recomputes as many layers as it is told, and neither weights nor a resumed run differ."""
 
 import shutil
 from pathlib import Path
@@ -13,8 +13,8 @@ from tests.support.tiny_run import train_tiny_run
 RECOMPUTE_KEYS = {"gradient_checkpointing": "true", "use_peft": "true", "lora_dropout": 0.2}
 
 
-def read_step_figures(run: Path) -> list[dict[str, Any]]:
-    """Return the figures of the training steps that no clock and no number of layers changes."""
+def read_comparable_metrics(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of the training steps that no clock and no number of layers changes."""
     lines = [line for line in read_metrics(run / METRICS_FILE) if "reward" in line]
     names = ("step", "loss", "grad_norm", "entropy", "reward")
     return [{name: line[name] for name in names} for line in lines]
@@ -36,6 +36,7 @@ def run_with_all_recomputed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_default_changes_nothing_on_a_cpu(run_with_all_recomputed):
+    """No step logs a number of recomputed layers, which means that all were."""
     assert read_recomputed_layers(run_with_all_recomputed) == [None] * 4
 
 
@@ -48,7 +49,7 @@ def test_a_run_goes_on_to_the_bit_with_another_number(run_with_all_recomputed, t
     train_tiny_run(resumed, **RECOMPUTE_KEYS, adora_recompute=1)
     assert read_recomputed_layers(resumed) == [None, None, 1.0, 1.0]
     assert "layers are recomputed in the first micro-batch" in capsys.readouterr().out
-    assert read_step_figures(resumed) == read_step_figures(run_with_all_recomputed)
+    assert read_comparable_metrics(resumed) == read_comparable_metrics(run_with_all_recomputed)
     weights = [
         (run / "adapter_model.safetensors").read_bytes()
         for run in (resumed, run_with_all_recomputed)

@@ -144,7 +144,7 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
 
 @pytest.fixture(scope="module")
 def sigterm_run(tmp_path_factory):
-    """Send a run a SIGTERM in the middle of its steps; return its folder, exit code and errors."""
+    """Send a run a SIGTERM in the middle of its steps; return its folder, exit code and stderr."""
     out = tmp_path_factory.mktemp("stopped") / "out"
     command = [
         sys.executable,

@@ -1,4 +1,4 @@
-"""Servers with a smaller context than the keys of the run say: rollouts end there, and no run does."""
+"""Servers whose context is smaller than the run's keys allow: rollouts end there, no run does."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,9 +23,10 @@ SMALL_CONTEXT = 420
 
 @pytest.fixture
 def server() -> Iterator[FakeVLLMServer]:
-    stand_in = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2, context=SMALL_CONTEXT)
-    yield stand_in
-    stand_in.close()
+    """Start a fake vLLM server with the small context."""
+    fake_server = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2, context=SMALL_CONTEXT)
+    yield fake_server
+    fake_server.close()
 
 
 def test_a_turn_that_would_pass_a_servers_context_ends_its_rollout(tmp_path, server):

@@ -1,6 +1,4 @@
-"""A run whose vLLM servers, played by stand-ins, die one after the other: it goes on, or ends with
-a checkpoint.
-"""
+"""A run whose fake vLLM servers die one after the other: it goes on, or ends with a checkpoint."""
 
 from collections.abc import Iterator
 
@@ -16,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def two_servers() -> Iterator[list[FakeVLLMServer]]:
-    """Start two stand-ins for vLLM servers."""
+    """Start two fake vLLM servers."""
     servers = [FakeVLLMServer(vocabulary=200), FakeVLLMServer(vocabulary=200)]
     yield servers
     for server in servers:
@@ -43,7 +41,7 @@ def two_server_arguments(folder, servers, **changed):
     )
 
 
-def dies_after(server: FakeVLLMServer, requests: int) -> None:
+def die_after(server: FakeVLLMServer, requests: int) -> None:
     """Let a server answer so many requests for rollouts and no more.
 
     A step makes four of them, for two servers or for the one that is left.
@@ -60,20 +58,21 @@ def dies_after(server: FakeVLLMServer, requests: int) -> None:
 def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(
     tmp_path, two_servers, capfd
 ):
-    """The stand-ins' answers are drawn from the seeds alone, so all of these runs have to end with
-    the same weights.
+    """The servers answer by seeds alone, so all of these runs have to end with the same weights.
+
+    One run loses a server, and one loses both: that one ends, and is resumed when they are back.
     """
     assert main(two_server_arguments(tmp_path / "whole", two_servers)) == 0
     expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
     capfd.readouterr()
-    dies_after(two_servers[1], 2)
+    die_after(two_servers[1], 2)
     assert main(two_server_arguments(tmp_path / "one", two_servers)) == 0
     # the run says once that it goes on with one server
     assert capfd.readouterr().out.count(" is left out (1 of 2 servers go on): ") == 1
     assert (tmp_path / "one" / "model.safetensors").read_bytes() == expected
     two_servers[1].start_again()
-    dies_after(two_servers[0], 2)
-    dies_after(two_servers[1], 6)
+    die_after(two_servers[0], 2)
+    die_after(two_servers[1], 6)
     assert main(two_server_arguments(tmp_path / "none", two_servers)) == 1
     printed = capfd.readouterr()
     last = printed.err.strip().splitlines()[-1]

@@ -1,6 +1,7 @@
-"""A model that vLLM serves on loopback gives the evaluators the answers that it gives when it is
-loaded here, and samples rollouts for the trainer, whose weights it reads from files (`vllm_mode:
-server`).
+"""A model that a real vLLM server serves on this machine.
+
+It gives the evaluators the answers of the loaded model, and samples rollouts for the trainer, whose
+weights it reads from files (`vllm_mode: server`).
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a step logs is of all that the step has done, however it is divided into micro-batches."""
+"""Metrics of an optimizer step are over all of it, however it is divided into micro-batches."""
 
 import pytest
 import torch
@@ -24,19 +24,19 @@ def test_the_entropy_is_the_mean_over_the_tokens_of_a_step(tmp_path, monkeypatch
     compute_loss = GRPOTrainer._compute_loss
     last_entropies: list[torch.Tensor] = []
 
-    def note_entropies(trainer, *args, **kwargs):
+    def record_entropies(trainer, *args, **kwargs):
         outputs = compute_entropies(trainer, *args, **kwargs)
         if kwargs.get("compute_entropy"):
             last_entropies[:] = [outputs[1].detach().clone()]
         return outputs
 
-    def note_mask(trainer, model, inputs):
+    def record_mask(trainer, model, inputs):
         loss = compute_loss(trainer, model, inputs)
         entropies_and_masks.append((last_entropies[0], inputs["completion_mask"].clone()))
         return loss
 
-    monkeypatch.setattr(AdoraGRPOTrainer, "_get_per_token_logps_and_entropies", note_entropies)
-    monkeypatch.setattr(GRPOTrainer, "_compute_loss", note_mask)
+    monkeypatch.setattr(AdoraGRPOTrainer, "_get_per_token_logps_and_entropies", record_entropies)
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", record_mask)
     run = train_tiny_run(
         tmp_path / "out",
         max_steps=1,
@@ -57,7 +57,7 @@ def test_the_entropy_is_the_mean_over_the_tokens_of_a_step(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_policy_loss_is_the_loss_where_the_entropy_bonus_is_next_to_nothing(tmp_path, loss_type):
-    """Whatever the loss divides by, and in however many micro-batches."""
+    """The two are equal whatever the loss divides by, and with four micro-batches a step."""
     run = train_tiny_run(
         tmp_path / "out",
         max_steps=2,

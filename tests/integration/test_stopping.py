@@ -1,5 +1,6 @@
-"""However a run is stopped: one whole checkpoint, nothing left running, and the same command goes
-on from it.
+"""However a run is stopped, it leaves one whole checkpoint and no process.
+
+The same command goes on from that checkpoint.
 """
 
 import json
@@ -57,32 +58,38 @@ ENDLESS_STEPS = ["--max_steps", "100000"]
 
 
 def terminate_launcher(run: RunningCommand) -> None:
+    """Send SIGTERM to the launcher alone."""
     run.launcher.terminate()
 
 
 def terminate_everybody(run: RunningCommand) -> None:
+    """Send SIGTERM to all processes, as Slurm does."""
     run.signal_everybody(signal.SIGTERM)
 
 
 def terminate_everybody_twice(run: RunningCommand) -> None:
+    """Send SIGTERM to all processes, and again while they save."""
     run.signal_everybody(signal.SIGTERM)
     run.wait_for_words("SIGTERM: saving", 2)
     run.signal_everybody(signal.SIGTERM)
 
 
 def press_ctrl_c(run: RunningCommand) -> None:
+    """Press Ctrl-C in the run's terminal."""
     run.press_ctrl_c()
 
 
 def close_terminal(run: RunningCommand) -> None:
+    """Close the run's terminal, as a lost connection does."""
     run.close_terminal()
 
 
 def kill_launcher(run: RunningCommand) -> None:
+    """Kill the launcher."""
     run.launcher.kill()
 
 
-WAYS_TO_STOP = [
+STOP_FUNCTIONS = [
     terminate_everybody,
     terminate_everybody_twice,
     press_ctrl_c,
@@ -109,15 +116,18 @@ class StoppedRun:
 
 
 def start_and_stop(
-    config: str, output_dir: Path, way: Callable[[RunningCommand], None]
+    config: str, output_dir: Path, stop_function: Callable[[RunningCommand], None]
 ) -> StoppedRun:
-    """Start a run without an end, and stop it after its first step."""
+    """Start a run without an end, stop it after its first step, and return what it left.
+
+    `stop_function`: one of `STOP_FUNCTIONS`.
+    """
     older_checkpoints = checkpoints(output_dir)
     resumed_step = checkpoint_step(older_checkpoints[0]) if older_checkpoints else 0
     with RunningCommand(config, output_dir, [*STOPPING_RUN_ARGUMENTS, *ENDLESS_STEPS]) as run:
         run.wait_for_step(resumed_step + 1)
         output_at_step = run.output
-        way(run)
+        stop_function(run)
         code = run.wait_for_the_end()
         output = run.output
     saved = [folder for folder in checkpoints(output_dir) if folder not in older_checkpoints]
@@ -144,13 +154,16 @@ def assert_one_whole_checkpoint(stopped: StoppedRun) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped_run_by_way(tmp_path_factory):
-    """Stop one run of two processes in each way in turn, each time started by the same command.
+def stopped_run_by_function_name(tmp_path_factory):
+    """Stop one run of two processes in six ways, each time started again by the same command.
 
-    Returns each stopped run by the name of the way.
+    Returns each stopped run by the name of the function that stopped it.
     """
     out = tmp_path_factory.mktemp("stopping") / "out"
-    return {way.__name__: start_and_stop("cpu_zero3", out, way) for way in WAYS_TO_STOP}
+    return {
+        stop_function.__name__: start_and_stop("cpu_zero3", out, stop_function)
+        for stop_function in STOP_FUNCTIONS
+    }
 
 
 @dataclass(frozen=True)
@@ -169,13 +182,13 @@ class RunOnTwoMachines:
 
 
 @pytest.fixture(scope="module")
-def run_on_two_machines(tmp_path_factory, stopped_run_by_way):
+def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
     """Run on two machines by `setup/ssh/train.sh`, as a user does.
 
     The run gets at least to the first checkpoint of the run on one machine, to be compared there.
     """
-    first_run_stopped = next(iter(stopped_run_by_way.values()))
-    first_saved_step = checkpoint_step(first_run_stopped.saved[0])
+    first_run_stopped = next(iter(stopped_run_by_function_name.values()))
+    first_saved_step = step_of(first_run_stopped.saved[0])
     folder = tmp_path_factory.mktemp("machines")
     out = folder / "out"
     config = "configs/accelerate/cpu_zero3.yaml"
@@ -245,13 +258,17 @@ def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(run_on_two_machin
     ] * len(run_on_two_machines.saved)
 
 
-def test_two_machines_learn_what_two_processes_do(run_on_two_machines, stopped_run_by_way):
+def test_two_machines_learn_what_two_processes_do(
+    run_on_two_machines, stopped_run_by_function_name
+):
     """Checkpoints of the same step have the same weights, apart from rounding.
 
     The run on two machines was killed and started again, that of two processes was stopped often.
     """
     on_one_machine = {
-        folder.name: folder for stopped in stopped_run_by_way.values() for folder in stopped.saved
+        folder.name: folder
+        for stopped in stopped_run_by_function_name.values()
+        for folder in stopped.saved
     }
     on_two_machines = {folder.name: folder for folder in run_on_two_machines.saved}
     common_names = sorted(on_one_machine.keys() & on_two_machines.keys())
@@ -265,25 +282,30 @@ def test_two_machines_learn_what_two_processes_do(run_on_two_machines, stopped_r
         assert mean_weight_difference(weights_of_two, weights_of_one) < 1e-4 * movement, name
 
 
-@pytest.mark.parametrize("way", [way.__name__ for way in WAYS_TO_STOP])
-def test_two_processes_stop_with_one_whole_checkpoint(stopped_run_by_way, way):
-    assert_one_whole_checkpoint(stopped_run_by_way[way])
+@pytest.mark.parametrize(
+    "stop_function", [stop_function.__name__ for stop_function in STOP_FUNCTIONS]
+)
+def test_two_processes_stop_with_one_whole_checkpoint(stopped_run_by_function_name, stop_function):
+    """Whichever way the run was stopped, it saved one checkpoint that is whole."""
+    assert_one_whole_checkpoint(stopped_run_by_function_name[stop_function])
 
 
-def test_the_same_command_goes_on_from_each_of_them(stopped_run_by_way):
+def test_the_same_command_goes_on_from_each_of_them(stopped_run_by_function_name):
     """Except from the last, of which no start follows."""
-    for way, following in pairwise(WAYS_TO_STOP):
-        checkpoint = stopped_run_by_way[way.__name__].saved[0]
+    for stop_function, following in pairwise(STOP_FUNCTIONS):
+        checkpoint = stopped_run_by_function_name[stop_function.__name__].saved[0]
         assert (
-            f"going on from {checkpoint}" in stopped_run_by_way[following.__name__].output_at_step
+            f"going on from {checkpoint}"
+            in stopped_run_by_function_name[following.__name__].output_at_step
         )
 
 
-def test_the_shipped_launcher_settings_leave_time_to_save(stopped_run_by_way):
+def test_the_shipped_launcher_settings_leave_time_to_save(stopped_run_by_function_name):
+    """No run warns that torch's launcher would kill it while it saves."""
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ
     assert all(
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in stopped.output_at_step
-        for stopped in stopped_run_by_way.values()
+        for stopped in stopped_run_by_function_name.values()
     )
 
 

@@ -1,5 +1,6 @@
-"""The training command through the real stack: real diagrams, LoRA, an evaluation on the way, text
-alone, and a model that wants to sample image tokens.
+"""The training command with a real engine: real diagrams, LoRA, evaluations, and text alone.
+
+One model wants to sample image tokens, which are never sampled.
 """
 
 import json
@@ -214,9 +215,7 @@ def test_lora_reaches_the_engine(tmp_path):
 
 
 def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path):
-    """Same problems, same answers: the trainer's engine after the last step, and a fresh one on
-    what was exported.
-    """
+    """The training's engine after its last step scores what a fresh one on the export scores."""
     data = tmp_path / "data"
     out = tmp_path / "out"
     assert (

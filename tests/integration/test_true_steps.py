@@ -1,7 +1,7 @@
-"""A run that is rewarded for true steps goes on to the bit after a kill.
+"""A run with the reward `steps`, which checks an answer's steps, goes on to the bit after a kill.
 
-It also compares its right and wrong rollouts by their work. A stand-in plays the server; half of
-its answers claim something of the figure.
+It also compares right and wrong rollouts by their work. In half of its answers the fake server
+makes claims about the figure.
 """
 
 from collections.abc import Iterator
@@ -51,12 +51,12 @@ TRUE_STEPS_KEYS = {
 
 @pytest.fixture
 def server() -> Iterator[FakeVLLMServer]:
-    """Start a stand-in server that says one of `SERVER_ANSWERS` in half of its rollouts."""
-    stand_in = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2)
+    """Start a fake vLLM server that says one of `SERVER_ANSWERS` in half of its rollouts."""
+    fake_server = FakeVLLMServer(vocabulary=200, tokens=14, shortest=2)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_name("tiny"))
-    stand_in.turns = [tokenizer(answer)["input_ids"] for answer in SERVER_ANSWERS]
-    yield stand_in
-    stand_in.close()
+    fake_server.turns = [tokenizer(answer)["input_ids"] for answer in SERVER_ANSWERS]
+    yield fake_server
+    fake_server.close()
 
 
 def write_triangle_rows(folder: Path) -> Path:

@@ -1,5 +1,7 @@
-"""The four views of one tiny model: taught to reason, made blind, and taught to read facts out
-alone.
+"""A benchmark shows each problem in four views: as image, as text, as both, and with a blank image.
+
+From the scores of a model in each, the comparison says whether it sees and whether it reasons. The
+tests teach tiny models to do both, make one blind, and teach one to read facts alone.
 """
 
 import random

@@ -1,6 +1,4 @@
-"""A stranger's data set on its whole way: the page's commands, and two images a row through the
-engine.
-"""
+"""A user's own data set, from the page's commands to a training with two images a row."""
 
 import json
 import re
@@ -100,8 +98,9 @@ def write_rows_with_two_images(folder: Path) -> None:
 
 
 def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path):
-    """Trained for two steps on a table named in the config, with the engine, and evaluated on its
-    held-out rows.
+    """A run trains two steps with an engine on a table with two images a row.
+
+    It is evaluated on the table's test rows.
     """
     folder = tmp_path / "in"
     write_rows_with_two_images(folder)

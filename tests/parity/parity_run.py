@@ -1,5 +1,6 @@
-"""Trains a few large steps and writes how far engine and trainer were apart: run by the parity
-tests, on 1 or 2 ranks.
+"""Trains a few steps with large updates, and writes how far engine and policy were apart.
+
+Run by the parity tests on one or two ranks.
 
 Usage: accelerate launch ... -m tests.parity.parity_run --model DIR --output FILE.json [--sabotage
 NAME] [--look NAME] [key=value ...]
@@ -94,7 +95,7 @@ class RecordingTrainer(AdoraGRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         if not self.first:
             self.first = {**output, "pixel_values": self.pixels(output["pixel_values"])}
-            self.logps_first = self.logps_now(self.first)
+            self.logps_first = self.present_logps(self.first)
         self.last_advantages = output["advantages"]
         self.own_lengths = loss_mask(cast("Batch", output)).sum(dim=1)
         if self.use_vllm:
@@ -108,7 +109,7 @@ class RecordingTrainer(AdoraGRPOTrainer):
         bank = self.parts.images.banks.of(int(references[0, 0]))
         return bank.pixels(bank.image_ids)[0][references[:, 0] - bank.first]
 
-    def logps_now(self, batch: dict[str, Any]) -> torch.Tensor:
+    def present_logps(self, batch: dict[str, Any]) -> torch.Tensor:
         """Score a batch with the present weights: log-probabilities (B, C)."""
         with torch.no_grad():
             logps, _, _ = self._get_per_token_logps_and_entropies(
@@ -141,10 +142,10 @@ def read_last_table(folder: str) -> dict[str, list[Any]]:
     return {**columns, "reward": rewards, "length": columns["adora_length"]}
 
 
-def break_correction(name: str) -> None:
-    """Break one correction, to see that the tests notice.
+def break_one_correction(name: str) -> None:
+    """Break one of our corrections of TRL, to see that the tests notice.
 
-    name: `expanded` sends an image's whole run of tokens, which the engine expands again;
+    `name`: `expanded` sends an image's whole run of tokens, which the engine expands again;
     `no_sync` leaves the engine's weights as they are; the two `stale` ones leave one of its caches
     from the weights before; `pixel_limits` lets it resize images otherwise. Empty breaks nothing.
     """
@@ -252,22 +253,24 @@ def largest_change(trainer: RecordingTrainer, weights_before: dict[str, torch.Te
     return max(changes)
 
 
-def chosen(inspections: Mapping[str, Inspection], names: Sequence[str]) -> dict[str, Inspection]:
-    """Return those inspections that `--look` names."""
+def inspections_named(
+    inspections: Mapping[str, Inspection], names: Sequence[str]
+) -> dict[str, Inspection]:
+    """Return those inspections whose names the option `--look` has."""
     return {name: inspections[name] for name in inspections if name in names}
 
 
-def findings_of(
+def inspect_trainer(
     inspections: Mapping[str, Inspection], trainer: RecordingTrainer, rows: list[Any]
 ) -> dict[str, Any]:
-    """Return what each inspection finds, by its name. Collective."""
+    """Return the JSON of each inspection by its name. All ranks call it."""
     return {name: inspect(trainer, rows) for name, inspect in inspections.items()}
 
 
-def result_of(trainer: RecordingTrainer) -> dict[str, Any]:
-    """Return how far engine and policy were apart, over all ranks. Collective."""
+def distances_of_run(trainer: RecordingTrainer) -> dict[str, Any]:
+    """Return how far engine and policy were apart, over all ranks. All ranks call it."""
     gather = trainer.accelerator.gather
-    moved_BC = (trainer.logps_now(trainer.first) - trainer.logps_first).abs()
+    moved_BC = (trainer.present_logps(trainer.first) - trainer.logps_first).abs()
     in_loss_BC = loss_mask(cast("Batch", trainer.first)).bool()
     largest_move = moved_BC[in_loss_BC].max()
     gaps_of_ranks = gather(torch.tensor([trainer.gaps]))
@@ -289,21 +292,21 @@ def result_of(trainer: RecordingTrainer) -> dict[str, Any]:
 def main() -> None:
     """Train on the same four problems in each step, and write the differences as JSON."""
     options = read_options()
-    break_correction(options.sabotage)
+    break_one_correction(options.sabotage)
     problems = problems_of_run(options)
     trainer = build_trainer(options, problems)
     vision_at_start = vision_weights(trainer)
-    first_inspections = chosen(INSPECTIONS_BEFORE_TRAINING, options.look)
-    findings = findings_of(first_inspections, trainer, list(problems))
+    first_inspections = inspections_named(INSPECTIONS_BEFORE_TRAINING, options.look)
+    findings = inspect_trainer(first_inspections, trainer, list(problems))
     trainer.train()
     vision_moved = largest_change(trainer, vision_at_start)
-    result = result_of(trainer)
+    result = distances_of_run(trainer)
     # Counted here, because an inspection may add an adapter.
     tensors_by_component = Counter(
         component_of(name) for name, _ in trainer.model.named_parameters()
     )
-    last_inspections = chosen(INSPECTIONS_AFTER_TRAINING, options.look)
-    findings |= findings_of(last_inspections, trainer, list(problems))
+    last_inspections = inspections_named(INSPECTIONS_AFTER_TRAINING, options.look)
+    findings |= inspect_trainer(last_inspections, trainer, list(problems))
     if trainer.accelerator.is_main_process:
         result |= {
             "vision_moved": vision_moved,

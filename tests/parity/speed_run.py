@@ -1,14 +1,15 @@
-"""The same rollouts with each way to save work, in one run: writes losses and every gradient's
-distance from stock's.
+"""Trains on the same rollouts in every step, each time with other time-saving parts switched on.
 
-Usage: accelerate launch ... speed_run.py --output FILE.json [--only STEP,STEP] [--sabotage NAME]
-[key=value ...] The policy stands still (learning rate 0), the problems and the rollouts' seeds come
-again at every step, and only the switches differ: the first step has all of them off, which is
-stock TRL's way.
+Writes the losses, and each gradient's relative distance from that of the first step, which has all
+parts off as stock TRL has. The policy does not change (learning rate 0), and problems and seeds are
+the same in each step.
 
 The policy is float64, so that rounding (1e-16 an operation, on every processor) hides nothing; the
 engine is float32, and its rollouts are data here. With `--float32` the policy is float32, the only
 one of the two that DeepSpeed takes.
+
+Usage: accelerate launch ... speed_run.py --output FILE.json [--only STEP,STEP] [--sabotage NAME]
+[key=value ...]
 """
 
 import argparse
@@ -132,15 +133,15 @@ class TrainerThatSamplesAgain(AdoraGRPOTrainer):
         super().__init__(*args, **kwargs)
         log_scored = self.parts.metrics_logger.log_scored
 
-        def log_and_note(generation: Generation, unscored_groups: Any, scored_groups: Any) -> None:
-            log_scored(generation, unscored_groups, scored_groups)
+        def log_and_record(generation: Generation, built_groups: Any, scored_groups: Any) -> None:
+            log_scored(generation, built_groups, scored_groups)
             if not generation.key.attempt:  # a batch that refills the pool is a later attempt
                 processed = self.parts.images._cache.processed
                 self.images_processed.append(processed - self.processed_before)
                 self.image_passes_at_start.append(self.image_passes_before)
                 self.completion_ids.append(scored_groups.batch["completion_ids"].tolist())
 
-        self.parts.metrics_logger.log_scored = log_and_note  # type: ignore[method-assign]
+        self.parts.metrics_logger.log_scored = log_and_record  # type: ignore[method-assign]
 
 
 class SwitchPartsByStep(TrainerCallback):
@@ -184,8 +185,8 @@ def gradient_distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
     return largest_distances
 
 
-def differences(counts: list[int]) -> list[int]:
-    """Return by how much each count is above the one before it."""
+def increments(counts: list[int]) -> list[int]:
+    """Return by how much each count is above the one before it: [2, 5, 6] gives [3, 1]."""
     return [later - earlier for earlier, later in pairwise(counts)]
 
 
@@ -303,10 +304,10 @@ def build_trainer(
     return trainer
 
 
-def figures_of_steps(
+def results_of_steps(
     trainer: TrainerThatSamplesAgain, gradients: GradientRecorder
 ) -> dict[str, Any]:
-    """Return what each step logged and counted, and how far its gradients are from the first's."""
+    """Return what each step logged and counted, and the distances of its gradients."""
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     packed_forward = trainer.parts.policy_pass.packed_forward
     image_passes = [*trainer.image_passes_at_start, trainer.parts.images.vision.image_passes]
@@ -322,13 +323,13 @@ def figures_of_steps(
         "kl": [entry["kl"] for entry in log] if trainer.args.beta else None,
         "drift": [entry.get("adora/drift", 0.0) for entry in log],
         "images_processed": trainer.images_processed,
-        "image_passes": differences(image_passes),
+        "image_passes": increments(image_passes),
         "samples_equal_first": [ids == first_ids for ids in trainer.completion_ids],
         "refilled": log[-1].get("adora/refilled_groups"),
         "distances": gradient_distances(gradients.steps) if has_gradients else None,
-        "packed_passes": differences(packed_passes),
-        "micro_batches": differences(forward_passes),
-        "refused": packed_forward.disabled_reason,
+        "packed_passes": increments(packed_passes),
+        "micro_batches": increments(forward_passes),
+        "refused": packed_forward.refusal,
     }
 
 
@@ -345,7 +346,7 @@ def main() -> None:
         result = {
             "steps": options.only,
             "losses": mean_losses.tolist(),
-            **figures_of_steps(trainer, gradients),
+            **results_of_steps(trainer, gradients),
         }
         options.output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()

@@ -1,5 +1,7 @@
-"""vLLM and the trainer agree on the sampled tokens, cold and after large updates, on one process
-and on two (ZeRO-3); and where a correction is taken out, that is noticed.
+"""vLLM and the trainer agree on the log-probabilities of sampled tokens.
+
+They agree before the first update and after large ones, on one process and on two (ZeRO-3). Where
+one of our corrections is taken out, that is noticed.
 """
 
 from pathlib import Path
@@ -155,6 +157,7 @@ def test_the_doctor_on_another_family(qwen3_vl_result):
 
 
 def test_both_engines_of_the_evaluators_answer_alike_for_another_family(qwen3_vl_result):
+    """vLLM and Transformers give the same greedy answers to four problems, with tools."""
     answers = qwen3_vl_result["looks"]["answers"]
     assert answers["vllm"] == answers["transformers"]
     assert len(answers["vllm"]) == 4
@@ -175,8 +178,10 @@ LONG_PROMPTS = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]
 
 
 def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
-    """The tiny model puts up to 0.2 % of its mass on tokens that are never sampled here: no gap may
-    come of that.
+    """Prompts of over 128 tokens are found in the prefix cache, which each sync resets.
+
+    The tiny model gives up to 0.2 % probability to tokens that are never sampled: no gap may come
+    of that.
     """
     assert_parity(run_parity(tmp_path, "cpu", *LONG_PROMPTS))
 
@@ -229,6 +234,7 @@ def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
 
 
 def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
+    """The engine would resize images otherwise, so its prompts have fewer image tokens."""
     result = run_parity(
         tmp_path, "cpu", "--sabotage", "pixel_limits", "per_device_train_batch_size=8", check=False
     )
@@ -239,6 +245,11 @@ def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
 
 @pytest.mark.parametrize("cache", ["prefix", "encoder"])
 def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
+    """After an update the engine would answer with keys, values or features of the old weights.
+
+    An engine on a CPU may end instead, because its runner forgets features and its scheduler does
+    not.
+    """
     words = [
         *LONG_PROMPTS,
         "--sabotage",
@@ -257,6 +268,7 @@ def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
 
 
 def test_without_the_sync_the_gap_grows(tmp_path):
+    """An engine with the weights of the start is far from the policy after two updates."""
     result = run_parity(
         tmp_path,
         "cpu",

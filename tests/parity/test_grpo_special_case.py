@@ -1,5 +1,6 @@
-"""With weights of 1 ADORA's step is stock GRPO's: losses, gradients and advantages to the bit, on
-the same rollouts.
+"""With weights of 1 a step with ADORA is stock GRPO's, on the same rollouts.
+
+Losses, gradients and advantages are equal to the bit.
 """
 
 from typing import Any, get_args
@@ -119,6 +120,7 @@ def assert_same_steps(ours, stock_result):
     ids=["off", "method"],
 )
 def test_with_weights_of_one_the_step_is_stock_grpo(tmp_path, stock_result, settings):
+    """ADORA with mode "off", and the method "grpo", change nothing of stock TRL's two steps."""
     assert_same_steps(train_two_steps(AdoraGRPOTrainer, tmp_path, **settings), stock_result)
 
 
@@ -133,6 +135,7 @@ FOUR_STEPS_A_GENERATION = {
 
 
 def test_several_steps_a_generation_are_stock_grpos(tmp_path):
+    """Four optimizer steps learn from one generation, and the fifth from the next."""
     stock_result = train_two_steps(GRPOTrainer, tmp_path / "stock", **FOUR_STEPS_A_GENERATION)
     ours = train_two_steps(
         AdoraGRPOTrainer, tmp_path / "ours", adora_method="grpo", **FOUR_STEPS_A_GENERATION
@@ -183,11 +186,11 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
     log_scored = MetricsLogger.log_scored
     facts_of_steps = list[RolloutFacts]()
 
-    def log_and_note(log: MetricsLogger, generation: Any, built: Any, scored: Any) -> None:
+    def log_and_record(log: MetricsLogger, generation: Any, built: Any, scored: Any) -> None:
         facts_of_steps.append(scored.facts)
         log_scored(log, generation, built, scored)
 
-    monkeypatch.setattr(MetricsLogger, "log_scored", log_and_note)
+    monkeypatch.setattr(MetricsLogger, "log_scored", log_and_record)
     method_options = {"daro": {}, "adora": {"criteria": ["difficulty"], "tau": 0.2}}
     ours = train_two_steps(AdoraGRPOTrainer, tmp_path, adora_method=method_options)
     options = Adora(criteria=("difficulty",), tau=Schedule(0.2))

@@ -1,5 +1,6 @@
-"""A generation is graded and collated as TRL does it: every column and figure to the bit, on the
-same completions.
+"""A generation is graded and collated as stock TRL does it, on the same completions.
+
+Every column of the batch and every metric is equal to the bit.
 """
 
 import copy
@@ -34,7 +35,7 @@ IMAGE_COUNTS_BY_CASE = {
     "mixed": (0, 2, 0, 1),
 }
 # Means that are summed in another order, without a mask as an index.
-ROUNDED_FIGURES = {
+ROUNDED_METRICS = {
     "sampling/sampling_logp_difference/mean",
     "sampling/importance_sampling_ratio/mean",
 }
@@ -79,8 +80,8 @@ class FlatImagesProcessor:
         )
 
 
-def rows_with_images(image_counts: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Build a row for each rollout; the problems have so many images each."""
+def rows_of_rollouts(image_counts: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return a row for each rollout of four problems, which have so many images each."""
     rows = [
         {
             "prompt": conversation(f"What is {number}?", SYSTEM_PROMPT),
@@ -92,10 +93,10 @@ def rows_with_images(image_counts: tuple[int, ...]) -> list[dict[str, Any]]:
     return [copy.copy(row) for row in rows for _ in range(GROUP_SIZE)]
 
 
-def made_up_samples(
+def random_completions_and_logps(
     end_token_ids: list[int],
 ) -> tuple[list[list[int]], list[list[float | None]]]:
-    """Make up completions of 1 to 9 tokens and an engine's log-probabilities of them.
+    """Return random completions of 1 to 9 tokens, and an engine's log-probabilities of them.
 
     Every second completion has the end tokens. One log-probability is missing.
     """
@@ -211,8 +212,8 @@ SETTINGS_BY_CASE: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_equal_columns_and_figures(ours: dict[str, Any], stock: dict[str, Any]) -> None:
-    """Assert that our generation has every column and figure of stock TRL's, to the bit."""
+def assert_equal_columns_and_metrics(ours: dict[str, Any], stock: dict[str, Any]) -> None:
+    """Assert that our generation has every column and metric of stock TRL's, to the bit."""
     for name, stock_value in stock["batch"].items():
         our_value = ours["batch"][name]
         if name == "sampling_per_token_logps":  # NaN where a log-probability is missing
@@ -226,7 +227,7 @@ def assert_equal_columns_and_figures(ours: dict[str, Any], stock: dict[str, Any]
     for name, values in stock["figures"].items():
         (our_figure,) = ours["figures"][name]
         (stock_figure,) = values
-        if name in ROUNDED_FIGURES:
+        if name in ROUNDED_METRICS:
             assert our_figure == pytest.approx(stock_figure, rel=1e-6), name
         else:
             assert our_figure == stock_figure, name
@@ -252,7 +253,7 @@ def test_a_generation_is_trls(tmp_path, case):
     trainer = build_trainer(
         tmp_path, [reward_by_first_token, *further_rewards[rewards]], **settings
     )
-    completions, logps = made_up_samples(trainer.eos_token_ids[:1])
+    completions, logps = random_completions_and_logps(trainer.eos_token_ids[:1])
     answers = [
         SamplingResult(tokens=tokens, logps=scores)
         for tokens, scores in zip(completions, logps, strict=True)
@@ -281,11 +282,11 @@ def test_a_generation_is_trls(tmp_path, case):
     processor = trainer.processing_class
     trainer.processing_class = FlatImagesProcessor(trainer.processing_class)
     stock_method = GRPOTrainer._generate_and_score_completions
-    stock = generate_batch(trainer, stock_method, rows_with_images(image_counts))
+    stock = generate_batch(trainer, stock_method, rows_of_rollouts(image_counts))
     trainer.processing_class = processor
     our_method = AdoraGRPOTrainer._generate_and_score_completions
-    ours = generate_batch(trainer, our_method, rows_with_images(image_counts))
-    assert_equal_columns_and_figures(ours, stock)
+    ours = generate_batch(trainer, our_method, rows_of_rollouts(image_counts))
+    assert_equal_columns_and_metrics(ours, stock)
     our_advantages = ours["table"].pop("extra/advantage_raw")
     assert our_advantages == stock["table"].pop("advantages")
     assert any(our_advantages)

@@ -1,5 +1,7 @@
-"""Whatever is computed once gives the losses and gradients of stock TRL's way, on the same
-rollouts.
+"""Parts of a step that compute something once give the losses and gradients of stock TRL.
+
+`speed_run.py` trains on the same rollouts in each step, with other parts switched on; its steps are
+named by what is on, such as "vision" or "all".
 """
 
 import json
@@ -51,23 +53,25 @@ def result_of_all_steps(tmp_path_factory):
     return run_speed_script(tmp_path_factory.mktemp("one"), "cpu")
 
 
-def by_step(result: dict[str, Any], figure: str) -> dict[str, Any]:
-    """Return the figure of each step that learns from the same rollouts."""
+def values_by_step(result: dict[str, Any], figure: str) -> dict[str, Any]:
+    """Return a result of each step by its name, but for "refill", which has other rollouts."""
     figures = dict(zip(result["steps"], result[figure], strict=True))
     return {name: value for name, value in figures.items() if name != "refill"}
 
 
 def assert_equal_steps(result: dict[str, Any], loss_bound: float = 1e-12) -> None:
+    """Assert that all steps have the same rollouts and loss, and that engine and policy agree."""
     assert all(result["samples_equal_first"]), "the rollouts were not the same"
-    for name, loss in by_step(result, "losses").items():
+    for name, loss in values_by_step(result, "losses").items():
         assert loss == pytest.approx(result["losses"][0], abs=loss_bound, rel=0), name
     assert max(result["drift"]) < DRIFT_BOUND
 
 
 def test_every_switch_keeps_the_loss_and_every_gradient(result_of_all_steps):
+    """Gradients of each step are those of the step with all parts off."""
     assert_equal_steps(result_of_all_steps)
     assert result_of_all_steps["norms"][0] > 0.05
-    for name, distance in by_step(result_of_all_steps, "distances").items():
+    for name, distance in values_by_step(result_of_all_steps, "distances").items():
         assert distance <= GRADIENT_BOUND, name
 
 
@@ -89,8 +93,9 @@ def test_a_reference_model_is_asked_the_same(tmp_path):
 
 
 def test_turns_with_pictures_of_tools(tmp_path):
-    """A prompt shared by rollouts that have seen different pictures since, and of what tools say
-    nothing is learned.
+    """Rollouts share a prompt although tools have shown them different pictures since.
+
+    Nothing is learned of what tools say.
     """
     result = run_speed_script(
         tmp_path, "cpu", "--tools", "--only", "off,vision,prompt,no padding,all"
@@ -107,7 +112,7 @@ def test_the_work_is_really_saved(result_of_all_steps):
     # 4 problems, 8 rollouts each; the image of each went through the processor once in the whole
     # run
     assert sum(result_of_all_steps["images_processed"]) == 4
-    image_passes = by_step(result_of_all_steps, "image_passes")
+    image_passes = values_by_step(result_of_all_steps, "image_passes")
     assert image_passes["off"] == 2 * 32, (
         "a pass for the old log-probabilities and the policy's own, over every copy"
     )
@@ -115,19 +120,20 @@ def test_the_work_is_really_saved(result_of_all_steps):
     assert image_passes["vision"] == 2 * 4
     assert image_passes["zero signal"] == 32 + 16, "two of four problems have no signal"
     assert image_passes["all"] == 2
-    skipped = by_step(result_of_all_steps, "skipped")
+    skipped = values_by_step(result_of_all_steps, "skipped")
     assert skipped["all"] == skipped["zero signal"] == 0.5
     assert skipped["no padding"] == 0
     assert sum(result_of_all_steps["packed_passes"]) > 0
     assert not result_of_all_steps["refused"]
-    assert by_step(result_of_all_steps, "packed_passes")["no padding"] > 0, (
+    assert values_by_step(result_of_all_steps, "packed_passes")["no padding"] > 0, (
         "no pass was without padding"
     )
 
 
 def test_groups_of_a_further_batch_bring_all_that_is_theirs(result_of_all_steps):
-    """Were a token, an image or a log-probability another row's, engine and policy would differ on
-    it.
+    """Each row of a refilled batch has its own tokens, images and log-probabilities.
+
+    If one were another row's, engine and policy would differ on it.
     """
     assert result_of_all_steps["steps"][-1] == "refill"
     assert result_of_all_steps["refilled"] > 0
@@ -146,7 +152,7 @@ def test_micro_batches_of_half_a_group(tmp_path):
     )
     assert_equal_steps(result)
     assert max(result["distances"]) <= GRADIENT_BOUND
-    micro_batches = by_step(result, "micro_batches")
+    micro_batches = values_by_step(result, "micro_batches")
     assert micro_batches["off"] == micro_batches["no padding"] == 8
     assert micro_batches["zero signal"] == micro_batches["all"] == 4
 
@@ -161,7 +167,7 @@ def test_filled_micro_batches(tmp_path):
     result = run_speed_script(tmp_path, "cpu", *words, "max_completion_length=192", "--only", only)
     assert_equal_steps(result)
     assert max(result["distances"]) <= GRADIENT_BOUND
-    micro_batches = by_step(result, "micro_batches")
+    micro_batches = values_by_step(result, "micro_batches")
     assert micro_batches["off"] == 8
     assert micro_batches["fill"] <= 4
     assert micro_batches["fill separate rows"] < 8
@@ -178,7 +184,7 @@ def test_a_step_with_a_fault_put_in_is_told_apart_from_a_right_one(tmp_path):
     words = ("--sabotage", "positions,rows", "gradient_accumulation_steps=3")
     result = run_speed_script(tmp_path, "cpu", *words, "--only", only)
     assert "differ by" in result["refused"], "the check on the first batch did not fall back"
-    assert by_step(result, "distances")["zero signal"] > 1e-3
+    assert values_by_step(result, "distances")["zero signal"] > 1e-3
 
 
 def test_two_zero3_processes_with_groups_without_signal(tmp_path):
@@ -193,15 +199,15 @@ def test_two_zero3_processes_with_groups_without_signal(tmp_path):
     assert_equal_steps(result, LOSS_BOUND_FLOAT32)
     assert sum(result["packed_passes"]) > 0
     assert not result["refused"]
-    for norm in by_step(result, "norms").values():
+    for norm in values_by_step(result, "norms").values():
         assert norm == pytest.approx(result["norms"][0], rel=NORM_BOUND_FLOAT32)
-    skipped = by_step(result, "skipped")
-    moved = by_step(result, "moved")
+    skipped = values_by_step(result, "skipped")
+    moved = values_by_step(result, "moved")
     # the silent problems are the first process's: alone, it would look on while the other takes all
     # of its own
     assert skipped["zero signal"] == 0
     assert skipped["spread"] == skipped["all"] == 0.5
     assert moved["spread"] == 0.5
-    micro_batches = by_step(result, "micro_batches")
+    micro_batches = values_by_step(result, "micro_batches")
     assert micro_batches["off"] == micro_batches["zero signal"] == 4
     assert micro_batches["spread"] == micro_batches["all"] == 2

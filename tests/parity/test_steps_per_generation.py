@@ -1,5 +1,6 @@
-"""Each of several optimizer steps on one generation has the gradient that stock TRL has on the same
-rollouts.
+"""Several optimizer steps learn from one generation, each with stock TRL's gradient.
+
+The gradients are compared on the same rollouts.
 """
 
 from typing import Any, cast
@@ -38,19 +39,19 @@ GROUPS_WITHOUT_SIGNAL = (
 )
 
 
-def reward(completions: list[Any], **columns: Any) -> list[float]:
-    """Call every second rollout right, whatever it says, but in the silent groups."""
+def reward_every_second_rollout(completions: list[Any], **columns: Any) -> list[float]:
+    """Return 1 for every second rollout, whatever it says, but 0 in the groups without signal."""
     return [
         0.0 if row // GROUP_SIZE in GROUPS_WITHOUT_SIGNAL else float(row % 2)
         for row in range(len(completions))
     ]
 
 
-class WatchedTrainer(AdoraGRPOTrainer):
-    """Keeps the generation as a whole, its log-probabilities before the first update, and updates.
+class RecordingTrainer(AdoraGRPOTrainer):
+    """A trainer that records its generation, the log-probabilities of that time, and each update.
 
-    `update`: the micro-batches of the update that is going on. `updates`: what `CompareWithStock`
-    found in each.
+    `update` has the micro-batches of the present update, and `updates` what `CompareWithStock` has
+    measured in each.
     """
 
     update: list[dict[str, Any]]
@@ -83,7 +84,7 @@ class WatchedTrainer(AdoraGRPOTrainer):
 class CompareWithStock(TrainerCallback):
     """Compares the gradient of each update with stock TRL's on the same rollouts."""
 
-    trainer: WatchedTrainer
+    trainer: RecordingTrainer
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         """Note how far the update's gradient is from TRL's.
@@ -148,9 +149,9 @@ def updates(tmp_path_factory) -> list[dict[str, Any]]:
         max_grad_norm=1e9,  # clipped gradients could not be compared
     )
     compare = CompareWithStock()
-    trainer = WatchedTrainer(
+    trainer = RecordingTrainer(
         model=str(PRETRAINED_FOLDER),
-        reward_funcs=reward,
+        reward_funcs=reward_every_second_rollout,
         args=args,
         train_dataset=training_data_set(list(generate(16, seed=6))),
         processing_class=load_processor(str(PRETRAINED_FOLDER)),
@@ -162,8 +163,10 @@ def updates(tmp_path_factory) -> list[dict[str, Any]]:
 
 
 def test_every_update_has_stocks_gradient_on_its_rollouts(updates):
-    """Rounding is 1e-5 on any processor; a rollout with a wrong weight or old log-probability is
-    above 1e-2.
+    """The relative distance of the gradients is below 1e-3.
+
+    Rounding is 1e-5 on any processor; a rollout with a wrong weight or old log-probability is above
+    1e-2.
     """
     assert len(updates) == UPDATES
     assert all(update["largest_norm"] > 1e-4 for update in updates), (
@@ -173,6 +176,7 @@ def test_every_update_has_stocks_gradient_on_its_rollouts(updates):
 
 
 def test_groups_stay_whole_and_none_with_signal_is_lost_or_seen_twice(updates):
+    """Each update learns from whole groups, and all together from every group with signal."""
     for update in updates:
         groups = {row // GROUP_SIZE for row in update["rows"]}
         assert sorted(update["rows"]) == [

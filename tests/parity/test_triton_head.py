@@ -1,5 +1,6 @@
-"""TRL's kernels of the language-model head for a card give float64's log-probabilities, by Triton's
-interpreter.
+"""TRL's GPU kernels of the language-model head give float64's log-probabilities.
+
+They run in Triton's interpreter, so no GPU is needed.
 """
 
 import json
@@ -41,8 +42,8 @@ print(json.dumps(found))
 """
 
 
-def test_the_kernels_of_a_card_are_as_float64(subtests):
-    """The kernels themselves, line by line; what a GPU's compiler makes of them is not shown."""
+def test_the_kernels_of_a_gpu_are_as_float64(subtests):
+    """The kernels run line by line; what a GPU's compiler makes of them is not shown."""
     pytest.importorskip(
         "triton.runtime.interpreter", reason="Triton's interpreter is not installed"
     )

@@ -114,9 +114,7 @@ def test_dapo_by_hand():
 
 
 def test_adora_amplifies_after_dapo():
-    """Both factors apply to the first group, whose longest answer is right; the other has no
-    signal.
-    """
+    """Both factors apply to the first group, whose longest answer is right; the other has none."""
     groups = groups_of_rewards(
         [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]],
         [[9, 5, 5, 5], [4, 4, 4, 4]],

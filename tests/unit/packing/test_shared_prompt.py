@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.nn.attention import fake_flash_attention as torch_varlen
+from torch.nn.attention import varlen as torch_varlen
 from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -277,7 +277,7 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_s_pass_with_one_call_is_as_separate_rows(monkeypatch, checkpointing):
-    """A GPU's kernel, here a replacement, takes rows of different lengths: all spans in one call."""
+    """A GPU's kernel, here a replacement, takes spans of different lengths in one call."""
     kernel = Mock(side_effect=varlen_attn)
     monkeypatch.setattr(torch_varlen, "varlen_attn", kernel)
     monkeypatch.setattr(split_attention.VARLEN_ATTENTION, "supports", lambda *_: True)
@@ -317,7 +317,7 @@ def test_any_lengths_are_as_separate_rows(lengths, attention):
 
 
 def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_group():
-    """A mask of the whole packed sequence would have as many entries as the square of its length."""
+    """A mask of the whole packed sequence would have as many entries as its length squared."""
     rows = random_rows([(6, [40] * 16)], images=False)
     saved_sizes: list[int] = []
 
@@ -343,7 +343,7 @@ def test_an_adapter_is_trained_alike():
 
 
 def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_path, subtests):
-    """Plain passes, generation and saved files stay what they were, also after a pass has failed."""
+    """Plain passes, generation and saved files stay what they were, also after a failed pass."""
     for kind in FAMILIES:
         with subtests.test(kind):
             model = small_model(kind).eval()

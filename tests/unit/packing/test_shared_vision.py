@@ -549,7 +549,7 @@ def test_features_and_gradients_are_those_of_the_loop(grids):
 
 @given(st.lists(st.sampled_from([64, 32, 16, 4]), min_size=1, max_size=30))
 def test_every_patch_has_its_place_and_its_way_back(lengths):
-    """Windows are sorted by size, `lengths` in patches; the inverse order restores their patches."""
+    """Windows are sorted by size, `lengths` in patches, and the inverse order restores them."""
     windows = sort_windows(tuple(lengths), torch.device("cpu"))
     patch_count = sum(size * count for size, count in windows.count_by_size.items())
     assert patch_count == sum(lengths)
