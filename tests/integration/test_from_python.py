@@ -365,10 +365,10 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         RunRequest(
             args, source, rows, reward_pairs, tools=[area, "zoom"], environment_factory=Board
         ),
-        RunContext.of_launch("leave"),
+        RunContext.of_launch("ignore"),
     )
     assert run.rewards.entries == ("reward_pairs", "Board")
-    assert '"name": "pair"' in run.data.train[0]["prompt"][0]["content"]
+    assert '"name": "pair"' in run.data.train_dataset[0]["prompt"][0]["content"]
     with pytest.raises(
         UserError,
         match="environment_factory: a reward function has the name 'reward_pairs', too; rename",
@@ -381,7 +381,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
                 reward_pairs,
                 environment_factory=type("reward_pairs", (Board,), {}),
             ),
-            RunContext.of_launch("leave"),
+            RunContext.of_launch("ignore"),
         )
     assert run.data.eval_dataset["own"][0]["prompt"][0] == run.data.train_dataset[0]["prompt"][0], (
         "TRL's evaluations tell of them, too"

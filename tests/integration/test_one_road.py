@@ -185,9 +185,9 @@ def start_from_python(words: list[str], dataset: Dataset | None = None) -> None:
 
 
 START_BY_ENTRY_POINT: dict[str, Callable[[list[str]], Any]] = {
-    "C": lambda words: prepare(read(words)),
-    "D": lambda words: make_plan(read(words), DryRunOptions()),
-    "K": lambda words: doctor.diagnose(read(words)),
+    "C": lambda words: prepare(parse_command(words)),
+    "D": lambda words: make_plan(parse_command(words), DryRunOptions()),
+    "K": lambda words: doctor.diagnose(parse_command(words)),
     "P": start_from_python,
 }
 ALL_ENTRY_POINTS = "CDKP"
@@ -861,7 +861,7 @@ def test_every_check_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
 ):
     """Command, dry run, doctor and Python make the same checks in the same order.
 
-    A dry run lists what it could not look at under `unknown`; a run knows all.
+    A dry run lists what it could not check under `unchecked`; a run checks all.
     """
     checks_made: list[str] = []
 
@@ -884,7 +884,7 @@ def test_every_check_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
         "--output_dir",
     ]
     entry_points: dict[str, Callable[[], Any]] = {
-        "command": lambda: prepare(read([*words, str(tmp_path / "run")])),
+        "command": lambda: prepare(parse_command([*words, str(tmp_path / "run")])),
         "dry run": lambda: prepare_on_paper(
             parse_command([*words, str(tmp_path / "paper")]), DryRunOptions()
         ),

@@ -188,7 +188,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
     The run gets at least to the first checkpoint of the run on one machine, to be compared there.
     """
     first_run_stopped = next(iter(stopped_run_by_function_name.values()))
-    first_saved_step = step_of(first_run_stopped.saved[0])
+    first_saved_step = checkpoint_step(first_run_stopped.saved[0])
     folder = tmp_path_factory.mktemp("machines")
     out = folder / "out"
     config = "configs/accelerate/cpu_zero3.yaml"

@@ -133,8 +133,10 @@ class TrainerThatSamplesAgain(AdoraGRPOTrainer):
         super().__init__(*args, **kwargs)
         log_scored = self.parts.metrics_logger.log_scored
 
-        def log_and_record(generation: Generation, built_groups: Any, scored_groups: Any) -> None:
-            log_scored(generation, built_groups, scored_groups)
+        def log_and_record(
+            generation: Generation, unscored_groups: Any, scored_groups: Any
+        ) -> None:
+            log_scored(generation, unscored_groups, scored_groups)
             if not generation.key.attempt:  # a batch that refills the pool is a later attempt
                 processed = self.parts.images._cache.processed
                 self.images_processed.append(processed - self.processed_before)
@@ -329,7 +331,7 @@ def results_of_steps(
         "distances": gradient_distances(gradients.steps) if has_gradients else None,
         "packed_passes": increments(packed_passes),
         "micro_batches": increments(forward_passes),
-        "refused": packed_forward.refusal,
+        "refused": packed_forward.disabled_reason,
     }
 
 

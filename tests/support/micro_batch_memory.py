@@ -1,4 +1,4 @@
-"""`MicroBatchRoom`, which says how many groups fit into memory, for the 3B model with LoRA."""
+"""`MicroBatchMemory`, which says how many groups fit into memory, for the 3B model with LoRA."""
 
 from peft import LoraConfig
 
@@ -28,8 +28,8 @@ def micro_batch_memory_of_3b(
     *,
     shares_prompts: bool = True,
     longest: int = LONGEST_ANSWER,
-) -> MicroBatchRoom:
-    """Return the `MicroBatchRoom` of the 3B model: its `cut` divides groups into micro-batches.
+) -> MicroBatchMemory:
+    """Return the `MicroBatchMemory` of the 3B model: its `split` divides groups.
 
     Args:
         activation_memory: a case of `ACTIVATION_MEMORY_BY_CASE`, which predicts the memory.

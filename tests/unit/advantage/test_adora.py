@@ -713,13 +713,13 @@ def test_a_step_has_one_rate(subtests):
 # Work in place of length
 
 
-def with_work(groups: Groups, work: torch.Tensor | list[list[float]]) -> Groups:
-    """Return the groups with this work of each rollout, [[2, 0], [1, 1]].
+def with_net_claims(groups: Groups, net_claims: torch.Tensor | list[list[float]]) -> Groups:
+    """Return the groups with these net claims of each rollout, [[2, 0], [1, 1]].
 
-    Work is the number of new claims in an answer less its errors. Groups are compared by it in
-    place of length.
+    The net claims of an answer are its new true claims less its false ones, and at least 0. The
+    criterion "working" compares groups by them in place of length.
     """
-    return replace(groups, work_PG=torch.as_tensor(work, dtype=torch.float64))
+    return replace(groups, net_claims_PG=torch.as_tensor(net_claims, dtype=torch.float64))
 
 
 def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
@@ -742,7 +742,7 @@ def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
         chosen_options["factor"] = 0.1 if chosen_options["mode"] == "attenuation" else 4.0
         with subtests.test(str(values)):
             groups = random_groups(prompts=200, seed=7)
-            groups = with_work(groups, groups.lengths_PG)
+            groups = with_net_claims(groups, groups.lengths_PG)
             by_length = weigh_groups(
                 groups, Adora(criteria=("length", *other_criteria), **chosen_options)
             )
@@ -756,7 +756,7 @@ def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
 
 
 @pytest.mark.parametrize(
-    ("rewards", "work", "weight"),
+    ("rewards", "net_claims", "weight"),
     [
         ([1.0, 1.0, 0.1, 0.0], [0, 3, 2, 1], 1.0),  # a right one has worked more than wrong ones do
         ([1.0, 1.0, 0.1, 0.0], [0, 1, 2, 1], 0.1),  # right ones are luck
@@ -766,23 +766,23 @@ def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
         ([1.0, NAN, 0.1, 0.0], [2, 9, 1, 1], 1.0),  # one that has left its group is not compared
     ],
 )
-def test_groups_are_weighed_by_work(rewards, work, weight):
-    """The most work of a right rollout is compared with the mean work of wrong ones."""
-    groups = with_work(groups_of_rewards([rewards], [[5, 5, 90, 5]]), [work])
+def test_groups_are_weighed_by_net_claims(rewards, net_claims, weight):
+    """The most net claims of a right rollout are compared with the mean of wrong ones."""
+    groups = with_net_claims(groups_of_rewards([rewards], [[5, 5, 90, 5]]), [net_claims])
     weighting = weigh_groups(groups, Adora(criteria=("working",)))
     assert weighting.weights_P.tolist() == [pytest.approx(weight)]
 
 
-def test_ties_of_work_are_kept_if_asked_for():
-    """The most work of a right rollout is 2, and so is the mean of the wrong ones, 3 and 1."""
-    groups = with_work(groups_of_rewards([[1.0, 1.0, 0.1, 0.0]]), [[0, 2, 3, 1]])
+def test_ties_of_net_claims_are_kept_if_the_option_says_so():
+    """A right rollout has at most 2 net claims, and 2 is the mean of the wrong ones, 3 and 1."""
+    groups = with_net_claims(groups_of_rewards([[1.0, 1.0, 0.1, 0.0]]), [[0, 2, 3, 1]])
     assert weigh_groups(groups, Adora(criteria=("working",))).tds_by_tie_P.tolist() == [True]
     kept_ties = weigh_groups(groups, Adora(criteria=("working",), ties="keep"))
     assert kept_ties.weights_P.tolist() == [1.0]
 
 
 def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
-    """Work is not known without a figure (NaN). Two groups are compared by length in its place.
+    """Net claims are NaN without a figure. Two groups are compared by length in their place.
 
     The first is attenuated by length, and the second is not. With `no_figure="keep"` neither is.
     """
@@ -792,7 +792,7 @@ def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
         [3, 9, 4, 8],
     ]  # disadvantageous and advantageous by length
     unknown_work = [[NAN] * 4] * 2
-    groups = with_work(groups_of_rewards(rewards, lengths), unknown_work)
+    groups = with_net_claims(groups_of_rewards(rewards, lengths), unknown_work)
     by_length = weigh_groups(groups, Adora(criteria=("working",)))
     assert by_length.weights_P.tolist() == [pytest.approx(0.1), 1.0]
     mode: Any
@@ -810,17 +810,17 @@ def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
     assert weigh_groups(groups, two_criteria).weights_P.tolist() == [pytest.approx(0.1), 1.0]
 
 
-def test_work_that_was_not_measured_is_refused():
-    """The criterion "working" raises an error for groups without the measure."""
+def test_net_claims_that_were_not_counted_are_refused():
+    """The criterion "working" raises an error for groups without them."""
     groups = groups_of_rewards([[1.0, 0.1]])
     with pytest.raises(ValueError, match="working needs the work of each rollout"):
         weigh_groups(groups, Adora(criteria=("working",)))
 
 
-def test_controls_act_on_weights_by_work_as_on_those_by_length():
+def test_controls_act_on_weights_by_net_claims_as_on_those_by_length():
     """The sum of weights is kept by "random", their mean is "rate", and "reversed" inverts them."""
     groups = random_groups(prompts=60, seed=3)
-    groups = with_work(groups, torch.randint(0, 4, groups.rewards_PG.shape))
+    groups = with_net_claims(groups, torch.randint(0, 4, groups.rewards_PG.shape))
     options = Adora(criteria=("working",))
     weighting = weigh_groups(groups, options)
     has_signal_P = groups.rewards_differ_P

@@ -242,7 +242,7 @@ def test_a_kernel_that_refuses_or_differs_is_not_used_and_a_warning_says_so_once
             assert not attention.supports(fake_gpu_tensor(), fake_gpu_tensor(heads=2), 0.0)
             assert not attention.supports(fake_gpu_tensor(), fake_gpu_tensor(heads=2), 0.0)
         assert len(noted) == 1
-        assert reason in attention.refusal
+        assert reason in attention.disabled_reason
 
 
 def test_a_gpu_without_memory_says_nothing_of_the_kernel(monkeypatch):
@@ -255,7 +255,7 @@ def test_a_gpu_without_memory_says_nothing_of_the_kernel(monkeypatch):
     attention = VarlenAttention()
     with pytest.raises(torch.OutOfMemoryError):
         attention.supports(fake_gpu_tensor(), fake_gpu_tensor(), 0.0)
-    assert not attention.refusal
+    assert not attention.disabled_reason
 
 
 def test_a_kernel_with_wrong_gradients_is_found(monkeypatch):

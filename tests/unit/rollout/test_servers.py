@@ -473,7 +473,7 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
         state.global_step = step
         ahead.sync_weights()
         ahead.sync_weights()  # the second call in a step does nothing
-        pending.append(ahead.begin(requests))
+        pending.append(ahead.submit(requests))
     assert first_request_came.wait(60)
     assert len(servers[0].weights) == 1, "the servers sample by the first weights"
     assert len(ahead._stack_by_weight_folder) == 2, "those of two steps wait"
@@ -501,13 +501,13 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     state.global_step = 4
     ahead.sync_weights()
     with pytest.raises(NoServerError):
-        ahead.begin(requests).join()
+        ahead.submit(requests).join()
     for server in servers:
         server.dead = False
     state.global_step = 5
     ahead.sync_weights()
     with pytest.raises(NoServerError):  # it would have been sampled by weights that never came
-        ahead.begin(requests).join()
+        ahead.submit(requests).join()
     ahead.close()
     assert not (tmp_path / "w").exists()
 

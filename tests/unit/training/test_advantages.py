@@ -243,8 +243,8 @@ def test_work_that_the_reward_steps_counts_reaches_the_groups():
     assert columns["work_wrong"][0] == 0.0
 
 
-def test_a_run_without_the_reward_steps_has_no_work():
-    """Without the columns of that reward, groups and record have no work to compare by."""
+def test_a_run_without_the_reward_steps_has_no_net_claims():
+    """Without the columns of that reward, groups and record have no net claims to compare by."""
     one_rank = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
     computer = AdvantageComputer(
         step_context(accelerator=one_rank), AdvantagePipeline({}), torch.ones(1)

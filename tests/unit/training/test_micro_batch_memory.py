@@ -1,7 +1,7 @@
 """Micro-batches are filled up to the memory that is planned for them, and all ranks cut alike.
 
 Memory is planned for a micro-batch of groups with the longest prompt and answers of full length.
-Real answers are shorter, so more groups fit. `MicroBatchRoom.cut` says which groups go together: it
+Real answers are shorter, so more groups fit. `MicroBatchMemory.split` says which groups go together: it
 takes the sizes of each rank's groups, in order, and returns ranges of their positions.
 """
 
@@ -115,9 +115,9 @@ def test_ranks_cut_at_the_same_positions():
     """A rank with short groups takes no more of them than the one whose groups are long."""
     short_groups = [unit_of_lengths(100, [50] * 8)] * 6
     long_groups = [unit_of_lengths(1079, ANSWER_LENGTHS)] * 6
-    cut = partial(micro_batch_memory_of_3b().split, positions=range(6), max_units=1)
-    assert cut([short_groups, long_groups]) == cut([long_groups])
-    assert len(cut([short_groups])) == 1
+    split = partial(micro_batch_memory_of_3b().split, positions=range(6), max_units=1)
+    assert split([short_groups, long_groups]) == split([long_groups])
+    assert len(split([short_groups])) == 1
 
 
 def test_ranks_in_lockstep_gather_weights_a_third_as_often_and_wait_little():

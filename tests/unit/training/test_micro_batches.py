@@ -278,7 +278,7 @@ def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
     has_signal, refill_has_signal, slots, groups
 ):
     """A generation has so many slots for groups; further groups were sampled to fill them."""
-    assert fill_slots(has_signal, further_has_signal, slots) == groups
+    assert fill_slots(has_signal, refill_has_signal, slots) == groups
 
 
 def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
@@ -546,7 +546,9 @@ def test_empty_micro_batches_come_first_in_each_step():
     banks = ImageBanks()
     log = dict[str, float]()
     two_a_step: dict[str, Any] = {"gradient_accumulation_steps": 2}
-    filling_batcher = micro_batcher(banks=banks, room=room_of_3b(longest=64), log=log, **two_a_step)
+    filling_batcher = micro_batcher(
+        banks=banks, room=micro_batch_memory_of_3b(longest=64), log=log, **two_a_step
+    )
     micro_batches = filling_batcher.split(
         batch_of_eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION
     )
@@ -558,7 +560,9 @@ def test_the_key_cuts_by_the_number_of_rows():
     """With `adora_stock_step: [fill_micro_batches]` memory does not decide how many rows fit."""
     banks = ImageBanks()
     stock = micro_batcher(
-        banks=banks, room=room_of_3b(longest=64), adora_stock_step=["fill_micro_batches"]
+        banks=banks,
+        room=micro_batch_memory_of_3b(longest=64),
+        adora_stock_step=["fill_micro_batches"],
     )
     micro_batches = stock.split(batch_of_eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION)
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [4, 4, 4, 4]

@@ -215,7 +215,7 @@ class EngineAhead(CountingEngine, AsyncServerSampler):
     def sync_weights(self, *, force: bool = False) -> None:
         pass
 
-    def begin(self, requests: Any, settings: Any = None) -> PendingSamples:
+    def submit(self, requests: Any, settings: Any = None) -> PendingSamples:
         results = CountingEngine.sample(self, [*requests], prompts=None)
         return PendingSamples(step=self.step, join=lambda: results)
 
@@ -541,7 +541,7 @@ class SimulatedRun:
     @property
     def waiting_problems(self) -> list[str]:
         """The problems whose groups have begun and wait in the pool."""
-        return [group.row["id"] for group in self.pool.state.waiting]
+        return [group.row["id"] for group in self.pool.state.waiting_groups]
 
 
 def lengths_without_budget(problem: str, updates: int = 1) -> list[int]:
@@ -1072,7 +1072,7 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
     """
     run = SimulatedRun(steps=12, budget=20).train(until=5)
     run.pool.save(tmp_path)
-    waiting = len(run.pool.state.waiting)
+    waiting = len(run.pool.state.waiting_groups)
     assert 2 * GROUPS_PER_GENERATION < waiting <= 4 * GROUPS_PER_GENERATION, (
         "one generation has no room for them, and four have"
     )
@@ -1082,10 +1082,10 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
         f"max_steps: 7 ends the run before {waiting - 2 * GROUPS_PER_GENERATION} of the {waiting} groups"
     )
     assert line.count("\n") == 1
-    assert len(shorter.pool.state.waiting) == waiting - 2 * GROUPS_PER_GENERATION
+    assert len(shorter.pool.state.waiting_groups) == waiting - 2 * GROUPS_PER_GENERATION
     named_steps = int(line.split("; ")[1].split()[0])
     longer = resume(run, tmp_path, 5, max_steps=named_steps, budget=20).train()
-    assert not longer.pool.state.waiting
+    assert not longer.pool.state.waiting_groups
     assert capsys.readouterr().err == ""
 
 
@@ -1113,7 +1113,7 @@ def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_thei
     """
     steps = 30
     run = SimulatedRun(steps).train()
-    assert run.pool.state.drawn
+    assert run.pool.state.drawn_problems
     assert not run.waiting_problems
     run.pool.save(tmp_path)
 
@@ -1260,7 +1260,7 @@ def test_with_a_budget_groups_that_a_round_has_not_ended_go_on_later():
     run = SimulatedRun(steps=3, budget=60, refill=4, has_signal=signal_in_share(0.3))
     row_numbers = run.sample_next().row_numbers
     assert {0, 1} <= rounds_that_began_groups(run), "later rounds may only continue groups"
-    assert run.pool.state.waiting
+    assert run.pool.state.waiting_groups
     further_numbers = {*row_numbers} - {*range(GROUPS_PER_GENERATION)}
     assert further_numbers, "some further problems have ended already"
 
