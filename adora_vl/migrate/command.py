@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from adora_vl.migrate.config_text import without_counterpart, yaml_text
+from adora_vl.migrate.config_text import format_unmatched, yaml_text
 from adora_vl.migrate.easyr1 import convert_easyr1
 from adora_vl.migrate.migration import LaunchPlan, Migration, path_exists
 from adora_vl.migrate.source import read_source
@@ -67,7 +67,7 @@ def convert_config(
         trainer: one of `TRAINERS`.
         config: a YAML file or a shell script; None where `words` are all there is.
         reward: FILE.py:FUNCTION in place of the config's own reward.
-        words: KEY=VALUE and --key value, which replace values of the config.
+        words: arguments such as KEY=VALUE and --key value, which replace values of the config.
 
     Raises:
         UserError: the config cannot be read or converted.
@@ -97,8 +97,8 @@ def _write_config(options: argparse.Namespace, words: Sequence[str]) -> None:
     """Convert a config, write it to a file, and print what to look at and the next command.
 
     Args:
-        options: this command's own options.
-        words: the other trainer's words of the command line.
+        options: the options of this command.
+        words: the other trainer's arguments of the command line.
 
     Raises:
         UserError: the config cannot be converted, or the file is there already.
@@ -118,11 +118,11 @@ def _write_config(options: argparse.Namespace, words: Sequence[str]) -> None:
     source_name = config.name if config else "the command line"
     text = yaml_text(migration, options.trainer, source_name, everything=options.all)
     replace_file(output, text)
-    unmatched_lines = without_counterpart(migration, everything=options.all)
-    hidden_count = len(migration.unmatched) - len(unmatched_lines)
+    lines = format_unmatched(migration, everything=options.all)
+    hidden_count = len(migration.unmatched) - len(lines)
     print(f"{output}: {len(migration.keys)} keys")
-    if unmatched_lines:
-        print("Without a counterpart:", *unmatched_lines, sep="\n")
+    if lines:
+        print("Without a counterpart:", *lines, sep="\n")
     if hidden_count:
         print(f"  (--all lists {hidden_count} more, which have their defaults)")
     if migration.remarks:
@@ -132,36 +132,36 @@ def _write_config(options: argparse.Namespace, words: Sequence[str]) -> None:
     print(f"Next: {shlex.join(next_words)}")
 
 
-class _DividedWords(NamedTuple):
-    """The words of a command line of `adora_vl.migrate`."""
+class _DividedArguments(NamedTuple):
+    """The arguments of `adora_vl.migrate`, divided into its own and the other trainer's."""
 
-    own_words: list[str]
-    """This command's options, the trainer and the config."""
-    trainer_words: list[str]
+    our_arguments: list[str]
+    """This command's options, the name of the trainer and the config."""
+    trainer_arguments: list[str]
     """The other trainer's keys and values, or its whole command."""
 
 
-def _divide_words(arguments: Sequence[str]) -> _DividedWords:
-    """Divide the words of a command line into this command's and the other trainer's.
+def _divide_arguments(arguments: Sequence[str]) -> _DividedArguments:
+    """Divide the arguments of a command line into this command's and the other trainer's.
 
-    argparse cannot do it, since the other trainer's words look like options too. For example:
+    argparse cannot do it, since the other trainer's arguments look like options too. For example:
 
-        words                               this command's          the other trainer's
+        arguments                           this command's          the other trainer's
         swift a.sh --all --beta 0.1         --all swift a.sh        --beta 0.1
         trl accelerate launch a.py --lr 1   trl                     accelerate launch a.py --lr 1
 
-    The first word that is no option of this command is the trainer. The next one is the config,
+    The first argument that is no option of this command is the trainer. The next one is the config,
     unless it is a key or begins a launch line.
     """
     options: list[str] = []
     trainer_and_config: list[str] = []
-    trainer_words: list[str] = []
+    trainer_arguments: list[str] = []
     words = iter(arguments)
     for word in words:
         name, equals_sign, _ = word.partition("=")
         takes_value = _TAKES_VALUE_BY_OPTION.get(name, False)
         is_own_option = name in _TAKES_VALUE_BY_OPTION and (takes_value or not equals_sign)
-        may_be_config = len(trainer_and_config) == 1 and not trainer_words
+        may_be_config = len(trainer_and_config) == 1 and not trainer_arguments
         if is_own_option:
             options.append(word)
             value_follows = takes_value and not equals_sign
@@ -171,8 +171,8 @@ def _divide_words(arguments: Sequence[str]) -> _DividedWords:
         elif not trainer_and_config or (may_be_config and _is_config(word)):
             trainer_and_config.append(word)
         else:
-            trainer_words.append(word)
-    return _DividedWords([*options, *trainer_and_config], trainer_words)
+            trainer_arguments.append(word)
+    return _DividedArguments([*options, *trainer_and_config], trainer_arguments)
 
 
 def _is_config(word: str) -> bool:
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         """Parse the command line, and write the config."""
-        divided = _divide_words(sys.argv[1:] if arguments is None else arguments)
-        _write_config(parser.parse_args(divided.own_words), divided.trainer_words)
+        divided = _divide_arguments(sys.argv[1:] if arguments is None else arguments)
+        _write_config(parser.parse_args(divided.our_arguments), divided.trainer_arguments)
 
     return exit_code_of(run, "nothing was written")

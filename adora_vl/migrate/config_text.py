@@ -13,8 +13,8 @@ _COMMENT_COLUMN = 50  # characters of a line before its comment
 def yaml_text(migration: Migration, trainer: str, name: str, *, everything: bool = False) -> str:
     """Return the converted config as YAML, with where each value came from and what to look at.
 
-    Text of the other trainer stands in comments alone, in one line each, so that nothing of it can
-    become a key.
+    A line is for example `beta: 0.04   # kl_coef (default)`. Text of the other trainer stands in
+    comments alone, in one line each, so that nothing of it can become a key.
 
     Args:
         migration: the converted config.
@@ -25,11 +25,11 @@ def yaml_text(migration: Migration, trainer: str, name: str, *, everything: bool
     head = f"From {name} of {trainer}, by `python -m adora_vl.migrate {trainer}`. Look it through."
     lines = [_comment(head)]
     for key, converted in migration.keys.items():
-        entry = f"{key}: {_value_text(converted.value)}"
+        entry = f"{key}: {_to_yaml(converted.value)}"
         if converted.source:
             entry = f"{entry:<{_COMMENT_COLUMN}} {_comment(converted.source)}"
         lines.append(entry)
-    unmatched_lines = without_counterpart(migration, everything=everything)
+    unmatched_lines = format_unmatched(migration, everything=everything)
     if unmatched_lines:
         lines += ["", "# Without a counterpart:"]
         lines += [_comment(line) for line in unmatched_lines]
@@ -39,7 +39,7 @@ def yaml_text(migration: Migration, trainer: str, name: str, *, everything: bool
     return "\n".join(lines) + "\n"
 
 
-def without_counterpart(migration: Migration, *, everything: bool) -> list[str]:
+def format_unmatched(migration: Migration, *, everything: bool) -> list[str]:
     """Return a line for each key of the other trainer without a counterpart, with what that means.
 
     `everything`: whether keys that have the other trainer's default are listed too.
@@ -56,7 +56,7 @@ def _comment(text: str) -> str:
     return f"# {printable(text)}".rstrip()
 
 
-def _value_text(value: object) -> str:
+def _to_yaml(value: object) -> str:
     """Return a value as YAML in one line."""
     # JSON writes line breaks as \n, and YAML reads its quoted texts
     if isinstance(value, str) and not value.isprintable():

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from adora_vl.migrate.migration import LaunchPlan, Migration, Names
+from adora_vl.migrate.migration import KeyMap, LaunchPlan, Migration
 from adora_vl.migrate.ray import (
     convert_batches,
     convert_data,
+    convert_direct_keys,
     convert_lora,
     convert_loss,
-    convert_model,
     convert_reward_function,
     convert_steps,
 )
@@ -24,20 +24,20 @@ _ACTOR = "worker.actor."
 _MODEL = "worker.actor.model."
 _ROLLOUT = "worker.rollout."
 _DEFAULTS_FILE = Path(__file__).with_name("easyr1_defaults.yaml")
-_NAMES: Names = {
+_NAMES: KeyMap = {
     "model_name_or_path": (f"{_MODEL}model_path", None),
-    "PROMPTS": ("data.rollout_batch_size", 512),
-    "MINIBATCH": (f"{_ACTOR}global_batch_size", 256),
+    "PROMPTS_PER_GENERATION": ("data.rollout_batch_size", 512),
+    "PROMPTS_PER_STEP": (f"{_ACTOR}global_batch_size", 256),
     "per_device_train_batch_size": (f"{_ACTOR}micro_batch_size_per_device_for_update", 4),
     "num_generations": (f"{_ROLLOUT}n", 1),
     "epsilon": (f"{_ACTOR}clip_ratio_low", 0.2),
     "epsilon_high": (f"{_ACTOR}clip_ratio_high", 0.3),
     "delta": (f"{_ACTOR}clip_ratio_dual", 3.0),
-    "LOSS": (f"{_ACTOR}loss_avg_mode", "token"),
+    "LOSS_AVERAGING": (f"{_ACTOR}loss_avg_mode", "token"),
     "POLICY_LOSS": (f"{_ACTOR}loss_type", "default"),
-    "KL": ("algorithm.use_kl_loss", False),
+    "USES_KL": ("algorithm.use_kl_loss", False),
     "KL_COEF": ("algorithm.kl_coef", 1e-3),
-    "KL_KIND": ("algorithm.kl_penalty", "kl"),
+    "KL_ESTIMATOR": ("algorithm.kl_penalty", "kl"),
     "learning_rate": (f"{_ACTOR}optim.lr", 1e-6),
     "weight_decay": (f"{_ACTOR}optim.weight_decay", 0.01),
     "lr_scheduler_type": (f"{_ACTOR}optim.lr_scheduler_type", "constant"),
@@ -46,7 +46,7 @@ _NAMES: Names = {
     "max_grad_norm": (f"{_ACTOR}max_grad_norm", 1.0),
     "num_iterations": (f"{_ACTOR}ppo_epochs", 1),
     "gradient_checkpointing": (f"{_MODEL}enable_gradient_checkpointing", True),
-    "LORA": (f"{_MODEL}lora.rank", 0),
+    "LORA_RANK": (f"{_MODEL}lora.rank", 0),
     "lora_alpha": (f"{_MODEL}lora.alpha", 16),
     "lora_target_modules": (f"{_MODEL}lora.target_modules", "all-linear"),
     "temperature": (f"{_ROLLOUT}temperature", 1.0),
@@ -55,7 +55,7 @@ _NAMES: Names = {
     "vllm_tensor_parallel_size": (f"{_ROLLOUT}tensor_parallel_size", 2),
     "adora_vllm_enforce_eager": (f"{_ROLLOUT}enforce_eager", None),
     "adora_vllm_max_num_batched_tokens": (f"{_ROLLOUT}max_num_batched_tokens", None),
-    "EVALUATE": ("trainer.val_freq", -1),
+    "STEPS_PER_EVALUATION": ("trainer.val_freq", -1),
     "EPOCHS": ("trainer.total_epochs", 15),
     "min_pixels": ("data.min_pixels", 262144),
     "max_pixels": ("data.max_pixels", 4194304),
@@ -71,9 +71,9 @@ def convert_easyr1(migration: Migration) -> LaunchPlan:
     Raises:
         UserError: the sizes of its batches do not divide, or a value is no number.
     """
-    migration.names = _NAMES
+    migration.key_map = _NAMES
     migration.defaults = read_yaml(_DEFAULTS_FILE, nested=True)
-    convert_model(migration)
+    convert_direct_keys(migration)
     convert_lora(migration)
     note = "frees the engine's memory in the policy step, as theirs"
     migration.put("vllm_enable_sleep_mode", True, note=note)
@@ -97,7 +97,7 @@ def convert_easyr1(migration: Migration) -> LaunchPlan:
     layout = convert_batches(migration)
     convert_steps(migration, layout)
     # FSDP divides weights and optimizer there
-    return LaunchPlan(processes=layout.gpus, accelerate="zero3")
+    return LaunchPlan(processes=layout.gpus, accelerate_config="zero3")
 
 
 def _convert_prompt(migration: Migration) -> None:
@@ -111,7 +111,7 @@ def _convert_prompt(migration: Migration) -> None:
     if not file:
         migration.put("adora_prompt", None, name, note="the problem alone, as theirs")
         return
-    path = migration.source.find(str(file))
+    path = migration.source.find_path(str(file))
     if path is None:
         migration.remark(
             f"prompt: {name}: {str(file)!r} cannot be read; write its text as adora_prompt, "
@@ -138,7 +138,7 @@ def _convert_reward(migration: Migration) -> None:
     Without one the reward is `accuracy`, and a remark says so.
     """
     # nothing is converted from it, but it is no key without a counterpart either
-    migration.used.add("worker.reward.reward_type")
+    migration.read_names.add("worker.reward.reward_type")
     name = _REWARD if migration.get(_REWARD) else _OLDER_REWARD
     entry = migration.get(name)
     file, _, function = str(entry or "").partition(":")
@@ -150,5 +150,5 @@ def _convert_reward(migration: Migration) -> None:
             "name yours with --reward FILE.py:FUNCTION"
         )
         return
-    reward = f"{migration.path_of(file)}:{function or 'main'}"
+    reward = f"{migration.resolve_path(file)}:{function or 'main'}"
     convert_reward_function(migration, name, reward, options_name=f"{name}_kwargs")

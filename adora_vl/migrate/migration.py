@@ -15,9 +15,10 @@ from adora_vl.utils.cli import yaml_line
 from adora_vl.utils.convert import convert
 from adora_vl.utils.errors import UserError
 
-# The other trainer's key and its default, by our key. A name in capitals is none of our keys: its
-# value only enters a computation, as `PROMPTS` does that of `steps_per_generation`.
-Names = Mapping[str, tuple[str, Any]]
+# The other trainer's key and its default there, by our key: `{"epsilon": ("clip_ratio_low", 0.2)}`.
+# A name in capitals is none of our keys: its value only enters a computation, as
+# `PROMPTS_PER_GENERATION` does that of `steps_per_generation`.
+KeyMap = Mapping[str, tuple[str, Any]]
 # What it means that a key of the other trainer has no counterpart here, by a part of the key's name.
 # The first part that is in the name counts.
 _MEANING_BY_NAME_PART = {
@@ -42,19 +43,21 @@ class LaunchPlan:
     """How the other trainer starts its processes."""
 
     processes: int = 1
-    """On all machines together."""
-    accelerate: str = ""
-    """The name of the file in `configs/accelerate` that divides the model as it is divided there."""
+    """The number of processes, on all machines together."""
+    accelerate_config: str = ""
+    """The name of the file in `configs/accelerate` that shards the model as the other trainer does,
+    such as `zero3`."""
 
     @property
     def options(self) -> list[str]:
         """The options of `adora_vl.train --dry-run` for this launch; none for a single process."""
         if self.processes == 1:
             return []
-        words = ["--processes", str(self.processes)]
-        if self.accelerate:
-            words = ["--accelerate-config", f"configs/accelerate/{self.accelerate}.yaml", *words]
-        return words
+        options = ["--processes", str(self.processes)]
+        if self.accelerate_config:
+            file = f"configs/accelerate/{self.accelerate_config}.yaml"
+            options = ["--accelerate-config", file, *options]
+        return options
 
 
 class ConvertedValue(NamedTuple):
@@ -73,16 +76,16 @@ class Migration:
     """
 
     source: Source
-    """What was read of the other trainer."""
+    """What was read of the other trainer: its values by its names, its launch line and so on."""
     keys: dict[str, ConvertedValue] = field(default_factory=dict)
-    """The values of our keys."""
+    """The values of our keys, as far as they are converted."""
     unmatched: dict[str, str] = field(default_factory=dict)
     """For each name of the other trainer that has no counterpart here, what that means."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """The other trainer's defaults of names without a counterpart."""
-    names: Names = field(default_factory=dict)
-    """The other trainer's names by our keys, which the functions that EasyR1 and verl share read."""
-    used: set[str] = field(default_factory=set)
+    key_map: KeyMap = field(default_factory=dict)
+    """The other trainer's names by our keys, for the converters that EasyR1 and verl share."""
+    read_names: set[str] = field(default_factory=set)
     """The names of the other trainer that a converter has read."""
     remarks: list[str] = field(default_factory=list)
     """What a person has to look at, each a line."""
@@ -93,7 +96,7 @@ class Migration:
         return self.source.values
 
     def get(self, name: str, default: object = None) -> Any:
-        """Return the value that the other trainer's config has under a name.
+        """Return the value that the other trainer's config has under a name, or the default.
 
         The name counts as read, so that it is not listed as one without a counterpart.
 
@@ -107,7 +110,7 @@ class Migration:
         Raises:
             UserError: a number is needed, and the value is none.
         """
-        self.used.add(name)
+        self.read_names.add(name)
         value = self.values.get(name)
         if isinstance(value, str) and _COMPUTED.search(value):
             self.remark(f"{name}: {value} is computed; write the value itself")
@@ -123,17 +126,17 @@ class Migration:
             return int(number) if number.is_integer() else number
         return value
 
-    def name_of(self, key: str) -> str:
-        """Return the other trainer's name for `key`: one of our keys, or a word in capitals."""
-        name, _ = self.names[key]
+    def their_key(self, key: str) -> str:
+        """Return the other trainer's name for `key`, which is a key of `key_map`."""
+        name, _ = self.key_map[key]
         return name
 
-    def value_of(self, key: str) -> Any:
-        """Return the value of the other trainer's name for `key`, or the default in `names`."""
-        return self.get(*self.names[key])
+    def get_by_our_key(self, key: str) -> Any:
+        """Return the other trainer's value for `key`, which is a key of `key_map`, or its default."""
+        return self.get(*self.key_map[key])
 
-    def count_of(self, name: str, default: int) -> int:
-        """Return the value of a name as `get` does, for one that counts something.
+    def get_count(self, name: str, default: int) -> int:
+        """Return the value of a name as `get` does, where it has to be a whole number from 1 on.
 
         Raises:
             UserError: the value is below 1, or no whole number.
@@ -144,10 +147,10 @@ class Migration:
         return count
 
     def put(self, key: str, value: object, *names: str, note: str = "") -> None:
-        """Set one of our keys, and remember where its value came from.
+        """Set one of our keys, and remember where its value came from, for a comment in the YAML.
 
-        `put("beta", 0.04, "kl_coef", note="theirs")` has the source `kl_coef (default); theirs` if
-        the other trainer's config has no `kl_coef`.
+        `put("beta", 0.04, "kl_coef", note="theirs")` writes the comment `kl_coef (default); theirs`
+        if the other trainer's config has no `kl_coef`.
 
         Args:
             key: our key.
@@ -178,23 +181,23 @@ class Migration:
         """
         value = self.get(name)
         if value is not None:
-            self.put(key, self.path_of(value), name)
+            self.put(key, self.resolve_path(value), name)
 
     def remark(self, text: str) -> None:
         """Add a line to what a person has to look at, once."""
         if text not in self.remarks:
             self.remarks.append(text)
 
-    def path_of(self, name: object) -> str:
+    def resolve_path(self, name: object) -> str:
         """Return the path of a file or folder that a config names; the name itself where none exists.
 
         Scripts name files from the top of their repository, so the folders above the script are
         looked through too.
         """
-        path = self.source.find(str(name))
+        path = self.source.find_path(str(name))
         return str(name) if path is None else str(path)
 
-    def split_off(self, names: list[str], sign: str) -> tuple[list[str], list[str]]:
+    def split_at_sign(self, names: list[str], sign: str) -> tuple[list[str], list[str]]:
         """Divide names such as `geometry3k@train` at a sign, such as `@`.
 
         For example, `geometry3k@train` and `mine` give ["geometry3k", "mine"] and ["train"].
@@ -202,18 +205,18 @@ class Migration:
         Returns:
             for each name the part before the sign, and then the different parts behind the sign.
         """
-        heads: list[str] = []
-        tails: list[str] = []
+        names_before: list[str] = []
+        parts_behind: list[str] = []
         for name in names:
-            head, found_sign, tail = name.partition(sign)
-            heads.append(head)
-            if found_sign and tail not in tails:
-                tails.append(tail)
-        return heads, tails
+            name_before, matched_sign, part_behind = name.partition(sign)
+            names_before.append(name_before)
+            if matched_sign and part_behind not in parts_behind:
+                parts_behind.append(part_behind)
+        return names_before, parts_behind
 
     def list_unmatched(self) -> None:
         """Add every value that no converter has read to `unmatched`, with what that means."""
-        unread_names = self.values.keys() - self.used - self.unmatched.keys()
+        unread_names = self.values.keys() - self.read_names - self.unmatched.keys()
         for name in unread_names:
             meanings = [text for part, text in _MEANING_BY_NAME_PART.items() if part in name]
             meaning = meanings[0] if meanings else "no counterpart"
@@ -235,8 +238,8 @@ class Migration:
         self.put("adora_method", "grpo", note="theirs; adora for ADORA")
 
 
-def words_in(value: object) -> list[str]:
-    """Return the items of a list as texts, or the words of a text."""
+def to_words(value: object) -> list[str]:
+    """Return the items of a list as texts, or the words of a text: `a b` gives ["a", "b"]."""
     if isinstance(value, list | tuple):
         return [str(item) for item in value]
     return str(value).split()

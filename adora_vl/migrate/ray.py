@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from adora_vl.migrate.migration import Migration, words_in
+from adora_vl.migrate.migration import Migration, to_words
 from adora_vl.utils.errors import UserError
 
 # TRL's `loss_type` by what EasyR1 and verl call the way in which the loss is averaged: over all
@@ -29,27 +29,27 @@ _ESTIMATOR = "algorithm.adv_estimator"
 
 
 @dataclass(frozen=True)
-class Layout:
+class GenerationLayout:
     """How the answers of a generation are divided among GPUs and optimizer steps."""
 
     gpus: int
-    """Those of the whole run."""
-    updates: int
-    """The optimizer steps that learn from a generation, which EasyR1 and verl count as one step."""
+    """The number of GPUs of the whole run."""
+    optimizer_steps: int
+    """The number of optimizer steps on a generation, which EasyR1 and verl count as one step."""
 
 
-def convert_model(migration: Migration) -> None:
+def convert_direct_keys(migration: Migration) -> None:
     """Convert the keys of model, optimizer and engine that have one counterpart each.
 
-    These are the keys of `migration.names`, with two exceptions: names in capitals are none of our
-    keys, and `convert_lora` converts the keys of LoRA.
+    These are the keys of `migration.key_map`, with two exceptions: names in capitals are none of
+    our keys, and `convert_lora` converts the keys of LoRA.
     """
-    for key, (name, default) in migration.names.items():
+    for key, (name, default) in migration.key_map.items():
         is_our_key = key.islower()
         if is_our_key and not key.startswith("lora_"):
             migration.copy(key, name, default)
-    if not migration.value_of("model_name_or_path"):
-        model_name = migration.name_of("model_name_or_path")
+    if not migration.get_by_our_key("model_name_or_path"):
+        model_name = migration.their_key("model_name_or_path")
         migration.remark(f"model missing: {model_name} is not set; write model_name_or_path")
     migration.put("use_vllm", True, note="rollouts by vLLM")
     migration.put("vllm_mode", "colocate", note="in the training's processes")
@@ -69,25 +69,25 @@ def convert_lora(migration: Migration) -> None:
         a list of layers                lora_target_modules: that list
         a list of layers, not vision    that list, and adora_freeze: vision tower and projector
 
-    In `migration.names` `LORA` is the rank, which is 0 without an adapter. `EXCLUDED` is a regular
+    The key `LORA_RANK` of `migration.key_map` is 0 without an adapter. `LORA_EXCLUDED` is a regular
     expression of the layers without adapter; only verl has it.
     """
-    rank = migration.value_of("LORA")
-    targets_name, all_linear = migration.names["lora_target_modules"]
+    rank = migration.get_by_our_key("LORA_RANK")
+    targets_name, all_linear = migration.key_map["lora_target_modules"]
     targets = migration.get(targets_name, all_linear)
     # read in any case, so that it is not listed as a key without a counterpart
-    alpha = migration.value_of("lora_alpha")
+    alpha = migration.get_by_our_key("lora_alpha")
     excluded_layers = ""
-    if "EXCLUDED" in migration.names:
-        excluded_name = migration.name_of("EXCLUDED")
+    if "LORA_EXCLUDED" in migration.key_map:
+        excluded_name = migration.their_key("LORA_EXCLUDED")
         excluded_layers = str(migration.get(excluded_name) or "")
     if not rank:
         return
     excludes_vision = "visual" in excluded_layers
-    rank_name = migration.name_of("LORA")
+    rank_name = migration.their_key("LORA_RANK")
     migration.put("use_peft", True, rank_name)
     migration.put("lora_r", rank, rank_name)
-    migration.put("lora_alpha", alpha, migration.name_of("lora_alpha"))
+    migration.put("lora_alpha", alpha, migration.their_key("lora_alpha"))
     migration.put("lora_dropout", 0.0, note="theirs has none")
     if excluded_layers and not excludes_vision:
         migration.remark(
@@ -108,7 +108,7 @@ def convert_lora(migration: Migration) -> None:
         )
 
 
-def convert_batches(migration: Migration) -> Layout:
+def convert_batches(migration: Migration) -> GenerationLayout:
     """Convert the sizes of batches, and return how a generation is divided.
 
     EasyR1 and verl count the prompts of a generation and of an optimizer step. TRL counts passes, in
@@ -120,21 +120,19 @@ def convert_batches(migration: Migration) -> Layout:
 
     A generation then has 512 / 128 = 4 optimizer steps, times `num_iterations`.
 
-    In `migration.names` `PROMPTS` names the prompts of a generation, and `MINIBATCH` the prompts of
-    an optimizer step.
 
     Raises:
         UserError: the answers of a step or of a generation are no whole number of passes.
     """
-    processes = migration.count_of("trainer.n_gpus_per_node", 8)
-    gpus = processes * migration.count_of("trainer.nnodes", 1)
-    names = migration.names
-    prompts_name = migration.name_of("PROMPTS")
-    prompts_per_generation = migration.count_of(*names["PROMPTS"])
-    minibatch_name = migration.name_of("MINIBATCH")
-    prompts_per_step = migration.count_of(*names["MINIBATCH"])
-    group_size = migration.count_of(*names["num_generations"])
-    micro_batch_size = migration.count_of(*names["per_device_train_batch_size"])
+    processes = migration.get_count("trainer.n_gpus_per_node", 8)
+    gpus = processes * migration.get_count("trainer.nnodes", 1)
+    names = migration.key_map
+    prompts_name = migration.their_key("PROMPTS_PER_GENERATION")
+    prompts_per_generation = migration.get_count(*names["PROMPTS_PER_GENERATION"])
+    minibatch_name = migration.their_key("PROMPTS_PER_STEP")
+    prompts_per_step = migration.get_count(*names["PROMPTS_PER_STEP"])
+    group_size = migration.get_count(*names["num_generations"])
+    micro_batch_size = migration.get_count(*names["per_device_train_batch_size"])
 
     def put_passes(key: str, prompts: int, name: str) -> None:
         """Set one of TRL's keys to the number of passes that the answers to these prompts take."""
@@ -154,22 +152,22 @@ def convert_batches(migration: Migration) -> Layout:
             f"{prompts_per_step}; make it one"
         )
     steps_per_epoch = prompts_per_generation // prompts_per_step
-    epochs = migration.count_of(*names["num_iterations"])
-    return Layout(gpus=gpus, updates=steps_per_epoch * epochs)
+    epochs = migration.get_count(*names["num_iterations"])
+    return GenerationLayout(gpus=gpus, optimizer_steps=steps_per_epoch * epochs)
 
 
 def convert_loss(migration: Migration) -> None:
     """Convert the advantage estimator, the loss and its KL term.
 
-    In `migration.names` `LOSS` is how the loss is averaged.
+    The key `LOSS_AVERAGING` of `migration.key_map` is how the loss is averaged, such as `token`.
     """
     estimator = migration.get(_ESTIMATOR, "grpo")
     migration.put("adora_method", "grpo", _ESTIMATOR, note="adora for ADORA")
     if estimator != "grpo":
         migration.unmatched[_ESTIMATOR] = f"{estimator} is no method here; docs/methods.md has all"
         migration.remark(f"method: {_ESTIMATOR}: {estimator} became grpo; docs/methods.md has all")
-    averaging_name = migration.name_of("LOSS")
-    averaging = migration.value_of("LOSS")
+    averaging_name = migration.their_key("LOSS_AVERAGING")
+    averaging = migration.get_by_our_key("LOSS_AVERAGING")
     if averaging in _LOSS_TYPE_BY_AVERAGING:
         migration.put("loss_type", _LOSS_TYPE_BY_AVERAGING[averaging], averaging_name)
     else:
@@ -188,19 +186,17 @@ def _convert_policy_loss(migration: Migration) -> None:
 
     EasyR1 and verl have one key for the ratio and one for the averaging. TRL's `loss_type` says
     both. A loss that TRL lacks becomes the clipped loss, and a remark says so.
-
-    In `migration.names` `POLICY_LOSS` is the loss.
     """
-    name = migration.name_of("POLICY_LOSS")
-    loss = str(migration.value_of("POLICY_LOSS"))
+    name = migration.their_key("POLICY_LOSS")
+    loss = str(migration.get_by_our_key("POLICY_LOSS"))
     if loss in _CLIPPED_LOSSES:
         return
     if loss in _SEQUENCE_LOSSES:
         migration.put("importance_sampling_level", "sequence", name)
         migration.put("loss_type", "grpo", name, note="GSPO, a mean over answers")
     elif loss == "cispo":
-        bound_name = migration.name_of("epsilon_high")
-        cap = 1 + migration.value_of("epsilon_high")
+        bound_name = migration.their_key("epsilon_high")
+        cap = 1 + migration.get_by_our_key("epsilon_high")
         # Theirs is how far the ratio may exceed 1, TRL's key is the largest ratio itself. TRL's CISPO
         # has no lower bound, and no second bound (`delta`).
         migration.put("epsilon_high", cap, bound_name, note="1 + theirs: TRL caps the ratio itself")
@@ -222,7 +218,7 @@ def convert_reward_function(
 ) -> None:
     """Set `adora_reward` to a reward function that was written for the other trainer.
 
-    This package calls it in the form that the other trainer does, with the same arguments.
+    This package calls it with the same arguments as the other trainer does.
 
     Args:
         migration: the config that is converted.
@@ -240,27 +236,25 @@ def convert_reward_function(
     entry = {reward: options} if options else reward
     migration.put("adora_reward", [entry], name, note="called in its own form")
     file, _, _ = reward.rpartition(":")
-    if migration.source.find(file) is None:
+    if migration.source.find_path(file) is None:
         migration.remark(f"reward: {file} is not here; copy it, or name it with --reward")
 
 
 def _convert_kl(migration: Migration) -> None:
-    """Convert the KL term of the loss, and set the key with which TRL's gradient of it is theirs.
-
-    In `migration.names` `KL` says whether there is a KL term, `KL_COEF` is its coefficient, and
-    `KL_KIND` how the KL is estimated.
-    """
-    has_kl = migration.value_of("KL") and not migration.get("algorithm.disable_kl", False)
-    coefficient = migration.value_of("KL_COEF")
-    estimator = migration.value_of("KL_KIND")
+    """Convert the KL term of the loss, and set the key with which TRL's gradient of it is theirs."""
+    has_kl = migration.get_by_our_key("USES_KL") and not migration.get(
+        "algorithm.disable_kl", False
+    )
+    coefficient = migration.get_by_our_key("KL_COEF")
+    estimator = migration.get_by_our_key("KL_ESTIMATOR")
     beta = coefficient if has_kl else 0.0
-    migration.put("beta", beta, migration.name_of("KL"), migration.name_of("KL_COEF"))
+    migration.put("beta", beta, migration.their_key("USES_KL"), migration.their_key("KL_COEF"))
     if not has_kl:
         return
     note = "theirs does not weight the KL by the ratio of policies, TRL does by default"
     migration.put("use_bias_correction_kl", False, note=note)
     if estimator != "low_var_kl":
-        estimator_name = migration.name_of("KL_KIND")
+        estimator_name = migration.their_key("KL_ESTIMATOR")
         migration.unmatched[estimator_name] = (
             f"{estimator}: TRL estimates the KL as low_var_kl does"
         )
@@ -277,12 +271,12 @@ def convert_data(migration: Migration, columns: Mapping[str, str], sources: list
         columns: the name of a column in the data by our name of it, such as `answer`.
         sources: the other trainer's keys that the names of the columns come from.
     """
-    files = words_in(migration.get("data.train_files", []))
+    files = to_words(migration.get("data.train_files", []))
     # `geometry3k@train` names a split
-    files, splits = migration.split_off(files, "@")
+    files, splits = migration.split_at_sign(files, "@")
     if files:
         migration.put(
-            "dataset_name", [migration.path_of(file) for file in files], "data.train_files"
+            "dataset_name", [migration.resolve_path(file) for file in files], "data.train_files"
         )
     else:
         migration.put("dataset_name", ["DATA"], "data.train_files", note="to be named")
@@ -296,8 +290,8 @@ def convert_data(migration: Migration, columns: Mapping[str, str], sources: list
         f"answers read as: the column {columns['answer']}, graded as mathematics unless the "
         "reward is your own; adora_columns says which column is what"
     )
-    prompt_tokens = migration.count_of("data.max_prompt_length", 512)
-    answer_tokens = migration.count_of("data.max_response_length", 512)
+    prompt_tokens = migration.get_count("data.max_prompt_length", 512)
+    answer_tokens = migration.get_count("data.max_response_length", 512)
     migration.put("max_completion_length", answer_tokens, "data.max_response_length")
     migration.put(
         "vllm_max_model_length",
@@ -311,82 +305,83 @@ def convert_data(migration: Migration, columns: Mapping[str, str], sources: list
         migration.put("shuffle_dataset", False, "data.shuffle")
 
 
-def convert_steps(migration: Migration, layout: Layout) -> None:
+def convert_steps(migration: Migration, layout: GenerationLayout) -> None:
     """Convert the length of the run, its checkpoints, evaluations and trackers.
 
     A step of EasyR1 and verl is a generation. TRL counts optimizer steps, and a generation has
-    `layout.updates` of them.
+    `layout.optimizer_steps` of them.
     """
     # nothing is lost without it, so it is not listed as a key without a counterpart
-    migration.used.add("trainer.project_name")
+    migration.read_names.add("trainer.project_name")
     run_name = re.sub(r"[^\w.-]+", "_", str(migration.get("trainer.experiment_name", "run")))
     migration.put("output_dir", f"runs/{run_name}", "trainer.experiment_name")
-    migration.copy("num_train_epochs", *migration.names["EPOCHS"])
+    migration.copy("num_train_epochs", *migration.key_map["EPOCHS"])
     migration.copy("num_train_epochs", "trainer.total_episodes")
-    note = f"x {layout.updates} optimizer steps a generation"
+    note = f"x {layout.optimizer_steps} optimizer steps a generation"
     for name in ("trainer.max_steps", "trainer.total_training_steps"):
         steps = migration.get(name, -1)
         if steps > 0:
-            migration.put("max_steps", int(steps) * layout.updates, name, note=note)
+            migration.put("max_steps", int(steps) * layout.optimizer_steps, name, note=note)
     save_every = int(migration.get("trainer.save_freq", -1))
     most_checkpoints = int(migration.get("trainer.save_limit", -1))
     if save_every > 0:
-        migration.put("save_steps", save_every * layout.updates, "trainer.save_freq", note=note)
+        migration.put(
+            "save_steps", save_every * layout.optimizer_steps, "trainer.save_freq", note=note
+        )
         # -1 keeps all checkpoints
         save_total_limit = most_checkpoints if most_checkpoints > 0 else None
         migration.put("save_total_limit", save_total_limit, "trainer.save_limit")
     _convert_warmup(migration, layout)
     _remark_evaluation(migration, layout)
     logger = migration.get("trainer.logger", ["console", "wandb"])
-    trackers = [tracker for tracker in words_in(logger) if tracker in _TRACKERS]
+    trackers = [tracker for tracker in to_words(logger) if tracker in _TRACKERS]
     migration.put("report_to", trackers or "none", "trainer.logger")
 
 
-def _convert_warmup(migration: Migration, layout: Layout) -> None:
+def _convert_warmup(migration: Migration, layout: GenerationLayout) -> None:
     """Convert the warm-up of the learning rate, which is in steps or a share of the run.
 
     Transformers has one key for both, and reads a number below 1 as a share. Its schedule `constant`
     never warms up, while `constant` of the other trainers does if they have a warm-up.
 
-    In `migration.names` `WARMUP_STEPS` and `WARMUP_SHARE` name the length of the warm-up.
+    The keys `WARMUP_STEPS` and `WARMUP_SHARE` of `migration.key_map` are the length of the warm-up.
     """
-    steps_name = migration.name_of("WARMUP_STEPS")
-    share_name = migration.name_of("WARMUP_SHARE")
+    steps_name = migration.their_key("WARMUP_STEPS")
+    share_name = migration.their_key("WARMUP_SHARE")
     steps = migration.get(steps_name, -1)
     share = migration.get(share_name, 0.0)
     if steps > 0:
-        migration.put("warmup_steps", int(steps) * layout.updates, steps_name)
+        migration.put("warmup_steps", int(steps) * layout.optimizer_steps, steps_name)
     elif share > 0 and steps < 0:  # 0 steps are no warm-up, whatever the share is
         migration.put("warmup_steps", share, share_name, note="a share of the run")
     else:
         return
     if migration.keys["lr_scheduler_type"].value == "constant":
-        schedule_name = migration.name_of("lr_scheduler_type")
+        schedule_name = migration.their_key("lr_scheduler_type")
         note = "theirs warms up, TRL's constant does not"
         migration.put("lr_scheduler_type", "constant_with_warmup", schedule_name, note=note)
 
 
-def _remark_evaluation(migration: Migration, layout: Layout) -> None:
+def _remark_evaluation(migration: Migration, layout: GenerationLayout) -> None:
     """Add a remark on how to evaluate during training, since that cannot be converted.
 
-    An evaluation of this package needs a folder of problems that data_prep has prepared.
-
-    In `migration.names` `EVALUATE` is the number of steps from one evaluation to the next, -1 for
-    none.
+    An evaluation of this package needs a folder of problems that data_prep has prepared. The other
+    trainer's steps from one evaluation to the next are -1 for none.
     """
-    every = int(migration.value_of("EVALUATE"))
-    files = words_in(migration.get("data.val_files", []))
+    every = int(migration.get_by_our_key("STEPS_PER_EVALUATION"))
+    files = to_words(migration.get("data.val_files", []))
     evaluates_at_start = bool(migration.get("trainer.val_before_train", True))
     if not files and every <= 0:
         return
     data = " ".join(files) or "your problems"
     migration.unmatched["data.val_files"] = f"{data}: adora_eval asks a folder that data_prep made"
-    lines = (
-        f"eval_strategy: steps, eval_steps: {every * layout.updates}, "
-        f"eval_on_start: {str(evaluates_at_start).lower()}"
-    )
-    keys = f"; with {lines}" if every > 0 else ""
+    keys_text = ""
+    if every > 0:
+        keys_text = (
+            f"; with eval_strategy: steps, eval_steps: {every * layout.optimizer_steps}, "
+            f"eval_on_start: {str(evaluates_at_start).lower()}"
+        )
     migration.remark(
         f"evaluation without data: {data} has to be prepared by `python -m data_prep convert`, "
-        f"then adora_eval: [problems=FOLDER]{keys}"
+        f"then adora_eval: [problems=FOLDER]{keys_text}"
     )

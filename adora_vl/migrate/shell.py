@@ -14,21 +14,23 @@ from pathlib import Path
 
 from adora_vl.utils.errors import UserError
 
-_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_ASSIGNMENT_PATTERN = re.compile(r"[A-Za-z_]\w*=")
 # `$NAME`, `${NAME}`, `${NAME:-default}`, `${1:-default}`; a default may have a variable in braces
-_DEFAULT = r"(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?"
-_VARIABLE = re.compile(r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<name>\w+)" + _DEFAULT + r"\})")
+_DEFAULT_REGEX = r"(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?"
+_VARIABLE_PATTERN = re.compile(
+    r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<name>\w+)" + _DEFAULT_REGEX + r"\})"
+)
 # Words behind which another command begins, or the output of this one is sent somewhere.
-_END_OF_COMMAND = re.compile(r"^(\||\|\||&|&&|;|\d?>.*|<.*)$")
+_END_OF_COMMAND_PATTERN = re.compile(r"^(\||\|\||&|&&|;|\d?>.*|<.*)$")
 # `NAME=(` begins an array, whose words may stand in many lines, and `${NAME[@]}` is all of them.
-_ARRAY = re.compile(r"(?P<name>[A-Za-z_]\w*)=\((?P<first>.*)", re.DOTALL)
-_ARRAY_WORDS = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
+_ARRAY_PATTERN = re.compile(r"(?P<name>[A-Za-z_]\w*)=\((?P<first>.*)", re.DOTALL)
+_ARRAY_WORDS_PATTERN = re.compile(r"\$\{([A-Za-z_]\w*)\[[@*]\]\}")
 _ALL_ARGUMENTS = ("$@", "$*")
 
 
 @dataclass
 class Script:
-    """What was read of a shell script."""
+    """The variables, arrays and commands of a shell script, as far as it was read."""
 
     variables: dict[str, str] = field(default_factory=dict)
     """The values of its variables by name."""
@@ -54,7 +56,7 @@ def read_script(text: str, name: str) -> Script:
     # only the user's folder is taken from this machine, since other values may be secrets
     script.variables["HOME"] = str(Path.home())
     # the lines of a command that goes on in the next line
-    pending = ""
+    pending_text = ""
     in_quote = False
     # an empty line more, which ends a command whose last line has a backslash
     for line in [*text.splitlines(), ""]:
@@ -63,20 +65,20 @@ def read_script(text: str, name: str) -> Script:
             continue
         continues = line.endswith("\\")
         if continues:
-            pending += line.removesuffix("\\") + " "
+            pending_text += line.removesuffix("\\") + " "
             continue
-        pending += line + "\n"
+        pending_text += line + "\n"
         try:
-            words = shlex.split(pending, comments=True)
+            words = shlex.split(pending_text, comments=True)
         # a quote that is open at the end of the line goes on in the next one
         except ValueError:
             in_quote = True
             continue
         in_quote = False
-        pending = ""
+        pending_text = ""
         _read_line(script, words)
-    if pending.strip() and in_quote:
-        start = " ".join(pending.split())
+    if pending_text.strip() and in_quote:
+        start = " ".join(pending_text.split())
         raise UserError(f"CONFIG: {name}: a quote is never closed, from {start[:60]!r} on")
     return script
 
@@ -96,18 +98,18 @@ def _read_line(script: Script, words: list[str]) -> None:
     words = [word for word in words if not _read_array_word(script, word)]
     if words[:1] == ["export"]:
         words = words[1:]
-    while words and _ASSIGNMENT.match(words[0]):
+    while words and _ASSIGNMENT_PATTERN.match(words[0]):
         variable, _, value = words[0].partition("=")
         script.variables[variable] = expand(value.removesuffix(";"), script.variables)
         words = words[1:]
     command: list[str] = []
     for word in words:
-        if _END_OF_COMMAND.match(word):
+        if _END_OF_COMMAND_PATTERN.match(word):
             break
         # a semicolon ends the command, and stands at the end of its last word
         is_last = word.endswith(";")
         word = word.removesuffix(";")
-        array = _ARRAY_WORDS.fullmatch(word)
+        array = _ARRAY_WORDS_PATTERN.fullmatch(word)
         if array is not None:
             command += script.arrays.get(array[1], [])
         elif word not in _ALL_ARGUMENTS:
@@ -125,7 +127,7 @@ def _read_array_word(script: Script, word: str) -> bool:
     ends with a word that ends with `)`. The words of a script have to come in order, since
     `script.open_array` says whether an array has begun.
     """
-    beginning = _ARRAY.fullmatch(word) if script.open_array is None else None
+    beginning = _ARRAY_PATTERN.fullmatch(word) if script.open_array is None else None
     if beginning is not None:
         script.open_array = beginning["name"]
         script.arrays[beginning["name"]] = []
@@ -141,7 +143,7 @@ def _read_array_word(script: Script, word: str) -> bool:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Return a text with the values of variables in place of `$NAME` and `${NAME:-default}`.
+    """Expand the variables in a text, written as `$NAME` or `${NAME:-default}`, as a shell does.
 
     For example, where A is x and B is not known:
 
@@ -151,7 +153,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
         $B        $B     stays as it is
     """
 
-    def value_of(match: re.Match[str]) -> str:
+    def replace_variable(match: re.Match[str]) -> str:
         """Return the variable's value, or its default in the script, or the match as it is."""
         name = match["plain"] or match["name"]
         if name in variables:
@@ -160,4 +162,4 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
         # a default may have variables in it too
         return match[0] if default is None else expand(default, variables)
 
-    return _VARIABLE.sub(value_of, text)
+    return _VARIABLE_PATTERN.sub(replace_variable, text)

@@ -1,4 +1,4 @@
-"""What a person has of another trainer: a YAML file, a shell script, or the words of a command."""
+"""Reads a config of another trainer: a YAML file, a shell script, or the arguments of a command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adora_vl.migrate.shell import read_script
 from adora_vl.utils.cli import read_mapping, split_list, with_dotted_keys, yaml_value
 from adora_vl.utils.errors import UserError
 
-_KEY_VALUE = re.compile(r"\+{0,2}[\w.]+=")
+_KEY_VALUE_PATTERN = re.compile(r"\+{0,2}[\w.]+=")
 # Folders above a script in which the top of its repository is looked for
 _MAX_PARENTS = 4
 # Programs whose first word, such as `rlhf` of `swift rlhf`, is a subcommand; the keys begin behind it
@@ -24,17 +24,17 @@ class Source:
     """What was read of another trainer: the values of its config, and how it is started."""
 
     values: dict[str, Any]
-    """The values by the trainer's names."""
+    """The values by the trainer's names, which are dotted for keys in groups: `a.b`."""
     folder: Path = Path()
     """The folder of the config, from which its relative paths are looked for."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The variables that a script sets."""
     launcher: list[str] = field(default_factory=list)
-    """The words before the keys, such as `accelerate launch --num_processes 8 train.py`."""
+    """The arguments before the keys, such as `accelerate launch --num_processes 8 train.py`."""
     remarks: list[str] = field(default_factory=list)
-    """What a person has to know of the reading."""
+    """What a person has to look at, each a line."""
 
-    def find(self, name: str) -> Path | None:
+    def find_path(self, name: str) -> Path | None:
         """Return the path of a file or folder that a config names; None where there is none.
 
         It is looked for in the current folder, in that of the config, and in the folders above that,
@@ -55,11 +55,11 @@ class Source:
 
 
 def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> Source:
-    """Read a config of another trainer, and words of the command line that replace its values.
+    """Read a config of another trainer, and arguments that replace its values.
 
     Args:
         config: a YAML file or a shell script; None where the words are all there is.
-        words: KEY=VALUE, --key value, or a whole command of the other trainer.
+        words: arguments such as KEY=VALUE and --key value, or a whole command of the other trainer.
         nested: whether the trainer's keys are in groups, as `worker.actor.optim.lr`. Nested
             mappings then become dotted names; otherwise a mapping is the value of its key.
 
@@ -68,11 +68,11 @@ def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> S
     """
     source = Source({}, folder=config.parent if config else Path())
     if config is not None and _is_script(config):
-        _read_shell(source, config, nested=nested)
+        _read_training_command(source, config, nested=nested)
     elif config is not None:
         source.values |= read_yaml(config, nested=nested)
-    key_words = _keys_of_command(list(words))
-    launcher_length = len(words) - len(key_words)
+    program_arguments = _arguments_of_program(list(words))
+    launcher_length = len(words) - len(program_arguments)
     launcher = list(words[:launcher_length])
     if launcher:
         source.launcher = launcher
@@ -83,7 +83,7 @@ def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> S
         if equals_sign:
             variables[name] = value
     source.environment = {**source.environment, **variables}
-    _read_words_over(source, key_words, nested=nested)
+    _apply_arguments(source, program_arguments, nested=nested)
     return source
 
 
@@ -98,8 +98,8 @@ def _is_script(config: Path) -> bool:
         return False
 
 
-def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
-    """Read the command of a script that trains into `source`: the one that has the most keys.
+def _read_training_command(source: Source, config: Path, *, nested: bool) -> None:
+    """Read the training command of a script into `source`: the command that has the most keys.
 
     Other commands of a script may prepare data or start a server. If a second command has more than
     half as many keys, a remark says so.
@@ -120,10 +120,13 @@ def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
         raise UserError(f"CONFIG: {str(config)!r} cannot be read ({error}); name a file") from error
     script = read_script(text, config.name)
     source.environment = script.variables
-    commands = _with_lost_lines(source, script.commands, config.name)
-    # for each command its words behind the program, and how many keys are among them
-    key_words_by_command = [_keys_of_command(command) for command in commands]
-    key_counts = [sum(_is_key(word) for word in key_words) for key_words in key_words_by_command]
+    commands = _join_broken_commands(source, script.commands, config.name)
+    # for each command the arguments behind its program, and how many keys are among them
+    arguments_by_command = [_arguments_of_program(command) for command in commands]
+    key_counts = [
+        sum(_is_key(word) for word in program_arguments)
+        for program_arguments in arguments_by_command
+    ]
     largest_count = max(key_counts, default=0)
     if largest_count == 0:
         raise UserError(
@@ -137,18 +140,18 @@ def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
         )
     command_index = key_counts.index(largest_count)
     command = commands[command_index]
-    key_words = key_words_by_command[command_index]
-    launcher_length = len(command) - len(key_words)
+    program_arguments = arguments_by_command[command_index]
+    launcher_length = len(command) - len(program_arguments)
     source.launcher = command[:launcher_length]
-    _read_words_over(source, key_words, nested=nested)
+    _apply_arguments(source, program_arguments, nested=nested)
 
 
-def _with_lost_lines(source: Source, commands: list[list[str]], name: str) -> list[list[str]]:
-    """Return the commands of a script; one that begins with a key is joined to the one before it.
+def _join_broken_commands(source: Source, commands: list[list[str]], name: str) -> list[list[str]]:
+    """Join commands of a script that fell apart, since a line lacks the backslash at its end.
 
-    A "command" such as `--lr 1e-6` is the rest of a command whose line before has lost the backslash
-    at its end. A shell would start the training without these keys, which cannot be what the author
-    wants. A remark says so.
+    A "command" such as `--lr 1e-6`, which begins with a key, is the rest of the command before it. A
+    shell would start the training without these keys, which cannot be what the author wants. A
+    remark says so.
 
     Args:
         source: gets the remarks.
@@ -170,11 +173,11 @@ def _with_lost_lines(source: Source, commands: list[list[str]], name: str) -> li
 
 def _is_key(word: str) -> bool:
     """Return whether a word of a command names a key, as `--key` and `group.key=value` do."""
-    return word.startswith("--") or bool(_KEY_VALUE.match(word))
+    return word.startswith("--") or bool(_KEY_VALUE_PATTERN.match(word))
 
 
-def _keys_of_command(words: list[str]) -> list[str]:
-    """Return the words of a command that belong to the trainer: the words behind its program.
+def _arguments_of_program(words: list[str]) -> list[str]:
+    """Return the arguments of the training program in a command: what is behind its name.
 
         accelerate launch --num_processes 8 train.py --model m   --model m
         python -m verl.trainer.main a.b=1                        a.b=1
@@ -201,11 +204,14 @@ def _keys_of_command(words: list[str]) -> list[str]:
 
 def read_yaml(config: Path, *, nested: bool) -> dict[str, Any]:
     """Return the values of a YAML file by their names, which are dotted if they are `nested`."""
-    return _with_dotted_names(read_mapping("CONFIG", config), nested=nested)
+    return _flatten_keys(read_mapping("CONFIG", config), nested=nested)
 
 
-def _with_dotted_names(values: Mapping[str, Any], *, nested: bool) -> dict[str, Any]:
-    """Return values by dotted names in place of mappings, or as they are if they are not `nested`."""
+def _flatten_keys(values: Mapping[str, Any], *, nested: bool) -> dict[str, Any]:
+    """Return the values of nested mappings by dotted names: `{"a": {"b": 1}}` gives `{"a.b": 1}`.
+
+    If they are not `nested`, they are returned as they are.
+    """
     if not nested:
         return dict(values)
     value_by_name: dict[str, Any] = {}
@@ -214,8 +220,8 @@ def _with_dotted_names(values: Mapping[str, Any], *, nested: bool) -> dict[str, 
     return value_by_name
 
 
-def _read_words_over(source: Source, words: list[str], *, nested: bool) -> None:
-    """Read the keys of a command, whose values replace those of the same names in `source`.
+def _apply_arguments(source: Source, words: list[str], *, nested: bool) -> None:
+    """Set the values of a command's arguments in `source`, over those that were read so far.
 
     A command may name a config file that it builds on. That file is read first, so that the
     command's own values replace those of the file.
@@ -228,9 +234,9 @@ def _read_words_over(source: Source, words: list[str], *, nested: bool) -> None:
     Raises:
         UserError: a word belongs to no key.
     """
-    values = _values_of(words)
-    for config_name in _take_config_names(values):
-        path = source.find(config_name)
+    values = _parse_arguments(words)
+    for config_name in _pop_config_files(values):
+        path = source.find_path(config_name)
         if path is None:
             source.remarks.append(
                 f"{config_name}: the config that the command builds on is not to be found; run this "
@@ -238,10 +244,10 @@ def _read_words_over(source: Source, words: list[str], *, nested: bool) -> None:
             )
         else:
             source.values |= read_yaml(path, nested=nested)
-    source.values |= _with_dotted_names(values, nested=nested)
+    source.values |= _flatten_keys(values, nested=nested)
 
 
-def _take_config_names(values: dict[str, Any]) -> list[str]:
+def _pop_config_files(values: dict[str, Any]) -> list[str]:
     """Return the names of the config files that a command builds on, and remove them from `values`.
 
     EasyR1 writes `config=FILE`, and TRL and ms-swift write `--config FILE`. In verl `--config-path conf
@@ -259,8 +265,8 @@ def _take_config_names(values: dict[str, Any]) -> list[str]:
     return names
 
 
-def _values_of(words: Sequence[str]) -> dict[str, Any]:
-    """Return the values of `key=value`, `--key value ...`, `--key=value` and `--flag` by their keys.
+def _parse_arguments(words: Sequence[str]) -> dict[str, Any]:
+    """Parse arguments such as `key=value`, `--key value ...`, `--key=value` and `--flag`.
 
     For example, `a.b=1 --lr=0.5 --names x y --flag` gives {"a.b": 1, "lr": 0.5, "names": ["x", "y"],
     "flag": True}.
@@ -278,7 +284,7 @@ def _values_of(words: Sequence[str]) -> dict[str, Any]:
             words_by_key[option] = [value] if equals_sign else []
         elif option is not None and not _is_dotted_key(word):
             words_by_key[option].append(word)
-        elif _KEY_VALUE.match(word):
+        elif _KEY_VALUE_PATTERN.match(word):
             name, _, value = word.lstrip("+").partition("=")
             words_by_key[name] = [value]
             option = None
@@ -286,17 +292,17 @@ def _values_of(words: Sequence[str]) -> dict[str, Any]:
             raise UserError(
                 f"command line: {word!r:.60} belongs to no key; write KEY=VALUE, or --key value"
             )
-    return {key: _value_of(value_words) for key, value_words in words_by_key.items()}
+    return {key: _parse_value(value_words) for key, value_words in words_by_key.items()}
 
 
 def _is_dotted_key(word: str) -> bool:
     """Return whether a word is `group.key=value`; `a=b` without a dot may be an option's value."""
     key, _, _ = word.partition("=")
-    return bool(_KEY_VALUE.match(word)) and "." in key
+    return bool(_KEY_VALUE_PATTERN.match(word)) and "." in key
 
 
-def _value_of(words: list[str]) -> Any:
-    """Return the value that the words behind a key stand for: True for no word, a list for several.
+def _parse_value(words: list[str]) -> Any:
+    """Parse the words behind a key to its value: True for no word, a list for several words.
 
     Raises:
         UserError: the words are a list whose opening bracket is never closed.
@@ -314,11 +320,11 @@ def _value_of(words: list[str]) -> Any:
         entries = split_list([word.removesuffix(",") for word in words])
     except ValueError as error:
         raise UserError(f"command line: {' '.join(words)!r:.60} {error}") from error
-    return [_number_in(entry) for entry in entries]
+    return [_parse_number(entry) for entry in entries]
 
 
-def options_of(words: Sequence[str]) -> dict[str, str]:
-    """Return the values of a launcher's options by their names, such as those of `accelerate launch`.
+def parse_launcher_options(words: Sequence[str]) -> dict[str, str]:
+    """Parse the options of a launcher such as `accelerate launch`, and return them by their names.
 
     They are written `--key value` or `--key=value`. Words that belong to no option are left out. For
     example, `accelerate launch --num_processes 8 --use_cpu --x=3 train.py` gives {"num_processes":
@@ -339,7 +345,7 @@ def options_of(words: Sequence[str]) -> dict[str, str]:
     return value_by_option
 
 
-def _number_in(text: object) -> Any:
+def _parse_number(text: object) -> Any:
     """Return an entry of a list as a number where its text is one, as in `--reward_weights 1.0 0.1`.
 
     Any other text stays as it is: `true` or `null` in a list are words.

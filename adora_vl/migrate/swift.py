@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from adora_vl.migrate.migration import LaunchPlan, Migration, words_in
-from adora_vl.migrate.trl import copy_equal_keys, name_data, sharding_of, warn_of_server
+from adora_vl.migrate.migration import LaunchPlan, Migration, to_words
+from adora_vl.migrate.trl import copy_equal_keys, set_dataset, sharding_config_name, warn_of_server
 from adora_vl.utils.errors import UserError
 
 # Keys of ms-swift that TRL has under another name.
@@ -108,7 +108,7 @@ def convert_swift(migration: Migration) -> LaunchPlan:
     processes = migration.source.environment.get("NPROC_PER_NODE", "1")
     return LaunchPlan(
         processes=int(processes) if processes.isdecimal() else 1,
-        accelerate=sharding_of(deepspeed) or ("zero2" if deepspeed else ""),
+        accelerate_config=sharding_config_name(deepspeed) or ("zero2" if deepspeed else ""),
     )
 
 
@@ -125,7 +125,7 @@ def _convert_evaluation(migration: Migration) -> None:
     eval_strategy = migration.keys.pop("eval_strategy", None)
     if eval_steps is not None:
         every = eval_steps.value
-    data_names = " ".join(words_in(migration.get("val_dataset") or []))
+    data_names = " ".join(to_words(migration.get("val_dataset") or []))
     if eval_strategy is None and not data_names:
         return
     migration.remark(
@@ -157,7 +157,7 @@ def _convert_tuner(migration: Migration) -> None:
     migration.put("use_peft", True, name)
     for key, (lora_name, default) in _LORA_DEFAULTS.items():
         migration.copy(key, lora_name, default)
-    targets = words_in(migration.get("target_modules", "all-linear"))
+    targets = to_words(migration.get("target_modules", "all-linear"))
     freezes_default_parts = frozen_parts == ["vision_tower", "projector"]
     has_default_targets = targets == ["all-linear"]
     if not has_default_targets:
@@ -183,11 +183,11 @@ def _convert_loss(migration: Migration) -> None:
 
 def _convert_data(migration: Migration) -> None:
     """Convert data sets, prompt, rewards and the sizes of images."""
-    data_words = words_in(migration.get("dataset") or [])
+    data_words = to_words(migration.get("dataset") or [])
     # `hf::owner/name:train#500` is a hub, an id, a split (or a subset), and a number of rows
-    names, counts = migration.split_off(data_words, "#")
+    names, counts = migration.split_at_sign(data_words, "#")
     names = [_without_hub(name) for name in names]
-    names, parts = migration.split_off(names, ":")
+    names, parts = migration.split_at_sign(names, ":")
     splits: list[str] = []
     subsets: list[str] = []
     for part in parts:
@@ -196,7 +196,7 @@ def _convert_data(migration: Migration) -> None:
         else:
             subsets.append(part)
     migration.source.values = {**migration.source.values, "dataset": names}
-    name_data(migration, "dataset", _COLUMNS)
+    set_dataset(migration, "dataset", _COLUMNS)
     if counts:
         migration.remark(
             f"data: dataset: only {', '.join(counts)} rows were asked for; all are read"
@@ -207,7 +207,7 @@ def _convert_data(migration: Migration) -> None:
         migration.remark(
             f"data: dataset: the subset {', '.join(subsets)} is not asked for; name a file"
         )
-    hub_names = [name for name in names if migration.source.find(name) is None]
+    hub_names = [name for name in names if migration.source.find_path(name) is None]
     if hub_names:
         migration.remark(
             f"data: {', '.join(hub_names)} is no file here; ids of ModelScope are read from the "
@@ -215,7 +215,7 @@ def _convert_data(migration: Migration) -> None:
         )
     migration.copy_path("adora_system_prompt", "system")
     system = str(migration.get("system") or "")
-    if len(system.split()) == 1 and migration.source.find(system) is None:
+    if len(system.split()) == 1 and migration.source.find_path(system) is None:
         migration.remark(f"prompt: system: {system} is not here; copy it, or write its text")
     if "adora_system_prompt" not in migration.keys:
         migration.put("adora_system_prompt", None, "system")
@@ -237,7 +237,7 @@ def _without_hub(name: str) -> str:
 
 def _convert_rewards(migration: Migration) -> None:
     """Convert the reward functions that this package has too, and add a remark on the others."""
-    entries = words_in(migration.get("reward_funcs") or [])
+    entries = to_words(migration.get("reward_funcs") or [])
     plugins = migration.get("external_plugins")
     presets = [_REWARDS[entry] for entry in entries if entry in _REWARDS]
     unknown_entries = [entry for entry in entries if entry not in _REWARDS]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from adora_vl.config.trl_keys import config_key_by_name
-from adora_vl.migrate.migration import LaunchPlan, Migration, words_in
-from adora_vl.migrate.source import options_of
+from adora_vl.migrate.migration import LaunchPlan, Migration, to_words
+from adora_vl.migrate.source import parse_launcher_options
 from adora_vl.utils.cli import read_mapping
 
 # What TRL's own reward functions are called here.
@@ -44,7 +44,7 @@ def convert_trl(migration: Migration) -> LaunchPlan:
     migration.defaults = _DEFAULTS
     migration.set_method()
     _convert_rewards(migration)
-    name_data(migration, "dataset_name", _COLUMNS)
+    set_dataset(migration, "dataset_name", _COLUMNS)
     migration.put("adora_system_prompt", None, note="TRL's data has its own")
     migration.put("adora_prompt", None, note="the prompt of the row alone")
     migration.remark(
@@ -56,7 +56,7 @@ def convert_trl(migration: Migration) -> LaunchPlan:
     # Transformers before 5 had the warm-up as a share too, which a number of steps replaced.
     warmup_name = "warmup_steps" if migration.get("warmup_steps", 0) else "warmup_ratio"
     migration.copy("warmup_steps", warmup_name)
-    migration.used.add("warmup_ratio")
+    migration.read_names.add("warmup_ratio")
     prompt_tokens = migration.get("max_prompt_length")
     if prompt_tokens:
         answer_tokens = migration.get("max_completion_length", 512)
@@ -68,10 +68,10 @@ def convert_trl(migration: Migration) -> LaunchPlan:
         )
     copy_equal_keys(migration)
     warn_of_server(migration)
-    return _launch_of(migration)
+    return _build_launch_plan(migration)
 
 
-def _launch_of(migration: Migration) -> LaunchPlan:
+def _build_launch_plan(migration: Migration) -> LaunchPlan:
     """Return how `accelerate launch` or `torchrun` starts the run.
 
     The number of processes is the first of these that there is:
@@ -81,10 +81,10 @@ def _launch_of(migration: Migration) -> LaunchPlan:
     3. 8, where the name of the file says that it shards the model, as TRL's own files do
     4. 1
     """
-    options = options_of(migration.source.launcher)
+    options = parse_launcher_options(migration.source.launcher)
     file = str(options.get("config_file", ""))
-    sharding = sharding_of(file)
-    path = migration.source.find(file)
+    sharding = sharding_config_name(file)
+    path = migration.source.find_path(file)
     # The file is seldom beside the script, but TRL's own ones that shard are known.
     default_count = _SHARDED_PROCESSES if sharding else 1
     if path is not None and path.is_file():
@@ -93,11 +93,11 @@ def _launch_of(migration: Migration) -> LaunchPlan:
     processes = str(counts[0] if counts else default_count)
     return LaunchPlan(
         processes=int(processes) if processes.isdecimal() else 1,
-        accelerate=sharding,
+        accelerate_config=sharding,
     )
 
 
-def sharding_of(name: str) -> str:
+def sharding_config_name(name: str) -> str:
     """Return the file of `configs/accelerate` that divides the model as another config does.
 
     `name` is the name of a config file of accelerate or DeepSpeed. For example, `deepspeed_zero3.yaml`
@@ -117,13 +117,13 @@ def copy_equal_keys(migration: Migration) -> None:
     """Copy every value whose name is a key of this package too, unless it was converted already."""
     our_keys = config_key_by_name()
     equal_names = [
-        name for name in migration.values if name not in migration.used and name in our_keys
+        name for name in migration.values if name not in migration.read_names and name in our_keys
     ]
     for name in equal_names:
         migration.copy(name, name)
 
 
-def name_data(migration: Migration, name: str, columns: Mapping[str, str]) -> None:
+def set_dataset(migration: Migration, name: str, columns: Mapping[str, str]) -> None:
     """Set the data set, and the columns that such data most often has.
 
     Args:
@@ -132,12 +132,12 @@ def name_data(migration: Migration, name: str, columns: Mapping[str, str]) -> No
         columns: the name of a column in the data by our name of it. `a|b` means the column a or the
             column b, whichever the data has.
     """
-    data_names = words_in(migration.get(name) or [])
+    data_names = to_words(migration.get(name) or [])
     if not data_names:
         migration.put("dataset_name", ["DATA"], name, note="to be named")
         migration.remark(f"data missing: {name} is not set; write dataset_name and adora_columns")
     else:
-        paths = [migration.path_of(data_name) for data_name in data_names]
+        paths = [migration.resolve_path(data_name) for data_name in data_names]
         migration.put("dataset_name", paths, name)
     migration.put("adora_columns", dict(columns), note="the names that such data most often has")
     migration.remark(
@@ -152,7 +152,7 @@ def _convert_rewards(migration: Migration) -> None:
 
     A script may have further ones in its Python code, which is not read.
     """
-    entries = words_in(migration.get("reward_funcs") or [])
+    entries = to_words(migration.get("reward_funcs") or [])
     presets: list[str] = []
     unknown_entries: list[str] = []
     for entry in entries:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adora_vl.migrate.migration import LaunchPlan, Migration, Names
+from adora_vl.migrate.migration import KeyMap, LaunchPlan, Migration
 from adora_vl.migrate.ray import (
     convert_batches,
     convert_data,
+    convert_direct_keys,
     convert_lora,
     convert_loss,
-    convert_model,
     convert_reward_function,
     convert_steps,
 )
@@ -24,20 +24,20 @@ _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _REF = "actor_rollout_ref.ref."
 _DEFAULTS_FILE = Path(__file__).with_name("verl_defaults.yaml")
-_NAMES: Names = {
+_NAMES: KeyMap = {
     "model_name_or_path": (f"{_MODEL}path", None),
-    "PROMPTS": ("data.train_batch_size", 1024),
-    "MINIBATCH": (f"{_ACTOR}ppo_mini_batch_size", 256),
+    "PROMPTS_PER_GENERATION": ("data.train_batch_size", 1024),
+    "PROMPTS_PER_STEP": (f"{_ACTOR}ppo_mini_batch_size", 256),
     "per_device_train_batch_size": (f"{_ACTOR}ppo_micro_batch_size_per_gpu", 4),
     "num_generations": (f"{_ROLLOUT}n", 1),
     "epsilon": (f"{_ACTOR}clip_ratio_low", 0.2),
     "epsilon_high": (f"{_ACTOR}clip_ratio_high", 0.2),
     "delta": (f"{_ACTOR}clip_ratio_c", 3.0),
-    "LOSS": (f"{_ACTOR}loss_agg_mode", "token-mean"),
+    "LOSS_AVERAGING": (f"{_ACTOR}loss_agg_mode", "token-mean"),
     "POLICY_LOSS": (f"{_ACTOR}policy_loss.loss_mode", "vanilla"),
-    "KL": (f"{_ACTOR}use_kl_loss", False),
+    "USES_KL": (f"{_ACTOR}use_kl_loss", False),
     "KL_COEF": (f"{_ACTOR}kl_loss_coef", 1e-3),
-    "KL_KIND": (f"{_ACTOR}kl_loss_type", "low_var_kl"),
+    "KL_ESTIMATOR": (f"{_ACTOR}kl_loss_type", "low_var_kl"),
     "learning_rate": (f"{_ACTOR}optim.lr", 1e-6),
     "weight_decay": (f"{_ACTOR}optim.weight_decay", 0.01),
     "lr_scheduler_type": (f"{_ACTOR}optim.warmup_style", "constant"),
@@ -47,10 +47,10 @@ _NAMES: Names = {
     "num_iterations": (f"{_ACTOR}ppo_epochs", 1),
     "entropy_coef": (f"{_ACTOR}entropy_coeff", None),
     "gradient_checkpointing": (f"{_MODEL}enable_gradient_checkpointing", True),
-    "LORA": (f"{_MODEL}lora_rank", 0),
+    "LORA_RANK": (f"{_MODEL}lora_rank", 0),
     "lora_alpha": (f"{_MODEL}lora_alpha", 16),
     "lora_target_modules": (f"{_MODEL}target_modules", "all-linear"),
-    "EXCLUDED": (f"{_MODEL}exclude_modules", None),
+    "LORA_EXCLUDED": (f"{_MODEL}exclude_modules", None),
     "temperature": (f"{_ROLLOUT}temperature", 1.0),
     "top_p": (f"{_ROLLOUT}top_p", 1.0),
     "vllm_gpu_memory_utilization": (f"{_ROLLOUT}gpu_memory_utilization", 0.5),
@@ -58,7 +58,7 @@ _NAMES: Names = {
     "adora_vllm_enforce_eager": (f"{_ROLLOUT}enforce_eager", None),
     "adora_vllm_max_num_batched_tokens": (f"{_ROLLOUT}max_num_batched_tokens", None),
     "vllm_enable_sleep_mode": (f"{_ROLLOUT}free_cache_engine", True),
-    "EVALUATE": ("trainer.test_freq", -1),
+    "STEPS_PER_EVALUATION": ("trainer.test_freq", -1),
     "EPOCHS": ("trainer.total_epochs", 30),
     "seed": ("data.seed", None),
 }
@@ -78,11 +78,11 @@ def convert_verl(migration: Migration) -> LaunchPlan:
     Raises:
         UserError: the sizes of its batches do not divide, or a value is no number.
     """
-    migration.names = _NAMES
+    migration.key_map = _NAMES
     migration.defaults = read_yaml(_DEFAULTS_FILE, nested=True)
-    convert_model(migration)
+    convert_direct_keys(migration)
     # Newer versions call `warmup_style` so; they take the older name where a config has both.
-    if migration.name_of("lr_scheduler_type") not in migration.values:
+    if migration.their_key("lr_scheduler_type") not in migration.values:
         migration.copy("lr_scheduler_type", f"{_ACTOR}optim.lr_scheduler_type")
     convert_lora(migration)
     convert_loss(migration)
@@ -102,7 +102,7 @@ def convert_verl(migration: Migration) -> LaunchPlan:
     layout = convert_batches(migration)
     convert_steps(migration, layout)
     # FSDP divides weights and optimizer there
-    return LaunchPlan(processes=layout.gpus, accelerate="zero3")
+    return LaunchPlan(processes=layout.gpus, accelerate_config="zero3")
 
 
 def _convert_old_logps(migration: Migration) -> None:
@@ -130,7 +130,7 @@ def _convert_reward(migration: Migration) -> None:
     function = migration.get(_FUNCTION, "compute_score")
     file = migration.get(_REWARD)
     if file:
-        reward = f"{migration.path_of(file)}:{function}"
+        reward = f"{migration.resolve_path(file)}:{function}"
         convert_reward_function(migration, _REWARD, reward, options_name=_ARGUMENTS)
         return
     if migration.get("reward_model.enable", False):

@@ -5,7 +5,7 @@ import yaml
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.migrate import convert_config, main, yaml_text
-from adora_vl.migrate.config_text import without_counterpart
+from adora_vl.migrate.config_text import format_unmatched
 from adora_vl.migrate.shell import read_script
 from adora_vl.migrate.source import read_source
 from adora_vl.preflight.check_keys import check_old_logps
@@ -329,7 +329,7 @@ def test_another_loss_of_bypass_mode_is_listed():
     section = "algorithm.rollout_correction"
     words = [f"{section}.bypass_mode=True", f"{section}.loss_type=reinforce"]
     migration = convert_config("verl", None, words=[*VERL, *words])
-    assert without_counterpart(migration, everything=False) == [
+    assert format_unmatched(migration, everything=False) == [
         f"  {section}.loss_type: reinforce: no counterpart"
     ]
 
