@@ -21,10 +21,10 @@ Fault = Callable[[Any, Callable[[], bool]], None]
 
 
 @contextmanager
-def inject_faults(words: str) -> Iterator[None]:
-    """Let the faults of `words` happen inside the block, to whatever trainer runs.
+def inject_faults(faults: str) -> Iterator[None]:
+    """Let these faults happen inside the block, to whatever trainer runs.
 
-    `words`: `name:step[:rank]`, with commas between several. Without a rank the fault happens on
+    `faults`: `name:step[:rank]`, with commas between several. Without a rank the fault happens on
     all of them.
     """
     from pytest import MonkeyPatch
@@ -44,8 +44,8 @@ def inject_faults(words: str) -> Iterator[None]:
     def is_step_due(step: int, on_this_rank: bool) -> bool:
         return on_this_rank and current["step"] == step
 
-    for word in filter(None, words.split(",")):
-        name, step, *rank = word.split(":")
+    for fault in filter(None, faults.split(",")):
+        name, step, *rank = fault.split(":")
         on_this_rank = not rank or os.environ.get("RANK", "0") == rank[0]
         FAULT_BY_NAME[name](patches, partial(is_step_due, int(step), on_this_rank))
     try:
@@ -194,9 +194,9 @@ def start_in_turn(arguments: list[str], starts: list[str]) -> int:
     train.build_trainer = build_once
     code = 0
     for number, start in enumerate(starts):
-        fault_words, *extra_arguments = start.split()
+        faults, *extra_arguments = start.split()
         # `-` stands for no fault
-        with contextlib.redirect_stderr(sys.stdout), inject_faults(fault_words.strip("-")):
+        with contextlib.redirect_stderr(sys.stdout), inject_faults(faults.strip("-")):
             code = train.main([*arguments, *extra_arguments])
         print(f"start {number} ended with {code}", flush=True)
     return code

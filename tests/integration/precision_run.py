@@ -123,7 +123,7 @@ class SaveTensorsAtStart(TrainerCallback):
 
 
 def main() -> int:
-    """Build a trainer by the words of a command, save what its models compute with, and end."""
+    """Build a trainer by the arguments of a command, save what its models compute with, and end."""
     from trl import GRPOTrainer
 
     from adora_vl.prepare import prepare

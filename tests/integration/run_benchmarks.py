@@ -40,13 +40,13 @@ def main(model: str, folder: Path) -> int:
         (MMSTAR, "mmstar", ["--without-image", str(folder / "mmstar_blind" / "predictions.jsonl")]),
     ):
         data = folder / "data" / name.removesuffix("_blind")
-        words = [
+        argv = [
             "run",
             "--model",
             model,
             *cli_arguments(data=data, output=folder / name, engine="vllm"),
         ]
-        if command.main(benchmark, [*words, "--max-tokens", "32", *options]) != 0:
+        if command.main(benchmark, [*argv, "--max-tokens", "32", *options]) != 0:
             return 1
     assert len(_ENGINE_BY_SETTINGS) == 1
     return 0

@@ -44,14 +44,14 @@ def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def run_python_in(folder: Path, package: Path, *words: str) -> str:
+def run_python_in(folder: Path, package: Path, *argv: str) -> str:
     """Run `python WORDS` in a folder, with our package from `package`; return what it printed.
 
     The test fails where the command does, or where a user's file was imported.
     """
     environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *argv],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -79,7 +79,7 @@ def write_modules_of_the_user(folder: Path, kind: str) -> None:
 
 def arguments_of_one_step_with_evaluations(output: Path, drawn_data: str) -> list[str]:
     """Return the arguments of a training of one step, with an evaluation before and after it."""
-    words = tiny_run_arguments(
+    argv = tiny_run_arguments(
         output,
         use_vllm="true",  # which evaluations during training need
         max_steps=1,
@@ -90,15 +90,15 @@ def arguments_of_one_step_with_evaluations(output: Path, drawn_data: str) -> lis
         adora_eval=f"geometry3k={drawn_data}",
         adora_eval_limit=2,
     )
-    return ["-m", "adora_vl.train", *words]
+    return ["-m", "adora_vl.train", *argv]
 
 
 @pytest.fixture(scope="module")
 def drawn_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Draw a data set of geometry problems, and return its folder."""
     folder = tmp_path_factory.mktemp("data") / "drawn"
-    words = ["synthetic", "--output", str(folder), "--rows", "1", "--test-rows", "2"]
-    run_python_in(folder.parent, REPOSITORY, "-m", "data_prep", *words)
+    argv = ["synthetic", "--output", str(folder), "--rows", "1", "--test-rows", "2"]
+    run_python_in(folder.parent, REPOSITORY, "-m", "data_prep", *argv)
     yield str(folder)
 
 

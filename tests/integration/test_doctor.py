@@ -36,7 +36,7 @@ def doctor_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """
     folder = tmp_path_factory.mktemp("doctor")
     output = folder / "result.json"
-    words = [
+    argv = [
         *cli_arguments(
             config=REPOSITORY / "configs" / "train" / "smoke_cpu.yaml",
             output_dir=folder / "run",
@@ -49,7 +49,7 @@ def doctor_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--model_name_or_path",
         "tiny_perimeter",  # its answers begin with what it sees, those of `tiny` with wording
     ]
-    done = run_command([sys.executable, DOCTOR_SCRIPT, str(output), *words])
+    done = run_command([sys.executable, DOCTOR_SCRIPT, str(output), *argv])
     return {
         **json.loads(output.read_text()),
         "table": json.loads(output.with_suffix(".table.json").read_text()),

@@ -111,17 +111,15 @@ def test_mmstar_sees_the_image_unless_told_not_to(benchmark_folder: Path) -> Non
 def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
     """Predictions and scores are equal to the byte, and no process leaves a file of its own."""
     data = write_mathvista(tmp_path / "data", mathvista_rows(5))
-    words = [
+    argv = [
         "run",
         *cli_arguments(model=PRETRAINED_FOLDER, data=data, engine="transformers"),
         "--max-tokens",
         "12",
     ]
-    words += ["--batch-size", "1"]  # on whose make-up rounding depends
-    assert main(MATHVISTA, [*words, "--output", str(tmp_path / "one")]) == 0
-    accelerate_launch(
-        "cpu_zero3", "-m", "eval.mathvista", *words, "--output", str(tmp_path / "two")
-    )
+    argv += ["--batch-size", "1"]  # on whose make-up rounding depends
+    assert main(MATHVISTA, [*argv, "--output", str(tmp_path / "one")]) == 0
+    accelerate_launch("cpu_zero3", "-m", "eval.mathvista", *argv, "--output", str(tmp_path / "two"))
     of_one_process = tmp_path / "one" / "predictions.jsonl"
     of_two_processes = tmp_path / "two" / "predictions.jsonl"
     assert of_two_processes.read_bytes() == of_one_process.read_bytes()

@@ -56,11 +56,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_words(workspace: Path, engine: str) -> list[str]:
+def evaluation_argv(workspace: Path, engine: str) -> list[str]:
     """Return the arguments of an evaluation with this engine."""
-    words = ["run", "--model", str(workspace / "model"), "--data", str(workspace / "data")]
-    words += ["--output", str(workspace / engine), "--engine", engine]
-    return [*words, "--max-tokens", "48", "--max-pixels", str(PIXEL_LIMIT), "--batch-size", "5"]
+    argv = ["run", "--model", str(workspace / "model"), "--data", str(workspace / "data")]
+    argv += ["--output", str(workspace / engine), "--engine", engine]
+    return [*argv, "--max-tokens", "48", "--max-pixels", str(PIXEL_LIMIT), "--batch-size", "5"]
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +70,11 @@ def predictions_by_engine(workspace: Path) -> dict[str, list[Prediction]]:
     vLLM runs in a process of its own, so that its memory and threads go away with it.
     """
     subprocess.run(
-        [sys.executable, "-m", "eval.geometry3k", *run_words(workspace, "vllm")],
+        [sys.executable, "-m", "eval.geometry3k", *evaluation_argv(workspace, "vllm")],
         cwd=ROOT,
         check=True,
     )
-    assert main(BENCHMARK, run_words(workspace, "transformers")) == 0
+    assert main(BENCHMARK, evaluation_argv(workspace, "transformers")) == 0
     return {
         engine: read_predictions(workspace / engine / "predictions.jsonl")
         for engine in ("vllm", "transformers")
@@ -118,9 +118,9 @@ def test_both_engines_end_answers_where_the_training_did(
     rows_by_engine: dict[str, list[Prediction]] = {}
     try:
         for engine in ("vllm", "transformers"):
-            words = run_words(workspace, engine)
-            words[words.index("--output") + 1] = str(workspace / f"{engine}_stopped")
-            command = [sys.executable, "-m", "eval.geometry3k", *words]
+            argv = evaluation_argv(workspace, engine)
+            argv[argv.index("--output") + 1] = str(workspace / f"{engine}_stopped")
+            command = [sys.executable, "-m", "eval.geometry3k", *argv]
             subprocess.run(command, cwd=ROOT, check=True)
             path = workspace / f"{engine}_stopped" / "predictions.jsonl"
             rows_by_engine[engine] = read_predictions(path)

@@ -31,8 +31,8 @@ def faulty_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     mark = uuid.uuid4().hex
     for name in ("whole", "damaged"):
-        words = ["--output", str(folder / name), "--rows", "40", "--test-rows", "4"]
-        assert data_prep(["synthetic", *words]) == 0
+        argv = ["--output", str(folder / name), "--rows", "40", "--test-rows", "4"]
+        assert data_prep(["synthetic", *argv]) == 0
     # row 14 is read in the second step
     truncate_image(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)
     out = folder / "out"

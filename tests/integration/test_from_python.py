@@ -141,8 +141,8 @@ def test_the_lines_of_the_steps_are_the_only_progress_that_a_notebook_shows(tmp_
 def prepared_folder(tmp_path_factory):
     """Return a prepared folder of 12 drawn problems with four choices, which the prompt lists."""
     folder = tmp_path_factory.mktemp("data") / "drawn"
-    words = ["synthetic", "--output", str(folder), "--rows", "12", "--test-rows", "3"]
-    assert data_prep([*words, "--choices", "4"]) == 0
+    argv = ["synthetic", "--output", str(folder), "--rows", "12", "--test-rows", "3"]
+    assert data_prep([*argv, "--choices", "4"]) == 0
     return folder
 
 
@@ -158,11 +158,11 @@ def prepared_folder(tmp_path_factory):
 def test_problems_loaded_in_python_are_those_of_the_command(prepared_folder, tmp_path, keys):
     """Each row has the same conversation, pictures and answer as in a command with these keys."""
     rows = load_problems(str(prepared_folder), **keys)
-    words = ["--model_name_or_path", "tiny", "--dataset_name", str(prepared_folder)]
-    words += ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
+    argv = ["--model_name_or_path", "tiny", "--dataset_name", str(prepared_folder)]
+    argv += ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
     for key, value in keys.items():
-        words += [f"--{key}", "null" if value is None else value]
-    request = request_from_command(parse_command(words))
+        argv += [f"--{key}", "null" if value is None else value]
+    request = request_from_command(parse_command(argv))
     command_rows = run_checks(request, RunContext.of_launch("ignore")).data.train_dataset
     assert len(rows) == len(command_rows) == 12
     for row, command_row in zip(rows, command_rows, strict=True):

@@ -51,7 +51,7 @@ from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER
 CPU_KEYS = ["--use_cpu", "true", "--bf16", "false"]
 BATCH_OF_ONE_GROUP = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 VLLM = ["--use_vllm", "true", "--vllm_max_model_length", "256", "--max_completion_length", "64"]
-# What words of `REFUSED_COMMANDS` stand for; HERE is the folder of wrong things.
+# What a word in a row of `REFUSED_COMMANDS` stands for. HERE is `folder_of_wrong_inputs`.
 KEYS_BY_PLACEHOLDER = {
     "FOUR": "--load_in_4bit true --dtype bfloat16 --use_peft true "
     "--lora_target_modules q_proj up_proj",
@@ -164,9 +164,9 @@ def user_message(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def start_from_python(words: list[str], dataset: Dataset | None = None) -> None:
+def start_from_python(argv: list[str], dataset: Dataset | None = None) -> None:
     """Check a run as a start from Python does, with the command's keys as objects."""
-    script, config, model = parse(words)
+    script, config, model = parse(argv)
     init = {"attn_implementation": model.attn_implementation} if model.attn_implementation else {}
     init |= {"dtype": model.dtype} if model.dtype != "float32" else {}
     config.model_init_kwargs = {**init, **dict(config.model_init_kwargs or {})} or None
@@ -185,9 +185,9 @@ def start_from_python(words: list[str], dataset: Dataset | None = None) -> None:
 
 
 START_BY_ENTRY_POINT: dict[str, Callable[[list[str]], Any]] = {
-    "C": lambda words: prepare(parse_command(words)),
-    "D": lambda words: make_plan(parse_command(words), DryRunOptions()),
-    "K": lambda words: doctor.diagnose(parse_command(words)),
+    "C": lambda argv: prepare(parse_command(argv)),
+    "D": lambda argv: make_plan(parse_command(argv), DryRunOptions()),
+    "K": lambda argv: doctor.diagnose(parse_command(argv)),
     "P": start_from_python,
 }
 ALL_ENTRY_POINTS = "CDKP"
@@ -195,7 +195,7 @@ NOISY_ROLLOUTS = example_entry("noisy_rollouts.py:NoisyRollouts")
 VISUAL_TOKENS = example_entry("visual_tokens.py:VisualTokens")
 REFUSED_COMMANDS: list[
     tuple[str, ...]
-] = [  # the words, how the line begins, and the ways if these are not all
+] = [  # the command line, how the line begins, and the entry points if these are not all
     (
         "--adora_factr 0.2",
         "command line: unknown key 'adora_factr'; did you mean 'adora_method.adora.factor'?",
@@ -631,18 +631,18 @@ REFUSED_COMMANDS: list[
 ]
 
 
-def refusal_line(entry_point: str, words: str, folder: Path, output: Path) -> str:
+def refusal_line(entry_point: str, command_line: str, folder: Path, output: Path) -> str:
     """Return the line with which an entry point refuses a command, which may write no file.
 
     Args:
         entry_point: C is the command, D its dry run, K the doctor, P a start from Python.
-        words: the arguments, with HERE for the folder.
+        command_line: the arguments, with HERE for the folder.
         folder: has the wrong inputs.
         output: the `output_dir` of the run.
     """
     for placeholder, keys in KEYS_BY_PLACEHOLDER.items():
-        words = words.replace(placeholder, keys)
-    arguments = words.replace("HERE", str(folder)).split()
+        command_line = command_line.replace(placeholder, keys)
+    arguments = command_line.replace("HERE", str(folder)).split()
     common_arguments = [
         *CPU_KEYS,
         *cli_arguments(model_name_or_path="tiny", output_dir=output, dataset_name=folder / "data"),
@@ -675,12 +675,12 @@ def test_a_wrong_command_ends_in_the_same_line_on_every_entry_point(
 ):
     """All rows of `REFUSED_COMMANDS` are tried, and those with another line are listed together."""
     wrong_lines = []
-    for words, line_begins_with, *entry_points in REFUSED_COMMANDS:
+    for command_line, line_begins_with, *entry_points in REFUSED_COMMANDS:
         if entry_points and entry_point not in entry_points[0]:
             continue
-        line = refusal_line(entry_point, words, folder_of_wrong_inputs, tmp_path / "run")
+        line = refusal_line(entry_point, command_line, folder_of_wrong_inputs, tmp_path / "run")
         if not line.startswith(line_begins_with) or "\n" in line:
-            wrong_lines.append(f"{words}\n  {line_begins_with}\n  {line}")
+            wrong_lines.append(f"{command_line}\n  {line_begins_with}\n  {line}")
     assert not wrong_lines, "\n".join(wrong_lines)
 
 
@@ -709,7 +709,7 @@ def test_the_reward_steps_is_accepted_on_every_entry_point_where_rows_have_figur
     names = [f"a/{number}" for number in range(20)]
     of_folder = dataset.remove_columns("prompt").add_column("problem", ["Find x."] * 20)
     of_folder.add_column("id", names).to_parquet(folder / "train-00000.parquet")
-    words = [
+    argv = [
         *CPU_KEYS,
         *BATCH_OF_ONE_GROUP,
         "--model_name_or_path",
@@ -717,12 +717,12 @@ def test_the_reward_steps_is_accepted_on_every_entry_point_where_rows_have_figur
         "--output_dir",
         str(tmp_path / "run"),
     ]
-    words += ["--dataset_name", str(tmp_path / "data"), "--adora_reward", "[accuracy,steps]"]
-    words += ["--adora_method", '{"adora": {"criteria": ["working"]}}']
+    argv += ["--dataset_name", str(tmp_path / "data"), "--adora_reward", "[accuracy,steps]"]
+    argv += ["--adora_method", '{"adora": {"criteria": ["working"]}}']
     if entry_point == "P":
-        start_from_python(words, dataset)
+        start_from_python(argv, dataset)
     else:
-        START_BY_ENTRY_POINT[entry_point](words)
+        START_BY_ENTRY_POINT[entry_point](argv)
 
 
 REFUSED_OBJECTS: list[tuple[dict[str, Any], str]] = [
@@ -810,7 +810,7 @@ def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
 
 def test_commands_end_with_an_error_line_and_exit_code_2(folder_of_wrong_inputs, tmp_path, capsys):
     """The error is the last line that training, dry run and doctor print."""
-    words = [
+    argv = [
         *CPU_KEYS,
         *BATCH_OF_ONE_GROUP,
         "--model_name_or_path",
@@ -821,9 +821,9 @@ def test_commands_end_with_an_error_line_and_exit_code_2(folder_of_wrong_inputs,
         "3",
     ]
     for command in (
-        lambda: main(words),
-        lambda: main([*words, "--dry-run"]),
-        lambda: doctor.main(words),
+        lambda: main(argv),
+        lambda: main([*argv, "--dry-run"]),
+        lambda: doctor.main(argv),
     ):
         assert command() == 2
         lines = capsys.readouterr().err.rstrip("\n").splitlines()
@@ -874,7 +874,7 @@ def test_every_check_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
 
     for name in CHECKS_IN_ORDER:
         monkeypatch.setattr(checks, name, recorded(name, getattr(checks, name)))
-    words = [
+    argv = [
         *CPU_KEYS,
         *BATCH_OF_ONE_GROUP,
         "--model_name_or_path",
@@ -884,12 +884,12 @@ def test_every_check_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
         "--output_dir",
     ]
     entry_points: dict[str, Callable[[], Any]] = {
-        "command": lambda: prepare(parse_command([*words, str(tmp_path / "run")])),
+        "command": lambda: prepare(parse_command([*argv, str(tmp_path / "run")])),
         "dry run": lambda: prepare_on_paper(
-            parse_command([*words, str(tmp_path / "paper")]), DryRunOptions()
+            parse_command([*argv, str(tmp_path / "paper")]), DryRunOptions()
         ),
-        "doctor": lambda: prepare(parse_command([*words, str(tmp_path / "doctor")]), "inspect"),
-        "Python": lambda: start_from_python([*words, str(tmp_path / "python")]),
+        "doctor": lambda: prepare(parse_command([*argv, str(tmp_path / "doctor")]), "inspect"),
+        "Python": lambda: start_from_python([*argv, str(tmp_path / "python")]),
     }
     for name, entry_point in entry_points.items():
         with subtests.test(name):
@@ -908,9 +908,9 @@ def test_a_config_for_gpus_passes_the_same_checks_on_a_laptop(subtests):
         name for name in ACCELERATE_CONFIG_BY_RECIPE if ACCELERATE_CONFIG_BY_RECIPE[name] != "cpu"
     ):
         with subtests.test(name):
-            words = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml")]
+            argv = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml")]
             file = CONFIGS_FOLDER / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
-            run = prepare_on_paper(parse_command(words), DryRunOptions(accelerate_config=file))
+            run = prepare_on_paper(parse_command(argv), DryRunOptions(accelerate_config=file))
             assert not run.context.on_this_machine
             assert run.messages.unchecked[0].startswith("the run is for another machine")
             assert (

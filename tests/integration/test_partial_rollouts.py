@@ -28,8 +28,8 @@ RUN_KEYS = {
 
 def train_with_engine(folder: Path, **keys: object) -> Path:
     """Train a small run with an engine in its process, and return its folder."""
-    words = cli_arguments(**{**RUN_KEYS, **keys, "output_dir": folder})
-    accelerate_launch("cpu", "-m", "adora_vl.train", *words)
+    argv = cli_arguments(**{**RUN_KEYS, **keys, "output_dir": folder})
+    accelerate_launch("cpu", "-m", "adora_vl.train", *argv)
     return folder
 
 

@@ -117,11 +117,11 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
             modules_to_save=None if server else ["lm_head"],
             lora_dropout=0.05,  # TRL's default
         )
-        words = ["--model_name_or_path", str(adapter), "--beta", "0.1", "--learning_rate", "1e-3"]
+        argv = ["--model_name_or_path", str(adapter), "--beta", "0.1", "--learning_rate", "1e-3"]
         if where != "server":
-            words += ["--adora_rollouts.budget", "9"]
+            argv += ["--adora_rollouts.budget", "9"]
         if server:
-            words += [
+            argv += [
                 "--vllm_mode",
                 "server",
                 "--vllm_server_base_url",
@@ -130,7 +130,7 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
                 "file",
             ]
         options = ["--kills", "rollout:5", "--processes", str(processes), "--output", str(tmp_path)]
-        done = run_command([*KILL_AND_RESUME_COMMAND, *options, "--", *words])
+        done = run_command([*KILL_AND_RESUME_COMMAND, *options, "--", *argv])
         if server:  # it holds the dead run's adapter too, under another name
             with urllib.request.urlopen(f"{server.url}/v1/models") as reply:  # noqa: S310  # loopback
                 models = json.load(reply)["data"]

@@ -86,8 +86,8 @@ def test_a_served_model_answers_as_the_loaded_one(tmp_path, fresh_server):
     openai = ["--engine", "openai", "--base-url", f"{fresh_server.url}/v1", "--model", "mine"]
     loaded = ["--engine", "transformers", "--model", "tiny"]
     answers = []
-    for name, words in (("served", openai), ("loaded", loaded)):
-        assert main(BENCHMARK, [*common, *words, "--output", str(tmp_path / name)]) == 0
+    for name, argv in (("served", openai), ("loaded", loaded)):
+        assert main(BENCHMARK, [*common, *argv, "--output", str(tmp_path / name)]) == 0
         lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
         columns = ("pid", "response", "n_tokens", "n_prompt_tokens", "finish_reason")
         answers.append([{key: row[key] for key in columns} for row in map(json.loads, lines)])
@@ -175,10 +175,10 @@ def test_a_server_that_still_has_the_adapter_before_stops_the_run(
             stock_read(server, folder)
 
     monkeypatch.setattr(Server, "read_adapter", read_first_adapter_only)
-    words = tiny_run_arguments(
+    argv = tiny_run_arguments(
         tmp_path / "out", **file_sync_keys(fresh_server, adora_max_drift=1e-3, **LORA_KEYS)
     )
-    assert train_main(words) == 1
+    assert train_main(argv) == 1
     assert len(folders) == 2
     assert "adora_max_drift" in capsys.readouterr().err
 
@@ -223,7 +223,7 @@ def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path,
 
 def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
     """The run agrees with the servers, and no process of the script is left."""
-    words = tiny_run_arguments(
+    argv = tiny_run_arguments(
         tmp_path / "out",
         max_steps=2,
         save_strategy="no",
@@ -245,7 +245,7 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
         "SERVER_OPTIONS": "--dtype float32 --max-model-len 512 --gpu-memory-utilization 0.1 --enforce-eager",
     }
     run_command(
-        ["bash", "setup/servers.sh", str(PRETRAINED_FOLDER), *words], environment=environment
+        ["bash", "setup/servers.sh", str(PRETRAINED_FOLDER), *argv], environment=environment
     )
     assert max(read_drifts(tmp_path / "out")) < ROUNDING_DRIFT
     assert command_lines_marked_with(mark) == []
@@ -254,10 +254,10 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
 @pytest.mark.parametrize("adapter_keys", [{}, LORA_KEYS], ids=["all", "adapter"])
 def test_shards_of_two_processes_reach_the_server_whole(tmp_path, fresh_server, adapter_keys):
     """Under ZeRO-3 weights or adapter are gathered before they are sent."""
-    words = tiny_run_arguments(
+    argv = tiny_run_arguments(
         tmp_path / "out",
         **file_sync_keys(fresh_server, per_device_train_batch_size=8, **adapter_keys),
     )
-    accelerate_launch("cpu_zero3", "-m", "adora_vl.train", *words)
+    accelerate_launch("cpu_zero3", "-m", "adora_vl.train", *argv)
     assert len(read_drifts(tmp_path / "out")) == 3
     assert max(read_drifts(tmp_path / "out")) < ROUNDING_DRIFT

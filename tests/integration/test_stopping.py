@@ -70,7 +70,7 @@ def terminate_everybody(run: RunningCommand) -> None:
 def terminate_everybody_twice(run: RunningCommand) -> None:
     """Send SIGTERM to all processes, and again while they save."""
     run.signal_everybody(signal.SIGTERM)
-    run.wait_for_words("SIGTERM: saving", 2)
+    run.wait_for_output("SIGTERM: saving", 2)
     run.signal_everybody(signal.SIGTERM)
 
 
@@ -192,7 +192,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
     folder = tmp_path_factory.mktemp("machines")
     out = folder / "out"
     config = "configs/accelerate/cpu_zero3.yaml"
-    words = [
+    argv = [
         *STOPPING_RUN_ARGUMENTS,
         *ENDLESS_STEPS,
         "--save_strategy",
@@ -203,7 +203,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
     outputs = []
     codes = []
     with TwoMachines(folder / "lab") as machines:
-        with machines.running(config, out, words) as script:
+        with machines.running(config, out, argv) as script:
             machines.wait_for_step(script, out, 2)
             machines.pull_the_plug(1)
             time_of_power_loss = time.monotonic()
@@ -212,7 +212,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
             outputs.append(machines.output)
         checkpoint = find_newest_valid_checkpoint(out)[0]
         last_logged_step = read_metrics(out / METRICS_FILE)[-1]["step"]
-        with machines.running(config, out, words) as script:
+        with machines.running(config, out, argv) as script:
             # the new run cuts the log back to its checkpoint
             machines.wait_for_step(script, out, max(last_logged_step + 1, first_saved_step))
             script.terminate()

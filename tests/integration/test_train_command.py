@@ -239,8 +239,8 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2"]
     model = tmp_path / "exported"
     assert export([str(out), str(model)]) == 0
-    words = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "eval")]
-    run_command([sys.executable, "-m", "eval.problems", *words, "--max-tokens", "40"])
+    argv = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "eval")]
+    run_command([sys.executable, "-m", "eval.problems", *argv, "--max-tokens", "40"])
     score = json.loads((tmp_path / "eval" / "score.json").read_text())
     assert score["total"] == 100
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]

@@ -165,7 +165,7 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed_folder, tmp_path):
     A wrong step of Adam would show: it is compared with how far step 3 moved the weights.
     """
     checkpoint = resumed_folder / "checkpoint-2"
-    words = [
+    argv = [
         "-m",
         "adora_vl.train",
         *SMOKE_RUN_ARGUMENTS,
@@ -173,9 +173,9 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed_folder, tmp_path):
         "--max_steps",
         "3",
     ]
-    words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
+    argv += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
     assert export([str(checkpoint), str(tmp_path / "whole"), "--universal"]) == 0
-    accelerate_launch("cpu_zero3", "--num_processes", "1", *words, str(tmp_path / "whole"))
+    accelerate_launch("cpu_zero3", "--num_processes", "1", *argv, str(tmp_path / "whole"))
     step_of_one_process = read_training_log(tmp_path / "out")[-1]
     step_of_two_processes = read_training_log(resumed_folder)[-1]
     for name in ("reward", "completions/mean_length", "adora/weight_mean"):
@@ -227,8 +227,8 @@ def train_and_read_results(folder: Path) -> dict:
 
     Returns what two equal runs have in common: figures, rollouts, tables and weights.
     """
-    words = cli_arguments(**{**KEYS_OF_THREE_STEPS_A_GENERATION, "output_dir": folder})
-    accelerate_launch("cpu_zero3", "-m", "adora_vl.train", *words)
+    argv = cli_arguments(**{**KEYS_OF_THREE_STEPS_A_GENERATION, "output_dir": folder})
+    accelerate_launch("cpu_zero3", "-m", "adora_vl.train", *argv)
     return comparable_results(folder)
 
 
@@ -429,14 +429,14 @@ def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turn
     )
     (rollouts,) = tmp_path.glob("*/killed/rollouts")
     assert max(pq.read_table(rollouts)["segments"].to_pylist()) > 1
-    words = [
+    argv = [
         "per_device_train_batch_size=8",
         "num_generations=4",
         "max_steps=2",
         "vllm_tensor_parallel_size=2",
     ]
     result = run_parity(
-        tmp_path, "cpu_zero3", "--mixed", "--tools", *words, model=model_with_four_heads
+        tmp_path, "cpu_zero3", "--mixed", "--tools", *argv, model=model_with_four_heads
     )
     assert max(result["gaps"]) < 1e-5
     assert max(result["turns"]) > 1

@@ -155,14 +155,14 @@ def test_each_model_is_called_what_it_is(
     """It is asked in each view, and the comparison of the views says what it can do."""
     monkeypatch.setattr(asking, "build_engine", build_engine)
     model = folder_with_models / model_name
-    words = [
+    argv = [
         "run",
         *cli_arguments(engine="transformers", model=model, data=folder_with_models / "data"),
     ]
     outputs = []
     for view in ("image", "text", "both", "blank"):
         output = str(tmp_path / view)
-        arguments = [*words, "--max-tokens", "40", *cli_arguments(view=view, output=output)]
+        arguments = [*argv, "--max-tokens", "40", *cli_arguments(view=view, output=output)]
         assert command.main(BENCHMARK, arguments) == 0
         outputs.append(output)
     capsys.readouterr()

@@ -33,7 +33,7 @@ MAIN_BY_MODULE: dict[str, Callable[[list[str]], int | None]] = {
     "adora_vl.rewards.explain": explain,
     "adora_vl.train": train,
     "adora_vl.report": report,
-    "eval.problems": lambda words: evaluate(BENCHMARK, words),
+    "eval.problems": lambda argv: evaluate(BENCHMARK, argv),
 }
 
 
@@ -51,14 +51,14 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
     ran = []
     for block in re.findall(r"```bash\n(.*?)```", YOUR_OWN_DATA_SECTION, re.DOTALL):
         for line in block.strip().splitlines():
-            words = shlex.split(line)
-            assert words[0] == "python"
-            if words[1] != "-m":
-                runpy.run_path(words[1])
+            argv = shlex.split(line)
+            assert argv[0] == "python"
+            if argv[1] != "-m":
+                runpy.run_path(argv[1])
                 continue
-            options = ["--max_steps", "2"] if words[2] == "adora_vl.train" else []
-            ran.append(words[2])
-            assert not MAIN_BY_MODULE[words[2]]([*words[3:], *options]), (
+            options = ["--max_steps", "2"] if argv[2] == "adora_vl.train" else []
+            ran.append(argv[2])
+            assert not MAIN_BY_MODULE[argv[2]]([*argv[3:], *options]), (
                 f"{line}\n{capsys.readouterr().err}"
             )
     assert ran == [
@@ -125,14 +125,14 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
         "eval_strategy": "steps",
         "eval_steps": 2,
     }
-    words = cli_arguments(**changed)
+    argv = cli_arguments(**changed)
     command = [
         sys.executable,
         "-m",
         "adora_vl.train",
         "--config",
         "configs/train/smoke_cpu.yaml",
-        *words,
+        *argv,
     ]
     run_command(command, environment={"ADORA_VL_HOME": str(tmp_path / "home")})
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]

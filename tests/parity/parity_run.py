@@ -92,6 +92,7 @@ class RecordingTrainer(AdoraGRPOTrainer):
         drift_guard.check_batch = check_and_record  # type: ignore[method-assign]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Sample a generation, and record its lengths, advantages and the tensors of its sync."""
         output = super()._generate_and_score_completions(inputs)
         if not self.first:
             self.first = {**output, "pixel_values": self.pixels(output["pixel_values"])}

@@ -82,6 +82,7 @@ class CastToFloat64(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch with float64 in place of float32."""
         func = torch.Tensor.double if func is torch.Tensor.float else func
         wider_args = [torch.float64 if value is torch.float32 else value for value in args]
         wider_kwargs = {
@@ -155,6 +156,7 @@ class SwitchPartsByStep(TrainerCallback):
         self.names = names
 
     def on_step_begin(self, args, state, control, **kwargs):
+        """Record the counts so far, and switch the parts of this step on."""
         self.trainer.forward_passes_at_start.append(self.trainer.forward_passes)
         name = self.names[state.global_step]
         packed_passes = self.trainer.parts.policy_pass.packed_forward.passes

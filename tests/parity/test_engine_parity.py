@@ -48,14 +48,14 @@ WITHOUT_SAVED_WORK = [
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         pytest.param([], id="all at once", marks=pytest.mark.core),
         pytest.param(WITHOUT_SAVED_WORK, id="stock's work"),
     ],
 )
-def test_engine_and_trainer_agree_on_one_process(tmp_path, words):
-    result = run_parity(tmp_path, "cpu", "per_device_train_batch_size=16", *words)
+def test_engine_and_trainer_agree_on_one_process(tmp_path, argv):
+    result = run_parity(tmp_path, "cpu", "per_device_train_batch_size=16", *argv)
     assert_parity(result)
     assert result["vision_moved"] > 0, "the vision tower was not trained"
     assert result["sent"] == [sum(result["tensors"].values())] * 6
@@ -70,26 +70,26 @@ PAUSED_ANSWERS = (
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         pytest.param(("cpu", "16"), id="one process", marks=pytest.mark.core),
         pytest.param(("cpu_zero3", "6", "--mixed"), id="two, ZeRO-3", marks=pytest.mark.core),
         pytest.param(("cpu", "16", *PAUSED_ANSWERS), id="paused within turns"),
     ],
 )
-def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
+def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, argv):
     """Engine and policy agree on answers of three turns, with a tool's picture before each later one.
 
     The table's lengths count the policy's own tokens, not those of the tools. Two processes may
     have unequal numbers of turns.
     """
-    config, rows, *options = words
+    config, rows, *options = argv
     result = run_parity(
         tmp_path, config, "--tools", *options, f"per_device_train_batch_size={rows}", "max_steps=2"
     )
     assert max(result["gaps"]) <= GAP_BOUND
     assert max(result["means"]) <= 1e-6
-    assert result["moved"] > 0.1 or "learning_rate=0" in words
+    assert result["moved"] > 0.1 or "learning_rate=0" in argv
     assert max(result["turns"]) == 3
     assert result["packed"] > 0
     assert not result["refused"]
@@ -113,7 +113,7 @@ def qwen3_vl_result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """
     folder = tmp_path_factory.mktemp("qwen3_vl")
     build_tiny_model(folder / "model", WarmStart(steps=0), "qwen3_vl")
-    words = [
+    argv = [
         "per_device_train_batch_size=16",
         "entropy_coef=1.0",
         "learning_rate=0.003",
@@ -121,10 +121,11 @@ def qwen3_vl_result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     looks = [word for look in ("doctor", "answers", "lora") for word in ("--look", look)]
     scale_weights_up(folder / "model" / "model.safetensors")
-    return run_parity(folder, "cpu", "--mixed", "--tools", *looks, *words, model=folder / "model")
+    return run_parity(folder, "cpu", "--mixed", "--tools", *looks, *argv, model=folder / "model")
 
 
 def test_another_family_with_any_number_of_images_a_row(qwen3_vl_result):
+    """A Qwen3-VL agrees with its engine in four steps, on rows with up to two images."""
     assert len(qwen3_vl_result["gaps"]) == 4
     assert max(qwen3_vl_result["gaps"]) <= GAP_BOUND
     assert max(qwen3_vl_result["turns"]) > 1
@@ -222,8 +223,8 @@ def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
     With the tiny model they are 0.25 nats per token from the trainer, up to 11, since most tokens
     are wording.
     """
-    words = ["per_device_train_batch_size=8", "adora_max_drift=0.1"]
-    result = run_parity(tmp_path, "cpu", "--sabotage", "expanded", *words, check=False)
+    argv = ["per_device_train_batch_size=8", "adora_max_drift=0.1"]
+    result = run_parity(tmp_path, "cpu", "--sabotage", "expanded", *argv, check=False)
     assert result["returncode"] != 0
     assert "adora_max_drift is 0.1" in result["stderr"]
     assert "Likely causes" in result["stderr"]
@@ -250,14 +251,14 @@ def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
     An engine on a CPU may end instead, because its runner forgets features and its scheduler does
     not.
     """
-    words = [
+    argv = [
         *LONG_PROMPTS,
         "--sabotage",
         f"stale_{cache}_cache",
         "adora_max_drift=null",
         "max_steps=3",
     ]
-    result = run_parity(tmp_path, "cpu", *words, check=False)
+    result = run_parity(tmp_path, "cpu", *argv, check=False)
     if result["returncode"] != 0:
         # the CPU engine's runner forgets features at a reload, its scheduler does not
         assert lost_image_features(result["stderr"]), result["stderr"][-4000:]

@@ -36,13 +36,13 @@ HALF_GROUPS_ON_TWO_PROCESSES = (
 )
 
 
-def run_speed_script(folder: Path, config: str, *words: str) -> dict[str, Any]:
+def run_speed_script(folder: Path, config: str, *argv: str) -> dict[str, Any]:
     """Train with other parts switched on in each step; return the figures of all steps.
 
     config: of accelerate. words: arguments of speed_run.py.
     """
     output = folder / "result.json"
-    accelerate_launch(config, SPEED_SCRIPT, "--output", str(output), *words)
+    accelerate_launch(config, SPEED_SCRIPT, "--output", str(output), *argv)
     result: dict[str, Any] = json.loads(output.read_text())
     return result
 
@@ -146,9 +146,9 @@ def test_micro_batches_of_half_a_group(tmp_path):
 
     None is run for nothing.
     """
-    words = ("per_device_train_batch_size=4", "gradient_accumulation_steps=8")
+    argv = ("per_device_train_batch_size=4", "gradient_accumulation_steps=8")
     result = run_speed_script(
-        tmp_path, "cpu", *words, "--only", "off,vision,zero signal,no padding,all"
+        tmp_path, "cpu", *argv, "--only", "off,vision,zero signal,no padding,all"
     )
     assert_equal_steps(result)
     assert max(result["distances"]) <= GRADIENT_BOUND
@@ -162,9 +162,9 @@ def test_filled_micro_batches(tmp_path):
 
     They do so with a shared prompt and with separate rows, whose padding counts.
     """
-    words = ("per_device_train_batch_size=4", "gradient_accumulation_steps=8")
+    argv = ("per_device_train_batch_size=4", "gradient_accumulation_steps=8")
     only = "off,fill,fill separate rows,all"
-    result = run_speed_script(tmp_path, "cpu", *words, "max_completion_length=192", "--only", only)
+    result = run_speed_script(tmp_path, "cpu", *argv, "max_completion_length=192", "--only", only)
     assert_equal_steps(result)
     assert max(result["distances"]) <= GRADIENT_BOUND
     micro_batches = values_by_step(result, "micro_batches")
@@ -181,8 +181,8 @@ def test_a_step_with_a_fault_put_in_is_told_apart_from_a_right_one(tmp_path):
     half full.
     """
     only = "off,prompt,zero signal,off again"
-    words = ("--sabotage", "positions,rows", "gradient_accumulation_steps=3")
-    result = run_speed_script(tmp_path, "cpu", *words, "--only", only)
+    argv = ("--sabotage", "positions,rows", "gradient_accumulation_steps=3")
+    result = run_speed_script(tmp_path, "cpu", *argv, "--only", only)
     assert "differ by" in result["refused"], "the check on the first batch did not fall back"
     assert values_by_step(result, "distances")["zero signal"] > 1e-3
 

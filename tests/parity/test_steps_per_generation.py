@@ -57,6 +57,7 @@ class RecordingTrainer(AdoraGRPOTrainer):
     update: list[dict[str, Any]]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Sample a generation, and keep it with the log-probabilities of the present policy."""
         output = super()._generate_and_score_completions(inputs)
         self.sampled_logps = self._policy_logps(output)
         self.generation = {**output, "old_per_token_logps": self.sampled_logps}

@@ -113,6 +113,7 @@ def mathvista_rows(count: int = 6) -> list[dict[str, Any]]:
 
 
 def _mathvista_row(problem: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return a row of MathVista of this answer type: "text", "integer", "float" or "list"."""
     value = problem["answer"]
     answers = {
         "text": f"{value}°",
@@ -183,6 +184,7 @@ def mathvision_rows(count: int = 6) -> list[dict[str, Any]]:
 
 
 def _mathvision_row(problem: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of MathVision of a problem, whose number decides its kind."""
     number = problem["index"] + 1
     kind = problem["index"] % 4
     options = [[], [problem["answer"], "200", "300", "400", "500"], list("ABCDE"), []][kind]
@@ -386,23 +388,23 @@ def write_jsonl_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def score_arguments(folder: Path, rows: RowsOrFile, *words: str) -> list[str]:
+def score_arguments(folder: Path, rows: RowsOrFile, *argv: str) -> list[str]:
     """Return the arguments with which a benchmark's command scores predictions.
 
     Args:
         folder: gets the scores as `s.json`, and the predictions if they are rows.
         rows: the predictions, or their file.
-        words: further arguments.
+        argv: further arguments.
     """
     file = rows if isinstance(rows, Path) else write_jsonl_rows(folder / "p.jsonl", rows)
-    return ["score", "--predictions", str(file), "--output", str(folder / "s.json"), *words]
+    return ["score", "--predictions", str(file), "--output", str(folder / "s.json"), *argv]
 
 
 def score_predictions(
-    benchmark: Benchmark, folder: Path, rows: RowsOrFile, *words: str
+    benchmark: Benchmark, folder: Path, rows: RowsOrFile, *argv: str
 ) -> dict[str, Any]:
     """Return the scores of predictions, as the benchmark's command writes them."""
-    assert main(benchmark, score_arguments(folder, rows, *words)) == 0
+    assert main(benchmark, score_arguments(folder, rows, *argv)) == 0
     result: dict[str, Any] = json.loads((folder / "s.json").read_text())
     return result
 

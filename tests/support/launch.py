@@ -22,31 +22,31 @@ _FORK_SERVER.set_forkserver_preload(["adora_vl.trainer"])
 
 def cli_arguments(**keys: object) -> list[str]:
     """Return the words of a command line that set these keys, `--key value` for each."""
-    words = []
+    argv = []
     for key, value in keys.items():
-        words += [f"--{key}", str(value)]
-    return words
+        argv += [f"--{key}", str(value)]
+    return argv
 
 
-def _run_python(words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+def _run_python(argv: list[str], environment: dict[str, str], outputs: list[str]) -> None:
     """Run `python words...` in this process, with its output in two files."""
     os.chdir(REPOSITORY)
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, file in enumerate(outputs, start=1):
         os.dup2(os.open(file, os.O_WRONLY), descriptor)
-    sys.argv = words[1:] if words[0] == "-m" else words
+    sys.argv = argv[1:] if argv[0] == "-m" else argv
     try:
-        if words[0] == "-m":
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        if argv[0] == "-m":
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            runpy.run_path(argv[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
 
 
 def _run_in_fork(
-    words: list[str], environment: dict[str, str], timeout: int
+    argv: list[str], environment: dict[str, str], timeout: int
 ) -> subprocess.CompletedProcess[str]:
     """Run `python words...` in a fork of a process that has imported our libraries."""
     with tempfile.TemporaryDirectory() as folder:
@@ -54,18 +54,18 @@ def _run_in_fork(
         for file in files:
             file.touch()
         process = _FORK_SERVER.Process(
-            target=_run_python, args=(words, environment, [str(file) for file in files])
+            target=_run_python, args=(argv, environment, [str(file) for file in files])
         )
         process.start()
         try:
             process.join(timeout)
             assert process.exitcode is not None, (
-                f"not done after {timeout} s: {words}\n{files[1].read_text()[-3000:]}"
+                f"not done after {timeout} s: {argv}\n{files[1].read_text()[-3000:]}"
             )
         finally:
             process.kill()
         return subprocess.CompletedProcess(
-            words, process.exitcode, *(file.read_text() for file in files)
+            argv, process.exitcode, *(file.read_text() for file in files)
         )
 
 

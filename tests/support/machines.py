@@ -40,9 +40,9 @@ exec setsid -w ip netns exec "$1" unshare --uts --mount bash -c '
 """
 
 
-def _run_ip(*words: str) -> bool:
+def _run_ip(*argv: str) -> bool:
     """Run the command `ip`, and tell whether it succeeded."""
-    return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
+    return subprocess.run(["ip", *argv], capture_output=True, check=False).returncode == 0
 
 
 def namespaces() -> set[str]:
@@ -118,14 +118,14 @@ class TwoMachines:
 
     @contextlib.contextmanager
     def running(
-        self, config: str, output_dir: Path, words: list[str]
+        self, config: str, output_dir: Path, argv: list[str]
     ) -> Iterator[subprocess.Popen[str]]:
         """Run `setup/ssh/train.sh` with a process on each machine inside the block.
 
         Args:
             config: the file of an accelerate config.
             output_dir: the run folder.
-            words: further arguments of the training command.
+            argv: further arguments of the training command.
         """
         with socket.socket() as probe:  # free here, so most likely there
             probe.bind(("127.0.0.1", 0))
@@ -147,7 +147,7 @@ class TwoMachines:
         }
         with (self.folder / "said").open("w") as log:
             script = subprocess.Popen(
-                ["bash", "setup/ssh/train.sh", *words, "--output_dir", str(output_dir)],
+                ["bash", "setup/ssh/train.sh", *argv, "--output_dir", str(output_dir)],
                 cwd=REPOSITORY,
                 env={**os.environ, **environment},
                 stdout=log,

@@ -107,6 +107,7 @@ class PackageIndexes:
     requests: list[tuple[str, str]] = field(default_factory=list)  # host and path of every request
 
     def __enter__(self) -> PackageIndexes:
+        """Start the proxy, and return the indexes."""
         self._ended = threading.Event()
         indexes = self
 

@@ -235,7 +235,7 @@ PARITY_RUN_COMMAND = ("-m", "tests.parity.parity_run")
 
 
 def run_parity(
-    tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED_FOLDER
+    tmp_path: Path, config: str, *argv: str, check: bool = True, model: Path = PRETRAINED_FOLDER
 ) -> dict[str, Any]:
     """Run `tests/parity/parity_run.py`, and return the JSON that it writes.
 
@@ -244,7 +244,7 @@ def run_parity(
     Args:
         tmp_path: gets the file.
         config: the accelerate config.
-        words: options of the script.
+        argv: options of the script.
         check: whether an exit code other than 0 fails the test.
         model: the model that is trained.
     """
@@ -256,7 +256,7 @@ def run_parity(
         str(model),
         "--output",
         str(output),
-        *words,
+        *argv,
         check=check,
     )
     result: dict[str, Any] = json.loads(output.read_text()) if output.is_file() else {}

@@ -103,12 +103,12 @@ def write_recorded_run(
     return folder
 
 
-def write_report_page(output: Path, *runs: Path, words: tuple[str, ...] = ()) -> Path:
+def write_report_page(output: Path, *runs: Path, argv: tuple[str, ...] = ()) -> Path:
     """Write the page of these runs with the report's command, and return `output`.
 
-    `words`: further arguments of the command.
+    `argv`: further arguments of the command.
     """
-    assert main([*map(str, runs), "--output", str(output), *words]) == 0
+    assert main([*map(str, runs), "--output", str(output), *argv]) == 0
     return output
 
 

@@ -30,7 +30,7 @@ class RunningCommand:
     `output` is what all its processes have printed so far. After the `with` block none is left.
     """
 
-    def __init__(self, config: str, output_dir: Path, words: list[str]) -> None:
+    def __init__(self, config: str, output_dir: Path, argv: list[str]) -> None:
         self.output_dir = output_dir
         self._mark = uuid.uuid4().hex
         self._read = b""
@@ -43,7 +43,7 @@ class RunningCommand:
                 file,
                 "-m",
                 "adora_vl.train",
-                *words,
+                *argv,
                 "--output_dir",
                 str(output_dir),
             ],
@@ -103,9 +103,9 @@ class RunningCommand:
             lambda: any(line["step"] >= step for line in read_metrics(file)), f"step {step}"
         )
 
-    def wait_for_words(self, words: str, times: int) -> None:
+    def wait_for_output(self, text: str, times: int) -> None:
         """Wait until the output has a text so many times."""
-        self.wait_until(lambda: self.output.count(words) >= times, words)
+        self.wait_until(lambda: self.output.count(text) >= times, text)
 
     def wait_for_the_end(self) -> int:
         """Wait for the end of all processes, not of the launcher alone; return the exit code."""

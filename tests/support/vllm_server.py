@@ -22,15 +22,16 @@ class RunningVLLMServer:
     tiny model's processor has.
     """
 
-    def __init__(self, log: Path, model: str, *words: str) -> None:
+    def __init__(self, log: Path, model: str, *argv: str) -> None:
         self.port = free_port()
         self._log = log
-        self._words = ["--model", model, *words]
+        self._argv = ["--model", model, *argv]
         self.url = f"http://127.0.0.1:{self.port}"
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        words = [
+        """Start vLLM's command with the server's log, and return the process."""
+        argv = [
             sys.executable,
             "-m",
             "vllm.entrypoints.openai.api_server",
@@ -55,14 +56,14 @@ class RunningVLLMServer:
             "--max-lora-rank",
             "8",
             "--enable-tower-connector-lora",
-            *self._words,
+            *self._argv,
         ]
         quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         env = {**os.environ, **quiet, **switches, "VLLM_CPU_KVCACHE_SPACE": "1"}
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                words, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
+                argv, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
             )
 
     def wait(self, seconds: float = 400) -> None:
@@ -105,13 +106,13 @@ class RunningVLLMServer:
 
 @contextmanager
 def vllm_server(
-    folder: Path, model: str = str(PRETRAINED_FOLDER), words: Sequence[str] = ("--dtype", "float32")
+    folder: Path, model: str = str(PRETRAINED_FOLDER), argv: Sequence[str] = ("--dtype", "float32")
 ) -> Iterator[RunningVLLMServer]:
     """Start a server of `model`, and yield it once it answers; it ends with the block.
 
-    Its log is `server.log` in `folder`. `words`: further options of vLLM's command.
+    Its log is `server.log` in `folder`. `argv`: further options of vLLM's command.
     """
-    server = RunningVLLMServer(folder / "server.log", model, *words)
+    server = RunningVLLMServer(folder / "server.log", model, *argv)
     try:
         server.wait()
         yield server

@@ -428,11 +428,11 @@ def test_the_key_reaches_the_criterion():
     tie = Groups(
         torch.tensor([[1.0, 0.0]]), torch.tensor([[5.0, 5.0]]), torch.zeros(1, 2, dtype=torch.bool)
     )
-    for words, weight in (
+    for argv, weight in (
         ([], 0.1),
         (["--adora_method.adora.ties", "keep"], 1.0),
     ):
-        options = parse_config(*words)
+        options = parse_config(*argv)
         assert build_pipeline(options).weigh(tie).weights_P.tolist() == [pytest.approx(weight)]
 
 
@@ -671,16 +671,16 @@ def parse_config(*arguments):
 
 def test_the_key_sets_the_control_and_refuses_an_unknown_one():
     """The seed of the run is that of the random control."""
-    words = ["--adora_method.adora.assign", "random", "--seed", "7"]
-    assert build_pipeline(parse_config(*words)).adora_options.assign == "random"
-    assert build_pipeline(parse_config(*words)).seed == 7
+    argv = ["--adora_method.adora.assign", "random", "--seed", "7"]
+    assert build_pipeline(parse_config(*argv)).adora_options.assign == "random"
+    assert build_pipeline(parse_config(*argv)).seed == 7
     with pytest.raises(
         UserError, match="assign: 'randm' is not one of criterion, random, reversed, rate"
     ):
         parse_config("--adora_method.adora.assign", "randm")
 
 
-RATE_ASSIGNMENT_WORDS = [
+RATE_ASSIGNMENT_ARGV = [
     "--adora_method.adora.assign",
     "rate",
     "--gradient_accumulation_steps",
@@ -690,20 +690,20 @@ RATE_ASSIGNMENT_WORDS = [
 
 def test_a_step_has_one_rate(subtests):
     """An optimizer step over two generations would take the learning rate of the second alone."""
-    for words, message in [
+    for argv, message in [
         (
             ["--steps_per_generation", "2"],
             "steps_per_generation: 2 with assign: rate, .*accumulation_steps: 4",
         ),
         (["--steps_per_generation", "6"], "steps_per_generation: 6 with assign: rate"),
     ]:
-        with subtests.test(f"{words!r:.80}"):
+        with subtests.test(f"{argv!r:.80}"):
             for fits in (["8"], ["2", "--num_iterations", "2"]):
-                check_methods(parse_config(*RATE_ASSIGNMENT_WORDS, "--steps_per_generation", *fits))
+                check_methods(parse_config(*RATE_ASSIGNMENT_ARGV, "--steps_per_generation", *fits))
             with pytest.raises(UserError, match=message):
-                check_methods(parse_config(*RATE_ASSIGNMENT_WORDS, *words))
+                check_methods(parse_config(*RATE_ASSIGNMENT_ARGV, *argv))
     with subtests.test("DeepSpeed"):
-        ours = parse_config(*RATE_ASSIGNMENT_WORDS)
+        ours = parse_config(*RATE_ASSIGNMENT_ARGV)
         check_methods(ours)
         ours.deepspeed_plugin = object()
         with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):

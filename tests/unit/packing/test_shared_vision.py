@@ -130,8 +130,8 @@ def token_ids(pictures_of_row: list[int]) -> Tensor:
     for number in pictures_of_row:
         token_count = int(GRIDS[number].prod() // 4)
         image_ids += [8, *[IMAGE_TOKEN] * token_count, 9]  # between a start and an end token
-    words = torch.randint(10, SMALL_VOCABULARY, (7,), generator=generator)
-    return torch.cat([torch.tensor(image_ids).long(), words])
+    word_ids = torch.randint(10, SMALL_VOCABULARY, (7,), generator=generator)
+    return torch.cat([torch.tensor(image_ids).long(), word_ids])
 
 
 def logps(model: Any, ids_BT: Tensor, mask_BT: Tensor, **images: Any) -> Tensor:

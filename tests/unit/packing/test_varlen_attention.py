@@ -46,7 +46,7 @@ def packed_layout(*groups: tuple[int, list[int]]) -> PackedLayout:
 
 
 def random_tensor(heads: int, length: int, seed: int) -> Tensor:
-    """Return random queries, keys or values, (1, heads, length, SIZE), that need gradients."""
+    """Return random queries, keys or values, (1, heads, length, HEAD_SIZE), with gradients."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(
         1,

@@ -304,7 +304,7 @@ def test_runs_whose_folders_have_equal_names_are_told_by_their_paths(tmp_path):
 
 def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     run = write_recorded_run(tmp_path / "run", 1)
-    write_report_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))
+    write_report_page(tmp_path / "page.html", run, argv=("--max-image-mb", "0"))
     assert "1 diagrams are left out" in capsys.readouterr().out
     (tmp_path / "secret.png").write_bytes(b"secret")
     stranger = write_recorded_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
@@ -369,7 +369,7 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
     page = (EXAMPLE_PAGE.parents[1] / "report.md").read_text()
     (options,) = re.findall(r"report adora grpo --output docs/examples/report.html (.+?)`", page)
     runs = [write_recorded_run(tmp_path / name, 3) for name in ("adora", "grpo")]
-    made_today = write_report_page(tmp_path / "page.html", *runs, words=tuple(options.split()))
+    made_today = write_report_page(tmp_path / "page.html", *runs, argv=tuple(options.split()))
     assert EXAMPLE_PAGE.stat().st_size < 1_500_000
     example = unpack_data(EXAMPLE_PAGE)
     today = unpack_data(made_today)

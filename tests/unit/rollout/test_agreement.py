@@ -50,7 +50,10 @@ def prompts_with_images(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
     An image token has four patches. For example, ([5, 6], [2]) gives the prompt [IMAGE, IMAGE, 5,
     6] with eight patches.
     """
-    ids = [[token for size in sizes for token in [IMAGE] * size] + words for words, sizes in shapes]
+    ids = [
+        [token for size in sizes for token in [IMAGE] * size] + text_ids
+        for text_ids, sizes in shapes
+    ]
     grids = [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
     token_types = [[int(token == IMAGE) for token in row] for row in ids]
     patches = sum(2 * 2 * size for _, sizes in shapes for size in sizes)
@@ -92,9 +95,9 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
         len(far_ids) - len(near_ids) for far_ids, near_ids in zip(far.ids, near.ids, strict=False)
     }
     assert len(added_lengths) == 1
-    for (words, _), far_ids, near_ids in zip(shapes, far.ids, near.ids, strict=False):
+    for (text_ids, _), far_ids, near_ids in zip(shapes, far.ids, near.ids, strict=False):
         assert far_ids[-len(near_ids) :] == near_ids
-        assert set(far_ids[: -len(near_ids)]) <= set(words)
+        assert set(far_ids[: -len(near_ids)]) <= set(text_ids)
     for ids, token_types in zip(far.ids, far.fields["mm_token_type_ids"], strict=True):
         assert token_types == [int(token == IMAGE) for token in ids]
     sizes = [size for _, row in shapes[:rows] for size in row]

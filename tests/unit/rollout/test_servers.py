@@ -176,7 +176,7 @@ def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(servers, tm
 
 
 def reply_spoilers() -> dict[str, Any]:
-    """Return functions by name that turn a server's reply into one that is no answer.
+    """Return functions, by what they do, that turn a server's reply into one that is no answer.
 
     A reply has a choice for each rollout of its request.
     """
@@ -220,9 +220,13 @@ def reply_spoilers() -> dict[str, Any]:
     }
 
 
-def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(
+def test_requests_that_a_server_does_not_answer_rightly_go_to_the_other_one(
     servers, tmp_path, capsys, subtests
 ):
+    """A dead server, or one whose reply is no answer, is left out with one line.
+
+    The results are the same, since the seeds of requests decide them.
+    """
     requests = requests_of_groups(5)
     expected = sample_on_servers(engine_with_servers(servers, tmp_path / "w"), requests)
     healthy, broken = servers

@@ -23,7 +23,8 @@ def test_the_key_of_a_config_is_read_in_all_its_forms() -> None:
     assert StopParameters.from_config({"stop": ["a", "b"]}).strings == ("a", "b")
 
 
-# The tokens of an answer, and how many of them are kept; None: no string is complete.
+# The token ids of an answer, and how many of them are kept; None: no string is complete. The
+# tokens 2 and 3 together are the string "</answer>", and 5 is the string of two line breaks.
 @pytest.mark.parametrize(
     "ids, length",
     [

@@ -93,6 +93,7 @@ class FakeTools:
     def answer(
         self, text: str, images: Sequence[Image.Image], *, seed: str, is_last: bool, **_: Any
     ) -> Any:
+        """Record the request, and return the texts and pictures with a call of `zoom`."""
         self.requests.append(ToolRequest(text, len(images), seed, is_last))
         return SimpleNamespace(
             parts=self.parts,

@@ -235,9 +235,9 @@ def assert_sent_is_merged(base, model):
     assert wrong == []
     engine = deepcopy(base).eval()
     engine.load_state_dict(sent_tensors, strict=False)
-    words = torch.arange(3, 20)[None]
-    policy_logits = model(input_ids=words).logits
-    engine_logits = engine(input_ids=words).logits
+    input_ids = torch.arange(3, 20)[None]
+    policy_logits = model(input_ids=input_ids).logits
+    engine_logits = engine(input_ids=input_ids).logits
     # DEFT computes in float32, whatever the weights are.
     assert torch.allclose(policy_logits, engine_logits, rtol=0, atol=1e-5)
     return {
@@ -406,6 +406,7 @@ class FakeClient:
     def update_named_params(
         self, announced: list[Any], tensors: Iterator[tuple[str, Tensor]]
     ) -> None:
+        """Record the announced and the sent tensors as lines of name, dtype and shape."""
         announced_lines = [f"{name} {dtype} {shape}" for name, dtype, shape in announced]
         sent_lines = []
         for name, tensor in tensors:

@@ -32,8 +32,8 @@ from adora_vl.types import Batch, engine_comparison_mask
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
 
-CPU_WORDS = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
-VLLM_WORDS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
+CPU_ARGV = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
+VLLM_ARGV = ["--use_vllm", "true", "--vllm_mode", "colocate"]
 # A user's file with two extensions, and a function that is none.
 EXTENSION_SOURCE = """
 from dataclasses import dataclass
@@ -68,9 +68,9 @@ def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def config_with_extensions(extensions: str, *words: str) -> Any:
-    """Return the config of a run with these extensions, written as YAML, and further words."""
-    return parse([*CPU_WORDS, "--adora_extensions", extensions, *words])[1]
+def config_with_extensions(extensions: str, *argv: str) -> Any:
+    """Return the config of a run with these extensions, written as YAML, and further arguments."""
+    return parse([*CPU_ARGV, "--adora_extensions", extensions, *argv])[1]
 
 
 def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(user_folder):
@@ -85,7 +85,7 @@ def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(user
     (user_folder / "mine.py").write_text(EXTENSION_SOURCE + "# edited")
     assert hashes_before.keys() == {"mine.py"}
     assert extension_hashes(keys) != hashes_before
-    keys_without_extension = parse(CPU_WORDS)[1]
+    keys_without_extension = parse(CPU_ARGV)[1]
     assert build_extensions(keys_without_extension) == {}
     assert extension_hashes(keys_without_extension) == {}
     assert extension_costs({}, keys_without_extension) == []
@@ -112,7 +112,7 @@ def test_the_extension_of_the_page_is_one(user_folder):
     assert log == {"longest/left_out": 0.25}
 
 
-# (extensions, further words of the command, a pattern of the line that refuses them)
+# (extensions, further arguments of the command, a pattern of the line that refuses them)
 WRONG_EXTENSIONS: list[tuple[str, list[str], str]] = [
     ("{noisy: {share: 1}}", [], "'noisy' names no extension; write FILE.py:EXTENSION"),
     ("{mine.py:Plian: {}}", [], "no extension 'Plian' there; it has Plain, Elsewhere"),
@@ -124,7 +124,7 @@ WRONG_EXTENSIONS: list[tuple[str, list[str], str]] = [
     ("{mine.py:Elsewhere: {}}", [], "Elsewhere samples .* on other images, which needs use_vllm"),
     (
         "{mine.py:Elsewhere: {}}",
-        [*VLLM_WORDS, "--adora_rollouts.old_logps", "engine"],
+        [*VLLM_ARGV, "--adora_rollouts.old_logps", "engine"],
         "Elsewhere samples .* leave out adora_rollouts.old_logps: engine",
     ),
 ]
@@ -133,13 +133,13 @@ WRONG_EXTENSIONS: list[tuple[str, list[str], str]] = [
 def test_what_does_not_fit_is_named_in_one_line(user_folder):
     """Each wrong entry of `adora_extensions` is refused with the line in `WRONG_EXTENSIONS`."""
     wrong = {}
-    for extensions, words, expected in WRONG_EXTENSIONS:
+    for extensions, argv, expected in WRONG_EXTENSIONS:
         with pytest.raises(UserError) as refused:
-            build_extensions(config_with_extensions(extensions, *words))
+            build_extensions(config_with_extensions(extensions, *argv))
         if not refused.match(expected) or "\n" in str(refused.value):
             wrong[extensions] = str(refused.value)
     assert wrong == {}
-    assert build_extensions(config_with_extensions("{mine.py:Elsewhere: {}}", *VLLM_WORDS))
+    assert build_extensions(config_with_extensions("{mine.py:Elsewhere: {}}", *VLLM_ARGV))
     with pytest.raises(UserError, match=r"Plain.strength: 9.0 is too much for qwen2_5_vl"):
         model = AutoConfig.from_pretrained(PRETRAINED_FOLDER)
         check_extensions(

@@ -297,9 +297,11 @@ def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
     guard = RewardGuard(step_context())
     (function,) = guard.wrap_functions([flaky], ["flaky"])
     function(completions=["fine", "lost", "fine", "fine"])
+    # (number of the rollout, number of the function, the reason) of each failed call on a rank
+    failed_calls_of_rank_0 = [(3, 0, "a")]
     monkeypatch.setattr(
         "adora_vl.training.guards.gather_object",
-        lambda calls_of_rank: [[(3, 0, "a")], *calls_of_rank, []],
+        lambda calls_of_rank: [failed_calls_of_rank_0, *calls_of_rank, []],
     )
     assert guard.pop_failed_calls(4) == {(3, 0): "a", (5, 0): "TimeoutError: after 60 s"}
 
@@ -383,9 +385,9 @@ def test_the_run_learns_from_rollouts_with_a_reward_and_records_why_others_have_
     function counts. The third keeps two rollouts. The last keeps one, which cannot be compared with
     any other and is left out too. Advantages are those of the rollouts that are left.
     """
-    words = tiny_run_arguments(tmp_path / "run", save_strategy="no")
+    argv = tiny_run_arguments(tmp_path / "run", save_strategy="no")
     assert (
-        main([*words, "--adora_reward", "format", f"{user_file}:flaky", "--adora_method", "grpo"])
+        main([*argv, "--adora_reward", "format", f"{user_file}:flaky", "--adora_method", "grpo"])
         == 0
     )
     rollouts = pd.read_parquet(tmp_path / "run" / "rollouts")
@@ -433,8 +435,8 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
 
     The reward function `gone` fails for all rollouts of step 2, until the test repairs it.
     """
-    words = [*tiny_run_arguments(tmp_path / "run"), "--adora_reward", "format", f"{user_file}:gone"]
-    assert main(words) == 1
+    argv = [*tiny_run_arguments(tmp_path / "run"), "--adora_reward", "format", f"{user_file}:gone"]
+    assert main(argv) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
         r"error: step 2: not one of 16 rollouts has a reward \(gone: ConnectionError: no route to "
@@ -446,7 +448,7 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
     # Metrics of the second generation, which is sampled again, would be counted twice.
     assert read_checkpoint_manifest(tmp_path / "run" / "checkpoint-1")["metrics"] == {}
     user_file.with_name("back").touch()  # from here on the function works
-    assert main([*words, *line.split()[-2:]]) == 0
+    assert main([*argv, *line.split()[-2:]]) == 0
     metrics = [
         line for line in read_metrics(tmp_path / "run" / METRICS_FILE) if "rewards/missing" in line
     ]

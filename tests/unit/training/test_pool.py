@@ -248,10 +248,11 @@ class PictureTools:
     ) -> Rollout:
         """Append a picture to the rollout, or end it."""
         rng = random.Random(f"{seed}/{len(rollout.pictures)}")
+        # About a third of the turns calls no tool, or calls one in vain.
         if rng.random() < 0.3 or len(rollout.pictures) == 3:
             reason = FinishReason.STOP if rng.random() < 0.7 else FinishReason.CALLS
             return replace(rollout, finish_reason=reason)
-        has_no_room = max_length - len(rollout.tokens) < 30
+        has_no_room = max_length - len(rollout.tokens) < 30  # tokens for a picture and a turn
         if has_no_room:
             return replace(rollout, finish_reason=FinishReason.CONTEXT)
         image = as_kept_image(Image.new("RGB", (28, 28 + rng.randrange(9))))
