@@ -13,7 +13,7 @@ from adora_vl.checkpoint.trl_state import LossSums, SyncedReferenceModel
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.checkpoint_state import CheckpointState
 from adora_vl.config.methods import build_pipeline
-from adora_vl.data.context_limit import served_length
+from adora_vl.data.context_limit import server_context_length
 from adora_vl.data.prompts import control_tokens
 from adora_vl.evaluation import EvaluationCallback
 from adora_vl.models.precision import RefuseWrongBuffers
@@ -500,7 +500,7 @@ class StepParts:
         if not config.uses_servers:
             return None
         served: int | None = self._trainer.vllm_generation.server_group.on_first_rank(
-            lambda _: served_length(config)
+            lambda _: server_context_length(config)
         )
         return served
 

@@ -23,7 +23,7 @@ from adora_vl.data.dataset import (
     split_files,
     stored_rows,
 )
-from adora_vl.data.output import complete_or_absent, refuse_foreign
+from adora_vl.data.output import complete_or_absent, refuse_unknown_files
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.evals.benchmark import find_benchmark
 from adora_vl.evals.inference.engines import build_engine
@@ -292,7 +292,7 @@ def check_output(data: Path, output: Path) -> None:
     """Raise `UserError` where `output` could not be written, before anything is sampled."""
     if output.resolve() == data.resolve():
         raise UserError(f"output: {str(output)!r} is the dataset to filter; choose another folder")
-    refuse_foreign(output.resolve())
+    refuse_unknown_files(output.resolve())
 
 
 def prompts_asked_for_tags(predictions: Path) -> bool:

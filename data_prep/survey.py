@@ -30,10 +30,10 @@ from adora_vl.data.prompts import (
     DEFAULT_PROMPT,
     as_text,
     conversation_with_images,
+    lines_for_terminal,
     read_template,
-    shown_lines,
 )
-from adora_vl.data.rows import problem_with_prompt, problem_with_row
+from adora_vl.data.rows import fault_in_prompt, fault_in_row
 from adora_vl.evals.prepared import answer_form
 from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import amount, printable, quantile
@@ -156,7 +156,7 @@ def _survey_split(
     seen_ids: set[str] = set()
     for index, row in enumerate(stored_rows(folder, split)):
         row_in_words = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
-        fault = problem_with_row(row)
+        fault = fault_in_row(row)
         if fault:
             raise UserError(f"{row_in_words}: {fault}")
         split_survey.row_count += 1
@@ -210,7 +210,11 @@ def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str
     total = 0
     for size in sizes:
         total += image_tokens(
-            size, unit=vision.unit, low=vision.min_pixels, high=vision.max_pixels, row=row["id"]
+            size,
+            unit=vision.unit,
+            min_pixels=vision.min_pixels,
+            max_pixels=vision.max_pixels,
+            row_id=row["id"],
         )
     return total
 
@@ -362,10 +366,10 @@ def whole_prompt_lines(row: Row) -> list[str]:
     """Return the lines of the prompt that a training with the default keys would make of a row."""
     problem = read_template(DEFAULT_PROMPT)(row)
     image_count = len(row["images"] or [])
-    fault = problem_with_prompt(problem, image_count)
+    fault = fault_in_prompt(problem, image_count)
     if fault:
         return [printable(f"the prompt of {row['id']} cannot be made: {fault}")]
-    lines = shown_lines(as_text(conversation_with_images(problem, image_count)))
+    lines = lines_for_terminal(as_text(conversation_with_images(problem, image_count)))
     title = f"one whole prompt, of {row['id']}, as a training with the default keys asks it:"
     return [printable(title), *(f"  {line}" for line in lines)]
 

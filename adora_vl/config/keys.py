@@ -12,7 +12,7 @@ from pydantic import Field
 
 from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
 from adora_vl.config.values import convert_fields
-from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, read_template
+from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, find_control_token, read_template
 from adora_vl.rewards.entries import with_current_names
 from adora_vl.utils.call_guards import MAX_DEADLINE_S, MIN_DEADLINE_S
 from adora_vl.utils.convert import Name
@@ -112,7 +112,7 @@ class AdoraScriptArguments:
         if self.adora_prompt is not None:
             read_template(self.adora_prompt)  # for its errors alone
         self.adora_system_prompt = _system_prompt_text(self.adora_system_prompt)
-        token = control_token_in(self.adora_system_prompt)
+        token = find_control_token(self.adora_system_prompt)
         if token:
             raise UserError(
                 f"adora_system_prompt: it has the model's own token {token}; remove it from the "

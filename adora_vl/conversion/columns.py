@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.data.dataset import KIND_BY_COLUMN, schema
+from adora_vl.data.dataset import TYPE_BY_COLUMN, schema
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError, did_you_mean
 
@@ -34,7 +34,7 @@ _MULTI_COLUMN_NAMES = ("images", "choices")  # may be spread over several column
 # An extra column cannot have these names: the schema has some of them, TRL passes others to a
 # reward function, and a template lists the choices under `multiple_choice`.
 _RESERVED_NAMES = (
-    *KIND_BY_COLUMN,
+    *TYPE_BY_COLUMN,
     "image",
     "prompt",
     "prompts",

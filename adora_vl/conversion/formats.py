@@ -71,15 +71,14 @@ def open_table(path: Path, columns: Columns) -> Table:
     Raises `UserError` for a file that cannot be read, for one that is something else than its name
     says, and for a column that it lacks or has twice.
     """
-    features: Mapping[
-        str, Any
-    ] = {}  # the types of its columns that a file written by `datasets` has
+    # The types of its columns, which a file that `datasets` wrote has in it.
+    features: Mapping[str, Any] = {}
     with _user_errors_for(path):
         with path.open("rb") as file:
-            content = describe_non_picture(file.read(512))
+            non_picture = describe_non_picture(file.read(512))
         # An Excel workbook is a zip file, which is none of the wrong contents here.
-        if content and format_of(path) not in EXCEL_SUFFIXES:
-            raise UserError(f"input: {str(path)!r} is {content[1]}")
+        if non_picture and format_of(path) not in EXCEL_SUFFIXES:
+            raise UserError(f"input: {str(path)!r} is {non_picture.description}")
         if format_of(path) in _ARROW_FORMATS:
             table, features = _open_arrow(path, columns)
         elif format_of(path) in EXCEL_SUFFIXES:

@@ -23,7 +23,7 @@ from adora_vl.conversion.quarantine import LEAK, MAX_SHARE, WARNING_TEXTS, Quara
 from adora_vl.conversion.workers import ordered_map
 from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_manifest, write_split
 from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY
-from adora_vl.data.output import complete_or_absent, refuse_foreign, remove_report
+from adora_vl.data.output import complete_or_absent, refuse_unknown_files, remove_quarantine_report
 from adora_vl.data.stored_images import stored_bytes
 from adora_vl.rewards.forms import parse_reference
 from adora_vl.utils.cli import shown
@@ -336,7 +336,7 @@ class CleaningOptions:
             raise UserError(
                 f"min_pixels: {self.min_pixels} is over max_pixels, {self.max_pixels}; lower it"
             )
-        return PixelLimits(low=self.min_pixels, high=self.max_pixels, unit=token_side)
+        return PixelLimits(min_pixels=self.min_pixels, max_pixels=self.max_pixels, unit=token_side)
 
 
 def prepare(
@@ -366,7 +366,7 @@ def prepare(
     limits = options.pixel_limits()
     quarantine_folder = Path(f"{output.resolve()}.quarantine")
     for folder in (output, quarantine_folder):
-        refuse_foreign(folder)
+        refuse_unknown_files(folder)
     description, splits = open_source()
     # A leak needs two splits. Without one, the slow hashes that find scaled pictures are of no use.
     clean = partial(read_and_clean, limits=limits, with_perceptual_hashes=len(splits) > 1)
@@ -395,9 +395,9 @@ def prepare(
             counts=row_counts,
             quarantined=quarantine.summary(),
             leaks=deduplicator.leaks,
-            noted=deduplicator.warnings,
+            warnings=deduplicator.warnings,
         )
-    remove_report(quarantine_folder)
+    remove_quarantine_report(quarantine_folder)
     return manifest
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from PIL import Image
 
-from adora_vl.data.dataset import KIND_BY_META_FIELD, Row
+from adora_vl.data.dataset import TYPE_BY_META_FIELD, Row
 from adora_vl.data.images import SMALLEST_TOKEN_SIDE, UnreadableImageError, clean_image
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
-from adora_vl.data.rows import problem_with_row
+from adora_vl.data.rows import fault_in_row
 from adora_vl.rewards import canonical_gold, verify_gold
 from adora_vl.rewards.forms import parse_reference
 from adora_vl.utils.errors import UserError
@@ -159,8 +159,8 @@ RowReaders = Iterator[Callable[[], RawProblem]]
 class PixelLimits:
     """The limits in which the pixels of an image have to be; None means no limit."""
 
-    low: int | None = None
-    high: int | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     unit: int = SMALLEST_TOKEN_SIDE  # the side of an image token in pixels
 
 
@@ -185,7 +185,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         images = try_call(_clean_images, raw, limits)
         gold = try_call(_gold, raw)
     meta = {
-        **dict.fromkeys(KIND_BY_META_FIELD, ""),  # all keys of the schema, in its order
+        **dict.fromkeys(TYPE_BY_META_FIELD, ""),  # all keys of the schema, in its order
         "goal": raw.goal,
         "shapes": list(raw.shapes),
         "solution": raw.solution,
@@ -204,7 +204,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         "meta": meta,
         **raw.extras,
     }
-    fault = problem_with_row(row)  # `WHAT IS WRONG; WHAT TO DO`, or None
+    fault = fault_in_row(row)  # `WHAT IS WRONG; WHAT TO DO`, or None
     if fault:
         wrong, _, remedy = fault.partition("; ")
         reason = "placeholder" if IMAGE_PLACEHOLDER in raw.problem else "control_token"
@@ -220,7 +220,12 @@ def _clean_images(raw: RawProblem, limits: PixelLimits) -> list[Image.Image]:
     images = []
     for number, encoded in enumerate(raw.images):
         try:
-            image = clean_image(encoded, low=limits.low, high=limits.high, unit=limits.unit)
+            image = clean_image(
+                encoded,
+                min_pixels=limits.min_pixels,
+                max_pixels=limits.max_pixels,
+                unit=limits.unit,
+            )
         except UnreadableImageError as error:
             wrong = f"image {number} ({len(encoded)} bytes) is not usable ({error})"
             raise raw.row_error(error.reason, wrong, f"replace it in {ORIGIN}") from error

@@ -39,22 +39,23 @@ class ContextLimit:
 
 
 def context_limit(
-    config: GRPOConfig, model_config: PretrainedConfig, served: int | None = None
+    config: GRPOConfig, model_config: PretrainedConfig, server_limit: int | None = None
 ) -> ContextLimit | None:
     """Return the context limit of a run, None where neither a key nor the model has one.
 
     Args:
-        config: the run's. With vLLM its key `vllm_max_model_length` is the limit.
-        model_config: the model's own. The number of positions that it was trained for is the limit
-            without vLLM, and where no other is known.
-        served: the limit of the vLLM server, where it reports one. It comes before all others.
+        config: the run's config. With vLLM its key `vllm_max_model_length` is the limit.
+        model_config: the model's config. The number of positions that the model was trained for is
+            the limit without vLLM, and where no other is known.
+        server_limit: the limit of the vLLM server, where it reports one. It comes before all
+            others.
     """
     model_limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     tokens = model_limit
     name = "the model's max_position_embeddings"
     raise_hint = ""
-    if config.use_vllm and served is not None:
-        tokens = served
+    if config.use_vllm and server_limit is not None:
+        tokens = server_limit
         name = "the vLLM server's --max-model-len"
         raise_hint = "start the server with"
     elif config.use_vllm and config.vllm_max_model_length is not None:
@@ -83,10 +84,10 @@ def why_uncountable(model_config: PretrainedConfig) -> str:
     )
 
 
-def served_length(config: GRPOConfig) -> int | None:
+def server_context_length(config: GRPOConfig) -> int | None:
     """Return the `--max-model-len` of the run's vLLM servers, the smallest of several.
 
-    None where no server answers (yet).
+    Returns None where no server answers (yet).
     """
     addresses = (
         config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
@@ -94,7 +95,7 @@ def served_length(config: GRPOConfig) -> int | None:
     lengths = []
     for address in addresses.split(","):
         try:
-            lengths.append(_length_of_server(address.strip()))
+            lengths.append(_context_length_of_server(address.strip()))
         except (
             OSError,
             httpx.HTTPError,
@@ -108,11 +109,12 @@ def served_length(config: GRPOConfig) -> int | None:
     return min(lengths, default=None)
 
 
-def _length_of_server(address: str) -> int:
-    """Ask a vLLM server for its `--max-model-len`.
+def _context_length_of_server(address: str) -> int:
+    """Return the `--max-model-len` of a vLLM server, which is asked over HTTP.
 
-    `address`: with a user's name and password, if the server needs them. Raises what asking and
-    reading the answer raise.
+    `address` has a user's name and password in it, if the server needs them.
+
+    Raises what asking and reading the answer raise.
     """
     url, login = without_login(address)
     headers = None

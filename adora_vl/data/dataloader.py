@@ -14,24 +14,24 @@ from trl.trainer.utils import RepeatSampler
 
 from adora_vl.data.images import UnreadableImageError, refuse_narrow, upright_rgb_copy
 from adora_vl.data.loading import UnreadableImage
-from adora_vl.data.shared_images import KeptImage, as_kept_image
+from adora_vl.data.shared_images import ImageWithDigest, as_image_with_digest
 
 
 def with_upright_rgb_images(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return copies of rows whose pictures are as a person sees them: upright, RGB, on white.
+    """Return copies of rows whose pictures are as a person sees them: upright, in RGB, on white.
 
-    Every row of a run passes here, whoever has read it. A picture becomes a `KeptImage`, or an
+    Every row of a run passes here, whoever has read it. A picture becomes an `ImageWithDigest`, or an
     `UnreadableImage` if no model could see it. A picture that is in several rows stays one object.
     """
     converted_by_id: dict[int, Any] = {}  # by Python's id of the picture object
 
     def convert(image: Any) -> Any:
         """Return an image as the model sees it; what is no picture is returned as it is."""
-        is_converted_already = isinstance(image, KeptImage)
+        is_converted_already = isinstance(image, ImageWithDigest)
         if is_converted_already or not isinstance(image, Image.Image):
             return image
         if id(image) not in converted_by_id:
-            converted_by_id[id(image)] = _image_as_shown(image)
+            converted_by_id[id(image)] = _upright_or_unreadable(image)
         return converted_by_id[id(image)]
 
     new_rows = []
@@ -45,15 +45,15 @@ def with_upright_rgb_images(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     return new_rows
 
 
-def _image_as_shown(image: Image.Image) -> Any:
-    """Return an image as the model sees it; an `UnreadableImage` where no model could see it.
+def _upright_or_unreadable(image: Image.Image) -> Any:
+    """Return an image upright, in RGB, on white; an `UnreadableImage` where no model could see it.
 
-    It cannot be decoded then, or is too narrow: the processor would end the run in the middle of a
-    step, without the row's name.
+    Such an image cannot be decoded, or is too narrow: the processor would end the run in the middle
+    of a step, without the row's name.
     """
     try:
         refuse_narrow(image)
-        return as_kept_image(upright_rgb_copy(image))
+        return as_image_with_digest(upright_rgb_copy(image))
     except UnreadableImageError as error:
         return UnreadableImage(str(error))
 
@@ -68,7 +68,8 @@ class DistinctRows(Dataset[dict[str, Any]]):
     TRL's sampler repeats the rows of a generation for each of its micro-batches. So the rows of the
     last batch are stored, and returned again if the next batch asks for them. With
     `dataloader_num_workers` each worker process has a copy of this object, and decodes for itself.
-    `read_ahead` is called on another thread (by `ImagePrefetch`), everything else on the loader's.
+    `read_ahead` is called on another thread (by `ImagePrefetch`), everything else on the thread of
+    the data loader.
     """
 
     def __init__(self, rows: Any, *, numbered: bool = False, share: bool = True) -> None:
@@ -104,14 +105,14 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return [dict(batch[index]) for index in indices]
 
     @property
-    def latest(self) -> list[int]:
+    def latest_indices(self) -> list[int]:
         """The distinct indices of the last batch."""
         return list(self._last_batch)
 
     def read_ahead(self, index: int) -> dict[str, Any]:
-        """Read a row of a batch to come, and store it until that batch asks for it.
+        """Return a row of a batch to come, and store it until that batch asks for it.
 
-        Raises what reading it raises.
+        Raises what reading the row raises.
         """
         row = self._last_batch.get(index, self._ahead_rows.get(index))
         if row is None:
@@ -122,10 +123,10 @@ class DistinctRows(Dataset[dict[str, Any]]):
     def rows_after(
         self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1
     ) -> list[Any]:
-        """Read the rows that come some generations later, in the same positions as present rows.
+        """Return the rows that come some generations later, in the same positions as present rows.
 
         Args:
-            numbers: the numbers of the present rows; a row may come several times.
+            numbers: the numbers of the present rows in the data set; a row may come several times.
             order: the sampler.
             generations: how many generations later.
 
@@ -141,13 +142,13 @@ class DistinctRows(Dataset[dict[str, Any]]):
         # A copy for each, since a row that comes several times is read once.
         return [dict(read_row(later_by_number[number])) for number in numbers]
 
-    def forget_ahead(self, but: Collection[int] = ()) -> None:
-        """Drop rows that were read ahead and that no batch has asked for, except indices in `but`."""
-        self._ahead_rows = {index: row for index, row in self._ahead_rows.items() if index in but}
+    def drop_ahead_rows(self, keep: Collection[int] = ()) -> None:
+        """Drop rows that were read ahead for a batch, except those with the indices `keep`."""
+        self._ahead_rows = {index: row for index, row in self._ahead_rows.items() if index in keep}
 
     def _read(self, index: int) -> dict[str, Any]:
-        """Read one row from the data set."""
-        [row] = with_upright_rgb_images([self._rows[index]])
+        """Return one row of the data set, with its number in a column where rows are numbered."""
+        row: dict[str, Any] = with_upright_rgb_images([self._rows[index]])[0]
         return {**row, ROW_NUMBER_COLUMN: index} if self._numbered else row
 
 
@@ -177,9 +178,14 @@ class ImagePrefetch(NoPrefetch):
     def __init__(
         self, rows: DistinctRows, order: EpochRepeatSampler, process: Process, limit_bytes: int
     ) -> None:
-        """Create a prefetch that stops after `limit_bytes` of processed images.
+        """Prepare a prefetch, without starting its thread.
 
-        With more, the cache would drop some before their use.
+        Args:
+            rows: the data set that the loader reads.
+            order: the sampler, which knows the rows of the next generation.
+            process: processes the images of a row into the cache, and returns their bytes there.
+            limit_bytes: how many bytes are processed. With more, the cache would drop some before
+                their use.
         """
         self._rows = rows
         self._order = order
@@ -195,13 +201,13 @@ class ImagePrefetch(NoPrefetch):
         its last batch are still to be processed then.
         """
         self.finish()
-        latest = self._rows.latest
-        next_rows = self._order.following(latest, self._order.epoch)
-        coming = dict.fromkeys([*latest, *next_rows])
+        latest_indices = self._rows.latest_indices
+        next_indices = self._order.following(latest_indices, self._order.epoch)
+        indices = list(dict.fromkeys([*latest_indices, *next_indices]))
         # Rows that a generation asked for ahead (`rows_after`) may be among them.
-        self._rows.forget_ahead(but=coming)
+        self._rows.drop_ahead_rows(keep=indices)
         self._should_stop.clear()
-        self._thread = threading.Thread(target=self._work, args=(list(coming),), name="prefetch")
+        self._thread = threading.Thread(target=self._work, args=(indices,), name="prefetch")
         self._thread.start()
 
     def finish(self) -> None:
@@ -211,13 +217,10 @@ class ImagePrefetch(NoPrefetch):
             self._thread.join()
             self._thread = None
 
-    def _work(self, coming: list[int]) -> None:
-        """Read and process the images of rows, on the thread.
-
-        `coming`: indices of the rows.
-        """
+    def _work(self, indices: list[int]) -> None:
+        """Read the rows with these indices and process their images, on the thread."""
         processed_bytes = 0
-        for index in coming:
+        for index in indices:
             # The interpreter waits for this thread when it ends.
             interpreter_ends = not threading.main_thread().is_alive()
             is_full = processed_bytes > self._limit_bytes
@@ -260,7 +263,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         self.epoch = epoch
 
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
-        """Return the rows that come in the same positions of a later generation.
+        """Return the numbers of the rows that come in the same positions of a later generation.
 
         For example, 10 rows without shuffling make generations of 4 rows: 0 to 3 and 4 to 7 in
         epoch 0, and 8, 9, 0, 1 and 2 to 5 in epoch 1. One generation after the rows 1 and 2 come 5
@@ -268,8 +271,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         changed.
 
         Args:
-            rows: the distinct rows of one process in one generation.
-            epoch: that of the generation.
+            rows: the numbers of the distinct rows of one process in one generation.
+            epoch: the epoch of the generation.
             generations: how many generations later.
 
         Returns:
@@ -290,7 +293,10 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         return [later_order[index + offset] for index in indices]
 
     def _order(self, epoch: int) -> list[int]:
-        """Return the distinct rows of an epoch in their order, whole generations only."""
+        """Return the numbers of the distinct rows of an epoch in their order.
+
+        Rows at the end that fill no generation are left out.
+        """
         if epoch not in self._orders:
             # A sampler that gives each row once.
             without_repeats = type(self)(
@@ -310,7 +316,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         return self._orders[epoch]
 
     def __iter__(self) -> Iterator[int]:
-        """Return the rows of the present epoch, each as often as TRL's sampler repeats it."""
+        """Yield the numbers of the present epoch's rows, each as often as TRL's sampler repeats it."""
         if self.shuffle:
             self.generator = torch.Generator()
             # A large prime, so that the epochs of runs with neighbouring seeds have other orders.

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command
     from datasets import Dataset, Features
 
 REQUIRED_COLUMNS = ("id", "images", "problem", "answer")
-# Our columns and what each holds; `schema` makes a schema of them.
-KIND_BY_COLUMN = {
+# Our columns and the type of each, for `schema`, which makes the schema of `datasets` of them.
+TYPE_BY_COLUMN = {
     "id": "text",  # unique and stable, e.g. geometry3k/train/15
     "images": "images",  # RGB, upright
     # an <image> for each image, where each stands; or none, and they stand before it
@@ -41,7 +41,7 @@ KIND_BY_COLUMN = {
     "source": "text",
     "meta": "meta",
 }
-KIND_BY_META_FIELD = {
+TYPE_BY_META_FIELD = {
     "goal": "text",
     "shapes": "texts",
     "family": "text",  # synthetic problems only, else empty
@@ -77,16 +77,18 @@ def schema() -> Features:
     """Return our columns as `Features`, the schema that `datasets` and Parquet use."""
     from datasets import Features, Image, List, Value
 
-    feature_by_kind: dict[str, Any] = {
+    feature_by_type: dict[str, Any] = {
         "text": Value("string"),
         "texts": List(Value("string")),
         "images": List(Image()),
         "meta": {},
     }
-    feature_by_kind["meta"] = {
-        name: feature_by_kind[kind] for name, kind in KIND_BY_META_FIELD.items()
+    feature_by_type["meta"] = {
+        name: feature_by_type[type_name] for name, type_name in TYPE_BY_META_FIELD.items()
     }
-    return Features({name: feature_by_kind[kind] for name, kind in KIND_BY_COLUMN.items()})
+    return Features(
+        {name: feature_by_type[type_name] for name, type_name in TYPE_BY_COLUMN.items()}
+    )
 
 
 def write_split(
@@ -119,7 +121,10 @@ def write_split(
 
 
 def _next_row_group(rows: Iterator[Row]) -> Iterator[Row]:
-    """Take the rows of the next row group from `rows`, limited in rows and in bytes of images."""
+    """Yield the rows of the next row group, and leave the others in `rows`.
+
+    A row group of Parquet is limited in rows and in bytes of images.
+    """
     remaining_bytes = _MAX_GROUP_IMAGE_BYTES
     for row in islice(rows, _MAX_GROUP_ROWS):
         yield row
@@ -129,7 +134,10 @@ def _next_row_group(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def _row_to_store(row: Row, features: Features) -> Row:
-    """Return a row with its images as they are stored, after a check of its columns."""
+    """Return a row with its images as they are stored.
+
+    The columns of the row, and the keys in its column `meta`, have to be those of `features`.
+    """
     assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
     assert row["meta"].keys() == features["meta"].keys(), (
         f"meta {sorted(row['meta'])} is not that of the schema"
@@ -155,7 +163,7 @@ def write_manifest(
     counts: Mapping[str, int],
     quarantined: Mapping[str, Any] | None = None,
     leaks: Mapping[str, Any] | None = None,
-    noted: Mapping[str, Any] | None = None,
+    warnings: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Write and return the manifest of a prepared folder, whose other files are complete.
 
@@ -164,10 +172,12 @@ def write_manifest(
     Args:
         folder: the prepared folder.
         description: source, input, revision and arguments of the command.
-        counts: rows of each split.
-        quarantined: the rows that were left out, by reason; None for none.
+        counts: how many rows each split has.
+        quarantined: how many rows were left out, by reason: {"rows": 1, "reasons": {"gold": 1}}.
+            None for none.
         leaks: the rows whose picture is in another split too; None for none.
-        noted: the rows that were kept with a remark, by reason; None for none.
+        warnings: what a user should know of rows that were kept, with a count and an example:
+            {"percent": {"rows": 2, "example": "geo/train/17"}}. None for nothing.
     """
     manifest = {
         **description,
@@ -175,7 +185,7 @@ def write_manifest(
         "counts": dict(counts),
         "quarantined": quarantined or {"rows": 0, "reasons": {}},
         "leaks": leaks or {"found": 0, "dropped": 0, "rows": []},
-        **({"noted": dict(noted)} if noted else {}),
+        **({"noted": dict(warnings)} if warnings else {}),
         "files": file_hashes(folder),
         "versions": {package: version(package) for package in _VERSIONED_PACKAGES},
     }
@@ -201,8 +211,9 @@ def refuse_for_evaluation(dataset: object, where: str, folder: Path | None = Non
     test.
 
     Args:
-        dataset: the rows, which may come from elsewhere; their columns tell where from.
-        where: names them in the error.
+        dataset: the rows, which may come from elsewhere. Their columns `source` and `split` tell
+            whether they are such variants.
+        where: names the rows in the error, such as `dataset: 'data/geo' split 'train'`.
         folder: the prepared folder, whose manifest tells it too; None without one.
     """
     manifest = read_manifest(folder) if folder is not None else None
@@ -236,7 +247,8 @@ def file_hashes(folder: Path) -> dict[str, str]:
 def data_hash(folder: Path, split: str = "*") -> str:
     """Return a hash of the content of a prepared folder: its manifest and the files of a split.
 
-    A folder without a manifest is hashed by its files alone. `split`: a name, or `*` for all.
+    A folder without a manifest is hashed by its files alone. With `*` in place of the name of a
+    split all splits are hashed.
     """
     return content_hash([*folder.glob(MANIFEST_NAME), *folder.glob(f"data/{split}-*.parquet")])
 
@@ -259,33 +271,38 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def _require_all_files(folder: Path, split: str, paths: Iterable[Path]) -> None:
-    """Raise `UserError` unless a split has all files that the names of its files count."""
+    """Raise `UserError` unless a split has all its files, as their names count them.
+
+    `paths` are the files that are there, such as `train-00000-of-00002.parquet`.
+    """
     fault = describe_missing_files([path.relative_to(folder).as_posix() for path in paths])
     if fault is not None:
         raise UserError(f"dataset: {str(folder)!r} {fault}")
 
 
 def describe_missing_files(names: Iterable[str]) -> str | None:
-    """Say which of the files of a split are missing, by the names of those that are there.
+    """Return which of the files of a split are missing, in words, or None where all are there.
 
-    `train-00000-of-00002.parquet` is the first of two files. A download that broke off has only
-    some of them, and nothing else would tell that rows are missing. None where all are there.
+    `names` are those that are there: `train-00000-of-00002.parquet` is the first of two files. A
+    download that broke off has only some of them, and nothing else would tell that rows are
+    missing.
     """
-    names_by_set: dict[tuple[str, int], list[str]] = {}
+    # By the part of the name before the number, and by how many files it counts: ("train", 2).
+    names_by_file_set: dict[tuple[str, int], list[str]] = {}
     for name in names:
         match = _FILE_NUMBER_PATTERN.search(name)
         if match is not None:
             total = int(match["total"])
-            names_by_set.setdefault((name[: match.start()], total), []).append(name)
-    for (stem, total), names_of_set in sorted(names_by_set.items()):
-        if len(names_of_set) > total:
+            names_by_file_set.setdefault((name[: match.start()], total), []).append(name)
+    for (stem, total), names_in_set in sorted(names_by_file_set.items()):
+        if len(names_in_set) > total:
             return (
-                f"has {len(names_of_set)} files {stem}-*-of-{total:05}*.parquet, which are {total} by "
+                f"has {len(names_in_set)} files {stem}-*-of-{total:05}*.parquet, which are {total} by "
                 "their names; remove those of an older download"
             )
-        if len(names_of_set) < total:
+        if len(names_in_set) < total:
             return (
-                f"has {len(names_of_set)} of the {total} files {stem}-*-of-{total:05}.parquet; get "
+                f"has {len(names_in_set)} of the {total} files {stem}-*-of-{total:05}.parquet; get "
                 "the others, or rename these to use them alone"
             )
     return None
@@ -317,28 +334,36 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
                     first_file = path
                 position = _first_row_with_choices(file)
             if position is not None:
-                group, index = position
-                return _row_at(path, group, index)
-    return None if first_file is None else _row_at(first_file, group=0, index=0)
+                return _row_at(path, position)
+    if first_file is None:
+        return None
+    return _row_at(first_file, _RowPosition(row_group=0, row_index=0))
 
 
-def _first_row_with_choices(file: pq.ParquetFile) -> tuple[int, int] | None:
-    """Return row group and index in it of the first row with choices; None where no row has any."""
+class _RowPosition(NamedTuple):
+    """Where a row stands in a Parquet file, whose rows are in groups."""
+
+    row_group: int
+    row_index: int  # in the group
+
+
+def _first_row_with_choices(file: pq.ParquetFile) -> _RowPosition | None:
+    """Return the position of the first row with choices in a file; None where no row has any."""
     if "choices" not in file.schema_arrow.names:
         return None
-    for group in range(file.num_row_groups):
-        table = file.read_row_group(group, columns=["choices"])
+    for row_group in range(file.num_row_groups):
+        table = file.read_row_group(row_group, columns=["choices"])
         for index, choices in enumerate(table["choices"].to_pylist()):
             if choices:
-                return group, index
+                return _RowPosition(row_group, index)
     return None
 
 
-def _row_at(path: Path, group: int, index: int) -> Row:
-    """Return one row of a file by its row group and its index in it."""
+def _row_at(path: Path, position: _RowPosition) -> Row:
+    """Return the row of a file at a position."""
     with _open_parquet(path) as file:
-        single_rows = file.iter_batches(batch_size=1, row_groups=[group])
-        batch = next(islice(single_rows, index, None))
+        single_rows = file.iter_batches(batch_size=1, row_groups=[position.row_group])
+        batch = next(islice(single_rows, position.row_index, None))
         return dict(batch.to_pylist()[0])
 
 
@@ -356,7 +381,7 @@ def features_of_split(folder: Path, split: str) -> Features:
     from datasets import Features, Value
 
     with _open_parquet(_files_of_split(folder, split)[0]) as file:
-        user_columns = [name for name in file.schema_arrow.names if name not in KIND_BY_COLUMN]
+        user_columns = [name for name in file.schema_arrow.names if name not in TYPE_BY_COLUMN]
     return Features({**schema(), **{name: Value("string") for name in user_columns}})
 
 
@@ -371,12 +396,12 @@ def load_split(folder: str | Path, split: str) -> Dataset:
 
     folder = Path(folder)
     files = _files_of_split(folder, split)
-    rows = 0
+    total_rows = 0
     for path in files:
         with _open_parquet(path) as file:
             _require_columns(file.schema_arrow, folder, split)
-            rows += file.metadata.num_rows
-    if not rows:
+            total_rows += file.metadata.num_rows
+    if not total_rows:
         raise UserError(
             f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or "
             "name one"
@@ -393,26 +418,28 @@ def load_split(folder: str | Path, split: str) -> Dataset:
     except (OSError, DatasetGenerationError) as error:
         cause = error.__cause__ or error
         reason = in_one_line(cause)
-        cache = f"the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r}"
         # An error without a number is not the disk's, but Arrow's, about the content of a file.
         if getattr(cause, "errno", None) is None:
             raise UserError(
                 f"dataset: {str(folder)!r} cannot be read ({reason}); prepare it again"
             ) from error
-        room = f"({reason}); make room there, or name another place with HF_DATASETS_CACHE"
-        raise UserError(f"dataset: {str(folder)!r} cannot be put into {cache} {room}") from error
+        raise UserError(
+            f"dataset: {str(folder)!r} cannot be put into the cache of `datasets`, "
+            f"{str(config.HF_DATASETS_CACHE)!r} ({reason}); make room there, or name another place "
+            "with HF_DATASETS_CACHE"
+        ) from error
     _require_pictures(dataset, folder, split)
     return dataset
 
 
 def _literal_path(path: Path) -> str:
-    """Return a path as `datasets` takes it, which reads `*`, `?` and `[...]` as a pattern."""
+    """Return a path with `*`, `?` and `[` escaped, which `datasets` would read as a pattern."""
     return glob.escape(str(path))
 
 
 @contextmanager
 def _open_parquet(path: Path) -> Iterator[Any]:
-    """Open a Parquet file; errors in reading it become a `UserError` of one line."""
+    """Open a Parquet file for a `with` block, whose errors in reading it become a `UserError`."""
     try:
         with pq.ParquetFile(path) as file:
             yield file
@@ -423,7 +450,7 @@ def _open_parquet(path: Path) -> Iterator[Any]:
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """Return the files of a split. Raises `UserError` where the data set has no such split."""
+    """Return the Parquet files of a split. Raises `UserError` where there is no such split."""
     files = split_files(folder)
     expected = f"(expected data/{split}-*.parquet); it has {', '.join(files) or 'none'}"
     if split not in files:

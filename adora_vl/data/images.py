@@ -7,7 +7,7 @@ import sys
 import warnings
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -49,8 +49,10 @@ PICTURE_FORMATS = (
 def open_picture(source: Any) -> Image.Image:
     """Open a picture by its header, without decoding its pixels.
 
-    `source`: a path or a binary stream. Only the `PICTURE_FORMATS` are tried, and HEIC if a picture has
-    needed it before. Raises what Pillow raises.
+    `source` is a path or a binary stream. Only the `PICTURE_FORMATS` are tried, and HEIC if a
+    picture has needed it before.
+
+    Raises what Pillow raises.
     """
     formats: tuple[str, ...] = PICTURE_FORMATS
     if "HEIF" in Image.OPEN:  # `_register_heif` has put it there
@@ -64,14 +66,15 @@ def model_size(
 ) -> tuple[int, int]:
     """Return the width and height that a processor with these limits resizes a picture to.
 
-    Raises `ValueError` where the processor refuses the ratio of the sides.
-
     Args:
-        width: of the picture, in pixels.
-        height: of the picture.
-        unit: pixels of an image token's side; the new sides are multiples of it.
+        width: the picture's width in pixels.
+        height: its height.
+        unit: the side of an image token in pixels; the new sides are multiples of it.
         min_pixels: the least product of the sides.
         max_pixels: the largest product of the sides.
+
+    Raises:
+        ValueError: the processor refuses the ratio of the sides.
     """
     # Importing it takes seconds, so it is done only where it is needed.
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
@@ -80,29 +83,30 @@ def model_size(
     return int(new_width), int(new_height)
 
 
-def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: object) -> int:
-    """Count the tokens that a picture takes in a prompt, by the processor's own rule.
+def image_tokens(
+    size: tuple[int, int], unit: int, min_pixels: int, max_pixels: int, row_id: object
+) -> int:
+    """Return how many tokens a picture takes in a prompt, by the processor's own rule.
 
     A picture of 448 x 280 pixels within the limits, with a `unit` of 28, takes 16 * 10 tokens.
 
     Args:
-        size: width and height of the picture.
-        unit: pixels of an image token's side.
-        low: the fewest pixels to which the processor resizes a picture.
-        high: the most.
-        row: the id of the picture's row, for the error.
+        size: the width and height of the picture.
+        unit: the side of an image token in pixels.
+        min_pixels: the fewest pixels to which the processor resizes a picture.
+        max_pixels: the most.
+        row_id: the id of the picture's row, for the error.
 
     Raises:
-        UserError: where the processor refuses the picture.
+        UserError: the processor refuses the picture.
     """
     try:
-        width, height = model_size(*size, unit, low, high)
+        width, height = model_size(*size, unit, min_pixels, max_pixels)
     except ValueError as error:
-        reason = (
-            f"row {row} has an image of {size[0]} x {size[1]} pixels, which the model's "
-            "processor refuses"
-        )
-        raise UserError(f"dataset: {reason} ({error}); remove the row") from error
+        raise UserError(
+            f"dataset: row {row_id} has an image of {size[0]} x {size[1]} pixels, which the "
+            f"model's processor refuses ({error}); remove the row"
+        ) from error
     columns = width // unit
     rows = height // unit
     return columns * rows
@@ -123,14 +127,14 @@ def size_to_store(
     420 x 196.
 
     Args:
-        width: of the picture.
-        height: of the picture.
-        min_pixels: lower limit on the product of the sides; None for no limit.
-        max_pixels: upper limit.
-        unit: pixels of an image token's side.
+        width: the picture's width.
+        height: its height.
+        min_pixels: the lower limit on the product of the sides; None for no limit.
+        max_pixels: the upper limit.
+        unit: the side of an image token in pixels.
 
     Raises:
-        ValueError: where the processor's rule has no size of this shape within the limits.
+        ValueError: the processor's rule has no size of this shape within the limits.
     """
     high = max_pixels or sys.maxsize
     # The processor rounds each side to whole tokens before it compares.
@@ -149,7 +153,8 @@ def size_to_store(
 class UnreadableImageError(ValueError):
     """The picture cannot be used; the message says why.
 
-    `reason`: the reason in one word, by which refused rows are counted, such as `image_truncated`.
+    `reason` is the reason in one word, by which refused rows are counted, such as
+    `image_truncated`.
     """
 
     def __init__(self, reason: str, why: str) -> None:
@@ -158,15 +163,18 @@ class UnreadableImageError(ValueError):
 
 
 def clean_image(
-    encoded: bytes, low: int | None = None, high: int | None = None, unit: int = SMALLEST_TOKEN_SIDE
+    encoded: bytes,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+    unit: int = SMALLEST_TOKEN_SIDE,
 ) -> Image.Image:
     """Return the picture upright, flattened on white, in mode RGB, and within the pixel limits.
 
     Args:
         encoded: the bytes of the picture's file.
-        low: the fewest pixels; a smaller picture is enlarged. None for no limit.
-        high: the most pixels; a larger picture is reduced. None for no limit.
-        unit: pixels of an image token's side.
+        min_pixels: the fewest pixels; a smaller picture is enlarged. None for no limit.
+        max_pixels: the most pixels; a larger picture is reduced. None for no limit.
+        unit: the side of an image token in pixels.
 
     Raises:
         UnreadableImageError: as `decoded_image` does, and for a picture with nothing on it.
@@ -174,7 +182,7 @@ def clean_image(
     image = decoded_image(encoded)
     _refuse_degenerate(image)
     try:
-        size = size_to_store(*image.size, low, high, unit)
+        size = size_to_store(*image.size, min_pixels, max_pixels, unit)
     except ValueError as error:
         raise UnreadableImageError(
             reason="image_shape", why=f"{image.width} x {image.height} pixels: {error}"
@@ -187,7 +195,7 @@ def clean_image(
 def png_bytes(image: Image.Image, **options: int) -> bytes:
     """Return the image as PNG without metadata, so that equal pixels are equal bytes.
 
-    `options`: of Pillow's writer.
+    `options` are those of Pillow's PNG writer, such as `compress_level`.
     """
     stream = io.BytesIO()
     image.save(stream, "PNG", icc_profile=None, **options)
@@ -210,7 +218,7 @@ def diagram_hash(image: Image.Image) -> str:
 
 
 def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
-    """Resolve a relative path that a data set names, and require that it stays in the data's folder.
+    """Return the file of a relative path in a data set, which has to stay in the data's folder.
 
     A data set from elsewhere must not show a model any file of this machine.
 
@@ -220,7 +228,7 @@ def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
         root: the folder that it must not leave, also not by a link; None for `folder`.
 
     Raises:
-        UnreadableImageError: for a path that leaves it, or is no path.
+        UnreadableImageError: the path leaves the folder, or is no path.
     """
     try:
         file = (folder / name).resolve()
@@ -249,8 +257,8 @@ def image_size(encoded: bytes) -> tuple[int, int]:
         return image.size
 
 
-# Files that stand in the place of a picture: their first bytes in lower case, a word for them, and
-# what they are and what to do.
+# Files that stand in the place of a picture: their first bytes in lower case, the word for them in
+# `image_html` and the like, and what they are and what to do.
 _NON_PICTURES = (
     (
         b"version https://git-lfs",
@@ -281,23 +289,30 @@ _PICTURE_SIGNATURES = (
 _HEIF_SIGNATURE_PATTERN = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)
 
 
-def describe_non_picture(start: bytes) -> tuple[str, str] | None:
-    """Recognize a file that is in the place of a picture or a table, such as a saved error page.
+class NonPicture(NamedTuple):
+    """What a file is that stands in the place of a picture or a table."""
 
-    `start`: its first bytes. Returns a word, such as `html`, and a description with a remedy; None
-    where the content is not recognized.
+    format_name: str  # such as `html`
+    description: str  # what it is and what to do: `a drawing in SVG; export it as PNG`
+
+
+def describe_non_picture(first_bytes: bytes) -> NonPicture | None:
+    """Return what a file is that stands in the place of a picture, such as a saved error page.
+
+    `first_bytes` are those of the file. Returns None where they are not recognized, as those of a
+    picture.
     """
-    if _HEIF_SIGNATURE_PATTERN.match(start):
-        return "heic", "a photograph in HEIC that cannot be read; save it as JPEG"
-    text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()  # without a byte order mark
-    for signature, word, description in _NON_PICTURES:
+    if _HEIF_SIGNATURE_PATTERN.match(first_bytes):
+        return NonPicture("heic", "a photograph in HEIC that cannot be read; save it as JPEG")
+    text = first_bytes.removeprefix(b"\xef\xbb\xbf").lstrip().lower()  # without a byte order mark
+    for signature, format_name, description in _NON_PICTURES:
         if text.startswith(signature):
-            return word, description
+            return NonPicture(format_name, description)
     return None
 
 
 def is_picture(encoded: bytes) -> bool:
-    """Return whether the first bytes are those of a picture."""
+    """Return whether a file begins as a picture does."""
     return (
         encoded.startswith(_PICTURE_SIGNATURES)
         or _HEIF_SIGNATURE_PATTERN.match(encoded) is not None
@@ -305,7 +320,7 @@ def is_picture(encoded: bytes) -> bool:
 
 
 def _register_heif(encoded: bytes) -> None:
-    """Let Pillow read HEIC from now on, if this picture is in that format.
+    """Let Pillow read HEIC from now on, if `encoded` is a picture in that format.
 
     Raises `UnreadableImageError` where pillow-heif is missing.
     """
@@ -327,7 +342,7 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
         first_frame: whether to take the first of several frames; else several are refused.
 
     Raises:
-        UnreadableImageError: for bytes that are no picture, or one that is truncated, too large to
+        UnreadableImageError: the bytes are no picture, or one that is truncated, too large to
             decode, has several frames, or leaves open which of its values is white.
     """
     with warnings.catch_warnings():
@@ -338,9 +353,12 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
         except UnreadableImageError:
             raise
         except UnidentifiedImageError as error:  # its own text has a memory address in it
-            recognized = describe_non_picture(encoded[:512])
-            word, why = recognized or ("undecodable", "not in any known picture format")
-            raise UnreadableImageError(reason=f"image_{word}", why=why) from error
+            non_picture = describe_non_picture(encoded[:512])
+            if non_picture is None:
+                non_picture = NonPicture("undecodable", "not in any known picture format")
+            raise UnreadableImageError(
+                reason=f"image_{non_picture.format_name}", why=non_picture.description
+            ) from error
         except Exception as error:
             unreadable = _unreadable_error(error)
             is_heic = _HEIF_SIGNATURE_PATTERN.match(encoded) is not None
@@ -351,9 +369,10 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
 
 
 def _decode_upright(encoded: bytes, first_frame: bool) -> Image.Image:
-    """Do the work of `decoded_image`, and raise what Pillow raises.
+    """Return a picture as `decoded_image` does, but raise what Pillow raises.
 
-    The header alone decides whether a picture is decoded at all.
+    The header alone decides whether a picture is decoded at all. Without `first_frame` a picture of
+    several frames is refused.
     """
     _register_heif(encoded)
     with open_picture(io.BytesIO(encoded)) as image:
@@ -383,8 +402,9 @@ def upright_rgb_copy(image: Image.Image) -> Image.Image:
 
     Every picture object from code that is not ours passes here, such as one in a user's rows or in
     the answer of a tool (`decoded_image` is for encoded ones). That object is not changed, and
-    shares no pixel with the new one. Of several frames the present one is taken. Raises
-    `UnreadableImageError` as `decoded_image` does.
+    shares no pixel with the new one. Of several frames the present one is taken.
+
+    Raises `UnreadableImageError` as `decoded_image` does.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in `decoded_image`
@@ -400,7 +420,10 @@ def upright_rgb_copy(image: Image.Image) -> Image.Image:
 
 
 def _refuse_large(image: Image.Image) -> None:
-    """Refuse a picture that is too large, before any memory is taken for its pixels."""
+    """Raise `UnreadableImageError` for a picture that is too large to decode.
+
+    `image` was opened by its header, so that no memory was taken for its pixels yet.
+    """
     if image.width * image.height > MAX_DECODED_PIXELS:
         why = f"{image.width} x {image.height} pixels are over the limit of {MAX_DECODED_PIXELS}"
         raise UnreadableImageError("image_too_large", why)
@@ -422,7 +445,7 @@ def _load_pixels(image: Image.Image) -> None:
 
 
 def _unreadable_error(error: Exception) -> UnreadableImageError:
-    """Turn what Pillow raised while it decoded a picture into an error with a kind.
+    """Return our error, which has a reason, for what Pillow raised while it decoded a picture.
 
     Pillow raises nearly anything: OSError, SyntaxError, struct.error, ...
     """
@@ -441,8 +464,8 @@ def _refuse_degenerate(image: Image.Image) -> None:
             "image_degenerate", f"{width} x {height} pixels are too few for a diagram"
         )
     # A look at 32 x 32 of the pixels is mostly enough, and takes a hundredth of the time.
-    coarse = image.resize((32, 32), Image.Resampling.NEAREST)
-    if _has_one_colour(coarse) and _has_one_colour(image):
+    pixel_sample = image.resize((32, 32), Image.Resampling.NEAREST)
+    if _has_one_colour(pixel_sample) and _has_one_colour(image):
         colour = image.getpixel((0, 0))
         raise UnreadableImageError(
             "image_degenerate", f"all of its {width} x {height} pixels are {colour}"
@@ -471,20 +494,21 @@ def _has_one_colour(image: Image.Image) -> bool:
 
 
 def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
-    """Convert a grey picture of more than 8 bits, or of floats, to 8 bits.
+    """Return a grey picture of more than 8 bits, or of floats, with 8 bits a pixel.
 
     The file does not say which value is white. It is taken to be the largest number of 8, 10, 12,
-    14 or 16 bits (for floats: also 1) that the picture's brightest value comes near. Raises
-    `UnreadableImageError` where it comes near none.
+    14 or 16 bits (for floats: also 1) that the picture's brightest value comes near.
+
+    Raises `UnreadableImageError` where it comes near none.
     """
     values = np.asarray(image)
     has_floats = image.mode == "F"
     smallest = float(values.min())
     largest = float(values.max())
-    whites = (1, 255, 65535) if has_floats else (255, 1023, 4095, 16383, 65535)
-    white = next((white for white in whites if largest <= white), 0)
-    comes_near = white / 4 <= largest <= white
-    if smallest < 0 or not comes_near:
+    possible_whites = (1, 255, 65535) if has_floats else (255, 1023, 4095, 16383, 65535)
+    white = next((white for white in possible_whites if largest <= white), 0)
+    is_near_white = white / 4 <= largest <= white
+    if smallest < 0 or not is_near_white:
         raise UnreadableImageError(
             "image_range", f"of its values from {smallest:g} to {largest:g} {_UNKNOWN_WHITE_ADVICE}"
         )

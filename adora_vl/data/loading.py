@@ -25,13 +25,13 @@ from adora_vl.data.dataset import load_split, refuse_for_evaluation
 from adora_vl.data.images import UnreadableImageError, decoded_image, upright_rgb_copy
 from adora_vl.data.prompts import Template, conversations, read_template
 from adora_vl.data.rows import (
+    fault_in_prompt,
     has_choices,
     images_of,
-    problem_with_prompt,
     require_sound_rows,
     rows_without_pixels,
 )
-from adora_vl.data.shared_images import as_kept_image
+from adora_vl.data.shared_images import as_image_with_digest
 from adora_vl.utils.errors import UserError, in_one_line
 
 
@@ -43,9 +43,10 @@ class UnreadableImage:
 
 
 def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Decode the images of rows, as the transform of a data set.
+    """Return rows with their images decoded; it is the transform of a `datasets.Dataset`.
 
-    `rows`: by column, as `datasets` hands them over. Unreadable images become `UnreadableImage`.
+    `rows` has the values of each column, as `datasets` calls a transform. Unreadable images become
+    `UnreadableImage`.
     """
     if "images" not in rows:
         return rows
@@ -58,15 +59,15 @@ def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
 def _decoded_or_unreadable(stored: dict[str, Any]) -> Any:
     """Return the picture of a stored image; an `UnreadableImage` where it cannot be decoded.
 
-    `stored`: its `bytes`, or else a `path`, which may be a web address.
+    `stored` has its `bytes`, or else a `path`, which may be a web address.
     """
     try:
         encoded = stored["bytes"]
         if encoded is None and Path(stored["path"] or "").is_file():
             encoded = Path(stored["path"]).read_bytes()
         if encoded is None:  # a web address, which `datasets` fetches
-            return as_kept_image(upright_rgb_copy(Image().decode_example(stored)))
-        return as_kept_image(decoded_image(encoded, first_frame=True))
+            return as_image_with_digest(upright_rgb_copy(Image().decode_example(stored)))
+        return as_image_with_digest(decoded_image(encoded, first_frame=True))
     except UnreadableImageError as error:
         return UnreadableImage(str(error))
     # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
@@ -74,7 +75,7 @@ def _decoded_or_unreadable(stored: dict[str, Any]) -> Any:
         return UnreadableImage(in_one_line(error))
 
 
-def only_decodes(dataset: object) -> bool:
+def only_decodes_rows(dataset: object) -> bool:
     """Return whether reading a row only decodes it, so that it may be read early, on any thread.
 
     A transform of the user's may draw random numbers, and so may a data set of the user's own
@@ -87,7 +88,7 @@ def only_decodes(dataset: object) -> bool:
     return not has_transform or transform is decoded_rows
 
 
-def mark_unreadable(dataset: Dataset) -> Dataset:
+def with_decoded_images(dataset: Dataset) -> Dataset:
     """Return a data set whose images are decoded on access, to `UnreadableImage` if that fails.
 
     `datasets` itself would raise an error in the data loader of one rank, without the row's id,
@@ -104,39 +105,45 @@ def mark_unreadable(dataset: Dataset) -> Dataset:
 
 
 def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return id and reason of each row with an image that could not be read, each id once."""
-    reasons: dict[str, str] = {}
+    """Return the id of each row with an image that could not be read, and why: [("geo/17", "...")].
+
+    Each id is returned once.
+    """
+    reason_by_id: dict[str, str] = {}
     for number, row in enumerate(rows):
+        row_id = str(row.get("id", f"#{number} of the batch"))
         for image in images_of(row):
             if isinstance(image, UnreadableImage):
-                reasons.setdefault(str(row.get("id", f"#{number} of the batch")), image.reason)
-    return list(reasons.items())
+                reason_by_id.setdefault(row_id, image.reason)
+    return list(reason_by_id.items())
 
 
 # Chooses the rows to train on: takes the rows of all data sets and the texts of their problems, and
-# returns the numbers of the chosen ones, ascending.
+# returns the indices of the chosen ones, ascending.
 RowChooser = Callable[[Dataset, Sequence[str]], Sequence[int]]
 
 
 def load_rows(
-    script: Any, folders: Sequence[str], seed: int, choose_rows: RowChooser | None = None
+    script_args: Any, folders: Sequence[str], seed: int, choose_rows: RowChooser | None = None
 ) -> Dataset:
     """Return the rows with a conversational `prompt` column; images are decoded on access.
 
     Args:
-        script: the script arguments, with the keys of the data.
+        script_args: the script arguments, with the keys of the data.
         folders: the prepared data sets.
-        seed: of the mixture.
+        seed: the seed of the mixture.
         choose_rows: chooses the rows to train on, before data sets are mixed by their shares; None
             for all rows.
 
     Raises:
-        UserError: for data that cannot be used.
+        UserError: the data cannot be used.
     """
-    split = script.dataset_train_split
-    prompt_template = read_template(script.adora_prompt) if script.adora_prompt else None
+    split = script_args.dataset_train_split
+    prompt_template = None
+    if script_args.adora_prompt:
+        prompt_template = read_template(script_args.adora_prompt)
     datasets = []
-    prompts = []  # texts of all rows
+    texts = []  # the text of each row's message, for all data sets
     for folder in folders:
         dataset = load_split(folder, split)
         where = f"dataset: {folder!r} split {split!r}"
@@ -147,40 +154,50 @@ def load_rows(
             )
         refuse_for_evaluation(dataset, where=where, folder=Path(folder))
         require_sound_rows(rows_without_pixels(dataset.data.table), where)
-        prompts += problem_texts(dataset, prompt_template, where)
+        texts += problem_texts(dataset, prompt_template, where)
         datasets.append(dataset)
     _require_different_ids(datasets, folders)
+    dataset = _concatenate(datasets)
+    image_counts = pc.list_value_length(dataset.data.table["images"]).to_pylist()
+    messages = conversations(texts, image_counts, script_args.adora_system_prompt)
+    dataset = with_decoded_images(dataset.add_column("prompt", messages))
+    chosen_rows = range(len(dataset)) if choose_rows is None else choose_rows(dataset, texts)
+    if script_args.adora_mixture is None or len(datasets) == 1:
+        return dataset if len(chosen_rows) == len(dataset) else dataset.select(chosen_rows)
+    counts = _count_by_dataset(chosen_rows, datasets)
+    if 0 in counts:
+        raise UserError(
+            f"adora_mixture: {Path(folders[counts.index(0)]).name} has a share, but "
+            "adora_overlong_prompts: drop leaves none of its rows; remove it from dataset_name, or "
+            "raise the limit"
+        )
+    # Indices into `chosen_rows`, of which some come several times.
+    mixture = draw_mixture(counts, script_args.adora_mixture, seed)
+    return dataset.select([chosen_rows[index] for index in mixture])
+
+
+def _concatenate(datasets: Sequence[Dataset]) -> Dataset:
+    """Return the rows of all data sets as one; a column that one of them lacks is null there.
+
+    Raises `UserError` where they have columns of different types.
+    """
+    if len(datasets) == 1:
+        return datasets[0]
     try:
-        # A column that one data set lacks is null there.
-        dataset = datasets[0] if len(datasets) == 1 else concatenate_datasets(datasets)
+        return concatenate_datasets(datasets)
     except (ValueError, TypeError) as error:
         raise UserError(
             f"dataset_name: the data sets have columns of different types ({error}); prepare them "
             "in one way"
         ) from error
-    image_counts = pc.list_value_length(dataset.data.table["images"]).to_pylist()
-    messages = conversations(prompts, image_counts, script.adora_system_prompt)
-    dataset = mark_unreadable(dataset.add_column("prompt", messages))
-    chosen_rows = range(len(dataset)) if choose_rows is None else choose_rows(dataset, prompts)
-    if script.adora_mixture is None or len(datasets) == 1:
-        return dataset if len(chosen_rows) == len(dataset) else dataset.select(chosen_rows)
-    sizes = _count_by_dataset(chosen_rows, datasets)
-    if 0 in sizes:
-        raise UserError(
-            f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but "
-            "adora_overlong_prompts: drop leaves none of its rows; remove it from dataset_name, or "
-            "raise the limit"
-        )
-    order = mixed_rows(sizes, script.adora_mixture, seed)
-    return dataset.select([chosen_rows[number] for number in order])
 
 
 def _count_by_dataset(chosen_rows: Sequence[int], datasets: Sequence[Dataset]) -> list[int]:
     """Return how many of the chosen rows come from each data set.
 
-    `chosen_rows`: ascending numbers of rows, which go on from one data set to the next. For
-    example, two data sets of 5 rows have the numbers 0 to 4 and 5 to 9, and the chosen rows 1, 4, 5
-    are 2 and 1 of them.
+    `chosen_rows` are ascending indices, which go on from one data set to the next. For example, two
+    data sets of 5 rows have the indices 0 to 4 and 5 to 9, and the chosen rows 1, 4, 5 are 2 and 1
+    of them.
     """
     dataset_ends = accumulate(len(dataset) for dataset in datasets)
     # So many chosen rows have a number below the end of each data set.
@@ -197,8 +214,8 @@ def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str
         where: names the data set in errors.
 
     Raises:
-        UserError: for a column that does not exist, and for a row whose text has a token of the
-            model, or `<image>` another number of times than the row has images.
+        UserError: a column does not exist, or the text of a row has a token of the model, or
+            `<image>` another number of times than the row has images.
     """
     if prompt_template is None:
         return list(dataset["problem"])
@@ -206,49 +223,49 @@ def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str
     table = dataset.data.table
     image_counts = pc.list_value_length(table["images"]).to_pylist()
     # Only the columns of the template are read, and not the images.
-    names = dict.fromkeys(("id", *prompt_template.columns))
-    columns = [name for name in names if name in dataset.column_names]
+    wanted_columns = dict.fromkeys(("id", *prompt_template.columns))  # each once
+    columns = [name for name in wanted_columns if name in dataset.column_names]
     texts = []
     for row, image_count in zip(table.select(columns).to_pylist(), image_counts, strict=True):
         text = prompt_template(row)
-        fault = problem_with_prompt(text, image_count)
+        fault = fault_in_prompt(text, image_count)
         if fault:
             raise UserError(f"adora_prompt: row {row['id']} of {where}: {fault}")
         texts.append(text)
     return texts
 
 
-def script_arguments_for_fingerprint(script: Any, table: pa.Table) -> Any:
-    """Return a copy of the script arguments for the fingerprint of a run.
+def script_arguments_for_fingerprint(script_args: Any, table: pa.Table) -> Any:
+    """Return a copy of the script arguments for the fingerprint, which a resumed run has to match.
 
     `adora_prompt` is None in the copy if the template gives each row its problem alone, so that a
-    run with such a template and one without any can resume each other.
+    run with such a template and one without any can resume each other. `table` has the rows.
     """
-    arguments = copy(script)
-    if script.adora_prompt:
-        prompt_template = read_template(script.adora_prompt)
+    arguments = copy(script_args)
+    if script_args.adora_prompt:
+        prompt_template = read_template(script_args.adora_prompt)
         if prompt_template.asks_the_problem_alone(with_choices=has_choices(table)):
             arguments.adora_prompt = None
     return arguments
 
 
-def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list[int]:
-    """Draw row numbers of concatenated data sets by shares, until each row has come once.
+def draw_mixture(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list[int]:
+    """Return random indices of rows in concatenated data sets, in which each row comes once or more.
 
     Rows of a data set that is too small for its share are repeated.
 
     Args:
-        sizes: rows of each data set.
-        shares: of each data set in the mixture; they need not add up to 1.
-        seed: of the draws.
+        sizes: how many rows each data set has.
+        shares: the share of each data set in the mixture; they need not add up to 1.
+        seed: the seed of the draws.
     """
-    # `datasets` draws from data sets of row numbers in place of the rows, so that it reads none.
-    row_numbers_of_datasets = []
+    # `datasets` draws from data sets of row indices in place of the rows, so that it reads none.
+    index_datasets = []
     for start, end in pairwise([0, *accumulate(sizes)]):
-        row_numbers_of_datasets.append(Dataset.from_dict({"row": list(range(start, end))}))
+        index_datasets.append(Dataset.from_dict({"row": list(range(start, end))}))
     probabilities = [share / sum(shares) for share in shares]
     mixture = interleave_datasets(
-        row_numbers_of_datasets,
+        index_datasets,
         probabilities=probabilities,
         seed=seed,
         stopping_strategy="all_exhausted",

@@ -17,7 +17,7 @@ from adora_vl.utils.files import (
     unwritable_error,
 )
 
-# The argument that changes no row. People are told to raise it, so it may differ in a second try.
+# The argument that changes no row. Users are told to raise it, so it may differ in a second try.
 _ARGUMENT_WITHOUT_EFFECT_ON_ROWS = "allow_quarantined"
 
 
@@ -31,12 +31,13 @@ def complete_or_absent(
 
     Args:
         output: the folder of the data set.
-        description: what identifies the data set, as in its manifest; only without `overwrite`.
+        description: the source and arguments that the manifest will have, by which the data set is
+            told from another one; needed only without `overwrite`.
         overwrite: whether another prepared data set in `output` may be replaced.
 
     Raises:
-        UserError: where `output` holds something that may not be replaced, and where it cannot be
-            written, as on a full disk.
+        UserError: `output` holds something that may not be replaced, or cannot be written, as on a
+            full disk.
     """
     output = output.resolve()
     with naming_write_errors("output", output):
@@ -49,8 +50,8 @@ def complete_or_absent(
     except OSError as error:
         path = Path(error.filename or output)
         is_about_output = path in (output, *output.parents) or _is_in_hidden_folder(path, output)
-        is_of_the_disk = error.errno is not None
-        if not is_of_the_disk or not is_about_output:
+        is_disk_error = error.errno is not None
+        if not is_disk_error or not is_about_output:
             raise  # an error of the block, about another file
         raise unwritable_error("output", output, error) from error
 
@@ -72,29 +73,30 @@ def _refuse_to_replace(
     That is anything but a prepared data set. Without `overwrite` it is also a data set of another
     `description`.
     """
-    refuse_foreign(output)
+    refuse_unknown_files(output)
     manifest = read_manifest(output)
     if overwrite or manifest is None:
         return
     assert description is not None, "without it no dataset is the same"
-    stored = _identity_of_description(manifest)
+    stored_identity = _identity_of_description(manifest)
     # The manifest was stored as JSON, in which tuples become lists.
-    new = _identity_of_description(json.loads(json.dumps(description)))
-    for key in (*new, *stored):
-        if stored.get(key) != new.get(key):
-            name = key[-1]
-            difference = f"{name} {stored.get(key)!r:.60}, this one {new.get(key)!r:.60}"
+    new_identity = _identity_of_description(json.loads(json.dumps(description)))
+    for key in (*new_identity, *stored_identity):
+        stored_value = stored_identity.get(key)
+        new_value = new_identity.get(key)
+        if stored_value != new_value:
             raise UserError(
-                f"output: {str(output)!r} holds another prepared dataset ({difference}); choose "
-                "another folder, or replace it with --overwrite"
+                f"output: {str(output)!r} holds another prepared dataset ({key[-1]} "
+                f"{stored_value!r:.60}, this one {new_value!r:.60}); choose another folder, or "
+                "replace it with --overwrite"
             )
 
 
 def _identity_of_description(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     """Return what identifies a dataset: two with equal identities come from the same command.
 
-    `description`: as in a manifest. The keys of the result are paths in it, such as `("source",)`
-    or `("arguments", "seed")`.
+    `description` is what the manifest says of the source and the arguments. The keys of the result
+    are paths in it, such as `("source",)` or `("arguments", "seed")`.
     """
     identity: dict[tuple[str, ...], Any] = {}
     for key in ("source", "input", "revision"):
@@ -105,7 +107,7 @@ def _identity_of_description(description: Mapping[str, Any]) -> dict[tuple[str, 
     return identity
 
 
-def refuse_foreign(output: Path) -> None:
+def refuse_unknown_files(output: Path) -> None:
     """Raise `UserError` unless `output` is absent, empty, or holds only a prepared dataset."""
     with naming_write_errors("output", output):
         if not output.exists():
@@ -116,28 +118,29 @@ def refuse_foreign(output: Path) -> None:
             return
     manifest = read_manifest(output)
     if manifest is None:
-        reason = f"is not empty and not a prepared dataset (no {MANIFEST_NAME} of ours)"
-        raise UserError(f"output: {str(output)!r} {reason}; choose another folder or empty it")
-    present = {
+        raise UserError(
+            f"output: {str(output)!r} is not empty and not a prepared dataset (no {MANIFEST_NAME} "
+            "of ours); choose another folder or empty it"
+        )
+    file_names = {
         path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir()
     }
-    foreign = present - {MANIFEST_NAME, *manifest["files"]}
-    if foreign:
-        holds = (
-            f"{str(output)!r} holds {min(foreign)!r}, which is not part of the prepared dataset "
-            "there"
+    unknown_names = file_names - {MANIFEST_NAME, *manifest["files"]}
+    if unknown_names:
+        raise UserError(
+            f"output: {str(output)!r} holds {min(unknown_names)!r}, which is not part of the "
+            "prepared dataset there; move it away or choose another folder"
         )
-        raise UserError(f"output: {holds}; move it away or choose another folder")
 
 
-def remove_report(folder: Path) -> None:
-    """Delete the report of an earlier try that prepared no rows.
+def remove_quarantine_report(folder: Path) -> None:
+    """Delete a folder with the unusable rows of an earlier try, which prepared no data set.
 
-    It stays if somebody has put files of their own into its folder.
+    It stays if somebody has put other files into it.
     """
     manifest = read_manifest(folder)
     is_report = manifest is not None and not manifest["counts"]
     if is_report:
         with suppress(UserError):
-            refuse_foreign(folder)
+            refuse_unknown_files(folder)
             shutil.rmtree(folder)

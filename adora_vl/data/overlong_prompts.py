@@ -10,21 +10,21 @@ from itertools import islice
 from datasets import Dataset
 
 from adora_vl.data.context_limit import ContextLimit
+from adora_vl.data.prompt_length_cache import CachedLengths, PromptLengthCache
 from adora_vl.data.prompt_lengths import (
     PromptLengths,
     ResizeLimits,
     Rows,
     measure_prompts,
-    sizes_in,
+    stored_image_sizes,
 )
-from adora_vl.data.remembered_lengths import RememberedLengths
 from adora_vl.data.token_counters import TokenCounter
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
 OVERLONG_PROMPTS_KEY = "adora_overlong_prompts"
 # With fewer rows counting takes about ten seconds, and nothing is left in the cache folder.
-REMEMBERED_ROWS = 10_000
+MIN_CACHED_ROWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -36,45 +36,44 @@ class LengthCheck:
     """
 
     limit: ContextLimit
-    measured: PromptLengths
-    dataset_note: str = ""  # in messages after "prompts", such as ` of the evaluation mmstar`
+    lengths: PromptLengths
+    dataset_suffix: str = ""  # in messages after "prompts", such as ` of the evaluation mmstar`
 
     @cached_property
-    def too_long_numbers(self) -> list[int]:
-        """Numbers of the prompts without room for one token of an answer.
+    def too_long_indices(self) -> list[int]:
+        """The indices of the prompts without room for one token of an answer.
 
         vLLM raises an error for them.
         """
         limit = self.limit.tokens
-        return [
-            number for number, length in enumerate(self.measured.prompt_tokens) if length >= limit
-        ]
+        return [index for index, length in enumerate(self.lengths.prompt_tokens) if length >= limit]
 
     @cached_property
-    def cut_numbers(self) -> list[int]:
-        """Numbers of the prompts that fit, but leave less room than `max_completion_length`.
+    def cut_indices(self) -> list[int]:
+        """The indices of the prompts that fit, but leave less room than `max_completion_length`.
 
         vLLM ends an answer at the limit.
         """
         longest_uncut = self.limit.tokens - self.limit.completion_tokens
         return [
-            number
-            for number, length in enumerate(self.measured.prompt_tokens)
+            index
+            for index, length in enumerate(self.lengths.prompt_tokens)
             if longest_uncut < length < self.limit.tokens
         ]
 
-    def usable_numbers(self, policy: str | None) -> list[int]:
-        """Return the numbers of the prompts that are used.
+    def usable_indices(self, error_or_drop: str | None) -> list[int]:
+        """Return the indices of the prompts that are used.
 
-        `policy`: the value of `adora_overlong_prompts`; None where rows come from Python, which
-        cannot be left out. Raises `UserError` for prompts that are too long unless it is `drop`, and
-        where none is left.
+        `error_or_drop` is the value of `adora_overlong_prompts`; None where rows come from
+        Python, which cannot be left out.
+
+        Raises `UserError` for prompts that are too long unless it is `drop`, and where none is left.
         """
-        too_long = set(self.too_long_numbers)
-        if too_long and policy != "drop":
-            raise UserError(self.refusal(droppable=policy is not None))
-        total = len(self.measured.prompt_tokens)
-        usable = [number for number in range(total) if number not in too_long]
+        too_long = set(self.too_long_indices)
+        if too_long and error_or_drop != "drop":
+            raise UserError(self.refusal(droppable=error_or_drop is not None))
+        total = len(self.lengths.prompt_tokens)
+        usable = [index for index in range(total) if index not in too_long]
         if not usable and too_long:
             raise UserError(
                 f"{OVERLONG_PROMPTS_KEY}: drop leaves nothing to use: "
@@ -85,7 +84,7 @@ class LengthCheck:
     @property
     def all_fit_line(self) -> str:
         """The line to print where all prompts have room for their answers."""
-        total = f"{amount(len(self.measured.prompt_tokens), 'prompt')}{self.dataset_note}"
+        total = f"{amount(len(self.lengths.prompt_tokens), 'prompt')}{self.dataset_suffix}"
         return (
             f"{self.limit.name} leaves all of {total} room for max_completion_length: "
             f"{self.limit.completion_tokens}"
@@ -94,41 +93,46 @@ class LengthCheck:
     def refusal(self, *, droppable: bool = True) -> str:
         """Return which prompts are too long, and every remedy that would help, in one line.
 
-        `droppable`: whether leaving them out is a remedy.
+        `droppable` says whether leaving them out is a remedy.
         """
-        prompt_tokens = self.measured.prompt_tokens
-        first = self.too_long_numbers[0]
+        prompt_tokens = self.lengths.prompt_tokens
+        first_index = self.too_long_indices[0]
+        first_length = prompt_tokens[first_index]
+        first_image_tokens = self.lengths.image_tokens[first_index]
         longest = max(prompt_tokens)
-        first_image_tokens = self.measured.image_tokens[first]
-        images = f", {first_image_tokens} of them for its images" if first_image_tokens else ""
-        longest_note = f", the longest {longest}" if prompt_tokens[first] < longest else ""
-        *alternatives, last = self._remedies(droppable)
+        image_clause = ""
+        if first_image_tokens:
+            image_clause = f", {first_image_tokens} of them for its images"
+        longest_clause = f", the longest {longest}" if first_length < longest else ""
+        *other_remedies, last_remedy = self._remedies(droppable)
         return (
-            f"{self.limit.name} is too short for {len(self.too_long_numbers)} of "
-            f"{amount(len(prompt_tokens), 'prompt')}{self.dataset_note}: row "
-            f"{self.measured.ids[first]} has {prompt_tokens[first]} tokens{images}{longest_note}; "
-            f"{', '.join(alternatives)}{', or ' if alternatives else ''}{last}"
+            f"{self.limit.name} is too short for {len(self.too_long_indices)} of "
+            f"{amount(len(prompt_tokens), 'prompt')}{self.dataset_suffix}: row "
+            f"{self.lengths.ids[first_index]} has {first_length} tokens{image_clause}"
+            f"{longest_clause}; "
+            f"{', '.join(other_remedies)}{', or ' if other_remedies else ''}{last_remedy}"
         )
 
     def _remedies(self, droppable: bool) -> list[str]:
         """Return what a user can do about prompts that are too long: at least one remedy.
 
-        `droppable`: whether leaving them out is one.
+        `droppable` says whether leaving them out is one.
         """
         limit = self.limit
-        needed = limit.tokens_for(max(self.measured.prompt_tokens))
-        fits_model = limit.model_limit is None or needed <= limit.model_limit
+        needed_limit = limit.tokens_for(max(self.lengths.prompt_tokens))
+        fits_model = limit.model_limit is None or needed_limit <= limit.model_limit
         remedies = []
         if limit.raise_hint and fits_model:
             remedies.append(
-                f"{limit.raise_hint} {needed}, which holds every prompt with its answer"
+                f"{limit.raise_hint} {needed_limit}, which holds every prompt with its answer"
             )
         elif limit.raise_hint:
             remedies.append(
-                f"{needed} would hold every prompt with its answer, but the model takes "
+                f"{needed_limit} would hold every prompt with its answer, but the model takes "
                 f"{limit.model_limit}"
             )
-        if limit.tokens_for(self.measured.longest_text) < limit.tokens:
+        # Where the texts alone would fit, smaller images help.
+        if limit.tokens_for(self.lengths.longest_text) < limit.tokens:
             remedies.append("lower max_pixels")
         if not (limit.raise_hint and fits_model):
             remedies.append("shorten the rows")
@@ -136,31 +140,34 @@ class LengthCheck:
             remedies.append(f"leave such rows out with {OVERLONG_PROMPTS_KEY}: drop")
         return remedies
 
-    def notes(self) -> list[str]:
-        """Return one line on prompts that are left out, and one on those whose answers are cut."""
+    def warnings(self) -> list[str]:
+        """Return a line on prompts that are left out, and one on prompts whose answers are cut.
+
+        Either is missing where there are no such prompts.
+        """
         limit = self.limit
-        prompt_tokens = self.measured.prompt_tokens
+        prompt_tokens = self.lengths.prompt_tokens
         lines = []
-        if self.too_long_numbers:
+        if self.too_long_indices:
             hint = ""
             if limit.raise_hint:
                 hint = f" ({limit.tokens_for(max(prompt_tokens))} would hold all of them)"
             lines.append(
-                f"{OVERLONG_PROMPTS_KEY}: drop leaves out {len(self.too_long_numbers)} of "
-                f"{amount(len(prompt_tokens), 'row')}{self.dataset_note}, for whose prompts "
+                f"{OVERLONG_PROMPTS_KEY}: drop leaves out {len(self.too_long_indices)} of "
+                f"{amount(len(prompt_tokens), 'row')}{self.dataset_suffix}, for whose prompts "
                 f"{limit.name} is too short{hint}"
             )
-        if self.cut_numbers:
-            longest = max(prompt_tokens[number] for number in self.cut_numbers)
+        if self.cut_indices:
+            longest = max(prompt_tokens[index] for index in self.cut_indices)
             consequence = "reach positions that the model was not made for"
             if limit.cuts_answers:
                 consequence = "are cut off there"
             hint = ""
             if limit.raise_hint:
                 hint = f"; {limit.tokens_for(longest)} would leave room"
-            total = f"{amount(len(prompt_tokens), 'prompt')}{self.dataset_note}"
+            total = f"{amount(len(prompt_tokens), 'prompt')}{self.dataset_suffix}"
             lines.append(
-                f"{limit.name} leaves {len(self.cut_numbers)} of {total} less than "
+                f"{limit.name} leaves {len(self.cut_indices)} of {total} less than "
                 f"max_completion_length: {limit.completion_tokens}, {limit.tokens - longest} at the "
                 f"least, and longer answers {consequence}{hint}"
             )
@@ -168,16 +175,16 @@ class LengthCheck:
 
 
 class OverlongPrompts:
-    """Keeps the prompts of a run that leave room for an answer, and names the others."""
+    """Keeps the prompts of a run that leave room for an answer; refuses or leaves out the others."""
 
     def __init__(
         self,
         limit: ContextLimit | None,
         counter: TokenCounter,
         pixels: ResizeLimits,
-        policy: str | None,
+        error_or_drop: str | None,
         *,
-        prints_notes: bool,
+        prints_warnings: bool,
         is_dry_run: bool = False,
         max_rows: int | None = None,
     ) -> None:
@@ -187,10 +194,10 @@ class OverlongPrompts:
             limit: the context limit; None where nothing is checked.
             counter: counts the tokens of prompts.
             pixels: the limits between which images are resized.
-            policy: the value of `adora_overlong_prompts`; None where rows come from Python.
-            prints_notes: whether to print notes, which one process does.
+            error_or_drop: the value of `adora_overlong_prompts`; None where rows come from Python.
+            prints_warnings: whether to print warnings, which one process does.
             is_dry_run: whether lengths are needed without a limit too, to show them.
-            max_rows: check at most so many rows; None for all.
+            max_rows: the largest number of rows that are checked; None for all.
         """
         self.left_out: list[str] = []  # ids of rows
         self.checks: list[LengthCheck] = []
@@ -198,66 +205,71 @@ class OverlongPrompts:
         self.limit = limit
         self.pixels = pixels
         self._counter = counter
-        self._policy = policy
-        self._prints_notes = prints_notes
+        self._error_or_drop = error_or_drop
+        self._prints_warnings = prints_warnings
         self._is_dry_run = is_dry_run
         self._max_rows = max_rows
 
     def rows_to_train_on(
-        self, rows: Dataset, texts: Sequence[str], sources: Sequence[str] = ()
+        self, rows: Dataset, texts: Sequence[str], file_hashes: Sequence[str] = ()
     ) -> Sequence[int]:
-        """Return the numbers of the rows to train on. Raises `UserError`.
+        """Return the indices of the rows of a data set to train on.
 
         Args:
             rows: the data set.
             texts: the problems of its rows.
-            sources: hashes of the files that the rows are from. With them the lengths of many rows
-                are remembered for the next start.
+            file_hashes: hashes of the files that the rows are from. With them the lengths of many
+                rows are cached for the next start.
+
+        Raises:
+            UserError: prompts are too long, and may not be left out.
         """
         total = len(rows)
         if not self._is_needed:
             return range(total)
         measures_all = self._measured_count(total) == total
-        if not sources or total < REMEMBERED_ROWS or not measures_all:
+        if not file_hashes or total < MIN_CACHED_ROWS or not measures_all:
             return self.prompts_to_train_on(_rows_to_measure(rows, texts), total)
-        identities = [*sources, self._counter.identity(), repr(self.pixels)]
-        memory = RememberedLengths(identities, texts=texts)
-        remembered = memory.read()
-        if remembered is None:
+        identities = [*file_hashes, self._counter.identity(), repr(self.pixels)]
+        cache = PromptLengthCache(identities, texts=texts)
+        cached_lengths = cache.read()
+        if cached_lengths is None:
             lengths = self._measure(_rows_to_measure(rows, texts), total)
-            memory.write(lengths.prompt_tokens, lengths.image_tokens)
+            cache.write(CachedLengths(lengths.prompt_tokens, lengths.image_tokens))
         else:
-            prompt_tokens, image_tokens = remembered
             lengths = PromptLengths(
                 ids=rows.data.table["id"].to_pylist(),
-                prompt_tokens=prompt_tokens,
-                image_tokens=image_tokens,
+                prompt_tokens=list(cached_lengths.prompt_tokens),
+                image_tokens=list(cached_lengths.image_tokens),
             )
         return self._keep_usable(lengths, total)
 
     def prompts_to_train_on(self, rows: Rows, total: int) -> Sequence[int]:
-        """Return the numbers of the rows to train on. Raises `UserError`.
+        """Return the indices of the rows to train on, out of `total` rows.
 
-        `rows`: id, text and sizes of the images of each. `total`: the number of rows.
+        `rows` are tuples of a row's id, its text, and the sizes of its images.
+
+        Raises `UserError` for prompts that are too long, and may not be left out.
         """
         if not self._is_needed:
             return range(total)
         count = self._measured_count(total)
         return self._keep_usable(self._measure(islice(rows, count), count), total)
 
-    def prompts_to_evaluate(self, rows: Rows, total: int, dataset_note: str) -> Sequence[int]:
-        """Return the numbers of the prompts of an evaluation that are used.
-
-        Raises `UserError`, also for an image that the model's processor refuses.
+    def prompts_to_evaluate(self, rows: Rows, total: int, dataset_suffix: str) -> Sequence[int]:
+        """Return the indices of the prompts of an evaluation that are used.
 
         Args:
-            rows: id, text and sizes of the images of each.
+            rows: tuples of a row's id, its text, and the sizes of its images.
             total: the number of rows.
-            dataset_note: names the evaluation in messages, after "prompts".
+            dataset_suffix: names the evaluation in messages, after "prompts".
+
+        Raises:
+            UserError: prompts are too long, or an image is refused by the model's processor.
         """
         if self.limit is None:
             return range(total)
-        return self._usable_numbers(self._measure(rows, total), dataset_note)
+        return self._usable_indices(self._measure(rows, total), dataset_suffix)
 
     @property
     def _is_needed(self) -> bool:
@@ -269,42 +281,46 @@ class OverlongPrompts:
         return min(total, self._max_rows or total)
 
     def _measure(self, rows: Rows, total: int) -> PromptLengths:
-        """Return the lengths of rows, with a progress bar where this process prints notes."""
+        """Return the lengths of rows, with a progress bar where this process prints warnings."""
         return measure_prompts(
-            rows, counter=self._counter, limits=self.pixels, total=total, show=self._prints_notes
+            rows,
+            counter=self._counter,
+            limits=self.pixels,
+            total=total,
+            show_progress=self._prints_warnings,
         )
 
     def _keep_usable(self, lengths: PromptLengths, total: int) -> Sequence[int]:
-        """Return the numbers of the rows to train on, and keep their lengths and what is left out.
+        """Return the indices of the rows to train on; store their lengths and what is left out.
 
         Args:
-            lengths: of the first rows, which are all unless a dry run measures fewer.
+            lengths: the lengths of the first rows, which are all unless a dry run measures fewer.
             total: the number of all rows. Those that were not measured are trained on.
         """
         measured_count = len(lengths.ids)
-        usable = self._usable_numbers(lengths)
-        left_out_numbers = sorted({*range(measured_count)} - {*usable})
-        self.left_out = [lengths.ids[number] for number in left_out_numbers]
+        usable = self._usable_indices(lengths)
+        left_out_indices = sorted({*range(measured_count)} - {*usable})
+        self.left_out = [lengths.ids[index] for index in left_out_indices]
         self.lengths = lengths.select_rows(usable)
         return [*usable, *range(measured_count, total)]
 
-    def _usable_numbers(self, lengths: PromptLengths, dataset_note: str = "") -> Sequence[int]:
-        """Return the numbers of the rows to use; print notes on the others.
+    def _usable_indices(self, lengths: PromptLengths, dataset_suffix: str = "") -> Sequence[int]:
+        """Return the indices of the rows to use, and print warnings on the others.
 
-        `dataset_note`: names the data set in messages; empty for the one that is trained on.
+        `dataset_suffix` names the data set in messages; it is empty for the one that is trained on.
         """
         if self.limit is None:
             return range(len(lengths.ids))
-        check = LengthCheck(self.limit, lengths, dataset_note)
+        check = LengthCheck(self.limit, lengths, dataset_suffix)
         self.checks.append(check)
-        usable = check.usable_numbers(self._policy)
-        if self._prints_notes:
-            for line in check.notes():
+        usable = check.usable_indices(self._error_or_drop)
+        if self._prints_warnings:
+            for line in check.warnings():
                 print(line, flush=True)
         return usable
 
 
 def _rows_to_measure(rows: Dataset, texts: Sequence[str]) -> Rows:
-    """Return id, text and sizes of images of each row of a data set."""
+    """Return for each row of a data set its id, its text, and the sizes of its images."""
     table = rows.data.table
-    return zip(table["id"].to_pylist(), texts, sizes_in(table), strict=True)
+    return zip(table["id"].to_pylist(), texts, stored_image_sizes(table), strict=True)

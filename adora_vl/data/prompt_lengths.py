@@ -29,7 +29,7 @@ _BATCH_ROWS = 1000  # texts in one call of a tokenizer, which works on them in p
 # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
 ASSUMED_TEXT_TOKENS = 300
 Size = tuple[int, int]  # of an image: width and height in pixels
-# id, text and sizes of the images of each row; None for an image whose size is not known
+# For each row its id, its text, and the sizes of its images; None for an image of unknown size.
 Rows = Iterable[tuple[str, Any, Sequence[Size | None]]]
 
 
@@ -44,7 +44,7 @@ class ResizeLimits:
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """Lengths of prompts, one entry per row."""
+    """The lengths of prompts in tokens, with an entry for each row."""
 
     ids: list[str]
     prompt_tokens: list[int]  # with those of images
@@ -66,12 +66,12 @@ class PromptLengths:
         lengths = zip(self.prompt_tokens, self.image_tokens, strict=True)
         return max(prompt_tokens - image_tokens for prompt_tokens, image_tokens in lengths)
 
-    def select_rows(self, numbers: Sequence[int]) -> PromptLengths:
-        """Return the lengths of the rows with these numbers."""
+    def select_rows(self, indices: Sequence[int]) -> PromptLengths:
+        """Return the lengths of the rows with these indices."""
         return PromptLengths(
-            ids=[self.ids[number] for number in numbers],
-            prompt_tokens=[self.prompt_tokens[number] for number in numbers],
-            image_tokens=[self.image_tokens[number] for number in numbers],
+            ids=[self.ids[index] for index in indices],
+            prompt_tokens=[self.prompt_tokens[index] for index in indices],
+            image_tokens=[self.image_tokens[index] for index in indices],
         )
 
 
@@ -86,7 +86,7 @@ def resize_limits_of(
     They are the run's, else the processor's own, else those published for the model's family.
 
     Args:
-        processor: that of the model.
+        processor: the model's processor.
         model: the model's config.
         min_pixels: the run's lower limit; None where it has none.
         max_pixels: the run's upper limit.
@@ -109,8 +109,8 @@ def resize_limits_of(
 def assume_lengths(limits: ResizeLimits, *, sees_images: bool) -> tuple[PromptLengths, str]:
     """Return assumed lengths for data that are not at hand, and words that say what is assumed.
 
-    The lengths are those of a single row with the largest image. `sees_images`: whether the model
-    reads images.
+    The lengths are those of a single row with the largest image. `limits` say how large it may be,
+    and `sees_images` whether the model reads images.
     """
     if not sees_images:
         lengths = PromptLengths(ids=["?"], prompt_tokens=[ASSUMED_TEXT_TOKENS], image_tokens=[0])
@@ -124,46 +124,58 @@ def assume_lengths(limits: ResizeLimits, *, sees_images: bool) -> tuple[PromptLe
 
 
 def measure_prompts(
-    rows: Rows, counter: TokenCounter, limits: ResizeLimits, total: int, *, show: bool = True
+    rows: Rows,
+    counter: TokenCounter,
+    limits: ResizeLimits,
+    total: int,
+    *,
+    show_progress: bool = True,
 ) -> PromptLengths:
-    """Return the lengths of rows. Raises `UserError` for an image that the processor refuses.
+    """Return the lengths of the prompts of rows, in tokens.
 
     Args:
-        rows: id, text and sizes of the images of each; an image of unknown size (None) counts
-            nothing.
+        rows: for each row its id, its text, and the sizes of its images. An image of unknown size
+            (None) counts nothing.
         counter: counts the tokens of texts.
         limits: the limits between which images are resized.
         total: the number of rows.
-        show: whether to show a progress bar, on a terminal and where it takes longer.
+        show_progress: whether to show a progress bar, on a terminal and where it takes longer.
+
+    Raises:
+        UserError: the model's processor refuses an image.
     """
     lengths = PromptLengths(ids=[], prompt_tokens=[], image_tokens=[])
-    # None: tqdm disables the bar unless it writes to a terminal
-    disable = None if show else True
+    # With None tqdm disables the bar unless it writes to a terminal.
+    disable = None if show_progress else True
     bar = tqdm(rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=disable)
     row_iterator = iter(bar)
     while batch := list(islice(row_iterator, _BATCH_ROWS)):
         texts = [text for _, text, _ in batch]
         image_counts = [len(sizes) for _, _, sizes in batch]
         token_counts = counter.count(texts, image_counts)
-        for number, (row_id, _, sizes) in enumerate(batch):
+        for index, (row_id, _, sizes) in enumerate(batch):
             row_image_tokens = 0
             for size in sizes:
                 if size is not None:
                     row_image_tokens += image_tokens(
-                        size, unit=limits.unit, low=limits.low, high=limits.high, row=row_id
+                        size,
+                        unit=limits.unit,
+                        min_pixels=limits.low,
+                        max_pixels=limits.high,
+                        row_id=row_id,
                     )
             # The counter takes each image for one token.
-            text_tokens = token_counts[number] - image_counts[number]
+            text_tokens = token_counts[index] - image_counts[index]
             lengths.ids.append(row_id)
             lengths.prompt_tokens.append(text_tokens + row_image_tokens)
             lengths.image_tokens.append(row_image_tokens)
     return lengths
 
 
-def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
-    """Yield the sizes of the images of each row, without copying their bytes.
+def stored_image_sizes(table: pa.Table) -> Iterator[list[Size | None]]:
+    """Yield for each row of a table the sizes of its images, without copying their bytes.
 
-    `table`: of our schema. A size is None where the image cannot be read.
+    The table has our schema. A size is None where the image cannot be read.
     """
     for chunk in table["images"].chunks:
         values = iter(chunk.flatten())
@@ -173,7 +185,7 @@ def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
 
 
 def _size_of_stored_image(stored: pa.StructScalar) -> Size | None:
-    """Return the size of a stored image, None where it cannot be read."""
+    """Return the width and height of a stored image; None where it cannot be read."""
     try:
         content = stored["bytes"]
         source = io.BytesIO(content.as_buffer()) if content.is_valid else stored["path"].as_py()

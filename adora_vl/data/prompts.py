@@ -88,7 +88,7 @@ _ANSWER_COLUMNS = ("answer", "answer_raw", "meta")  # the reference answer, and 
 
 @dataclass(frozen=True)
 class Template:
-    """A user's template for the text of a prompt, read and checked (`adora_prompt`)."""
+    """A user's template for the text of a prompt (`adora_prompt`), such as `{problem} ({unit})`."""
 
     source: str
 
@@ -111,7 +111,7 @@ class Template:
     def check_columns(self, columns: Iterable[str], where: str) -> None:
         """Raise `UserError` for a column of the template that a data set lacks.
 
-        `columns`: those of the data set. `where`: names the data set in the error.
+        `columns` are those of the data set, and `where` names it in the error.
         """
         usable_columns = [
             name for name in columns if name not in (*_ANSWER_COLUMNS, "images", "prompt")
@@ -119,16 +119,16 @@ class Template:
         for name in self.columns:
             # A data set without any choices may lack their column.
             if name not in usable_columns and name != _CHOICES_COLUMN:
-                close = did_you_mean(name, [*usable_columns, _CHOICE_BLOCK_NAME])
+                hint = did_you_mean(name, [*usable_columns, _CHOICE_BLOCK_NAME])
                 raise UserError(
-                    f"adora_prompt: {name!r} is no column of {where}{close}; it has "
+                    f"adora_prompt: {name!r} is no column of {where}{hint}; it has "
                     f"{', '.join(usable_columns)}"
                 )
 
     def asks_the_problem_alone(self, *, with_choices: bool) -> bool:
-        """Return whether the text of every row is its problem alone.
+        """Return whether the template gives each row its problem alone, as without a template.
 
-        `with_choices`: whether some row has choices.
+        `with_choices` says whether some row has choices.
         """
         # Fill the template with a row whose columns all differ from its problem.
         row: dict[str, Any] = dict.fromkeys(self.columns, "another column")
@@ -143,23 +143,26 @@ class Template:
         values = {**row, _CHOICES_COLUMN: choices, _CHOICE_BLOCK_NAME: multiple_choice(choices)}
         lines = []
         for line, names in self.names_by_line:
-            has_only_empty = all(values[name] in (None, [], ()) for name in names)
-            if names and has_only_empty:
+            are_empty = all(values[name] in (None, [], ()) for name in names)
+            if names and are_empty:
                 continue
-            lines.append(line.format_map({name: _value_text(values[name]) for name in names}))
+            texts = {name: _value_text(values[name]) for name in names}
+            lines.append(line.format_map(texts))
         return "\n".join(lines)
 
 
 def _names_in_braces(text: str) -> list[str]:
-    """Return the names of the fields in a format string of Python, each once."""
+    """Return the names in the braces of a format string of Python, each once."""
     names = (name for _, name, _, _ in string.Formatter().parse(text) if name is not None)
     return list(dict.fromkeys(names))
 
 
 def read_template(source: str) -> Template:
-    """Read a user's template for prompts: text with `{column}`, where `{{` and `}}` are braces.
+    """Return a user's template for prompts, after a check of its text.
 
-    Raises `UserError` for anything else.
+    The text has names of columns in braces, `{problem}`; `{{` and `}}` are braces.
+
+    Raises `UserError` for any other text.
     """
     if not isinstance(source, str) or not source.strip():
         raise UserError(
@@ -201,7 +204,10 @@ def _value_text(value: object) -> str:
 
 
 def _template_error(source: str, why: str) -> UserError:
-    """Return the error for a template that cannot be used; `why`: words that follow its text."""
+    """Return the error for a template that cannot be used.
+
+    `why` says what is wrong, in words that follow the text of the template: `names no column`.
+    """
     return UserError(
         f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for "
         "a brace"
@@ -245,9 +251,9 @@ def without_letters(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def multiple_choice(choices: Sequence[str] | None) -> str | None:
-    """Return the lines below a problem with choices: one for each, and a request for a letter.
+    """Return the text below a problem with choices: a line for each, and a request for a letter.
 
-    None without any choice.
+    Returns None without any choice.
     """
     if not choices:
         return None
@@ -265,8 +271,8 @@ def asks_for_answer_tags(*prompts: str | None) -> bool:
 def control_tokens(processor: object) -> tuple[str, ...]:
     """Return the texts that a tokenizer reads as control tokens, and not as text.
 
-    They are `CONTROL_TOKENS` and the special tokens of its vocabulary. `processor`: a processor or
-    tokenizer; None where it is not known.
+    They are `CONTROL_TOKENS` and the special tokens of its vocabulary. `processor` is a processor
+    or a tokenizer, or None where it is not known.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
@@ -275,24 +281,24 @@ def control_tokens(processor: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*CONTROL_TOKENS, *special_texts]))
 
 
-def control_token_in(value: object, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
+def find_control_token(value: object, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
     """Return the first of `tokens` in a text, or in any text of lists and mappings, else None."""
     if isinstance(value, str):
         return next((token for token in tokens if token in value), None)
-    inside: Iterable[Any] = ()
+    items: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        inside = value.values()
+        items = value.values()
     elif isinstance(value, list | tuple):
-        inside = value
-    for item in inside:
-        token = control_token_in(item, tokens)
+        items = value
+    for item in items:
+        token = find_control_token(item, tokens)
         if token is not None:
             return token
     return None
 
 
-def problem_with_messages(prompt: object, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
-    """Return what makes a finished prompt unusable, or None where nothing does.
+def fault_in_messages(prompt: object, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
+    """Return what makes a finished prompt unusable, as a sentence, or None where nothing does.
 
     A finished prompt contains what templates, tools and environments have put into it.
 
@@ -303,7 +309,7 @@ def problem_with_messages(prompt: object, tokens: Sequence[str] = CONTROL_TOKENS
             not have those of pictures.
     """
     refused_tokens = PICTURE_TOKENS if isinstance(prompt, str) else tokens
-    token = control_token_in(prompt, refused_tokens)
+    token = find_control_token(prompt, refused_tokens)
     if token is not None:
         return f"its prompt has the model's own token {token}; remove it from the text"
     if not isinstance(prompt, list):
@@ -336,7 +342,7 @@ def tool_response(parts: Sequence[Any]) -> list[Any]:
 
 
 def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
-    """Return the messages for a problem without `<image>`.
+    """Return the messages for a problem without `<image>`: the system prompt and the problem.
 
     TRL puts the row's images before the text of the first user message. Where a problem has
     `<image>`, `conversation_with_images` says where each image stands.
@@ -415,8 +421,8 @@ def _message_parts(problem: str, n_images: int) -> list[Message]:
     return parts
 
 
-def shown_lines(prompt: str) -> list[str]:
-    """Return the lines of a prompt for a terminal; the end of a very long one is left out."""
+def lines_for_terminal(prompt: str) -> list[str]:
+    """Return the lines of a prompt as a terminal can show them; a very long one is cut."""
     lines = [printable(line) for line in prompt[:_MAX_SHOWN_CHARACTERS].split("\n")]
     hidden_characters = len(prompt) - _MAX_SHOWN_CHARACTERS
     if hidden_characters > 0:

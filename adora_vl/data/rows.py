@@ -1,13 +1,13 @@
 """Checks of the rows of a dataset, made before a row is trained on or evaluated."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
 
-from adora_vl.data.prompts import IMAGE_PLACEHOLDER, control_token_in
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER, find_control_token
 from adora_vl.utils.cli import amount, shown
 from adora_vl.utils.errors import UserError
 
@@ -17,7 +17,7 @@ _EMPTY_IMAGES = (None, {"bytes": None, "path": None})
 Row = Mapping[str, Any]
 
 
-def problem_with_row(row: Row) -> str | None:
+def fault_in_row(row: Row) -> str | None:
     """Return what makes a row unusable, in one line without the row's id; None for a sound row.
 
     The line is `column: value; remedy`. The columns `id`, `problem`, `answer`, `images` and
@@ -43,9 +43,10 @@ def problem_with_row(row: Row) -> str | None:
                 "the row"
             )
     choices = row.get("choices")
-    is_list = isinstance(choices, list | tuple)
-    is_sound = choices is None or (is_list and all(isinstance(c, str) for c in choices))
-    if not is_sound:
+    is_list_of_texts = isinstance(choices, list | tuple) and all(
+        isinstance(choice, str) for choice in choices
+    )
+    if choices is not None and not is_list_of_texts:
         return (
             f"choices: {shown(choices)} is not a list of texts; make it one, or null for an open "
             "question"
@@ -60,28 +61,32 @@ def problem_with_row(row: Row) -> str | None:
     return None
 
 
-def _fault_in_text(text: str, images: int | None = None) -> str | None:
-    """Return what makes a text of a prompt unusable, as words after its name; None if nothing does.
+def _fault_in_text(text: str, image_count: int | None = None) -> str | None:
+    """Return what makes a text of a prompt unusable, or None where nothing does.
 
-    `images`: the number of images of the row. If the text has placeholders for images, they have to
-    be as many. None where placeholders are not checked.
+    The words follow the name of the text: `has the model's own token <|im_end|>; remove it from the
+    text`. `image_count` is the number of images of the row. If the text has placeholders for
+    images, they have to be as many. With None they are not checked.
     """
-    token = control_token_in(text)
+    token = find_control_token(text)
     if token is not None:
         return f"has the model's own token {token}; remove it from the text"
-    placeholders = text.count(IMAGE_PLACEHOLDER)
-    if images is not None and placeholders and placeholders != images:
-        has = f"has {placeholders} {IMAGE_PLACEHOLDER} with {amount(images, 'image')}"
-        return f"{has}; give one for each image, or none to have them before the text"
-    return None
+    placeholder_count = text.count(IMAGE_PLACEHOLDER)
+    if image_count is None or placeholder_count in (0, image_count):
+        return None
+    return (
+        f"has {placeholder_count} {IMAGE_PLACEHOLDER} with {amount(image_count, 'image')}; give one "
+        "for each image, or none to have them before the text"
+    )
 
 
-def problem_with_prompt(text: str, images: int) -> str | None:
-    """Return what makes the text that a template makes of a row unusable, in one line, else None.
+def fault_in_prompt(text: str, image_count: int) -> str | None:
+    """Return what makes a text that a template made of a row unusable, or None where nothing does.
 
-    `images`: the number of images of the row.
+    `image_count` is the number of images of the row.
     """
-    if fault := _fault_in_text(text, images):
+    fault = _fault_in_text(text, image_count)
+    if fault:
         return f"its text {fault}"
     return None if text.strip() else "its text is empty; name a column that has a value"
 
@@ -89,37 +94,38 @@ def problem_with_prompt(text: str, images: int) -> str | None:
 def require_sound_rows(rows: Iterable[Row], where: str) -> None:
     """Raise `UserError` for rows that cannot be used; it names the first one and counts the others.
 
-    `where`: names the data set, at the beginning of the message.
+    `where` names the data set, at the beginning of the message.
     """
     first_fault = ""
-    later_faults = 0
+    further_count = 0  # of unusable rows after the first one
     for number, row in enumerate(rows):
-        fault = problem_with_row(row)
+        fault = fault_in_row(row)
         if fault and first_fault:
-            later_faults += 1
+            further_count += 1
         elif fault:
             row_id = row.get("id")
             has_id = isinstance(row_id, str) and row_id.strip()
-            first_fault = f"row {row_id if has_id else f'number {number}'}: {fault}"
+            row_name = row_id if has_id else f"number {number}"
+            first_fault = f"row {row_name}: {fault}"
     if first_fault:
-        count_note = f" (and {later_faults} more such rows)" if later_faults else ""
-        raise UserError(f"{where}: {first_fault}{count_note}")
+        further_rows = f" (and {further_count} more such rows)" if further_count else ""
+        raise UserError(f"{where}: {first_fault}{further_rows}")
 
 
 def rows_without_pixels(table: pa.Table) -> Iterator[Row]:
-    """Yield the rows of a table for `problem_with_row`, without copying the bytes of images.
+    """Yield the rows of a table of our schema for `fault_in_row`, without the bytes of images.
 
     In place of an image a row has True, or None for an image with neither bytes nor a path.
-    Thousands of rows take a fraction of a second. `table`: of our schema.
+    Thousands of rows take a fraction of a second.
     """
     names = [name for name in (*_TEXT_COLUMNS, "choices") if name in table.column_names]
     columns = {name: table[name].to_pylist() for name in names}
-    images: Iterable[Any] = [None] * table.num_rows
+    images_of_rows: Iterable[Any] = [None] * table.num_rows
     if "images" in table.column_names:
-        images = chain.from_iterable(map(_image_marks, table["images"].chunks))
-    for number, marks in enumerate(images):
+        images_of_rows = chain.from_iterable(map(_image_presence, table["images"].chunks))
+    for number, images in enumerate(images_of_rows):
         row = {name: values[number] for name, values in columns.items()}
-        yield {**row, "images": marks}
+        yield {**row, "images": images}
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
@@ -150,11 +156,11 @@ def has_choices(table: pa.Table) -> bool:
     return bool(pc.sum(pc.list_value_length(table["choices"])).as_py())
 
 
-def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
+def _image_presence(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
     """Yield a list for each row, with True for an image that is there and None for a null image.
 
-    A row whose list is null gives None. For example, a row with a picture and a null image gives
-    [True, None], and a row without images gives []. `chunk`: a part of the column `images`.
+    For example, a row with a picture and a null image gives [True, None], a row without images
+    gives [], and a row whose list is null gives None. `chunk` is a part of the column `images`.
     """
     lengths = pc.list_value_length(chunk).to_pylist()
     values = chunk.flatten()
@@ -163,9 +169,6 @@ def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
         has_bytes = values.field("bytes").is_valid()
         has_path = values.field("path").is_valid()
         is_present = pc.and_(is_present, pc.or_(has_bytes, has_path))
-    marks = iter([True if mark else None for mark in is_present.to_pylist()])
+    presence = iter([True if present else None for present in is_present.to_pylist()])
     for length in lengths:
-        if length is None:
-            yield None
-        else:
-            yield [next(marks) for _ in range(length)]
+        yield None if length is None else list(islice(presence, length))

@@ -1,4 +1,4 @@
-"""Decoded pictures that several parts of a run hold: known by their digest, or lent to a function."""
+"""Decoded pictures that several parts of a run hold: known by their digest, or copied on write."""
 
 import hashlib
 from functools import cached_property
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from transformers.image_utils import ImageInput
 
 
-class KeptImage(Image.Image):
-    """A decoded image that nobody draws on, so that its digest has to be computed only once."""
+class ImageWithDigest(Image.Image):
+    """A decoded image that nobody draws on, so that its digest is computed only once."""
 
     @cached_property
     def digest(self) -> str:
@@ -28,18 +28,18 @@ def content_digest(image: Image.Image) -> str:
     return digest.hexdigest()
 
 
-def as_kept_image(image: "ImageInput") -> Any:
-    """Decode a PIL image and make it a `KeptImage`, in place; return it.
+def as_image_with_digest(image: "ImageInput") -> Any:
+    """Decode a PIL image, make it an `ImageWithDigest` in place, and return it.
 
     Anything but a PIL image is returned as it is.
     """
     if isinstance(image, Image.Image):
         image.load()
-        image.__class__ = KeptImage
+        image.__class__ = ImageWithDigest
     return image
 
 
-class _LentImage(Image.Image):
+class _CopyOnWriteImage(Image.Image):
     """A picture that shares the pixels of another one until somebody accesses them.
 
     Then it copies them and becomes a plain `Image.Image`.
@@ -47,7 +47,10 @@ class _LentImage(Image.Image):
 
     @property
     def im(self) -> Any:
-        """The pixels, through which every method of Pillow reads and writes; copied here."""
+        """The pixels, through which every method of Pillow reads and writes.
+
+        They are copied here, at their first use.
+        """
         shared_pixels = super().im
         _make_plain_image(self)
         self.im = shared_pixels.copy()
@@ -69,7 +72,7 @@ def _make_plain_image(image: Image.Image) -> None:
     image.__class__ = Image.Image
 
 
-def lend_copy(image: Image.Image) -> Image.Image:
+def copy_on_write(image: Image.Image) -> Image.Image:
     """Return a copy of a picture for a user's code, such as a reward function, which may draw on it.
 
     The pixels are copied at their first use. Most such functions never look at pictures, and they
@@ -77,5 +80,5 @@ def lend_copy(image: Image.Image) -> Image.Image:
     """
     image.load()  # Pillow decodes a file only when its pixels are asked for
     image_copy = image._new(image.im)
-    image_copy.__class__ = _LentImage
+    image_copy.__class__ = _CopyOnWriteImage
     return image_copy

@@ -36,9 +36,9 @@ class TokenCounter:
 
 
 def _chat_text(processor: ProcessorMixin, messages: Any, options: TemplateOptions) -> str:
-    """Apply the chat template to messages, and return the text that the model continues.
+    """Return messages in the model's chat template, the text that the model continues.
 
-    `options`: further arguments of the template.
+    `options` are further arguments of the template.
     """
     text: str = processor.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False, **(options or {})
@@ -49,7 +49,10 @@ def _chat_text(processor: ProcessorMixin, messages: Any, options: TemplateOption
 def _token_counts(
     processor: ProcessorMixin, texts: list[str], *, add_special_tokens: bool
 ) -> list[int]:
-    """Return the number of tokens of each text, with those that the tokenizer adds or without."""
+    """Return the number of tokens of each text.
+
+    `add_special_tokens` says whether those count that the tokenizer adds to a text.
+    """
     tokenizer = getattr(processor, "tokenizer", processor)
     ids_of_texts = tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
     return [len(ids) for ids in ids_of_texts]
@@ -61,15 +64,18 @@ def tokenizer_counter(
     """Return a counter that uses the trainer's template and tokenizer.
 
     Args:
-        processor: that of the model, or a tokenizer.
-        system_prompt: of every conversation; None for none.
+        processor: the model's processor, or a tokenizer.
+        system_prompt: the system prompt of every conversation; None for none.
         options: further arguments of the chat template.
     """
     # A processor's template takes messages with a part for each image, a tokenizer's only text.
     takes_image_parts = hasattr(processor, "tokenizer")
 
     def count(problems: Sequence[Any], images: Sequence[int]) -> list[int]:
-        """Return the tokens of each problem in the chat that a training makes of it."""
+        """Return how many tokens each problem has in the chat that a training makes of it.
+
+        `images` has the number of images of each.
+        """
         texts = []
         for problem, n_images in zip(problems, images, strict=True):
             messages: Any
@@ -106,14 +112,14 @@ def _identity_of_counter(
 def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) -> TokenCounter:
     """Return a counter of prompts that TRL takes, texts or messages, tokenized as TRL does.
 
-    `options`: further arguments of the chat template.
+    `options` are further arguments of the chat template.
     """
     from trl.data_utils import prepare_multimodal_messages  # importing it takes seconds
 
     tokenizer = getattr(processor, "tokenizer", processor)
 
-    def tokens_of(prompt: Any, n_images: int) -> int:
-        """Return the tokens of one prompt."""
+    def token_count(prompt: Any, n_images: int) -> int:
+        """Return how many tokens a prompt has."""
         if isinstance(prompt, str):
             return _token_counts(processor, [prompt], add_special_tokens=True)[0]
         try:
@@ -129,9 +135,9 @@ def message_counter(processor: ProcessorMixin, options: TemplateOptions = None) 
             ) from error
 
     def count(prompts: Sequence[Any], images: Sequence[int]) -> list[int]:
-        """Return the tokens of each prompt."""
+        """Return how many tokens each prompt has; `images` has its number of images."""
         return [
-            tokens_of(prompt, n_images) for prompt, n_images in zip(prompts, images, strict=True)
+            token_count(prompt, n_images) for prompt, n_images in zip(prompts, images, strict=True)
         ]
 
     return TokenCounter(count)
@@ -142,7 +148,10 @@ def character_counter(system_prompt: str | None) -> TokenCounter:
     system_characters = len(system_prompt or "")
 
     def count(problems: Sequence[Any], images: Sequence[int]) -> list[int]:
-        """Return an estimate for each problem, with the system prompt and the template."""
+        """Return an estimate of the tokens of each problem, with system prompt and template.
+
+        `images` has the number of images of each.
+        """
         counts = []
         for problem, n_images in zip(problems, images, strict=True):
             characters = len(problem) + system_characters

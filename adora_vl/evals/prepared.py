@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.data.dataset import data_hash, load_split
 from adora_vl.data.prompts import Template, read_template
 from adora_vl.data.rows import (
+    fault_in_prompt,
+    fault_in_row,
     has_choices,
-    problem_with_prompt,
-    problem_with_row,
     rows_without_pixels,
 )
 from adora_vl.evals.inference.dataset import problem_with_images
@@ -92,7 +92,7 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
     error_prefix = f"data: {options.data}, split {options.split!r},"
     faults: list[str] = []
     for index, row in enumerate(rows_without_pixels(table)):
-        fault = problem_with_row(row)
+        fault = fault_in_row(row)
         if fault:
             faults.append(f"row {row.get('id') or f'number {index}'}: {fault}")
     raise_row_faults(error_prefix, faults)
@@ -100,7 +100,7 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
     # A template can make a text that cannot be asked from a row that could.
     if prompt_template is not None:
         for problem in loaded_problems:
-            fault = problem_with_prompt(problem.prompt, problem.n_images)
+            fault = fault_in_prompt(problem.prompt, problem.n_images)
             if fault:
                 faults.append(f"row {problem.pid}: {fault}")
         raise_row_faults(error_prefix, faults)

@@ -18,7 +18,7 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_utils import make_flat_list_of_images
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from adora_vl.data.shared_images import KeptImage, content_digest
+from adora_vl.data.shared_images import ImageWithDigest, content_digest
 
 if TYPE_CHECKING:
     from transformers import BaseImageProcessor
@@ -244,7 +244,7 @@ def _image_key(image: "ImageInput", settings: dict[str, Any]) -> str:
     patch_settings = {name: settings[name] for name in names}
     settings_text = json.dumps(patch_settings, sort_keys=True, default=str)
     digest = hashlib.blake2b(settings_text.encode(), digest_size=16)
-    if isinstance(image, KeptImage):  # the data set has computed a digest of its content
+    if isinstance(image, ImageWithDigest):  # the data set has computed a digest of its content
         digest.update(image.digest.encode())
     elif isinstance(image, Image.Image):
         digest.update(content_digest(image).encode())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, ImagePrefetch, NoPrefetch
-from adora_vl.data.loading import only_decodes
+from adora_vl.data.loading import only_decodes_rows
 from adora_vl.data.rows import has_images
 from adora_vl.packing.image_store import (
     ImageBanks,
@@ -177,7 +177,7 @@ class DistinctImages:
         # A worker of the loader reads ahead already.
         has_workers = self._config.dataloader_num_workers > 0
         # Reading a row may draw a random number, which would change the run if it came earlier.
-        may_draw = not only_decodes(dataset)
+        may_draw = not only_decodes_rows(dataset)
         if has_workers or may_draw:
             return NoPrefetch()
         return ImagePrefetch(

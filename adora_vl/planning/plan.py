@@ -16,7 +16,7 @@ from adora_vl.config.sharding import Sharding
 from adora_vl.data.context_limit import ContextLimit
 from adora_vl.data.dataset import row_count
 from adora_vl.data.overlong_prompts import LengthCheck
-from adora_vl.data.prompt_lengths import PromptLengths, sizes_in
+from adora_vl.data.prompt_lengths import PromptLengths, stored_image_sizes
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
@@ -183,7 +183,7 @@ def _zoom_notes(run: ResolvedRun) -> list[str]:
     if run.data.train_dataset is None or "zoom" not in run.tools.functions:
         return []
     image_sizes = []
-    for sizes_of_row in sizes_in(run.data.train_dataset.data.table):
+    for sizes_of_row in stored_image_sizes(run.data.train_dataset.data.table):
         image_sizes += [size for size in sizes_of_row if size is not None]
     # Larger images are shrunk to this number of pixels.
     max_pixels = run.prompts.overlong.pixels.high

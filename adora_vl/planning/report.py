@@ -11,8 +11,8 @@ from adora_vl.data.prompts import (
     Message,
     as_text,
     conversation_with_images,
+    lines_for_terminal,
     read_template,
-    shown_lines,
 )
 from adora_vl.planning import disk, what_fits
 from adora_vl.planning.memory_report import memory_lines
@@ -83,7 +83,7 @@ def prompt_lines(plan: Plan) -> list[str]:
     image_count = len(example["images"] or [])
     messages = conversation_with_images(problem_text, image_count, plan.run.system_prompt)
     prompt_text = _render_messages(plan, messages)
-    return report_section(f"One whole prompt, of {example['id']}", shown_lines(prompt_text))
+    return report_section(f"One whole prompt, of {example['id']}", lines_for_terminal(prompt_text))
 
 
 def _render_messages(plan: Plan, messages: list[Message]) -> str:
@@ -228,7 +228,7 @@ def limit_lines(plan: Plan) -> list[str]:
     lines: list[str] = []
     for check in plan.checks:
         # A check without notes says that all prompts leave enough room.
-        notes = check.notes() or [check.all_fit_line]
+        notes = check.warnings() or [check.all_fit_line]
         lines += [f"{note}." for note in notes]
     return lines
 
@@ -322,7 +322,7 @@ def report_values(plan: Plan) -> dict[str, Any]:
         "rows": plan.rows,
         "prompt_tokens": _min_median_p95_max(plan.lengths.prompt_tokens),
         "image_tokens": _min_median_p95_max(plan.lengths.image_tokens),
-        "overlong_prompts": sum(len(check.too_long_numbers) for check in plan.checks),
+        "overlong_prompts": sum(len(check.too_long_indices) for check in plan.checks),
         "card_bytes": plan.gpu_bytes,
         "phases": prediction.phases,
         "peak_bytes": prediction.peak_bytes,

@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import broadcast_object_list
 
-from adora_vl.data.context_limit import ContextLimit, context_limit, served_length, why_uncountable
+from adora_vl.data.context_limit import (
+    ContextLimit,
+    context_limit,
+    server_context_length,
+    why_uncountable,
+)
 from adora_vl.data.overlong_prompts import OverlongPrompts
 from adora_vl.data.prompt_lengths import ResizeLimits, resize_limits_of
-from adora_vl.data.prompts import control_token_in, control_tokens, with_tools
+from adora_vl.data.prompts import control_tokens, find_control_token, with_tools
 from adora_vl.data.token_counters import (
     CHARACTERS_A_TOKEN,
     TokenCounter,
@@ -121,7 +126,7 @@ def _overlong_prompts(
         _token_counter(request, processor, system_prompt),
         pixel_limits,
         error_or_drop,
-        prints_notes=prints_lines,
+        prints_warnings=prints_lines,
         is_dry_run=context.dry_run,
         max_rows=request.max_rows,
     )
@@ -157,7 +162,7 @@ def _refuse_control_tokens(options: Mapping[str, Any], tokens: Sequence[str]) ->
     """
     # A whole template may be among the options, and it needs the tokens.
     values = {name: value for name, value in options.items() if name != "chat_template"}
-    token = control_token_in(values, tokens)
+    token = find_control_token(values, tokens)
     if token is not None:
         raise UserError(
             f"chat_template_kwargs: it has the model's own token {token}; remove it from the text"
@@ -194,7 +199,7 @@ def _context_limit(
     server_tokens = None
     if config.uses_servers and context.on_this_machine:
         if request.is_main_process:
-            server_tokens = served_length(config)
+            server_tokens = server_context_length(config)
         if config.world_size > 1:
             broadcast_list = [server_tokens]
             broadcast_object_list(broadcast_list)

@@ -21,9 +21,9 @@ import torch
 import xxhash
 from datasets import Dataset, IterableDataset
 
-from adora_vl.data.loading import only_decodes
-from adora_vl.data.prompt_lengths import Size, sizes_in
-from adora_vl.data.prompts import problem_with_messages, with_tools
+from adora_vl.data.loading import only_decodes_rows
+from adora_vl.data.prompt_lengths import Size, stored_image_sizes
+from adora_vl.data.prompts import fault_in_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import REWARD_NAMES, RewardSet, choose_rewards
 from adora_vl.rewards.entries import current_reward_name, normalize_reward_entries
@@ -277,7 +277,7 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
             refuse_unusable_prompts(key, part, tokens)
         return
     # The rows of a command have a transform, but it only decodes images, and changes no text.
-    are_texts_as_stored = is_plain_table(dataset) or only_decodes(dataset)
+    are_texts_as_stored = is_plain_table(dataset) or only_decodes_rows(dataset)
     if not are_texts_as_stored or "prompt" not in dataset.column_names:
         return
     first_number = 0
@@ -285,7 +285,7 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
         names = _row_names(table, first_number)
         first_number += table.num_rows
         for name, prompt in zip(names, table["prompt"].to_pylist(), strict=True):
-            fault = problem_with_messages(prompt, tokens)
+            fault = fault_in_messages(prompt, tokens)
             if fault is not None:
                 raise UserError(f"{key}: row {name}: {fault}")
 
@@ -329,7 +329,7 @@ def fewest_images(dataset: object) -> int | None:
     It is also None where the number cannot be told without decoding every row: for a stream, and
     for a data set with a transform that may change the images.
     """
-    are_images_as_stored = is_plain_table(dataset) or only_decodes(dataset)
+    are_images_as_stored = is_plain_table(dataset) or only_decodes_rows(dataset)
     if not isinstance(dataset, Dataset) or not are_images_as_stored:
         return None
     if set(_IMAGE_COLUMNS).isdisjoint(dataset.column_names):
@@ -359,13 +359,13 @@ def _image_sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
     The table has a column `images` with lists, or a column `image` with one in each row, or none.
     """
     if "images" in table.column_names and pa.types.is_list(table.schema.field("images").type):
-        return sizes_in(table)
+        return stored_image_sizes(table)
     if "image" in table.column_names:
         # The images become a column of lists with one image each. List i goes from i to i + 1.
         images = table["image"].combine_chunks()
         offsets = pa.array(range(len(images) + 1), pa.int32())
         lists = pa.ListArray.from_arrays(offsets, images)
-        return sizes_in(pa.table({"images": lists}))
+        return stored_image_sizes(pa.table({"images": lists}))
     return iter([()] * table.num_rows)
 
 

@@ -95,10 +95,10 @@ def _copy_leaf(value: object) -> object:
     """
     from PIL import Image  # late, for commands that import this module and touch no image
 
-    from adora_vl.data.shared_images import lend_copy
+    from adora_vl.data.shared_images import copy_on_write
 
     if isinstance(value, Image.Image):
-        return lend_copy(value)
+        return copy_on_write(value)
     if isinstance(value, set | bytearray):
         return value.copy()
     # If a library has not been imported, the value cannot have one of its types.

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.data.context_limit import served_length
+from adora_vl.data.context_limit import server_context_length
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.models.precision import dtype_name
 from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
@@ -145,7 +145,7 @@ def _context_length(pair: EnginePair) -> int:
     """Return the largest number of tokens, prompt and answer together, of policy and engine."""
     policy_limit = pair.policy.config.get_text_config().max_position_embeddings
     if pair.config.vllm_mode == "server":
-        engine_limit = served_length(pair.config) or policy_limit
+        engine_limit = server_context_length(pair.config) or policy_limit
     else:
         assert pair.engine is not None
         engine_limit = pair.engine.llm.llm_engine.model_config.max_model_len

@@ -26,7 +26,7 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.transformers_utils.config import checkpoint_has_lm_head
 
-from adora_vl.data.shared_images import KeptImage
+from adora_vl.data.shared_images import ImageWithDigest
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
 from adora_vl.rollout.rollouts import (
@@ -128,7 +128,7 @@ def private_shared_memory() -> Iterator[None]:
 def with_image_digests(prompt: dict[str, Any]) -> dict[str, Any]:
     """Return a prompt for vLLM whose images vLLM neither copies nor hashes.
 
-    A `KeptImage` never changes, and has a digest of its pixels. vLLM gets the digest as the image's
+    A `ImageWithDigest` never changes, and has a digest of its pixels. vLLM gets the digest as the image's
     identity (`multi_modal_uuids`), and the image in `MediaWithBytes`, which it does not copy. A
     prompt with any other image stays as it is, since such an image may still be changed.
 
@@ -136,7 +136,7 @@ def with_image_digests(prompt: dict[str, Any]) -> dict[str, Any]:
     """
     images = prompt.get("multi_modal_data", {}).get("image", [])
     images = images if isinstance(images, list) else [images]
-    if not images or not all(isinstance(image, KeptImage) for image in images):
+    if not images or not all(isinstance(image, ImageWithDigest) for image in images):
         return prompt
     return {
         **prompt,

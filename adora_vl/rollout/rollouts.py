@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 from PIL import Image
 
 from adora_vl.data.dataloader import ROW_NUMBER_COLUMN
-from adora_vl.data.shared_images import KeptImage
+from adora_vl.data.shared_images import ImageWithDigest
 from adora_vl.types import Row
 from adora_vl.utils.seeding import rollout_seed
 
@@ -405,4 +405,4 @@ def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingReq
 
 def _image_identity(image: object) -> object:
     """Return a value that is equal for images which an engine need not read twice."""
-    return image.digest if isinstance(image, KeptImage) else id(image)
+    return image.digest if isinstance(image, ImageWithDigest) else id(image)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from PIL import Image
 
 from adora_vl.data.prompts import control_tokens, tool_response
-from adora_vl.data.shared_images import as_kept_image
+from adora_vl.data.shared_images import as_image_with_digest
 from adora_vl.rollout.rollouts import (
     Call,
     FinishReason,
@@ -286,7 +286,7 @@ class ToolLoop:
             step: the number of optimizer steps that have been made.
         """
         images = [
-            as_kept_image(part.convert("RGB"))
+            as_image_with_digest(part.convert("RGB"))
             for part in answer.parts
             if isinstance(part, Image.Image)
         ]

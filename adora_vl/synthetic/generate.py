@@ -9,7 +9,7 @@ from typing import NamedTuple, TypedDict, Unpack
 
 from PIL import Image
 
-from adora_vl.data.dataset import KIND_BY_META_FIELD, Row
+from adora_vl.data.dataset import TYPE_BY_META_FIELD, Row
 from adora_vl.data.images import diagram_hash
 from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.text import read_form_from_text
@@ -152,7 +152,7 @@ def _row_of(
             count=choice_count,
             rng=random.Random(f"{row_id}/choices"),
         )
-    meta = {name: getattr(problem, name) for name in KIND_BY_META_FIELD} | {
+    meta = {name: getattr(problem, name) for name in TYPE_BY_META_FIELD} | {
         "shapes": list(problem.shapes)
     }
     return {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from adora_vl.data.prompts import CONTROL_TOKENS, control_token_in
+from adora_vl.data.prompts import CONTROL_TOKENS, find_control_token
 from adora_vl.rewards.safe_call import copy_argument
 from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.tools.calls import clean, run_limited
@@ -183,7 +183,7 @@ class Environments:
                 f"{message_prefix}: reset returned a {type(result).__name__}; return a text or None"
             )
         text = clean(result or "")
-        token = control_token_in(text, self.control_tokens)
+        token = find_control_token(text, self.control_tokens)
         if token is not None:
             raise UserError(
                 f"{message_prefix}: reset says {token}, which is a token of the model's own; leave "

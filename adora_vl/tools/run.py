@@ -25,7 +25,7 @@ from adora_vl.data.prompt_lengths import ResizeLimits
 from adora_vl.data.prompts import (
     CONTROL_TOKENS,
     NO_CALLS_LEFT,
-    control_token_in,
+    find_control_token,
     tool_response,
 )
 from adora_vl.models.families import family_of, sees_images
@@ -259,7 +259,7 @@ class Toolbox:
         self.schemas = tool_set.schemas(view)
         self._schema_by_name = {schema["function"]["name"]: schema for schema in self.schemas}
         for name, schema in self._schema_by_name.items():
-            token = control_token_in(schema, control_tokens)
+            token = find_control_token(schema, control_tokens)
             if token is not None:
                 raise UserError(
                     f"tools: {name!r} has the model's own token {token} in its docstring or hints, "

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from adora_vl.data.loading import unreadable_rows
-from adora_vl.data.prompts import CONTROL_TOKENS, problem_with_messages
+from adora_vl.data.prompts import CONTROL_TOKENS, fault_in_messages
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift_sums
 from adora_vl.training.batch_rows import RowReader
@@ -106,7 +106,7 @@ class GenerationGuard:
             if id(prompt) in checked_objects:
                 continue
             checked_objects.add(id(prompt))
-            fault = problem_with_messages(prompt, self.control_tokens)  # None: nothing is wrong
+            fault = fault_in_messages(prompt, self.control_tokens)  # None: nothing is wrong
             if fault is not None:
                 row_name = row.get("id", f"#{number} of the batch")
                 faults.append(f"row {row_name}: {fault}")

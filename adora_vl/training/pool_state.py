@@ -17,7 +17,7 @@ from PIL import Image
 
 from adora_vl.checkpoint.store import load_for_rank, save_for_rank
 from adora_vl.data.images import open_picture, png_bytes
-from adora_vl.data.shared_images import as_kept_image
+from adora_vl.data.shared_images import as_image_with_digest
 from adora_vl.rollout.rollouts import (
     Call,
     DrawnProblem,
@@ -269,7 +269,7 @@ def _unpack_problem(packed: Mapping[str, Any]) -> DrawnProblem:
 
 def _decode_image(encoded: torch.Tensor) -> Image.Image:
     """Return the picture whose bytes a checkpoint has as a tensor."""
-    image: Image.Image = as_kept_image(open_picture(io.BytesIO(encoded.numpy().tobytes())))
+    image: Image.Image = as_image_with_digest(open_picture(io.BytesIO(encoded.numpy().tobytes())))
     return image
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from trl import ModelConfig
 
-from adora_vl.data.context_limit import served_length
+from adora_vl.data.context_limit import server_context_length
 from adora_vl.models.four_bit import four_bit_folder
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
@@ -106,7 +106,9 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
         )
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     address = training_config(vllm_server_base_url=f"http://127.0.0.1:9,{fresh_server.url}")
-    assert served_length(address) == 512, "what the prompts of the training are held against"
+    assert server_context_length(address) == 512, (
+        "what the prompts of the training are held against"
+    )
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i"})
     out = train_tiny_run(
         tmp_path / "out",

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq  # pyarrow ships no types
 
 from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
-from adora_vl.data.rows import problem_with_row
+from adora_vl.data.rows import fault_in_row
 from adora_vl.evals.inference.predictions import (
     describe_missing_fields,
     describe_row_fault,
@@ -299,7 +299,7 @@ def describe_prompt_fault(prompt: object, *, has_image: bool = True) -> str | No
     if has_image and not text.strip():
         text = "-"
     # Rows of the training are checked by the same function, so the other fields get values.
-    return problem_with_row({"id": "-", "problem": text, "answer": "-", "images": []})
+    return fault_in_row({"id": "-", "problem": text, "answer": "-", "images": []})
 
 
 def _load_local_rows(

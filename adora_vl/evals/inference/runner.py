@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from adora_vl.data.prompts import control_token_in, conversation_with_images
+from adora_vl.data.prompts import conversation_with_images, find_control_token
 from adora_vl.evals.inference.predictions import (
     IMAGE_FAILED,
     PREDICTIONS_FILE,
@@ -505,13 +505,13 @@ def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None
     The prompts are checked as they are asked, since a token may come from a template or from the
     facts of a picture as well as from the data.
     """
-    token = control_token_in(system_prompt)
+    token = find_control_token(system_prompt)
     if token is not None:
         raise UserError(
             f"system_prompt: it has the model's own token {token}; remove it from the text"
         )
     for problem in problems:
-        token = control_token_in(problem.prompt)
+        token = find_control_token(problem.prompt)
         if token is not None:
             raise UserError(
                 f"data: what is asked of {problem.pid} has the model's own token {token}; remove "

@@ -21,7 +21,7 @@ from adora_vl.conversion import convert as convert_module
 from adora_vl.conversion.convert import ensure_converted
 from adora_vl.conversion.tables import open_local
 from adora_vl.data.dataset import load_split, read_manifest, row_count, write_split
-from adora_vl.data.loading import load_rows, mixed_rows
+from adora_vl.data.loading import draw_mixture, load_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.engines import build_settings
@@ -77,7 +77,7 @@ def script_of(*words: object) -> Any:
 
 
 def test_every_share_is_kept_and_every_row_comes() -> None:
-    rows = mixed_rows([300, 50], [0.7, 0.3], seed=1)
+    rows = draw_mixture([300, 50], [0.7, 0.3], seed=1)
     counts = Counter(rows)
     assert counts.keys() == set(range(350))
     assert all(counts[row] >= 1 for row in range(350))
@@ -85,8 +85,8 @@ def test_every_share_is_kept_and_every_row_comes() -> None:
     assert small / len(rows) == pytest.approx(0.3, abs=0.06)
     assert (
         rows
-        == mixed_rows([300, 50], [0.7, 0.3], seed=1)
-        != mixed_rows([300, 50], [0.7, 0.3], seed=2)
+        == draw_mixture([300, 50], [0.7, 0.3], seed=1)
+        != draw_mixture([300, 50], [0.7, 0.3], seed=2)
     )
 
 
@@ -488,7 +488,7 @@ def test_a_dry_run_names_every_data_set(
     words += ["--dataset_name", *map(str, sets), "--adora_mixture", "0.6", "0.4", "--dry-run"]
     assert train([*CPU, *words]) in (0, 1)
     output = capsys.readouterr().out
-    rows = len(mixed_rows([24, 5], [0.6, 0.4], seed=42))
+    rows = len(draw_mixture([24, 5], [0.6, 0.4], seed=42))
     assert (
         f"2 data sets are mixed into {rows} rows per epoch: large 24 rows at 60%, small 5 rows at "
         "40%" in output

@@ -25,8 +25,8 @@ from adora_vl.data.images import (
     upright_rgb_copy,
 )
 from adora_vl.data.loading import UnreadableImage, decoded_rows, unreadable_rows
-from adora_vl.data.prompt_lengths import sizes_in
-from adora_vl.data.shared_images import KeptImage
+from adora_vl.data.prompt_lengths import stored_image_sizes
+from adora_vl.data.shared_images import ImageWithDigest
 from adora_vl.data.stored_images import stored_bytes
 
 
@@ -183,7 +183,7 @@ def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
     assert shown_image.size == (40, 30)
     assert shown_turned.size == (30, 40)
     for image in (shown_image, shown_turned, second["image"]):
-        assert isinstance(image, KeptImage)
+        assert isinstance(image, ImageWithDigest)
     assert shown_image.getpixel((0, 0)) == (255, 255, 255)
     assert shown_image is second["images"][0], "one object stays one"
     (first_again,) = with_upright_rgb_images([first])
@@ -343,7 +343,7 @@ def test_no_program_is_started_for_a_picture(tmp_path: Path, ghostscript_calls: 
     with pytest.raises(UnreadableImageError, match="not in any known picture format"):
         clean_image(EPS)
     table = pa.table({"images": [[in_a_table]]})
-    sizes = list(sizes_in(table))
+    sizes = list(stored_image_sizes(table))
     rows = decoded_rows({"images": [[in_a_table, in_a_file]]})
 
     assert sizes == [[None]]

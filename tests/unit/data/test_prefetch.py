@@ -27,7 +27,7 @@ from adora_vl.data.dataloader import (
     ImagePrefetch,
     NoPrefetch,
 )
-from adora_vl.data.loading import mark_unreadable, only_decodes
+from adora_vl.data.loading import only_decodes_rows, with_decoded_images
 from adora_vl.packing.images import DistinctImages
 from adora_vl.trainer import AdoraGRPOTrainer
 from tests.support.stand_ins import training_config
@@ -209,11 +209,13 @@ def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state()
 
 def test_rows_are_read_ahead_only_where_reading_one_is_decoding_it():
     plain = Dataset.from_dict({"images": [[]]}, features=Features({"images": List(Image())}))
-    assert only_decodes(plain)
-    assert only_decodes(mark_unreadable(plain))
-    assert not only_decodes(plain.with_transform(lambda rows: rows)), "it may draw a random crop"
-    assert not only_decodes(Stored(1))
-    assert not only_decodes([])
+    assert only_decodes_rows(plain)
+    assert only_decodes_rows(with_decoded_images(plain))
+    assert not only_decodes_rows(plain.with_transform(lambda rows: rows)), (
+        "it may draw a random crop"
+    )
+    assert not only_decodes_rows(Stored(1))
+    assert not only_decodes_rows([])
 
 
 def test_images_are_prefetched_on_a_gpu_with_a_cache_and_without_workers(subtests):

@@ -19,7 +19,7 @@ from adora_vl.config.command import parse_command
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.schema import parse
 from adora_vl.data import overlong_prompts
-from adora_vl.data.context_limit import ContextLimit, context_limit, served_length
+from adora_vl.data.context_limit import ContextLimit, context_limit, server_context_length
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.loading import load_rows
 from adora_vl.data.overlong_prompts import LengthCheck, OverlongPrompts
@@ -28,7 +28,7 @@ from adora_vl.data.prompt_lengths import (
     ResizeLimits,
     measure_prompts,
     resize_limits_of,
-    sizes_in,
+    stored_image_sizes,
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.data.token_counters import TokenCounter, tokenizer_counter
@@ -140,17 +140,17 @@ def check_of(prompt: list[int], image: list[int], limit: ContextLimit = LIMIT) -
 
 def test_what_is_refused_and_what_is_cut() -> None:
     check = check_of([50, 60, 61, 99, 100, 130], [4] * 6)
-    assert check.too_long_numbers == [4, 5]
-    assert check.cut_numbers == [2, 3]
+    assert check.too_long_indices == [4, 5]
+    assert check.cut_indices == [2, 3]
     with pytest.raises(UserError) as error:
-        check.usable_numbers("error")
+        check.usable_indices("error")
     assert str(error.value) == (
         "vllm_max_model_length: 100 is too short for 2 of 6 prompts: row r4 has 100 tokens, 4 of "
         "them for its images, the longest 130; set it to 170, which holds every prompt with its "
         "answer, or leave such rows out with adora_overlong_prompts: drop"
     )
-    assert check.usable_numbers("drop") == [0, 1, 2, 3]
-    assert check.notes() == [
+    assert check.usable_indices("drop") == [0, 1, 2, 3]
+    assert check.warnings() == [
         "adora_overlong_prompts: drop leaves out 2 of 6 rows, for whose prompts "
         "vllm_max_model_length: 100 is too short (170 would hold all of them)",
         "vllm_max_model_length: 100 leaves 2 of 6 prompts less than max_completion_length: 40, 1 "
@@ -160,15 +160,15 @@ def test_what_is_refused_and_what_is_cut() -> None:
 
 def test_prompts_with_room_for_every_answer_are_kept_without_a_word() -> None:
     check = check_of([50, 60], [4, 4])
-    assert check.usable_numbers("error") == [0, 1]
-    assert not check.notes()
+    assert check.usable_indices("error") == [0, 1]
+    assert not check.warnings()
 
 
 def test_a_data_set_without_one_prompt_that_fits_is_refused() -> None:
     check = check_of([100, 130], [4, 4])
     message = r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model.*170"
     with pytest.raises(UserError, match=message):
-        check.usable_numbers("drop")
+        check.usable_indices("drop")
 
 
 def test_the_remedy_is_one_that_helps() -> None:
@@ -213,8 +213,8 @@ def test_the_limit_that_counts_is_that_of_the_engine_that_samples() -> None:
     config = {"vllm_max_model_length": None, "max_completion_length": 40}
     sampled = context_limit(training_config(**config, use_vllm=True), model)
     generated = context_limit(training_config(**config, use_vllm=False), model)
-    assert "and longer answers are cut off there" in check_of([2040], [0], sampled).notes()[0]
-    (note,) = check_of([2040], [0], generated).notes()
+    assert "and longer answers are cut off there" in check_of([2040], [0], sampled).warnings()[0]
+    (note,) = check_of([2040], [0], generated).warnings()
     assert note.endswith(
         "8 at the least, and longer answers reach positions that the model was not made for"
     )
@@ -227,7 +227,7 @@ def test_the_limit_that_counts_is_that_of_the_engine_that_samples() -> None:
 
 
 def test_a_server_that_does_not_answer_has_no_limit() -> None:
-    assert served_length(training_config(vllm_server_base_url="http://127.0.0.1:9")) is None
+    assert server_context_length(training_config(vllm_server_base_url="http://127.0.0.1:9")) is None
 
 
 def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor: Any) -> None:
@@ -247,7 +247,7 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
         counter = tokenizer_counter(processor, script.adora_system_prompt)
         table = rows.data.table
         ids = table["id"].to_pylist()
-        texts_and_sizes = zip(ids, texts, sizes_in(table), strict=True)
+        texts_and_sizes = zip(ids, texts, stored_image_sizes(table), strict=True)
         measurements.append(measure_prompts(texts_and_sizes, counter, limits, len(ids)))
         return range(len(rows))
 
@@ -293,10 +293,10 @@ def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path
     folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [broken], [missing]])
     (file,) = folder.glob("data/*")
     rows = Dataset.from_parquet(str(file), cache_dir=str(tmp_path))
-    assert list(sizes_in(rows.data.table)) == [[(140, 140)], [None], [None]]
+    assert list(stored_image_sizes(rows.data.table)) == [[(140, 140)], [None], [None]]
     image_features = Features({"images": schema()["images"]})
     rows_of_text = Dataset.from_dict({"images": [[], []]}, image_features)
-    assert list(sizes_in(rows_of_text.data.table)) == [[], []]
+    assert list(stored_image_sizes(rows_of_text.data.table)) == [[], []]
     counter = TokenCounter(lambda texts, images: [7 + count for count in images])
     lengths = measure_prompts([("a", "x", [None])], counter, ResizeLimits(1, 100, 1), 1)
     assert lengths.prompt_tokens == [7]
@@ -327,7 +327,7 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
     `calls` has an entry for each time that rows are counted: how many there were.
     """
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
-    monkeypatch.setattr(overlong_prompts, "REMEMBERED_ROWS", 10)
+    monkeypatch.setattr(overlong_prompts, "MIN_CACHED_ROWS", 10)
     rows = Dataset.from_parquet(str(next(data.glob("data/train*"))), cache_dir=str(tmp_path / "hf"))
     limit = ContextLimit(400, 10, "vllm_max_model_length: 400", "set it to", None)
     calls: list[int] = []
@@ -335,7 +335,7 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
     def numbers_of(identity: str, source: str, texts: Sequence[str], high: int = 100) -> list[int]:
         limits = ResizeLimits(1, high, 1)
         overlong = OverlongPrompts(
-            limit, counting(identity, calls), limits, "drop", prints_notes=False
+            limit, counting(identity, calls), limits, "drop", prints_warnings=False
         )
         numbers = list(overlong.rows_to_train_on(rows, texts, [source]))
         assert overlong.lengths is not None
@@ -536,8 +536,8 @@ def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
         token_limit,
         counter=TokenCounter(characters),
         pixels=ResizeLimits(1, 100, 1),
-        policy=policy,
-        prints_notes=True,
+        error_or_drop=policy,
+        prints_warnings=True,
     )
     task = EvaluationTask(BENCHMARK, list(problems))
     plan = drop_overlong_problems(EvaluationPlan([task], 1, True), overlong)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, read_template
-from adora_vl.data.rows import problem_with_row, require_sound_rows, rows_without_pixels
+from adora_vl.data.rows import fault_in_row, require_sound_rows, rows_without_pixels
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
@@ -58,7 +58,7 @@ broken_values = {
 
 @given(sound_rows)
 def test_a_sound_row_passes(row):
-    assert problem_with_row(row) is None
+    assert fault_in_row(row) is None
 
 
 @given(sound_rows, st.sampled_from(sorted(broken_values)), st.data())
@@ -67,7 +67,7 @@ def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, co
     if column == "problem" and "<image>" in str(row["problem"]):
         # as many as it has would be their places
         row["images"] = data.draw(st.sampled_from([[], [PIXELS] * 2]))
-    problem = problem_with_row(row)
+    problem = fault_in_row(row)
     assert problem is not None
     assert problem.startswith(f"{column}: ")
     assert "; " in problem
@@ -78,12 +78,12 @@ def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, co
 @given(sound_rows, st.sampled_from(["id", "problem", "answer", "images"]))
 def test_a_column_that_is_not_there_is_like_null(row, column):
     rest = {name: value for name, value in row.items() if name != column}
-    assert problem_with_row(rest) == problem_with_row({**row, column: None}) is not None
+    assert fault_in_row(rest) == fault_in_row({**row, column: None}) is not None
 
 
 def test_the_drawn_problems_are_sound():
     assert all(
-        problem_with_row(row) is None
+        fault_in_row(row) is None
         for row in generate(20, split="train", seed=0, size=56, families=())
     )
 
@@ -96,7 +96,7 @@ def test_every_token_that_the_tokenizer_would_not_read_as_text_is_refused():
 
 
 def test_two_placeholders_for_one_image_are_counted():
-    problem = problem_with_row({**SOUND, "problem": "<image>Find <image> x."})
+    problem = fault_in_row({**SOUND, "problem": "<image>Find <image> x."})
     assert "2 <image> with 1 image" in problem
 
 
@@ -116,7 +116,7 @@ def test_a_table_says_the_same_as_its_rows_and_copies_no_picture(rows, data):
         [pa.Table.from_pylist(part, sound_schema) for part in (rows[: at + 1], rows[at + 1 :])]
     )
     read = list(rows_without_pixels(table))
-    assert [problem_with_row(row) for row in read] == [problem_with_row(row) for row in rows]
+    assert [fault_in_row(row) for row in read] == [fault_in_row(row) for row in rows]
     assert "pixels" not in repr([row["images"] for row in read])
 
 

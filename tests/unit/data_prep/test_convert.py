@@ -24,7 +24,7 @@ from adora_vl.conversion.records import TableContext, read_record
 from adora_vl.conversion.tables import is_test_question
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.prompts import conversation_with_images, conversations
-from adora_vl.data.rows import problem_with_row
+from adora_vl.data.rows import fault_in_row
 from data_prep.cli import main
 from tests.support.cases import CaseFolder
 from tests.support.geometry3k import open_stored_image, read_quarantined_rows, stderr_of_refusal
@@ -53,7 +53,7 @@ def test_every_format_gives_the_same_problems(case_folder: CaseFolder) -> None:
             assert [open_stored_image(row).tobytes() for row in rows] == [
                 draw_figure(n, 60).tobytes() for n in (0, 1, 3)
             ]
-            assert all(problem_with_row(row) is None for row in rows)
+            assert all(fault_in_row(row) is None for row in rows)
             manifest = read_manifest(folder / "out")
             assert manifest is not None
             assert manifest["counts"] == {"train": 3}
@@ -176,8 +176,8 @@ def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
         [image, text("b")],
     ]
     sound = {"id": "1", "answer": "1", "images": [b"p"], "problem": "See <image>?", "choices": None}
-    assert problem_with_row(sound) is None
-    assert "2 <image> with 1 image" in str(problem_with_row({**sound, "problem": "<image><image>"}))
+    assert fault_in_row(sound) is None
+    assert "2 <image> with 1 image" in str(fault_in_row({**sound, "problem": "<image><image>"}))
 
 
 def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) -> None:

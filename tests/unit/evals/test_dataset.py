@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 
 from adora_vl.data.dataset import load_split, write_split
 from adora_vl.data.images import UnreadableImageError
-from adora_vl.data.loading import mark_unreadable
+from adora_vl.data.loading import with_decoded_images
 from adora_vl.evals import prepared
 from adora_vl.evals.benchmark import load_checked_problems
 from adora_vl.evals.options import DataOptions, HubDataOptions
@@ -237,7 +237,7 @@ def test_of_several_frames_an_evaluation_shows_the_one_that_a_training_shows(tmp
 
     (problem,) = prepared.load(DataOptions(data=str(tmp_path), split="test")).problems
     (asked_image,) = problem.images()
-    (trained_image,) = mark_unreadable(load_split(tmp_path, "test"))[0]["images"]
+    (trained_image,) = with_decoded_images(load_split(tmp_path, "test"))[0]["images"]
 
     assert asked_image.getpixel((1, 1)) == (255, 0, 0)
     assert asked_image.tobytes() == trained_image.tobytes()

@@ -21,7 +21,7 @@ from adora_vl.data import images as images_module
 from adora_vl.data import loading, shared_images
 from adora_vl.data.dataloader import DistinctRows
 from adora_vl.data.prompts import conversation
-from adora_vl.data.shared_images import as_kept_image
+from adora_vl.data.shared_images import as_image_with_digest
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.packing.image_store import (
     ImageBank,
@@ -222,7 +222,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
 
         monkeypatch.setattr(owner, name, count)
 
-    pictures = [as_kept_image(noise_picture(seed)) for seed in range(2)]
+    pictures = [as_image_with_digest(noise_picture(seed)) for seed in range(2)]
     rows = [
         {"prompt": copy.deepcopy(conversation("find x")), "images": [image]}
         for image in pictures
@@ -349,7 +349,7 @@ def test_a_problem_is_decoded_once_however_many_micro_batches_learn_from_it(run)
 def test_ranks_send_one_another_texts_and_no_pixels(run):
     """TRL gathers the conversations for its table; images in them would be pickled."""
     assert len(run["gathered"]) >= STEPS * 2, "prompts and completions of each generation"
-    assert not any(b"PIL" in sent or b"KeptImage" in sent for sent in run["gathered"])
+    assert not any(b"PIL" in sent or b"ImageWithDigest" in sent for sent in run["gathered"])
     assert b"PIL" in pickle.dumps(
         [[{"role": "user", "content": [{"image": Image.new("RGB", (8, 8))}]}]]
     )
@@ -357,7 +357,7 @@ def test_ranks_send_one_another_texts_and_no_pixels(run):
 
 def test_what_is_no_conversation_is_gathered_as_it_is():
     """`gather_texts` leaves images out of conversations, and changes no other column."""
-    image = as_kept_image(Image.new("RGB", (8, 8)))
+    image = as_image_with_digest(Image.new("RGB", (8, 8)))
     prompt: Any = [
         {
             "role": "user",

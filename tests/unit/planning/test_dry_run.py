@@ -272,7 +272,7 @@ def _check_lengths(data, family):
         counter,
         limits,
         "error",
-        prints_notes=False,
+        prints_warnings=False,
         is_dry_run=True,
     )
     assert len(overlong.rows_to_train_on(rows, rows["problem"])) == len(rows)

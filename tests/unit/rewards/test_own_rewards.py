@@ -23,7 +23,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import TrainerState
 
-from adora_vl.data.shared_images import as_kept_image
+from adora_vl.data.shared_images import as_image_with_digest
 from adora_vl.rewards.choose import (
     RewardSet,
     bind_options,
@@ -537,7 +537,7 @@ IMAGE_EDITS: list[Any] = [
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
 def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
     """The rollouts of a group have one image, and each place where it stands is a copy."""
-    image = as_kept_image(Image.new(mode, (8, 8)))
+    image = as_image_with_digest(Image.new(mode, (8, 8)))
     columns = {"completions": ["a", "b"], "images": [[image], [image]]}
     before = image.tobytes()
     edits = IMAGE_EDITS

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import distributed, nn
 from transformers import GenerationConfig
 
-from adora_vl.data.shared_images import as_kept_image
+from adora_vl.data.shared_images import as_image_with_digest
 from adora_vl.rollout import engine_settings as sync
 from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -362,8 +362,8 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     first_image = Image.new("RGB", (8, 6))
     second_image = Image.new("RGB", (8, 6))
     # Two objects with the same pixels, as an image has that comes from two processes.
-    kept_image = as_kept_image(Image.new("RGB", (8, 6), (9, 9, 9)))
-    its_copy = as_kept_image(Image.new("RGB", (8, 6), (9, 9, 9)))
+    kept_image = as_image_with_digest(Image.new("RGB", (8, 6), (9, 9, 9)))
+    its_copy = as_image_with_digest(Image.new("RGB", (8, 6), (9, 9, 9)))
     images_of_rows = [
         *[[first_image]] * 4,
         [second_image],
@@ -476,7 +476,7 @@ def test_vllm_takes_an_image_with_a_digest_without_copying_or_hashing_it(monkeyp
         hashes = ProcessorInputs([1], items, uuids).get_mm_hashes("model", "blake3")
         return items["image"].get(0), hashes
 
-    image = as_kept_image(Image.new("RGB", (8, 6), (1, 2, 3)))
+    image = as_image_with_digest(Image.new("RGB", (8, 6), (1, 2, 3)))
     prompt = {"prompt_token_ids": [1], "multi_modal_data": {"image": image}}
     copied_image, _ = parse_like_vllm(prompt)
     assert copied_image is not image, (
@@ -502,7 +502,7 @@ def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
         {
             "prompt_token_ids": [1],
             "multi_modal_data": {
-                "image": [as_kept_image(Image.new("RGB", (8, 6))), changeable_image]
+                "image": [as_image_with_digest(Image.new("RGB", (8, 6))), changeable_image]
             },
         }
     )
@@ -517,10 +517,10 @@ def test_other_pixels_another_mode_or_another_size_is_another_image():
         Image.new("L", (8, 18)),
         Image.new("RGB", (8, 6), 1),
     ]
-    assert len({as_kept_image(image).digest for image in images}) == 4
+    assert len({as_image_with_digest(image).digest for image in images}) == 4
     assert (
-        as_kept_image(Image.new("RGB", (8, 6))).digest
-        == as_kept_image(Image.new("RGB", (8, 6))).digest
+        as_image_with_digest(Image.new("RGB", (8, 6))).digest
+        == as_image_with_digest(Image.new("RGB", (8, 6))).digest
     )
 
 

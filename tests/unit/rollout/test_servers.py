@@ -29,7 +29,7 @@ from transformers import TrainerState
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.context_limit import served_length
+from adora_vl.data.context_limit import server_context_length
 from adora_vl.models.families import freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
@@ -758,7 +758,7 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(server
     assert server.base_url == servers[0].url
     assert servers[0].logins == {basic}
     config = SimpleNamespace(vllm_server_base_url=address)
-    assert served_length(config) == 4096
+    assert server_context_length(config) == 4096
     assert servers[0].logins == {basic}
     # The second stand-in plays a proxy.
     monkeypatch.setenv("http_proxy", servers[1].url)

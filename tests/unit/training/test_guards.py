@@ -16,7 +16,7 @@ from transformers import TrainerControl
 from adora_vl import train
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.data.images import png_bytes
-from adora_vl.data.loading import mark_unreadable, unreadable_rows
+from adora_vl.data.loading import unreadable_rows, with_decoded_images
 from adora_vl.training.guards import (
     DriftGuard,
     GenerationGuard,
@@ -398,7 +398,7 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
     png = png_bytes(PIL.Image.new("RGB", (8, 8), "red"))
     deleted_file = tmp_path / "deleted.png"
     deleted_file.write_bytes(png)
-    dataset = mark_unreadable(
+    dataset = with_decoded_images(
         dataset_of_images(
             {"bytes": png}, {"bytes": png[:50]}, {"bytes": b"no image"}, {"path": str(deleted_file)}
         )

@@ -26,7 +26,7 @@ from transformers import TrainerState
 
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER_COLUMN
-from adora_vl.data.shared_images import as_kept_image, content_digest
+from adora_vl.data.shared_images import as_image_with_digest, content_digest
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
     Call,
@@ -255,7 +255,7 @@ class PictureTools:
         has_no_room = max_length - len(rollout.tokens) < 30  # tokens for a picture and a turn
         if has_no_room:
             return replace(rollout, finish_reason=FinishReason.CONTEXT)
-        image = as_kept_image(Image.new("RGB", (28, 28 + rng.randrange(9))))
+        image = as_image_with_digest(Image.new("RGB", (28, 28 + rng.randrange(9))))
         picture = Picture(digest=image.digest, image=image, segment_number=len(rollout.segments))
         # A tool's tokens have no log-probabilities. 5 and 6 stand for words around the picture.
         answer = Segment(tokens=(5, IMAGE_TOKEN, 6), logps=None, step=step)
@@ -996,9 +996,9 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     ]
     expected_budgets = []
     for step in range(20):
-        remembered_lengths = lengths[max(0, step - 4) : step]  # of the last four generations
+        prompt_length_cache = lengths[max(0, step - 4) : step]  # of the last four generations
         # An answer may take five generations: the first, and four by the default of `staleness`.
-        budget = automatic_budget(remembered_lengths, min_budget=MAX_TOKENS // 5)
+        budget = automatic_budget(prompt_length_cache, min_budget=MAX_TOKENS // 5)
         expected_budgets.append(budget or MAX_TOKENS)
     assert budgets == expected_budgets
     assert budgets[0] == MAX_TOKENS, "no lengths are known yet"
@@ -1146,7 +1146,7 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
         Segment(tokens=(9, 9, 9), logps=None, step=3),
         Segment(tokens=(7,), logps=(-0.25,), step=4),
     )
-    image = as_kept_image(Image.effect_noise((40, 30), 50).convert("RGB"))
+    image = as_image_with_digest(Image.effect_noise((40, 30), 50).convert("RGB"))
     picture = Picture(digest=image.digest, image=image, segment_number=1)
     call = Call(
         name="zoom",
