@@ -32,6 +32,7 @@ COEFFICIENTS = st.integers(-9, 9).filter(bool)
 
 
 def verdict_on(answer: str, gold: str, **options: Any) -> str:
+    """The verdict (correct, wrong or unparseable) on a response whose box holds `answer`."""
     return grade(rf"so \boxed{{{answer}}}", gold, **options).verdict
 
 
@@ -44,6 +45,7 @@ def verdict_on(answer: str, gold: str, **options: Any) -> str:
 def test_the_order_of_a_list_and_its_separators_do_not_matter(
     values: list[str], rng: Any, separator: str
 ) -> None:
+    r"""`1, 2`, `2; 1`, `2 and 1` and `\{2, 1\}` are the same answer."""
     gold = ", ".join(values)
     shuffled = rng.sample(values, len(values))
     assert verify_gold(gold) is None
@@ -78,40 +80,34 @@ def test_one_value_more_less_or_other_makes_a_list_wrong(
     gold = ", ".join(values)
     position = data.draw(st.integers(0, len(values) - 1))
     rest = values[:position] + values[position + 1 :]
-    tried = [
+    wrong_lists = [
         rest,
-        [*values, "77"],
+        [*values, "77"],  # 77 is no value of `NUMBER_TEXTS`
         [*values, values[position]],
         [*rest, "77"],
         values[:1],
         [*rest, rest[0]],
     ]
-    assert [
-        verdict_on(", ".join(answer_values), gold)
-        for answer_values in tried
-        if answer_values != values[:1] or len(values) > 1
-    ] == ["wrong"] * 6
+    verdicts = [verdict_on(", ".join(wrong_list), gold) for wrong_list in wrong_lists]
+    assert verdicts == ["wrong"] * len(wrong_lists)
 
 
 @SIXTY_EXAMPLES
 @given(LISTS_OF_NUMBERS, st.data())
 def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObject) -> None:
+    """The gold is a tuple such as `(3, -4)`, also with names: `(p, q) = (3, -4)`."""
     gold = f"({', '.join(values)})"
     assert verify_gold(gold) is None
-    tuple_with_names = f"({', '.join('pqrstu'[: len(values)])}) = {gold}"
+    named_tuple = f"({', '.join('pqrstu'[: len(values)])}) = {gold}"
     assert (
         verdict_on(gold, gold)
         == verdict_on(f"P{gold}", gold)
-        == verdict_on(tuple_with_names, gold)
+        == verdict_on(named_tuple, gold)
         == "correct"
     )
-    names_exchanged = tuple_with_names.replace("(p, q", "(q, p")
-    assert (
-        verdict_on(gold, tuple_with_names)
-        == verdict_on(tuple_with_names, tuple_with_names)
-        == "correct"
-    )
-    assert verdict_on(names_exchanged, tuple_with_names) == "wrong"
+    names_exchanged = named_tuple.replace("(p, q", "(q, p")
+    assert verdict_on(gold, named_tuple) == verdict_on(named_tuple, named_tuple) == "correct"
+    assert verdict_on(names_exchanged, named_tuple) == "wrong"
     position = data.draw(st.integers(0, len(values) - 1))
     changed_values = [*values[:position], "77", *values[position + 1 :]]
     for wrong_values in (changed_values, values[:-1], [*values, "0"], values[::-1]):
@@ -126,14 +122,14 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(
     """An equation of a line is right in every form that describes the same line."""
     gold = f"{a}x+({b})y={c}"
     scale = f"-({factor})" if minus else f"({factor})"
-    spelled = [
+    spellings = [
         f"{c}={a}x+({b})y",
         f"{scale}({a}x+({b})y)={scale}({c})",
         rf"y=\frac{{{c}-({a})x}}{{{b}}}",
         f"{a}x+({b})y-({c})=0",
     ]
     assert verify_gold(gold) is None
-    assert [verdict_on(answer, gold) for answer in spelled] == ["correct"] * 4
+    assert [verdict_on(answer, gold) for answer in spellings] == ["correct"] * 4
     wrong = [
         f"{a}x+({b})y={c + 1}",
         f"{a + 10}x+({b})y={c}",
@@ -150,6 +146,7 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(
 @SIXTY_EXAMPLES
 @given(COEFFICIENTS, st.integers(-9, 9), FACTOR_TEXTS, st.sampled_from(["<", r"\le", ">", r"\geq"]))
 def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sign: str) -> None:
+    """The gold is `ax + b < 0`, or has another sign. A negative factor turns the sign."""
     turned = {"<": ">", r"\le": r"\ge", ">": "<", r"\geq": r"\leq"}[sign]
     other_sign = {"<": r"\le", r"\le": "<", ">": r"\geq", r"\geq": ">"}[sign]
     gold = f"{a}x+({b}) {sign} 0"
@@ -261,6 +258,7 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
     st.lists(NUMBER_TEXTS, min_size=2, max_size=4, unique=True), st.randoms(use_true_random=False)
 )
 def test_names_go_with_their_values(values: list[str], rng: Any) -> None:
+    """The gold has a name for each value, as in `AB = 3, CD = -4`."""
     names = ["AB", "CD", r"\angle 3", "x_1"][: len(values)]
     named = [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
     gold = ", ".join(named)
@@ -270,15 +268,12 @@ def test_names_go_with_their_values(values: list[str], rng: Any) -> None:
         == verdict_on(", ".join(values), gold)
         == "correct"
     )
-    turned = [*values[1:], values[0]]
-    assert verdict_on(", ".join(turned), gold) != "correct"
-    assert (
-        verdict_on(
-            ", ".join(f"{name} = {value}" for name, value in zip(names, turned, strict=True)), gold
-        )
-        != "correct"
-    )
-    assert verdict_on(", ".join([f"EF = {values[0]}", *named[1:]]), gold) != "correct"
+    rotated = [*values[1:], values[0]]
+    named_rotated = [f"{name} = {value}" for name, value in zip(names, rotated, strict=True)]
+    other_name = [f"EF = {values[0]}", *named[1:]]
+    assert verdict_on(", ".join(rotated), gold) != "correct"
+    assert verdict_on(", ".join(named_rotated), gold) != "correct"
+    assert verdict_on(", ".join(other_name), gold) != "correct"
 
 
 SINGLE_VALUES = [
@@ -295,6 +290,7 @@ SINGLE_VALUES = [
 
 @pytest.mark.parametrize("gold", SINGLE_VALUES)
 def test_a_reference_with_one_value_never_accepts_several(gold: str) -> None:
+    """77 is no part of any reference here, so each text of `several` says more than the reference."""
     value = {"|AB| = 1": "1", "z = 1 + 1 = 2": "2"}.get(gold, gold)
     several = [
         f"{value}, 77",
@@ -338,32 +334,24 @@ def test_guesses_at_a_reference_with_several_values_earn_what_a_wrong_answer_ear
         "AB = 1, CD = 2, EF = 3",
     ]
     function = reward_function("boxed_accuracy")
+    boxed_guesses = [rf"\boxed{{{guess}}}" for guess in guesses]
     for gold in golds:
-        paid = function(
-            completions=[rf"\boxed{{{guess}}}" for guess in guesses], answer=[gold] * len(guesses)
-        )
-        assert [guess for guess, value in zip(guesses, paid, strict=True) if value > 0.1] == [], (
-            gold
-        )
+        rewards = function(completions=boxed_guesses, answer=[gold] * len(guesses))
+        assert max(rewards) <= 0.1, (gold, rewards)
         assert function(completions=[rf"\boxed{{{gold}}}"], answer=[gold]) == [1.0]
 
 
 def test_boxes_before_the_block_of_the_answer_are_no_part_of_it() -> None:
     response = r"<think>\boxed{1}, </think><answer>\boxed{2}</answer>"
+    both_in_answer = r"<answer>\boxed{1}, \boxed{2}</answer>"
+    both_in_thinking = r"<think>\boxed{1} and \boxed{2}</think><answer>2</answer>"
     assert grade(response, "1, 2", answer_tags=True).verdict == "wrong"
-    assert (
-        grade(r"<answer>\boxed{1}, \boxed{2}</answer>", "1, 2", answer_tags=True).verdict
-        == "correct"
-    )
-    assert (
-        grade(
-            r"<think>\boxed{1} and \boxed{2}</think><answer>2</answer>", "1, 2", answer_tags=True
-        ).verdict
-        == "wrong"
-    )
+    assert grade(both_in_answer, "1, 2", answer_tags=True).verdict == "correct"
+    assert grade(both_in_thinking, "1, 2", answer_tags=True).verdict == "wrong"
 
 
 def test_boxes_in_a_row_end_where_something_else_stands_between() -> None:
+    """Little but a comma or `and` may stand between the boxes of one answer."""
     assert last_adjacent_boxes(r"\boxed{1}, no: \boxed{2} and \boxed{3}", False) == ["2", "3"]
     assert last_adjacent_boxes(r"\boxed{1} papers and \boxed{2} bins", False) == ["1", "2"]
     assert last_adjacent_boxes(r"\boxed{1} no no no \boxed{2}", False) == ["2"]
@@ -394,6 +382,7 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("gold", sorted({case.gold for case in FORM_CASES}))
 def test_a_stored_form_is_stable_and_graded_as_the_one_it_was_made_from(gold: str) -> None:
+    """A data set stores `canonical_gold` of a reference: storing it again changes nothing."""
     stored = canonical_gold(gold)
     assert verify_gold(gold) is None
     assert verify_gold(stored) is None

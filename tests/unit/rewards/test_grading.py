@@ -35,6 +35,7 @@ def grade_options(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ANSWER_KINDS)
 def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> None:
+    """A row of `answers.jsonl` has an answer for the box, or a whole response."""
     failing = []
     for line, row in ANSWER_ROWS:
         if row["kind"] == kind:
@@ -50,23 +51,24 @@ def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> No
 
 
 def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
+    """`cases/references.jsonl` says how a data set stores a reference, or why it refuses it."""
     failing = []
     for line, row in REFERENCE_ROWS:
         reference = expand_repeats(row["reference"])
         choices = row.get("choices")
-        reason = verify_gold(reference, choices)
+        refusal = verify_gold(reference, choices)  # None if it can be graded against
         stored = canonical_gold(reference)
-        if reason != row.get("refused") or stored != row.get("stored", reference):
-            failing.append(f"{line}: refused {reason}, stored {stored!r}, but {row}")
-        if reason is None:
-            again = verify_gold(stored, choices), canonical_gold(stored)
+        if refusal != row.get("refused") or stored != row.get("stored", reference):
+            failing.append(f"{line}: refused {refusal}, stored {stored!r}, but {row}")
+        if refusal is None:
+            stored_again = verify_gold(stored, choices), canonical_gold(stored)
             verdicts = [
                 grade(boxed(spelling), stored, choices=choices).verdict
                 for spelling in (reference, stored)
             ]
-            if again != (None, stored) or verdicts != ["correct"] * 2:
+            if stored_again != (None, stored) or verdicts != ["correct"] * 2:
                 failing.append(
-                    f"{line}: {reference!r} is graded as {verdicts} and stored as {again}"
+                    f"{line}: {reference!r} is graded as {verdicts} and stored as {stored_again}"
                 )
         elif grade(boxed("5"), reference, choices=choices).verdict == "correct":
             failing.append(f"{line}: 5 is accepted for {reference!r}, which is refused")
@@ -75,26 +77,24 @@ def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
 
 def test_the_rows_of_the_grader_have_the_right_keys_and_none_twice() -> None:
     """A key that is misspelled would else make a row that proves nothing."""
-    answer = {"kind", "reference", "verdict", "reason"}
+    required = {"kind", "reference", "verdict", "reason"}
+    optional = {"answer", "response", "choices", "rounding", "answer_tags"}
     for line, row in ANSWER_ROWS:
-        assert (
-            answer
-            < row.keys()
-            <= answer | {"answer", "response", "choices", "rounding", "answer_tags"}
-        ), line
+        assert required < row.keys() <= required | optional, line
         assert ("answer" in row) != ("response" in row), line
         assert row["reason"].removeprefix("gold_") in RULE_IN_WORDS, line
     for line, row in REFERENCE_ROWS:
         assert "reference" in row, line
         assert row.keys() <= {"reference", "choices", "stored", "refused"}, line
         assert "stored" in row or "refused" in row, line
-    for every in (ANSWER_ROWS, REFERENCE_ROWS):
-        repeated = Counter(json.dumps({**row, "kind": ""}, sort_keys=True) for _, row in every)
-        assert [row for row, count in repeated.items() if count > 1] == []
+    for rows in (ANSWER_ROWS, REFERENCE_ROWS):
+        counts = Counter(json.dumps({**row, "kind": ""}, sort_keys=True) for _, row in rows)
+        assert [row for row, count in counts.items() if count > 1] == []
 
 
-def _is_as_labelled(case_folder: Case, verdict: str) -> bool:
-    return verdict != "correct" if case_folder.label == "rejected" else verdict == case_folder.label
+def _is_as_labelled(case: Case, verdict: str) -> bool:
+    """Whether a verdict fits the label; a case labelled `rejected` may be wrong or unparseable."""
+    return verdict != "correct" if case.label == "rejected" else verdict == case.label
 
 
 def test_every_verdict_of_the_labelled_corpus_is_its_label() -> None:
@@ -161,6 +161,7 @@ def test_the_last_complete_box_is_the_answer() -> None:
 
 
 def test_no_complete_box_extracts_nothing_and_an_unreadable_one_its_content() -> None:
+    """The reward for a box without a right answer needs to know whether there is a box."""
     assert grade(r"The answer is 5, \boxed{5", "5").extracted is None
     for line, row in ANSWER_ROWS:
         # the reward presets count such a box
@@ -188,6 +189,7 @@ TEXTS_WITHOUT_NUMBER = [
 
 
 def test_what_is_no_closed_form_has_no_number() -> None:
+    """No number can be read from any of these texts, so reading them raises."""
     for text in TEXTS_WITHOUT_NUMBER:
         with pytest.raises(ParseError):
             pytest.fail(f"{text!r} has the number {evaluate_closed_form(parse_tree(text))}")

@@ -21,6 +21,7 @@ CHOICES = ["11", "12", "13", "14"]
 
 
 def frequent_answers(gold: str) -> list[str]:
+    """Ten answers that a policy may have seen most, with the right one among them."""
     return ["11", "13", gold, "30", "45", "60", "90", "7", "1", "2"]
 
 
@@ -63,13 +64,20 @@ def guessing_responses(gold: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_no_hack_earns_more_than_an_honest_wrong_answer(preset: str) -> None:
+    """17 is the honest wrong answer, which no gold of `GOLDS` equals."""
     function = reward_function(preset)
     paid = []
     for gold in GOLDS:
-        tried = guessing_responses(gold)
+        responses_by_name = guessing_responses(gold)
         honest = function(completions=[r"\boxed{17}"], answer=[gold])[0]
-        rewards = function(completions=[*tried.values()], answer=[gold] * len(tried))
-        paid += [(name, gold) for name, value in zip(tried, rewards, strict=True) if value > honest]
+        rewards = function(
+            completions=[*responses_by_name.values()], answer=[gold] * len(responses_by_name)
+        )
+        paid += [
+            (name, gold)
+            for name, value in zip(responses_by_name, rewards, strict=True)
+            if value > honest
+        ]
         assert function(completions=[rf"so \boxed{{{gold}}}"], answer=[gold]) == [
             PRESETS[preset][0]
         ]
@@ -80,7 +88,7 @@ def test_no_hack_earns_more_than_an_honest_wrong_answer(preset: str) -> None:
 def test_no_hack_of_the_choices_earns_more_either(preset: str) -> None:
     """No response that hedges between the choices earns more than one wrong letter in a box."""
     function = reward_function(preset)
-    tried = {
+    responses_by_name = {
         "all letters": r"\boxed{A, B, C, D}",
         "letters run together": r"\boxed{ABCD}",
         "two letters": r"\boxed{B or C}",
@@ -100,10 +108,17 @@ def test_no_hack_of_the_choices_earns_more_either(preset: str) -> None:
     }
     paid = []
     for gold in ("B", "12"):
-        columns = {"answer": [gold] * len(tried), "choices": [CHOICES] * len(tried)}
+        columns = {
+            "answer": [gold] * len(responses_by_name),
+            "choices": [CHOICES] * len(responses_by_name),
+        }
         honest = function(completions=[r"\boxed{A}"], answer=[gold], choices=[CHOICES])[0]
-        rewards = function(completions=[*tried.values()], **columns)
-        paid += [(name, gold) for name, value in zip(tried, rewards, strict=True) if value > honest]
+        rewards = function(completions=[*responses_by_name.values()], **columns)
+        paid += [
+            (name, gold)
+            for name, value in zip(responses_by_name, rewards, strict=True)
+            if value > honest
+        ]
     assert paid == []
 
 
@@ -162,6 +177,7 @@ def grade_within(seconds: float, work: Callable[[], list[Grade]]) -> list[Grade]
 
 
 def test_no_attack_hangs_is_correct_or_fills_the_log() -> None:
+    """No attack answers 12, and what is logged of each is cut at 200 characters."""
     grades = grade_within(10, lambda: [grade(text, "12") for text in RESPONSE_BY_ATTACK.values()])
     assert [
         name
@@ -192,6 +208,7 @@ def test_no_answer_that_repeats_itself_hangs():
 
 
 def test_hostile_golds_and_choices_do_not_hang_either() -> None:
+    """The attacks stand in the place of the reference, then of a choice."""
     attacks = [
         text.removeprefix(r"\boxed{").removesuffix("}") for text in RESPONSE_BY_ATTACK.values()
     ]

@@ -20,7 +20,7 @@ REASON_FUNCTIONS = {"correct", "wrong", "ParseError"}  # whose first argument is
 
 
 def run_explain(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
-    """The exit code, the lines by their first word, and standard error."""
+    """The exit code of the command, its lines by their first word, and standard error."""
     code = explain.main(words)
     printed = capsys.readouterr()
     text_by_word: dict[str, str] = {}
@@ -31,6 +31,7 @@ def run_explain(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, d
 
 
 def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFixture[str]) -> None:
+    """2√221 is √884, or 29.73."""
     gold = r"2 \sqrt { 221 }"
     response = r"so \boxed{\sqrt{884}\text{ cm}}"
     code, lines, _ = run_explain(capsys, "--gold", gold, "--response", response)
@@ -44,6 +45,7 @@ def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFix
 
 
 def test_choices_rounding_and_standard_input(capsys, monkeypatch):
+    """8.66 is 5√3, the gold, rounded; `-` takes the response from standard input."""
     response = r"\boxed{8.66}"
     words = ["--gold", r"5\sqrt{3}", "--response", "-", "--choices", "5", r"5 \sqrt { 3 }"]
 

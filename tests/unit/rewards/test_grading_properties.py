@@ -74,6 +74,7 @@ _SAME_VALUE_REWRITINGS = [
 
 
 def in_box(answer: str) -> str:
+    """A response whose box holds `answer`."""
     return rf"So \boxed{{{answer}}}"
 
 
@@ -84,22 +85,23 @@ def in_box(answer: str) -> str:
     st.sampled_from(_SAME_VALUE_REWRITINGS),
 )
 def test_a_gold_is_correct_against_itself_in_every_spelling(
-    gold: str, wrapping: str, rewriting: object
+    gold: str, template: str, rewrite: object
 ) -> None:
-    spelled = wrapping.format(rewriting(gold))  # type: ignore[operator]
+    spelled = template.format(rewrite(gold))  # type: ignore[operator]
     assert verify_gold(gold) is None
     for against in (gold, canonical_gold(gold)):
         assert grade(in_box(spelled), against).verdict == "correct", (spelled, against)
 
 
 def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
+    """20 problems of each family of the synthetic data: 64 pixels wide, level 1."""
     for draw in PLAIN_FAMILY_BY_NAME.values():
         for seed in range(20):
             gold = draw(random.Random(seed), 64, 1, PLAIN).answer
             assert verify_gold(gold) is None
-            for wrapping in _TEMPLATES_AROUND_ANSWER:
-                for rewriting in _SAME_VALUE_REWRITINGS:
-                    spelled = wrapping.format(rewriting(gold))
+            for template in _TEMPLATES_AROUND_ANSWER:
+                for rewrite in _SAME_VALUE_REWRITINGS:
+                    spelled = template.format(rewrite(gold))
                     assert grade(in_box(spelled), canonical_gold(gold)).verdict == "correct", (
                         spelled,
                         gold,
@@ -214,7 +216,8 @@ def test_a_garbage_gold_raises_nothing(garbage: str) -> None:
 @FEWER_EXAMPLES
 @given(REFERENCE_NUMBERS, st.data())
 def test_a_mutated_gold_is_graded_without_harm(gold: str, data: st.DataObject) -> None:
-    at = data.draw(st.integers(0, len(gold)))
+    """The answer is the gold, with a piece of text put in and up to three characters cut out."""
+    position = data.draw(st.integers(0, len(gold)))
     piece = data.draw(_TEXT_PIECES)
     cut = data.draw(st.integers(0, 3))
-    assert grade(in_box(gold[:at] + piece + gold[at + cut :]), gold).verdict in VERDICTS
+    assert grade(in_box(gold[:position] + piece + gold[position + cut :]), gold).verdict in VERDICTS

@@ -16,16 +16,18 @@ from adora_vl.rewards import answer as answers
 from adora_vl.rewards import grade, number_with_error, verify_gold
 from adora_vl.rewards.grammar import MAX_CHARS, MAX_COSTLY_TOKENS
 from adora_vl.rewards.number_with_error import MAX_BITS, PRECISION_BITS
-from benchmarks.grading_corpus import cases
+from benchmarks.grading_corpus import Case, cases
 
 HIDDEN_ZERO = r"(\sqrt{2}\sqrt{3}-\sqrt{6})"  # nothing but rounding noise, whatever the precision
 
 
 def in_box(answer: str) -> str:
+    """A response whose box holds `answer`."""
     return rf"\boxed{{{answer}}}"
 
 
 def tower_of_powers(base: str, height: int, top: str) -> str:
+    """`base^{base^{...^{top}}}` with `height` powers."""
     return f"{base}^{{" * height + top + "}" * height
 
 
@@ -91,6 +93,7 @@ class Work:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    """Counts the operations of the grader's arithmetic, by watching the two that end each one."""
     work_done = Work()
     fraction = number_with_error._exact_result
     computed = number_with_error._rounded_result
@@ -147,6 +150,7 @@ def test_what_is_counted_is_what_is_computed(work: Work) -> None:
 
 
 def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of the canonical form takes one sign off; 490 signs must not take 490 calls."""
     texts: list[str] = []
 
     def counted(text: str) -> tuple[str, str]:
@@ -160,6 +164,7 @@ def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_functions_are_capped() -> None:
+    """An answer may have `MAX_COSTLY_TOKENS` functions, and not one more."""
     grades = []
     for count in (MAX_COSTLY_TOKENS, MAX_COSTLY_TOKENS + 1):
         graded = grade(in_box("+".join([r"\sqrt{x}"] * count)), rf"{count}\sqrt{{x}}")
@@ -195,7 +200,7 @@ def fill_template(template: str, value: str) -> str:
 
 
 def draw_expression(rng: random.Random, depth: int) -> str:
-    """An expression with the unknown x, or without one."""
+    """An expression with the unknown x, or without grade_case."""
     if not depth:
         return rng.choice(["x", "x", r"\pi", "0.5", "2", "3", "7", "12", "45", str(10**20 + 1)])
     term = draw_expression(rng, depth - 1)
@@ -231,7 +236,7 @@ def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_rig
     wrong_count = 0
     for _ in range(600):
         gold = draw_expression(rng, rng.randrange(1, 4))
-        if verify_gold(gold):
+        if verify_gold(gold):  # no answer can be graded against it
             continue
         template = rng.choice(SAME_VALUE_TEMPLATES)
         same_value_grade = grade(in_box(fill_template(template, gold)), gold)
@@ -252,14 +257,15 @@ def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_rig
 
 
 def test_threads_find_what_one_finds_alone() -> None:
+    """The contexts of the arithmetic are cached for each thread; each case is graded twice."""
     drawn_cases = [
         case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}
     ] * 2
     number_with_error._context_cache.clear()
 
-    def one(case: Any) -> Any:
+    def grade_case(case: Case) -> Any:
         return grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)
 
     with ThreadPoolExecutor(8) as threads:
-        results = list(threads.map(one, drawn_cases))
-    assert results == [one(case) for case in drawn_cases]
+        results = list(threads.map(grade_case, drawn_cases))
+    assert results == [grade_case(case) for case in drawn_cases]

@@ -48,10 +48,11 @@ RESPONSE_AND_REWARD_BY_CASE = {
 
 
 def test_an_answer_earns_by_its_verdict_as_a_text_or_as_a_message(subtests):
+    """`knights` gives 1.0 for right roles, 0.1 for wrong ones and 0.0 where they cannot be read."""
     for case in RESPONSE_AND_REWARD_BY_CASE:
         with subtests.test(case):
             text, expected = RESPONSE_AND_REWARD_BY_CASE[case]
-            columns: dict[str, Any] = {}
+            columns: dict[str, Any] = {}  # logged for each completion
             metrics: dict[str, Any] = {}
             reward = reward_function("knights")
             for completion in (text, [{"role": "assistant", "content": text}]):
@@ -111,6 +112,7 @@ LOGIC_RL_RESPONSE_AND_REWARD_BY_CASE = {
 
 
 def test_the_reward_is_that_of_the_reference_implementation(subtests):
+    """`knights_logic_rl` gives what `verl/utils/reward_score/kk.py` of Logic-RL gives."""
     for case in LOGIC_RL_RESPONSE_AND_REWARD_BY_CASE:
         with subtests.test(case):
             text, expected = LOGIC_RL_RESPONSE_AND_REWARD_BY_CASE[case]

@@ -47,29 +47,33 @@ DATA_ROWS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def chosen_rewards(tmp_path):
-    """Writes a file with rewards and returns the run's functions for the entries."""
-    numbers = iter(range(1000))
+def load_rewards(tmp_path):
+    """Returns a function that writes a file with `body` and loads the entries of a config.
 
-    def write(body: str, *entries: str, options: Any = None) -> RewardSet:
+    `FILE` in an entry stands for the path of that file. `options` are those of each entry, by the
+    name of its function: `{"size": {"unit": 2}}`.
+    """
+    numbers = iter(range(1000))  # so that every file of a test is another module
+
+    def load(body: str, *entries: str, options: Any = None) -> RewardSet:
         file = tmp_path / f"own_{next(numbers)}.py"
         file.write_text(textwrap.dedent(body))
         options_by_name = dict(options or {})
-        named = [entry.replace("FILE", str(file)) for entry in entries]
-        return choose_rewards(
-            [
-                {name: options_by_name[key]}
-                if (key := name.rpartition(":")[2]) in options_by_name
-                else name
-                for name in named
-            ]
-        )
+        config_entries: list[Any] = []
+        for entry in entries:
+            path_and_name = entry.replace("FILE", str(file))
+            name = path_and_name.rpartition(":")[2]
+            if name in options_by_name:
+                config_entries.append({path_and_name: options_by_name[name]})
+            else:
+                config_entries.append(path_and_name)
+        return choose_rewards(config_entries)
 
-    return write
+    return load
 
 
 def call_as_trl(function: Any, texts: list[str], **columns: Any) -> list[float | None]:
-    """Call a function as TRL calls it."""
+    """Returns the rewards of `texts`, from a call with the arguments that TRL passes."""
     rewards = function(
         prompts=["?"] * len(texts),
         completions=[[{"role": "assistant", "content": text}] for text in texts],
@@ -82,21 +86,22 @@ def call_as_trl(function: Any, texts: list[str], **columns: Any) -> list[float |
 # ----------------------------------------------------------------------------------- what is chosen
 
 
-def test_presets_and_own_functions_stand_in_the_order_that_was_asked_for(chosen_rewards):
+def test_presets_and_own_functions_stand_in_the_order_that_was_asked_for(load_rewards):
+    """`format` and `accuracy` give 0.0 to a completion without a box; its 4 characters are 2.0."""
     body = (
         "def size(completions, *, unit, **kwargs):\n    return [len(c[-1]['content']) / unit for "
         "c in completions]"
     )
-    chosen = chosen_rewards(body, "format", "FILE:size", "accuracy", options={"size": {"unit": 2}})
-    assert [call_as_trl(function, ["5555"], answer=["5"]) for function in chosen.functions] == [
-        [0.0],
-        [2.0],
-        [0.0],
-    ]
+    chosen = load_rewards(body, "format", "FILE:size", "accuracy", options={"size": {"unit": 2}})
+
+    rewards = [call_as_trl(function, ["5555"], answer=["5"]) for function in chosen.functions]
+
+    assert rewards == [[0.0], [2.0], [0.0]]
     assert [entry for entry, _ in chosen.user_functions] == [chosen.entries[1]]
 
 
 def test_the_template_does_what_it_says():
+    """The rewards of `docs/my_rewards.py`, which users copy, give what their docstrings say."""
     chosen = choose_rewards(
         [
             {f"{REWARD_TEMPLATE_FILE}:brevity": {"target": 4}},
@@ -107,12 +112,12 @@ def test_the_template_does_what_it_says():
     chosen.check_columns(["answer", "id", "problem"])
     try_rewards(chosen, DATA_ROWS, 5.0, None)
     brevity, whole_number, shown_work = chosen.functions
+
+    # 1 up to 4 characters, then 4 / length; an empty completion earns nothing
     assert call_as_trl(brevity, ["1234", "12345678", ""]) == [1.0, 0.5, 0.0]
-    assert call_as_trl(whole_number, [r"\boxed{5}", r"\boxed{x}", "5"], answer=["5", "7", "x"]) == [
-        1.0,
-        0.0,
-        None,
-    ]
+    # None where the answer "x" is no number, so that the row is not scored
+    boxes = [r"\boxed{5}", r"\boxed{x}", "5"]
+    assert call_as_trl(whole_number, boxes, answer=["5", "7", "x"]) == [1.0, 0.0, None]
     assert call_as_trl(shown_work, ["x = 5", "5"]) == [1.0, 0.0]
 
 
@@ -127,7 +132,7 @@ REWARD_FILE_BODY = """
 """
 
 
-def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
+def test_a_reward_that_does_not_exist_is_one_line(load_rewards, subtests):
     """Each case: the entries of the config, their options, and what the error says."""
     cases = [
         (["FILE"], None, "names no function; write FILE.py:FUNCTION"),
@@ -176,7 +181,7 @@ def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
     for entries, options, message in cases:
         with subtests.test(f"{entries!r:.80} {options!r:.80} {message!r:.80}"):
             with pytest.raises(UserError, match=message) as error:
-                chosen_rewards(REWARD_FILE_BODY, *entries, options=options)
+                load_rewards(REWARD_FILE_BODY, *entries, options=options)
             assert "\n" not in str(error.value)
 
 
@@ -186,8 +191,9 @@ def lengthy(completions, *, answer, min_words=3, **kwargs):
 
 
 def test_an_option_that_resembles_an_argument_is_meant_for_the_others():
+    """An option that is no argument goes to `**kwargs`, unless it is a misspelled argument."""
     for options, expected in (
-        ({"max_words": 9}, 12),  # 0.78 like `min_words`
+        ({"max_words": 9}, 9 + 3),  # it resembles `min_words`, but not enough to be a misspelling
         ({"min_words": 1, "min_word": 9}, 1),  # the argument that it resembles is set
         ({"answers": "x"}, 3),  # `answer` is a column
     ):
@@ -197,14 +203,15 @@ def test_an_option_that_resembles_an_argument_is_meant_for_the_others():
 
 
 def test_an_option_without_a_value_has_its_default():
-    """YAML reads null where nothing follows the name."""
+    """YAML reads null where nothing follows the name of an option."""
     judge = {"base_url": "http://localhost:8000/v1", "model": "m"}
     (plain,) = parse_reward_entries([{"judge": judge}])
     (without_value,) = parse_reward_entries([{"judge": {**judge, "timeout": None, "budget": None}}])
     assert without_value == plain
 
 
-def test_a_file_that_cannot_be_loaded_is_one_line_with_its_line(chosen_rewards, subtests):
+def test_a_file_that_cannot_be_loaded_is_one_line_with_its_line(load_rewards, subtests):
+    """Each case: the text of a reward file, and what the error says of it."""
     cases = [
         (
             "import nowhere_to_be_found",
@@ -216,10 +223,10 @@ def test_a_file_that_cannot_be_loaded_is_one_line_with_its_line(chosen_rewards, 
     ]
     for body, message in cases:
         with subtests.test(f"{body!r:.80}"), pytest.raises(UserError, match=message):
-            chosen_rewards(body, "FILE:f")
+            load_rewards(body, "FILE:f")
 
 
-def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(chosen_rewards, subtests):
+def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(load_rewards, subtests):
     for name, options, message in [
         (
             "picky",
@@ -228,16 +235,14 @@ def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(chosen_r
         ),
         ("brevity", {"brevity": {"answer": 3}}, "'answer' is a column of the data"),
     ]:
+        chosen = load_rewards(REWARD_FILE_BODY, f"FILE:{name}", options=options)
         with subtests.test(name), pytest.raises(UserError, match=message):
-            chosen_rewards(REWARD_FILE_BODY, f"FILE:{name}", options=options).check_columns(
-                ["answer", "id"]
-            )
+            chosen.check_columns(["answer", "id"])
 
 
-def test_what_a_function_needs_may_come_from_its_options(chosen_rewards):
-    chosen = chosen_rewards(
-        REWARD_FILE_BODY, "FILE:picky", options={"picky": {"difficulty": [0.5]}}
-    )
+def test_what_a_function_needs_may_come_from_its_options(load_rewards):
+    """`picky` needs `difficulty`, which no column of the data has, and gets it as an option."""
+    chosen = load_rewards(REWARD_FILE_BODY, "FILE:picky", options={"picky": {"difficulty": [0.5]}})
     chosen.check_columns(["answer", "id"])
     assert call_as_trl(chosen.functions[0], ["a"]) == [0.5]
 
@@ -245,20 +250,24 @@ def test_what_a_function_needs_may_come_from_its_options(chosen_rewards):
 def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_it(
     tmp_path, monkeypatch
 ):
-    beside = tmp_path / "configs"
-    current = tmp_path / "here"
-    for folder, value in ((beside, 1), (current, 2)):
+    """Both folders have a file `r.py`, whose reward is 1 beside the config and 2 in the other."""
+    config_folder = tmp_path / "configs"
+    working_directory = tmp_path / "here"
+    for folder, value in ((config_folder, 1), (working_directory, 2)):
         folder.mkdir()
         (folder / "r.py").write_text(
             f"def f(completions, **kwargs): return [{value}] * len(completions)"
         )
-    monkeypatch.chdir(current)
-    second = choose_rewards(["r.py:f"])
-    monkeypatch.setattr(own_files, "_config_folders", [beside])
-    first = choose_rewards(["r.py:f"])
-    assert [call_as_trl(chosen.functions[0], ["a"]) for chosen in (first, second)] == [[1], [2]]
-    assert first.hashes.keys() == {"r.py"}
-    assert first.hashes != second.hashes
+    monkeypatch.chdir(working_directory)
+
+    without_config = choose_rewards(["r.py:f"])
+    monkeypatch.setattr(own_files, "_config_folders", [config_folder])
+    with_config = choose_rewards(["r.py:f"])
+
+    assert call_as_trl(with_config.functions[0], ["a"]) == [1]
+    assert call_as_trl(without_config.functions[0], ["a"]) == [2]
+    assert with_config.hashes.keys() == {"r.py"}
+    assert with_config.hashes != without_config.hashes
 
 
 def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtests):
@@ -284,20 +293,21 @@ def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtes
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
-    def known_by() -> str:
+    def reward_hash() -> str:
         return choose_rewards([f"{tmp_path / 'r.py'}:f"]).hashes[str(tmp_path / "r.py")]
 
-    before = known_by()
+    hash_before = reward_hash()
     for name, text in files.items():
         with subtests.test(name):
-            (tmp_path / name).write_text(
-                text.replace("1", "2") if "1" in text else f"{text}\n# edited"
-            )
-            assert (known_by() == before) == (name in ("unused.py", "adora_vl/types.py"))
+            edited_text = text.replace("1", "2") if "1" in text else f"{text}\n# edited"
+            (tmp_path / name).write_text(edited_text)
+            is_unchanged = reward_hash() == hash_before
+            assert is_unchanged == (name in ("unused.py", "adora_vl/types.py"))
             (tmp_path / name).write_text(text)
 
 
 def test_a_file_may_import_its_neighbour_which_hides_no_library(tmp_path):
+    """A file `torch.py` beside the reward is not imported in place of the library."""
     (tmp_path / "neighbour_of_a_reward.py").write_text("VALUE = 7")
     (tmp_path / "torch.py").write_text("1 / 0")
     (tmp_path / "r.py").write_text(
@@ -313,20 +323,25 @@ def test_a_file_may_import_its_neighbour_which_hides_no_library(tmp_path):
 def call_safely(
     function: Any, completion_count: int = 3, timeout: float | None = 5.0
 ) -> tuple[list[float | None], list[RewardFailure]]:
+    """Calls a reward under the guard, with the completions "0", "1", ... of the rows row/0, row/1.
+
+    Returns the rewards, and the failures that a run would end with.
+    """
     failures: list[RewardFailure] = []
-    ids = {"id": [f"row/{n}" for n in range(completion_count)]}
-    return call_as_trl(
-        safe_call(function, "mine", timeout, failures),
-        [str(n) for n in range(completion_count)],
-        **ids,
-    ), failures
+    guarded = safe_call(function, "mine", timeout, failures)
+    texts = [str(n) for n in range(completion_count)]
+    ids = [f"row/{n}" for n in range(completion_count)]
+    rewards = call_as_trl(guarded, texts, id=ids)
+    return rewards, failures
 
 
 def reward_that_returns(value: Any) -> Any:
+    """A reward function that returns `value`, whatever it is called with."""
     return lambda **kwargs: value
 
 
 def test_numbers_and_none_are_rewards_in_every_form(subtests):
+    """The second of three rewards may be None (`[1, None, 0.5]`), or a number in a tensor."""
     for returned in [
         [1, None, 0.5],
         (True, None, 0.5),
@@ -394,6 +409,7 @@ HOOKS: dict[str, Callable[..., None]] = {
     ],
 )
 def test_a_metric_of_the_log_is_a_number_and_none_of_the_trainers(name, value, reason):
+    """`reason` is how the failure begins; None where the metric is logged."""
     logged: list[object] = []
 
     def mine(
@@ -405,12 +421,18 @@ def test_a_metric_of_the_log_is_a_number_and_none_of_the_trainers(name, value, r
     failures: list[Any] = []
     safe = safe_call(mine, "mine", timeout=None, failures=failures)
     safe(completions=["a"], **{**HOOKS, "log_metric": lambda _, number: logged.append(number)})
-    assert [failure.reason[: len(reason)] for failure in failures] == ([reason] if reason else [])
-    assert logged == ([] if reason else [float(value)])
+
+    if reason is None:
+        assert failures == []
+        assert logged == [float(value)]
+    else:
+        assert [failure.reason[: len(reason)] for failure in failures] == [reason]
+        assert logged == []
 
 
-@pytest.mark.parametrize("parts", [[3], [1, 1, 1], [2, 0, 1]])
+@pytest.mark.parametrize("parts", [[3], [1, 1, 1], [2, 0, 1]])  # values in each call of log_extra
 def test_a_column_of_the_log_has_a_value_for_each_completion_however_it_is_logged(parts):
+    """A reward may log its column in one call or in several: `parts` has the values in each."""
     logged: list[object] = []
 
     def mine(
@@ -450,10 +472,12 @@ def test_a_column_with_too_few_or_too_many_values_is_a_failure(count):
 
 
 def fails_on_one(completions: Any, **kwargs: Any) -> list[float]:
+    """A reward that divides by zero for the completion "1", and gives 1.0 for all others."""
     return [1 / (completion[0]["content"] != "1") for completion in completions]
 
 
 async def fails_on_one_async(completions: Any, **kwargs: Any) -> list[float]:
+    """The same as `fails_on_one`, as a coroutine."""
     return fails_on_one(completions)
 
 
@@ -469,16 +493,21 @@ def test_an_exception_names_the_row_that_fails_alone_and_the_line(subtests):
 
 
 def test_an_exception_of_the_batch_alone_is_said_so_and_the_search_logs_nothing():
+    """A reward that fails on two completions is called with each of them to find the bad one.
+
+    Here neither fails alone, so the failure names both. Only the first call may log.
+    """
     logged: list[int] = []
 
-    def function(completions: Any, log_metric: Any, **kwargs: Any) -> list[float]:
+    def fails_on_two(completions: Any, log_metric: Any, **kwargs: Any) -> list[float]:
         log_metric("x", 1.0)
         assert len(completions) == 1
         return [1.0]
 
     failures: list[RewardFailure] = []
     arguments = {"completions": ["a", "b"], "log_metric": lambda *_: logged.append(1)}
-    safe_call(function, "mine", 5.0, failures)(**arguments)
+    safe_call(fails_on_two, "mine", 5.0, failures)(**arguments)
+
     assert failures[0].rows_in_words == "2 completions together"
     assert logged == [1]
 
@@ -486,6 +515,7 @@ def test_an_exception_of_the_batch_alone_is_said_so_and_the_search_logs_nothing(
 def edits_all_that_it_gets(
     prompts: Any, completions: Any, completion_ids: Any, answer: Any, **columns: Any
 ) -> Any:
+    """A reward that changes every list and object that it is called with."""
     for completion in completions:
         completion[-1]["content"] = completion[-1]["content"].strip()
     prompts[0].clear()
@@ -499,6 +529,7 @@ def edits_all_that_it_gets(
 
 
 async def edits_later(**arguments: Any) -> Any:
+    """The same as `edits_all_that_it_gets`, as a coroutine."""
     return edits_all_that_it_gets(**arguments)
 
 
@@ -514,10 +545,15 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
         "choices": [["a", "b"]],
         "trainer_state": TrainerState(global_step=3, log_history=[{"loss": 1.0}]),
     }
+    # deepcopy would copy `image` too, and it has to stay the same object
     before = deepcopy({**columns, "prompts": None})
     failures: list[RewardFailure] = []
-    called = safe_call(function, "mine", 5.0, failures)(**columns)
-    assert (asyncio.run(called) if asyncio.iscoroutine(called) else called) == [0.0]
+
+    rewards = safe_call(function, "mine", 5.0, failures)(**columns)
+    if asyncio.iscoroutine(rewards):
+        rewards = asyncio.run(rewards)
+
+    assert rewards == [0.0]
     assert failures == []
     assert columns["prompts"][0][0]["content"][0]["image"] is image
     assert {**columns, "prompts": None} == before
@@ -526,32 +562,33 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
 IMAGE_EDITS: list[Any] = [
     lambda image: ImageDraw.Draw(image).line((0, 0, 7, 7), fill=1),
     lambda image: image.putpixel((7, 0), 1),
-    lambda image: image.load().__setitem__((0, 0), 1),
     lambda image: image.paste(1, (4, 0, 8, 4)),
     lambda image: image.frombytes(bytes(255 - value for value in image.tobytes())),
-    lambda image: image.putdata([1] * 64),
     lambda image: image.thumbnail((4, 4)),
+]
+ONE_BAND_EDITS: list[Any] = [  # a pixel of several bands would need a tuple
+    lambda image: image.load().__setitem__((0, 0), 1),
+    lambda image: image.putdata([1] * 64),
 ]
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
 def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
-    """The rollouts of a group have one image, and each place where it stands is a copy."""
+    """The two rollouts of a group share one image, and each of them may edit its copy."""
     image = as_image_with_digest(Image.new(mode, (8, 8)))
     columns = {"completions": ["a", "b"], "images": [[image], [image]]}
     before = image.tobytes()
-    edits = IMAGE_EDITS
-    if len(image.getbands()) > 1:
-        edits = [edit for number, edit in enumerate(IMAGE_EDITS) if number not in (2, 5)]
+    edits = [*IMAGE_EDITS, *ONE_BAND_EDITS] if len(image.getbands()) == 1 else IMAGE_EDITS
     for edit in edits:
         failures: list[RewardFailure] = []
 
-        def draws(images: Any, edit: Any = edit, **rest: Any) -> list[float]:
+        def edits_the_first(images: Any, edit: Any = edit, **rest: Any) -> list[float]:
+            """1.0 where the first image has changed, and where the second has not."""
             (edited,), (untouched,) = images
             edit(edited)
             return [float(edited.tobytes() != before), float(untouched.tobytes() == before)]
 
-        assert safe_call(draws, "mine", 5.0, failures)(**columns) == [1.0, 1.0]
+        assert safe_call(edits_the_first, "mine", 5.0, failures)(**columns) == [1.0, 1.0]
         assert failures == []
         assert image.tobytes() == before
         assert image.size == (8, 8)
@@ -591,6 +628,7 @@ def test_a_function_that_edits_arrays_sets_and_the_log_edits_its_own():
 
 
 async def exits_later(**kwargs: Any) -> Any:
+    """A coroutine that ends the process, if nobody stops it."""
     sys.exit(0)
 
 
@@ -599,11 +637,15 @@ class RewardPanic(BaseException):
 
 
 class SpeechlessError(Exception):
+    """An error that cannot be printed."""
+
     def __str__(self) -> str:
         raise ValueError("no words")
 
 
 def reward_that_raises(error: BaseException) -> Any:
+    """A reward function that raises `error`."""
+
     def function(**kwargs: Any) -> Any:
         raise error
 
@@ -611,6 +653,7 @@ def reward_that_raises(error: BaseException) -> Any:
 
 
 async def awaits_a_task_that_was_cancelled(**kwargs: Any) -> Any:
+    """A reward in which asyncio raises `CancelledError`."""
     task = asyncio.create_task(asyncio.sleep(60))
     task.cancel()
     await task
@@ -644,7 +687,7 @@ def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
 
 
 def test_a_function_that_goes_elsewhere_leaves_the_run_where_it_was(
-    chosen_rewards, tmp_path, monkeypatch
+    load_rewards, tmp_path, monkeypatch
 ):
     """Else a relative output_dir would become another folder, checkpoints, record and all."""
     body = f"""
@@ -661,24 +704,30 @@ def test_a_function_that_goes_elsewhere_leaves_the_run_where_it_was(
     """
     (tmp_path / "away").mkdir()
     monkeypatch.chdir(tmp_path)
-    for function in chosen_rewards(
-        body, "FILE:goes", "FILE:goes_later", "FILE:goes_and_fails"
-    ).functions:
-        assert Path.cwd() == tmp_path
+
+    chosen = load_rewards(body, "FILE:goes", "FILE:goes_later", "FILE:goes_and_fails")
+
+    assert Path.cwd() == tmp_path  # though the file changes it when it is imported
+    for function in chosen.functions:
         call_safely(function)
         assert Path.cwd() == tmp_path
 
 
 def test_a_process_that_a_function_forks_ends_with_the_call(tmp_path):
+    """A child that returns from the reward would train as a second copy of this rank.
+
+    So it ends with exit code 1, and a line on standard error. One that exits by itself keeps its
+    code. A reward file that forks when it is imported is treated alike.
+    """
     code = """
 import os, sys
 from adora_vl.rewards.safe_call import safe_call
 def forks(completions, **kwargs):
     os.fork()
     return [1.0]
-found = safe_call(forks, "forks", 5.0, failures := [])(completions=["a"])
-ended, status = os.wait()
-print(found, failures, os.waitstatus_to_exitcode(status))
+rewards = safe_call(forks, "forks", 5.0, failures := [])(completions=["a"])
+child, status = os.wait()
+print(rewards, failures, os.waitstatus_to_exitcode(status))
 def forks_well(completions, **kwargs):
     if os.fork() == 0:
         sys.exit(3)
@@ -690,40 +739,50 @@ print("loaded", os.waitstatus_to_exitcode(os.wait()[1]))
 """
     file = tmp_path / "own.py"
     file.write_text("import os\nos.fork()\ndef own(completions, **kwargs): return [1.0]")
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(file)],
+
+    finished = run_python(code, str(file))
+
+    assert finished.stdout.splitlines() == ["[1.0] [] 1", "[3.0] []", "loaded 1"]
+    message = "it forked a process that did not end in it (os._exit); that process was ended"
+    assert finished.stderr.splitlines() == [f"reward forks: {message}", f"own.py:own: {message}"]
+
+
+def run_python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a Python of its own, and returns what it printed and its exit code."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
         cwd=REPOSITORY_ROOT,
         capture_output=True,
         text=True,
         timeout=50,
         check=False,
     )
-    assert done.stdout.splitlines() == ["[1.0] [] 1", "[3.0] []", "loaded 1"]
-    ended = "it forked a process that did not end in it (os._exit); that process was ended"
-    assert done.stderr.splitlines() == [f"reward forks: {ended}", f"own.py:own: {ended}"]
 
 
 def test_a_function_that_hangs_is_stopped_even_where_it_catches_everything():
+    """The reward may sleep, search without end or wait: 0.2 s later its call is a failure."""
+
     def sleeps(**kwargs: Any) -> list[float]:
         while True:
             with contextlib.suppress(Exception):
                 time.sleep(60)
 
     def searches(**kwargs: Any) -> list[float]:
-        return [len(re.findall(r"(a+)+$", "a" * 64 + "b"))]
+        return [len(re.findall(r"(a+)+$", "a" * 64 + "b"))]  # takes 2^64 steps
 
     async def waits(**kwargs: Any) -> list[float]:
         await asyncio.sleep(60)
         return []
 
     for function in (sleeps, searches, waits):
-        began = time.monotonic()
+        start = time.monotonic()
         _, [failure] = call_safely(function, timeout=0.2)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - start < 10  # far less than the 60 s of its sleep
         assert failure.reason.startswith("it did not return within 0.2 s (adora_reward_timeout)")
 
 
 def test_a_timer_that_was_running_goes_on_and_no_alarm_is_left():
+    """The deadline of a call uses the same timer of the process as, for example, pytest-timeout."""
     before = signal.getitimer(signal.ITIMER_REAL)
     call_safely(lambda **kwargs: [1, 1, 1])
     after = signal.getitimer(signal.ITIMER_REAL)
@@ -745,23 +804,19 @@ async def blocks(**kwargs):
     time.sleep(60)
 asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "in blocks" in done.stderr
+    finished = run_python(code)
+    assert finished.returncode == 1
+    assert "in blocks" in finished.stderr
 
 
 # --------------------------------------------------------------------------------- how the run ends
 
 
-def checkpoint_saver(folder: Path, saved: list[Path]) -> Any:
-    """Stands for the trainer's saving of a checkpoint."""
+def checkpoint_saver(folder: Path, saved: list[Path]) -> Callable[[], Path]:
+    """Returns a stand-in for the trainer's saving of a checkpoint.
+
+    Each call appends `folder` to `saved`, and returns it as the place of the checkpoint.
+    """
 
     def save() -> Path:
         saved.append(folder)
@@ -771,17 +826,20 @@ def checkpoint_saver(folder: Path, saved: list[Path]) -> Any:
 
 
 def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_failed(tmp_path):
+    """A guard raises at `check`, the end of a step, what the rewards of the step have failed with."""
     saved: list[Path] = []
     guard = RewardGuard(step_context(save_now=checkpoint_saver(tmp_path, saved)))
     sound, failing = guard.wrap_functions(
         [lambda completions, **k: [1.0] * len(completions), fails_on_one], ["a", "mine"]
     )
+
     call_as_trl(sound, ["0", "1"])
     guard.check(2)
     assert saved == []
+
     call_as_trl(failing, ["0", "1"])
     with pytest.raises(RunError) as error:
-        guard.check(2)
+        guard.check(2)  # counted from 0, and printed as step 3
     text = str(error.value)
     assert text.startswith("step 3: reward mine: completion 2 of 2: ZeroDivisionError: ")
     assert "\n" not in text
@@ -790,14 +848,19 @@ def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_fai
 
 
 def test_reward_models_and_the_time_of_presets_are_left_alone():
+    """A guard calls a reward model directly, and a preset without the deadline."""
     guard = RewardGuard(step_context(save_now=Path, adora_reward_timeout=0.2))
     model = torch.nn.Linear(1, 1)
     preset = choose_rewards(["accuracy"]).functions[0]
-    around = guard.wrap_functions([model, preset], ["model", "accuracy_reward"])
-    assert around[0] is model
-    assert call_as_trl(around[1], [r"\boxed{5}"], answer=["5"]) == [1.0]
-    call_as_trl(around[1], ["5"])
-    # a mistake of the data stays one
+
+    guarded_model, guarded_preset = guard.wrap_functions(
+        [model, preset], ["model", "accuracy_reward"]
+    )
+
+    assert guarded_model is model
+    assert call_as_trl(guarded_preset, [r"\boxed{5}"], answer=["5"]) == [1.0]
+    call_as_trl(guarded_preset, ["5"])
+    # a mistake of the data stays a `UserError`, and does not become a `RunError`
     with pytest.raises(UserError, match="step 1: .*no column 'answer'"):
         guard.check(0)
 
@@ -805,15 +868,20 @@ def test_reward_models_and_the_time_of_presets_are_left_alone():
 def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_failed(
     monkeypatch, tmp_path
 ):
-    """Every rank asks, whether or not it has failed: the collective call is what keeps them
-    together.
+    """Every rank gathers the failures of all, whether or not it has failed itself.
+
+    A rank that skipped this collective call would wait for the others for ever.
     """
-    elsewhere: list[RewardFailure] = []
-    monkeypatch.setattr("adora_vl.training.guards.gather_object", lambda mine: [*mine, *elsewhere])
+    failures_elsewhere: list[RewardFailure] = []
+    monkeypatch.setattr(
+        "adora_vl.training.guards.gather_object", lambda local: [*local, *failures_elsewhere]
+    )
     saved: list[Path] = []
     guard = RewardGuard(step_context(save_now=checkpoint_saver(tmp_path, saved)))
-    guard.check(0)
-    elsewhere.append(RewardFailure("mine", "row row/7", "ZeroDivisionError: why"))
+
+    guard.check(0)  # nobody has failed
+
+    failures_elsewhere.append(RewardFailure("mine", "row row/7", "ZeroDivisionError: why"))
     with pytest.raises(
         RunError,
         match="step 1: reward mine: row row/7: ZeroDivisionError: why. Nothing of this step",
@@ -826,54 +894,34 @@ def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_fail
 
 
 def test_explain_tries_a_reward_without_a_model(capsys):
-    words = [
-        "--reward",
-        f"{{{REWARD_TEMPLATE_FILE}:brevity: {{target: 3}}}}",
-        "accuracy",
-        "--gold",
-        "5",
-        "--response",
-        r"\boxed{5}",
-    ]
+    """The command prints the reward of one response, from a file of rewards or from a preset."""
+    brevity = f"{{{REWARD_TEMPLATE_FILE}:brevity: {{target: 3}}}}"
+    words = ["--reward", brevity, "accuracy", "--gold", "5", "--response", r"\boxed{5}"]
     assert explain(words) == 0
     lines = capsys.readouterr().out.splitlines()
+    # the target of 3 characters by the 9 of the response
     assert f"reward     {REWARD_TEMPLATE_FILE}:brevity 0.333333" in lines
     assert "reward     accuracy 1" in lines
-    words = [
-        "--reward",
-        f"{REWARD_TEMPLATE_FILE}:whole_number",
-        "--response",
-        "5",
-        "--column",
-        "answer=x",
-    ]
+
+    whole_number = f"{REWARD_TEMPLATE_FILE}:whole_number"
+    words = ["--reward", whole_number, "--response", "5", "--column", "answer=x"]
     assert explain(words) == 0
-    assert (
-        capsys.readouterr().out
-        == f"reward     {REWARD_TEMPLATE_FILE}:whole_number None (not scored)\n"
-    )
+    assert capsys.readouterr().out == f"reward     {whole_number} None (not scored)\n"
 
 
 def test_explain_says_in_one_line_what_is_wrong(capsys, subtests):
+    """Each case: the words of the command, and a part of the one line on standard error."""
+    whole_number = f"{REWARD_TEMPLATE_FILE}:whole_number"
+    brevity = f"{REWARD_TEMPLATE_FILE}:brevity"
     cases = [
-        (["--response", "5"], "give --gold to see how the answer is graded, --figure"),
-        (["--response", "5", "--reward", "nowhere.py:f"], "there is no file 'nowhere.py'"),
-        (["--response", "5", "--reward", f"{REWARD_TEMPLATE_FILE}:whole_number"], "needs 'answer'"),
-        (
-            [
-                "--response",
-                "5",
-                "--reward",
-                f"{REWARD_TEMPLATE_FILE}:brevity",
-                "--column",
-                "answer",
-            ],
-            "--column: 'answer' is not",
-        ),
+        ([], "give --gold to see how the answer is graded, --figure"),
+        (["--reward", "nowhere.py:f"], "there is no file 'nowhere.py'"),
+        (["--reward", whole_number], "needs 'answer'"),
+        (["--reward", brevity, "--column", "answer"], "--column: 'answer' is not"),
     ]
     for words, message in cases:
         with subtests.test(f"{words!r:.80}"):
-            assert explain(words) == 2
+            assert explain(["--response", "5", *words]) == 2
             error = capsys.readouterr().err
             assert message in error
             assert error.count("\n") == 1

@@ -23,6 +23,7 @@ from adora_vl.utils.errors import UserError
 from benchmarks.grading_corpus import cases
 from tests.support.tiny_run import tiny_run_arguments
 
+# right, wrong, unreadable, without a box, with a box that is not closed; the answer is 5
 FIVE_RESPONSES = [r"so \boxed{5}", r"so \boxed{6}", r"so \boxed{\input{x}}", r"so 5", r"\boxed{5"]
 REWARDS_BY_PRESET = {
     "boxed_accuracy": [1.0, 0.1, 0.1, 0.0, 0.0],
@@ -47,11 +48,15 @@ class RewardLog:
 
 
 def as_messages(texts: list[str]) -> list[list[dict[str, Any]]]:
+    """Each text as a completion in the form of a conversation, the only turn of the assistant."""
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
 def call_as_trl(function: Any, completions: list[Any], **columns: Any) -> list[float]:
-    """The keyword arguments of `GRPOTrainer._calculate_rewards` in TRL 1.16."""
+    """The rewards of `completions`, from a call as in `GRPOTrainer._calculate_rewards` of TRL 1.16.
+
+    `columns` are those of the data; `log` is a `RewardLog` for what the function logs.
+    """
     log = columns.pop("log", RewardLog())
     rewards: list[float] = function(
         prompts=["?"] * len(completions),
@@ -94,6 +99,7 @@ def test_every_preset_is_covered_and_named_for_trl() -> None:
 
 
 def test_an_older_name_of_a_preset_is_read_as_the_present_one() -> None:
+    """`boxed_accuracy` was called `adora`, which older configs still say."""
     for entries in (["adora"], [{"adora": {"rounding": True}}]):
         chosen = choose_rewards(entries)
         assert chosen.entries == ("boxed_accuracy",)
@@ -104,20 +110,19 @@ def test_an_older_name_of_a_preset_is_read_as_the_present_one() -> None:
 
 
 def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
+    """The range of a run's reward is known from the presets and their weights (second argument)."""
     for preset, expected in REWARDS_BY_PRESET.items():
         assert range_of_weighted_sum([preset], [1.0]) == (min(expected), max(expected)), preset
-    assert range_of_weighted_sum(
-        ["boxed_accuracy", "knights_logic_rl", "think_format"], [1.0, -1.0, 0.5]
-    ) == (
-        -3.0,
-        4.5,
-    )
+    # from 0 to 1, from -3 to 3 times the weight -1, and from 0 to 1 times the weight 0.5
+    rewards = ["boxed_accuracy", "knights_logic_rl", "think_format"]
+    assert range_of_weighted_sum(rewards, [1.0, -1.0, 0.5]) == (0 - 3 + 0, 1 + 3 + 0.5)
     assert range_of_weighted_sum(["boxed_accuracy", "my.py:f"], [1.0, 0.0]) == (0.0, 1.0)
     assert range_of_weighted_sum(["boxed_accuracy", "my.py:f"], [1.0, 0.1]) is None  # nobody knows
     assert range_of_weighted_sum(["judge"], [1.0]) is None
 
 
 def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> None:
+    """The five responses: one right, one wrong, three that cannot be parse_command."""
     log = RewardLog()
     call_as_trl(
         reward_function("boxed_accuracy"), as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log
@@ -140,6 +145,7 @@ def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> No
 
 
 def test_an_answer_shows_a_working_or_is_bare() -> None:
+    """`grading/worked` is the share of responses that calculate something beside their box."""
     log = RewardLog()
     texts = [
         r"2 + 3 = 5. \boxed{5}",
@@ -149,10 +155,11 @@ def test_an_answer_shows_a_working_or_is_bare() -> None:
         r"\boxed{4}. No: 2+3=5, \boxed{5}",
     ]
     call_as_trl(reward_function("boxed_accuracy"), as_messages(texts), answer=["5"] * 5, log=log)
-    assert log.metrics["grading/worked"] == 0.6
+    assert log.metrics["grading/worked"] == 3 / 5  # the first, the fourth and the last
 
 
 def test_choices_belong_to_their_own_row() -> None:
+    """B is right where 13 is the second choice of its row, and 13 is right for the letter."""
     texts = [r"\boxed{B}", r"\boxed{B}", r"\boxed{B}", r"\boxed{13}"]
     rewards = call_as_trl(
         reward_function("accuracy"),
@@ -188,17 +195,11 @@ def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPa
     ]
     assert rewards == [REWARDS_BY_PRESET["accuracy"], REWARDS_BY_PRESET["format"]]
     assert graded_texts == FIVE_RESPONSES
-    assert len(log.columns["verdict"]) == len(
-        FIVE_RESPONSES
-    )  # twice as many would shift TRL's table of completions
+    # twice as many would shift TRL's table of completions
+    assert len(log.columns["verdict"]) == len(FIVE_RESPONSES)
     # the next step: the same texts with other golds are another batch
-    assert call_as_trl(functions[0], as_messages(FIVE_RESPONSES), answer=["6"] * 5) == [
-        0.0,
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-    ]
+    rewards_for_six = call_as_trl(functions[0], as_messages(FIVE_RESPONSES), answer=["6"] * 5)
+    assert rewards_for_six == [0.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_verdicts_are_logged_also_where_another_reward_stands_first() -> None:
@@ -215,14 +216,11 @@ def test_an_empty_list_of_rewards_is_refused() -> None:
 
 
 def test_empty_completions_and_empty_batches_get_their_rewards() -> None:
+    function = reward_function("boxed_accuracy")
+    empty_completions = [[], "", as_messages([""])[0]]
+    assert call_as_trl(function, empty_completions, answer=["5"] * 3) == [0.0] * 3
     log = RewardLog()
-    assert (
-        call_as_trl(
-            reward_function("boxed_accuracy"), [[], "", as_messages([""])[0]], answer=["5"] * 3
-        )
-        == [0.0] * 3
-    )
-    assert call_as_trl(reward_function("boxed_accuracy"), [], answer=[], log=log) == []
+    assert call_as_trl(function, [], answer=[], log=log) == []
     assert log.metrics == {}
 
 
@@ -266,6 +264,7 @@ THINKING_FORMS = [  # the text, right as `think`, right as `think_answer`
 
 
 def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
+    """Both rewards are given every text of `THINKING_FORMS`, as a string and as a message."""
     functions = choose_rewards(["think_format", "think_answer_format"]).functions
     assert [function.__name__ for function in functions] == [
         "think_format_reward",
@@ -273,9 +272,8 @@ def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
     ]
     for text, *expected in THINKING_FORMS:
         for completions in ([text], as_messages([text])):
-            assert [
-                call_as_trl(reward, completions, answer=["5"])[0] for reward in functions
-            ] == expected, text[:80]
+            rewards = [call_as_trl(reward, completions, answer=["5"])[0] for reward in functions]
+            assert rewards == expected, text[:80]
 
 
 def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
@@ -293,24 +291,30 @@ def test_an_answer_in_its_tags_is_graded_as_one_in_a_box() -> None:
     """All of the labelled corpus: in tags each answer has the verdict and the reason that it has in
     a box.
     """
-    boxes = [
-        (case, last_boxed(case.response))
-        for case in cases()
-        if case.kind != "attacks" and not case.rounding
-    ]
-    pairs = [(case, box) for case, box in boxes if box is not None and "box" not in box]
-    assert len(pairs) > 600
-    references = [case.gold for case, _ in pairs]
-    choices = [case.choices for case, _ in pairs]
-    boxed = grade_batch([rf"\boxed{{{box}}}" for _, box in pairs], references, choices=choices)
-    tagged = [f"<think>so</think><answer>{box}</answer>" for _, box in pairs]
-    assert grade_batch(tagged, references, choices=choices, answer_tags=True) == boxed
-    assert {graded.reason for graded in grade_batch(tagged, references, choices=choices)} == {
-        "no_box"
-    }
+    answers: list[str] = []
+    references: list[str] = []
+    choices: list[Any] = []
+    for case in cases():
+        answer = last_boxed(case.response)
+        is_plain = case.kind != "attacks" and not case.rounding
+        if is_plain and answer is not None and "box" not in answer:
+            answers.append(answer)
+            references.append(case.gold)
+            choices.append(case.choices)
+    assert len(answers) > 600, "most of the corpus is compared"
+    boxed = [rf"\boxed{{{answer}}}" for answer in answers]
+    tagged = [f"<think>so</think><answer>{answer}</answer>" for answer in answers]
+
+    grades_of_boxes = grade_batch(boxed, references, choices=choices)
+    grades_of_tags = grade_batch(tagged, references, choices=choices, answer_tags=True)
+    grades_without_option = grade_batch(tagged, references, choices=choices)
+
+    assert grades_of_tags == grades_of_boxes
+    assert {graded.reason for graded in grades_without_option} == {"no_box"}
 
 
 def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
+    """With `answer_tags` a preset gives an `<answer>` block what it gives a box without."""
     tags = ["<answer>12</answer>", "<answer>13</answer>", "12"]
     boxes = [r"\boxed{12}", r"\boxed{13}", "12"]
     for preset in PRESETS:
@@ -324,15 +328,14 @@ def test_the_presets_take_tags_for_a_box_where_they_are_asked_for() -> None:
 
 @pytest.mark.slow
 def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None:
-    for form, expected in (("think_answer", [1.0]), ("think", [0.0])):
+    """The system prompt `think_answer` asks for `<answer>` tags, and `think` does not."""
+    completion = "<think>3 * 4</think><answer>12</answer>"
+    for system_prompt, expected in (("think_answer", [1.0]), ("think", [0.0])):
         words = tiny_run_arguments(
-            tmp_path / form, adora_system_prompt=form, adora_reward="accuracy"
+            tmp_path / system_prompt, adora_system_prompt=system_prompt, adora_reward="accuracy"
         )
         (function,) = prepare(parse_command(words), "inspect").rewards.functions
-        assert (
-            function(completions=["<think>3 * 4</think><answer>12</answer>"], answer=["12"])
-            == expected
-        ), form
+        assert function(completions=[completion], answer=["12"]) == expected, system_prompt
 
 
 @given(

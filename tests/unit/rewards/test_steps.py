@@ -41,8 +41,8 @@ CLAIM_TEXTS = (
 
 
 @pytest.fixture(scope="module")
-def stored_figure() -> str:
-    """The figure of the facts, as a row stores it."""
+def figure_json() -> str:
+    """The solved figure of `TRIANGLE_FACTS`, as JSON: what the column `figure` of a row has."""
     result = solve_form(read_form_from_text(TRIANGLE_FACTS))
     assert result.figure is not None
     return figure_as_json(result.figure)
@@ -57,7 +57,7 @@ def call_reward(
 
 
 @pytest.mark.parametrize(
-    ("text", "share"),
+    ("text", "expected_reward"),  # true new claims / (those + 3 for each false one)
     [
         (TRUE_WORKING, 1.0),
         (FALSE_WORKING, 1 / 4),  # one error costs three new claims
@@ -72,58 +72,60 @@ def call_reward(
     ],
 )
 def test_a_response_earns_the_share_of_what_is_true(
-    stored_figure: str, text: str, share: float
+    figure_json: str, text: str, expected_reward: float
 ) -> None:
-    assert call_reward(StepsReward(), [text], [stored_figure]) == [pytest.approx(share)]
+    assert call_reward(StepsReward(), [text], [figure_json]) == [pytest.approx(expected_reward)]
 
 
-def test_a_row_without_a_figure_has_no_reward(stored_figure: str) -> None:
-    assert call_reward(StepsReward(), [TRUE_WORKING, TRUE_WORKING], [None, stored_figure]) == [
+def test_a_row_without_a_figure_has_no_reward(figure_json: str) -> None:
+    assert call_reward(StepsReward(), [TRUE_WORKING, TRUE_WORKING], [None, figure_json]) == [
         None,
         1.0,
     ]
 
 
-def test_with_gate_a_wrong_answer_earns_nothing(stored_figure: str) -> None:
+def test_with_gate_a_wrong_answer_earns_nothing(figure_json: str) -> None:
     reward = StepsReward(gate=True)
     wrong = TRUE_WORKING.replace("60", "61")
     rewards = call_reward(
         reward,
         [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, wrong],
-        [stored_figure] * 4,
+        [figure_json] * 4,
         answer=["60"] * 4,
     )
+    # a right answer earns half, and the share of true claims (1, 1/4, 0) the other half
     assert rewards == [1.0, pytest.approx(0.5 + 0.5 / 4), 0.5, 0.0]
 
 
-def test_the_reward_depends_on_response_and_row_alone(stored_figure: str) -> None:
+def test_the_reward_depends_on_response_and_row_alone(figure_json: str) -> None:
     """A resumed run needs nothing of it: no order, no batch and no earlier call changes a score."""
     texts = [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, "AD = 5.", "BD = 11. AD = 5.", ""]
-    one_by_one = [call_reward(StepsReward(), [text], [stored_figure])[0] for text in texts]
+    one_by_one = [call_reward(StepsReward(), [text], [figure_json])[0] for text in texts]
     reward = StepsReward()
     for seed in range(5):
         order = list(range(len(texts)))
         random.Random(seed).shuffle(order)
         together = call_reward(
-            reward, [texts[number] for number in order], [stored_figure] * len(texts)
+            reward, [texts[number] for number in order], [figure_json] * len(texts)
         )
         assert together == [one_by_one[number] for number in order]
 
 
-def test_it_logs_shares_and_shows_the_claims(stored_figure: str) -> None:
+def test_it_logs_shares_and_shows_the_claims(figure_json: str) -> None:
+    """Four responses, of which the last has no figure, and so no claims that could be checked."""
     logged: dict[str, float] = {}
     columns: dict[str, list[Any]] = {}
     call_reward(
         StepsReward(),
         [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, TRUE_WORKING],
-        [stored_figure, stored_figure, stored_figure, None],
+        [figure_json, figure_json, figure_json, None],
         answer=["60"] * 4,
         log_metric=logged.__setitem__,
         log_extra=columns.__setitem__,
     )
     assert logged.pop("steps/ms") > 0
     assert logged == {
-        "steps/figures": 0.75,
+        "steps/figures": 3 / 4,  # the last row has no figure
         "steps/new": pytest.approx(2 / 3),  # of the three responses with a figure
         "steps/false": pytest.approx(1 / 3),
         "steps/unread": 0.0,  # of all claims
@@ -131,6 +133,7 @@ def test_it_logs_shares_and_shows_the_claims(stored_figure: str) -> None:
     }
     assert columns["new"] == [2, 1, 0, None]
     assert columns["false"] == [0, 1, 0, None]
+    # a span of each claim in the response: its start, its end, its verdict
     spans = json.loads(columns["steps"][1])
     start, end, _ = spans[0]
     assert FALSE_WORKING[start:end] == "AD = 6"
@@ -161,29 +164,28 @@ def test_a_figure_that_its_values_settle_counts_as_none() -> None:
 
 @pytest.mark.parametrize("padding", ["", "We look at the figure. " * 50, "AB = 13. " * 50])
 @pytest.mark.parametrize("text", [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER])
-def test_length_earns_nothing(stored_figure: str, text: str, padding: str) -> None:
+def test_length_earns_nothing(figure_json: str, text: str, padding: str) -> None:
     assert (
-        check_claims(padding + text, stored_figure).reward
-        == check_claims(text, stored_figure).reward
+        check_claims(padding + text, figure_json).reward == check_claims(text, figure_json).reward
     )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(lines=st.lists(st.sampled_from(CLAIM_TEXTS), max_size=12))
 def test_the_reward_is_a_share_and_saying_it_again_earns_nothing(
-    stored_figure: str, lines: list[str]
+    figure_json: str, lines: list[str]
 ) -> None:
     """Whatever is claimed, in whatever order: from 0 to 1, and the same when all is said twice."""
     text = ". ".join(lines)
-    work = check_claims(text, stored_figure)
+    work = check_claims(text, figure_json)
     assert 0 <= work.reward <= 1
-    assert check_claims(f"{text}. {text}", stored_figure).reward == work.reward
+    assert check_claims(f"{text}. {text}", figure_json).reward == work.reward
 
 
-def test_the_gate_pays_no_box_of_a_draft(stored_figure: str) -> None:
+def test_the_gate_pays_no_box_of_a_draft(figure_json: str) -> None:
     """The template has opened the block of thinking, and the response is cut off inside."""
     draft = rf"{TRUE_WORKING} \boxed{{60}}? Let me check."
-    figure = [stored_figure]
+    figure = [figure_json]
     metrics: dict[str, float] = {}
     rewards = call_reward(
         StepsReward(gate=True),
@@ -201,15 +203,15 @@ def test_the_gate_pays_no_box_of_a_draft(stored_figure: str) -> None:
     ) == [1.0]
 
 
-def test_mistakes_are_refused_with_a_remedy(stored_figure: str) -> None:
+def test_mistakes_are_refused_with_a_remedy(figure_json: str) -> None:
     with pytest.raises(UserError, match="needs the column 'figure'"):
         StepsReward()(["AB = 13"], answer=["60"])
     with pytest.raises(UserError, match="is no solved figure"):
         check_claims(TRUE_WORKING, '{"at": {}}')
     with pytest.raises(UserError, match="does not fulfil its facts"):
-        check_claims(TRUE_WORKING, stored_figure.replace("13", "14"))
+        check_claims(TRUE_WORKING, figure_json.replace("13", "14"))
     with pytest.raises(UserError, match="no column 'answer'"):
-        call_reward(StepsReward(gate=True), [TRUE_WORKING], [stored_figure])
+        call_reward(StepsReward(gate=True), [TRUE_WORKING], [figure_json])
     with pytest.raises(UserError, match=r"adora_reward.steps: unknown option 'gates'"):
         choose_rewards([{"steps": {"gates": True}}])
     with pytest.raises(UserError, match="is not true or false"):
@@ -217,6 +219,7 @@ def test_mistakes_are_refused_with_a_remedy(stored_figure: str) -> None:
 
 
 def test_a_run_knows_its_range_and_its_column() -> None:
+    """The reward is between 0 and 1, so the sum is at most 1.0 + 0.2, and rows need a figure."""
     chosen = choose_rewards(["accuracy", {"steps": {"gate": True}}])
     assert chosen.entries == ("accuracy", "steps")
     assert [function.__name__ for function in chosen.functions] == [
@@ -231,13 +234,15 @@ def test_a_run_knows_its_range_and_its_column() -> None:
 
 
 def test_explain_shows_each_claim(
-    tmp_path: Any, stored_figure: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Any, figure_json: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The command takes the facts of a figure, or a figure that was solved already."""
     facts = tmp_path / "facts.txt"
     facts.write_text(TRIANGLE_FACTS, encoding="utf-8")
     response = tmp_path / "response.txt"
     response.write_text(f"AB = 13. 2AB = 26. h = 3. {FALSE_WORKING}", encoding="utf-8")
     assert main(["--figure", str(facts), "--response", str(response)]) == 0
+
     printed = capsys.readouterr().out
     for line in (
         "true, given        AB = 13",
@@ -247,21 +252,23 @@ def test_explain_shows_each_claim(
         "steps 0.25   new 1, false 1, unread 1, of 6 claims",
     ):
         assert line in printed
+
     stored = tmp_path / "figure.json"
-    stored.write_text(stored_figure, encoding="utf-8")
+    stored.write_text(figure_json, encoding="utf-8")
     assert main(["--figure", str(stored), "--response", "AD = 5"]) == 0
     assert "true, new" in capsys.readouterr().out
-    open_facts = tmp_path / "open.txt"
-    open_facts.write_text("triangle ABC\nfind AB", encoding="utf-8")
-    assert main(["--figure", str(open_facts), "--response", "AB = 5"]) == 2
+
+    too_few_facts = tmp_path / "open.txt"
+    too_few_facts.write_text("triangle ABC\nfind AB", encoding="utf-8")
+    assert main(["--figure", str(too_few_facts), "--response", "AB = 5"]) == 2
     assert "has no figure to check claims on" in capsys.readouterr().err
     assert main(["--figure", str(tmp_path / "none"), "--response", "AB = 5"]) == 2
 
 
 def test_adora_by_work_is_refused_where_nothing_measures_it() -> None:
-    config: Any = SimpleNamespace(
-        methods=SimpleNamespace(by_name={"adora": Adora(criteria=("working",))})
-    )
+    """ADORA's criterion `working` reads the claims that the reward `steps` has counted."""
+    by_working = Adora(criteria=("working",))
+    config: Any = SimpleNamespace(methods=SimpleNamespace(by_name={"adora": by_working}))
     check_criteria(config, choose_rewards(["accuracy", "steps"]))
     with pytest.raises(UserError, match="add steps to adora_reward, with weight 0"):
         check_criteria(config, choose_rewards(["accuracy"]))
@@ -270,48 +277,65 @@ def test_adora_by_work_is_refused_where_nothing_measures_it() -> None:
 
 
 def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(
-    stored_figure: str,
+    figure_json: str,
 ) -> None:
+    """A right answer counts as luck if its working has an error, or no true claim at all."""
     rows: list[Any] = [
-        {"pid": str(number), "response": text, "figure": stored_figure}
-        for number, text in enumerate([TRUE_WORKING, FALSE_WORKING, BARE_ANSWER])
+        {"pid": "0", "response": TRUE_WORKING, "figure": figure_json},
+        {"pid": "1", "response": FALSE_WORKING, "figure": figure_json},
+        {"pid": "2", "response": BARE_ANSWER, "figure": figure_json},
+        {"pid": "3", "response": TRUE_WORKING},  # without a figure, so it is not counted
     ]
-    rows.append({"pid": "3", "response": TRUE_WORKING})
-    graded = [GradedAnswer(row["pid"], RowGrade("correct", None, "")) for row in rows]
-    figures = step_metrics(rows, graded)
-    assert figures is not None
-    assert figures["answers"] == 3
-    assert figures["true"]["value"] == pytest.approx(1.0)
-    assert figures["false"]["value"] == pytest.approx(1 / 3)
-    assert figures["lucky"]["count"] == 2
-    assert "right by luck: 66.7 % " in step_lines(figures)[2]
-    assert step_metrics(rows[3:], graded[3:]) is None
+    all_right = [GradedAnswer(row["pid"], RowGrade("correct", None, "")) for row in rows]
+
+    metrics = step_metrics(rows, all_right)
+
+    assert metrics is not None
+    assert metrics["answers"] == 3
+    assert metrics["true"]["value"] == pytest.approx((2 + 1 + 0) / 3)  # a response
+    assert metrics["false"]["value"] == pytest.approx(1 / 3)
+    assert metrics["lucky"]["count"] == 2
+    assert "right by luck: 66.7 % " in step_lines(metrics)[2]
+    assert step_metrics(rows[3:], all_right[3:]) is None
+
     wrong = [GradedAnswer("0", RowGrade("wrong", None, ""))]
-    figures = step_metrics(rows[:1], wrong)
-    assert figures is not None
-    assert step_lines(figures)[2] == "right by luck: no answer is right"
+    metrics = step_metrics(rows[:1], wrong)
+    assert metrics is not None
+    assert step_lines(metrics)[2] == "right by luck: no answer is right"
 
 
 def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
-    tmp_path: Any, stored_figure: str
+    tmp_path: Any, figure_json: str
 ) -> None:
-    """JavaScript counts a smiley as two characters."""
+    """The page gets the start and the end of each claim as JavaScript counts: in UTF-16 units.
+
+    A smiley is two of them, and one character of Python. `write_recorded_run` writes the record of a
+    finished run, with these columns in each rollout.
+    """
     text = f"😀 {FALSE_WORKING}"
-    work = check_claims(text, stored_figure)
-    texts: dict[str, Any] = {
+    claims = check_claims(text, figure_json)
+    columns: dict[str, Any] = {
         "completion": text,
-        "new": work.new_count,
-        "false": work.false_count,
-        "steps": work.verdicts_as_json(),
+        "new": claims.new_count,
+        "false": claims.false_count,
+        "steps": claims.verdicts_as_json(),
     }
-    view = load_run(write_recorded_run(tmp_path / "run", 1, **texts), 100)
-    names = list(ROLLOUT_FIELDS)
-    rollouts = [rollout for group in view.groups for rollout in group["rollouts"]]
-    by_verdict = {rollout[names.index("verdict")]: rollout for rollout in rollouts}
-    first = by_verdict["correct"][names.index("steps")][0]
-    units = text.encode("utf-16-le")
-    assert units[2 * first[0] : 2 * first[1]].decode("utf-16-le") == "AD = 6"
-    assert by_verdict["correct"][names.index("luck")] == "lucky"
-    assert by_verdict["wrong"][names.index("luck")] is None
-    without = load_run(write_recorded_run(tmp_path / "without", 1), 100)
-    assert without.groups[0]["rollouts"][0][names.index("steps")] is None
+
+    view = load_run(write_recorded_run(tmp_path / "run", 1, **columns), 100)
+
+    # a rollout of the page is a list of values, in the order of `ROLLOUT_FIELDS`
+    rollouts = [
+        dict(zip(ROLLOUT_FIELDS, values, strict=True))
+        for group in view.groups
+        for values in group["rollouts"]
+    ]
+    by_verdict = {rollout["verdict"]: rollout for rollout in rollouts}
+    start, end = by_verdict["correct"]["steps"][0][:2]
+    utf16 = text.encode("utf-16-le")  # two bytes a unit
+    assert utf16[2 * start : 2 * end].decode("utf-16-le") == "AD = 6"
+    assert by_verdict["correct"]["luck"] == "lucky"
+    assert by_verdict["wrong"]["luck"] is None
+
+    without_claims = load_run(write_recorded_run(tmp_path / "without", 1), 100)
+    first_rollout = without_claims.groups[0]["rollouts"][0]
+    assert first_rollout[list(ROLLOUT_FIELDS).index("steps")] is None

@@ -43,6 +43,7 @@ PRESET_NAMES = ["boxed_accuracy", "easyr1", "accuracy", "format"]
 
 @pytest.mark.parametrize(("response", "thinking_opened"), RESPONSES_WITHOUT_ANSWER)
 def test_a_draft_earns_nothing(response: str, thinking_opened: bool) -> None:
+    """A box is a draft while the block of thinking is open, whichever preset grades it."""
     for answer_tags in (False, True):
         graded = grade(response, "35", answer_tags=answer_tags, thinking_opened=thinking_opened)
         assert graded.verdict != "correct"
@@ -117,6 +118,7 @@ def test_what_shows_nothing_is_blank() -> None:
 
 
 def test_puzzles_are_read_behind_the_thinking() -> None:
+    """3 and -3 are the rewards of `knights_logic_rl` for the right answer and for a wrong form."""
     gold = "Ada is a knight"
     assert knights_verdict(rf"<think>\boxed{{{gold}}}</think> Hm.", gold)[0] == "unparseable"
     assert knights_verdict(rf"<think>so</think>\boxed{{{gold}}}", gold)[0] == "correct"
@@ -127,6 +129,7 @@ def test_puzzles_are_read_behind_the_thinking() -> None:
 
 
 def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, start_server) -> None:
+    """The judge sees the text behind the thinking, and its own thinking is skipped too."""
     server = start_server(lambda body, call: completion_reply("<think>0?</think><score>1</score>"))
     options = {"judge": {"base_url": server.url, "model": "j", "concurrency": 1}}
     (judge,) = choose_rewards([options], output_dir=tmp_path).functions
@@ -139,7 +142,7 @@ def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, start_server)
     )
     assert rewards == [1.0, 1.0, 0.0, 0.0]
     questions = [request["messages"][1]["content"] for request in server.requests]
-    assert len(questions) == 2
+    assert len(questions) == 2, "the last two replies have no answer, so nobody is asked"
     assert "draft" not in questions[0]
     assert "It is 5." in questions[0]
     for reply in ("<think><score>1</score></think> I cannot say.", "<think><score>1</score>"):
@@ -156,15 +159,15 @@ def test_a_training_knows_which_prompts_open_the_block() -> None:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def sampled(*texts: str) -> Rollout:
-        """Turns of the policy, between them those of a tool."""
-        spans: list[Segment] = []
+        """Turns of the policy, between them those of a tool, whose tokens have no log-probability."""
+        segments: list[Segment] = []
         for number, text in enumerate(texts):
             ids = ids_of(text)
-            spans.append(
-                Segment(tokens=ids, logps=None if number % 2 else (-0.5,) * len(ids), step=0)
-            )
-        return Rollout(segments=tuple(spans), finish_reason=FinishReason.STOP)
+            logps = None if number % 2 else (-0.5,) * len(ids)
+            segments.append(Segment(tokens=ids, logps=logps, step=0))
+        return Rollout(segments=tuple(segments), finish_reason=FinishReason.STOP)
 
+    # the prompt, the rollout, its text as a reward gets it, whether the block was open before it
     cases = [
         ("Find x. <think> is a tag.", sampled("x"), "x", False),
         ("Find x. <think>\n", sampled("x"), "x", True),
@@ -176,16 +179,18 @@ def test_a_training_knows_which_prompts_open_the_block() -> None:
         ("Find x. <think>\n", sampled("a</think>x"), "a</think>x", True),
     ]
     prompts: Any = SimpleNamespace(ids=[list(ids_of(prompt)) for prompt, *_ in cases])
-    judge = cast("BatchBuilder", SimpleNamespace(stop_criteria=SimpleNamespace(decode=decode)))
+    builder = cast("BatchBuilder", SimpleNamespace(stop_criteria=SimpleNamespace(decode=decode)))
     rollouts = [rollout for _, rollout, *_ in cases]
     texts = [text for _, _, text, _ in cases]
-    assert BatchBuilder.thinking_opened(judge, prompts, rollouts, texts) == [
-        case[3] for case in cases
-    ]
+    expected = [is_open for *_, is_open in cases]
+
+    assert BatchBuilder.thinking_opened(builder, prompts, rollouts, texts) == expected
     assert not opens_thinking([], decode)
 
 
 def test_every_reward_function_is_given_which_prompts_open_the_block() -> None:
+    """The column `thinking_opened` reaches a reward of the user's as well."""
+
     def opened_as_reward(
         completions: list[Any], thinking_opened: list[bool], **columns: Any
     ) -> list[float]:
