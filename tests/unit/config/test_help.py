@@ -64,7 +64,7 @@ def test_help_answers_at_once():
 
 def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
     text = help_text(["--config", "nowhere.yaml", "--help"])
-    assert len(text.splitlines()) <= 45
+    assert len(text.splitlines()) <= 45  # the lines of a screen
     assert max(map(len, text.splitlines())) <= 100
     for words in (
         "--dry-run",
@@ -80,6 +80,7 @@ def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
 
 
 def test_every_key_stands_once_in_the_long_help_with_what_it_means():
+    """A key is a line `name: DEFAULT` with its help below; ours come first, then TRL's."""
     text = help_text(["--help-all"])
     assert sorted(re.findall(r"^(\w+):(?: |$)", text, re.MULTILINE)) == sorted(
         set(config_key_by_name())
@@ -99,6 +100,7 @@ def test_every_key_stands_once_in_the_long_help_with_what_it_means():
 
 
 def test_the_defaults_read_from_the_sources_are_those_of_the_classes():
+    """MISSING is a default that is computed, which the source does not show."""
     key_by_name = config_key_by_name()
     wrong_defaults = {}
     all_fields = [field for dataclass in CONFIG_DATACLASSES for field in fields(dataclass)]
@@ -110,8 +112,8 @@ def test_the_defaults_read_from_the_sources_are_those_of_the_classes():
         if default_from_source not in (default, MISSING):
             wrong_defaults[field.name] = (default_from_source, default)
     assert wrong_defaults == {}
-    unread_count = sum(key.default is MISSING for key in key_by_name.values())
-    assert unread_count <= 3, "most can be read"
+    defaults_not_read = sum(key.default is MISSING for key in key_by_name.values())
+    assert defaults_not_read <= 3, "most can be read"
 
 
 def test_help_is_asked_for_by_its_own_words_alone():

@@ -30,7 +30,7 @@ from tests.support.recipes import key_defaults
 
 ROOT = Path(__file__).parents[3]
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
-HINT_BY_KEY: dict[str, Any] = {
+ANNOTATION_BY_KEY: dict[str, Any] = {
     key: hint
     for dataclass in CONFIG_DATACLASSES
     for key, hint in annotations_of_keys(dataclass).items()
@@ -39,18 +39,18 @@ OPTION_CLASSES = {
     "adora_rollouts": RolloutOptions,
     "adora_tool_options": ToolOptions,
 }
-HINT_BY_KEY |= {
+ANNOTATION_BY_KEY |= {
     f"{block}.{name}": hint
     for block, kind in OPTION_CLASSES.items()
     for name, hint in annotations_of_keys(kind).items()
 }
 OUR_KEYS = (
-    {key for key in HINT_BY_KEY if "." in key}
+    {key for key in ANNOTATION_BY_KEY if "." in key}
     | set(annotations_of_keys(AdoraScriptArguments))
     | set(annotations_of_keys(AdoraGRPOConfig)) - set(annotations_of_keys(GRPOConfig))
 )
 
-METHOD_OPTIONS: dict[str, Any] = {
+ANNOTATION_BY_METHOD_OPTION: dict[str, Any] = {
     f"adora_method.{name}.{option.name}": get_type_hints(method)[option.name]
     for name, method in METHODS.items()
     for option in fields(method)
@@ -65,7 +65,7 @@ class NumberCase(NamedTuple):
     range_in_words: str
 
 
-NUMBERS: dict[str, NumberCase] = {
+NUMBER_CASE_BY_KEY: dict[str, NumberCase] = {
     "adora_synthetic_rows": NumberCase([0, -1, 1.5], [1, "1e3"], "a whole number of at least 1"),
     "adora_mixture": NumberCase([[0, 1], [0.5, 1.5]], [[1.0]], "a number above 0 and at most 1"),
     "adora_rollouts.refill": NumberCase([-1, 1.5], [0, 3], "a whole number of at least 0"),
@@ -207,10 +207,12 @@ def words_in(hint: Any) -> tuple[str, ...]:
 
 
 # The words of each key that takes one of a list.
-WORDS_BY_KEY = {key: words_in(HINT_BY_KEY[key]) for key in OUR_KEYS if words_in(HINT_BY_KEY[key])}
+WORDS_BY_KEY = {
+    key: words_in(ANNOTATION_BY_KEY[key]) for key in OUR_KEYS if words_in(ANNOTATION_BY_KEY[key])
+}
 MAPPING_KEYS = [
     key
-    for key, hint in HINT_BY_KEY.items()
+    for key, hint in ANNOTATION_BY_KEY.items()
     if dict in types_in(hint) and key not in ("adora_method", "adora_reward")
 ]
 
@@ -218,7 +220,7 @@ MAPPING_KEYS = [
 def error_of(key: str, value: object) -> str:
     """Return the error for a value of a key; empty if the value is taken."""
     try:
-        convert_key(key, value, {**HINT_BY_KEY, **METHOD_OPTIONS}[key])
+        convert_key(key, value, {**ANNOTATION_BY_KEY, **ANNOTATION_BY_METHOD_OPTION}[key])
     except UserError as error:
         return str(error)
     return ""
@@ -242,14 +244,15 @@ def is_refusal(line: str, key: str, expected: str = "") -> bool:
     )
 
 
-def not_refused(keys: Iterable[str], values: Iterable[object]) -> list[tuple[str, object]]:
-    """Return each key with each of the values that it does not refuse as it should."""
+def wrongly_taken(keys: Iterable[str], values: Iterable[object]) -> list[tuple[str, object]]:
+    """Return each key with each of the values that it takes, or refuses in the wrong words."""
     pairs = product(keys, values)
     return [(key, value) for key, value in pairs if not is_refusal(error_of(key, value), key)]
 
 
 def test_a_number_outside_its_range_is_refused_with_key_value_and_range():
-    for key, case in NUMBERS.items():
+    """A value is refused as a number and as a text, with the same line for both."""
+    for key, case in NUMBER_CASE_BY_KEY.items():
         for value in case.refused:
             shown = value
             if isinstance(value, list):
@@ -260,7 +263,8 @@ def test_a_number_outside_its_range_is_refused_with_key_value_and_range():
 
 
 def test_what_lies_in_the_range_is_taken_in_every_spelling_with_its_type():
-    for key, case in NUMBERS.items():
+    """`4`, `"4"` and `" 4 "` are the number 4, a float for a key of fractions; None is null."""
+    for key, case in NUMBER_CASE_BY_KEY.items():
         for value in case.taken:
             number: float | None = None
             if value is not None:
@@ -272,22 +276,25 @@ def test_what_lies_in_the_range_is_taken_in_every_spelling_with_its_type():
                 spellings.append(f" {value} ")
             for spelling in spellings:
                 word = "null" if str(spelling).strip() == "None" else spelling
-                converted = convert_key(key, word, HINT_BY_KEY[key])
+                converted = convert_key(key, word, ANNOTATION_BY_KEY[key])
                 # `repr` tells 1 from 1.0; a key with a list has a list of one.
                 assert repr(converted) in (repr(number), repr([number])), (key, spelling)
 
 
 def test_nan_infinity_and_what_is_no_number_is_refused_by_every_number_of_ours():
-    numbers = [key for key in OUR_KEYS if types_in(HINT_BY_KEY[key]) & {int, float}]
-    assert not_refused(numbers, NOT_NUMBERS) == []
-    never_null = [key for key in numbers if NoneType not in types_in(HINT_BY_KEY[key])]
+    """Null is refused too, by every key that is not annotated with None."""
+    number_keys = [key for key in OUR_KEYS if types_in(ANNOTATION_BY_KEY[key]) & {int, float}]
+    never_null = [key for key in number_keys if NoneType not in types_in(ANNOTATION_BY_KEY[key])]
+
+    assert wrongly_taken(number_keys, NOT_NUMBERS) == []
     assert len(never_null) >= 10
-    assert not_refused(never_null, [None, "null", "~"]) == []
+    assert wrongly_taken(never_null, [None, "null", "~"]) == []
 
 
 def test_nan_and_infinity_are_refused_by_every_key_also_within_a_mapping_or_list():
+    """The keys of TRL and the options of methods are among them, so there are more than 70."""
     numbers: list[str] = []
-    for key, hint in {**HINT_BY_KEY, **METHOD_OPTIONS}.items():
+    for key, hint in {**ANNOTATION_BY_KEY, **ANNOTATION_BY_METHOD_OPTION}.items():
         types = types_in(hint)
         if types & {int, float} and str not in types:
             numbers.append(key)
@@ -295,14 +302,15 @@ def test_nan_and_infinity_are_refused_by_every_key_also_within_a_mapping_or_list
     assert len(numbers) > 70
     assert len(MAPPING_KEYS) > 10
     for not_finite in (float("nan"), float("inf"), float("-inf"), 10**400):
-        assert not_refused(numbers, [not_finite, str(not_finite)]) == []
-        assert not_refused(MAPPING_KEYS, [{"a": [not_finite]}]) == []
-    assert not_refused(MAPPING_KEYS, ['{"a": NaN}']) == []
+        assert wrongly_taken(numbers, [not_finite, str(not_finite)]) == []
+        assert wrongly_taken(MAPPING_KEYS, [{"a": [not_finite]}]) == []
+    assert wrongly_taken(MAPPING_KEYS, ['{"a": NaN}']) == []
 
 
 def test_a_name_is_one_of_its_list_and_a_wrong_one_is_answered_with_the_nearest():
+    """The misspelt name lacks its last letter, so the error proposes the whole one."""
     for key, names in WORDS_BY_KEY.items():
-        hint = HINT_BY_KEY[key]
+        hint = ANNOTATION_BY_KEY[key]
         for name in names:
             assert convert_key(key, name, hint) in (name, [name]), key
         misspelt = names[0][:-1]
@@ -316,34 +324,36 @@ def test_a_name_is_one_of_its_list_and_a_wrong_one_is_answered_with_the_nearest(
 
 
 def test_a_switch_is_true_or_false():
+    """Every key with the annotation bool takes the words that people write for true and false."""
     switches: list[str] = []
-    for key, hint in HINT_BY_KEY.items():
+    for key, hint in ANNOTATION_BY_KEY.items():
         types = types_in(hint)
         if bool in types and not types & {Literal, str, dict}:
             switches.append(key)
     assert len(switches) > 60
-    assert not_refused(switches, ["maybe", "", 2, [True], {"a": True}, "nan"]) == []
+    assert wrongly_taken(switches, ["maybe", "", 2, [True], {"a": True}, "nan"]) == []
     for key in switches:
         for word in (True, "true", "Yes", "1", 1, "t"):
-            assert convert_key(key, word, HINT_BY_KEY[key]) is True
+            assert convert_key(key, word, ANNOTATION_BY_KEY[key]) is True
         for word in (False, "false", "NO", "0", 0, "f"):
-            assert convert_key(key, word, HINT_BY_KEY[key]) is False
+            assert convert_key(key, word, ANNOTATION_BY_KEY[key]) is False
 
 
 def test_a_name_of_a_place_is_not_empty_and_a_mapping_is_one():
-    assert not_refused(NEVER_EMPTY, ["", "  ", True]) == []
-    assert not_refused(MAPPING_KEYS, ["{", "[1]", 5, "", "nowhere"]) == []
+    """Names of models, data sets, hosts and folders; `deepspeed` may name a file with a mapping."""
+    assert wrongly_taken(NEVER_EMPTY, ["", "  ", True]) == []
+    assert wrongly_taken(MAPPING_KEYS, ["{", "[1]", 5, "", "nowhere"]) == []
     assert "a JSON file with a mapping in it" in error_of("deepspeed", __file__)
 
 
 def test_a_key_of_trl_that_the_annotated_config_explains_has_a_range():
     for key, value in MISTAKES_IN_TRL_KEYS.items():
         assert is_refusal(error_of(key, str(value)), key), key
-    assert is_refusal(error_of("seed", 2**32), "seed"), "what numpy takes"
-    assert error_of("seed", 2**32 - 1) == "", "what numpy takes"
+    assert is_refusal(error_of("seed", 2**32), "seed"), "numpy takes a seed below 2**32"
+    assert error_of("seed", 2**32 - 1) == ""
     explained = read_config_file(ROOT / "configs" / "train" / "annotated.yaml").keys() - OUR_KEYS
     without_range = {
-        key for key in explained if HINT_BY_KEY[key] in (bool, bool | None, list[str] | None)
+        key for key in explained if ANNOTATION_BY_KEY[key] in (bool, bool | None, list[str] | None)
     }
     assert explained - without_range <= MISTAKES_IN_TRL_KEYS.keys() | set(NEVER_EMPTY)
 
@@ -358,6 +368,7 @@ ERRORS_OF_TRL = {
 
 
 def test_what_trl_refuses_is_told_in_its_own_sentence_in_one_line():
+    """`ERRORS_OF_TRL` has, by word, a part of the error that TRL raises for it."""
     for word, error_of_trl in ERRORS_OF_TRL.items():
         line = error_of_command(word)
         assert error_of_trl in line
@@ -433,12 +444,12 @@ def test_python_code_gets_the_value_and_type_that_a_config_file_gets(key, tmp_pa
 
 
 @given(
-    st.sampled_from(sorted(HINT_BY_KEY)),
+    st.sampled_from(sorted(ANNOTATION_BY_KEY)),
     st.sampled_from(["null", "NULL", "~", " null ", None, "none", "None", ["null"]]),
 )
 def test_null_and_none_are_null_or_refused_and_never_a_text(key, written):
     """Otherwise `--adora_system_prompt none` would train with the prompt "none"."""
-    hint = HINT_BY_KEY[key]
+    hint = ANNOTATION_BY_KEY[key]
     # Here none is a path, or a text of a key that is never null.
     says_none = written is not None and "none" in str(written).lower()
     if key == "resume_from_checkpoint" or (says_none and NoneType not in types_in(hint)):
@@ -479,11 +490,12 @@ def test_keys_of_ours_are_few_and_each_is_explained_in_the_annotated_config():
     explained = {name for key, value in shown.items() for name in with_dotted_keys(key, value)}
     # These two may be written in one line or with a block of their own.
     explained |= {"adora_method", "adora_extensions"} & shown.keys()
-    assert len(keys) <= 42
+    assert len(keys) <= 42  # as many as there are today
     assert keys <= explained
 
 
 def test_the_ranges_of_theirs_are_of_keys_that_they_have():
+    """A key that TRL renames has no range any more, so this fails."""
     assert TYPE_BY_TRL_KEY.keys() <= set(annotations_of_keys(GRPOConfig)) | set(
         annotations_of_keys(ModelConfig)
     )

@@ -11,7 +11,7 @@ from adora_vl.config.losses import check_loss
 from adora_vl.utils.errors import UserError
 
 
-def config(**keys: Any) -> AdoraGRPOConfig:
+def cpu_config(**keys: Any) -> AdoraGRPOConfig:
     """Return the config of a run on a CPU."""
     return AdoraGRPOConfig(
         use_cpu=True,
@@ -22,7 +22,7 @@ def config(**keys: Any) -> AdoraGRPOConfig:
     )
 
 
-# keys -> how the line begins, and what it has as its remedy
+# keys, how the error line begins, and the remedy that it names
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"loss_type": "cispo"}, "epsilon_high: null, so epsilon: 0.2,", "epsilon_high: 5.0"),
     ({"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high: 0.28", "epsilon_high: 5.0"),
@@ -58,8 +58,9 @@ TAKEN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(("keys", "begins", "remedy"), REFUSED)
 def test_keys_that_would_be_another_loss_are_refused_in_one_line(keys, begins, remedy):
+    """CISPO with TRL's default epsilon, for example, would clip what its paper never clips."""
     with pytest.raises(UserError) as caught:
-        check_loss(config(**keys))
+        check_loss(cpu_config(**keys))
     line = str(caught.value)
     assert line.startswith(begins)
     assert remedy in line
@@ -68,4 +69,4 @@ def test_keys_that_would_be_another_loss_are_refused_in_one_line(keys, begins, r
 
 @pytest.mark.parametrize("keys", TAKEN)
 def test_what_the_papers_of_the_losses_set_is_taken(keys):
-    check_loss(config(**keys))
+    check_loss(cpu_config(**keys))

@@ -23,7 +23,7 @@ from tests.support.examples import example_entry
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
 
 
-def config(method: str = "adora", options: str = "", **keys: object) -> AdoraGRPOConfig:
+def training_config_of(method: str = "adora", options: str = "", **keys: object) -> AdoraGRPOConfig:
     """Return the training config of a command with these methods and keys.
 
     `method`: names of methods, joined by `+`. `options`: those of the last method, as YAML.
@@ -34,41 +34,43 @@ def config(method: str = "adora", options: str = "", **keys: object) -> AdoraGRP
         first_entries = "".join(f"{name}: {{}}, " for name in first_names)
         methods_value = f"{{{first_entries}{last_name}: {options}}}"
     value_by_key = {"adora_method": methods_value, **keys}
-    _, training_config, _ = parse(
-        [*CPU, *(f"--{key}={value}" for key, value in value_by_key.items())]
-    )
+    words = [f"--{key}={value}" for key, value in value_by_key.items()]
+    _, training_config, _ = parse([*CPU, *words])
     return training_config
 
 
 def test_the_default_is_adora_by_its_own_keys():
-    ours = config(options="{factor: 0.3, tau: 0.4}")
-    assert isinstance(ours.adora_method, dict)
-    assert ours.adora_method["adora"]["factor"] == 0.3
-    assert ours.loss_type == "dapo"  # TRL's default is left alone
-    options = build_pipeline(ours).adora_options
-    assert (options.factor, options.tau, options.mode) == (
-        Schedule(0.3),
-        Schedule(0.4),
-        "attenuation",
-    )
-    assert not build_pipeline(ours).keeps_trl_advantages
-    assert notes_on_methods(ours) == []
-    assert build_pipeline(config(options="{mode: off}")).keeps_trl_advantages
+    """Without `adora_method` a run uses ADORA; with its mode off the advantages are TRL's."""
+    training_config = training_config_of(options="{factor: 0.3, tau: 0.4}")
+    assert isinstance(training_config.adora_method, dict)
+    assert training_config.adora_method["adora"]["factor"] == 0.3
+    assert training_config.loss_type == "dapo"  # TRL's default is left alone
+    options = build_pipeline(training_config).adora_options
+    assert options.factor == Schedule(0.3)
+    assert options.tau == Schedule(0.4)
+    assert options.mode == "attenuation"
+    assert not build_pipeline(training_config).keeps_trl_advantages
+    assert notes_on_methods(training_config) == []
+    assert build_pipeline(training_config_of(options="{mode: off}")).keeps_trl_advantages
 
 
 def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
-    ours = config("dr_grpo", loss_type="grpo")
-    assert (ours.loss_type, ours.scale_rewards) == ("dr_grpo", "none")
-    assert any("loss_type: dr_grpo (was grpo" in line for line in notes_on_methods(ours))
-    dapo = config("dapo+adora")
+    """`dr_grpo` sets loss_type; `dapo` its epsilon_high, unless `keep_settings` names the key."""
+    training_config = training_config_of("dr_grpo", loss_type="grpo")
+    assert (training_config.loss_type, training_config.scale_rewards) == ("dr_grpo", "none")
+    assert any("loss_type: dr_grpo (was grpo" in line for line in notes_on_methods(training_config))
+    dapo = training_config_of("dapo+adora")
     assert (dapo.epsilon_high, dapo.mask_truncated_completions) == (0.28, True)
-    kept = config("dapo", '{"keep_settings": ["epsilon_high"]}')
+    kept = training_config_of("dapo", '{"keep_settings": ["epsilon_high"]}')
     assert kept.epsilon_high is None
     assert kept.loss_type == "dapo"
-    assert all(hasattr(ours, key) for method in METHODS.values() for key in method.settings)
+    assert all(
+        hasattr(training_config, key) for method in METHODS.values() for key in method.settings
+    )
 
 
 def test_options_come_from_a_yaml_block(tmp_path):
+    """An option with `start`, `end`, `shape` and `steps` is a schedule."""
     path = tmp_path / "c.yaml"
     factor = "{start: 0.1, end: 1.0, shape: cosine, steps: [0, 40]}"
     path.write_text(f"adora_method:\n  adora:\n    steps: [0, 50]\n    factor: {factor}\n")
@@ -77,7 +79,7 @@ def test_options_come_from_a_yaml_block(tmp_path):
     assert options.steps == (0, 50)
 
 
-# (method, its options, other keys) -> what the line has
+# the method, its options, other keys, and a pattern for the error line
 WRONG: list[tuple[str, str, dict[str, object], str]] = [
     ("darro", "", {}, "adora_method: unknown method 'darro'.*did you mean 'daro'"),
     (
@@ -174,10 +176,11 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
 
 
 def test_what_does_not_fit_is_named():
+    """Each case of `WRONG` is refused in one line."""
     unexpected_lines = {}
     for method, options, keys, expected in WRONG:
         try:
-            check_methods(config(method, options, **keys))
+            check_methods(training_config_of(method, options, **keys))
         except UserError as error:
             if not re.search(expected, str(error)) or "\n" in str(error):
                 unexpected_lines[method, options] = str(error)
@@ -188,15 +191,16 @@ def test_what_does_not_fit_is_named():
 
 def test_a_method_that_is_set_once_the_config_is_made_is_refused():
     """Its keys of TRL would be those of the method before."""
-    ours = config("dapo")
-    ours.adora_method = "grpo"
+    training_config = training_config_of("dapo")
+    training_config.adora_method = "grpo"
     with pytest.raises(UserError, match="^adora_method: it was set after the config was made"):
-        check_methods(ours)
+        check_methods(training_config)
 
 
 def test_what_a_method_needs_stands_in_the_runs_first_lines():
+    """DARO learns a weight for each of its seven bins of difficulty."""
     assert "7 learned weights, saved in every checkpoint" in " ".join(
-        notes_on_methods(config("daro"))
+        notes_on_methods(training_config_of("daro"))
     )
 
 
@@ -224,31 +228,38 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
     `Solvable` has no signal in the first group, so its advantages become 0. The file is looked for
     beside the config, and its text is part of the run's hashes.
     """
+    # two groups of eight rollouts, with one and with two right answers
     groups = Groups(
         torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0], [1.0, 1, 0, 0, 0, 0, 0, 0]]),
         torch.ones(2, 8),
         torch.zeros(2, 8, dtype=torch.bool),
     )
-    stock = group_advantages(groups.rewards_PG)
-    ours = config("grpo+my_methods.py:cautious", '{"most": 0.5}')
-    check_methods(ours)
-    assert torch.equal(
-        build_pipeline(ours).compute_advantages(groups, stock), stock.clamp(-0.5, 0.5)
-    )
-    both = build_pipeline(config("my_methods.py:Solvable+adora"))
-    assert both.groups_with_signal(groups).tolist() == [False, True]
-    assert not both.compute_advantages(groups, stock)[0].any()
+    trl_advantages = group_advantages(groups.rewards_PG)
+
+    with_function = training_config_of("grpo+my_methods.py:cautious", '{"most": 0.5}')
+    check_methods(with_function)
+    clamped = build_pipeline(with_function).compute_advantages(groups, trl_advantages)
+    assert torch.equal(clamped, trl_advantages.clamp(-0.5, 0.5))
+
+    with_class = build_pipeline(training_config_of("my_methods.py:Solvable+adora"))
+    assert with_class.groups_with_signal(groups).tolist() == [False, True]
+    assert not with_class.compute_advantages(groups, trl_advantages)[0].any()
+
     (folder_with_methods / "elsewhere").mkdir()
     (folder_with_methods / "c.yaml").write_text("adora_method: my_methods.py:cautious")
-    monkeypatch.chdir(folder_with_methods / "elsewhere")  # so it is found beside the config
+    monkeypatch.chdir(folder_with_methods / "elsewhere")
     check_methods(parse([*CPU, "--config", str(folder_with_methods / "c.yaml")])[1])
     monkeypatch.chdir(folder_with_methods)
-    before = ours.methods.hashes
-    (folder_with_methods / "my_methods.py").write_text(
-        (folder_with_methods / "my_methods.py").read_text() + "# edited"
-    )
-    assert before.keys() == {"my_methods.py"}
-    assert config("my_methods.py:cautious").methods.hashes != before
+
+    hashes_before = with_function.methods.hashes
+    file = folder_with_methods / "my_methods.py"
+    file.write_text(file.read_text() + "# edited")
+    assert hashes_before.keys() == {"my_methods.py"}
+    assert training_config_of("my_methods.py:cautious").methods.hashes != hashes_before
+
+
+def test_a_mistake_in_a_method_of_a_file_is_named(folder_with_methods):
+    """Each case: the method, its options, and a pattern for the error line."""
     for method, options, expected in (
         (
             "my_methods.py:Solvible",
@@ -269,7 +280,7 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
         ),
     ):
         with pytest.raises(UserError, match=expected):
-            check_methods(config(method, options))
+            check_methods(training_config_of(method, options))
 
 
 def defaults_of(name: str) -> dict[str, object]:
@@ -325,15 +336,18 @@ def test_python_passes_a_function_or_a_class_in_place_of_a_name():
         (Doubled, 2.0),
         ({"grpo": {}, halved: {}}, 0.5),
     ):
-        ours = AdoraGRPOConfig("x", adora_method=method, **keys)
-        check_methods(ours)
-        name, applied = list(ours.methods.by_name.items())[-1]
-        advantages_PG = applied.apply(None, expected_PG, build_pipeline(ours))
+        training_config = AdoraGRPOConfig("x", adora_method=method, **keys)
+        check_methods(training_config)
+        name, applied = list(training_config.methods.by_name.items())[-1]
+        advantages_PG = applied.apply(None, expected_PG, build_pipeline(training_config))
         assert torch.equal(advantages_PG, expected_PG * factor)
-        assert name in ours.methods.hashes, "another text of it is another run"
-        assert name in json.dumps(ours.to_dict()["adora_method"])
-        assert copy.copy(ours).methods.by_name.keys() == ours.methods.by_name.keys()
-        assert name in pickle.loads(pickle.dumps(ours)).adora_method  # noqa: S301
+        assert name in training_config.methods.hashes, "another text of it is another run"
+        assert name in json.dumps(training_config.to_dict()["adora_method"])
+        assert (
+            copy.copy(training_config).methods.by_name.keys()
+            == training_config.methods.by_name.keys()
+        )
+        assert name in pickle.loads(pickle.dumps(training_config)).adora_method  # noqa: S301
     no_method: Any = int
     with pytest.raises(UserError, match="no subclass of adora_vl.advantage.Method"):
         AdoraGRPOConfig("x", adora_method=no_method, **keys)

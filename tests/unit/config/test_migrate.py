@@ -37,14 +37,15 @@ SWIFT = """
 {rlhf_type: grpo, model: tiny, dataset: data/a, num_generations: 4, freeze_vit: true, dynamic_sample: true,
  lora_rank: 8, reward_funcs: accuracy format, overlong_filter: true, resume_only_model: true}
 """
+# by trainer: its config, what some keys of ours become, and what the command prints beside
 BY_HAND: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "easyr1": (
         EASYR1,
         {
             "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 32,
-            "steps_per_generation": 64,
-            "max_steps": 14,
+            "gradient_accumulation_steps": 32,  # 32 problems x 8 answers / (4 rows x 2 GPUs)
+            "steps_per_generation": 64,  # of 64 problems
+            "max_steps": 14,  # 7 generations, each of which is 2 optimizer steps
             "save_steps": 10,
             "beta": 0.01,
             "loss_type": "dapo",
@@ -119,17 +120,19 @@ BY_HAND: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("trainer", BY_HAND)
 def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp_path, capsys):
-    text, expected, names_without_counterpart = BY_HAND[trainer]
+    """`migrate TRAINER c.yaml` writes c.adora.yaml, and prints what a user has to look at."""
+    text, expected, expected_lines = BY_HAND[trainer]
     (tmp_path / "think.jinja").write_text("{{ content | trim }} Think, then \\boxed{}.\n")
     (tmp_path / "c.yaml").write_text(text)
     assert main([trainer, str(tmp_path / "c.yaml")]) == 0
     printed = capsys.readouterr().out
     ours = yaml.safe_load((tmp_path / "c.adora.yaml").read_text())
     assert {key: ours[key] for key in expected} == expected
-    assert [name for name in names_without_counterpart if name not in printed] == []
+    assert [line for line in expected_lines if line not in printed] == []
     assert parse_command(["--config", str(tmp_path / "c.adora.yaml")]).set_keys >= ours.keys(), (
         "every key and value is one of ours"
     )
+    # a second call would overwrite the config
     assert main([trainer, str(tmp_path / "c.yaml")]) == 2
     assert "is there" in capsys.readouterr().err
 
@@ -185,6 +188,10 @@ def by_level(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_reward_functions_are_called_in_their_own_form(tmp_path, monkeypatch):
+    """The signatures are EasyR1's for a batch and for one answer, and verl's in two forms.
+
+    Each gets a right answer of two tokens from "geo", and a wrong one of a token.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "forms.py").write_text(FORMS)
     entries = [f"forms.py:{name}" for name in ("batch", "single", "compute_score", "plain")]
@@ -212,6 +219,7 @@ def test_reward_functions_are_called_in_their_own_form(tmp_path, monkeypatch):
 def test_extra_info_is_a_mapping_also_where_a_prepared_data_set_has_it_as_a_text(
     tmp_path, monkeypatch
 ):
+    """`by_level` rewards with the level of the row, which is its `extra_info` in verl."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "forms.py").write_text(FORMS)
     (by_level,) = choose_rewards(["forms.py:by_level"]).functions

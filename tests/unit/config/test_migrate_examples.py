@@ -180,7 +180,7 @@ ON_CPU = {
 }
 
 
-def table_of(trainer: str, folder: Path, rows: int) -> Path:
+def write_table(trainer: str, folder: Path, rows: int) -> Path:
     """Write a table in the trainer's form, with a picture in each row, and return its path."""
     stream = io.BytesIO()
     image = Image.new("RGB", (56, 56), "white")
@@ -229,8 +229,8 @@ def migrated_config(example: str, folder: Path, words: list[str]) -> Path:
     return output
 
 
-def data_words(trainer: str, file: Path) -> list[str]:
-    """The words that name a data set in the trainer's way."""
+def dataset_words(trainer: str, file: Path) -> list[str]:
+    """The words of a command that name a data set in the trainer's way."""
     if trainer in ("easyr1", "verl"):
         return [f"data.train_files={file}"]
     return ["--dataset" if trainer == "swift" else "--dataset_name", str(file)]
@@ -242,14 +242,15 @@ def test_a_published_example_is_read_whole(trainer, tmp_path, capsys):
     config = migrated_config(trainer, tmp_path, [])
     printed = capsys.readouterr().out
     ours = yaml.safe_load(config.read_text())
-    assert {key: ours.get(key, "not written") for key in KEYS[trainer]} == KEYS[trainer]
+    written = {key: ours.get(key, "not written") for key in KEYS[trainer]}
+    assert written == KEYS[trainer]
     assert parse_command(["--config", str(config)]).set_keys >= ours.keys()
     for remark in REMARKS[trainer]:
         assert remark in printed.partition("Look at these:")[2]
-    following = printed.splitlines()[-1]
-    assert following.startswith("Next: python -m adora_vl.train --config")
+    next_command = printed.splitlines()[-1]
+    assert next_command.startswith("Next: python -m adora_vl.train --config")
     if trainer in LAUNCHES:
-        _, _, launch = following.partition(" --dry-run")
+        _, _, launch = next_command.partition(" --dry-run")
         assert launch.split() == LAUNCHES[trainer]
 
 
@@ -262,13 +263,13 @@ def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("adora_vl.utils.hub.why_no_hub", lambda: "the hub does not answer")
     # `verl megatron` is an example of verl.
     family = trainer.partition(" ")[0]
-    table = table_of(family, tmp_path, rows=520)
-    migrated_config(trainer, tmp_path, data_words(family, table))
-    following = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert following[:5] == ["Next:", "python", "-m", "adora_vl.train", "--config"]
-    code = train([*following[4:], "--card-gib", "80"])
+    table = write_table(family, tmp_path, rows=520)
+    migrated_config(trainer, tmp_path, dataset_words(family, table))
+    next_command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert next_command[:5] == ["Next:", "python", "-m", "adora_vl.train", "--config"]
+    code = train([*next_command[4:], "--card-gib", "80"])
     captured = capsys.readouterr()
-    assert code in (0, 1), captured.err
+    assert code in (0, 1), captured.err  # whether the run fits on such a card
     verdict = "It fits: " if code == 0 else "It does NOT fit: "
     assert verdict in captured.out
     assert "adora_method:" in captured.out
@@ -277,8 +278,9 @@ def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("trainer", SMALL)
 def test_a_published_example_trains_the_tiny_model(trainer, tmp_path, capsys):
-    table = table_of(trainer, tmp_path, rows=8)
-    config = migrated_config(trainer, tmp_path, [*data_words(trainer, table), *SMALL[trainer]])
+    """Two steps with the words of `SMALL`, as a user would try an example out."""
+    table = write_table(trainer, tmp_path, rows=8)
+    config = migrated_config(trainer, tmp_path, [*dataset_words(trainer, table), *SMALL[trainer]])
     run = tmp_path / "run"
     words = [word for key, value in ON_CPU.items() for word in (f"--{key}", str(value))]
     code = train(["--config", str(config), *words, "--max_steps", "2", "--output_dir", str(run)])

@@ -30,6 +30,7 @@ swift rlhf \\
 
 
 def test_a_script_gives_its_longest_command_with_its_variables(tmp_path):
+    """A word of our command (`--num_generations 8`) replaces the script's; $SEED has no value."""
     file = tmp_path / "train.sh"
     file.write_text(SCRIPT)
     source = read_source(file, ["--num_generations", "8"], nested=False)
@@ -55,6 +56,7 @@ def test_a_script_gives_its_longest_command_with_its_variables(tmp_path):
 
 
 def test_arrays_of_a_script_are_laid_into_its_command(tmp_path):
+    """verl's scripts collect arguments in arrays of bash, with comments between them."""
     file = tmp_path / "run.sh"
     file.write_text(
         "N=4\nDATA=(\n    data.train_batch_size=$N  # prompts\n"
@@ -71,6 +73,7 @@ def test_arrays_of_a_script_are_laid_into_its_command(tmp_path):
 
 
 def test_variables_of_this_machine_stay_out_of_the_config(tmp_path, monkeypatch):
+    """A script may name a secret of the environment, which must not be written into a file."""
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     file = tmp_path / "train.sh"
     file.write_text("trl grpo --model_name_or_path m --hub_token $WANDB_API_KEY --seed 1\n")
@@ -88,6 +91,7 @@ def test_variables_of_this_machine_stay_out_of_the_config(tmp_path, monkeypatch)
     ],
 )
 def test_a_launch_line_is_read_without_the_launchers_own_options(words, tmp_path, monkeypatch):
+    """`--num_processes` belongs to accelerate; a config that is named gives what the line lacks."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text("{model_name_or_path: other, seed: 3}")
     assert main(["trl", *words]) == 0
@@ -98,6 +102,7 @@ def test_a_launch_line_is_read_without_the_launchers_own_options(words, tmp_path
 
 
 def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):
+    """`MAX_PIXELS` is a key of ours, and `NPROC_PER_NODE` a matter of the launcher."""
     line = "MAX_PIXELS=1003520 NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo --model m"
     migration = convert_config("swift", None, words=line.split())
     assert migration.keys["max_pixels"][0] == 1003520
@@ -107,6 +112,7 @@ def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):
 
 
 def test_a_base_config_that_is_not_here_is_said(tmp_path, monkeypatch, capsys):
+    """EasyR1's commands name a file with all defaults, which a pasted command does not have."""
     monkeypatch.chdir(tmp_path)
     assert main(["easyr1", "config=examples/config.yaml", "worker.actor.model.model_path=m"]) == 0
     printed = capsys.readouterr().out
@@ -116,6 +122,7 @@ def test_a_base_config_that_is_not_here_is_said(tmp_path, monkeypatch, capsys):
 
 
 def test_foreign_text_stays_in_its_comment(tmp_path):
+    """Keys and values with line breaks, of whatever kind, must not become lines of our config."""
     names = {
         "notes\nadora_reward: [hidden.py:f] #": 1,
         "value": "one\ntwo: 2\n\x85three: 3\u2028four: 4",
@@ -129,6 +136,7 @@ def test_foreign_text_stays_in_its_comment(tmp_path):
 
 
 def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
+    """Two of the three values are verl's defaults, so they say nothing about this run."""
     values = [
         "reward_model.reward_manager=naive",
         "trainer.critic_warmup=0",
@@ -161,6 +169,7 @@ def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_is_one_line(word, line, tmp_path, capsys):
+    """Values that verl itself would refuse, or fail with."""
     words = ["actor_rollout_ref.rollout.n=8", word, "--output", str(tmp_path / "a.yaml")]
     assert main(["verl", *words]) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -169,6 +178,7 @@ def test_what_cannot_be_is_one_line(word, line, tmp_path, capsys):
 
 
 def test_the_layers_of_an_adapter_follow_theirs(tmp_path):
+    """verl adapts all linear layers, unless it excludes or names some."""
     base = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.model.lora_rank=8"]
     excluded = "actor_rollout_ref.model.exclude_modules=.*visual.*"
     both = convert_config("verl", None, words=[*base])
@@ -188,6 +198,7 @@ def test_the_layers_of_an_adapter_follow_theirs(tmp_path):
 SWIFT = ["--model", "m", "--dataset", "rows#500"]
 EASYR1 = ["worker.actor.model.model_path=m", "data.train_files=[a@train,b@test]"]
 VERL = ["actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.n=8"]
+# the trainer, words of its command, keys of ours that they become, parts of the remarks about them
 RARE: dict[str, tuple[str, list[str], dict[str, object], list[str]]] = {
     "swift, a base in 4 bits": (
         "swift",
@@ -317,6 +328,7 @@ def test_bypass_mode_of_verl_takes_the_engines_log_probabilities(key, tmp_path, 
 
 
 def test_without_bypass_mode_the_ratio_to_the_engine_is_corrected():
+    """Without the mode verl corrects for what the engine computes otherwise."""
     for words in ([], ["algorithm.rollout_correction.bypass_mode=False"]):
         keys = convert_config("verl", None, words=[*VERL, *words]).keys
         assert "adora_rollouts" not in keys
@@ -336,6 +348,7 @@ def test_another_loss_of_bypass_mode_is_listed():
 
 @pytest.mark.parametrize("case", RARE)
 def test_what_differs_is_converted_or_named(case):
+    """Each case of `RARE` writes its keys, and remarks on what it changes."""
     trainer, words, keys, remarks = RARE[case]
     migration = convert_config(trainer, None, words=words)
     assert {key: migration.keys[key][0] for key in keys} == keys

@@ -29,7 +29,7 @@ SLOW = {"torch", "transformers", "trl", "vllm"}
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
 
 
-# content of the file, words of the command line, key, value
+# the content of the config file, words of the command line, a key, and its value in the config
 SPELLINGS: list[tuple[str, list[str], str, object]] = [
     ("adora_truncated: eos", [], "adora_truncated", "eos"),
     ("eval_strategy: no", [], "eval_strategy", "no"),
@@ -101,6 +101,7 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
 
 
 def test_how_people_write_a_value(tmp_path):
+    """Each case of `SPELLINGS` has the expected value, and the type of it."""
     misread = []
     for content, words, key, expected in SPELLINGS:
         (tmp_path / "c.yaml").write_text(content)
@@ -117,7 +118,7 @@ def test_how_people_write_a_value(tmp_path):
     assert misread == []
 
 
-entries = st.lists(
+LIST_ENTRIES = st.lists(
     st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True).filter(
         lambda w: w not in ("y", "n", "no", "on", "yes", "off", "true", "null", "false")
     ),
@@ -126,8 +127,9 @@ entries = st.lists(
 )
 
 
-@given(entries)
+@given(LIST_ENTRIES)
 def test_a_list_is_written_with_spaces_commas_or_brackets(words):
+    """`a b`, `a,b`, `[a, b]` as one word or as two, and `[a,b]` are the same list."""
     inside = ", ".join(words)
     for written in (
         words,
@@ -140,6 +142,7 @@ def test_a_list_is_written_with_spaces_commas_or_brackets(words):
 
 
 def test_command_line_over_file_over_default(tmp_path, monkeypatch):
+    """`learning_rate` is in both, `num_generations` in the file, `adora_truncated` in neither."""
     monkeypatch.setenv("OF_THE_FILE", "before")
     (tmp_path / "c.yaml").write_text(
         "env: {OF_THE_FILE: 7}\nlearning_rate: 0.3\nnum_generations: 4\nbeta: -1\n"
@@ -147,7 +150,9 @@ def test_command_line_over_file_over_default(tmp_path, monkeypatch):
     config = parse(
         ["--config", str(tmp_path / "c.yaml"), *CPU, "--learning_rate", "0.2", "--beta", "0.1"]
     )[1]
-    assert (config.learning_rate, config.num_generations, config.adora_truncated) == (0.2, 4, None)
+    assert config.learning_rate == 0.2
+    assert config.num_generations == 4
+    assert config.adora_truncated is None
     assert config.beta == 0.1, "a value of the file that the command line replaces is not looked at"
     assert os.environ["OF_THE_FILE"] == "7"
 
@@ -197,6 +202,7 @@ BAD_WORDS = {
 
 
 def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
+    """A line about the content of a config file begins with the path of the file."""
     path = tmp_path / "c.yaml"
     unexpected_lines = {}
     # The words of a command and its error line, by what is written into the config file.
@@ -217,6 +223,7 @@ def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
 
 
 def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_path, monkeypatch):
+    """`smoke_cpu` is a config that is shipped, in configs/train."""
     monkeypatch.chdir(tmp_path)
     for name in ("smoke_cpu", "smoke_cpu.yaml"):
         assert parse_command(["--config", name]).file.parent.name == "train"
@@ -227,6 +234,7 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
 
 
 def test_a_file_is_read_once_and_a_list_in_it_may_have_mappings(tmp_path, monkeypatch):
+    """`accuracy, {judge: ...}, 'a,b'` are four rewards, of which one has options."""
     (tmp_path / "c.yaml").write_text("adora_reward: [accuracy, {judge: {model: m}}, 'a,b']\n")
     once = Mock(wraps=read_mapping)
     monkeypatch.setattr(command, "read_mapping", once)
@@ -236,6 +244,7 @@ def test_a_file_is_read_once_and_a_list_in_it_may_have_mappings(tmp_path, monkey
 
 
 def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces_it(tmp_path):
+    """`--adora_rollouts.refill` keeps the file's budget; `--adora_rollouts` replaces the block."""
     (tmp_path / "c.yaml").write_text(
         "adora_rollouts: {refill: 1, budget: 8}\nchat_template_kwargs: {a: 1}\n"
     )
@@ -256,34 +265,35 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
 ):
     path = tmp_path / "c.yaml"
     path.write_text("adora_method: {adora: {criteria: [difficulty], tau: 0.3, factor: 0.2}}")
+    # ADORA without its weights, so that both runs log the same metrics of the groups
     judged = {"criteria": ["difficulty"], "tau": 0.3, "mode": "off"}
-    for words, expected in (
+    for method, expected in (
         ("grpo", {"grpo": {}, "adora": judged}),
         ("dapo+adora", "dapo+adora"),
         ("{daro: {}}", {"daro": {}}),
     ):
-        assert (
-            parse_command(
-                ["--config", str(path), "--adora_method", words], needs_model=False
-            ).values["adora_method"]
-            == expected
+        command = parse_command(
+            ["--config", str(path), "--adora_method", method], needs_model=False
         )
-    assert build_pipeline(
-        parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]
-    ).keeps_trl_advantages
+        assert command.values["adora_method"] == expected
+    training_config = parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]
+    assert build_pipeline(training_config).keeps_trl_advantages
 
 
 def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
-    named = {
-        word.removeprefix("--")
-        for word in re.findall(r"^  (--[\w-]+)", help_text(["--help"]), re.MULTILINE)
-    }
-    named.add(*re.findall(r"or --(\S+) FILE", help_text(["--help"])))
-    assert named <= set(COMMAND_OPTIONS)
+    """`COMMAND_OPTIONS` are the words that "did you mean" proposes beside the keys."""
+    text = help_text(["--help"])
+    options = {name.removeprefix("--") for name in re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)}
+    [second_option_of_a_line] = re.findall(r"or --(\S+) FILE", text)
+    options.add(second_option_of_a_line)
+    assert options <= set(COMMAND_OPTIONS)
 
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
-    """They are read from the libraries' sources; those of another version have one error line."""
+    """They are read from the libraries' sources; another version of TRL has one error line.
+
+    Such a version is imitated with files that are not there.
+    """
     assert trl_keys.config_key_by_name().keys() == {
         key.name for dataclass in CONFIG_DATACLASSES for key in fields(dataclass) if key.init
     }
@@ -297,6 +307,7 @@ def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
     trl_keys.config_key_by_name.cache_clear()
 
 
+# the words of a command that is refused before a slow import, and its error line
 EARLY = {
     "--learning_rate 1e-5": "model_name_or_path: not set; name a file with --config FILE.yaml, or a model folder, a "
     "hub id or 'tiny' (`python -m adora_vl.train --help`)",
@@ -321,14 +332,17 @@ def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path)
     A wrong value in the config file is no mistake where the command line replaces it.
     """
     (tmp_path / "c.yaml").write_text("adora_max_ratio: 0\nadora_self_check: maybe\n")
-    all_commands = [words.format(file=tmp_path / "c.yaml").split() for words in EARLY]
     for module in ("train", "doctor.__main__"):
-        commands = [
-            words for words in all_commands if module == "train" or "--dry-run" not in words
-        ]
+        commands: list[list[str]] = []
+        lines: list[str] = []
+        for words, line in EARLY.items():
+            if module == "train" or "--dry-run" not in words:  # which the doctor does not have
+                commands.append(words.format(file=tmp_path / "c.yaml").split())
+                lines.append(f"error: {line}")
+        # prints the exit code of each command, and which slow libraries are imported then
         code = (
-            f"from adora_vl.{module} import main; print([main(r) for r in {commands!r}], {SLOW} "
-            "& {*sys.modules})"
+            f"from adora_vl.{module} import main; "
+            f"print([main(words) for words in {commands!r}], {SLOW} & {{*sys.modules}})"
         )
         process = subprocess.run(
             [sys.executable, "-c", f"import sys; {code}"],
@@ -338,9 +352,4 @@ def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path)
             check=False,
         )
         assert process.stdout == f"{[2] * len(commands)} set()\n"
-        lines = [
-            line
-            for words, line in EARLY.items()
-            if words.split()[0] != "--dry-run" or module == "train"
-        ]
-        assert process.stderr.splitlines() == [f"error: {line}" for line in lines]
+        assert process.stderr.splitlines() == lines

@@ -20,7 +20,8 @@ from adora_vl.utils.cli import with_dotted_keys
 from adora_vl.utils.errors import UserError
 from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS_FOLDER, key_defaults
 
-# The others have the 2,101 rows of Geometry3K.
+GEOMETRY3K_ROWS = 2101  # its training split
+# the rows of the data of recipes that do not train on Geometry3K
 ROWS = {
     "smoke_cpu": 4096,
     "demo_cpu": 2000,
@@ -46,10 +47,12 @@ def parse_recipe(name: str) -> Any:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
+    """Return the keys and values of a shipped config, as its YAML has them."""
     return read_config_file(CONFIGS_FOLDER / "train" / f"{name}.yaml")
 
 
 def test_every_shipped_config_is_in_the_pairs():
+    """A config of configs/train or configs/accelerate that is added has to be tested."""
     assert {
         path.stem for path in (CONFIGS_FOLDER / "train").glob("*.yaml")
     } == ACCELERATE_CONFIG_BY_RECIPE.keys()
@@ -61,22 +64,22 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
     for name, launcher in ACCELERATE_CONFIG_BY_RECIPE.items():
         with subtests.test(name):
             script, config, model = parse_recipe(name)
-            processes = yaml.safe_load(
-                (CONFIGS_FOLDER / "accelerate" / f"{launcher}.yaml").read_text()
-            )["num_processes"]
+            accelerate_config = (CONFIGS_FOLDER / "accelerate" / f"{launcher}.yaml").read_text()
+            processes = yaml.safe_load(accelerate_config)["num_processes"]
             check_keys(RunRequest(config=config, model=ModelSource(model_args=model), rows=script))
             plan = build_batch_layout(config, processes)
-            check_row_count(plan, ROWS.get(name, 2101))
+            check_row_count(plan, ROWS.get(name, GEOMETRY3K_ROWS))
             assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
             assert model.model_name_or_path
             assert script.dataset_name
-            # a micro-batch has whole groups, where the card has room for them
+            # a micro-batch has whole groups, or half of one on the card with 16 GB
             if launcher != "cpu":
                 parts = 2 if name == "adora_7b_16gb_4bit" else 1
                 assert parts * config.per_device_train_batch_size % config.num_generations == 0
 
 
 def test_each_config_s_header_names_its_accelerate_config():
+    """`ACCELERATE_CONFIG_BY_RECIPE` is the pair that the tests use, as {"smoke_cpu": "cpu"}."""
     for name, launcher in ACCELERATE_CONFIG_BY_RECIPE.items():
         header = (
             (CONFIGS_FOLDER / "train" / f"{name}.yaml").read_text().split("\nmodel_name_or_path")[0]
@@ -92,13 +95,11 @@ def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps():
     for name in ("adora_7b_geo3k", "grpo_7b_geo3k", "adora_qwen3_vl_8b_geo3k"):
         config = parse_recipe(name)[1]
         plan = build_batch_layout(config, 8)
-        assert (plan.prompts_per_generation, plan.generation_batch, plan.optimizer_batch) == (
-            128,
-            1024,
-            128,
-        )
+        assert plan.prompts_per_generation == 128
+        assert plan.generation_batch == 128 * 8  # rollouts
         assert plan.updates_per_generation == 8
-        assert config.save_steps == 2101 // 128 * 8, "once per epoch"
+        assert plan.optimizer_batch == 128 * 8 // 8
+        assert config.save_steps == GEOMETRY3K_ROWS // 128 * 8, "once per epoch"
 
 
 def test_knights_and_knaves_has_the_optimizer_and_the_entropy_bonus_of_its_code():
@@ -109,21 +110,24 @@ def test_knights_and_knaves_has_the_optimizer_and_the_entropy_bonus_of_its_code(
     assert (config.epsilon, config.beta, config.entropy_coef) == (0.2, 0.001, 0.001)
 
 
-def differing(one: str, other: str) -> set[str]:
-    ours = read_recipe(one)
-    theirs = read_recipe(other)
-    return {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+def differing_keys(name: str, other_name: str) -> set[str]:
+    """Return the keys with other values in two shipped configs, or in one of them alone."""
+    recipe = read_recipe(name)
+    other = read_recipe(other_name)
+    return {key for key in recipe.keys() | other.keys() if recipe.get(key) != other.get(key)}
 
 
 def test_recipes_that_are_compared_differ_only_in_what_is_compared():
+    """ADORA is compared with GRPO, and Qwen2.5-VL with Qwen3-VL, whose images have other sizes."""
     pixels = {"model_name_or_path", "output_dir", "min_pixels", "max_pixels"}
-    assert differing("adora_7b_geo3k", "adora_qwen3_vl_8b_geo3k") == pixels
-    baseline = differing("adora_7b_geo3k", "grpo_7b_geo3k")
+    assert differing_keys("adora_7b_geo3k", "adora_qwen3_vl_8b_geo3k") == pixels
+    baseline = differing_keys("adora_7b_geo3k", "grpo_7b_geo3k")
     assert {key for key in baseline if not key.startswith("adora_")} == {"output_dir"}
     assert parse_recipe("grpo_7b_geo3k")[1].adora_method == {"grpo": {}}
 
 
 def test_an_accelerate_config_is_one_that_accelerate_reads():
+    """Its file name says whether it uses DeepSpeed, and which stage of ZeRO."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     for path in sorted((CONFIGS_FOLDER / "accelerate").glob("*.yaml")):
@@ -178,13 +182,17 @@ def layout_with(**changes: Any) -> BatchLayout:
 
 
 def test_the_numbers_of_a_run():
+    """Two processes, each with 4 micro-batches of 8 rollouts in a generation and in a step."""
     layout = layout_with()
-    assert (layout.global_batch, layout.optimizer_batch, layout.generation_batch) == (16, 64, 64)
-    assert (layout.prompts_per_generation, layout.micro_batches_per_generation) == (8, 4)
+    assert layout.global_batch == 2 * 8
+    assert layout.optimizer_batch == 2 * 8 * 4
+    assert layout.generation_batch == 2 * 8 * 4
+    assert layout.prompts_per_generation == 64 // 8
+    assert layout.micro_batches_per_generation == 4
     assert "8 prompts per generation (64 rollouts)" in layout.describe()
-    # of groups, on each process
-    halves = layout_with(per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    assert halves.prompts_per_generation == 2
+    # half a group in a micro-batch of each process
+    half_groups = layout_with(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert half_groups.prompts_per_generation == 2 * 4 * 2 // 8
     for updates, changes in (
         (1, {}),
         (8, {"steps_per_generation": 32}),
@@ -199,6 +207,7 @@ def test_the_numbers_of_a_run():
 
 
 def test_batches_that_are_not_whole_groups_and_too_few_rows_are_errors():
+    """The 64 rollouts of a generation are no multiple of 12, and 7 rows no 8 prompts."""
     config = config_with()
     config.num_generations = 12  # planned for other processes than TRL has checked it for
     with pytest.raises(

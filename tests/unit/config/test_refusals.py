@@ -31,7 +31,7 @@ from benchmarks.gpu.setting import Setting
 from tests.support.tiny_run import tiny_run_arguments
 
 
-def config(**keys: Any) -> AdoraGRPOConfig:
+def cpu_config(**keys: Any) -> AdoraGRPOConfig:
     """Return the config of a run on a CPU."""
     return AdoraGRPOConfig(
         use_cpu=True,
@@ -52,7 +52,7 @@ def error_of(check: Any, *values: Any) -> str:
 
 
 @pytest.fixture
-def last_line(tmp_path: Path, no_weights: None, capsys: pytest.CaptureFixture[str]) -> Any:
+def error_of_training(tmp_path: Path, no_weights: None, capsys: pytest.CaptureFixture[str]) -> Any:
     """A function that runs the training command with some keys, and returns its last error line.
 
     The command has to refuse the keys before it loads weights.
@@ -68,7 +68,7 @@ def last_line(tmp_path: Path, no_weights: None, capsys: pytest.CaptureFixture[st
 
 
 def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_into_a_run(
-    subtests, last_line
+    subtests, error_of_training
 ):
     """A command, a dry run and Python code all make the config that is checked here."""
     vllm: dict[str, Any] = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
@@ -110,19 +110,20 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
     ]
     for keys, message in cases:
         with subtests.test(message):
-            error = error_of(check_sampling, config(**keys))
+            error = error_of(check_sampling, cpu_config(**keys))
             assert re.match(message, error), error
             assert "\n" not in error
     # What is not refused has a note at the start of a run, if the engine filters tokens.
-    assert notes_on_filters(config(**sequence)) == []
-    assert notes_on_filters(config(**{**sequence, "temperature": 1.0, "top_p": 0.9})) == []
-    assert notes_on_filters(config(**vllm, temperature=0.8, top_k=5)) != []
-    assert "the key temperature says" in last_line(generation_kwargs='{"temperature": 0.3}')
+    assert notes_on_filters(cpu_config(**sequence)) == []
+    assert notes_on_filters(cpu_config(**{**sequence, "temperature": 1.0, "top_p": 0.9})) == []
+    assert notes_on_filters(cpu_config(**vllm, temperature=0.8, top_k=5)) != []
+    assert "the key temperature says" in error_of_training(generation_kwargs='{"temperature": 0.3}')
 
 
-def test_an_option_of_a_dry_run_alone_says_where_it_belongs(last_line: Any) -> None:
+def test_an_option_of_a_dry_run_alone_says_where_it_belongs(error_of_training: Any) -> None:
+    """A key with such a name does not exist, so these words are refused as options."""
     for option in ("write_config", "write-config", "json", "card_gib"):
-        line = last_line(**{option: "80"})
+        line = error_of_training(**{option: "80"})
         assert line == (
             f"error: --{option.replace('_', '-')}: belongs to --dry-run; add --dry-run, or leave it "
             "out"
@@ -134,7 +135,7 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
     secrets = ["hf_abcdefgh", "hf_ijklmnop", "sk-qrstuvwx", "yz12345678"]
     address = f"http://me:{secrets[3]}@10.0.0.1:8000"
     reward = {"mine.py:f": {"judges": [{"api_key": secrets[2], "eos_token": "<|im_end|>"}]}}
-    config_with_secrets = config(
+    config_with_secrets = cpu_config(
         hub_token=secrets[0],
         model_init_kwargs={"token": secrets[1]},
         vllm_server_base_url=address,
@@ -153,7 +154,7 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
         revision="main",
         processes=1,
     )
-    given = [
+    command_words = [
         "--model_init_kwargs",
         f'{{"token": "{secrets[1]}"}}',
         f"--vllm_server_base_url={address}",
@@ -167,7 +168,7 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
         batch_plan="",
         processes=1,
         checkpoint=None,
-        arguments=given,
+        arguments=command_words,
     )
     texts = [
         str(manifest),
@@ -189,8 +190,9 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
 
 
 def test_a_copied_config_is_whole_and_a_pickled_one_lacks_secrets_and_methods() -> None:
+    """A config is pickled into training_args.bin, which people publish with a model."""
     secret = "hf_abcdefgh"  # noqa: S105  # of no account
-    original = config(hub_token=secret, adora_method="dapo")
+    original = cpu_config(hub_token=secret, adora_method="dapo")
     for copied in (copy(original), deepcopy(original)):
         assert copied.hub_token == secret
         assert copied.methods is original.methods
@@ -202,6 +204,7 @@ def test_a_copied_config_is_whole_and_a_pickled_one_lacks_secrets_and_methods() 
 
 
 def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots() -> None:
+    """A manifest has `...` for a secret; run as it stands, the command would log in with the dots."""
     left_out: list[dict[str, Any]] = [
         {"hub_token": "..."},
         {"model_init_kwargs": {"token": "..."}},
@@ -212,13 +215,13 @@ def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots
         with pytest.raises(
             UserError, match=f"^{name}: '...' stands for a secret that was left out"
         ):
-            config(**keys)
+            cpu_config(**keys)
 
 
 def test_keys_that_go_together_are_taken() -> None:
     """What they do not go with is in the table of tests/integration/test_one_road.py."""
-    check_machine.check_optimizer(config(optim_args="beta1=0.9, eps=1e-8"))
-    schedule = config(
+    check_machine.check_optimizer(cpu_config(optim_args="beta1=0.9, eps=1e-8"))
+    schedule = cpu_config(
         lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}
     )
     check_machine.check_schedule(schedule)
@@ -236,13 +239,17 @@ def test_keys_that_go_together_are_taken() -> None:
     several = {"vllm_server_base_url": "http://a:1,http://b:1", **servers}
     without = {"adora_rollouts": {}, "use_vllm": False, "dataloader_num_workers": 2}
     for changed in ({}, with_refills, parameters, ahead, several, without):
-        keys = config(**{**budget, **changed})
+        keys = cpu_config(**{**budget, **changed})
         check_keys.check_budget(keys)
         check_keys.check_sampling_ahead(keys)
         check_keys.check_servers(keys)
 
 
 def test_rollouts_that_wait_need_steps_that_end_with_generations() -> None:
+    """3 micro-batches of a generation are one optimizer step of 2, and half of another one.
+
+    Rollouts wait with a budget of tokens, and where servers sample ahead.
+    """
     keys: dict[str, Any] = {
         "use_vllm": True,
         "per_device_train_batch_size": 16,
@@ -250,8 +257,10 @@ def test_rollouts_that_wait_need_steps_that_end_with_generations() -> None:
         "gradient_accumulation_steps": 2,
     }
     servers = {"vllm_mode": "server", "adora_weight_transfer": "file"}
-    waits_for_budget = config(**keys, adora_rollouts={"budget": 100}, steps_per_generation=3)
-    samples_ahead = config(**keys, adora_rollouts={"ahead": 1}, steps_per_generation=3, **servers)
+    waits_for_budget = cpu_config(**keys, adora_rollouts={"budget": 100}, steps_per_generation=3)
+    samples_ahead = cpu_config(
+        **keys, adora_rollouts={"ahead": 1}, steps_per_generation=3, **servers
+    )
     for line in (
         error_of(check_keys.check_budget, waits_for_budget),
         error_of(check_keys.check_sampling_ahead, samples_ahead),
@@ -259,11 +268,12 @@ def test_rollouts_that_wait_need_steps_that_end_with_generations() -> None:
         assert "does not go with 3 micro-batches of a generation and 2 of an optimizer step" in line
     for steps in (1, 2, 4):
         check_keys.check_budget(
-            config(**keys, adora_rollouts={"budget": 100}, steps_per_generation=steps)
+            cpu_config(**keys, adora_rollouts={"budget": 100}, steps_per_generation=steps)
         )
 
 
 def test_the_engines_log_probabilities_are_old_ones_where_nothing_else_corrects() -> None:
+    """`old_logps: engine` takes vLLM's log-probabilities for those of the old policy."""
     keys: dict[str, Any] = {
         "adora_rollouts": {"old_logps": "engine"},
         "use_vllm": True,
@@ -278,7 +288,7 @@ def test_the_engines_log_probabilities_are_old_ones_where_nothing_else_corrects(
         ({"adora_stock_step": ["skip_old_pass"]}, "does not go with adora_stock_step"),
         ({"adora_stock_step": ["share_prompt"]}, ""),
     ):
-        line = error_of(check_keys.check_old_logps, config(**{**keys, **changed_keys}))
+        line = error_of(check_keys.check_old_logps, cpu_config(**{**keys, **changed_keys}))
         if message:
             assert message in line, changed_keys
             assert line.startswith("adora_rollouts.old_logps: engine ")
@@ -287,22 +297,23 @@ def test_the_engines_log_probabilities_are_old_ones_where_nothing_else_corrects(
 
 
 def test_what_samples_with_older_weights_learns_by_the_engine_in_either_way() -> None:
+    """Rollouts over several steps need the ratio to the engine, or its log-probabilities."""
     keys: dict[str, Any] = {
         "use_vllm": True,
         "per_device_train_batch_size": 16,
         "vllm_importance_sampling_correction": False,
     }
-    policy = config(adora_rollouts={"budget": 100}, **keys)
+    policy = cpu_config(adora_rollouts={"budget": 100}, **keys)
     line = error_of(check_keys.check_budget, policy)
     assert "does not go with vllm_importance_sampling_correction: false" in line
-    engine = config(adora_rollouts={"budget": 100, "old_logps": "engine"}, **keys)
+    engine = cpu_config(adora_rollouts={"budget": 100, "old_logps": "engine"}, **keys)
     assert not error_of(check_keys.check_budget, engine)
 
 
 def test_a_schedule_whose_rate_is_no_number_is_refused() -> None:
     """Transformers makes a rate of 0 of NaN."""
     for rate in (float("nan"), float("inf")):
-        keys = config(lr_scheduler_type="cosine_with_min_lr")
+        keys = cpu_config(lr_scheduler_type="cosine_with_min_lr")
         keys.lr_scheduler_kwargs = {"min_lr_rate": rate}
         line = error_of(check_machine.check_schedule, keys)
         assert line.startswith("lr_scheduler_kwargs: min_lr_rate: "), line
@@ -310,33 +321,36 @@ def test_a_schedule_whose_rate_is_no_number_is_refused() -> None:
 
 def test_arguments_of_an_optimizer_are_pairs_of_names_and_finite_numbers() -> None:
     for arguments_text in ("lr=nan", "foo", "a=1,b", "=1", "a=-inf", ","):
-        line = error_of(check_machine.check_optimizer, config(optim_args=arguments_text))
+        line = error_of(check_machine.check_optimizer, cpu_config(optim_args=arguments_text))
         assert line.startswith(f"optim_args: {arguments_text!r} is not NAME=VALUE"), line
 
 
 def test_partial_rollouts_want_two_whole_groups_on_each_process() -> None:
-    keys = config(
+    keys = cpu_config(
         adora_rollouts={"budget": 100},
         use_vllm=True,
         per_device_train_batch_size=16,
         vllm_importance_sampling_mode="token_truncate",
     )
-    keys.per_device_train_batch_size = 4  # half a group on each of two processes, which TRL allows
+    # half a group of 8 on each of two processes, which TRL allows
+    keys.per_device_train_batch_size = 4
     line = error_of(check_keys.check_budget, keys)
     assert "4 rollouts per process, which are no whole groups" in line
 
 
-def model_with(text: dict[str, int], tower: dict[str, int]) -> Any:
-    return SimpleNamespace(
-        get_text_config=lambda: SimpleNamespace(**text), vision_config=SimpleNamespace(**tower)
-    )
+def model_config_with(text: dict[str, int], tower: dict[str, int]) -> Any:
+    """A config of Transformers, with these sizes of the language model and the vision tower."""
+    text_config = SimpleNamespace(**text)
+    vision_config = SimpleNamespace(**tower)
+    return SimpleNamespace(get_text_config=lambda: text_config, vision_config=vision_config)
 
 
 def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
-    keys = config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
+    """Two cards divide an engine (tensor parallelism), so an odd number of heads is refused."""
+    keys = cpu_config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
     text = {"num_attention_heads": 4, "num_key_value_heads": 1}
     tower = {"num_heads": 4, "intermediate_size": 8}
-    assert error_of(check_tensor_parallel, keys, model_with(text, tower), 4) == ""
+    assert error_of(check_tensor_parallel, keys, model_config_with(text, tower), 4) == ""
     for sizes, name, wrong_size, part_in_words in (
         (text, "num_attention_heads", 3, "3 attention heads of the model"),
         (tower, "num_heads", 5, "5 attention heads of its vision tower"),
@@ -345,14 +359,15 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
     ):
         right_size = sizes[name]
         sizes[name] = wrong_size
-        line = error_of(check_tensor_parallel, keys, model_with(text, tower), 4)
+        line = error_of(check_tensor_parallel, keys, model_config_with(text, tower), 4)
         assert line.startswith(f"vllm_tensor_parallel_size: 2 does not divide the {part_in_words}")
         sizes[name] = right_size
     keys.vllm_mode = "server"
-    check_tensor_parallel(keys, model_with(text, tower), 3)
+    check_tensor_parallel(keys, model_config_with(text, tower), 3)
 
 
 INDEX = "model.safetensors.index.json"
+# a file of a model folder, what a broken download left in it (None: nothing), a part of the error
 BROKEN: list[tuple[str, bytes | None, str]] = [
     ("model.safetensors", None, "has no weights"),
     ("model.safetensors", b"", "is damaged"),
@@ -373,10 +388,10 @@ def test_a_model_whose_download_was_broken_off(tmp_path, capsys, subtests):
     for number, (file, content, message) in enumerate(BROKEN):
         with subtests.test(f"{file} {content!r:.12}"):
             (tmp_path / str(number)).mkdir()
-            _check_broken(file, content, message, tmp_path / str(number), capsys)
+            check_broken_model_is_refused(file, content, message, tmp_path / str(number), capsys)
 
 
-def _check_broken(
+def check_broken_model_is_refused(
     file: str,
     content: bytes | None,
     message: str,
@@ -404,6 +419,8 @@ def _check_broken(
 
 
 def test_what_goes_wrong_while_loading_ends_in_one_line(tmp_path, monkeypatch, capsys):
+    """Building the trainer, which loads model and engine, raises an error of two lines."""
+
     def fails(run: object) -> None:
         raise RuntimeError("no room\nfor it")
 
@@ -414,17 +431,19 @@ def test_what_goes_wrong_while_loading_ends_in_one_line(tmp_path, monkeypatch, c
 
 
 def test_an_error_of_pydantic_says_what_was_wrong() -> None:
-    class Two(BaseModel):
+    """vLLM checks its options with pydantic, whose errors have a first line without a reason."""
+
+    class Options(BaseModel):
         heads: int
 
     with pytest.raises(ValidationError) as wrong:
-        Two.model_validate({"heads": "many"})
+        Options.model_validate({"heads": "many"})
     assert in_one_line(wrong.value) == (
         "ValidationError: Input should be a valid integer, unable to parse string as an integer"
     )
 
     class Whole(BaseModel):
-        """Such an error names no field."""
+        """An error that names no field."""
 
         @model_validator(mode="after")
         def refuse(self) -> Whole:
@@ -436,20 +455,20 @@ def test_an_error_of_pydantic_says_what_was_wrong() -> None:
 
 
 def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> None:
-    tied, untied = (
-        Setting(False, torch.device("cpu")).config(size, layers=1) for size in ("3B", "7B")
-    )
-    places = [
-        ("embed_tokens", "target_modules"),
-        ("lm_head", "modules_to_save"),
-    ]
-    for name, key in places:
-        lists = {
+    """Qwen2.5-VL-3B has one weight for its input embeddings and its output layer, 7B has two."""
+    setting = Setting(False, torch.device("cpu"))
+    tied = setting.config("3B", layers=1)
+    untied = setting.config("7B", layers=1)
+    for name, key in (
+        ("embed_tokens", "lora_target_modules"),
+        ("lm_head", "lora_modules_to_save"),
+    ):
+        modules_by_key = {
             "lora_target_modules": ["q_proj", "v_proj"],
             "lora_modules_to_save": ["input_layernorm"],
         }
-        lists[f"lora_{key}"] = [*lists[f"lora_{key}"], name]
-        model = ModelConfig(use_peft=True, **lists)
+        modules_by_key[key].append(name)
+        model = ModelConfig(use_peft=True, **modules_by_key)
         check_model_parts(model, untied, make_lora_config(model), [])
-        with pytest.raises(UserError, match=f"^lora_{key}: '{name}' shares its weight"):
+        with pytest.raises(UserError, match=f"^{key}: '{name}' shares its weight"):
             check_model_parts(model, tied, make_lora_config(model), [])

@@ -62,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def config(**keys: Any) -> AdoraGRPOConfig:
+def cpu_config(**keys: Any) -> AdoraGRPOConfig:
     """Return the config of a run on a CPU."""
     return AdoraGRPOConfig(
         use_cpu=True,
@@ -73,12 +73,12 @@ def config(**keys: Any) -> AdoraGRPOConfig:
     )
 
 
-def lines_about(
+def unused_key_lines(
     model: ModelConfig | None = None, trains_adapter: bool = False, **keys: Any
 ) -> list[str]:
     """Return the lines about keys that have no effect in a run with these."""
     return notes_on_unused_keys(
-        RunSettings(config(**keys), model or ModelConfig(), trains_adapter, trl_evaluates=False)
+        RunSettings(cpu_config(**keys), model or ModelConfig(), trains_adapter, trl_evaluates=False)
     )
 
 
@@ -107,6 +107,7 @@ def other_value(default: Any) -> Any:
 
 
 def keys_that_may_be_unused() -> Iterator[tuple[str, str]]:
+    """Yields each key that may do nothing, and the reason as a line about it says it."""
     for group in _CONDITIONAL_KEYS:
         for key in group.keys:
             yield key, group.reason
@@ -114,9 +115,13 @@ def keys_that_may_be_unused() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("key", "reason"), list(keys_that_may_be_unused()))
 def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
-    settings = RunSettings(config(), ModelConfig(), trains_adapter=False, trl_evaluates=False)
+    """No line is about a key with its default, and one line about a key with another value.
+
+    `reason` is how that line ends, as in `with use_vllm: true`.
+    """
+    settings = RunSettings(cpu_config(), ModelConfig(), trains_adapter=False, trl_evaluates=False)
     assert notes_on_unused_keys(settings) == []
-    if reason.startswith("with "):  # which holds for other values of other keys
+    if reason.startswith("with "):  # it is unused with these values of other keys
         settings.config.use_vllm = True
         settings.config.gradient_checkpointing = False
         settings.config.optim = "sgd"
@@ -128,14 +133,15 @@ def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
 
 
 def test_keys_with_one_reason_share_a_line_and_what_is_read_has_none():
+    """Both keys of an adapter do nothing without one, and share the line that says so."""
     lora = ModelConfig(lora_r=4, lora_target_modules=["q_proj"])
     line = "lora_r, lora_target_modules: do nothing without use_peft: true, so all weights are"
-    assert lines_about(lora)[0].startswith(line)
-    assert lines_about(lora, trains_adapter=True) == []
-    assert lines_about(beta=0.1, use_bias_correction_kl=False) == []
-    assert lines_about(loss_type="sapo", sapo_temperature_pos=2.0) == []
-    assert lines_about(use_vllm=True, vllm_mode="server", vllm_server_port=8001) == []
-    assert lines_about(push_to_hub=False, hub_model_id="a/b") == [
+    assert unused_key_lines(lora)[0].startswith(line)
+    assert unused_key_lines(lora, trains_adapter=True) == []
+    assert unused_key_lines(beta=0.1, use_bias_correction_kl=False) == []
+    assert unused_key_lines(loss_type="sapo", sapo_temperature_pos=2.0) == []
+    assert unused_key_lines(use_vllm=True, vllm_mode="server", vllm_server_port=8001) == []
+    assert unused_key_lines(push_to_hub=False, hub_model_id="a/b") == [
         "hub_model_id: does nothing without push_to_hub: true"
     ]
 
@@ -143,11 +149,14 @@ def test_keys_with_one_reason_share_a_line_and_what_is_read_has_none():
 @pytest.mark.parametrize(("keys", "begins"), REFUSED)
 def test_a_key_that_would_not_do_what_it_is_set_for_is_refused(keys, begins):
     with pytest.raises(UserError, match=f"^{begins}"):
-        refuse_unusable_keys(config(**keys))
+        refuse_unusable_keys(cpu_config(**keys))
 
 
 def test_a_rate_that_waits_for_evaluations_needs_those_of_trl():
-    plateau = config(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=2)
+    """`reduce_lr_on_plateau` is told the loss of TRL's evaluation, and not of our evaluators."""
+    plateau = cpu_config(
+        lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps=2
+    )
     refuse_unusable_keys(plateau, trl_evaluates=True)
     with pytest.raises(UserError, match="^lr_scheduler_type: reduce_lr_on_plateau is never told"):
         refuse_unusable_keys(plateau)
@@ -155,17 +164,24 @@ def test_a_rate_that_waits_for_evaluations_needs_those_of_trl():
 
 def test_a_step_that_passes_over_a_generation_twice_is_refused():
     """The weights have not changed, so the second gradient is the first one."""
-    cases = {(4, 2, 4): True, (8, 3, 4): True, (2, 1, 4): True, (2, 2, 4): False, (4, 2, 6): False}
-    for (steps, passes, accumulated), fits in cases.items():
-        keys = config(
+    # steps_per_generation, num_iterations, gradient_accumulation_steps, whether they are taken
+    cases = [
+        (4, 2, 4, True),
+        (8, 3, 4, True),
+        (2, 1, 4, True),
+        (2, 2, 4, False),
+        (4, 2, 6, False),
+    ]
+    for steps, passes, accumulated, is_taken in cases:
+        training_config = cpu_config(
             per_device_train_batch_size=8,
             num_generations=8,
             steps_per_generation=steps,
             num_iterations=passes,
             gradient_accumulation_steps=accumulated,
         )
-        if fits:
-            build_batch_layout(keys, 1)
+        if is_taken:
+            build_batch_layout(training_config, 1)
             continue
         with pytest.raises(UserError, match=f"^num_iterations: {passes} with .* same rollouts"):
-            build_batch_layout(keys, 1)
+            build_batch_layout(training_config, 1)
