@@ -47,7 +47,7 @@ TINY_MODEL_BY_RECIPE = {
 HASHED_FILES = ("dataset", "model")
 
 
-def write_settings(run: ResolvedRun) -> dict[str, str]:
+def fingerprint_of_settings(run: ResolvedRun) -> dict[str, str]:
     """Return the fingerprint of a run without the hashes of files."""
     fingerprint = compute_fingerprint_of_run(
         run.request, run.model, run.data, run.user_code_hashes, run.context
@@ -71,7 +71,7 @@ def fingerprint_of_recipe(name: str, data: Path) -> dict[str, str]:
     words += ["--output_dir", str(data.parent / "runs")]
     launcher = CONFIGS_FOLDER / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
     run = prepare_on_paper(parse_command(words), DryRunOptions(accelerate_config=launcher))
-    return write_settings(run)
+    return fingerprint_of_settings(run)
 
 
 def fingerprint_from_python(**options: Any) -> dict[str, str]:
@@ -111,7 +111,7 @@ def fingerprint_from_python(**options: Any) -> dict[str, str]:
         rewards=rewards,
     )
     run = run_checks(request, RunContext.of_launch("ignore"))
-    return write_settings(run)
+    return fingerprint_of_settings(run)
 
 
 ARGUMENTS_BY_PYTHON_CASE: dict[str, dict[str, Any]] = {
@@ -144,12 +144,14 @@ def fingerprints() -> dict[str, dict[str, str]]:
     """Return the fingerprints of all shipped configs and of the runs from Python, by name."""
     with TemporaryDirectory() as folder:
         words = ["--rows", str(NUMBER_OF_ROWS), "--test-rows", "4"]
-        for kind in ("synthetic", "knights"):
-            assert data_prep([kind, "--output", str(Path(folder, kind)), *words]) == 0
+        for puzzle_kind in ("synthetic", "knights"):
+            assert data_prep([puzzle_kind, "--output", str(Path(folder, puzzle_kind)), *words]) == 0
         by_name = {}
         for name in ACCELERATE_CONFIG_BY_RECIPE:
-            kind = "knights" if TINY_MODEL_BY_RECIPE.get(name) == "tiny_text" else "synthetic"
-            by_name[name] = fingerprint_of_recipe(name, Path(folder, kind))
+            puzzle_kind = (
+                "knights" if TINY_MODEL_BY_RECIPE.get(name) == "tiny_text" else "synthetic"
+            )
+            by_name[name] = fingerprint_of_recipe(name, Path(folder, puzzle_kind))
     return by_name | {
         name: fingerprint_from_python(**options)
         for name, options in ARGUMENTS_BY_PYTHON_CASE.items()
@@ -172,6 +174,7 @@ def fingerprints_as_text(by_name: dict[str, dict[str, str]]) -> str:
 # It plans every shipped config, which takes most of a minute.
 @pytest.mark.slow
 def test_fingerprints_of_shipped_configs_and_of_python_are_the_stored_ones(no_weights):
+    """The module's docstring says how to store others, after a change that is meant."""
     assert fingerprints_as_text(fingerprints()) == STORED_FINGERPRINTS.read_text()
 
 
@@ -245,6 +248,7 @@ def test_a_run_from_python_is_the_same_one_when_its_reward_has_counted_on():
 
 
 def test_a_run_from_python_is_the_same_one_with_its_judge_at_another_address():
+    """The address of a judge is no part of its reward, and its model is."""
     texts = {
         rewards_as_json(
             [{"judge": {"model": "m", "base_url": f"http://{host}:8000/v1"}}, "accuracy"]

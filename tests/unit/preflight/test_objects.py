@@ -39,15 +39,19 @@ def model() -> Any:
 
 
 def test_a_model_object_is_another_one_where_any_of_its_numbers_is(model):
-    """Otherwise a run would resume with another base model, and say nothing."""
+    """A model is known by a hash of its weights.
+
+    Otherwise a run would resume with another base model, and say nothing. Every parameter is
+    changed at its first, at a middle and at its last number.
+    """
     identity = hash_model_object(model)
     assert identity == hash_model_object(deepcopy(model))
     for name, parameter in model.named_parameters():
-        for place in (0, parameter.numel() // 3, parameter.numel() - 1):
+        for position in (0, parameter.numel() // 3, parameter.numel() - 1):
             changed = deepcopy(model)
             with torch.no_grad():
-                changed.get_parameter(name).view(-1)[place] += 1.0
-            assert hash_model_object(changed) != identity, (name, place)
+                changed.get_parameter(name).view(-1)[position] += 1.0
+            assert hash_model_object(changed) != identity, (name, position)
 
 
 def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(model):
@@ -56,15 +60,17 @@ def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(mode
         torch.manual_seed(0)
         return get_peft_model(deepcopy(model), adapter)
 
-    half = deepcopy(model).to(torch.bfloat16)
+    bfloat16_model = deepcopy(model).to(torch.bfloat16)
     other_config = deepcopy(model)
     other_config.config.rope_theta = 5.0
-    models = [model, half, other_config, with_adapter(4), with_adapter(8)]
+    models = [model, bfloat16_model, other_config, with_adapter(4), with_adapter(8)]
     assert len(set(map(hash_model_object, models))) == len(models)
     assert hash_model_object(with_adapter(4)) == hash_model_object(with_adapter(4))
 
 
 def test_a_reward_model_is_known_by_its_weights_and_a_function_by_its_source(tmp_path):
+    """`hashes` has a hash by the name of each reward: "Linear" and "reward"."""
+
     def reward(**columns: Any) -> list[float]:
         return [1.0]
 
@@ -118,6 +124,8 @@ def test_rows_of_python_without_a_system_message_have_no_system_prompt():
 
 
 def test_a_processor_is_another_one_with_another_template_or_other_images_and_not_after_use():
+    """A call leaves padding settings in a tokenizer, which do not make it another one."""
+
     def load() -> Any:
         return load_processor(str(PRETRAINED_FOLDER))
 
@@ -125,12 +133,12 @@ def test_a_processor_is_another_one_with_another_template_or_other_images_and_no
     other_template.chat_template += "{# #}"
     other_images = load()
     limit_pixels(other_images, 28 * 28, 56 * 56)
-    other_words = load()
-    other_words.tokenizer.add_tokens(["<new>"])
-    padded_before = load()
-    padded_before(text=["a", "a b"], padding=True, return_tensors="pt")
-    other_processors = [other_template, other_images, other_words, load().tokenizer]
+    other_vocabulary = load()
+    other_vocabulary.tokenizer.add_tokens(["<new>"])
+    used_processor = load()
+    used_processor(text=["a", "a b"], padding=True, return_tensors="pt")
+    other_processors = [other_template, other_images, other_vocabulary, load().tokenizer]
     identity = hash_processor(load())
-    assert hash_processor(padded_before) == identity
+    assert hash_processor(used_processor) == identity
     identities = {identity, *map(hash_processor, other_processors)}
     assert len(identities) == 1 + len(other_processors)

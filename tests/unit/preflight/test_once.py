@@ -102,12 +102,13 @@ def start_from_python(output_dir: Path) -> None:
 def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
     tmp_path, monkeypatch, subtests, no_weights
 ):
+    """A second conversion may change a value, and a second method has a state of its own."""
     no_checks: Callable[[object], list[object]] = lambda run: []  # noqa: E731
     monkeypatch.setattr(doctor, "checks_without_weights", no_checks)
     monkeypatch.setattr(doctor, "engine_checks", no_checks)
     words_for_gpu = ["--config", str(CONFIGS_FOLDER / "train" / "adora_3b_1gpu_lora.yaml")]
     launcher = DryRunOptions(accelerate_config=CONFIGS_FOLDER / "accelerate" / "gpu1.yaml")
-    ways: dict[str, Callable[[], object]] = {
+    start_by_way: dict[str, Callable[[], object]] = {
         "command": lambda: prepare(parse_command(words_of_keys(tmp_path / "command"))),
         "dry run": lambda: prepare_on_paper(
             parse_command(words_of_keys(tmp_path / "paper")), DryRunOptions()
@@ -119,11 +120,11 @@ def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
         "Python": lambda: start_from_python(tmp_path / "python"),
     }
     counted = CountedCalls(monkeypatch)
-    for name, way in ways.items():
+    for name, start_run in start_by_way.items():
         with subtests.test(name):
             counted.conversions.clear()
             counted.builds = 0
-            way()
+            start_run()
             repeated = {key: number for key, number in counted.conversions.items() if number > 1}
             assert repeated == {}
             assert {"adora_method", "learning_rate"} <= counted.conversions.keys()
