@@ -15,10 +15,11 @@ Metrics = dict[str, list[float]]
 
 
 def micro_batch(rows: int, tokens: int) -> Batch:
+    """A micro-batch of which the means read its number of rollouts, and of tokens in the loss."""
     return {"completion_mask": torch.ones(rows, 1), "loss_tokens": tokens}
 
 
-def logged(config: dict[str, Any], *micro_batches: tuple[Batch, dict[str, float]]) -> Metrics:
+def log_step(config: dict[str, Any], *micro_batches: tuple[Batch, dict[str, float]]) -> Metrics:
     """Return the metrics after TRL's loss has logged its metrics of each micro-batch of a step."""
     metrics: Metrics = defaultdict(list)
     means = MicroBatchMeans(training_config(**config), metrics)
@@ -31,7 +32,7 @@ def logged(config: dict[str, Any], *micro_batches: tuple[Batch, dict[str, float]
 
 def test_a_token_weighs_the_same_in_a_small_micro_batch():
     """The entropy is of 30 and 10 tokens, and the loss of 2 and 6 rollouts."""
-    metrics = logged(
+    metrics = log_step(
         {"loss_type": "grpo"},
         (micro_batch(rows=2, tokens=30), {"entropy": 1.0, "kl": 0.2, "policy_loss": 4.0}),
         (micro_batch(rows=6, tokens=10), {"entropy": 3.0, "kl": 0.6, "policy_loss": 8.0}),
@@ -44,11 +45,13 @@ def test_a_token_weighs_the_same_in_a_small_micro_batch():
 
 
 @pytest.mark.parametrize(
-    ("level", "expected"), [("token", (30 * 0.1 + 10 * 0.5) / 40), ("sequence", 0.4)]
+    ("level", "expected"),
+    [("token", (30 * 0.1 + 10 * 0.5) / 40), ("sequence", (2 * 0.1 + 6 * 0.5) / 8)],
 )
 def test_ratios_of_rollouts_count_rollouts(level, expected):
+    """A share of clipped ratios is over tokens, or over rollouts where each has one ratio."""
     name = "clip_ratio/low_mean"
-    metrics = logged(
+    metrics = log_step(
         {"importance_sampling_level": level},
         (micro_batch(rows=2, tokens=30), {name: 0.1}),
         (micro_batch(rows=6, tokens=10), {name: 0.5}),
@@ -69,7 +72,7 @@ def test_the_next_step_has_a_value_of_its_own_also_after_a_line_of_the_log():
     assert metrics[f"{name}/max"] == [2.0]
     means.begin()
     means.add(f"{name}/mean", 1.0, weight=9)
-    assert metrics[f"{name}/mean"] == [1.625, 1.0]
+    assert metrics[f"{name}/mean"] == [(0.5 * 1 + 2.0 * 3) / 4, 1.0]
     metrics.clear()  # as TRL does when it logs a line
     # Of the same step: the mean of 1.0 and 3.0, which weigh the same.
     means.add(f"{name}/mean", 3.0, weight=9)
@@ -92,11 +95,12 @@ def test_what_a_micro_batch_without_memory_has_logged_is_undone():
     log_micro_batch(1.0)
     assert metrics == {"drift": [9.0, 1.0], "reward": [0.5], "loss": [1.0]}
     log_micro_batch(4.0)
-    assert metrics == {"drift": [9.0, 2.5], "reward": [0.5], "loss": [1.0, 4.0]}
+    assert metrics == {"drift": [9.0, (1.0 + 4.0) / 2], "reward": [0.5], "loss": [1.0, 4.0]}
 
 
 def test_micro_batches_without_a_token_of_the_loss_do_not_hide_the_others():
-    metrics = logged(
+    """The entropy over no tokens is NaN, which must not make the mean NaN."""
+    metrics = log_step(
         {},
         (micro_batch(rows=2, tokens=0), {"entropy": math.nan}),
         (micro_batch(rows=2, tokens=5), {"entropy": 2.0}),
@@ -108,7 +112,7 @@ def test_the_most_clipped_rollout_of_a_step_is_that_of_all_its_micro_batches():
     """A mean over micro-batches would depend on how the rows are divided."""
     low = "clip_ratio/low_min"
     high = "clip_ratio/high_max"
-    metrics = logged(
+    metrics = log_step(
         {},
         (micro_batch(rows=2, tokens=30), {low: 0.2, high: 0.1}),
         (micro_batch(rows=2, tokens=10), {low: 0.1, high: 0.5}),

@@ -101,14 +101,17 @@ RATES_WITH_NOISE: RatesByStep = [[1.0, 0.0, 0.5, 1.0], *RATES_BETWEEN, [0.0, 0.5
 RATES_WITH_GAIN: RatesByStep = [[0.0, 0.25, 0.0, 0.25], *RATES_BETWEEN, [1.0, 0.75, 1.0, 0.75]]
 
 
-@pytest.mark.parametrize(("rates", "noise"), [(RATES_WITH_NOISE, True), (RATES_WITH_GAIN, False)])
+@pytest.mark.parametrize(
+    ("rates", "expects_noise"), [(RATES_WITH_NOISE, True), (RATES_WITH_GAIN, False)]
+)
 def test_a_change_in_training_has_an_interval_over_groups(
-    tmp_path: Path, rates: RatesByStep, noise: bool
+    tmp_path: Path, rates: RatesByStep, expects_noise: bool
 ) -> None:
     """The page and the end of the run say the same."""
     run = write_run(tmp_path / "run", rates)
     log = read_metrics(run / "metrics.jsonl")
     change = training_change(run, log, PASS_RATE_KEY)
+    # two of the ten steps, with four groups each
     first_fifth = rates[0] + rates[1]
     last_fifth = rates[-2] + rates[-1]
     interval = welch_interval(first_fifth, last_fifth)
@@ -118,11 +121,11 @@ def test_a_change_in_training_has_an_interval_over_groups(
     assert change.over == "8 and 8 groups"
     assert change.low == pytest.approx(low)
     assert change.high == pytest.approx(high)
-    assert is_noise(change) is noise
+    assert is_noise(change) is expects_noise
 
     result = describe_result(run, log)
     assert result is not None
-    assert ("within noise" in result) is noise
+    assert ("within noise" in result) is expects_noise
     assert result.startswith("pass rate in training ")
     assert "95 % [" in result
 
@@ -134,10 +137,11 @@ def test_a_change_in_training_has_an_interval_over_groups(
     assert result in lines
     row = next(line for line in lines if line.startswith("pass rate"))
     assert " points, 95 % [" in row
-    assert ("within noise" in row) is noise
+    assert ("within noise" in row) is expects_noise
 
 
 def test_a_run_without_a_record_has_an_interval_over_its_steps(tmp_path: Path) -> None:
+    """The pass rates of 20 steps are in turn 0 and 1/2; a fifth is 4 of them."""
     log = [{"step": step, PASS_RATE_KEY: step % 2 / 2, "reward": 0.5} for step in range(20)]
     change = training_change(tmp_path, log, PASS_RATE_KEY)
     assert change is not None
@@ -184,6 +188,7 @@ def test_the_last_fifth_begins_with_the_first_step_of_its_first_line(tmp_path):
 
 
 def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Path) -> None:
+    """The oldest files of a record are deleted when it is full, and then its steps are compared."""
     run = write_run(tmp_path / "run", RATES_WITH_NOISE)
     log = read_metrics(run / "metrics.jsonl")
     parts = sorted((run / "rollouts").glob("*.parquet"))
@@ -195,18 +200,24 @@ def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Pa
 
 
 def test_the_score_in_the_runs_folder_comes_first(tmp_path: Path) -> None:
+    """A score file after the training says more than evaluations on the way and the pass rate.
+
+    With one from before the training, the two are compared answer by answer.
+    """
     run = write_run(tmp_path / "run", RATES_WITH_NOISE)
-    accuracy = "eval_problems_accuracy"
-    log = [*read_metrics(run / "metrics.jsonl"), {"step": 9, accuracy: 0.5}]
+    evaluation = {"step": 9, "eval_problems_accuracy": 0.5}
+    log = [*read_metrics(run / "metrics.jsonl"), evaluation]
     coverage = {"answers": 40, "asked": 40, "in_data": 512}
     write_score(run / SCORE_FILE_AFTER, "01" * 20, coverage=coverage)
     result = describe_result(run, log)
     assert result is not None
     assert result.startswith("held-out accuracy, mine 50.0 % (95 %: 35.2 to 64.8) of 40 of 512 ")
+
     write_score(run / SCORE_FILE_AFTER, "01" * 20, samples={"k": 4})
     result = describe_result(run, log)
     assert result is not None
     assert " of 40 answers (" in result
+
     write_score(run / SCORE_FILE_AFTER, "01" * 20, coverage=coverage)
     write_score(run / SCORE_FILE_BEFORE, "01" * 19 + "00")
     result = describe_result(run, log)
@@ -215,24 +226,27 @@ def test_the_score_in_the_runs_folder_comes_first(tmp_path: Path) -> None:
     assert "48 % → 50 %: +2.5 points, 95 % [-5.7, +10.4], within noise" in result
     write_score(run / SCORE_FILE_BEFORE, "01" * 19 + "00", benchmark="geometry3k")
     assert describe_result(run, log) == result, "it is another name of the same benchmark"
+
     write_score(run / SCORE_FILE_BEFORE, "0" * 40)
     result = describe_result(run, log)
     assert result is not None
     assert "0 % → 50 %: +50.0 points" in result
     assert "within noise" not in result
     assert load_run(run, 100).result == result
-    (run / SCORE_FILE_AFTER).write_text("{")
+
+    (run / SCORE_FILE_AFTER).write_text("{")  # damaged, so the evaluation on the way is shown
     result = describe_result(run, log)
     assert result is not None
     assert result.startswith("held-out accuracy, problems 50 %")
 
 
 def test_evaluations_on_the_way_have_an_interval_where_the_log_has_theirs(tmp_path: Path) -> None:
+    """Evaluations of different problems are compared by the intervals of both."""
     key = "eval_problems_accuracy"
 
-    def evaluation(step: int, value: float, half: float) -> dict[str, Any]:
-        ends = {f"{key}_low": value - half, f"{key}_high": value + half}
-        return {"step": step, "kind": "eval", key: value, **ends}
+    def evaluation(step: int, value: float, half_width: float) -> dict[str, Any]:
+        interval = {f"{key}_low": value - half_width, f"{key}_high": value + half_width}
+        return {"step": step, "kind": "eval", key: value, **interval}
 
     result = describe_result(tmp_path, [evaluation(0, 0.4, 0.03), evaluation(9, 0.5, 0.04)])
     # Newcombe: the root of the sum of squares, 0.05 on both sides.

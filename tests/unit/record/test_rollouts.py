@@ -76,6 +76,12 @@ def four_rollouts_of(steps: Iterable[int]) -> list[int]:
 
 
 def test_the_criteria_of_groups_by_hand():
+    """Three groups of three rollouts; the last rollout of the third group was cut off at 50 tokens.
+
+    A column has one value for each rollout: the group's share of right rollouts, its longest right
+    one, and the mean length of its finished wrong ones. A rollout without a reward (NaN) counts as
+    wrong.
+    """
     rewards = torch.tensor([[1.0, 0.1, 0.0], [0.0, NAN, 0.0], [1.0, 1.0, 0.1]])
     lengths = torch.tensor([[9.0, 5.0, 8.0], [1.0, 2.0, 3.0], [4.0, 6.0, 50.0]])
     groups = Groups(rewards, lengths, lengths >= 50)
@@ -90,17 +96,19 @@ def test_the_criteria_of_groups_by_hand():
 
 
 def test_a_reward_is_the_weighted_sum_of_the_parts_that_are_there():
-    parts_BF = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
+    """NaN is a reward function that did not score; where none did, the sum is NaN too."""
+    rewards_BF = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
     weights_F = torch.tensor([1.0, 0.5])
-    rewards = weighted_sum(parts_BF, weights_F).tolist()
-    assert rewards == pytest.approx([2, 1, NAN], nan_ok=True)
+    sums = weighted_sum(rewards_BF, weights_F).tolist()
+    assert sums == pytest.approx([1.0 * 1 + 2.0 * 0.5, 2.0 * 0.5, NAN], nan_ok=True)
 
 
 def test_the_drift_of_a_rollout_is_its_largest_gap_where_both_sides_have_a_figure():
-    trainer = torch.tensor([[1.0, 2.0, 9.0], [1.0, 1.0, 1.0]])
-    engine = torch.tensor([[1.5, NAN, 0.0], [NAN, NAN, NAN]])
+    """The engine has no log-probability where it says NaN, and a masked token does not count."""
+    trainer_logps = torch.tensor([[1.0, 2.0, 9.0], [1.0, 1.0, 1.0]])
+    engine_logps = torch.tensor([[1.5, NAN, 0.0], [NAN, NAN, NAN]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    drifts = rollout_drift(trainer, engine, mask).tolist()
+    drifts = rollout_drift(trainer_logps, engine_logps, mask).tolist()
     assert drifts == pytest.approx([0.5, NAN], nan_ok=True)
 
 
@@ -118,6 +126,7 @@ def test_the_text_of_a_message_in_every_form(message, text):
 
 
 def test_a_figure_that_is_not_there_is_null():
+    """NaN, None and a column without values all become null in the table."""
     columns = columns_of_step(
         1,
         2,
@@ -134,6 +143,7 @@ def test_a_figure_that_is_not_there_is_null():
 
 
 def test_generations_of_one_step_are_numbered_through(tmp_path):
+    """Two generations of two groups each are recorded in one step: groups 0 to 3."""
     record = rollouts.Record(tmp_path, 1, {})
     record.start(0)
     record.add(columns_of_step(1), group_size=2)
@@ -149,6 +159,7 @@ def test_generations_of_one_step_are_numbered_through(tmp_path):
 
 
 def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
+    """A hundred steps write a file each, and the record merges small ones as it goes."""
     record = rollouts.Record(tmp_path, 1, {})
     record.start(0)
     for step in range(1, 101):
@@ -160,10 +171,12 @@ def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
 
 
 def crash(*_: object, **__: object) -> None:
+    """Stands for a process that is killed at this place."""
     raise KeyboardInterrupt
 
 
 def test_a_crash_between_a_merge_and_its_deletions_leaves_nothing_twice(tmp_path, monkeypatch):
+    """The merged file is written, and none of the small ones is deleted yet."""
     for step in range(1, 33):
         write_step(tmp_path, step)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -195,6 +208,7 @@ def test_a_crash_while_writing_leaves_only_whole_files(tmp_path, monkeypatch):
 
 
 def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
+    """A run of 40 steps resumes from each of these steps, so later rollouts are deleted."""
     for step in (3, 20, 32, 40):
         folder = tmp_path / str(step)
         folder.mkdir()
@@ -228,6 +242,7 @@ def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
 
 
 def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
+    """Half of a limit of seven files has room for three files of rollouts, the newest ones."""
     (tmp_path / "one").mkdir()
     part = write_step(tmp_path / "one", 1)
     file_bytes = part.path.stat().st_size
@@ -242,6 +257,7 @@ def test_rollouts_and_diagrams_have_half_of_the_room_each(tmp_path):
 
 
 def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, capsys):
+    """OSError 28 is what writing to a full disk raises."""
     record = rollouts.Record(tmp_path, 1, {})
     record.start(0)
     record.add(columns_of_step(1), group_size=4)
@@ -330,6 +346,11 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
 
 
 def test_what_a_call_gains_is_counted_within_groups_that_have_both():
+    """Three groups of two; in the first the rollout that called a tool is right, the other wrong.
+
+    So calls gain 1 in `tool_gain`. The other two groups have no rollout with a call beside one
+    without, with another reward.
+    """
     rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     facts = rollout_facts(
         rewards_PG.view(-1, 1),
@@ -340,14 +361,15 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     )
     metrics = tool_metrics(rewards_PG, facts)
     assert metrics["adora/tool_gain"] == 1
-    assert metrics["adora/called"] == 0.5
-    assert metrics["adora/tools_s"] == 1
-    assert metrics["tools/failure_frequency"] == 0.25
+    assert metrics["adora/called"] == 3 / 6  # rollouts with a call
+    assert metrics["adora/tools_s"] == 0.5 + 0.5
+    assert metrics["tools/failure_frequency"] == 1 / 4  # of the calls
     assert metrics["tools/call_frequency"] == pytest.approx(4 / 6)
     assert "adora/tool_gain" not in tool_metrics(rewards_PG[1:], facts.select(range(2, 6)))
 
 
 def test_a_problem_is_recorded_with_its_choices(tmp_path):
+    """Rows without choices, and with an empty list of them, have null."""
     recorder = Recorder(step_context(output_dir=str(tmp_path)))
     recorder.record.start(0)
     problem = {
@@ -413,6 +435,7 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
 
 
 def test_a_diagram_is_stored_once_and_small(tmp_path):
+    """A picture is stored with at most 512 pixels a side, under a name made from its content."""
     wide = Image.effect_noise((1000, 100), 50).convert("RGB")
     folder = tmp_path / "images"
     diagrams = DiagramStore(folder, limit_bytes=1e9)
@@ -425,7 +448,7 @@ def test_a_diagram_is_stored_once_and_small(tmp_path):
     assert names_of_copy == names
     assert names_of_known_row == names
     assert names_of_turned != names
-    assert diagrams.store("c", []) == []
+    assert diagrams.store("c", []) == []  # a row that nobody knows, without a picture
     with Image.open(folder / names[0]) as stored:
         assert stored.size == (512, 51)
 
@@ -461,7 +484,7 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
     assert table["step"].unique().tolist() == all_steps
     assert sorted(line_by_step) == all_steps
     for step, rollouts_of_step in table.groupby("step"):
-        assert len(rollouts_of_step) == 16
+        assert len(rollouts_of_step) == 4 * 4
         check_step(rollouts_of_step, line_by_step[step])
     check_advantages(table)
     assert (table["reward/boxed_accuracy_reward"] == table["reward"]).all()
@@ -534,7 +557,7 @@ def check_advantages(table: pd.DataFrame) -> None:
 
 
 def metrics_of_steps(run: Path) -> list[tuple[Any, ...]]:
-    """Read what a run has logged of each step, without the times."""
+    """The step, kind, loss and reward of each line that a run has logged, without the times."""
     return [
         (line["step"], line["kind"], line.get("loss"), line.get("reward"))
         for line in read_metrics(run / METRICS_FILE)
@@ -554,8 +577,8 @@ def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path
     assert metrics_of_steps(resumed_run.folder) == metrics_of_steps(adora_run)
     longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
     train_tiny_run(longer, max_steps=TINY_RUN_STEPS + 2, adora_record_gb=1)
-    assert sorted(set(recorded_steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6]
+    steps_with_record = sorted(set(recorded_steps(longer / "rollouts")))
+    assert steps_with_record == [1, 2, 3, 4, 5, 6]
     train_tiny_run(longer, max_steps=TINY_RUN_STEPS + 4, adora_record_gb=0)
-    assert sorted(set(recorded_steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6], (
-        "0 records nothing"
-    )
+    steps_after_run_without = sorted(set(recorded_steps(longer / "rollouts")))
+    assert steps_after_run_without == steps_with_record, "0 records nothing"

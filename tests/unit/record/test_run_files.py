@@ -62,6 +62,10 @@ class Clock:
 
 
 def test_every_second_belongs_to_one_phase_also_where_one_fails():
+    """Each `spend` has a power of two, so a sum says which of them are in it.
+
+    Seconds of a phase inside another one count for the inner one alone.
+    """
     clock = Clock()
     phases = PhaseClock(print, clock, wait=lambda: None)
 
@@ -82,18 +86,17 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     with phases.phase("rollout"):  # between two steps
         spend(64)
     assert phases.take_seconds() == {
-        "rollout": 10,
+        "rollout": 2 + 8,
         "grading": 16,
         "policy": 32,
         "sync": 4,
-        "other": 65,
+        "other": 1 + 64,
     }
-    assert phases.take_seconds() == dict.fromkeys(
-        ("rollout", "grading", "policy", "sync", "other"), 0
-    ), "none of sleep mode"
-    assert PhaseClock(
-        print, clock, wait=lambda: None, sleep_mode=True, evaluates=True
-    ).take_seconds() == dict.fromkeys(PHASES, 0)
+    # taken once, they are gone; a run without sleep mode or evaluation has no such phase
+    usual_phases = ("rollout", "grading", "policy", "sync", "other")
+    assert phases.take_seconds() == dict.fromkeys(usual_phases, 0)
+    all_phases = PhaseClock(print, clock, wait=lambda: None, sleep_mode=True, evaluates=True)
+    assert all_phases.take_seconds() == dict.fromkeys(PHASES, 0)
 
     phases.enter_phase("policy")
     with pytest.raises(RuntimeError), phases.phase("grading"):
@@ -106,6 +109,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
 
 
 def test_an_evaluation_is_a_phase_of_its_own_with_all_that_it_samples():
+    """The 4 seconds of its weight sync are the evaluation's too."""
     clock = Clock()
     phases = PhaseClock(print, clock, wait=lambda: None, evaluates=True)
     clock.now += 1  # saving a checkpoint
@@ -134,7 +138,7 @@ LOG_ENTRY = {
 }
 
 
-def _log_entry(step: int, has_signal: bool = False, **metrics: float) -> dict[str, float]:
+def log_entry(step: int, has_signal: bool = False, **metrics: float) -> dict[str, float]:
     """An entry of the trainer's log; without signal all rewards of every group are equal."""
     return {
         "step": step,
@@ -155,10 +159,11 @@ def _log_entry(step: int, has_signal: bool = False, **metrics: float) -> dict[st
     ],
 )
 def test_a_run_that_cannot_learn_says_since_when_and_why(metrics, reason):
-    first_entries = [_log_entry(1), _log_entry(2, has_signal=True)]
+    """Steps 3 to 7 have no group whose rewards differ, so nothing can be learned from them."""
+    first_entries = [log_entry(1), log_entry(2, has_signal=True)]
     history = [
         *first_entries,
-        *(_log_entry(step, **metrics) for step in range(3, 8)),
+        *(log_entry(step, **metrics) for step in range(3, 8)),
         {"step": 7, "eval_reward": 0.0},
     ]
     message = no_signal_warning(history)
@@ -166,16 +171,20 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(metrics, reason):
     assert "in the last 5 steps" in message
     assert reason in message
     # The warning is the same if only every fifth step is logged.
-    assert no_signal_warning([*first_entries, _log_entry(7, **metrics)]) == message
+    assert no_signal_warning([*first_entries, log_entry(7, **metrics)]) == message
     assert no_signal_warning(history[:-2]) is None, "four steps may be chance"
-    assert no_signal_warning([*history, _log_entry(8, has_signal=True)]) is None
+    assert no_signal_warning([*history, log_entry(8, has_signal=True)]) is None
     # A method such as DAPO with its penalty for long answers learns from equal rewards too.
-    entry_with_signal = {**_log_entry(8), "adora/signal_share": 0.25}
+    entry_with_signal = {**log_entry(8), "adora/signal_share": 0.25}
     assert no_signal_warning([*history, entry_with_signal]) is None
     assert no_signal_warning([]) is None
 
 
 def test_the_progress_line_has_the_metrics_that_are_there_and_the_time_left():
+    """The line is built from an entry of the log, the step, `max_steps` and the seconds left.
+
+    The accuracy stands in it where it differs from the pass rate.
+    """
     assert progress_line(LOG_ENTRY, 40, 1000, 185.2) == (
         "step   40/1000  reward 0.412  pass 38%  TDS 25%  length 211  drift 2e-06 | "
         "20 s: rollout 12 grading 0.02 policy 7.50 sync 0.50 other 0.10 | 3m05s left"
@@ -186,12 +195,14 @@ def test_the_progress_line_has_the_metrics_that_are_there_and_the_time_left():
     entry = {**LOG_ENTRY, "rewards/boxed_accuracy_reward/mean": 0.4}
     equal_to_pass_rate = {**entry, "grading/correct": 0.375000001}
     assert "accuracy" not in progress_line(equal_to_pass_rate, 40, 1000, 185.2)
-    for logs in (
+    for entry_with_accuracy in (
         {**entry, "grading/correct": 0.25},  # as with a low adora_correct_above
         {**entry, "rewards/brevity/mean": 0.9, "grading/correct": 0.25},
     ):
-        assert "  pass 38%  accuracy 25%  TDS 25%" in progress_line(logs, 40, 1000, 185.2)
-    assert metric_rows([logs])[1:3] == [
+        assert "  pass 38%  accuracy 25%  TDS 25%" in progress_line(
+            entry_with_accuracy, 40, 1000, 185.2
+        )
+    assert metric_rows([entry_with_accuracy])[1:3] == [
         ("pass rate", "37.5%", "37.5%"),
         ("accuracy", "25.0%", "25.0%"),
     ]
@@ -204,33 +215,40 @@ def test_the_progress_line_has_the_metrics_that_are_there_and_the_time_left():
         progress_line({"reward": 1.0, "rewards/missing": 0.0}, 1, 9, None)
         == "step 1/9  reward 1.000"
     )
-    durations = {0.4: "0s", 59.4: "59s", 60: "1m00s", 7620: "2h07m", 97200: "1d03h"}
+    durations = {0.4: "0s", 59.4: "59s", 60: "1m00s", 7620: "2h07m", 97200: "1d03h"}  # by seconds
     assert {seconds: duration_text(seconds) for seconds in durations} == durations
 
 
-def settings(folder: Path) -> AdoraGRPOConfig:
+def training_args(folder: Path) -> AdoraGRPOConfig:
+    """Returns the tiny_run_arguments that callbacks of Transformers get, with this output folder."""
     return training_config(output_dir=str(folder), disable_tqdm=False)
 
 
 def test_only_the_first_rank_speaks(tmp_path, capsys):
+    """Every callback is called on every rank, and each looks which one it is."""
     for callback in (ProgressLine(), MetricsFile()):
-        callback.on_train_begin(settings(tmp_path), trainer_state(0, is_first_rank=False), None)
-        callback.on_step_end(settings(tmp_path), trainer_state(1, is_first_rank=False), None)
-        callback.on_log(
-            settings(tmp_path), trainer_state(1, is_first_rank=False), None, logs=LOG_ENTRY
+        callback.on_train_begin(
+            training_args(tmp_path), trainer_state(0, is_first_rank=False), None
         )
-        callback.on_train_end(settings(tmp_path), trainer_state(1, is_first_rank=False), None)
+        callback.on_step_end(training_args(tmp_path), trainer_state(1, is_first_rank=False), None)
+        callback.on_log(
+            training_args(tmp_path), trainer_state(1, is_first_rank=False), None, logs=LOG_ENTRY
+        )
+        callback.on_train_end(training_args(tmp_path), trainer_state(1, is_first_rank=False), None)
     assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
+    """Standard output is no terminal here; entries of an evaluation have no line."""
     line = ProgressLine()
-    line.on_train_begin(settings(tmp_path), trainer_state(0), None)
-    line.on_step_end(settings(tmp_path), trainer_state(1), None)
-    line.on_log(settings(tmp_path), trainer_state(1), None, logs=LOG_ENTRY)
-    line.on_log(settings(tmp_path), trainer_state(1), None, logs={"eval_geometry3k_accuracy": 0.5})
-    line.on_train_end(settings(tmp_path), trainer_state(1), None)
+    line.on_train_begin(training_args(tmp_path), trainer_state(0), None)
+    line.on_step_end(training_args(tmp_path), trainer_state(1), None)
+    line.on_log(training_args(tmp_path), trainer_state(1), None, logs=LOG_ENTRY)
+    line.on_log(
+        training_args(tmp_path), trainer_state(1), None, logs={"eval_geometry3k_accuracy": 0.5}
+    )
+    line.on_train_end(training_args(tmp_path), trainer_state(1), None)
     out, err = capsys.readouterr()
     assert re.fullmatch(r"step  1/10  reward 0\.412 .* left\n", out)
     assert err == ""
@@ -243,17 +261,17 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
 
     The seconds before its first step, such as those of the self-check, do not count.
     """
-    seconds = iter(range(0, 99, 10))
+    seconds = iter(range(0, 99, 10))  # what the clock says at each call
     monkeypatch.setattr(
         "adora_vl.record.progress.time", SimpleNamespace(monotonic=lambda: next(seconds))
     )
     line = ProgressLine()
-    line.on_train_begin(settings(tmp_path), trainer_state(4), None)
-    next(seconds)
-    line.on_step_begin(settings(tmp_path), trainer_state(4), None)
+    line.on_train_begin(training_args(tmp_path), trainer_state(4), None)
+    next(seconds)  # the self-check takes 10 seconds
+    line.on_step_begin(training_args(tmp_path), trainer_state(4), None)
     for step in (5, 6):
-        line.on_step_end(settings(tmp_path), trainer_state(step), None)
-    line.on_log(settings(tmp_path), trainer_state(6), None, logs={"reward": 0.5})
+        line.on_step_end(training_args(tmp_path), trainer_state(step), None)
+    line.on_log(training_args(tmp_path), trainer_state(6), None, logs={"reward": 0.5})
     assert capsys.readouterr().out == "step  6/10  reward 0.500 | 40s left\n"
 
 
@@ -263,16 +281,16 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     Lines of later steps are removed, and so is the half line that a crash has left.
     """
     file = MetricsFile()
-    file.on_train_begin(settings(tmp_path), trainer_state(0), None)
+    file.on_train_begin(training_args(tmp_path), trainer_state(0), None)
     for step in range(1, 6):
+        train_logs = {"reward": step / 10, "step_time": float(step)}
+        file.on_log(training_args(tmp_path), trainer_state(step), None, logs=train_logs)
         file.on_log(
-            settings(tmp_path),
-            trainer_state(step),
-            None,
-            logs={"reward": step / 10, "step_time": float(step)},
+            training_args(tmp_path), trainer_state(step), None, logs={"eval_a_accuracy": 0.1}
         )
-        file.on_log(settings(tmp_path), trainer_state(step), None, logs={"eval_a_accuracy": 0.1})
-        file.on_log(settings(tmp_path), trainer_state(step), None, logs={"eval_b_accuracy": 0.2})
+        file.on_log(
+            training_args(tmp_path), trainer_state(step), None, logs={"eval_b_accuracy": 0.2}
+        )
     path = tmp_path / "metrics.jsonl"
     lines_before_crash = read_metrics(path)
     with path.open("a") as stream:
@@ -280,16 +298,19 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
     history = [{"step": step, "reward": step / 10} for step in (1, 2, 3)]
     resumed = trainer_state(3)
     resumed.log_history = history
-    file.on_train_begin(settings(tmp_path), resumed, None)
-    assert sorted(read_metrics(path), key=str) == sorted(
-        (line for line in lines_before_crash if line["step"] <= 3), key=str
-    )
-    file.on_log(settings(tmp_path), trainer_state(4), None, logs={"reward": 0.4})
+    file.on_train_begin(training_args(tmp_path), resumed, None)
+    lines_up_to_checkpoint = [line for line in lines_before_crash if line["step"] <= 3]
+    assert sorted(read_metrics(path), key=str) == sorted(lines_up_to_checkpoint, key=str)
+
+    file.on_log(training_args(tmp_path), trainer_state(4), None, logs={"reward": 0.4})
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "train"] == [1, 2, 3, 4]
-    file.on_train_begin(settings(tmp_path), trainer_state(0), None)
-    assert path.read_text() == ""
+    file.on_train_begin(training_args(tmp_path), trainer_state(0), None)
+    assert path.read_text() == ""  # a run from step 0 begins a new file
 
+
+def test_lines_that_the_file_lacks_come_from_the_history_of_the_checkpoint():
+    """Transformers saves the entries of the log with a checkpoint, in the order of the log."""
     history = [
         {"step": 1, "eval_a": 0.5},
         {"step": 1, "reward": 0.1},
@@ -313,6 +334,7 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
 
 
 def test_metrics_that_are_not_finite_are_null():
+    """JSON has no NaN; texts stay, and what is no number becomes a text."""
     line = log_entry_to_line(
         {
             "reward": 1.0,
@@ -379,17 +401,16 @@ CONFIG_AND_RECIPE: list[tuple[dict[str, Any], str]] = [
 
 
 def test_a_recipe_names_what_was_done():
-    """Every method by its own name, and whatever makes it another experiment."""
-    for neutral in (NEUTRAL_KEYS, {}):  # there were runs before the neutral keys
-        named = [
-            describe_recipe({"adora_method": ADORA_METHOD, **neutral, **config})
-            for config, _ in CONFIG_AND_RECIPE
-        ]
-        assert named == [text for _, text in CONFIG_AND_RECIPE]
+    """The manifest of a run names its methods, and whatever makes it another experiment."""
+    for neutral_keys in (NEUTRAL_KEYS, {}):  # older runs have no such keys
+        for config, recipe in CONFIG_AND_RECIPE:
+            keys = {"adora_method": ADORA_METHOD, **neutral_keys, **config}
+            assert describe_recipe(keys) == recipe
     assert TITLE_BY_METHOD.keys() == METHODS.keys() - {"adora"}
 
 
 def test_the_metrics_of_a_batch_by_hand():
+    """Four groups of two rollouts: one right, both right, none right, one right and one cut off."""
     rewards = torch.tensor([[1.0, 0.1], [1.0, 1.0], [0.1, 0.0], [1.0, 0.1]])
     lengths = torch.tensor([[9, 5], [4, 4], [7, 7], [6, 100]])
     metrics = adora_metrics(weigh_groups(Groups(rewards, lengths, lengths >= 100)))
@@ -407,23 +428,24 @@ def test_the_metrics_of_a_batch_by_hand():
             "ties": 0.0,
         }
     )
-    none_correct = adora_metrics(
-        weigh_groups(Groups(rewards[2:3], lengths[2:3], lengths[2:3] > 99))
-    )
-    assert math.isnan(none_correct["length_correct"]), "TRL leaves NaN out of its log"
+    group_without_right = Groups(rewards[2:3], lengths[2:3], lengths[2:3] >= 100)
+    metrics_without_right = adora_metrics(weigh_groups(group_without_right))
+    assert math.isnan(metrics_without_right["length_correct"]), "TRL leaves NaN out of its log"
 
 
 def make_weighting(*lengths: list[int], **options: Any) -> AdoraWeighting:
-    """One group of a right and two wrong rollouts for each entry."""
+    """The weights of groups of a right and two wrong rollouts; each entry has their lengths."""
     lengths_PG = torch.tensor(lengths)
     rewards_PG = torch.tensor([[1.0, 0.0, 0.0]] * len(lengths))
     return weigh_groups(Groups(rewards_PG, lengths_PG, lengths_PG >= 100), Adora(**options))
 
 
 def test_ties_are_counted_among_the_groups_that_the_length_marks():
+    """A tie is a right rollout as long as the mean of the wrong ones, as in 6 against 5 and 7."""
     lengths = torch.tensor(
         [[6, 6, 6], [6, 5, 7], [5, 9, 9], [5, 6, 9], [9, 5, 5], [4, 4, 4], [7, 7, 7]]
     )
+    # in the first five groups the first rollout is right, then all are right, then all wrong
     rewards = torch.tensor([[1.0, 0.0, 0.0]] * 5 + [[1.0] * 3, [0.1, 0.0, 0.0]])
     weighting = weigh_groups(Groups(rewards, lengths, lengths >= 100))
     assert weighting.tds_P.tolist() == [True, True, True, True, False, True, False]
@@ -435,7 +457,8 @@ def test_ties_are_counted_among_the_groups_that_the_length_marks():
 
 
 def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
-    tie = [6, 6, 6]
+    """Once 60 groups were attenuated, a tenth of them or more that are ties is worth a line."""
+    tie = [6, 6, 6]  # the lengths of a right rollout and of two wrong ones
     shorter = [5, 9, 9]
 
     def printed_by_notice(*generations: AdoraWeighting, speaks: bool = True, **options: Any) -> str:
@@ -444,6 +467,7 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
             notice.count(weighting)
         return capsys.readouterr().err
 
+    # generations of 30 groups each
     often = make_weighting(*[tie] * 4, *[shorter] * 26)
     seldom = make_weighting(*[tie] * 2, *[shorter] * 28)
     assert printed_by_notice(often) == "", "30 groups are too few to say anything"
@@ -457,12 +481,15 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
 
 
 def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
+    """The run took 90 seconds, and its model is in the folder `merged`."""
     config = AdoraGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    history = [{"step": i, "reward": i / 10, "adora/drift": 1e-6} for i in range(10)] + [
-        {"train_runtime": 1.0}
-    ]
-    text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
+    steps = [{"step": step, "reward": step / 10, "adora/drift": 1e-6} for step in range(10)]
+    end = {"train_runtime": 1.0}
+
+    text = "\n".join(summary_lines([*steps, end], config, tmp_path / "merged", 90))
+
     assert "Trained 9 steps in 1m30s" in text
+    # means of the first two and of the last two entries: 0.0 and 0.1, 0.8 and 0.9
     assert "reward                     0.050       0.850" in text
     assert "engine drift" in text
     assert "TDS" not in text  # only what was logged
@@ -514,6 +541,10 @@ PARENT_WORDS_AND_COMMAND = [
 
 
 def test_the_command_that_started_a_run(tmp_path):
+    """It is read from the parent process, which is `accelerate launch`, or is a script or a shell.
+
+    Secrets in it are replaced by dots.
+    """
     commands = []
     for started, _ in PARENT_WORDS_AND_COMMAND:
         (tmp_path / "cmdline").write_bytes("\0".join(started).encode() + b"\0")
@@ -526,6 +557,7 @@ def test_the_command_that_started_a_run(tmp_path):
 
 
 def test_the_commands_after_a_run(tmp_path):
+    """An evaluation takes the run's own data, if it has a test split."""
     command = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == command
     (tmp_path / "data").mkdir()
@@ -565,7 +597,8 @@ def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
 
 
 def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
-    for schedule, saved, offered in (
+    """A linear schedule has ended at 0, and without a checkpoint there is nothing to go on from."""
+    for schedule, has_checkpoint, is_offered in (
         ("constant", False, False),
         ("constant", True, True),
         ("linear", True, False),
@@ -577,18 +610,19 @@ def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
             "lr_scheduler_type": schedule,
         }
         config = AdoraGRPOConfig(output_dir=str(tmp_path), **keys)
-        if saved:
+        if has_checkpoint:
             (tmp_path / "checkpoint-10").mkdir(exist_ok=True)
         for command in ("CMD", "CMD --max_steps 10", "CMD --max_steps=10"):
             lines = summary_lines(
                 [{"step": 10, "reward": 1.0}], config, tmp_path, 1, command=command
             )
             offers = [line for line in lines if line.startswith("Train longer")]
-            expected_offers = ["Train longer  CMD --max_steps 20"] if offered else []
-            assert offers == expected_offers, (schedule, saved, command)
+            expected_offers = ["Train longer  CMD --max_steps 20"] if is_offered else []
+            assert offers == expected_offers, (schedule, has_checkpoint, command)
 
 
 def test_the_manifest_of_a_real_run(adora_run, resumed_run):
+    """`adora_run` is a finished run; `resumed_run` was stopped at step 2 and went on."""
     manifest = read_run_manifest(adora_run)
     assert manifest["status"] == "finished"
     assert manifest["steps"] == TINY_RUN_STEPS
@@ -615,6 +649,7 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
 
 
 def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
+    """Prepared data has a file `manifest.json` too."""
     (tmp_path / "manifest.json").write_text('{"made_by": "data_prep"}')
     assert read_run_manifest(tmp_path) == {}
     assert describe_run({}) == {}
@@ -629,6 +664,7 @@ def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
 
 
 def test_a_run_that_fails_says_so(tmp_path):
+    """7 is the step at which it failed; ranks other than the first write nothing."""
     manifest = {
         "made_by": "adora_vl.train",
         "status": "running",
@@ -676,6 +712,7 @@ def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
     files = f"{read_run_manifest(adora_run)['data']['folder']}/data/train-*.parquet"
     row = load_dataset("parquet", data_files=files)["train"]
     row.cast_column("images", [ImageFeature()])[0]["images"][0].save(out / "diagram.png")
+
     (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
     monkeypatch.chdir(out)
     (tmp_path / "card.py").write_text(code)
@@ -684,6 +721,7 @@ def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
 
 
 def test_a_card_without_facts_one_of_an_adapter_and_one_of_a_text_only_policy():
+    """A card is written from the manifest, the entries of the log and the step."""
     card = model_card({}, [], 0)
     assert "Nothing was logged before this was saved." in card
     assert "Not recorded." in card

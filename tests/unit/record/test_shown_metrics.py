@@ -15,6 +15,7 @@ from adora_vl.record.shown_metrics import (
 
 
 def test_every_place_shows_metrics_of_the_one_table():
+    """`METRIC_BY_KEY` has the title and the form of each metric that a person sees."""
     charted_keys: list[str] = []
     for chart in CHARTS:
         charted_keys += [key for key, _ in chart.series]
@@ -34,6 +35,7 @@ def test_a_chart_has_shares_alone_or_none():
 
 
 def test_a_share_is_a_percentage_in_a_table_a_line_and_on_the_page():
+    """The pass rate stands in each of the three, and has one row and one chart of the page."""
     pass_rate = METRIC_BY_KEY[PASS_RATE_KEY]
     missing_share = METRIC_BY_KEY[MISSING_REWARD_KEY]
     assert pass_rate.format_for_table(0.375) == "37.5%"
@@ -57,12 +59,13 @@ def test_the_largest_value_since_the_last_line_is_not_averaged_away():
 
 
 def test_a_value_that_is_no_number_hides_no_largest_value():
+    """A comparison with NaN is false, so NaN would stay, or hide a larger value."""
     values: list[float] = []
     keep_largest(values, math.nan)
     assert math.isnan(values[0])
     for value in (1.5, math.nan, 1.0):
         keep_largest(values, value)
     assert values == [1.5]
-    of_older_checkpoint = [1.2, 40.0]
-    keep_largest(of_older_checkpoint, 3.0)
-    assert of_older_checkpoint == [40.0]
+    values_of_older_checkpoint = [1.2, 40.0]
+    keep_largest(values_of_older_checkpoint, 3.0)
+    assert values_of_older_checkpoint == [40.0]

@@ -1,6 +1,7 @@
 """Trackers: each has our metrics, and what it has room for of images and rollouts; nothing is sent."""
 
 import json
+import math
 import os
 import sqlite3
 import subprocess
@@ -35,13 +36,14 @@ TABLES_PER_RUN = STEPS + 1  # TRL repeats the last one at the end of a run
 
 
 def needs_tracker(name: str) -> pytest.MarkDecorator:
+    """Skips a test where this tracker is not installed."""
     return pytest.mark.skipif(
         name not in TRACKERS, reason=f"{name} is not installed: pip install '.[trackers]'"
     )
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tracked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a run with all trackers that are installed, and return its folder.
 
     It is a process of its own, since trackio reads its folder's name when it is imported.
@@ -67,10 +69,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def pass_rates(run: Path) -> list[float]:
-    """Read what metrics.jsonl has, which the trackers have to repeat."""
+def logged_pass_rates(tracked_run: Path) -> list[float]:
+    """The pass rate of each step in metrics.jsonl, which the trackers have to repeat."""
     values = [
-        line[PASS_RATE_KEY] for line in read_metrics(run / "metrics.jsonl") if PASS_RATE_KEY in line
+        line[PASS_RATE_KEY]
+        for line in read_metrics(tracked_run / "metrics.jsonl")
+        if PASS_RATE_KEY in line
     ]
     assert len(values) == STEPS
     return values
@@ -78,15 +82,16 @@ def pass_rates(run: Path) -> list[float]:
 
 @needs_tracker("tensorboard")
 @pytest.mark.slow
-def test_tensorboard_has_our_metrics(run):
+def test_tensorboard_has_our_metrics(tracked_run):
+    """Our metrics stand beside those of TRL, under `train/`."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (events,) = run.rglob("events.out.tfevents.*")
+    (events,) = tracked_run.rglob("events.out.tfevents.*")
     read = EventAccumulator(str(events.parent))
     read.Reload()
     scalars = read.Scalars(f"train/{PASS_RATE_KEY}")
     assert [scalar.step for scalar in scalars] == [1, 2]
-    assert [scalar.value for scalar in scalars] == pytest.approx(pass_rates(run))
+    assert [scalar.value for scalar in scalars] == pytest.approx(logged_pass_rates(tracked_run))
     assert {"train/reward", "train/grading/correct", "train/seconds/rollout"} <= set(
         read.Tags()["scalars"]
     )
@@ -94,10 +99,13 @@ def test_tensorboard_has_our_metrics(run):
 
 @needs_tracker("wandb")
 @pytest.mark.slow
-def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(run):
-    (folder,) = (run / "wandb").glob("offline-run-*")
+def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(tracked_run):
+    """wandb keeps what it would upload in a staging folder, the table of rollouts as JSON."""
+    (folder,) = (tracked_run / "wandb").glob("offline-run-*")
     assert PASS_RATE_KEY.encode() in next(folder.glob("*.wandb")).read_bytes()
-    staged = [path.read_bytes() for path in (run / "wandb" / "artifacts" / "staging").iterdir()]
+    staged = [
+        path.read_bytes() for path in (tracked_run / "wandb" / "artifacts" / "staging").iterdir()
+    ]
     tables = [json.loads(content) for content in staged if content.startswith(b"{")]
     tables = [table for table in tables if table["nrows"]]
     assert len(tables) >= STEPS
@@ -116,8 +124,9 @@ def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(run):
 
 @needs_tracker("trackio")
 @pytest.mark.slow
-def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
-    folder = run.parent / "trackio"
+def test_trackio_has_them_with_rollouts_and_images_and_stays_here(tracked_run):
+    """trackio writes a SQLite database, with the pictures in files beside it."""
+    folder = tracked_run.parent / "trackio"
     with sqlite3.connect(folder / "tracked.db") as database:
         lines = [
             json.loads(text)
@@ -125,7 +134,7 @@ def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
         ]
     assert [
         line[f"train/{PASS_RATE_KEY}"] for line in lines if f"train/{PASS_RATE_KEY}" in line
-    ] == pytest.approx(pass_rates(run))
+    ] == pytest.approx(logged_pass_rates(tracked_run))
     tables = [line["completions"]["_value"] for line in lines if "completions" in line]
     assert [len(table) for table in tables] == [ROLLOUTS_PER_STEP] * TABLES_PER_RUN
     for row in (row for table in tables for row in table):
@@ -138,6 +147,7 @@ def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
 def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(
     tmp_path, monkeypatch, capsys
 ):
+    """Here no tracker is installed, and a model that is looked for fails the test."""
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
     monkeypatch.setattr(
         "adora_vl.preflight.check_model.resolve_model",
@@ -157,6 +167,7 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(
 
 
 def test_trackers_are_offline(monkeypatch):
+    """A user who has set WANDB_MODE keeps it."""
     environment: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", environment)
     prepare_trackers(["wandb", "trackio"], "out")
@@ -167,7 +178,7 @@ def test_trackers_are_offline(monkeypatch):
     assert environment["WANDB_MODE"] == "online"
 
 
-def logs(size: int = 2) -> dict[str, Any]:
+def empty_logs(size: int = 2) -> dict[str, Any]:
     """Build an empty table of completions, TRL's `_logs`, for `size` rows."""
     column: Callable[[], deque[Any]] = partial(deque, maxlen=size)
     return {
@@ -181,13 +192,14 @@ def logs(size: int = 2) -> dict[str, Any]:
 
 
 def test_what_was_kept_comes_back():
-    full = logs()
+    """TRL's table of the last completions goes into a checkpoint as JSON, and back into `_logs`."""
+    full = empty_logs()
     full["prompt"].extend([[{"role": "user", "content": [{"type": "image"}]}], "text"])
     full["completion"].extend(["a", "b"])
     full["rewards"]["accuracy"].extend([1.0, float("nan")])
     full["advantages"].extend([0.1 + 0.2, -1.0])
     full["extra"]["mine"].extend([np.float32(0.5), {1, 2}])
-    stale = logs()
+    stale = empty_logs()
     stale["completion"].extend(["of another", "generation"])
     restore_table(table_to_json(full), stale, ["accuracy"])
     assert stale["prompt"] == full["prompt"]
@@ -195,7 +207,7 @@ def test_what_was_kept_comes_back():
     assert stale["advantages"] == full["advantages"]
     assert stale["advantages"].maxlen == 2
     assert stale["rewards"]["accuracy"][0] == 1.0
-    assert stale["rewards"]["accuracy"][1] != stale["rewards"]["accuracy"][1]
+    assert math.isnan(stale["rewards"]["accuracy"][1])
     assert list(stale["extra"]["mine"]) == [0.5, "{1, 2}"]
     restore_table("", stale, ["accuracy"])
     assert list(stale["completion"]) == ["a", "b"], "a checkpoint without a table changes nothing"
@@ -203,13 +215,13 @@ def test_what_was_kept_comes_back():
 
 def test_rewards_of_a_table_come_back_under_the_names_of_today():
     """TRL makes no table of columns of unequal lengths, and would fail at the next log."""
-    saved = logs()
+    saved = empty_logs()
     saved["rewards"]["adora_reward"].extend([1.0, 0.1])
     for function_name, expected in (
         ("boxed_accuracy_reward", "boxed_accuracy_reward"),
         ("adora_reward", "adora_reward"),  # a function of the user's
     ):
-        restored = logs()
+        restored = empty_logs()
         restore_table(table_to_json(saved), restored, [function_name])
         assert list(restored["rewards"]) == [expected]
 
@@ -230,17 +242,17 @@ def test_prompts_of_a_rank_with_images_and_of_one_without_make_one_column(tmp_pa
             ],
         ]
     )
-    before = [list(prompt) for prompt in prompts]
+    prompts_before = [list(prompt) for prompt in prompts]
     with pytest.raises(ValueError, match="cannot mix list and non-list"):
         pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "table.parquet")
     unify_message_contents(prompts)
     pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "table.parquet")
-    assert prompts[0] == before[0]
+    assert prompts[0] == prompts_before[0]
     assert [message["content"][0]["text"] for message in prompts[1]] == [
         "Be brief.",
         "What is 2 + 2?",
     ]
-    plain: list[Any] = [before[1], "text", ["a", "b"]]
-    alone: deque[Any] = deque(plain)
-    unify_message_contents(alone)
-    assert list(alone) == plain, "without an image all are texts already"
+    texts: list[Any] = [prompts_before[1], "text", ["a", "b"]]
+    prompts_without_image: deque[Any] = deque(texts)
+    unify_message_contents(prompts_without_image)
+    assert list(prompts_without_image) == texts, "without an image all are texts already"
