@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def page_of_two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of 12 steps x 2 groups of `adora`, and 60 steps x 1 group of `grpo`."""
     folder = tmp_path_factory.mktemp("runs")
     return write_report_page(
         folder / "page.html",
@@ -37,6 +38,7 @@ def page_of_two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def attacked_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of a run in which every text is `ATTACKING_HTML`."""
     return write_attacked_page(tmp_path_factory.mktemp("attacked"))
 
 
@@ -47,28 +49,28 @@ def test_texts_of_a_model_do_nothing(browser, attacked_page, tmp_path):
     """
     assert_attack_runs_unescaped(ATTACKING_HTML, browser, tmp_path)
     browser.open(attacked_page)
-    assert (
-        browser.text(".rollout .text")
-        == ATTACKING_HTML
-        == browser.text(".problem .text")
-        == browser.text("h3 code")
-    )
+    assert browser.text(".rollout .text") == ATTACKING_HTML
+    assert browser.text(".problem .text") == ATTACKING_HTML
+    assert browser.text("h3 code") == ATTACKING_HTML
     assert ATTACKING_HTML in browser.texts("#other-figure option")
     browser.put("#other-figure", ATTACKING_HTML)
     browser.click("#follow")
     assert browser.text("#charts figcaption") == ATTACKING_HTML
     assert "training report" in browser.js("document.title")
     assert browser.errors == []
-    assert (
-        browser.js("document.querySelectorAll('iframe, script:not(#data), #charts img').length")
-        == 1
-    )  # its own
-    assert [
-        url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))
-    ] == []
+    # one element, the script of the page itself
+    active_elements = "document.querySelectorAll('iframe, script:not(#data), #charts img')"
+    assert browser.js(f"{active_elements}.length") == 1
+    assert requests_to_elsewhere(browser) == []
+
+
+def requests_to_elsewhere(browser: Any) -> list[str]:
+    """The addresses that the page has asked for, apart from its own file and what is in it."""
+    return [url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))]
 
 
 def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked_page, tmp_path):
+    """Here the markup stands in the page unescaped, and its Content Security Policy refuses it."""
     forgotten = tmp_path / "forgotten.html"
     forgotten.write_text(
         attacked_page.read_text().replace(
@@ -100,6 +102,7 @@ def test_a_person_finds_a_group(browser, page_of_two_runs):
     browser.click("#page-on")
     assert len(browser.texts("#list button")) == 34
     assert browser.text("#page-number") == "2 of 2"
+    # a field of the filter, what is put into it, how many of the 84 groups it shows
     for field, value, expected in (
         ("run", "1", 60),
         ("weight", "tds", 12),
@@ -121,6 +124,7 @@ def test_a_person_finds_a_group(browser, page_of_two_runs):
         assert count() == f"{expected} of 84", (field, value)
         browser.click("#filters button[type=reset]")
         browser.wait("document.getElementById('count').textContent.startsWith('84 of')")
+
     browser.put("#filter-weight", "tds")
     browser.put("#filter-from", "7")
     assert count() == "6 of 84"
@@ -137,7 +141,8 @@ def test_a_person_finds_a_group(browser, page_of_two_runs):
     )
     assert "1.5 → 0.15" in browser.text(".rollout .facts")
     assert browser.js("document.querySelector('#detail img').naturalWidth") == 60
-    browser.click("#follow")
+
+    browser.click("#follow")  # the problem of the group through all steps
     assert count() == "12 of 84"
     assert browser.text("#detail h3") == "Step 9, adora problem/1"
     browser.click("#followed tbody tr:nth-child(2) button")
@@ -146,6 +151,7 @@ def test_a_person_finds_a_group(browser, page_of_two_runs):
 
 
 def test_the_keyboard_is_enough(browser, page_of_two_runs):
+    """`j` and `k` go to the next and last group, `f` follows a problem, arrows read a chart."""
     browser.open(page_of_two_runs)
     browser.put("#filter-run", "0")
     browser.press("j")
@@ -159,7 +165,7 @@ def test_the_keyboard_is_enough(browser, page_of_two_runs):
     browser.js("document.querySelector('.plot').focus()")
     browser.press("ArrowLeft")
     assert browser.text(".reading") == "step 60: grpo 6"
-    for _ in range(53):
+    for _ in range(60 - 7):
         browser.press("ArrowLeft")
     assert browser.text(".reading") == "step 7: adora 0.7, grpo 0.7"
     browser.press("Enter")
@@ -176,6 +182,7 @@ def test_the_keyboard_is_enough(browser, page_of_two_runs):
 
 
 def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_path):
+    """A faint curve is the one before smoothing, which a chart of evaluations does not have."""
     run = write_recorded_run(tmp_path / "adora", 20)
     lines = [
         {**line, "loss": 0.1, "kl": 0.2, "grad_norm": 1.5}
@@ -195,18 +202,18 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
         titles
     )
     assert browser.js("document.getElementById('smoothing').value") == "5"
-    assert (
-        browser.js("document.querySelectorAll('#charts figure:first-child path.faint').length") == 1
+    faint_count = (
+        "document.querySelectorAll('#charts figure')[{}].querySelectorAll('path.faint').length"
     )
-    faint = "document.querySelectorAll('#charts figure')[{}].querySelectorAll('path.faint').length"
-    assert browser.js(faint.format(titles.index("Held-out accuracy, geometry3k"))) == 0, (
-        "means over evaluations lag"
-    )
+    assert browser.js(faint_count.format(0)) == 1
+    evaluation_chart = titles.index("Held-out accuracy, geometry3k")
+    assert browser.js(faint_count.format(evaluation_chart)) == 0, "means over evaluations lag"
     browser.put("#smoothing", "1")
     assert browser.js("document.querySelectorAll('#charts path.faint').length") == 0
 
 
 def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
+    """A run was evaluated on the problems with image, text, both and none, as MathVerse is."""
     views = {f"eval_geometry3k_{view}_accuracy": share for view, share in ACCURACY_BY_VIEW.items()}
     run = write_recorded_run(tmp_path / "adora", 3)
     other_run = write_recorded_run(tmp_path / "other", 3)
@@ -233,9 +240,9 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     )
     assert browser.js(colours) == 4
     browser.open(write_report_page(tmp_path / "two.html", run, other_run))
-    assert (
-        sum(title.startswith("Held-out") for title in browser.texts("#charts figcaption")) == 4
-    ), "one of each view"
+    titles = browser.texts("#charts figcaption")
+    held_out_titles = [title for title in titles if title.startswith("Held-out")]
+    assert len(held_out_titles) == 4, "one of each view"
 
 
 ACCURACY_BY_VIEW = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
@@ -264,9 +271,10 @@ def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(brow
 
 
 def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path):
+    """The axis of a share is whole; that of another metric fits its values."""
     run = write_recorded_run(tmp_path / "adora", 3)
     keys = ("adora/tds_share", "adora/pass_rate", "eval_geometry3k_accuracy", "kl")
-    axis = {}
+    axis = {}  # the labels of the vertical axis, by the title of the chart
     for key in keys:  # equal charts are drawn once
         lines = [{"step": step, "kind": "train", key: 0.0} for step in (1, 2, 3)]
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -281,6 +289,7 @@ def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path)
 
 
 def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path):
+    """The title of a printed formula is its LaTeX; a button shows all sources."""
     problem = r"If $\frac{x}{2} < 5$ and \overline { C H }, what is $\foo$ for $5 and $6?"
     long = "so " * 400 + r"\(y_1\)"
     texts: dict[str, Any] = {
@@ -329,6 +338,7 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
 
 
 def test_formulas_of_a_model_do_nothing(browser, tmp_path):
+    """LaTeX has commands for links, styles and HTML, and commands that define others."""
     script = "document.title='owned'"
     attacks = [
         rf"$\href{{javascript:{script}}}{{CLICK}}$",
@@ -356,14 +366,13 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     assert browser.js(f"document.querySelectorAll('{forbidden}').length") == 0
     assert "training report" in browser.js("document.title")
     assert browser.errors == []
-    assert [
-        url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))
-    ] == []
+    assert requests_to_elsewhere(browser) == []
     browser.click("#source")
     assert browser.text(".problem .text") == text == browser.text(".rollout .text")
 
 
 def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page_of_two_runs):
+    """The address opens a group of step 11, which has a diagram."""
     browser.open(page_of_two_runs, "#run=0&step=11&id=problem%2F1")
     size = "document.querySelector('{} img').getBoundingClientRect().width"
     small = browser.js(size.format(".diagram"))
@@ -392,6 +401,7 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page_of_two_runs,
         "Length: from the first to the last fifth of the steps, right answers became longer "
         "(25 → 185 tokens) and wrong ones became longer (25 → 185 tokens).",
     ]
+
     top_of = "document.querySelector('{}').getBoundingClientRect().top"
     assert browser.js(top_of.format(".rollout")) < 900, "a rollout is on the first screen"
     assert browser.js(f"{top_of.format('#groups')} < {top_of.format('#curves')}")
@@ -403,6 +413,7 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page_of_two_runs,
 
 
 def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_path):
+    """Where the accuracy is the pass rate at every step, it has no chart of its own."""
     run = write_recorded_run(tmp_path / "adora", 6)
     file = run / "metrics.jsonl"
     figures = {"grading/correct": 0.5, "adora/length_correct": 20.0, "adora/length_wrong": 30.0}
@@ -425,6 +436,7 @@ def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_p
 
 
 def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(browser, tmp_path):
+    """Three steps of two groups each: `2 1` is group 1 of step 2."""
     problem = "<image>Find the length of the side AB of it."
     run = write_recorded_run(tmp_path / "adora", 3, problem=problem)
     browser.open(write_report_page(tmp_path / "page.html", run))
@@ -452,6 +464,7 @@ def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(br
 
 
 def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, tmp_path):
+    """Both pictures of the page have a box over them, in percent of their size."""
     run = write_recorded_run(
         tmp_path / "looked",
         2,
@@ -466,7 +479,7 @@ def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, t
     assert "tool_call" not in detail
     assert "<image>" not in detail
     assert "I look." in detail
-    # of a picture of 60 x 40, which this model sees at that size
+    # zoom(0, 20, 30, 40) of a picture of 60 x 40, which this model sees at that size
     box = "['x', 'y', 'width', 'height'].map(name => document.querySelector('{} rect').getAttribute(name))"
     for boxes in (".problem .places", ".call .places"):
         assert browser.js(box.format(boxes)) == ["0", "50", "50", "50"]
@@ -484,6 +497,7 @@ def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, t
 
 
 def test_an_address_leads_back_to_its_group(browser, page_of_two_runs):
+    """The address of the page names the group that is shown."""
     browser.open(page_of_two_runs, "#run=0&step=11&id=problem%2F1")
     assert browser.text("#detail h3") == "Step 11, adora problem/1"
     browser.press("j")
@@ -493,6 +507,7 @@ def test_an_address_leads_back_to_its_group(browser, page_of_two_runs):
 def test_a_print_has_the_groups_of_the_filter_and_the_figures_and_no_buttons(
     browser, page_of_two_runs, tmp_path
 ):
+    """A print shows 20 groups at most, each with its rollouts."""
     browser.open(
         write_report_page(tmp_path / "short.html", write_recorded_run(tmp_path / "short", 2))
     )
@@ -556,6 +571,7 @@ def luminance(colour: str) -> float:
 
 
 def contrast(text_color: str, background: str) -> float:
+    """WCAG 2's ratio of contrast between two colours, from 1 to 21."""
     light, dark = sorted((luminance(text_color), luminance(background)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 

@@ -79,9 +79,11 @@ def write_run(
     return str(folder)
 
 
-def print_comparison(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def lines_of_comparison(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Runs the command of the report with these words, and returns the lines that it prints."""
     assert main(list(words)) == 0
-    return capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
+    return printed.splitlines()
 
 
 def test_intervals_of_differences_are_those_computed_by_hand():
@@ -96,6 +98,7 @@ def test_intervals_of_differences_are_those_computed_by_hand():
 
 
 def test_seeds_are_paired_where_they_are_the_same():
+    """Each side has a value by seed: {0: 0.1, 1: 0.5}."""
     paired = difference_over_seeds({0: 0.1, 1: 0.5}, {1: 0.7, 0: 0.2})
     assert paired.value == pytest.approx(0.15)
     assert paired.over == "2 pairs of seeds"
@@ -115,42 +118,47 @@ def test_seeds_are_paired_where_they_are_the_same():
 
 
 def test_a_figure_at_a_budget_is_the_mean_of_its_last_tenth():
+    """Twenty points (budget, value): (10, 1), (20, 2) up to (200, 20)."""
     points = [(10.0 * i, float(i)) for i in range(1, 21)]
-    assert value_at_budget(points, 100) == 10
-    assert value_at_budget(points, 200) == 19.5
+    assert value_at_budget(points, 100) == 10  # the points behind 90
+    assert value_at_budget(points, 200) == (19 + 20) / 2  # those behind 180
     assert value_at_budget(points, 105, window=0.0) == 10
     assert value_at_budget(points, 9) is None
 
 
 def test_the_rollouts_of_a_step_follow_from_the_sizes_of_its_batches():
-    steps = [
-        (
-            {
-                "generation_batch_size": 32,
-                "steps_per_generation": 1,
-                "gradient_accumulation_steps": 1,
-            },
-            32,
-        ),
-        (
-            {
-                "generation_batch_size": 4096,
-                "steps_per_generation": 8,
-                "gradient_accumulation_steps": 1,
-            },
-            512,
-        ),
-        (
-            {
-                "generation_batch_size": 64,
-                "steps_per_generation": 4,
-                "gradient_accumulation_steps": 4,
-            },
-            64,
-        ),
-        ({"generation_batch_size": 64, "steps_per_generation": 1, "num_iterations": 2}, 32),
+    """A step learns from its part of a generation; two iterations learn from each part twice."""
+    # generation_batch_size, steps_per_generation, gradient_accumulation_steps, num_iterations
+    cases = [
+        (32, 1, 1, 1, 32),
+        (4096, 8, 1, 1, 4096 / 8),
+        (64, 4, 4, 1, 64),
+        (64, 1, 1, 2, 64 / 2),
     ]
-    assert [rollouts_per_step(config) for config, _ in steps] == [rollouts for _, rollouts in steps]
+    for batch_size, micro_batches, accumulated, iterations, expected in cases:
+        config = {
+            "generation_batch_size": batch_size,
+            "steps_per_generation": micro_batches,
+            "gradient_accumulation_steps": accumulated,
+            "num_iterations": iterations,
+        }
+        assert rollouts_per_step(config) == expected, config
+
+
+def test_a_config_without_the_newer_sizes_has_rollouts_of_a_step():
+    """A size that the manifest of an older run lacks counts as 1."""
+    without_iterations = {
+        "generation_batch_size": 64,
+        "steps_per_generation": 4,
+        "gradient_accumulation_steps": 4,
+    }
+    without_accumulation = {
+        "generation_batch_size": 64,
+        "steps_per_generation": 1,
+        "num_iterations": 2,
+    }
+    assert rollouts_per_step(without_iterations) == 64
+    assert rollouts_per_step(without_accumulation) == 32
 
 
 def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path):
@@ -167,8 +175,10 @@ def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path)
         for step in (5, 10)
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    points = read_compared_run(folder).curves[PASS_RATE]
-    assert [(point.rollouts, point.seconds) for point in points] == [(80, 15), (160, 30)]
+    first, second = read_compared_run(folder).curves[PASS_RATE]
+    # the 16 rollouts and the 2 + 1 seconds of a step, five times for each line
+    assert (first.rollouts, first.seconds) == (5 * 16, 5 * 3)
+    assert (second.rollouts, second.seconds) == (10 * 16, 10 * 3)
 
 
 def test_seconds_of_an_evaluation_are_those_of_the_steps_before_it(tmp_path):
@@ -183,10 +193,14 @@ def test_seconds_of_an_evaluation_are_those_of_the_steps_before_it(tmp_path):
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     points = read_compared_run(folder).curves["drawn"]
-    assert [point.seconds for point in points] == [0, 8, 5 * 2 + 3 * 4]
+    assert [point.seconds for point in points] == [0, 4 * 2, 5 * 2 + 3 * 4]
 
 
 def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
+    """B solves 16 of the 20 held-out problems and A 5, which is 55 points more.
+
+    A step is 16 rollouts. A takes ten seconds for its ten steps, and B twenty.
+    """
     a = write_run(tmp_path / "a", [0.1] * 10, 5)
     b = write_run(
         tmp_path / "b",
@@ -195,7 +209,7 @@ def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
         seconds=2.0,
         adora_method=ADORA_METHOD,
     )
-    lines = print_comparison(capsys, a, b, "--compare")
+    lines = lines_of_comparison(capsys, a, b, "--compare")
     text = lines[0]
     assert text.startswith(
         "B (ADORA attenuation, factor 0.1, 1 seed) is better than A (GRPO, 1 seed): +55.0 points on"
@@ -211,18 +225,24 @@ def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
 
 
 def test_equal_seconds_are_not_equal_rollouts(tmp_path, capsys):
+    """A step of B takes twice as long as one of A.
+
+    After all ten steps (160 rollouts) B has 1.0 and A 0.2. After the ten seconds of A, B has done
+    five steps, and has 0.5.
+    """
     a = write_run(tmp_path / "a", [0.2] * 10, 5)
     b = write_run(
         tmp_path / "b", [0.1 * step for step in range(1, 11)], 5, seconds=2.0, learning_rate=1e-3
     )
-    lines = print_comparison(capsys, a, b, "--compare")
+    lines = lines_of_comparison(capsys, a, b, "--compare")
     assert any("160 rollouts" in line and "+80.0" in line for line in lines)
     assert any("training, 10 s" in line and "+30.0" in line for line in lines)
-    explained = lines[
-        lines.index(next(line for line in lines if line.startswith("N rollouts, N s: "))) :
-    ]
-    assert explained[1].startswith("pass rate in training: ")
-    assert "the last tenth before that point" in explained[1]
+    legend_start = next(
+        number for number, line in enumerate(lines) if line.startswith("N rollouts, N s: ")
+    )
+    explanation = lines[legend_start + 1]
+    assert explanation.startswith("pass rate in training: ")
+    assert "the last tenth before that point" in explanation
     assert "cannot be told from" in lines[0]
 
 
@@ -247,29 +267,32 @@ def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
         (folder / "metrics.jsonl").write_text(
             "\n".join(map(json.dumps, [*trained, *evaluated.values()]))
         )
-    lines = print_comparison(capsys, str(tmp_path / "a"), str(tmp_path / "b"), "--compare")
-    assert "+40.0" in next(
-        line for line in lines if line.startswith("drawn on the way, 1,600 rollouts")
-    )
-    assert "+20.0" in next(
+    lines = lines_of_comparison(capsys, str(tmp_path / "a"), str(tmp_path / "b"), "--compare")
+    [evaluation] = [line for line in lines if line.startswith("drawn on the way, 1,600 rollouts")]
+    [training] = [
         line for line in lines if line.startswith("pass rate in training, 1,600 rollouts")
-    )
+    ]
+    assert "+40.0" in evaluation  # 0.9 and 0.5 at the last step
+    assert "+20.0" in training  # of the last tenth (steps 95 and 100) 0.7 and 0.5
 
 
 def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, capsys):
+    """Runs may be named in any order: those with the config of the first one are side A.
+
+    Of 20 problems A solves 5, 6 and 7, and B 11, 13 and 15: 7 more on average.
+    """
     seeds = range(3)
     a = [write_run(tmp_path / f"a{s}", [0.5], 5 + s, seed=s) for s in seeds]
     b = [
         write_run(tmp_path / f"b{s}", [0.5], 11 + 2 * s, seed=s, adora_method=ADORA_METHOD)
         for s in seeds
     ]
-    mixed = print_comparison(capsys, a[0], b[0], b[1], a[1], a[2], b[2], "--compare")
-    assert mixed == print_comparison(capsys, *a, "--compare", *b)
+    mixed = lines_of_comparison(capsys, a[0], b[0], b[1], a[1], a[2], b[2], "--compare")
+    assert mixed == lines_of_comparison(capsys, *a, "--compare", *b)
     assert "A (GRPO, 3 seeds): +35.0 points" in mixed[0]
     assert "over 3 pairs of seeds" in mixed[0]
-    assert (
-        sum(line.startswith("geometry3k, held out, the end") for line in mixed) == 2
-    )  # over seeds, over problems
+    held_out = [line for line in mixed if line.startswith("geometry3k, held out, the end")]
+    assert len(held_out) == 2, "over seeds, and over problems"
 
 
 def test_seeds_that_all_agree_leave_the_decision_to_the_problems(tmp_path, capsys):
@@ -279,7 +302,7 @@ def test_seeds_that_all_agree_leave_the_decision_to_the_problems(tmp_path, capsy
         write_run(tmp_path / f"b{s}", [0.5], 12, seed=s, adora_method=ADORA_METHOD)
         for s in range(2)
     ]
-    lines = print_comparison(capsys, *a, *b, "--compare")
+    lines = lines_of_comparison(capsys, *a, *b, "--compare")
     assert "over 20 problems)" in lines[0]
     rows = [line for line in lines if line.startswith("geometry3k, held out, the end")]
     assert rows[0].endswith("(20 problems)")
@@ -294,13 +317,15 @@ def test_a_reward_by_its_older_name_is_no_difference(tmp_path):
 
 
 def test_worse_is_called_worse(tmp_path, capsys):
+    """B solves 5 of the 20 held-out problems, and A 16."""
     a = write_run(tmp_path / "a", [0.5], 16)
     b = write_run(tmp_path / "b", [0.5], 5, adora_correct_above=0.3)
-    assert "is worse than A" in print_comparison(capsys, a, b, "--compare")[0]
+    assert "is worse than A" in lines_of_comparison(capsys, a, b, "--compare")[0]
 
 
 def test_without_held_out_scores_nothing_is_claimed(tmp_path, capsys):
-    lines = print_comparison(
+    """B was not evaluated, so only the pass rates of 0.9 and 0.1 can be compared."""
+    lines = lines_of_comparison(
         capsys, write_run(tmp_path / "a", [0.1], 3), write_run(tmp_path / "b", [0.9]), "--compare"
     )
     assert "is not known" in lines[0]
@@ -312,7 +337,7 @@ def test_the_score_of_the_model_before_the_training_is_not_that_of_the_run(tmp_p
     runs = [write_run(tmp_path / "a", [0.5], right=20), write_run(tmp_path / "b", [0.5], right=20)]
     for run in runs:
         (Path(run) / "eval").rename(Path(run) / "before")
-    paragraph, *_ = print_comparison(capsys, *runs, "--compare")
+    paragraph, *_ = lines_of_comparison(capsys, *runs, "--compare")
     assert "is not known: not every run was scored" in paragraph
 
 
@@ -324,7 +349,7 @@ def test_both_names_of_a_benchmark_are_compared(tmp_path, capsys):
         score = json.loads(file.read_text())
         items = [{**item, "pid": f"mine/test/{item['pid']}"} for item in score["items"]]
         file.write_text(json.dumps({**score, "benchmark": benchmark, "items": items}))
-    paragraph, *_ = print_comparison(capsys, *runs, "--compare")
+    paragraph, *_ = lines_of_comparison(capsys, *runs, "--compare")
     assert "+60.0 points on mine, held out" in paragraph
 
 
@@ -337,7 +362,7 @@ def test_seeds_are_compared_on_the_problems_of_all_runs(tmp_path, capsys):
     file = Path(runs[-1]) / "eval" / "score.json"
     score = json.loads(file.read_text())
     file.write_text(json.dumps({**score, "items": score["items"][:10], "accuracy": 1.0}))
-    lines = print_comparison(capsys, *runs[:2], "--compare", *runs[2:])
+    lines = lines_of_comparison(capsys, *runs[:2], "--compare", *runs[2:])
     rows = [line for line in lines if line.startswith("geometry3k, held out")]
     assert len(rows) == 2, "over the problems and over the seeds"
     assert all(row.split("the end")[1].split()[:3] == ["90.0", "90.0", "+0.0"] for row in rows)
@@ -345,11 +370,12 @@ def test_seeds_are_compared_on_the_problems_of_all_runs(tmp_path, capsys):
 
 
 def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, capsys):
+    """With a budget of tokens a generation may have fewer rollouts than its size."""
     a = write_run(tmp_path / "a", [0.5], 5)
     b = write_run(tmp_path / "b", [0.5], 5, seed=1)
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest | {"status": "failed"}))
-    lines = print_comparison(capsys, a, b, "--compare")
+    lines = lines_of_comparison(capsys, a, b, "--compare")
     assert f"warning: {b}: the run is failed" in lines
     assert any("different seeds" in line for line in lines)
     assert "The configs are the same but for the seed." in lines[0]
@@ -358,10 +384,11 @@ def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, cap
         f"warning: {c}: some generations of adora_rollouts.budget have fewer rollouts than are "
         "counted"
     )
-    assert warning in print_comparison(capsys, a, c, "--compare")
+    assert warning in lines_of_comparison(capsys, a, c, "--compare")
 
 
 def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
+    """Each case: the words of the command, and a part of the line on standard error."""
     runs = [write_run(tmp_path / f"r{n}", [0.5], learning_rate=n) for n in range(3)]
     twice = [write_run(tmp_path / f"t{n}", [0.5]) for n in range(2)]
     for words, message in [

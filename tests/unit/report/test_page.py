@@ -43,6 +43,7 @@ ATTENUATED_GROUP = {
 }
 
 
+# changes of `ATTENUATED_GROUP`, changes of the settings of the run, the sentence about the weight
 CHANGED_GROUP_AND_REASON: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
@@ -182,14 +183,13 @@ CHANGED_GROUP_AND_REASON: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 def test_why_a_group_has_its_weight():
-    sentences = [
-        weight_reason({**ATTENUATED_GROUP, **group}, {**ADORA_SETTINGS, **settings})
-        for group, settings, _ in CHANGED_GROUP_AND_REASON
-    ]
-    assert sentences == [sentence for _, _, sentence in CHANGED_GROUP_AND_REASON]
+    for changed_group, changed_settings, sentence in CHANGED_GROUP_AND_REASON:
+        group = {**ATTENUATED_GROUP, **changed_group}
+        assert weight_reason(group, {**ADORA_SETTINGS, **changed_settings}) == sentence
 
 
 def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
+    """A folder that is not there, and one that has no file of a run."""
     for folder, words in (
         ("none", "is no folder"),
         (".", "has neither metrics.jsonl nor rollouts/"),
@@ -202,14 +202,15 @@ def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
 
 
 def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, capsys):
+    """A page is not written over another file, and a damaged file is named and left where it is."""
     run = write_recorded_run(tmp_path / "run", 2)
     (tmp_path / "mine.html").write_text("<h1>my thesis</h1>")
     assert main([str(run), "--output", str(tmp_path / "mine.html")]) == 2
     assert main([str(run), "--output", str(tmp_path / "no" / "folder.html")]) == 2
-    assert [line.split(":")[1].strip() for line in capsys.readouterr().err.splitlines()] == [
-        "--output",
-        "--output",
-    ]
+    not_overwritten, no_folder = capsys.readouterr().err.splitlines()
+    assert not_overwritten.startswith("error: --output: ")
+    assert no_folder.startswith("error: --output: ")
+
     damaged = list_record_files(run / "rollouts")[0].path
     damaged.write_bytes(b"PAR1 not a table PAR1")
     assert main([str(run)]) == 2
@@ -222,6 +223,7 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
 
 
 def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypatch):
+    """The report lists the files of 31 steps; before it reads them, they are merged into one."""
     run = write_recorded_run(tmp_path / "run", 31)
     parts_before_merge = list_record_files(run / "rollouts")
     write_record_file(run / "rollouts", read_record_files(parts_before_merge), 1, 31)
@@ -233,12 +235,13 @@ def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypa
         "adora_vl.report.run_view.list_record_files",
         lambda folder: next(outdated_lists, None) or list_record_files(folder),
     )
-    assert len(load_run(run, max_rollouts=1000).groups) == 62
+    assert len(load_run(run, max_rollouts=1000).groups) == 31 * 2  # of the steps
 
 
 def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
+    """Whole steps are shown or left out, the first and the last among those that are shown."""
     run = write_recorded_run(tmp_path / "run", 20)
-    view = load_run(run, max_rollouts=40)  # of 160
+    view = load_run(run, max_rollouts=40)  # of 20 steps x 2 groups x 4 rollouts
     assert [group["step"] for group in view.groups[::2]] == [1, 6, 11, 15, 20]
     assert view.notes == ["40 of 160 recorded rollouts are shown, those of 5 steps."]
     assert len(load_run(run, max_rollouts=1).groups) == 2
@@ -248,7 +251,9 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
     """Nothing is shown where today's grader gives another reason than the record has."""
     gold = "AB = 4, CD = 5"
     wrong = r"so \boxed{CD = 5, AB = 4.1}"
+    # a part of the answer, the part of the reference that it is compared with, the rule
     both = [("CD=5", "CD=5", "same_part"), ("AB=4.1", "-", "different_part")]
+    # changed columns of a rollout, and the parts that are shown (None: none are)
     cases: list[tuple[dict[str, Any], list[tuple[str, str, str]] | None]] = [
         ({"completion": wrong, "reason": "different_part"}, both),
         ({"completion": f"<answer>{wrong}</answer>", "reason": "different_part"}, both),
@@ -291,6 +296,7 @@ def test_a_record_without_choices_has_a_page(tmp_path):
 
 
 def test_a_text_that_is_cut_says_how_much_is_left_out(tmp_path):
+    """A text on the page has 12,000 characters at most."""
     run = write_recorded_run(tmp_path / "run", 1, problem="x" * 12_000 + "y" * 1_500)
     (problem, *_) = load_run(run, 100).problems.values()
     assert problem["problem"] == "x" * 12_000 + "… (1,500 more characters)"
@@ -303,13 +309,14 @@ def test_runs_whose_folders_have_equal_names_are_told_by_their_paths(tmp_path):
 
 
 def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
+    """A record that names a file outside of its folder was written by somebody else."""
     run = write_recorded_run(tmp_path / "run", 1)
     write_report_page(tmp_path / "page.html", run, argv=("--max-image-mb", "0"))
     assert "1 diagrams are left out" in capsys.readouterr().out
     (tmp_path / "secret.png").write_bytes(b"secret")
-    stranger = write_recorded_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
+    stranger_run = write_recorded_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
     assert base64.b64encode(b"secret").decode() not in json.dumps(
-        unpack_data(write_report_page(tmp_path / "s.html", stranger))
+        unpack_data(write_report_page(tmp_path / "s.html", stranger_run))
     )
 
 
@@ -319,46 +326,53 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
     (tmp_path / "secret.png").write_bytes(b"secret")
     run = write_recorded_run(tmp_path / "run", 1)
     [picture] = (run / "rollouts" / "_images").glob("*.png")
-    stored = picture.read_bytes()
+    picture_bytes = picture.read_bytes()
     picture.unlink()
     picture.symlink_to(tmp_path / "secret.png")
     page = write_report_page(tmp_path / "page.html", run)
     assert secret not in json.dumps(unpack_data(page))
     assert "1 diagram left out: a link leads out of the run's folder." in capsys.readouterr().out
+
     picture.unlink()
-    (run / "kept.png").write_bytes(stored)
+    (run / "kept.png").write_bytes(picture_bytes)
     picture.symlink_to(run / "kept.png")
     page = write_report_page(tmp_path / "within.html", run)
-    assert base64.b64encode(stored).decode() in json.dumps(unpack_data(page)), "a link within it"
+    assert base64.b64encode(picture_bytes).decode() in json.dumps(unpack_data(page)), (
+        "a link within it"
+    )
     (tmp_path / "alias").symlink_to(run)
     page = write_report_page(tmp_path / "alias.html", tmp_path / "alias")
-    assert base64.b64encode(stored).decode() in json.dumps(unpack_data(page)), "a link to the run"
+    assert base64.b64encode(picture_bytes).decode() in json.dumps(unpack_data(page)), (
+        "a link to the run"
+    )
+
     picture.unlink()
-    picture.write_bytes(stored)
+    picture.write_bytes(picture_bytes)
     images = run / "rollouts" / "_images"
     images.rename(tmp_path / "moved")
     images.symlink_to(tmp_path / "moved")
-    assert base64.b64encode(stored).decode() not in json.dumps(
+    assert base64.b64encode(picture_bytes).decode() not in json.dumps(
         unpack_data(write_report_page(tmp_path / "folder.html", run))
     )
+
     for name in ("metrics.jsonl", "manifest.json", "rollouts"):
-        stranger = write_recorded_run(tmp_path / name.partition(".")[0], 1)
+        stranger_run = write_recorded_run(tmp_path / name.partition(".")[0], 1)
         outside = tmp_path / f"outside-{name}"
-        if (stranger / name).exists():
-            (stranger / name).rename(outside)
+        if (stranger_run / name).exists():
+            (stranger_run / name).rename(outside)
         else:
             outside.write_text('{"step": 1, "kind": "train", "secret": 1}')
-        (stranger / name).symlink_to(outside)
-        assert main([str(stranger), "--output", str(tmp_path / "none.html")]) == 2
+        (stranger_run / name).symlink_to(outside)
+        assert main([str(stranger_run), "--output", str(tmp_path / "none.html")]) == 2
         assert "is a link out of " in capsys.readouterr().err
         assert not (tmp_path / "none.html").exists()
 
 
 def unpack_data(page: Path) -> dict[str, Any]:
-    """Return both blocks of data of a page."""
+    """Return what a page shows: its two compressed blocks of JSON, `data` and `texts`, as one."""
     blocks = re.findall(r'id="(?:data|texts)">([^<]*)<', page.read_text())
-    both = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
-    return {**both[0], **both[1]}
+    data, texts = (json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks)
+    return {**data, **texts}
 
 
 EXAMPLE_PAGE = Path(__file__).parents[3] / "docs" / "examples" / "report.html"
@@ -375,6 +389,7 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
     today = unpack_data(made_today)
     assert example.keys() == today.keys()
     assert example["rollout"] == today["rollout"]
+    # the keys of the first run, then of the first group in it
     for part in ("runs", "groups"):
         for data in (example, today):
             data |= data.pop(part)[0] if part in data else {}
@@ -386,6 +401,10 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
 
 
 def test_the_page_is_self_contained(tmp_path):
+    """It loads nothing from elsewhere, and the text of a model is never a part of its HTML.
+
+    `ATTACKING_HTML` is markup with a script, which every text of that run has.
+    """
     attacked = write_attacked_page(tmp_path)
     text = attacked.read_text()
     for _, attributes in TagsOfPage(text).tags:
@@ -412,10 +431,10 @@ def test_the_page_is_self_contained(tmp_path):
 
 def test_every_phase_of_the_clock_has_a_place_and_a_colour_in_the_chart():
     """Else its seconds would be missing from a step's."""
-    listed = re.search(r"const PHASES = (\[.*\]);", (_VIEWER / "curves.js").read_text())
+    phases_in_script = re.search(r"const PHASES = (\[.*\]);", (_VIEWER / "curves.js").read_text())
     styles = (_VIEWER / "viewer.css").read_text()
-    assert listed is not None
-    assert sorted(json.loads(listed[1])) == sorted(PHASES)
+    assert phases_in_script is not None
+    assert sorted(json.loads(phases_in_script[1])) == sorted(PHASES)
     for phase in PHASES:
         assert f".area.phase-{phase} {{" in styles
         assert f".swatch.phase-{phase} {{" in styles
@@ -440,6 +459,7 @@ FORMULAS_BY_TEXT: dict[str, list[str]] = {
 
 
 def test_a_formula_is_found_where_it_is_one():
+    """`FORMULAS_BY_TEXT` has the formulas of each text; what is no formula stays a text."""
     assert {text: list(convert_formulas([text])) for text in FORMULAS_BY_TEXT} == FORMULAS_BY_TEXT
     # An answer is a formula altogether where it is LaTeX.
     assert list(convert_formulas([None], [r"2 \sqrt { 221 }", "x^2", "7", "Rome", None])) == [
@@ -449,6 +469,7 @@ def test_a_formula_is_found_where_it_is_one():
 
 
 def test_the_tree_says_what_the_formula_does():
+    """A tree is a list of MathML's tag, its attributes and its children."""
     root = ["msqrt", {}, ["mrow", {}, ["mn", {}, "3"]]]
     fraction = ["mfrac", {}, ["mrow", {}, root], ["mrow", {}, ["mn", {}, "2"]]]
     boxed = ["menclose", {"notation": "box"}, ["mrow", {}, fraction]]
@@ -473,6 +494,7 @@ REFUSED_MARKUP = [
 
 
 def test_no_link_style_or_markup_gets_into_a_tree():
+    """What is refused has no tree (None), or one of plain tags alone."""
     trees = {latex: latex_to_mathml(f"${latex}$") for latex in REFUSED_MARKUP}
     assert {
         latex: tree
@@ -547,6 +569,7 @@ GROWING_FORMULAS = [
 
 
 def test_no_short_text_grows_in_the_page():
+    """LaTeX can define commands that double a text each time; such a tree has a limit."""
     sizes = {text[:12]: len(json.dumps(convert_formulas([text]))) for text in GROWING_FORMULAS}
     assert {text: size for text, size in sizes.items() if size >= 60_000} == {}
 
@@ -557,9 +580,9 @@ def test_no_text_makes_the_page_slow():
     """
 
     def seconds(text: str) -> float:
-        began = time.process_time()
+        start_time = time.process_time()
         convert_formulas([text])
-        return time.process_time() - began
+        return time.process_time() - start_time
 
     slow = {}
     for part in (

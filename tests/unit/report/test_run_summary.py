@@ -79,7 +79,7 @@ def test_signal_and_weights_are_those_of_the_groups_whose_rewards_differ(tmp_pat
     step = [no_signal, full_weight, full_weight, tenth_weight]
     signal, weights = summary_from(tmp_path, [step])
     assert signal.startswith("Signal: 3 of 4 recorded groups (75 %) ")
-    # 1 of 3 in |advantage|; then 0.1 of 2.1
+    # The sums of |advantage| are 1, 1 and 1: 1 of 3. With the weights 1, 1 and 0.1: 0.1 of 2.1.
     assert weights == (
         "Weights: 1 of these groups (33 %) were attenuated. They held 33 % of all |advantage| "
         "before the weights and 5 % after."
@@ -115,6 +115,7 @@ def test_a_method_that_learns_from_equal_rewards_is_believed(tmp_path: Path) -> 
 
 
 def test_a_run_without_signal_or_weights_says_so(tmp_path: Path) -> None:
+    """Groups have signal if their rewards differ, and weights if a method of the run gives some."""
     no_signal = rollout_pair(rewards=(1.0, 1.0))
     [signal] = summary_from(tmp_path / "none", [[no_signal]])
     assert signal.startswith("Signal: none of 1 recorded group has rewards that differ")
@@ -130,6 +131,11 @@ def test_a_run_without_signal_or_weights_says_so(tmp_path: Path) -> None:
 
 
 def test_a_length_changes_only_where_the_groups_agree(tmp_path: Path) -> None:
+    """Two steps of two groups: the lengths of a right and a wrong rollout, as in (10, 10).
+
+    Right rollouts have 10 and 12 tokens, then 40 and 42. Wrong ones have 10 and 90, then 20 and 95,
+    which may be chance.
+    """
     early = [
         rollout_pair(rewards=(1.0, 0.0), lengths=(10, 10)),
         rollout_pair(rewards=(1.0, 0.0), lengths=(12, 90)),
@@ -146,6 +152,7 @@ def test_a_length_changes_only_where_the_groups_agree(tmp_path: Path) -> None:
 
 
 def test_lengths_that_are_equal_in_all_groups_have_no_interval(tmp_path: Path) -> None:
+    """An interval over groups that are all alike would have the width 0."""
     early = [rollout_pair(rewards=(1.0, 0.0), lengths=(10, 64))] * 2
     late = [rollout_pair(rewards=(1.0, 0.0), lengths=(12, 64))] * 2
     *_, lengths = summary_from(tmp_path, [early, late])
@@ -169,6 +176,7 @@ def test_lengths_that_are_equal_in_all_groups_have_no_interval(tmp_path: Path) -
 def test_a_call_is_spelled_as_a_person_would(
     name: str, arguments: dict[str, Any], expected: str
 ) -> None:
+    """Arguments of our tools have no names where they stand in order; those of others have."""
     assert format_call(name, arguments) == expected
 
 
