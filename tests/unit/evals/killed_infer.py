@@ -43,7 +43,7 @@ class SlowEngine:
 
 
 def images(index: int) -> list[Image.Image]:
-    """Return the image of a problem. One problem in ten has an image that cannot be read."""
+    """The image of a problem; one problem in ten has an image that cannot be read, and raises."""
     if index % 10 == 3:
         raise OSError("broken")
     return [Image.new("RGB", (8, 8))]

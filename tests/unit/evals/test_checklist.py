@@ -27,14 +27,14 @@ find BC
 
 
 @pytest.fixture(scope="module")
-def stored_figure() -> str:
-    """A trapezoid with a right angle, as a row stores it."""
+def figure_json() -> str:
+    """A trapezoid with a right angle, as JSON: what the column `figure` of a row has."""
     result = solve_form(read_form_from_text(FACTS))
     assert result.figure is not None, result.why
     return figure_as_json(result.figure)
 
 
-def problem(**fields: Any) -> Problem:
+def build_problem(**fields: Any) -> Problem:
     """A problem whose prompt has its question within other words."""
     return Problem(
         fields={"pid": "geo/1", "question": "<image>Find BC.", "answer": "9", **fields},
@@ -44,10 +44,14 @@ def problem(**fields: Any) -> Problem:
     )
 
 
-def test_questions_are_of_marks_and_have_exact_answers(stored_figure: str) -> None:
+def test_questions_are_of_marks_and_have_exact_answers(figure_json: str) -> None:
+    """Each question has an answer that can be graded, and one of a picture's is `yes`, one `no`.
+
+    The lengths and the marks are those of `FACTS`.
+    """
     kinds: Counter[str] = Counter()
     for seed in range(60):
-        questions = questions_on_marks(figure_from_json(stored_figure), str(seed))
+        questions = questions_on_marks(figure_from_json(figure_json), str(seed))
         assert 0 < len(questions) <= MAX_QUESTIONS_OF_PICTURE
         assert len({question.text for question in questions}) == len(questions)
         answers = Counter(question.answer for question in questions)
@@ -56,7 +60,8 @@ def test_questions_are_of_marks_and_have_exact_answers(stored_figure: str) -> No
             assert verify_gold(question.answer) is None
             kinds[question.kind] += 1
             if question.kind == "length":
-                assert {"AB": "12", "CD": "8", "AD": "8"}[question.text[24:26]] == question.answer
+                segment = question.text[24:26]  # in "Which length is segment AB marked ..."
+                assert {"AB": "12", "CD": "8", "AD": "8"}[segment] == question.answer
             if question.answer == "no" and question.kind == "parallel":
                 assert "AB marked as parallel to CD" not in question.text
             if question.answer == "no" and question.kind == "right angle":
@@ -65,13 +70,14 @@ def test_questions_are_of_marks_and_have_exact_answers(stored_figure: str) -> No
     assert kinds.keys() == {"length", "angle", "right angle", "parallel"}
 
 
-def test_the_same_problem_is_asked_the_same_questions(stored_figure: str) -> None:
-    figure = figure_from_json(stored_figure)
+def test_the_same_problem_is_asked_the_same_questions(figure_json: str) -> None:
+    figure = figure_from_json(figure_json)
     assert questions_on_marks(figure, "geo/1") == questions_on_marks(figure, "geo/1")
 
 
-def test_a_question_stands_in_the_words_of_the_prompt(stored_figure: str) -> None:
-    questions = build_checklist([problem(figure=stored_figure), problem(pid="geo/2")])
+def test_a_question_stands_in_the_words_of_the_prompt(figure_json: str) -> None:
+    """The question of the problem is replaced, and the words around it stay."""
+    questions = build_checklist([build_problem(figure=figure_json), build_problem(pid="geo/2")])
     assert [question.pid for question in questions] == [
         f"geo/1#{n}" for n in range(1, len(questions) + 1)
     ]
@@ -80,4 +86,4 @@ def test_a_question_stands_in_the_words_of_the_prompt(stored_figure: str) -> Non
         assert question.fields["question"].startswith("<image>")
         assert "figure" not in question.fields
     with pytest.raises(UserError, match="view: checklist, and no row of the data has a figure"):
-        build_checklist([problem()])
+        build_checklist([build_problem()])

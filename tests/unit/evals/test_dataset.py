@@ -32,10 +32,12 @@ from tests.support.benchmark_data import (
 
 
 def data_options(data: Path | str, split: str) -> HubDataOptions:
+    """The options that name the data of a benchmark and its split."""
     return HubDataOptions(data=str(data), split=split)
 
 
 def mmstar_options(data: Path | str, *, no_image: bool) -> mmstar.MMStarDataOptions:
+    """The options of MMStar, which can be asked without its images."""
     return mmstar.MMStarDataOptions(data=str(data), split="val", no_image=no_image)
 
 
@@ -60,13 +62,15 @@ def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, mo
     assert from_json == from_parquet
     assert from_file == from_parquet
 
-    def hub(name: str, config: str | None, split: str, revision: str | None) -> datasets.Dataset:
+    def load_from_hub(
+        name: str, config: str | None, split: str, revision: str | None
+    ) -> datasets.Dataset:
         assert name == "AI4Math/MathVista"
         assert config is None
         assert split == "testmini"
         return datasets.Dataset.from_list(rows, features=MATHVISTA_FEATURES)
 
-    monkeypatch.setattr(datasets, "load_dataset", hub)
+    monkeypatch.setattr(datasets, "load_dataset", load_from_hub)
     hub_problems = mathvista.load(data_options("AI4Math/MathVista", "testmini")).problems
     assert asked_contents(hub_problems) == from_parquet
     fields, prompt, n_images, _ = from_parquet[0]
@@ -91,6 +95,7 @@ def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, mo
 
 
 def test_the_datas_own_query_goes_before_a_built_one(tmp_path):
+    """MathVista's data has the prompt of each problem, in the column `query`."""
     rows = mathvista_rows(1)
     rows[0]["query"] = "As published."
     folder = write_mathvista(tmp_path, rows)
@@ -99,6 +104,7 @@ def test_the_datas_own_query_goes_before_a_built_one(tmp_path):
 
 
 def test_mmstar_with_and_without_its_images(tmp_path):
+    """Without images the same questions are asked, of the same data by its hash."""
     rows = mmstar_rows()
     folder = write_mmstar(tmp_path, rows)
     with_images = mmstar.load(mmstar_options(folder, no_image=False))
@@ -153,6 +159,7 @@ def test_each_row_that_lacks_a_field_has_a_line(tmp_path):
 
 
 def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_path):
+    """A multiple choice without choices, a number without its precision, a letter that is none."""
     rows = mathvista_rows(4)
     rows[0]["choices"] = None
     rows[2]["precision"] = None
@@ -171,6 +178,7 @@ def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_p
 
 
 def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path):
+    """The first picture is no picture, and the second is missing."""
     rows = mathvista_rows(2)
     write_mathvista(tmp_path, rows, "json")
     (tmp_path / "images" / "1.jpg").write_bytes(b"no picture")
@@ -205,15 +213,16 @@ def test_a_path_that_leads_out_of_the_datas_folder_is_refused(tmp_path):
 
 
 def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path):
+    """The second picture is turned by its EXIF tag; the third has two frames."""
     rows = mathvista_rows(3)
     folder = write_mathvista(tmp_path, rows, "json")
     images_folder = tmp_path / "images"
-    transparent = Image.new("RGBA", (40, 20), (0, 0, 0, 0))
-    transparent.save(images_folder / "1.jpg", "PNG")
-    quarter_turn = Image.Exif()
-    quarter_turn[ExifTags.Base.Orientation] = 6
+    transparent_image = Image.new("RGBA", (40, 20), (0, 0, 0, 0))
+    transparent_image.save(images_folder / "1.jpg", "PNG")
+    rotated_exif = Image.Exif()
+    rotated_exif[ExifTags.Base.Orientation] = 6
     black = Image.new("RGB", (40, 20))
-    black.save(images_folder / "2.jpg", exif=quarter_turn)
+    black.save(images_folder / "2.jpg", exif=rotated_exif)
     red = Image.new("RGB", (40, 20), "red")
     blue = Image.new("RGB", (40, 20), "blue")
     red.save(images_folder / "3.jpg", "GIF", save_all=True, append_images=[blue])
@@ -228,6 +237,7 @@ def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path)
 
 
 def test_of_several_frames_an_evaluation_shows_the_one_that_a_training_shows(tmp_path):
+    """The picture is an animation of a red and a blue frame."""
     (row,) = generate(1, split="test", seed=1)
     red = Image.new("RGB", (40, 20), "red")
     blue = Image.new("RGB", (40, 20), "blue")
@@ -244,6 +254,7 @@ def test_of_several_frames_an_evaluation_shows_the_one_that_a_training_shows(tmp
 
 
 def test_a_question_may_stand_in_its_picture(tmp_path):
+    """A problem without a text needs its picture, and is refused where it is asked without."""
     rows = mmstar_rows(2)
     rows[1]["question"] = ""
     folder = write_mmstar(tmp_path, rows)
@@ -282,6 +293,7 @@ def test_a_split_of_which_files_are_missing_is_refused(tmp_path, ending):
 
 
 def test_wrong_data_is_said_in_a_line(case_folder, monkeypatch):
+    """Each case_folder: what is named as the data, in a folder with these files, and the error."""
     cases = [
         ("nothing", "'nothing' is neither a file or folder here nor a hub id"),
         ("folder/nothing", "'folder/nothing' is neither"),

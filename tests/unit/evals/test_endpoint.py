@@ -12,7 +12,7 @@ PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty":
 
 
 @pytest.mark.parametrize(
-    "models, sampling",
+    "models, sampling",  # what serves each model by the server's list, and the fields it is sent
     [
         # Their defaults are those of the model's generation config, such as a penalty of 1.05.
         ({"qwen": "vllm"}, PLAIN_SAMPLING),
@@ -26,6 +26,7 @@ PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty":
 def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
     start_server, models, sampling
 ) -> None:
+    """`start_server` starts a server in this process, which answers every call with `5`."""
     server = start_server(lambda body, call: completion_reply("5"))
     server.models = models
     settings = AnswerEngineSettings(

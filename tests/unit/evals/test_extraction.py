@@ -47,6 +47,7 @@ def test_an_answer_is_found_in_a_response() -> None:
 
 
 def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
+    """Each response repeats a piece that a pattern might try again and again."""
     cases = [
         "(" * 200_000,
         "the answer is " * 20_000,
@@ -130,7 +131,7 @@ def score_with_judge(
 
 
 def judge_reply(body: dict[str, Any], _: int) -> Reply:
-    """Extract 5 from a response with the word "five", and B from every other one."""
+    """The reply of a judge that extracts 5 from a response with the word "five", else B."""
     reply = body["messages"][1]["content"]
     return completion_reply(
         "<answer>5</answer>" if "five" in reply else "The reply says no.\n<answer>B</answer>"
@@ -138,6 +139,7 @@ def judge_reply(body: dict[str, Any], _: int) -> Reply:
 
 
 def test_the_judge_is_asked_only_where_the_official_code_asks_one(tmp_path, start_server):
+    """`5` is read without a judge, and nothing out of an empty response: two of four are asked."""
     server = start_server(judge_reply)
     result = score_with_judge(tmp_path, server.url)
     assert [item["verdict"] for item in result["items"]] == [
@@ -156,6 +158,7 @@ def test_the_judge_is_asked_only_where_the_official_code_asks_one(tmp_path, star
 def test_a_second_score_asks_nothing(
     tmp_path: Path, start_server: Callable[[ReplyFunction], EndpointServer]
 ) -> None:
+    """What a judge has answered is kept in a file beside the score."""
     server = start_server(judge_reply)
     first = score_with_judge(tmp_path, server.url)
     second = score_with_judge(tmp_path, server.url)
@@ -169,16 +172,16 @@ def test_a_second_score_asks_nothing(
 
 
 def test_the_gold_is_not_told(tmp_path: Path) -> None:
-    assert "gold-value" not in json.dumps(
-        build_extraction_messages(
-            build_question(prediction("1", "I count five.", answer="gold-value"))
-        )
-    )
+    """A judge that knows the right answer might read it into a response."""
+    question = build_question(prediction("1", "I count five.", answer="gold-value"))
+    messages = build_extraction_messages(question)
+    assert "gold-value" not in json.dumps(messages)
 
 
 def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
     case_folder, start_server, capsys
 ):
+    """Each case: how the judge's server answers, and how often it is called for one response."""
     cases = [
         (lambda body, call: None, 2),
         (lambda body, call: (429, b"slow down"), 2),
@@ -277,6 +280,7 @@ def test_a_judge_that_is_not_there_ends_the_score_and_one_that_was_there_does_no
 
 
 def test_a_report_of_no_answer_is_none(tmp_path, start_server):
+    """The judge says NONE where a response has no answer, which is no failure."""
     server = start_server(lambda body, call: completion_reply("<answer>NONE</answer>"))
     result = score_with_judge(tmp_path, server.url, rows=PREDICTIONS[1:2])
     assert result["extraction_failed"] == 0

@@ -26,6 +26,7 @@ class Demanding(DataOptions):
 
 
 def test_a_parser_reads_the_options_of_a_dataclass_with_its_defaults() -> None:
+    """`answer_tags` is no option of the command, and is given by the caller."""
     parser = ArgumentParser()
     add_options(parser, Options)
     assert options_from(Options, parser.parse_args([])) == Options()
@@ -35,6 +36,7 @@ def test_a_parser_reads_the_options_of_a_dataclass_with_its_defaults() -> None:
 
 @pytest.mark.parametrize("name", BENCHMARK_NAMES)
 def test_the_command_and_a_training_have_the_same_defaults(name: str) -> None:
+    """An evaluation on the way builds its options without a command line."""
     benchmark = find_benchmark(name)
     command = parse_command(["run", "--model", "M", "--data", "D", "--output", "O"], benchmark)
     assert isinstance(command.ask, AskOptions)

@@ -74,7 +74,7 @@ class RecordingEngine:
         ]
 
 
-def problem(index: int) -> Problem:
+def build_problem(index: int) -> Problem:
     """A problem `p/0` with the question `q0` and a picture of 8 x 8 pixels."""
     fields: Prediction = {
         "pid": f"p/{index}",
@@ -91,7 +91,7 @@ def problem(index: int) -> Problem:
     )
 
 
-FIVE_PROBLEMS = [problem(index) for index in range(5)]
+FIVE_PROBLEMS = [build_problem(index) for index in range(5)]
 
 
 def infer_with(
@@ -136,6 +136,7 @@ def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd
 
 
 def test_a_killed_run_keeps_its_batches_and_the_next_asks_only_the_rest(tmp_path):
+    """The first batch of two of the five problems was written before the kill."""
     with pytest.raises(RuntimeError, match="killed"):
         infer_with(tmp_path, RecordingEngine(dies_after=2))
     assert answered_pids(tmp_path) == ["p/0", "p/1"]
@@ -146,12 +147,15 @@ def test_a_killed_run_keeps_its_batches_and_the_next_asks_only_the_rest(tmp_path
 
 
 def test_a_finished_run_does_not_even_build_the_engine(tmp_path):
+    """Building an engine loads a model, which takes minutes."""
     infer_with(tmp_path, RecordingEngine())
-    before = (tmp_path / "predictions.jsonl").read_bytes()
+    predictions_before = (tmp_path / "predictions.jsonl").read_bytes()
     engine = RecordingEngine()
+
     assert infer_with(tmp_path, engine).pending == 0
+
     assert not engine.built
-    assert (tmp_path / "predictions.jsonl").read_bytes() == before
+    assert (tmp_path / "predictions.jsonl").read_bytes() == predictions_before
 
 
 def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
@@ -235,10 +239,11 @@ def test_settings_that_the_engine_finds_are_those_of_the_answers_before(tmp_path
     # A fingerprint of an older version does not have the program.
     fingerprint["resolved"] = {"base_url": "http://a:1/v1"}
     (tmp_path / "fingerprint.json").write_text(json.dumps(fingerprint))
-    infer_with(tmp_path, engine_with(server="unknown"), [*FIVE_PROBLEMS, problem(5)])
+    infer_with(tmp_path, engine_with(server="unknown"), [*FIVE_PROBLEMS, build_problem(5)])
 
 
 def test_a_run_that_died_before_its_first_answer_does_not_bind_the_folder(tmp_path):
+    """Other settings are refused where answers by the first ones are there already."""
     with pytest.raises(RuntimeError, match="killed"):
         infer_with(tmp_path, RecordingEngine(dies_after=0), fingerprint={"max_pixels": 500})
     infer_with(tmp_path, RecordingEngine(), fingerprint={"max_pixels": 784})
@@ -329,13 +334,13 @@ class ThreadRanks(ProcessGroup):
         self.store.wait(30)
 
 
-SEVEN_PROBLEMS = [problem(index) for index in range(7)]
+SEVEN_PROBLEMS = [build_problem(index) for index in range(7)]
 
 
 def infer_as_rank(
     output: Path, engine: EchoEngine, process_group: ProcessGroup, count: int = 7, samples: int = 2
 ) -> InferenceSummary:
-    """Ask the first `count` of seven problems as one rank."""
+    """Ask the first `count` of seven problems as one rank, `samples` times each."""
     return infer(
         SEVEN_PROBLEMS[:count],
         output,
@@ -375,9 +380,9 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case_f
             file_of_many = (folder / "many" / "predictions.jsonl").read_bytes()
             assert file_of_one == file_of_many
             answers = [answer for engine in engines for answer in engine.answers]
-            assert len(answers) == len(set(answers)) == 14
-            assert max(len(engine.answers) for engine in engines) <= math.ceil(14 / world_size)
-            assert summary.pending == 14
+            assert len(answers) == len(set(answers)) == 7 * 2
+            assert max(len(engine.answers) for engine in engines) <= math.ceil(7 * 2 / world_size)
+            assert summary.pending == 7 * 2
             assert not list((folder / "many").glob("*rank*")), "the files of the ranks are merged"
 
 
@@ -386,8 +391,8 @@ def test_more_processes_go_on_where_one_was_stopped(tmp_path):
     infer_as_rank(tmp_path / "whole", EchoEngine(), SINGLE_PROCESS)
     infer_as_rank(tmp_path / "parts", EchoEngine(), SINGLE_PROCESS, count=3)
     summary, engines = infer_with_ranks(tmp_path / "parts", 2)
-    assert summary.resumed == 6
-    assert sum(len(engine.answers) for engine in engines) == 8
+    assert summary.resumed == 3 * 2  # two samples of each
+    assert sum(len(engine.answers) for engine in engines) == 4 * 2
     uninterrupted = tmp_path / "whole" / "predictions.jsonl"
     resumed = tmp_path / "parts" / "predictions.jsonl"
     assert resumed.read_bytes() == uninterrupted.read_bytes()
@@ -407,8 +412,9 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
     with rank_file_path(output, 1).open("a") as file:
         file.write('{"pid": "p/3", "torn')
     engine = EchoEngine()
-    assert infer_as_rank(output, engine, SINGLE_PROCESS).resumed == 6
-    assert len(engine.answers) == 8
+    # the two answers to the first problem, and the four of the ranks
+    assert infer_as_rank(output, engine, SINGLE_PROCESS).resumed == 2 + 4
+    assert len(engine.answers) == 7 * 2 - 6
     uninterrupted = tmp_path / "whole" / "predictions.jsonl"
     assert (output / "predictions.jsonl").read_bytes() == uninterrupted.read_bytes()
     assert not list(output.glob("*rank*")), "the files of the ranks are merged"
@@ -416,6 +422,7 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
 
 def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch, subtests):
     """A rank without a GPU of its own, as the second on a machine with one, keeps what it sees."""
+    # CUDA_VISIBLE_DEVICES before, the local rank, CUDA_VISIBLE_DEVICES after
     cases = [
         ("4,5", 1, "5"),
         ("4,5", 0, "4"),

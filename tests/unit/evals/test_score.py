@@ -19,8 +19,7 @@ from adora_vl.evals.inference.runner import AnswerSample, answer_batch
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.prepared import GraderOptions, answer_form
 from adora_vl.evals.records import CORRECT, WRONG, GradedAnswer, RowGrade
-from adora_vl.evals.scoring.files import metrics_in_training as figures
-from adora_vl.evals.scoring.files import score_predictions_file
+from adora_vl.evals.scoring.files import metrics_in_training, score_predictions_file
 from adora_vl.evals.scoring.score import (
     answer_metrics,
     grade_row,
@@ -66,7 +65,7 @@ def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dic
     return row | fields
 
 
-def counts_by_name(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
+def right_and_total(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """The right answers and all answers of each cell of a score."""
     return {name: (cell["correct"], cell["total"]) for name, cell in cells.items()}
 
@@ -101,6 +100,7 @@ def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> 
     # exact at the ends
     assert wilson_interval(0, 7)[0] == 0.0
     assert wilson_interval(7, 7)[1] == 1.0
+    # three right answers of ten are as certain as three wrong ones
     low, high = wilson_interval(3, 10)
     assert wilson_interval(7, 10) == pytest.approx((1 - high, 1 - low))
 
@@ -109,13 +109,14 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
     # McNemar's test is the exact binomial one.
     assert mcnemar_p(5, 5) == mcnemar_p(0, 0) == 1.0
     assert mcnemar_p(0, 10) == pytest.approx(2 / 1024)
+    # 2 x (1 + 9) of the 2^9 ways in which nine answers may fall
     assert mcnemar_p(1, 8) == mcnemar_p(8, 1) == pytest.approx(20 / 512)
     assert sign_flips([0.0, 0.0]) == sign_flips([1.0, -1.0]) == 1.0
     assert sign_flips([0.1, 0.2, 0.3]) == 2 / 8, "all plus and all minus"
     assert sign_flips([0.1, 0.2, -0.3]) == 1.0
     assert sign_flips([1.0, 2.0, -1.0]) == 6 / 8
     assert 0 < mcnemar_p(2000, 2400) < 1e-8
-    # pass@k is the unbiased estimate.
+    # pass@k is the unbiased estimate, from the right answers, all answers and k.
     assert pass_at_k(1, 4, 1) == pytest.approx(0.25)
     assert pass_at_k(2, 4, 1) == pytest.approx(0.5)
     assert pass_at_k(4, 4, 1) == 1.0
@@ -147,6 +148,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     assert samples["incomplete"] == 0
     assert samples["avg@4"]["value"] == samples["pass@1"]["value"]
     assert samples["avg@4"]["value"] == pytest.approx(0.5)
+    # of the 6 pairs of answers to `a` one has none that is right
     assert samples["pass@2"]["value"] == pytest.approx((1 - 1 / 6 + 0 + 1) / 3)
     assert samples["pass@4"]["value"] == pytest.approx(2 / 3)
     assert samples["avg@4"]["interval"] == "bootstrap"
@@ -156,7 +158,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     assert samples["pass@4"]["interval_95"] == list(wilson_interval(2, 3))
     # Twelve answers to three problems are as sure as three answers, not as twelve.
     low, high = score["wilson_95"]
-    assert high - low > 0.7
+    assert high - low > 0.7  # about 0.5 with twelve problems
 
 
 def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case_folder: CaseFolder) -> None:
@@ -183,6 +185,7 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case_folder: 
 
 
 def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
+    """Two of six answers are right; groups are those that a row grade names (`goal`, `family`)."""
     angle = {"goal": ["Angle"]}
     length = {"goal": ["Length"]}
     circle_angle = {"goal": ["Angle"], "family": ["circle"]}
@@ -199,7 +202,7 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
     assert score["total"] == 6
     assert score["accuracy"] == pytest.approx(1 / 3)
     assert score["wilson_95"] == list(wilson_interval(2, 6))
-    assert counts_by_name(score["groups"]["goal"]) == {"Angle": (1, 4), "Length": (1, 1)}
+    assert right_and_total(score["groups"]["goal"]) == {"Angle": (1, 4), "Length": (1, 1)}
     assert score["groups"]["family"] == {
         "circle": {
             "correct": 1,
@@ -212,18 +215,22 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
 
 
 def test_equal_samples_make_no_interval_of_answers_narrower() -> None:
+    """Three samples of each answer that are all equal say no more than one of them."""
     rows = []
     graded = []
     for pid, response, reason in (("a", "wait, 1", "length"), ("b", "1", "stop")):
         rows.append(prediction(pid, response) | {"finish_reason": reason})
         graded.append(GradedAnswer(pid, RowGrade("correct", None, "")))
-    once = answer_metrics(rows, graded)
-    thrice = answer_metrics(rows * 3, graded * 3)
+    metrics_of_once = answer_metrics(rows, graded)
+    metrics_of_thrice = answer_metrics(rows * 3, graded * 3)
     for name in ("truncated", "reflective_words"):
-        assert thrice[name]["wilson_95"] == pytest.approx(once[name]["wilson_95"]), name
+        assert metrics_of_thrice[name]["wilson_95"] == pytest.approx(
+            metrics_of_once[name]["wilson_95"]
+        ), name
 
 
 def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> None:
+    """One right number, one right letter that was cut off, one rounded value, one failed image."""
     rows = [
         prediction("1", r"so \boxed{5}", metadata={"goal": "Angle", "family": "circle"}),
         prediction(
@@ -243,7 +250,9 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
         ),
     ]
     path = write_jsonl_rows(tmp_path / "p.jsonl", rows)
+
     scored = score_predictions_file(BENCHMARK, path, GraderOptions())
+
     score: Any = scored.score
     verdicts = [item["verdict"] for item in score["items"]]
     assert verdicts == ["correct", "correct", "wrong", "failed"]
@@ -262,8 +271,10 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert score["tokens"]["wrong"]["mean"] == 10.0
     assert score["truncated"]["count"] == 1
     assert score["truncated"]["total"] == 3
+
     rounded_score = score_predictions_file(BENCHMARK, path, GraderOptions(rounding=True))
     assert rounded_score.score["correct"] == 3
+
     printed_table = format_score(scored)
     assert "2/4" in printed_table
     assert "1 problem not asked" in printed_table
@@ -272,10 +283,10 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     photos_file = write_jsonl_rows(
         tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")]
     )
-    own_table = format_score(score_predictions_file(BENCHMARK, photos_file, GraderOptions()))
-    assert own_table.startswith("photos: ")
-    assert "finish_reason" in printed_table, "one value says nothing"
-    assert "finish_reason" not in own_table, "one value says nothing"
+    photos_table = format_score(score_predictions_file(BENCHMARK, photos_file, GraderOptions()))
+    assert photos_table.startswith("photos: ")
+    assert "finish_reason" in printed_table
+    assert "finish_reason" not in photos_table, "groups of one value say nothing"
     # A failed image is never graded, even if something that looks right stands in the response.
     failed_prediction = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
     assert grade_row(BENCHMARK, failed_prediction, GraderOptions()).grade.verdict == "failed"
@@ -301,6 +312,7 @@ def test_the_form_of_a_reference_answer_is_known(subtests: pytest.Subtests) -> N
 
 
 def test_a_wrong_row_is_named(case_folder: CaseFolder) -> None:
+    """Each case_folder: the second row of a file, and what the error says of it."""
     cases: list[Any] = [
         ({"pid": "2", "answer": "5"}, "row 2 lacks the field 'response'; it has pid, answer"),
         ({"pid": "2", "answer": 5, "response": ""}, "row 2 has answer = 5, expected a string"),
@@ -388,6 +400,7 @@ def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) ->
 def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_answer(
     tmp_path: Path,
 ) -> None:
+    """The id becomes a text, and the answer an empty one."""
     path = write_jsonl_rows(
         tmp_path / "p.jsonl", [{"question_id": 7, "answer": "5", "response": None}]
     )
@@ -397,6 +410,7 @@ def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_an
 
 
 def test_a_line_separator_inside_a_response_does_not_split_its_row(tmp_path: Path) -> None:
+    """Python's `splitlines` would cut at each of these three characters."""
     text = "a\u2028b\x85c\x0bd"
     path = tmp_path / "p.jsonl"
     line = json.dumps(prediction("1", text), ensure_ascii=False)
@@ -423,7 +437,7 @@ class GuessingEngine:
 def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypatch, capsys):
     """The view `blank` shows grey pictures, and its answers are not mixed with others."""
 
-    class Looks(GuessingEngine):
+    class ColorEngine(GuessingEngine):
         """Answers with 1 to a grey picture, and with `seen` to any other."""
 
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
@@ -436,7 +450,7 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
             return replies
 
     data = write_geometry3k(tmp_path / "data", 3)
-    monkeypatch.setattr(asking, "build_engine", lambda _: Looks())
+    monkeypatch.setattr(asking, "build_engine", lambda _: ColorEngine())
     words = ["run", "--model", "a/b", "--data", str(data), "--output"]
     assert command.main(GEOMETRY3K, [*words, str(tmp_path / "seen")]) == 0
     assert command.main(GEOMETRY3K, [*words, str(tmp_path / "grey"), "--view", "blank"]) == 0
@@ -456,20 +470,25 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
 def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     tmp_path, monkeypatch, capsys, geometry3k_raw
 ):
-    n_images_by_view: dict[str, list[int]] = {}
+    image_counts_by_view: dict[str, list[int]] = {}
     texts_by_view: dict[str, list[str]] = {}
 
-    class Reads(GuessingEngine):
+    class RecordingEngine(GuessingEngine):
         """Remembers the images and texts that it is shown, by view."""
 
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-            n_images = n_images_by_view.setdefault(view, [])
+            image_counts = image_counts_by_view.setdefault(view, [])
             texts = texts_by_view.setdefault(view, [])
             for request in requests:
-                n_images.append(len(request.images))
+                image_counts.append(len(request.images))
                 texts.append(str(request.messages[-1]["content"]))
             return [Reply("12", 1, "stop", 9) for _ in requests]
 
+    """With the view `text` a model gets the facts of a diagram in words, and with `both` the picture too.
+
+    One of the six problems of the raw data (`geometry3k_raw`) loses its facts, so these two views
+    leave it out.
+    """
     raw = shutil.copytree(geometry3k_raw, tmp_path / "raw")
     (raw / "train").rename(raw / "test")
     (raw / "test" / "12" / "logic_form.json").unlink()
@@ -478,7 +497,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     assert data_prep(words) == 0
     output = capsys.readouterr().out
     assert "noted: 1 of the rows have no facts in words, such as geometry3k/test/12" in output
-    monkeypatch.setattr(asking, "build_engine", lambda _: Reads())
+    monkeypatch.setattr(asking, "build_engine", lambda _: RecordingEngine())
     words = ["run", "--model", "a/b", "--data", prepared]
     views = ("image", "text", "both", "blank")
     for view in views:
@@ -487,7 +506,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
         output = capsys.readouterr().out
         is_left_out = "without 1 problem whose facts do not suffice" in output
         assert is_left_out is (view in ("text", "both"))
-    assert n_images_by_view == {
+    assert image_counts_by_view == {
         "image": [1] * 6,
         "text": [0] * 5,
         "both": [1] * 5,
@@ -539,28 +558,28 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     samples = [AnswerSample(problem, number) for problem in problems for number in range(2)]
     rows = answer_batch(GuessingEngine(), samples, seed=0, system_prompt=None)
     assert rows == read_predictions(output / "predictions.jsonl")
-    logged = figures(GEOMETRY3K, rows)
-    assert logged["geometry3k_accuracy"] == score["accuracy"]
-    assert logged["geometry3k_avg@2"] == score["samples"]["avg@2"]["value"]
-    assert logged["geometry3k_truncated"] == score["truncated"]["share"]
-    assert logged["geometry3k_reflective"] == 1.0
-    for value in logged.values():
+    logged_metrics = metrics_in_training(GEOMETRY3K, rows)
+    assert logged_metrics["geometry3k_accuracy"] == score["accuracy"]
+    assert logged_metrics["geometry3k_avg@2"] == score["samples"]["avg@2"]["value"]
+    assert logged_metrics["geometry3k_truncated"] == score["truncated"]["share"]
+    assert logged_metrics["geometry3k_reflective"] == 1.0
+    for value in logged_metrics.values():
         assert isinstance(value, float | int)
     tagged = [{**row, "response": f"<answer>{row['answer']}</answer>"} for row in rows]
-    with_tags = figures(GEOMETRY3K, tagged, answer_tags=True)
-    without_tags = figures(GEOMETRY3K, tagged, answer_tags=False)
+    with_tags = metrics_in_training(GEOMETRY3K, tagged, answer_tags=True)
+    without_tags = metrics_in_training(GEOMETRY3K, tagged, answer_tags=False)
     assert with_tags["geometry3k_accuracy"] == 1.0
     assert without_tags["geometry3k_accuracy"] == 0.0
     drawn = []
     for row in rows:
         metadata = {**row["metadata"], "family": "crossing", "kind": "vertical"}
         drawn.append({**row, "metadata": metadata})
-    drawn_figures = figures(GEOMETRY3K, drawn)
-    assert drawn_figures["geometry3k_crossing_vertical_accuracy"] == score["accuracy"]
+    metrics_of_drawn = metrics_in_training(GEOMETRY3K, drawn)
+    assert metrics_of_drawn["geometry3k_crossing_vertical_accuracy"] == score["accuracy"]
 
 
 def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
-    """Each answer has a seed of its own, so that it does not matter which process samples it."""
+    """Each answer has a seed of its own, so it does not matter which process samples it."""
     data = write_mathvista(tmp_path, mathvista_rows(7))
     options = HubDataOptions(data=str(data), split="testmini")
     problems = MATHVISTA.load(options).problems
@@ -569,5 +588,7 @@ def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
     for rank in range(2):
         rows_of_two += answer_batch(GuessingEngine(), samples[rank::2], seed=0, system_prompt=None)
     rows_of_one = answer_batch(GuessingEngine(), samples, seed=0, system_prompt=None)
-    assert figures(MATHVISTA, rows_of_two) == figures(MATHVISTA, rows_of_one)
-    assert "mathvista_accuracy_ID" in figures(MATHVISTA, rows_of_two)
+    assert metrics_in_training(MATHVISTA, rows_of_two) == metrics_in_training(
+        MATHVISTA, rows_of_one
+    )
+    assert "mathvista_accuracy_ID" in metrics_in_training(MATHVISTA, rows_of_two)

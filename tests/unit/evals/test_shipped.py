@@ -15,6 +15,7 @@ from tests.support.paths import REPOSITORY
 
 
 def test_no_benchmark_needs_the_names_eval_and_data_prep(tmp_path: Path) -> None:
+    """A file of the user with such a name would be imported in place of the package, and run."""
     for name in ("eval.py", "data_prep.py"):
         (tmp_path / name).write_text("raise SystemExit('a file of the user was run')\n")
     script = (
@@ -24,7 +25,7 @@ def test_no_benchmark_needs_the_names_eval_and_data_prep(tmp_path: Path) -> None
         "print(*(find_benchmark(name).name for name in BENCHMARK_NAMES))\n"
         "print(*{'eval', 'data_prep'} & sys.modules.keys())\n"
     )
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -33,8 +34,8 @@ def test_no_benchmark_needs_the_names_eval_and_data_prep(tmp_path: Path) -> None
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [" ".join(BENCHMARK_NAMES), ""]
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines() == [" ".join(BENCHMARK_NAMES), ""]
 
 
 def test_no_file_of_the_package_imports_these_names() -> None:
@@ -48,8 +49,8 @@ def test_no_file_of_the_package_imports_these_names() -> None:
                 names = [node.module or ""]
             elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
                 names = [ast.unparse(argument).strip("f'\"") for argument in node.args]
-            tops = {name.split(".")[0] for name in names}
-            assert not tops & {"eval", "data_prep"}, f"{path}:{node.lineno}"  # type: ignore[attr-defined]
+            top_level_names = {name.split(".")[0] for name in names}
+            assert not top_level_names & {"eval", "data_prep"}, f"{path}:{node.lineno}"  # type: ignore[attr-defined]
 
 
 def test_a_missing_file_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -30,16 +30,16 @@ LINE_CALL = (
 )
 
 
-def run_words(folder: Path, *options: str) -> list[str]:
+def run_words(zoom_runs: Path, *options: str) -> list[str]:
     """The words of a `run` of the problems in a folder, by a tiny model that has learned to zoom."""
-    arguments = ["run", "--model", "tiny_zoom", "--data", str(folder / "data")]
+    arguments = ["run", "--model", "tiny_zoom", "--data", str(zoom_runs / "data")]
     arguments += ["--engine", "transformers", "--max-tokens", "200"]
     arguments += ["--min-pixels", "3136", "--max-pixels", "3136"]
     return [*arguments, "--prompt", "none", "--system-prompt", "Look with zoom.", *options]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def zoom_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of a tiny model with its tool, in `with`, and without it, in `without`.
 
     The problems are numbers that only a model that zooms can read.
@@ -52,17 +52,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
-    """The score has groups by whether the tool was called, and a comparison says that it helps."""
-    score_with = json.loads((folder / "with" / "score.json").read_text())
-    score_without = json.loads((folder / "without" / "score.json").read_text())
+def test_with_its_tool_the_start_reads_what_it_cannot_see(zoom_runs, capsys):
+    """The tiny model is right more often with its tool.
+
+    The score has groups by whether it was called, and a comparison says that it helps.
+    """
+    score_with = json.loads((zoom_runs / "with" / "score.json").read_text())
+    score_without = json.loads((zoom_runs / "without" / "score.json").read_text())
     assert score_with["accuracy"] > 0.8
     assert score_without["accuracy"] <= 0.8
     called_cell = score_with["groups"]["called"]["yes"]
     assert called_cell["total"] >= 14
     assert called_cell["accuracy"] > 0.9
     assert "called" not in score_without["groups"]
-    first_row = read_predictions(folder / "with" / "predictions.jsonl")[0]
+    first_row = read_predictions(zoom_runs / "with" / "predictions.jsonl")[0]
     [call] = first_row["calls"]
     assert call["name"] == "zoom"
     assert call["text"] == "<image>"
@@ -70,14 +73,14 @@ def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
     assert "x1" in call["arguments"]
     assert "<tool_call>" not in first_row["response"]
     assert r"\boxed" in first_row["response"]
-    assert compare([str(folder / "without"), str(folder / "with")]) == 0
+    assert compare([str(zoom_runs / "without"), str(zoom_runs / "with")]) == 0
     text = capsys.readouterr().out
     assert "having zoom helps" in text
     assert "warning" not in text
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "option_name"),
     [
         ([], "tools"),
         (["--tools", "zoom", "line"], "tools"),
@@ -86,11 +89,11 @@ def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
     ],
     ids=["none", "another", "more turns", "options"],
 )
-def test_answers_with_other_tools_are_not_mixed(folder, capsys, options, named):
+def test_answers_with_other_tools_are_not_mixed(zoom_runs, capsys, options, option_name):
     """A run with tools is not resumed with others, and the error names the option."""
-    assert main(BENCHMARK, run_words(folder, *options, "--output", str(folder / "with"))) == 2
+    assert main(BENCHMARK, run_words(zoom_runs, *options, "--output", str(zoom_runs / "with"))) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: {named}: the predictions in ")
+    assert error.startswith(f"error: {option_name}: the predictions in ")
     assert "use another --output" in error
 
 
@@ -108,14 +111,15 @@ def test_answers_with_other_tools_are_not_mixed(folder, capsys, options, named):
     ],
     ids=["a server", "unknown", "option", "no room", "a token"],
 )
-def test_what_does_not_work_is_one_line(folder, capsys, options, line):
+def test_what_does_not_work_is_one_line(zoom_runs, capsys, options, line):
     arguments = ["infer", "--model", "tiny_zoom", "--engine", "transformers"]
-    arguments += ["--data", str(folder / "data"), "--output", str(folder / "none")]
+    arguments += ["--data", str(zoom_runs / "data"), "--output", str(zoom_runs / "none")]
     assert main(BENCHMARK, [*arguments, *options]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {line}")
 
 
 def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
+    """The file `own.py` has a tool `two`, and is looked for in the folder of the config."""
     # Later tests must not look for their files beside this config.
     monkeypatch.setattr("adora_vl.utils.own_files._config_folders", [])
     (tmp_path / "own.py").write_text('def two() -> int:\n    """Two."""\n    return 2\n')
@@ -132,10 +136,10 @@ def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
         str(tmp_path / "c.yaml"),
     ]
     settings = check_options(parse_command([*arguments, "--engine", "transformers"], BENCHMARK).ask)
-    description = settings.fingerprint_fields
-    assert description["tools"] == ["line", "two"]
-    assert description["tool_options"]["images"] == 3
-    assert [*description["tool_files"]] == ["own.py"]
+    fingerprint = settings.fingerprint_fields
+    assert fingerprint["tools"] == ["line", "two"]
+    assert fingerprint["tool_options"]["images"] == 3
+    assert [*fingerprint["tool_files"]] == ["own.py"]
     assert '"name": "two"' in str(settings.system_prompt)
     assert str(settings.system_prompt).startswith(f"{SYSTEM_PROMPT}\n\n")
 
@@ -168,7 +172,7 @@ class ScriptedEngine(LocalEngine):
     [
         ((LINE_CALL, "It is 7."), 900, "stop", 1),
         ((LINE_CALL, LINE_CALL), 900, "calls", 1),  # only one call is answered
-        ((LINE_CALL,), 120, "room", 1),  # its answer has no room
+        ((LINE_CALL,), 120, "room", 1),  # its answer, a picture, has no room in 120 tokens
         (("It is 7.",), 900, "stop", 0),
     ],
 )

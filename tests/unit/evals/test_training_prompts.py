@@ -24,7 +24,7 @@ TRAINED_WITH = {
     "chat_template_kwargs": {"enable_thinking": False},
     "generation_kwargs": {"stop": "</answer>", "stop_token_ids": [7]},
 }
-NOT_GIVEN = {"system_prompt": PROMPT_OF_TRAINING, "prompt": PROMPT_OF_TRAINING}
+PROMPTS_OF_TRAINING = {"system_prompt": PROMPT_OF_TRAINING, "prompt": PROMPT_OF_TRAINING}
 
 
 @pytest.fixture
@@ -40,13 +40,14 @@ def run_folder(tmp_path: Path) -> Path:
 def test_an_exported_model_is_asked_with_the_prompts_of_its_training(
     run_folder: Path, tmp_path: Path
 ) -> None:
+    """An export writes them into a file beside the weights."""
     exported = tmp_path / "served" / "mine"
 
     export(run_folder, exported)
 
     expected = {"system_prompt": "Think aloud.", "prompt": None}
-    assert resolve_prompts(str(run_folder), NOT_GIVEN) == expected
-    assert resolve_prompts(str(exported), NOT_GIVEN) == expected
+    assert resolve_prompts(str(run_folder), PROMPTS_OF_TRAINING) == expected
+    assert resolve_prompts(str(exported), PROMPTS_OF_TRAINING) == expected
     assert read_training_config(str(exported)) == TRAINED_WITH
 
 
@@ -102,6 +103,7 @@ def test_all_chat_templates_of_a_model_are_exported(run_folder: Path, tmp_path: 
 def test_a_merged_model_that_is_copied_away_still_knows_its_prompts(
     run_folder: Path, tmp_path: Path
 ) -> None:
+    """The policy is a LoRA adapter, which is merged into its base model in the run's folder."""
     model = load_model(str(PRETRAINED_FOLDER), {"device_map": None})
     policy = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     processor = load_processor(str(PRETRAINED_FOLDER))
@@ -119,4 +121,4 @@ def test_a_model_of_unknown_training_is_exported_without_prompts(tmp_path: Path)
 
     assert not (exported / "training_prompts.json").exists()
     default_prompts = {"system_prompt": SYSTEM_PROMPT, "prompt": DEFAULT_PROMPT}
-    assert resolve_prompts(str(exported), NOT_GIVEN) == default_prompts
+    assert resolve_prompts(str(exported), PROMPTS_OF_TRAINING) == default_prompts

@@ -39,16 +39,20 @@ def test_the_id_of_a_variant_has_its_original_and_its_number() -> None:
 def test_the_first_variants_of_the_problems_are_asked_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`a~2` is the second variant of `a`.
+
+    Variants are prepared data in the folder beside the data's, here `geo-variants`.
+    """
     options = DataOptions(data=str(tmp_path / "geo"), split="test")
     with pytest.raises(UserError, match=r"there is no folder .*geo-variants'; make it with"):
         add_variants(loaded_problems("a", "b"), options, prompt=None, n_per_problem=2)
     (tmp_path / "geo-variants").mkdir()
-    varied = loaded_problems("a~1", "a~2", "a~3", "b~1", "c~1", "d")
-    monkeypatch.setattr(variants, "load_prepared", lambda options, prompt: varied)
-    both = add_variants(loaded_problems("a", "b"), options, prompt=None, n_per_problem=2)
-    assert [problem.pid for problem in both.problems] == ["a", "b", "a~1", "a~2", "b~1"]
+    prepared_variants = loaded_problems("a~1", "a~2", "a~3", "b~1", "c~1", "d")
+    monkeypatch.setattr(variants, "load_prepared", lambda options, prompt: prepared_variants)
+    with_variants = add_variants(loaded_problems("a", "b"), options, prompt=None, n_per_problem=2)
+    assert [problem.pid for problem in with_variants.problems] == ["a", "b", "a~1", "a~2", "b~1"]
     assert (
-        both.data_hash
+        with_variants.data_hash
         != add_variants(loaded_problems("a", "b"), options, prompt=None, n_per_problem=1).data_hash
     )
     with pytest.raises(UserError, match="has no variant of these problems"):
@@ -56,20 +60,13 @@ def test_the_first_variants_of_the_problems_are_asked_too(
 
 
 def test_originals_and_variants_are_compared_problem_by_problem() -> None:
-    answers = [
-        graded_answer("a", 1),
-        graded_answer("b", 1),
-        graded_answer("c", 0),
-        graded_answer("alone", 0),
-    ]
-    answers += [
-        graded_answer("a~1", 1),
-        graded_answer("a~2", 1),
-        graded_answer("b~1", 0),
-        graded_answer("b~2", 1),
-    ]
-    answers += [graded_answer("c~1", 0), graded_answer("c~2", 0)]
+    """Two of the originals `a`, `b` and `c` are right, and three of their six variants."""
+    right_by_pid = {"a": 1, "b": 1, "c": 0, "alone": 0}
+    right_by_pid |= {"a~1": 1, "a~2": 1, "b~1": 0, "b~2": 1, "c~1": 0, "c~2": 0}
+    answers = [graded_answer(pid, right) for pid, right in right_by_pid.items()]
+
     lines = variant_lines(answers)
+
     assert lines[0] == "originals with variants: 66.7 % right, 3 problems"
     assert lines[1] == (
         "variants: 50.0 % right on average, 6 variants; all of a problem's in 33.3 %"
