@@ -56,6 +56,7 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
 
 
 def test_defaults_are_greedy_and_the_trainings_prompt():
+    """Without options a model is asked as the training asks it, at temperature 0."""
     options = parse_command(["infer", *REQUIRED_WORDS], GEOMETRY3K).ask
     assert options.temperature == 0.0
     assert options.system_prompt == SYSTEM_PROMPT
@@ -63,11 +64,14 @@ def test_defaults_are_greedy_and_the_trainings_prompt():
     assert options.limit is None
     assert options.min_pixels is None
     assert options.max_pixels is None
-    without = parse_command(["infer", *REQUIRED_WORDS, "--system-prompt", "none"], GEOMETRY3K)
-    assert without.ask.system_prompt is None
+    command_without_prompt = parse_command(
+        ["infer", *REQUIRED_WORDS, "--system-prompt", "none"], GEOMETRY3K
+    )
+    assert command_without_prompt.ask.system_prompt is None
 
 
 def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, case_folder):
+    """Each case_folder: the words of a command, and a part of its only line on standard error."""
     cases = [
         ([], "required"),
         (["run", "--model", "M", "--data", "D"], "--output is missing"),
@@ -111,6 +115,7 @@ def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, ca
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path, capsys):
+    """The file of a command is checked like its words."""
     (tmp_path / "c.yaml").write_text("max_token: 5\n")
     assert main(GEOMETRY3K, ["run", *REQUIRED_WORDS, "--config", str(tmp_path / "c.yaml")]) == 2
     assert "unknown key 'max_token'; did you mean 'max_tokens'?" in capsys.readouterr().err
@@ -129,27 +134,30 @@ def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case_folder):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def synthetic_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two drawn problems in the split `test`."""
     folder = tmp_path_factory.mktemp("data") / "synthetic"
     assert data_prep(["synthetic", "--output", str(folder), "--rows", "1", "--test-rows", "2"]) == 0
     return folder
 
 
-def run_refused(
-    data: Path,
+def error_of_run(
+    synthetic_data: Path,
     model: str,
     output: Path,
     capsys: pytest.CaptureFixture[str],
     engine: str = "transformers",
 ) -> str:
-    """Run a command that is refused, and return what it prints on stderr."""
-    words = ["run", "--model", model, "--data", str(data), "--output", str(output)]
+    """Run a command that is refused, and return what it prints on standard error."""
+    words = ["run", "--model", model, "--data", str(synthetic_data), "--output", str(output)]
     capsys.readouterr()
     assert main(GEOMETRY3K, [*words, "--engine", engine]) == 2
     return capsys.readouterr().err
 
 
-def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case_folder, capsys):
+def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(
+    synthetic_data, case_folder, capsys
+):
     """Libraries raise errors of many kinds for it, and the user gets one line."""
 
     def remove(file: Path) -> None:
@@ -182,13 +190,13 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case_fold
             model = folder / "model"
             shutil.copytree(PRETRAINED_FOLDER, model)
             damage(model / name)
-            message = run_refused(data, str(model), folder / "out", capsys)
+            message = error_of_run(synthetic_data, str(model), folder / "out", capsys)
             assert message.startswith("error: model: ")
             assert message.count("\n") == 1
             assert not (folder / "out").exists()
 
 
-def test_a_model_that_vllm_would_run_otherwise(data, case_folder, capsys):
+def test_a_model_that_vllm_would_run_otherwise(synthetic_data, case_folder, capsys):
     """vLLM would place images otherwise than Transformers, or compute in 16 bits, without a word."""
     missing_key = "has no mrope_interleaved in the rope_parameters"
     for kind, reason in (
@@ -202,7 +210,9 @@ def test_a_model_that_vllm_would_run_otherwise(data, case_folder, capsys):
                 config = json.loads((model / "config.json").read_text())
                 del config["text_config"]["rope_parameters"]["mrope_interleaved"]
                 (model / "config.json").write_text(json.dumps(config))
-            message = run_refused(data, str(model), folder / "out", capsys, engine="vllm")
+            message = error_of_run(
+                synthetic_data, str(model), folder / "out", capsys, engine="vllm"
+            )
             assert message.startswith(f"error: model: {str(model)!r} ")
             assert reason in message
             assert message.count("\n") == 1
@@ -210,7 +220,7 @@ def test_a_model_that_vllm_would_run_otherwise(data, case_folder, capsys):
 
 
 def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
-    data, tmp_path, monkeypatch, capsys
+    synthetic_data, tmp_path, monkeypatch, capsys
 ):
     """The output folder is removed again, unless it has something else in it."""
 
@@ -223,14 +233,16 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
     used_folder.mkdir()
     (used_folder / "notes.txt").write_text("mine")
     for output in (new_folder, used_folder):
-        message = run_refused(data, "a/b", output, capsys)
+        message = error_of_run(synthetic_data, "a/b", output, capsys)
         assert "error: model: 'a/b' cannot be loaded\n" in message
         assert "its copy" not in message
     assert not new_folder.exists()
     assert (used_folder / "notes.txt").read_text() == "mine"
 
 
-def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_path, capsys):
+def test_the_loser_of_two_that_start_together_leaves_the_files_alone(
+    synthetic_data, tmp_path, capsys
+):
     """The first command has its file, still empty, and its fingerprint.
 
     It may be loading its model for minutes.
@@ -239,7 +251,7 @@ def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_p
     output.mkdir()
     (output / "fingerprint.json").write_text("{}")
     with PredictionLog(output / "predictions.jsonl") as log_of_first:
-        message = run_refused(data, str(PRETRAINED_FOLDER), output, capsys)
+        message = error_of_run(synthetic_data, str(PRETRAINED_FOLDER), output, capsys)
         writer = rf"process {os.getpid()} \(.*\)" if sys.platform == "linux" else "another process"
         remedy = "wait for it or use another --output"
         pattern = rf"error: output: {writer} is writing {output}\S+; {remedy}\n"
@@ -255,10 +267,18 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
     """It counts as wrong, and the next run does not ask it again, since it would not fit either."""
     rows = list(generate(3, split="test", seed=1))
     rows[1]["problem"] = "Find x. " * 2000
-    data = tmp_path / "data"
+    synthetic_data = tmp_path / "data"
     output = tmp_path / "out"
-    write_split(rows, data, "test")
-    words = ["run", "--model", str(PRETRAINED_FOLDER), "--data", str(data), "--output", str(output)]
+    write_split(rows, synthetic_data, "test")
+    words = [
+        "run",
+        "--model",
+        str(PRETRAINED_FOLDER),
+        "--data",
+        str(synthetic_data),
+        "--output",
+        str(output),
+    ]
     words += ["--engine", "transformers", "--max-tokens", "4"]
     assert main(GEOMETRY3K, words) == 0
     printed = capsys.readouterr()
@@ -282,19 +302,22 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
 
 def test_what_is_too_long_says_whether_fewer_pixels_would_help():
     chat = ChatProcessor(str(PRETRAINED_FOLDER), max_pixels=560 * 560)
-    large = Image.new("RGB", (560, 560))  # 400 image tokens
+    large_image = Image.new("RGB", (560, 560))  # 400 tokens
+    small_image = Image.new("RGB", (28, 28))  # 1 token
 
-    def fault(text: str, image: Image.Image, context: int) -> str:
-        return (
-            chat.why_too_long(
-                chat.prompt_ids(conversation_with_images(text, 1, None), [image]), context
-            )
-            or ""
-        )
+    def why_too_long(text: str, image: Image.Image, context: int) -> str | None:
+        """The reason why a prompt does not fit into a context of so many tokens; None if it does."""
+        messages = conversation_with_images(text, 1, None)
+        return chat.why_too_long(chat.prompt_ids(messages, [image]), context)
 
+    reason = why_too_long("Find x.", large_image, 300)
+    assert reason is not None
     assert re.fullmatch(
         r"its text has \d+ tokens, its image 400, and the model's context 300; lower --max-pixels",
-        fault("Find x.", large, 300),
+        reason,
     )
-    assert "fewer pixels would not help" in fault("Find x. " * 200, large, 300)
-    assert fault("Find x.", large, 600) == "" == fault("Find x.", Image.new("RGB", (28, 28)), 300)
+    reason = why_too_long("Find x. " * 200, large_image, 300)
+    assert reason is not None
+    assert "fewer pixels would not help" in reason
+    assert why_too_long("Find x.", large_image, 600) is None
+    assert why_too_long("Find x.", small_image, 300) is None

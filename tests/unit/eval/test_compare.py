@@ -16,14 +16,16 @@ from eval.compare import main
 from eval.suite import table_lines
 
 
-def write_score_file(path: Path, right: str, benchmark: str = "mathvista", **fields: Any) -> str:
+def write_score_file(
+    path: Path, right_digits: str, benchmark: str = "mathvista", **fields: Any
+) -> str:
     """Write a score file and return its path.
 
-    `right` has a character for each problem, `1` for a right answer; problems are in turn of the
+    `right_digits` has a character for each problem, `1` for a right answer; problems are in turn of the
     groups `a` and `b` of the kind `task`. `fields` are keys of the score, in place of its own.
     """
     graded = []
-    for index, character in enumerate(right):
+    for index, character in enumerate(right_digits):
         grade = RowGrade(
             verdict=CORRECT if character == "1" else WRONG,
             extracted=None,
@@ -40,8 +42,8 @@ def write_score_file(path: Path, right: str, benchmark: str = "mathvista", **fie
     return str(path)
 
 
-def print_comparison(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Run `eval.compare` on these words, and return what it prints."""
+def comparison_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run `eval.compare` on these words, and return the text that it prints."""
     assert main(list(words)) == 0
     return capsys.readouterr().out
 
@@ -51,8 +53,8 @@ def test_the_difference_its_tests_and_the_groups(tmp_path, capsys):
     first = write_score_file(tmp_path / "one.json", "0" * 10 + "1" * 10)
     write_score_file(tmp_path / "two" / "score.json", "1" * 8 + "0" * 2 + "1" * 9 + "0")
     second_folder = str(tmp_path / "two")
-    text = print_comparison(capsys, first, second_folder, "--by", "task")
-    # 8 gained and 1 lost: 2 * (1 + 9) / 2^9.
+    text = comparison_of(capsys, first, second_folder, "--by", "task")
+    # 8 gained and 1 lost, so 7 of 20 points more; McNemar's p is 2 * (1 + 9) / 2^9.
     assert "+35.0 points" in text
     assert "McNemar p = 0.0391 (8 gained, 1 lost)" in text
     assert "50.0 [29.9, 70.1] of 20" in text
@@ -66,7 +68,7 @@ def test_every_run_has_its_gain_over_the_first_one_also_by_group(tmp_path, capsy
     before = write_score_file(tmp_path / "before.json", "0" * 20)
     after = write_score_file(tmp_path / "after.json", "10" * 10)  # the group `a` gained alone
     grpo = write_score_file(tmp_path / "grpo.json", "11" * 9 + "00")
-    lines = print_comparison(
+    lines = comparison_of(
         capsys, before, after, grpo, "--by", "task", "--no-published"
     ).splitlines()
     assert lines[0].endswith(f"gain in points over {before}")
@@ -85,21 +87,21 @@ def test_every_run_has_its_gain_over_the_first_one_also_by_group(tmp_path, capsy
         "task = a": {before: [], after: ["+100.0"], grpo: ["+90.0"]},
         "task = b": {before: [], after: ["+0.0"], grpo: ["+90.0"]},
     }
-    # The cells of a column begin below each other.
-    assert len({line.index("[") for line in lines[2:5]}) == 1
-    loss_lines = print_comparison(capsys, grpo, after).splitlines()
+    bracket_positions = {line.index("[") for line in lines[2:5]}
+    assert len(bracket_positions) == 1, "the cells of a column begin below each other"
+    loss_lines = comparison_of(capsys, grpo, after).splitlines()
     assert loss_lines[3].endswith("-40.0")
 
 
 def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
     """Published figures stand below the measured ones, with the word `quoted`."""
     path = write_score_file(tmp_path / "one.json", "01")
-    lines = print_comparison(capsys, path).splitlines()
+    lines = comparison_of(capsys, path).splitlines()
     adora_line = next(line for line in lines if line.startswith("ADORA (quoted)"))
     assert adora_line.split()[2] == "73.5"
     assert any("not measured here" in line for line in lines)
-    assert "quoted" not in print_comparison(capsys, path, "--no-published")
-    mmstar_text = print_comparison(capsys, write_score_file(tmp_path / "m.json", "01", "mmstar"))
+    assert "quoted" not in comparison_of(capsys, path, "--no-published")
+    mmstar_text = comparison_of(capsys, write_score_file(tmp_path / "m.json", "01", "mmstar"))
     assert "GRPO (quoted)" in mmstar_text
     assert "Vision-R1" not in mmstar_text, "it has no MMStar figure"
 
@@ -107,34 +109,37 @@ def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
 def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alone(tmp_path, capsys):
     """A score of other data, of a part, or with grey pictures is not compared with them."""
 
-    def shown_for(sources: list[str], count: int, split: str = "test", **fields: Any) -> str:
+    def comparison_with(sources: list[str], count: int, split: str = "test", **fields: Any) -> str:
         """Show a score of `count` problems from these sources."""
         data_set = {"sources": sources, "splits": [split], "problems": count}
         n_files = len(list(tmp_path.iterdir()))
         path = tmp_path / f"{n_files}.json"
-        return print_comparison(
+        return comparison_of(
             capsys, write_score_file(path, "01", "geometry3k", data_set=data_set, **fields)
         )
 
-    assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 601)
-    assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 598), "some references are unreadable"
+    # Geometry3K's test split has 601 problems
+    assert "7B GRPO (quoted)" in comparison_with(["geometry3k"], 601)
+    assert "7B GRPO (quoted)" in comparison_with(["geometry3k"], 598), (
+        "some references are unreadable"
+    )
     # The command of this benchmark has two names.
     data_set = {"sources": ["geometry3k"], "splits": ["test"], "problems": 601}
     path = write_score_file(tmp_path / "same.json", "01", "problems", data_set=data_set)
-    assert "7B GRPO (quoted)" in print_comparison(capsys, path)
+    assert "7B GRPO (quoted)" in comparison_of(capsys, path)
     limited = {"answers": 598, "asked": 598, "in_data": 601}
     blank = {"fields": {"view": "blank"}}
     texts_without = [
-        shown_for(["synthetic"], 601),
-        shown_for(["mine"], 12),
-        shown_for(["geometry3k, redrawn"], 601),
-        shown_for(["geometry3k", "mine"], 613),
-        shown_for(["geometry3k"], 300),
-        shown_for(["geometry3k"], 601, "train"),
-        shown_for(["geometry3k"], 598, coverage=limited),
-        shown_for(["geometry3k"], 601, fingerprint=blank),
-        print_comparison(capsys, write_score_file(tmp_path / "none.json", "01", "geometry3k")),
-        print_comparison(capsys, write_score_file(tmp_path / "problems.json", "01", "problems")),
+        comparison_with(["synthetic"], 601),
+        comparison_with(["mine"], 12),
+        comparison_with(["geometry3k, redrawn"], 601),
+        comparison_with(["geometry3k", "mine"], 613),
+        comparison_with(["geometry3k"], 300),
+        comparison_with(["geometry3k"], 601, "train"),
+        comparison_with(["geometry3k"], 598, coverage=limited),
+        comparison_with(["geometry3k"], 601, fingerprint=blank),
+        comparison_of(capsys, write_score_file(tmp_path / "none.json", "01", "geometry3k")),
+        comparison_of(capsys, write_score_file(tmp_path / "problems.json", "01", "problems")),
     ]
     for text in texts_without:
         assert "quoted" not in text
@@ -143,30 +148,33 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
 def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys):
     """`geometry3k` and `problems` are two names of one benchmark."""
     files = []
-    for name, right in (("geometry3k", "0110"), ("problems", "0111")):
+    for name, right_digits in (("geometry3k", "0110"), ("problems", "0111")):
         fingerprint = fingerprint_with(benchmark=name)
-        files.append(write_score_file(tmp_path / f"{name}.json", right, name, **fingerprint))
-    text = print_comparison(capsys, *files)
+        files.append(write_score_file(tmp_path / f"{name}.json", right_digits, name, **fingerprint))
+    text = comparison_of(capsys, *files)
     assert "4 common problems" in text
     assert "quoted" not in text
     assert "warning" not in text
 
 
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
-    """Other rules, other problems and missing answers are warned of."""
+    """Other rules, other problems and missing answers are warned of.
+
+    A score of 7 of 40 answers is one of a part, alone and beside another.
+    """
     score_path = write_score_file(tmp_path / "one.json", "0110")
     official_score = write_score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
-    text = print_comparison(capsys, score_path, official_score)
+    text = comparison_of(capsys, score_path, official_score)
     assert "4 common problems" in text
     assert "warning: the runs were scored by different rules" in text
     assert "score with --rules vlmevalkit to" in text
     assert "warning: the runs do not have the same problems" in text
     coverage = {"answers": 7, "asked": 40, "in_data": 40}
     part = write_score_file(tmp_path / "part.json", "0110", coverage=coverage)
-    texts = [print_comparison(capsys, part), print_comparison(capsys, part, score_path)]
+    texts = [comparison_of(capsys, part), comparison_of(capsys, part, score_path)]
     for text in texts:
         assert "the score of a part: 7 of 40 answers are there" in text
-    assert "of 7 of 40" in print_comparison(capsys, part)
+    assert "of 7 of 40" in comparison_of(capsys, part)
 
 
 def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
@@ -175,22 +183,20 @@ def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
     part = write_score_file(tmp_path / "part.json", "0110", coverage=limited)
     coverage = {"answers": 4, "asked": 4, "in_data": 4}
     whole_score = write_score_file(tmp_path / "one.json", "0110", coverage=coverage)
-    texts = [print_comparison(capsys, part), print_comparison(capsys, whole_score, part)]
+    texts = [comparison_of(capsys, part), comparison_of(capsys, whole_score, part)]
     for text in texts:
         assert "4 of the 512 answers to all the data (--limit)" in text
-    lines = print_comparison(capsys, whole_score, part).splitlines()
+    lines = comparison_of(capsys, whole_score, part).splitlines()
     first_line_of_part = next(line for line in lines if line.startswith(part))
     assert "of 4 of 512" in first_line_of_part
-    assert "512" not in print_comparison(capsys, whole_score)
+    assert "512" not in comparison_of(capsys, whole_score)
     suite_lines = table_lines([read_run(part)])
     assert suite_lines[1].endswith("(4 of 512)")
     assert suite_lines[-1].endswith("(n of N): over a part of the problems")
     assert "(n of N)" not in table_lines([read_run(whole_score)])[-1]
     unknown = {"answers": 4, "asked": None, "in_data": None}
     unknown_score = write_score_file(tmp_path / "alone.json", "0110", coverage=unknown)
-    assert "it is not known of how many problems these are" in print_comparison(
-        capsys, unknown_score
-    )
+    assert "it is not known of how many problems these are" in comparison_of(capsys, unknown_score)
 
 
 def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, capsys):
@@ -202,7 +208,7 @@ def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, 
     all_right = [{**item, "verdict": "correct"} for item in half_right]
     half_score = write_score_file(tmp_path / "one.json", "0101", items=half_right)
     full_score = write_score_file(tmp_path / "two.json", "0101", items=all_right)
-    text = print_comparison(capsys, half_score, full_score)
+    text = comparison_of(capsys, half_score, full_score)
     # Both problems have the same difference, of which two say little.
     assert "+50.0 points, 95 % [-48.6, +82.9] (paired, 2 common problems)" in text
     assert "no McNemar" in text
@@ -213,7 +219,7 @@ def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, 
         "pass@4": {"value": 0.75, "interval_95": [0.5, 1.0]},
     }
     sampled_score = write_score_file(tmp_path / "a.json", "01", samples=samples)
-    caption, head, line = print_comparison(capsys, sampled_score).splitlines()[:3]
+    caption, head, line = comparison_of(capsys, sampled_score).splitlines()[:3]
     assert caption == "mathvista: accuracy in %, [95 % interval], answers"
     assert head.split() == ["all", "avg@4", "pass@4"]
     assert line.endswith("50.0 [25.0, 70.0]   75.0 [50.0, 100.0]")
@@ -282,9 +288,9 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case_fol
                 folder / "same.json", "0111", **fingerprint_with(model="another", seed=3)
             )
             changed = write_score_file(folder / "other.json", "0111", **fingerprint)
-            assert "warning" not in print_comparison(capsys, first, same)
+            assert "warning" not in comparison_of(capsys, first, same)
             assert comparability_warnings([read_run(first), read_run(same)]) == []
-            lines = print_comparison(capsys, first, changed).splitlines()
+            lines = comparison_of(capsys, first, changed).splitlines()
             (warning,) = [line for line in lines if line.startswith("warning")]
             assert f"differ in {name}" in warning
             assert '"different"' in warning
@@ -333,7 +339,7 @@ def test_four_views_say_whether_a_model_sees_or_reasons(
     blank = 2 * blank
     right_by_view = {"image": image, "text": text, "both": 2 * MANY_RIGHT, "blank": blank}
     files = write_view_scores(tmp_path, right_by_view)
-    lines = print_comparison(capsys, *files.values())
+    lines = comparison_of(capsys, *files.values())
     assert verdict in lines
     assert "20 common problems" in lines
     assert "differ in view" not in lines
@@ -344,7 +350,7 @@ def test_four_views_say_whether_a_model_sees_or_reasons(
     n_from_both = sum(a == b == "1" for a, b in zip(text, image, strict=True))
     share = 100 * n_from_both / text.count("1")
     assert f"of what it solves from words, it solves {share:.1f} % (95 %" in lines
-    two_views = print_comparison(capsys, files["blank"], files["image"])
+    two_views = comparison_of(capsys, files["blank"], files["image"])
     assert f"without looking {remaining:.1f} %" in two_views
     assert verdict not in two_views, "it needs three views"
 
@@ -354,10 +360,10 @@ def test_only_views_of_one_model_are_compared_as_views(tmp_path, capsys):
     other_model = write_score_file(
         tmp_path / "other.json", 2 * MANY_RIGHT, **fingerprint_with(model="n")
     )
-    text = print_comparison(capsys, other_model, files["blank"])
+    text = comparison_of(capsys, other_model, files["blank"])
     assert "without looking" not in text
     assert "warning: the runs differ in view" in text
-    assert "without looking" not in print_comparison(capsys, files["blank"], files["blank"])
+    assert "without looking" not in comparison_of(capsys, files["blank"], files["blank"])
 
 
 def test_views_of_mathverse_come_with_its_own_versions(tmp_path, capsys):
@@ -367,8 +373,8 @@ def test_views_of_mathverse_come_with_its_own_versions(tmp_path, capsys):
         fingerprint = fingerprint_with(**fields_of_view(view))
         path = tmp_path / f"{view}.json"
         files.append(write_score_file(path, "01", "mathverse", groups=groups, **fingerprint))
-    assert "version = Text Lite" in print_comparison(capsys, *files)
-    assert "version =" not in print_comparison(capsys, files[1])
+    assert "version = Text Lite" in comparison_of(capsys, *files)
+    assert "version =" not in comparison_of(capsys, files[1])
 
 
 def write_view_scores(folder: Path, right_by_view: dict[str, str]) -> dict[str, str]:
@@ -377,10 +383,10 @@ def write_view_scores(folder: Path, right_by_view: dict[str, str]) -> dict[str, 
     `right_by_view`: for each view a text with a character for each problem, 1 where it is right.
     """
     files = {}
-    for view, right in right_by_view.items():
+    for view, right_digits in right_by_view.items():
         # The seed may differ between views.
         fingerprint = fingerprint_with(model="m", seed=len(view), **fields_of_view(view))
-        files[view] = write_score_file(folder / f"{view}.json", right, **fingerprint)
+        files[view] = write_score_file(folder / f"{view}.json", right_digits, **fingerprint)
     return files
 
 
@@ -427,7 +433,7 @@ def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
         **fingerprint_with(seed=3, model_hash="m", **TOOL_FIELDS),
     )
     for files in ((without_tools, with_tools), (with_tools, without_tools)):
-        text = print_comparison(capsys, *files)
+        text = comparison_of(capsys, *files)
         counts = f"gain {won} (solved only with zoom), harm {lost} (only without)"
         assert f"{counts}, McNemar p = {p}" in text
         assert f"having zoom {gain}" in text
@@ -443,7 +449,7 @@ def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
         (other_limit, ["max_tokens"], True),
     ):
         other = write_score_file(tmp_path / "other.json", right_with, **fingerprint)
-        text = print_comparison(capsys, without_tools, other)
+        text = comparison_of(capsys, without_tools, other)
         warnings = [line for line in text.splitlines() if "warning" in line]
         assert [warning.split()[5].strip(":") for warning in warnings] == warned_fields
         assert (f"having zoom {gain}" in text) is is_about_tools

@@ -35,7 +35,7 @@ from adora_vl.evals.records import (
     LoadedProblems,
     Problem,
 )
-from adora_vl.evals.scoring.files import metrics_in_training as figures
+from adora_vl.evals.scoring.files import metrics_in_training
 from adora_vl.evals.scoring.score import accuracy_metric, score_predictions
 from adora_vl.utils import own_files
 from adora_vl.utils.errors import UserError
@@ -70,7 +70,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     benchmark = find_benchmark(name)
     assert benchmark.name == name
     problems = load_problems_twice(benchmark, WRITER_BY_BENCHMARK[name](tmp_path))
-    count = 10 if name == "dynamath" else 4
+    count = 10 if name == "dynamath" else 4  # what the writers of test data write
     assert len({problem.pid for problem in problems}) == len(problems) == count
     check_images(problems)
     rows = answer_with_references(problems, ANSWER_TEMPLATES.get(name, r"\boxed{{{}}}"))
@@ -124,7 +124,7 @@ def answer_with_references(problems: list[Problem], template: str) -> list[dict[
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "message"),
+    ("name", "changed_fields", "expected"),
     [
         ("wemath", {"key": "2steps_3"}, "has key = '2steps_3', expected such as 2steps_1"),
         ("wemath", {"answer": "H2"}, "has answer = 'H2', expected a letter"),
@@ -145,21 +145,22 @@ def answer_with_references(problems: list[Problem], template: str) -> list[dict[
     ],
 )
 def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
-    name, changed, message, tmp_path
+    name, changed_fields, expected, tmp_path
 ):
+    """`check` returns what is wrong with a row of a benchmark, and None if it can be scored."""
     benchmark = find_benchmark(name)
     problem = load_problems_twice(benchmark, WRITER_BY_BENCHMARK[name](tmp_path))[0]
     row = {**problem.fields, "response": "B"}
     assert benchmark.check is not None
     assert benchmark.check(row) is None
-    fault = benchmark.check({**row, **changed})
-    assert fault is not None
-    assert message in fault
-    changed_field = next(iter(changed))
+    message_of_check = benchmark.check({**row, **changed_fields})
+    assert message_of_check is not None
+    assert expected in message_of_check
+    changed_field = next(iter(changed_fields))
     del row[changed_field]
-    fault = benchmark.check(row)
-    assert fault is not None
-    assert f"lacks the field {changed_field!r}" in fault
+    message_of_check = benchmark.check(row)
+    assert message_of_check is not None
+    assert f"lacks the field {changed_field!r}" in message_of_check
 
 
 def test_the_list_stands_once(capsys):
@@ -190,6 +191,7 @@ def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
 
 
 def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
+    """A name that is missing there is one that nobody can find."""
     help_by_key = {field.name: field.metadata.get("help", "") for field in fields(AdoraKeys)}
     words_of_help = re.findall(r"\w+", help_by_key["adora_eval"])
     configuration_page = (REPOSITORY / "docs" / "configuration.md").read_text()
@@ -219,7 +221,7 @@ class WholePartEngine:
 
 
 @pytest.fixture
-def rows_of_the_page(tmp_path, monkeypatch) -> list[dict[str, Any]]:
+def rows_of_documented_benchmark(tmp_path, monkeypatch) -> list[dict[str, Any]]:
     """The rows of the benchmark on the page, which lies with its file in the working directory."""
     page = (REPOSITORY / "docs" / "evaluation.md").read_text()
     (code,) = re.findall(r"```python\n(# lengths.py\n.*?)```", page, re.DOTALL)
@@ -240,7 +242,7 @@ WORDS_OF_A_RUN = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "
 
 
 @pytest.fixture
-def run_of_the_page(rows_of_the_page, monkeypatch, capsys) -> str:
+def output_of_documented_run(rows_of_documented_benchmark, monkeypatch, capsys) -> str:
     """What a run with the benchmark of the page prints; its output folder is `out`."""
     monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: WholePartEngine())
     assert evaluate.main(["lengths.py:LENGTHS", *WORDS_OF_A_RUN]) == 0
@@ -248,10 +250,11 @@ def run_of_the_page(rows_of_the_page, monkeypatch, capsys) -> str:
     return output
 
 
-def test_the_benchmark_of_the_page_runs_from_its_file(run_of_the_page, capsys):
-    assert "lengths test: a/b" in run_of_the_page
-    assert "rules exact lengths" in run_of_the_page
-    assert "unit" in run_of_the_page
+def test_the_benchmark_of_the_page_runs_from_its_file(output_of_documented_run, capsys):
+    """The benchmark is the example of docs/evaluation.md: one of its four answers is right."""
+    assert "lengths test: a/b" in output_of_documented_run
+    assert "rules exact lengths" in output_of_documented_run
+    assert "unit" in output_of_documented_run
     result = json.loads(Path("out/score.json").read_text())
     assert result["correct"] == 1
     assert result["total"] == 4
@@ -264,7 +267,7 @@ def test_the_benchmark_of_the_page_runs_from_its_file(run_of_the_page, capsys):
 
 
 def test_answers_to_an_earlier_prompt_of_a_benchmark_are_not_gone_on_with(
-    run_of_the_page, monkeypatch, capsys
+    output_of_documented_run, monkeypatch, capsys
 ):
     """The prompt of DynaMath is in its second form, and any other field of the run is the same."""
 
@@ -274,24 +277,28 @@ def test_answers_to_an_earlier_prompt_of_a_benchmark_are_not_gone_on_with(
     monkeypatch.setattr(evaluate, "find_benchmark", find_with_new_prompt)
     assert evaluate.main(["lengths.py:LENGTHS", *WORDS_OF_A_RUN]) == 2
     # No option sets it back.
-    message = (
+    expected = (
         "prompt_revision: the predictions in 'out' were made with None, this run has 2; use another"
     )
-    assert message in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert find_benchmark("dynamath").prompt_revision == 2
 
 
-def test_another_file_of_a_benchmark_is_another_run(run_of_the_page, capsys):
+def test_another_file_of_a_benchmark_is_another_run(output_of_documented_run, capsys):
+    """Its hash is in the fingerprint, so answers under changed rules are not mixed."""
     code = Path("lengths.py").read_text()
     Path("other.py").write_text(code.replace("exact", "rounded"))
     assert evaluate.main(["other.py:LENGTHS", *WORDS_OF_A_RUN]) == 2
     assert "benchmark_file: the predictions in 'out' were made with" in capsys.readouterr().err
     assert evaluate.main(["lengths.py:LENGTH", *WORDS_OF_A_RUN]) == 2
-    message = "no benchmark 'LENGTH' there; it has LENGTHS; did you mean 'LENGTHS'?"
-    assert message in capsys.readouterr().err
+    expected = "no benchmark 'LENGTH' there; it has LENGTHS; did you mean 'LENGTHS'?"
+    assert expected in capsys.readouterr().err
 
 
-def test_a_training_evaluates_with_a_benchmark_beside_its_config(rows_of_the_page, monkeypatch):
+def test_a_training_evaluates_with_a_benchmark_beside_its_config(
+    rows_of_documented_benchmark, monkeypatch
+):
+    """An entry of `adora_eval` names a file in the config's folder, its benchmark and its data."""
     folder = Path("beside").resolve()  # where the config of the training lies
     folder.mkdir()
     (folder / "mine.py").write_text(Path("lengths.py").read_text())
@@ -310,21 +317,26 @@ def test_a_training_evaluates_with_a_benchmark_beside_its_config(rows_of_the_pag
 
 
 @pytest.mark.parametrize(
-    ("second", "fault"),
+    (
+        "second_problem",
+        "expected",
+    ),  # the id and the prompt of the second problem, and the error
     [
         (("a", "Side 1"), "the id 'a' occurs twice"),
         (("b", "Side <|image_pad|>"), r"'b' .*<\|image_pad\|>; remove it"),
     ],
 )
-def test_problems_that_ones_own_benchmark_makes_are_checked(rows_of_the_page, second, fault):
+def test_problems_that_ones_own_benchmark_makes_are_checked(
+    rows_of_documented_benchmark, second_problem, expected
+):
     """Each problem is an id and a prompt; the second one cannot be asked."""
     problems = [
         Problem({"pid": pid}, prompt=prompt, n_images=0, images=list)
-        for pid, prompt in (("a", "Side 7"), second)
+        for pid, prompt in (("a", "Side 7"), second_problem)
     ]
     loaded = LoadedProblems(problems, "hash")
     benchmark = replace(find_benchmark("lengths.py:LENGTHS"), load=lambda options: loaded)
-    with pytest.raises(UserError, match=fault):
+    with pytest.raises(UserError, match=expected):
         load_checked_problems(benchmark, DataOptions(data="lengths", split="test"))
 
 
@@ -346,12 +358,14 @@ def summary_with_halves(
     )
 
 
-def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(rows_of_the_page, capsys):
+def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(
+    rows_of_documented_benchmark, capsys
+):
     """Its cells and numbers are rows, columns and figures of the log; notes stand in the file."""
     lengths = find_benchmark("lengths.py:LENGTHS")
     benchmark = replace(lengths, name="new", summary=summary_with_halves)
     rows = []
-    for row in rows_of_the_page:
+    for row in rows_of_documented_benchmark:
         is_first = row["id"] == 0
         response = r"\boxed{8}" if is_first else r"\boxed{7}"
         rows.append({**row, "pid": str(row["id"]), "response": response})
@@ -368,30 +382,34 @@ def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(rows_of_the_
     _, head, line = capsys.readouterr().out.splitlines()[:3]
     assert head.split() == ["all", "first", "mean"]
     assert line.split()[-1] == "25.0"
-    logged = figures(benchmark, rows)
-    assert logged["new_accuracy"] == 0.75
-    assert logged["new_accuracy_first"] == 0.5
-    assert logged["new_accuracy_mean"] == 0.25
+    logged_metrics = metrics_in_training(benchmark, rows)
+    assert logged_metrics["new_accuracy"] == 0.75
+    assert logged_metrics["new_accuracy_first"] == 0.5
+    assert logged_metrics["new_accuracy_mean"] == 0.25
 
 
 def test_the_log_of_an_evaluation_is_not_taken_for_that_of_the_step(monkeypatch):
     """A log clears `should_log`, and the step still has to be logged after the evaluation."""
     from adora_vl.trainer import AdoraGRPOTrainer
 
-    logged: list[dict[str, float]] = []
+    logged_metrics: list[dict[str, float]] = []
 
-    def log(trainer: Any, figures: dict[str, float]) -> None:
-        logged.append(figures)
+    def log(trainer: Any, metrics_in_training: dict[str, float]) -> None:
+        logged_metrics.append(metrics_in_training)
         trainer.control.should_log = False  # as Transformers does after every log
 
     monkeypatch.setattr(Trainer, "log", log)
     trainer: Any = Namespace(control=Namespace(should_log=True))
     AdoraGRPOTrainer.log_evaluation(trainer, {"eval_accuracy": 0.5})
-    assert logged == [{"eval_accuracy": 0.5}]
+    assert logged_metrics == [{"eval_accuracy": 0.5}]
     assert trainer.control.should_log, "the log of the step itself would be left out"
 
 
 def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypatch, capsys):
+    """Four of nine problems are asked at steps 2 and 4, and three of the four answers are right.
+
+    This rank answers the first and the third problem, and gathers the rows of the other rank.
+    """
     rows = [
         {
             "pid": str(index),
@@ -401,13 +419,13 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         for index in range(4)
     ]
     problems = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]
-    logged: list[dict[str, float]] = []
-    built: list[dict[str, Any]] = []
+    logged_metrics: list[dict[str, float]] = []
+    chat_arguments: list[dict[str, Any]] = []
     # This process is the first of two ranks; the second has every other row.
-    monkeypatch.setattr(evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]])
+    monkeypatch.setattr(evaluation, "gather_object", lambda local: [*local, *rows[1::2]])
 
     def build_chat(*_: object, **kwargs: object) -> Namespace:
-        built.append(kwargs)
+        chat_arguments.append(kwargs)
         return Namespace(decode=str, context=64)
 
     monkeypatch.setattr(evaluation, "ChatProcessor", build_chat)
@@ -418,7 +436,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         lambda _, samples, **kwargs: [row_by_pid[sample.problem.pid] for sample in samples],
     )
     groups = Namespace(tool_loop=None, any_rank_continues=bool, server_context=None)
-    pair: Any = Namespace(
+    policy_and_engine: Any = Namespace(
         accelerator=FakeAccelerator(num_processes=2),
         config=training_config(max_completion_length=8, chat_template_kwargs={"a": 1}),
         policy=Namespace(name_or_path="x"),
@@ -435,26 +453,26 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         at_start=False,
         prompt_template=None,
     )
-    evaluated_by = partial(
+    evaluate_on_the_way = partial(
         evaluation.EvaluationCallback,
-        pair=pair,
+        pair=policy_and_engine,
         generation_sampler=generation_sampler,
         end_tokens=[1],
-        log_evaluation=logged.append,
+        log_evaluation=logged_metrics.append,
         timed_evaluation=nullcontext,
     )
-    callback = evaluated_by(plan=plan)
+    callback = evaluate_on_the_way(plan=plan)
     for step in range(1, 5):
         callback.on_step_end(None, trainer_state(step), None)
-    assert [values["eval_geometry3k_accuracy"] for values in logged] == [0.75, 0.75]
-    assert len(built) == 2
-    for kwargs in built:
+    assert [values["eval_geometry3k_accuracy"] for values in logged_metrics] == [0.75, 0.75]
+    assert len(chat_arguments) == 2
+    for kwargs in chat_arguments:
         assert kwargs["template"] == {"a": 1}, "the prompt of the training"
         assert kwargs["processor"] == "p"
-    late = evaluated_by(plan=replace(plan, delay=3))
+    late_callback = evaluate_on_the_way(plan=replace(plan, delay=3))
     for step in range(1, 5):
-        late.on_step_end(None, trainer_state(step), None)
-    assert len(logged) == 3, "eval_delay: 3 leaves step 2 out"
+        late_callback.on_step_end(None, trainer_state(step), None)
+    assert len(logged_metrics) == 3, "eval_delay: 3 leaves step 2 out"
     output = capsys.readouterr().out
     assert "step 2: geometry3k 75.0 %" in output
     assert "right, 4 of 9 problems asked" in output

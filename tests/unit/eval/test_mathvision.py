@@ -11,8 +11,8 @@ import pytest
 
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.evals.options import HubDataOptions
-from adora_vl.evals.scoring.files import metrics_in_training as figures
-from adora_vl.evaluation import _load_tasks as task
+from adora_vl.evals.scoring.files import metrics_in_training
+from adora_vl.evaluation import _load_tasks
 from eval.command import main
 from eval.mathvision import (
     BENCHMARK,
@@ -74,10 +74,10 @@ def test_every_published_verdict_is_reproduced(tmp_path, subtests):
     problems = BENCHMARK.load(HubDataOptions(data=str(PUBLISHED_DATA), split="test")).problems
     fields_by_id = {problem.pid: problem.fields for problem in problems}
     assert len(fields_by_id) == 3040
-    for name, total in PUBLISHED_CORRECT.items():
+    for name, published_correct in PUBLISHED_CORRECT.items():
         with subtests.test(name):
             published_rows = read_jsonl(PUBLISHED_DATA / "outputs" / f"{name}.jsonl")
-            assert sum(row["correct"] for row in published_rows) == total
+            assert sum(row["correct"] for row in published_rows) == published_correct
             predictions = [
                 {**fields_by_id[row["id"]], "response": row["response"]} for row in published_rows
             ]
@@ -91,7 +91,7 @@ def test_every_published_verdict_is_reproduced(tmp_path, subtests):
                     other_answers.add((name, row["id"]))
             assert other_verdicts == {row for row in DISPUTED_ANSWERS if row[0] == name}
             assert other_answers == {row for row in ANSWERS_READ_OTHERWISE if row[0] == name}
-            assert result["correct"] == total + len(other_verdicts)
+            assert result["correct"] == published_correct + len(other_verdicts)
             if not other_verdicts:
                 published_counts = json.loads(
                     (PUBLISHED_DATA / "outputs" / f"{name}_result.json").read_text()
@@ -109,6 +109,7 @@ def check_published_counts(groups: dict[str, Any], count_by_key: dict[str, str])
 
 
 def test_the_official_score_reads_answers_with_its_faults(subtests):
+    """`cases` has the answer that the official code reads, by response."""
     cases = {
         "B": "b",
         "The answer is 4/3.": "4/3",
@@ -133,6 +134,7 @@ def test_the_official_score_reads_answers_with_its_faults(subtests):
 
 
 def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
+    """Each case: two answers, and whether the official code takes them for equal."""
     cases = [
         ("b", "B", True),
         ("8", "8.0", True),
@@ -151,18 +153,15 @@ def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
     ]
     for answer, reference, equal in cases:
         with subtests.test(f"{answer} and {reference}"):
-            assert (
-                are_officially_equal(answer, reference)
-                is equal
-                is are_officially_equal(reference, answer)
-            )
+            assert are_officially_equal(answer, reference) is equal
+            assert are_officially_equal(reference, answer) is equal
     assert is_officially_right("b", "B", ["1", "2"])
     assert is_officially_right("2", "B", ["1", "2"])
     assert not is_officially_right("1", "B", ["1", "2"])
 
 
 def test_latex_has_the_value_that_the_official_score_computes(subtests):
-    # As `latex2sympy2` 1.9.1 and Python's `math` give them.
+    """The values are those of `latex2sympy2` 1.9.1 and Python's `math`; None where they fail."""
     cases: dict[str, float | None] = {
         "1,000.5": 1000.5,
         "2^3^2": 64,
@@ -215,6 +214,10 @@ def test_latex_has_the_value_that_the_official_score_computes(subtests):
 
 
 def test_the_prompt_has_the_picture_at_its_first_place():
+    """The data name a picture `<image1>`; choices that are bare letters stand in the picture.
+
+    The message to the model has the picture between the texts before and behind it.
+    """
     row = {"question": "Left <image1> or right <image2>?", "options": ["1", "2", "3", "4", "5"]}
     query = build_query(row)
     assert query.startswith(
@@ -224,20 +227,23 @@ def test_the_prompt_has_the_picture_at_its_first_place():
     (message,) = conversation_with_images(query, 1, None)
     assert [part["type"] for part in message["content"]] == ["text", "image", "text"]
     assert message["content"][2]["text"].startswith(" or right image 2?")
-    drawn = build_query({"question": "Which?\n<image1>", "options": list("ABCDE")})
-    assert drawn.endswith("\nWhich?\n<image>\n")
-    assert "(A)" not in drawn
+    query_with_drawn_choices = build_query(
+        {"question": "Which?\n<image1>", "options": list("ABCDE")}
+    )
+    assert query_with_drawn_choices.endswith("\nWhich?\n<image>\n")
+    assert "(A)" not in query_with_drawn_choices
 
 
 def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
+    """`mathvision=FOLDER` is an entry of the key `adora_eval`."""
     data = write_mathvision(tmp_path, mathvision_rows(4), "json")
     (data / "testmini.jsonl").write_text((data / "test.jsonl").read_text().splitlines()[1])
-    (first,) = task(f"mathvision={data}", 3, None)
+    (first,) = _load_tasks(f"mathvision={data}", 3, None)  # at most three problems
     assert [problem.pid for problem in first.problems] == ["1", "2", "3"]
-    (mini,) = task(f"mathvision={data / 'testmini.jsonl'}", None, None)
+    (mini,) = _load_tasks(f"mathvision={data / 'testmini.jsonl'}", None, None)
     rows = [{**problem.fields, "response": r"\boxed{A}"} for problem in mini.problems]
     assert [row["pid"] for row in rows] == ["2"]
-    assert figures(mini.benchmark, rows)["mathvision_accuracy"] == 1.0
+    assert metrics_in_training(mini.benchmark, rows)["mathvision_accuracy"] == 1.0
 
 
 def prediction(
@@ -280,6 +286,7 @@ def test_strict_is_our_grader_behind_our_extraction(tmp_path, subtests):
 
 
 def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, capsys):
+    """The second question names two pictures, of which the data have only one."""
     two_images = prediction(
         "12", "12", pid="2", level=5, question="<image1> and <image2>", subject="logic"
     )
@@ -294,6 +301,7 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
 
 
 def test_the_official_rule_takes_no_other_extraction(tmp_path, capsys):
+    """The official score reads answers itself, so a stored extraction goes with our rules alone."""
     words = score_arguments(
         tmp_path, [prediction("12", "12", extraction="12")], "--extraction", "stored"
     )

@@ -87,6 +87,7 @@ def test_stored_extractions_give_the_published_hits_item_by_item_and_in_every_su
 
 @needs_published_data
 def test_todays_rules_give_todays_hits_item_by_item(case_folder: CaseFolder) -> None:
+    """`expected.json` has a pair for each item: right by the rules of 2023, right by today's."""
     for model in PUBLISHED_MODELS:
         with case_folder(model) as folder:
             figures = read_published_figures(model)
@@ -127,6 +128,7 @@ def test_the_split_of_adoras_table_has_447_and_553_items_on_the_annotations_of_t
         {"pid": pid, "response": "", "extraction": "", **row} for pid, row in annotations.items()
     ]
     result = score_rows(rows, score_options())
+    # ID are geometry problems, as in the training data; OOD are all others
     id_cell = result["id_ood"]["ID"]
     ood_cell = result["id_ood"]["OOD"]
     assert id_cell["total"] == 447
@@ -136,6 +138,7 @@ def test_the_split_of_adoras_table_has_447_and_553_items_on_the_annotations_of_t
 
 @needs_published_data
 def test_queries_are_built_for_all_of_testmini() -> None:
+    """A query has a hint on the form of the answer, the question, and its choices."""
     annotations = json.loads((PUBLISHED_DATA / "testmini.json").read_text())
     queries = {pid: build_query(row) for pid, row in annotations.items()}
     assert queries["2"] == (
@@ -147,10 +150,12 @@ def test_queries_are_built_for_all_of_testmini() -> None:
 
 
 def score_options(*, ignore_empty: bool = False) -> MathVistaScoreOptions:
+    """The options of a score by stored extractions."""
     return MathVistaScoreOptions(extraction="stored", ignore_empty_extractions=ignore_empty)
 
 
 def score_rows(rows: list[dict[str, Any]], options: MathVistaScoreOptions) -> Any:
+    """The score of predictions, as a file of it has it."""
     return score_predictions(BENCHMARK, rows, options).score
 
 
@@ -253,6 +258,7 @@ def test_the_rule_sets_differ_where_they_should(subtests: pytest.Subtests) -> No
 
 
 def test_the_first_of_the_nearest_choices_wins() -> None:
+    """The nearest choice is that with the smallest edit distance (Levenshtein)."""
     assert official_choice("xyz", ["abc", "abd"]) == 0
     assert official_choice("Gum", ["Grass", "Gun", "Gam"]) == 1
     assert edit_distance("kitten", "sitting") == 3
@@ -297,19 +303,20 @@ def test_more_answers_to_the_same_problems_do_not_narrow_an_interval() -> None:
         extraction = "5" if index % 2 else "6"
         rows.append(prediction(pid=str(index), extraction=extraction, metadata={"task": task}))
     three_samples = [{**row, "sample": sample} for row in rows for sample in range(3)]
-    once = score_rows(rows, score_options())
-    thrice = score_rows(three_samples, score_options())
-    assert thrice["id_ood"]["ID"]["total"] == 18
+    score_of_once = score_rows(rows, score_options())
+    score_of_three_samples = score_rows(three_samples, score_options())
+    assert score_of_three_samples["id_ood"]["ID"]["total"] == 6 * 3
     cells = [
-        (once, thrice),
-        (once["id_ood"]["ID"], thrice["id_ood"]["ID"]),
-        (once["groups"]["task"][task], thrice["groups"]["task"][task]),
+        (score_of_once, score_of_three_samples),
+        (score_of_once["id_ood"]["ID"], score_of_three_samples["id_ood"]["ID"]),
+        (score_of_once["groups"]["task"][task], score_of_three_samples["groups"]["task"][task]),
     ]
     for cell, cell_of_three in cells:
         assert cell_of_three["wilson_95"] == pytest.approx(cell["wilson_95"])
 
 
 def test_a_problem_that_counts_twice_in_id_is_one_problem_for_its_interval() -> None:
+    """Each of six problems has both a geometry task and a geometry skill, and three are right."""
     metadata = {"task": "geometry problem solving", "skills": ["geometry reasoning"]}
     rows = []
     for index in range(6):
@@ -330,12 +337,14 @@ def test_the_interval_of_ood_has_its_share_in_it_where_samples_are_missing() -> 
 
 
 def test_empty_extractions_can_be_told_to_be_ignored() -> None:
+    """By edit distance an empty extraction is nearest to the shorter choice, "No"."""
     rows = [choice_prediction("No", "Yes", "No") | {"response": "", "extraction": ""}]
     assert score_rows(rows, score_options())["correct"] == 1
     assert score_rows(rows, score_options(ignore_empty=True))["correct"] == 0
 
 
 def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names its rules, how the answers were extracted, and the versions."""
     rows = [prediction(response="So the answer is 5.")]
     result = benchmark_data.score_predictions(BENCHMARK, tmp_path, rows, "--rules", "vlmevalkit")
     assert result["rules"]["rules"] == "vlmevalkit"

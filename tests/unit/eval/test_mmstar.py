@@ -88,6 +88,7 @@ def test_the_official_rule_looks_at_four_places(subtests):
 
 
 def test_options_are_read_out_of_the_question():
+    """A question without options has four empty ones."""
     assert read_choices(QUESTION_WITH_OPTIONS) == [
         "a park, with trees",
         "a dam",
@@ -99,6 +100,7 @@ def test_options_are_read_out_of_the_question():
 
 
 def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tmp_path):
+    """The official rule looks at the first letters of a response alone."""
     rows = [
         prediction("1", r"A park? Based on the water it is a dam: \boxed{B}"),
         prediction("2", r"By the water: \boxed{A}"),
@@ -113,10 +115,10 @@ def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tm
 def test_gain_and_leakage_by_hand(tmp_path, capsys):
     """The runs are with images, without images, and of the language model."""
 
-    def write_run(name: str, right: str) -> Path:
+    def write_run(name: str, right_digits: str) -> Path:
         """Write predictions with a right answer for each `1`."""
         rows = []
-        for index, character in enumerate(right):
+        for index, character in enumerate(right_digits):
             rows.append(prediction(str(index), "B" if character == "1" else "C"))
         return write_jsonl_rows(tmp_path / name, rows)
 
@@ -124,13 +126,15 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
     without_images = write_run("wv.jsonl", "01100")
     language_model = write_run("t.jsonl", "00100")
     words = ["--without-image", str(without_images), "--text-only", str(language_model)]
-    leakage = score_as_command(tmp_path, with_images, *words)["leakage"]
-    assert leakage["S_v"] == 0.8
-    assert leakage["S_wv"] == 0.4
-    assert leakage["S_t"] == 0.2
-    assert leakage["MG"] == pytest.approx(0.4)
-    assert leakage["ML"] == pytest.approx(0.2)
-    low, high = leakage["MG_95"]
+    leakage_figures = score_as_command(tmp_path, with_images, *words)["leakage"]
+    assert leakage_figures["S_v"] == 4 / 5
+    assert leakage_figures["S_wv"] == 2 / 5
+    assert leakage_figures["S_t"] == 1 / 5
+    assert leakage_figures["MG"] == pytest.approx(4 / 5 - 2 / 5)  # the gain by seeing
+    assert leakage_figures["ML"] == pytest.approx(
+        2 / 5 - 1 / 5
+    )  # what leaked into the vision training
+    low, high = leakage_figures["MG_95"]
     assert low < 0.4 < high
     assert "MG: 40.0 %" in capsys.readouterr().out
     # A language model that knows more than the model without images has leaked nothing.
@@ -139,6 +143,7 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
 
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
+    """Gain and leakage are differences over the same problems."""
     other_run = write_jsonl_rows(tmp_path / "b.jsonl", [prediction("2", "B")])
     words = score_arguments(tmp_path, [prediction("1", "B")])
     assert main(BENCHMARK, [*words, "--without-image", str(other_run)]) == 2

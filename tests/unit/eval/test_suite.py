@@ -18,7 +18,11 @@ SUITE_BENCHMARKS = suite.HUB_ID_BY_BENCHMARK_BY_SUITE["reasoning"]
 
 
 class ConstantEngine:
-    """The same to everything; notes for how long texts it is built."""
+    """An engine that gives the same text to everything.
+
+    Each engine that is built adds the longest text that it is built for, in bytes, to
+    `LONGEST_TEXT_OF_ENGINES`.
+    """
 
     batch_size = 4
 
@@ -31,7 +35,7 @@ class ConstantEngine:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def suite_data(tmp_path: Path) -> Path:
     """Return a folder with the data of each benchmark of the suite, in a folder of its name."""
     for name in SUITE_BENCHMARKS:
         folder = WRITER_BY_BENCHMARK[name](tmp_path)
@@ -43,7 +47,11 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_row_with_one_start_of_the_engine(data, monkeypatch, capsys):
+def test_a_row_with_one_start_of_the_engine(suite_data, monkeypatch, capsys):
+    """Two models are asked all benchmarks of a suite; the second is shown beside the first.
+
+    The first answers A to everything, which is wrong, and the second B, which is right.
+    """
     LONGEST_TEXT_OF_ENGINES.clear()
     for name, text in (("first", "Answer: A"), ("second", "Answer: B")):
         monkeypatch.setattr(
@@ -58,37 +66,45 @@ def test_a_row_with_one_start_of_the_engine(data, monkeypatch, capsys):
             "--model",
             "a/b",
             "--data",
-            str(data),
+            str(suite_data),
             "--output",
-            str(data / name),
+            str(suite_data / name),
         ]
         assert main([*words, "--samples", "3", "--temperature", "1"]) == 0
         head, row, note = capsys.readouterr().out.splitlines()[-3:]
         assert head.split() == list(SUITE_BENCHMARKS)
-        assert row.startswith(str(data / name))
+        assert row.startswith(str(suite_data / name))
         assert "its strict score" in note
         n_columns = len(SUITE_BENCHMARKS)
         assert row.count("[") == n_columns, "each figure has its interval"
-    assert len(LONGEST_TEXT_OF_ENGINES) == 2, "an engine for each model, that fits all benchmarks"
-    assert len(set(LONGEST_TEXT_OF_ENGINES)) == 1, (
-        "an engine for each model, that fits all benchmarks"
-    )
-    assert (
-        main([*words, "--samples", "3", "--temperature", "1", "--beside", str(data / "first")]) == 0
-    )
+    assert len(LONGEST_TEXT_OF_ENGINES) == 2, "an engine for each model"
+    assert len(set(LONGEST_TEXT_OF_ENGINES)) == 1, "each fits the texts of all benchmarks"
+
+    beside_words = ["--beside", str(suite_data / "first")]
+    assert main([*words, "--samples", "3", "--temperature", "1", *beside_words]) == 0
+
     assert len(LONGEST_TEXT_OF_ENGINES) == 2, "all answers were there"
     first, second, difference = capsys.readouterr().out.splitlines()[-4:-1]
-    assert first.startswith(str(data / "first"))
-    assert second.startswith(str(data / "second"))
+    assert first.startswith(str(suite_data / "first"))
+    assert second.startswith(str(suite_data / "second"))
     assert difference.split("  ")[0] == "difference of accuracy"
     assert "+100.0 [+7.0, +100.0]" in difference, "few problems say little, whatever their samples"
 
 
-def test_what_is_missing_is_said_before_anything_is_asked(data, capsys):
-    words = ["all", "--model", "a/b", "--output", str(data / "out"), "--data", str(data)]
-    (data / "wemath").rename(data / "moved")
+def test_what_is_missing_is_said_before_anything_is_asked(suite_data, capsys):
+    """A benchmark without data, a run to compare with that is not there, an option that is none."""
+    words = [
+        "all",
+        "--model",
+        "a/b",
+        "--output",
+        str(suite_data / "out"),
+        "--data",
+        str(suite_data),
+    ]
+    (suite_data / "wemath").rename(suite_data / "moved")
     assert main(words) == 2
     assert "has no 'wemath'; put it there" in capsys.readouterr().err
-    assert main([*words, "--beside", str(data / "none")]) == 2
-    assert not (data / "out").exists()
+    assert main([*words, "--beside", str(suite_data / "none")]) == 2
+    assert not (suite_data / "out").exists()
     assert main([*words, "--modle", "x"]) == 2

@@ -56,11 +56,13 @@ def choice_prediction(pid: str, response: str, **fields: Any) -> dict[str, Any]:
 
 
 def score_as_mathvista(rows: list[dict[str, Any]], **options: Any) -> ScoredBenchmark:
+    """The score of predictions by MathVista's rules, with these options."""
     return score_predictions(MATHVISTA, rows, MATHVISTA.score_options(**options))
 
 
 @pytest.mark.parametrize("rules", ["official", "vlmevalkit"])
 def test_all_rules_read_the_answer_behind_the_thinking(rules: str) -> None:
+    """The pid says what each response is: "cut" ends within its block, "plain" has none."""
     rows = [
         choice_prediction("right", "<think>The answer is B. Wait.</think>\n\n**A**"),
         choice_prediction("exact", "<think>The answer is B.</think>\n\n30"),
@@ -88,12 +90,14 @@ def test_all_rules_read_the_answer_behind_the_thinking(rules: str) -> None:
 
 
 def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answers() -> None:
+    """A response to such a prompt has no `<think>`, so a draft looks like an answer."""
     cut_row = choice_prediction("cut", "The answer is A, but", finish_reason="length")
     whole_row = choice_prediction("whole", "The answer is A.")
     rows = [cut_row, whole_row]
     assert score_as_mathvista(rows).score["correct"] == 2
     cut_row["thinking_opened"] = True
     assert score_as_mathvista(rows).score["correct"] == 1
+    # "one" and "two" close a block that they do not open, so the prompts of this run open it
     served = [
         choice_prediction("one", "Perhaps B.</think>A"),
         choice_prediction("two", "Perhaps C.</think>A"),
@@ -105,6 +109,7 @@ def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answe
 
 
 def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, start_server: Any) -> None:
+    """The judge thinks too, and a response without an answer is not sent to it."""
     server = start_server(
         lambda body, call: completion_reply("<think><answer>12</answer></think><answer>15</answer>")
     )
@@ -124,7 +129,7 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, start_ser
 @pytest.mark.parametrize("name", BENCHMARK_NAMES)
 def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
     """The right answer, in whatever form the benchmark reads, counts behind the block alone."""
-    makers: dict[str, Any] = {
+    make_row_by_benchmark: dict[str, Any] = {
         "geometry3k": lambda: {"answer": "15"},
         "mathvista": lambda: free_form_prediction("1", ""),
         "mathvision": lambda: benchmark_data.mathvision_rows(1)[0],
@@ -142,7 +147,9 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
         "mmmu_pro": "Answer: {}",
         "dynamath": '{{"short answer": "{}"}}',
     }
-    fields = {key: value for key, value in makers[name]().items() if "image" not in key}
+    fields = {
+        key: value for key, value in make_row_by_benchmark[name]().items() if "image" not in key
+    }
     answer = str(fields.get("answer", fields.get("ground_truth")))
     level = str(fields.get("knowledge_level", fields.get("level")))
     final_answer = answer_templates.get(name, r"\boxed{{{}}}").format(answer)
@@ -167,6 +174,7 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
 
 
 def test_pass_rates_of_a_filter_count_no_drafts() -> None:
+    """Two responses to one problem, of which one has its box in the thinking alone."""
     row = {"pid": "1", "answer": "15", "choices": None}
     draft_row = {**row, "response": r"<think>\boxed{15}</think> Hm."}
     answer_row = {**row, "response": r"<think>Hm.</think>\boxed{15}"}
@@ -178,6 +186,7 @@ def test_pass_rates_of_a_filter_count_no_drafts() -> None:
 def test_an_engine_in_this_process_says_whether_the_prompt_opens_the_block(
     prompt: str, opened: bool
 ) -> None:
+    """A character is a token of this chat processor, and every answer is "5"."""
     chat: Any = SimpleNamespace(
         context=100,
         prompt_ids=lambda messages, images: [ord(character) for character in prompt],

@@ -80,7 +80,7 @@ def checklist_rows() -> list[dict[str, Any]]:
     return rows
 
 
-CASES = {
+CASES = {  # a benchmark, its predictions, and how many versions of a problem they have
     "mathverse": (MATHVERSE, mathverse_rows, 5),
     "dynamath": (DYNAMATH, dynamath_rows, 5),
     "wemath": (WEMATH, wemath_rows, 3),
@@ -100,6 +100,7 @@ def score_in(
 
 @pytest.mark.parametrize("name", CASES)
 def test_versions_that_are_right_together_are_worth_one_answer(name, tmp_path) -> None:
+    """The interval over all versions is as wide as that over one version of each problem."""
     benchmark, make_rows, n_versions = CASES[name]
     rows = make_rows()
     score = score_in(tmp_path, benchmark, rows, "all")
@@ -119,9 +120,9 @@ def test_runs_are_compared_over_the_problems_and_not_their_versions(name, tmp_pa
     rows = make_rows()
     score_in(tmp_path, benchmark, rows, "before")
     # Two problems more are solved in all their versions.
-    responses = [row["response"] for row in rows]
+    right_response = rows[0]["response"]
     after = [
-        {**row, "response": responses[0]} if n_versions <= number < 3 * n_versions else row
+        {**row, "response": right_response} if n_versions <= number < 3 * n_versions else row
         for number, row in enumerate(rows)
     ]
     score_in(tmp_path, benchmark, after, "after")
@@ -130,6 +131,7 @@ def test_runs_are_compared_over_the_problems_and_not_their_versions(name, tmp_pa
     text = capsys.readouterr().out
     n_rows = n_versions * N_PROBLEMS
     assert f"12 common problems in {n_rows} versions" in text
+    # 2 of the 12 problems
     assert "+16.7 points, 95 % [+0.0, " in text, "as independent pairs they would exclude 0"
     assert "so no McNemar test" in text
 

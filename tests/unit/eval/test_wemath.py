@@ -39,7 +39,7 @@ def composite_problem(ID: str, pattern: str, first_number: int) -> list[dict[str
     return rows
 
 
-def counts_by_name(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
+def right_and_total(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """The right answers and all answers of each cell of a score."""
     return {name: (cell["correct"], cell["total"]) for name, cell in cells.items()}
 
@@ -52,7 +52,12 @@ def diagnose_both(steps: list[bool], is_whole_right: bool) -> tuple[str, str]:
 
 
 def test_every_pattern_of_steps_has_its_place():
-    expected = {  # two steps: strict, loose
+    """A pattern has a digit for each step and one for the whole, 1 where the answer is right.
+
+    A problem is then mastered (CM), or its whole is right by rote (RM), or its steps are right and
+    not their whole (IG), or knowledge lacks for a step (IK).
+    """
+    expected = {  # two steps and the whole: the strict and the loose diagnosis
         "111": ("CM", "CM"),
         "101": ("RM", "CM"),
         "011": ("RM", "CM"),
@@ -75,12 +80,13 @@ def test_every_pattern_of_steps_has_its_place():
 
 
 def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
+    """Ten problems: five of two steps, and five of three; the last digit is for the whole."""
     patterns = ["111", "101", "001", "110", "100", "1111", "1001", "0001", "1110", "0000"]
     rows = []
     for index, pattern in enumerate(patterns):
         rows += composite_problem(f"p{index}", pattern, 10 * index)
     result = score_as_command(tmp_path, rows)
-    assert counts_by_name(result["diagnosis"]) == {
+    assert right_and_total(result["diagnosis"]) == {
         "IK": (2, 10),
         "IG": (2, 10),
         "CM_strict": (2, 10),
@@ -88,9 +94,10 @@ def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
         "CM_loose": (4, 10),
         "RM_loose": (2, 6),
     }
+    # CM counts 1 and IG a half
     assert result["score"]["strict"]["accuracy"] == pytest.approx((2 + 0.5 * 2) / 10)
     assert result["score"]["loose"]["accuracy"] == pytest.approx((4 + 0.5 * 2) / 10)
-    assert counts_by_name(result["groups"]["steps"]) == {
+    assert right_and_total(result["groups"]["steps"]) == {
         "one step": (13, 25),
         "two steps": (3, 5),
         "three steps": (3, 5),
@@ -104,6 +111,7 @@ def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
 
 
 def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
+    """Wilson's interval for none of two problems goes up to 65.8 %."""
     score_as_command(
         tmp_path, composite_problem("p0", "000", 0) + composite_problem("p1", "0000", 10)
     )
@@ -111,6 +119,7 @@ def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
 
 
 def test_equal_samples_of_a_problem_make_no_interval_narrower(tmp_path, capsys):
+    """Four equal answers to each of three problems say no more than one."""
     rows = (
         composite_problem("p0", "111", 0)
         + composite_problem("p1", "000", 10)
@@ -137,6 +146,7 @@ def test_the_interval_of_a_diagnosis_has_its_share_in_it(tmp_path):
 
 
 def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_path, capsys):
+    """The second problem has three of its four rows, as where a run was limited."""
     rows = composite_problem("p0", "111", 0) + composite_problem("p1", "0000", 10)[:3]
     result = score_as_command(tmp_path, rows)
     assert result["diagnosis"]["IK"]["total"] == 1
@@ -162,9 +172,10 @@ def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
         "<Thought process>: <<B>> <Answer>: <<C>>": (False, False),
         "": (False, False),
     }
-    rows = []
-    for number, response in enumerate(cases):
-        rows.append(prediction(number, f"p{number}", "2steps_1", response))
+    rows = [
+        prediction(number, f"p{number}", "2steps_1", response)
+        for number, response in enumerate(cases)
+    ]
     for position, rules in enumerate(("official", "letter")):
         items = score_as_command(tmp_path, rows, "--rules", rules)["items"]
         are_right = [item["verdict"] == "correct" for item in items]
@@ -176,6 +187,7 @@ def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
 
 
 def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path):
+    """The hub has Parquet, and the repository JSON with pictures beside it."""
     rows = wemath_rows(7)
     for form in ("parquet", "json"):
         folder = write_wemath(tmp_path / form, rows, form)
