@@ -26,12 +26,12 @@ from tests.support.geometry3k import (
 from tests.support.pictures import draw_figure, encode_picture
 
 
-def _decompression_bomb() -> bytes:
+def decompression_bomb() -> bytes:
     """Return a PNG of a few hundred bytes whose header says 120,000 x 120,000 pixels."""
 
-    def chunk(kind: bytes, body: bytes) -> bytes:
+    def chunk(name: bytes, body: bytes) -> bytes:
         return (
-            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+            struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
         )
 
     header = struct.pack(">IIBBBBB", 120_000, 120_000, 8, 2, 0, 0, 0)
@@ -41,31 +41,32 @@ def _decompression_bomb() -> bytes:
     )
 
 
-def _with_flipped_byte(content: bytes) -> bytes:
+def with_flipped_byte(content: bytes) -> bytes:
     """Return bytes whose middle one has all of its bits flipped."""
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :]
 
 
-def _animation(form: str) -> bytes:
+def two_frame_picture(form: str) -> bytes:
     """Return a picture of two frames."""
     frames = [draw_figure(1), draw_figure(2)]
     return encode_picture(frames[0], form, save_all=True, append_images=frames[1:])
 
 
-def _remove_file(name: str) -> Damage:
+def remove_file(name: str) -> Damage:
     """Return damage: a file of the folder is gone."""
     return lambda folder: (folder / name).unlink()
 
 
-def _write_file(name: str, content: bytes) -> Damage:
+def write_file(name: str, content: bytes) -> Damage:
     """Return damage: a file of the folder has other content."""
     return lambda folder: (folder / name).write_bytes(content)
 
 
 PNG = encode_picture(draw_figure(3))
 JPEG = encode_picture(draw_figure(3), "JPEG")
-# name -> (changed keys of data.json, or its image, or damage to the folder; the reason)
+# by the name of a fault: the picture, the changed keys of data.json or the damage to the folder, and
+# the reason under which the row is refused
 PICTURE_AND_KIND_BY_FAULT: dict[str, tuple[bytes, str]] = {
     "empty picture": (b"\0", "image_undecodable"),
     "text as a picture": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_svg"),
@@ -73,11 +74,11 @@ PICTURE_AND_KIND_BY_FAULT: dict[str, tuple[bytes, str]] = {
     "PNG without its end": (PNG[:-12], "image_truncated"),
     "JPEG cut in half": (JPEG[: len(JPEG) // 2], "image_truncated"),
     "BMP cut": (encode_picture(draw_figure(3), "BMP")[:-100], "image_truncated"),
-    "PNG with a flipped byte": (_with_flipped_byte(PNG), "image_undecodable"),
-    "animated GIF": (_animation("GIF"), "image_animated"),
-    "animated PNG": (_animation("PNG"), "image_animated"),
-    "animated WebP": (_animation("WEBP"), "image_animated"),
-    "decompression bomb": (_decompression_bomb(), "image_too_large"),
+    "PNG with a flipped byte": (with_flipped_byte(PNG), "image_undecodable"),
+    "animated GIF": (two_frame_picture("GIF"), "image_animated"),
+    "animated PNG": (two_frame_picture("PNG"), "image_animated"),
+    "animated WebP": (two_frame_picture("WEBP"), "image_animated"),
+    "decompression bomb": (decompression_bomb(), "image_too_large"),
     "one pixel": (encode_picture(Image.new("RGB", (1, 1))), "image_degenerate"),
     "three rows of pixels": (
         encode_picture(draw_figure(3).crop((0, 50, 100, 53))),
@@ -113,15 +114,15 @@ FIELDS_AND_KIND_BY_FAULT: dict[str, tuple[dict[str, Any], str]] = {
     "gold with hidden characters": ({"choices": ["5", "1\u202e2"]}, "gold"),
 }
 DAMAGE_AND_KIND_BY_FAULT: dict[str, tuple[Damage, str]] = {
-    "no picture": (_remove_file("img_diagram.png"), "file_missing"),
-    "no data.json": (_remove_file("data.json"), "file_missing"),
-    "data.json cut": (_write_file("data.json", b'{"problem_text": "Find'), "not_json"),
-    "data.json of another kind": (_write_file("data.json", b"[1, 2]"), "not_json"),
+    "no picture": (remove_file("img_diagram.png"), "file_missing"),
+    "no data.json": (remove_file("data.json"), "file_missing"),
+    "data.json cut": (write_file("data.json", b'{"problem_text": "Find'), "not_json"),
+    "data.json of another kind": (write_file("data.json", b"[1, 2]"), "not_json"),
     "data.json that is no UTF-8": (
-        _write_file("data.json", b'{"problem_text": "\xff"}'),
+        write_file("data.json", b'{"problem_text": "\xff"}'),
         "not_json",
     ),
-    "data.json nested without end": (_write_file("data.json", b"[" * 200_000), "not_json"),
+    "data.json nested without end": (write_file("data.json", b"[" * 200_000), "not_json"),
 }
 FAULTS = [*PICTURE_AND_KIND_BY_FAULT, *FIELDS_AND_KIND_BY_FAULT, *DAMAGE_AND_KIND_BY_FAULT]
 VALUE_AND_REMEDY_BY_FAULT = {  # of some: the value and the remedy
@@ -135,15 +136,15 @@ VALUE_AND_REMEDY_BY_FAULT = {  # of some: the value and the remedy
 }
 
 
-def _make_broken_folder(root: Path, kind: str, number: int) -> tuple[Path, str]:
+def write_broken_folder(root: Path, fault: str, number: int) -> tuple[Path, str]:
     """Write a folder that is broken in one way, and return it with the reason to expect."""
-    if kind in PICTURE_AND_KIND_BY_FAULT:
-        content, reason = PICTURE_AND_KIND_BY_FAULT[kind]
+    if fault in PICTURE_AND_KIND_BY_FAULT:
+        content, reason = PICTURE_AND_KIND_BY_FAULT[fault]
         return write_problem_folder(root, number=number, image=content), reason
-    if kind in FIELDS_AND_KIND_BY_FAULT:
-        changed, reason = FIELDS_AND_KIND_BY_FAULT[kind]
+    if fault in FIELDS_AND_KIND_BY_FAULT:
+        changed, reason = FIELDS_AND_KIND_BY_FAULT[fault]
         return write_problem_folder(root, number=number, **changed), reason
-    damage, reason = DAMAGE_AND_KIND_BY_FAULT[kind]
+    damage, reason = DAMAGE_AND_KIND_BY_FAULT[fault]
     folder = write_problem_folder(root, number=number)
     damage(folder)
     return folder, reason
@@ -160,8 +161,8 @@ def prepared_broken_folders(
     root = tmp_path_factory.mktemp("broken")
     folders = {}
     reasons = {}
-    for number, kind in enumerate(FAULTS):
-        folders[kind], reasons[kind] = _make_broken_folder(root / "raw", kind, number)
+    for number, fault in enumerate(FAULTS):
+        folders[fault], reasons[fault] = write_broken_folder(root / "raw", fault, number)
     for number in (500, 501):
         write_problem_folder(root / "raw", number=number)
     assert (
@@ -175,21 +176,21 @@ def test_a_broken_row_is_kept_aside_with_reason_and_bytes(
     prepared_broken_folders: Any, subtests: pytest.Subtests
 ) -> None:
     """A person sees why a row was refused, and has everything that its source has of it."""
-    for kind in FAULTS:
-        with subtests.test(kind):
+    for fault in FAULTS:
+        with subtests.test(fault):
             _, output, folders, reasons = prepared_broken_folders
 
-            row_id = f"geometry3k/train/{folders[kind].name}"
+            row_id = f"geometry3k/train/{folders[fault].name}"
             (line,) = [line for line in read_quarantined_rows(output) if line["id"] == row_id]
-            assert line["reason"] == reasons[kind], line["detail"]
-            assert VALUE_AND_REMEDY_BY_FAULT.get(kind, "") in line["detail"], line["detail"]
+            assert line["reason"] == reasons[fault], line["detail"]
+            assert VALUE_AND_REMEDY_BY_FAULT.get(fault, "") in line["detail"], line["detail"]
             assert line["detail"].startswith(f"{row_id}: ")
             assert "; " in line["detail"]
             assert "object at 0x" not in line["detail"]
             quarantined_bytes = {(output / name).read_bytes() for name in line["files"]}
-            original_bytes = {path.read_bytes() for path in folders[kind].iterdir()}
+            original_bytes = {path.read_bytes() for path in folders[fault].iterdir()}
             # Without a data.json nothing is read, so there is nothing to keep.
-            if kind != "no data.json":
+            if fault != "no data.json":
                 assert quarantined_bytes == original_bytes
 
 
@@ -198,10 +199,8 @@ def test_good_rows_survive_among_broken_ones_and_everything_is_counted(
 ) -> None:
     """Good rows are stored, and each refused row counts under its reason."""
     _, output, _, reasons = prepared_broken_folders
-    assert [row["id"] for row in stored_rows(output, "train")] == [
-        "geometry3k/train/500",
-        "geometry3k/train/501",
-    ]
+    good_ids = [row["id"] for row in stored_rows(output, "train")]
+    assert good_ids == ["geometry3k/train/500", "geometry3k/train/501"]
     manifest = read_manifest(output)
     assert manifest is not None
     assert manifest["counts"] == {"train": 2}
@@ -299,7 +298,7 @@ def test_no_input_reaches_a_path(tmp_path: Path) -> None:
     assert endings == ["bin", "png"]
 
 
-def _stored_ids(output: Path, split: str) -> list[str]:
+def stored_ids(output: Path, split: str) -> list[str]:
     """Return the ids of the stored rows of a split, without the name of the data set."""
     return [row["id"].removeprefix("geometry3k/") for row in stored_rows(output, split)]
 
@@ -341,9 +340,9 @@ def test_leaks_are_dropped_from_train_and_reported(folders_with_leaks, tmp_path,
     The same figure with another question or another answer is none.
     """
     assert run_prepare_geometry3k("intergps", folders_with_leaks, tmp_path / "out") == 0
-    assert _stored_ids(tmp_path / "out", "train") == ["train/3", "train/4", "train/5", "train/6"]
-    assert _stored_ids(tmp_path / "out", "test") == ["test/900"]
-    assert _stored_ids(tmp_path / "out", "validation") == ["validation/800"]
+    assert stored_ids(tmp_path / "out", "train") == ["train/3", "train/4", "train/5", "train/6"]
+    assert stored_ids(tmp_path / "out", "test") == ["test/900"]
+    assert stored_ids(tmp_path / "out", "validation") == ["validation/800"]
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     also = {"also": "geometry3k/test/900"}
@@ -358,11 +357,8 @@ def test_leaks_are_dropped_from_train_and_reported(folders_with_leaks, tmp_path,
     }
     assert "leaks: 3 rows" in capsys.readouterr().out
     lines = read_quarantined_rows(tmp_path / "out")
-    assert [(line["id"][-1], line["reason"]) for line in lines] == [
-        ("1", "leak"),
-        ("2", "leak"),
-        ("7", "leak"),
-    ]
+    assert [line["id"][-1] for line in lines] == ["1", "2", "7"]
+    assert {line["reason"] for line in lines} == {"leak"}
     original_bytes = [(tmp_path / "out" / name).read_bytes() for name in lines[0]["files"]]
     assert encode_picture(draw_figure(1, 300)) in original_bytes
 
@@ -385,7 +381,7 @@ def test_leaks_that_are_kept_are_reported_all_the_same(
         assert manifest["leaks"]["found"] == leak_count
         assert manifest["leaks"]["dropped"] == 0
         assert manifest["quarantined"]["rows"] == 0
-        assert sum(manifest["counts"].values()) == (9 if options else 2)
+        assert sum(manifest["counts"].values()) == (9 if options else 2), "all rows are kept"
 
 
 def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
@@ -394,10 +390,10 @@ def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
     write_problem_folder(tmp_path / "raw", "train", 2, encode_picture(draw_figure(1)), answer="A")
     write_problem_folder(tmp_path / "raw", "train", 3)
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
-    assert _stored_ids(tmp_path / "out", "train") == ["train/3"]
+    assert stored_ids(tmp_path / "out", "train") == ["train/3"]
 
 
-def _hash_distance(first: Image.Image, second: Image.Image) -> int:
+def hash_distance(first: Image.Image, second: Image.Image) -> int:
     """Return in how many bits the difference hashes of two pictures differ."""
     return (difference_hash(first) ^ difference_hash(second)).bit_count()
 
@@ -424,8 +420,8 @@ def test_copies_of_the_real_diagrams_are_near_and_others_far(geometry3k_raw: Pat
     distances = []
     for number, image in enumerate(real):
         for earlier_image in real[:number]:
-            distances.append(_hash_distance(image, earlier_image))
-    assert min(distances) > 50
+            distances.append(hash_distance(image, earlier_image))
+    assert min(distances) > 50  # of the 256 bits of a hash
 
 
 def test_the_hash_of_a_drawing_is_of_what_gets_darker_and_not_of_noise() -> None:
@@ -437,7 +433,7 @@ def test_the_hash_of_a_drawing_is_of_what_gets_darker_and_not_of_noise() -> None
         return difference_hash(Image.fromarray(pixels))
 
     falling = np.linspace(240, 0, 17)
-    assert hash_of(falling) == 2**256 - 1
+    assert hash_of(falling) == 2**256 - 1  # all 256 bits
     rising = falling[::-1]
     noise = 200 + 3 * (np.arange(17) % 2)
     assert hash_of(rising) == 0
@@ -461,11 +457,12 @@ def test_a_bomb_is_refused_before_it_is_decoded(
         raise AssertionError("decoded")
 
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", decoded)
+    # the same PNG with another width and height in its header, and their checksum
     side = int(MAX_DECODED_PIXELS**0.5) + 10
-    large = bytearray(_decompression_bomb())
-    large[16:24] = struct.pack(">II", side, side)
-    large[29:33] = struct.pack(">I", zlib.crc32(bytes(large[12:29])))
-    for content in (_decompression_bomb(), bytes(large)):
+    smaller_bomb = bytearray(decompression_bomb())
+    smaller_bomb[16:24] = struct.pack(">II", side, side)
+    smaller_bomb[29:33] = struct.pack(">I", zlib.crc32(bytes(smaller_bomb[12:29])))
+    for content in (decompression_bomb(), bytes(smaller_bomb)):
         with pytest.raises(UnreadableImageError) as caught:
             clean_image(content)
         assert caught.value.reason == "image_too_large"

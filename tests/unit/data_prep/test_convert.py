@@ -50,9 +50,9 @@ def test_every_format_gives_the_same_problems(case_folder: CaseFolder) -> None:
             assert run_convert(source, folder / "out") == 0
             assert read_fields_by_id(folder / "out") == EXPECTED_FIELDS_BY_ID
             rows = list(stored_rows(folder / "out", "train"))
-            assert [open_stored_image(row).tobytes() for row in rows] == [
-                draw_figure(n, 60).tobytes() for n in (0, 1, 3)
-            ]
+            pictures = [open_stored_image(row).tobytes() for row in rows]
+            # those of the first, the second and the fourth row; the third has none
+            assert pictures == [draw_figure(n, 60).tobytes() for n in (0, 1, 3)]
             assert all(fault_in_row(row) is None for row in rows)
             manifest = read_manifest(folder / "out")
             assert manifest is not None
@@ -67,10 +67,10 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
     """Names of files say the split, and a training row that is a test row too is left out."""
     folder = tmp_path / "in"
     rows = rows_with_images([f"../pics/{n}.png" for n in range(4)])
-    new = {**rows[0], "key": None, "question": "New?"}
+    new_row = {**rows[0], "key": None, "question": "New?"}
     for name, part in (
         ("train-0", rows),
-        ("train-1", [new]),
+        ("train-1", [new_row]),
         ("test", rows[:1]),
     ):
         write_user_jsonl(folder / "tables", part).rename(folder / "tables" / f"{name}.jsonl")
@@ -119,7 +119,7 @@ def test_texts_numbers_and_options_are_golds(case_folder: CaseFolder) -> None:
         (r"$$ \boxed {12} $$.", None, "12"),
         (r"\boxed{B}", ["red", "blue"], "blue"),
     ]
-    for answer, choices, gold in cases:
+    for answer, choices, gold in cases:  # choices: None where the row has no such column
         with case_folder(f"{answer} {choices!r:.80} {gold}") as folder:
             source = write_user_jsonl(folder / "in", [{"q": "What?", "a": answer, "c": choices}])
             columns = ("problem=q", "answer=a", "choices=c")
@@ -150,28 +150,28 @@ def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
         columns=("problem=q", "answer=a", "choices=A,B,C", "images=i1,i2"),
     )
     assert code == 0
-    stored = list(stored_rows(tmp_path / "out", "train"))
-    choices_and_image_counts = [(row["choices"], len(row["images"])) for row in stored]
-    assert choices_and_image_counts == [
-        (["x y", "z"], 2),
-        (["u", "v", "w"], 1),
-    ]
+    first, second = stored_rows(tmp_path / "out", "train")
+    assert first["choices"] == ["x y", "z"]
+    assert len(first["images"]) == 2
+    assert second["choices"] == ["u", "v", "w"]
+    assert len(second["images"]) == 1
 
 
 def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
     """An image stands where its mark is, and before the text where there is no mark."""
-    user = conversation_with_images("Add <image> to <image>.", 2)[-1]["content"]
+    content = conversation_with_images("Add <image> to <image>.", 2)[-1]["content"]
 
     def text(words):
         return {"type": "text", "text": words}
 
     image = {"type": "image"}
-    assert user == [text("Add "), image, text(" to "), image, text(".")]
+    assert content == [text("Add "), image, text(" to "), image, text(".")]
     assert conversation_with_images("Add.", 2)[-1]["content"] == [image, image, text("Add.")]
-    plain = conversations(["a", "b"], [1, 0], "s")
-    placed = conversations(["a", "<image>b"], [1, 1], "s")
-    assert [messages[-1]["content"] for messages in plain] == ["a", "b"]  # as it was before
-    assert [messages[-1]["content"] for messages in placed] == [
+    # Without any mark the contents are texts, before which the processor puts the images.
+    without_marks = conversations(["a", "b"], [1, 0], "s")
+    with_a_mark = conversations(["a", "<image>b"], [1, 1], "s")
+    assert [messages[-1]["content"] for messages in without_marks] == ["a", "b"]
+    assert [messages[-1]["content"] for messages in with_a_mark] == [
         [image, text("a")],
         [image, text("b")],
     ]
@@ -184,35 +184,36 @@ def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) ->
     """A second run replaces the rows of the first one, but never another data set."""
     source = write_user_jsonl(tmp_path / "in")
     assert run_convert(source, tmp_path / "out") == 0
-    first = json.dumps(read_fields_by_id(tmp_path / "out"))
+    fields_before = read_fields_by_id(tmp_path / "out")
     write_user_jsonl(tmp_path / "in", rows_with_images([f"pics/{n}.png" for n in range(4)])[:2])
     assert run_convert(source, tmp_path / "out") == 0
     assert len(read_fields_by_id(tmp_path / "out")) == 2
-    assert json.dumps(read_fields_by_id(tmp_path / "out")) != first
+    assert read_fields_by_id(tmp_path / "out") != fields_before
     # Other columns are another data set, which only --overwrite replaces.
     code = run_convert(source, tmp_path / "out", columns=COLUMN_OPTIONS[:3])
     assert code == 2
 
 
 def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None:
-    """A picture needs no file of its own."""
-    long = encode_picture(draw_figure(7, 400))
-    assert len(base64.b64encode(long)) > 1024
+    """A picture in a cell needs no file; a text of more than 1,024 characters is no path."""
+    large_picture = encode_picture(draw_figure(7, 400))
+    assert len(base64.b64encode(large_picture)) > 1024
     rows = [
         {"q": "?a", "a": "1", "i": [PNG_FILES[0], PNG_FILES[1]]},
-        {"q": "?b", "a": "2", "i": [long]},
+        {"q": "?b", "a": "2", "i": [large_picture]},
     ]
     (tmp_path / "in").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "b.parquet")
     columns = ("problem=q", "answer=a", "images=i")
     assert run_convert(tmp_path / "in" / "b.parquet", tmp_path / "out", columns=columns) == 0
-    in_base64 = base64.b64encode(long).decode()
+    in_base64 = base64.b64encode(large_picture).decode()
     source = write_user_jsonl(tmp_path / "in", [{"q": "?", "a": "1", "i": in_base64}])
     assert run_convert(source, tmp_path / "out2", columns=columns) == 0
     assert [len(row["images"]) for row in stored_rows(tmp_path / "out", "train")] == [2, 1]
 
 
 def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path) -> None:
+    """The model answers rightly where a row has a `hint`, so the filter keeps these rows."""
     assert run_convert(write_user_jsonl(tmp_path / "in"), tmp_path / "all") == 0
     rows = list(stored_rows(tmp_path / "all", "train"))
     responses = [rf"\boxed{{{row['answer']}}}" if row["hint"] else r"\boxed{0}" for row in rows]
@@ -255,8 +256,8 @@ GOOD_ROW = {"k": "good", "q": "Find x.", "a": "5", "i": "good.png", "c": None}
 NOT_A_NUMBER = float("nan")
 
 
-def write(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
-    """The rows as a file, beside them a good picture, a broken one, and a link out of the folder."""
+def write_table_with_pictures(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
+    """Write rows as `mine.FORM`, beside good and broken pictures and a link out of the folder."""
     (folder / "in").mkdir(parents=True, exist_ok=True)
     (folder / "outside.png").write_bytes(PNG_FILES[0])
     (folder / "in" / "good.png").write_bytes(PNG_FILES[1])
@@ -326,39 +327,44 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(
     """One bad row costs no good one."""
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case_folder(form) as folder:
-            bad = {
-                **CHANGES_AND_KIND_BY_FAULT,
-                **(CHANGES_AND_KIND_BY_TYPE_FAULT if form in ("jsonl", "json") else {}),
-            }
+            changes_and_kind_by_fault = dict(CHANGES_AND_KIND_BY_FAULT)
+            if form in ("jsonl", "json"):
+                changes_and_kind_by_fault |= CHANGES_AND_KIND_BY_TYPE_FAULT
             rows: list[dict[str, Any]] = [GOOD_ROW]
-            for number, (changed, _) in enumerate(bad.values()):
+            for number, (changed, _) in enumerate(changes_and_kind_by_fault.values()):
                 row = {**GOOD_ROW, "k": f"bad{number}", **changed}
-                row["i"] = row["i"].replace("FORM", form) if isinstance(row["i"], str) else row["i"]
+                if isinstance(row["i"], str):
+                    row["i"] = row["i"].replace("FORM", form)
                 if form != "csv" and isinstance(row["c"], str):
                     row["c"] = json.loads(row["c"])
                 rows.append(row)
-            source = write(folder, form, rows)
-            assert (
-                run_convert(
-                    source, folder / "out", "--allow-quarantined", "1", columns=COLUMN_ARGUMENTS
-                )
-                == 0
-            )
-            assert [row["id"] for row in stored_rows(folder / "out", "train")] == [
-                "mine/train/good"
-            ]
+            source = write_table_with_pictures(folder, form, rows)
+            options = ("--allow-quarantined", "1")
+
+            code = run_convert(source, folder / "out", *options, columns=COLUMN_ARGUMENTS)
+
+            assert code == 0
+            kept_ids = [row["id"] for row in stored_rows(folder / "out", "train")]
+            assert kept_ids == ["mine/train/good"]
+            refused = read_quarantined_rows(folder / "out")
             reasons = {
                 name: line["reason"]
-                for name, line in zip(bad, read_quarantined_rows(folder / "out"), strict=True)
+                for name, line in zip(changes_and_kind_by_fault, refused, strict=True)
             }
-            assert reasons == {name: reason for name, (_, reason) in bad.items()}
-            details = [line["detail"] for line in read_quarantined_rows(folder / "out")]
-            assert all("\n" not in line and len(line) < 600 and "; " in line for line in details)
+            assert reasons == {
+                name: reason for name, (_, reason) in changes_and_kind_by_fault.items()
+            }
+            for line in refused:
+                assert "\n" not in line["detail"]
+                assert len(line["detail"]) < 600
+                assert "; " in line["detail"], "what is wrong, and the remedy"
 
 
 def test_too_many_bad_rows_are_an_error_that_names_the_first(tmp_path, capsys):
     """The user is told of the first bad row and of how many there are."""
-    source = write(tmp_path, "jsonl", [GOOD_ROW, {**GOOD_ROW, "k": "b", "i": "../outside.png"}])
+    source = write_table_with_pictures(
+        tmp_path, "jsonl", [GOOD_ROW, {**GOOD_ROW, "k": "b", "i": "../outside.png"}]
+    )
     error = stderr_of_refusal(
         run_convert(source, tmp_path / "out", columns=COLUMN_ARGUMENTS), tmp_path / "out", capsys
     )
@@ -372,27 +378,32 @@ def test_too_many_bad_rows_are_an_error_that_names_the_first(tmp_path, capsys):
 
 @pytest.mark.parametrize("form", ["jsonl", "json"])
 def test_a_row_that_gives_a_key_twice_is_refused_with_its_place(tmp_path: Path, form: str) -> None:
+    """A key may be given twice in the row, in a value of it, or in JSON that is a text."""
     inside = '[{"role": "user", "content": "What is 2?", "content": "What is 3?"}]'
     twice = ['{"q": "What is 9?", "a": "9", "a": "8"}', f'{{"q": {inside}, "a": "2"}}']
     cell = json.dumps({"q": inside, "a": "2"})  # a cell of a table of texts
-    rows = [*(f'{{"q": "What is {n}?", "a": "{n}"}}' for n in range(3)), *twice, cell]
+    good_rows = [f'{{"q": "What is {n}?", "a": "{n}"}}' for n in range(3)]
+    rows = [*good_rows, *twice, cell]
     source = tmp_path / f"t.{form}"
     source.write_text("\n".join(rows) if form == "jsonl" else f"[{', '.join(rows)}]")
     columns = ("problem=q", "answer=a")
     assert run_convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=columns) == 0
     lines = read_quarantined_rows(tmp_path / "out")
     assert [line["reason"] for line in lines] == ["given_twice", "given_twice", "field_type"]
-    for at, line in zip((4, 5, 6), lines, strict=True):
-        assert f"{'line' if form == 'jsonl' else 'item'} {at} of t.{form}" in line["detail"]
+    position_word = "line" if form == "jsonl" else "item"
+    for number, line in zip((4, 5, 6), lines, strict=True):
+        assert f"{position_word} {number} of t.{form}" in line["detail"]
         assert "twice" in line["detail"]
     assert len(list(stored_rows(tmp_path / "out", "train"))) == 3
 
 
 def _make_folder_of_rows(path: Path) -> None:
+    """Put a folder in the place of the file."""
     path.unlink()
     path.mkdir()
 
 
+# how a file is damaged, and parts of the error of which one has to be there; "." is any error
 BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "no rows|cannot be read|is not JSON"),
     "blank": (lambda path: path.write_bytes(b"\n\n"), "no rows|cannot be read|no column"),
@@ -406,10 +417,13 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_file_that_cannot_be_used_is_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
+    """Each format with each damage of `BAD_FILES`."""
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case_folder(form) as folder:
             for name, (damage, message) in BAD_FILES.items():
-                source = write(folder / name.replace(" ", "_"), form, [GOOD_ROW])
+                source = write_table_with_pictures(
+                    folder / name.replace(" ", "_"), form, [GOOD_ROW]
+                )
                 damage(source)
                 error = stderr_of_refusal(
                     run_convert(source, folder / "out", columns=COLUMN_ARGUMENTS),
@@ -426,6 +440,7 @@ def test_a_file_that_cannot_be_used_is_one_line(
 def test_a_file_of_another_form_says_which_form_it_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Each case_folder: the name of a file, its content, and a part of the error."""
     for name, content, message in [
         (
             "other.csv",
@@ -460,9 +475,10 @@ def test_a_file_of_another_form_says_which_form_it_needs(
 def test_a_column_that_is_not_there_is_named_with_the_nearest(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
+    """The table has the column `quesiton`, and the command names `question`."""
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case_folder(form) as folder:
-            source = write(folder, form, [{"quesiton": "Find x.", "a": "5"}])
+            source = write_table_with_pictures(folder, form, [{"quesiton": "Find x.", "a": "5"}])
             error = stderr_of_refusal(
                 run_convert(source, folder / "out", columns=("problem=question", "answer=a")),
                 folder / "out",
@@ -508,6 +524,10 @@ def test_a_line_with_another_number_of_cells_is_refused_alone(tmp_path: Path) ->
 def test_a_folder_whose_tables_are_not_clear_is_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
+    """Each case_folder: the tables in a folder, and a part of the error.
+
+    A missing folder is refused too.
+    """
     for files, message in [
         ([], "has no table"),
         (["a.csv", "b.csv"], "has 2 tables"),
@@ -570,8 +590,12 @@ any_json_value = st.recursive(
     texts_only=st.booleans(),
 )
 def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_path):
+    """Any value in any column gives a row in the format of prepared data, or a reason to refuse it.
+
+    Nothing is raised, since one strange row of a million must not end a preparation.
+    """
     if not (tmp_path / "in").exists():
-        write(tmp_path, "jsonl", [GOOD_ROW])
+        write_table_with_pictures(tmp_path, "jsonl", [GOOD_ROW])
     columns = Columns("q", "a", ("i",), ("c",), "k", (("own", "x"),))
     files = ImageSource((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
     context = TableContext("mine", "train", "mine.jsonl", columns, files, texts_only)
@@ -596,8 +620,12 @@ def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_
     )
 )
 def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> None:
+    """Any path of these parts is refused, or is the good picture inside the folder.
+
+    The folder has a link `a` to the folder around it.
+    """
     if not (tmp_path / "in").exists():
-        write(tmp_path, "jsonl", [GOOD_ROW])
+        write_table_with_pictures(tmp_path, "jsonl", [GOOD_ROW])
         (tmp_path / "in" / "a").symlink_to(tmp_path)
     inside = (tmp_path / "in").resolve()
     try:
@@ -612,6 +640,7 @@ def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> No
 def test_columns_and_options_that_do_not_fit_are_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
+    """Each case_folder: what `--columns` names, other options, and a part of the error."""
     cases: list[tuple[list[str], list[str], str]] = [
         (["problem=q"], [], "answer is missing"),
         (["problm=q", "answer=a"], [], "problem is missing; did you mean 'problm'?"),
@@ -640,6 +669,6 @@ def test_columns_and_options_that_do_not_fit_are_one_line(
     ]
     for columns, options, message in cases:
         with case_folder((columns, options)) as folder:
-            source = write(folder, "jsonl", [GOOD_ROW])
+            source = write_table_with_pictures(folder, "jsonl", [GOOD_ROW])
             code = run_convert(source, folder / "out", *options, columns=tuple(columns))
             assert message in stderr_of_refusal(code, folder / "out", capsys)

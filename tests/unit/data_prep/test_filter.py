@@ -31,21 +31,24 @@ PASS_RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows, with 
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def drawn_data(tmp_path_factory):
+    """A folder of drawn problems: six in the split `train`, three in `test`."""
     folder = tmp_path_factory.mktemp("data") / "drawn"
     assert main(["synthetic", "--output", str(folder), "--rows", "6", "--test-rows", "3"]) == 0
     return folder
 
 
-class Model:
-    """Answers each training row rightly in its share of the samples, and dies after `dies_after`
-    answers.
+class SolvingModel:
+    """A model that answers each training row rightly in its share of the samples.
+
+    It raises at the first batch after `dies_after` answers.
     """
 
     batch_size = 3
 
-    def __init__(self, data: Path, dies_after: int | None = None) -> None:
-        rows = load_split(data, "train")
+    def __init__(self, drawn_data: Path, dies_after: int | None = None) -> None:
+        rows = load_split(drawn_data, "train")
+        # the right answer and the pass rate of each problem, by its text and its picture
         self.golds = {
             row["problem"] + str(row["images"][0].tobytes()): (row["answer"], rate)
             for row, rate in zip(rows, PASS_RATES, strict=True)
@@ -54,7 +57,7 @@ class Model:
         self.dies_after = dies_after
         self.settings: AnswerEngineSettings | None = None
 
-    def build(self, settings: AnswerEngineSettings) -> Model:
+    def build(self, settings: AnswerEngineSettings) -> SolvingModel:
         self.settings = settings
         return self
 
@@ -76,8 +79,9 @@ class Model:
 
 
 @pytest.fixture
-def model(data, monkeypatch):
-    solver = Model(data)
+def solving_model(drawn_data, monkeypatch):
+    """A model that solves the training rows with `PASS_RATES`, and is asked by the filter."""
+    solver = SolvingModel(drawn_data)
     sample = filtering.sample_answers
     monkeypatch.setattr(
         filtering, "sample_answers", lambda *a, **k: sample(*a, **k, build=solver.build)
@@ -85,26 +89,33 @@ def model(data, monkeypatch):
     return solver
 
 
-def run(data, output, *words):
+def run_filter(drawn_data, output, *words):
+    """Run the command `filter`, with four samples of the model `tiny`, and return its exit code."""
     sampling = ["--model", "tiny", "--samples", "4"] if "--predictions" not in words else []
-    return main(["filter", "--input", str(data), "--output", str(output), *sampling, *words])
+    return main(["filter", "--input", str(drawn_data), "--output", str(output), *sampling, *words])
 
 
-def rows_of(folder, split="train"):
+def read_split_rows(folder, split="train"):
+    """The rows of a split of prepared data."""
     return load_split(folder, split).to_list()
 
 
 def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
-    data, model, tmp_path, capsys
+    drawn_data, solving_model, tmp_path, capsys
 ):
+    """Four of the six rows have a pass rate from 0.25 to 0.75."""
     output = tmp_path / "hard"
-    assert run(data, output, "--keep", "0.25:0.75") == 0
+    assert run_filter(drawn_data, output, "--keep", "0.25:0.75") == 0
     solved_sometimes = [
-        row for row, rate in zip(rows_of(data), PASS_RATES, strict=True) if 0.25 <= rate <= 0.75
+        row
+        for row, rate in zip(read_split_rows(drawn_data), PASS_RATES, strict=True)
+        if 0.25 <= rate <= 0.75
     ]
-    assert rows_of(output) == solved_sometimes, "whole rows, in their order, images byte by byte"
+    assert read_split_rows(output) == solved_sometimes, (
+        "whole rows, in their order, images byte by byte"
+    )
     assert len(solved_sometimes) == 4, "whole rows, in their order, images byte by byte"
-    assert rows_of(output, "test") == rows_of(data, "test")
+    assert read_split_rows(output, "test") == read_split_rows(drawn_data, "test")
     assert (
         "6 problems: 4 kept with a pass rate of 0.25:0.75, 1 below and 1 above"
         in capsys.readouterr().out
@@ -116,50 +127,55 @@ def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
     manifest = read_manifest(output)
     assert manifest is not None
     assert manifest["filtered"]["never_solved"] == manifest["filtered"]["always_solved"] == 1
-    assert model.settings.temperature == 1.0
-    assert set(model.asked.values()) == {4}
+    assert solving_model.settings.temperature == 1.0
+    assert set(solving_model.asked.values()) == {4}  # samples of each problem
     assert main(["inspect", str(output), "--text-only"]) == 0
 
 
 def test_another_keep_asks_nothing_again_and_another_dataset_is_not_replaced(
-    data, model, tmp_path, capsys
+    drawn_data, solving_model, tmp_path, capsys
 ):
     output = tmp_path / "hard"
-    assert run(data, output) == 0
-    assert len(rows_of(output)) == 4  # 0.1:0.9
-    assert run(data, output, "--keep", "0:0.5") == 2
+    assert run_filter(drawn_data, output) == 0
+    assert len(read_split_rows(output)) == 4  # with the default, 0.1:0.9
+    assert run_filter(drawn_data, output, "--keep", "0:0.5") == 2
     assert "another prepared dataset (keep '0.1:0.9', this one '0:0.5')" in capsys.readouterr().err
-    assert run(data, output, "--keep", "0:0.5", "--overwrite") == 0
-    assert len(rows_of(output)) == 4
-    assert run(data, output, "--keep", "0:0", "--overwrite") == 0
-    assert len(rows_of(output)) == 1
-    assert run(data, output, "--temperature", "0.7", "--overwrite") == 2
+    assert run_filter(drawn_data, output, "--keep", "0:0.5", "--overwrite") == 0
+    assert len(read_split_rows(output)) == 4
+    assert run_filter(drawn_data, output, "--keep", "0:0", "--overwrite") == 0
+    assert len(read_split_rows(output)) == 1
+    assert run_filter(drawn_data, output, "--temperature", "0.7", "--overwrite") == 2
     assert "temperature: the predictions in" in capsys.readouterr().err, (
         "answers of another model are not mixed in"
     )
-    assert model.asked.total() == 24
+    assert solving_model.asked.total() == 6 * 4, "no problem was asked again"
 
 
-def test_a_run_that_was_killed_asks_for_the_rest_alone(data, model, tmp_path, monkeypatch):
+def test_a_run_that_was_killed_asks_for_the_rest_alone(
+    drawn_data, solving_model, tmp_path, monkeypatch
+):
     output = tmp_path / "hard"
-    model.dies_after = 10
+    solving_model.dies_after = 10
     with pytest.raises(RuntimeError, match="killed"):
-        run(data, output)
+        run_filter(drawn_data, output)
     assert not output.exists()
-    assert model.asked.total() == 12
-    model.dies_after = None
-    assert run(data, output) == 0
-    assert model.asked.total() == 24
+    assert solving_model.asked.total() == 12  # four batches of three
+    solving_model.dies_after = None
+    assert run_filter(drawn_data, output) == 0
+    assert solving_model.asked.total() == 6 * 4
 
 
 def test_questions_are_asked_and_answers_read_as_in_the_training(
-    data, model, tmp_path, monkeypatch, capsys
+    drawn_data, solving_model, tmp_path, monkeypatch, capsys
 ):
-    """Template and system prompt are those of the options, or of the run that the model comes from."""
-    generate = model.generate
+    """Template and system prompt are those of the options, or of the model's training.
+
+    The model answers in `<answer>` tags here, for which this system prompt asks.
+    """
+    generate = solving_model.generate
     prompts: list[list] = []
 
-    def tagged(requests):
+    def generate_with_tags(requests):
         prompts.extend(
             [message["role"], message["content"]]
             for request in requests
@@ -174,22 +190,22 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
             for answer in answers
         ]
 
-    monkeypatch.setattr(model, "generate", tagged)
+    monkeypatch.setattr(solving_model, "generate", generate_with_tags)
     words = ["--prompt", "Look: {problem}", "--system-prompt", "Put it in <answer> </answer>."]
-    assert run(data, tmp_path / "given", *words) == 0
+    assert run_filter(drawn_data, tmp_path / "given", *words) == 0
     assert ["system", [{"type": "text", "text": "Put it in <answer> </answer>."}]] in prompts or [
         "system",
         "Put it in <answer> </answer>.",
     ] in prompts
-    assert model.asked.total() == 24, "0.1:0.9, as with boxes"
-    assert len(rows_of(tmp_path / "given")) == 4, "0.1:0.9, as with boxes"
+    assert solving_model.asked.total() == 24, "0.1:0.9, as with boxes"
+    assert len(read_split_rows(tmp_path / "given")) == 4, "0.1:0.9, as with boxes"
     manifest = read_manifest(tmp_path / "given")
     assert manifest is not None
     assert manifest["arguments"]["prompt"] == "Look: {problem}"
     assert manifest["arguments"]["system_prompt"] == words[3]
-    assert run(data, tmp_path / "given", *words[2:], "--overwrite") == 2
+    assert run_filter(drawn_data, tmp_path / "given", *words[2:], "--overwrite") == 2
     assert "prompt: the predictions in" in capsys.readouterr().err, "of another prompt"
-    assert run(data, tmp_path / "typo", "--prompt", "{problm}") == 2
+    assert run_filter(drawn_data, tmp_path / "typo", "--prompt", "{problm}") == 2
     assert "adora_prompt: 'problm' is no column" in capsys.readouterr().err
     trained = {
         "adora_prompt": "Look: {problem}",
@@ -198,27 +214,28 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
     monkeypatch.setattr(
         "adora_vl.evals.inference.provenance.read_training_config", lambda model: trained
     )
-    model.asked.clear()
-    assert run(data, tmp_path / "trained") == 0
-    assert rows_of(tmp_path / "trained") == rows_of(tmp_path / "given")
+    solving_model.asked.clear()
+    assert run_filter(drawn_data, tmp_path / "trained") == 0
+    assert read_split_rows(tmp_path / "trained") == read_split_rows(tmp_path / "given")
 
 
-def test_answers_of_the_evaluation_can_be_used(data, model, tmp_path):
+def test_answers_of_the_evaluation_can_be_used(drawn_data, solving_model, tmp_path):
+    """`--predictions` takes a file of answers in place of a model."""
     first = tmp_path / "first"
     second = tmp_path / "second"
-    assert run(data, first) == 0
+    assert run_filter(drawn_data, first) == 0
     file = samples_folder(first) / "predictions.jsonl"
     fields = json.loads(file.with_name("fingerprint.json").read_text())["fields"]
     assert fields["prompt"] is None, (
         "there are no choices, so the default template asks the problem alone"
     )
-    assert run(data, second, "--predictions", str(file)) == 0
-    assert rows_of(second) == rows_of(first)
-    assert model.asked.total() == 24
+    assert run_filter(drawn_data, second, "--predictions", str(file)) == 0
+    assert read_split_rows(second) == read_split_rows(first)
+    assert solving_model.asked.total() == 24
 
 
-def test_answers_that_are_not_those_of_the_split_are_refused(data, model, tmp_path):
-    assert run(data, tmp_path / "hard") == 0
+def test_answers_that_are_not_those_of_the_split_are_refused(drawn_data, solving_model, tmp_path):
+    assert run_filter(drawn_data, tmp_path / "hard") == 0
     lines = (samples_folder(tmp_path / "hard") / "predictions.jsonl").read_text().splitlines()
     broken = {
         "has no answer.*1 of 6 rows have none": lines[4:],  # of the first problem
@@ -229,11 +246,12 @@ def test_answers_that_are_not_those_of_the_split_are_refused(data, model, tmp_pa
         file = tmp_path / f"{number}.jsonl"
         file.write_text("\n".join(predictions) + "\n")
         with pytest.raises(UserError) as caught:
-            filter_dataset(data, tmp_path / "other", file, PassRateRange(0.1, 0.9))
+            filter_dataset(drawn_data, tmp_path / "other", file, PassRateRange(0.1, 0.9))
         assert re.search(message, str(caught.value)), str(caught.value)
 
 
 def test_rates_at_the_edges_by_hand():
+    """Both ends of a range are in it, whatever the rounding of a float."""
     assert 3 / 10 in PassRateRange(0.3, 0.9)
     assert 0.1 + 0.2 in PassRateRange(0.0, 0.3)
     assert 0.125 in PassRateRange(0.1, 0.9)
@@ -247,7 +265,8 @@ def test_rates_at_the_edges_by_hand():
     }, "as in training: the box counts"
 
 
-def test_what_does_not_fit_is_one_line(data, model, capsys, case_folder):
+def test_what_does_not_fit_is_one_line(drawn_data, solving_model, capsys, case_folder):
+    """Each case_folder: options of the command, and a part of the error."""
     cases = [
         (["--keep", "0.5"], "'0.5' has no colon"),
         (["--keep", "0.9:0.1"], "write 0.1:0.9"),
@@ -273,15 +292,17 @@ def test_what_does_not_fit_is_one_line(data, model, capsys, case_folder):
     ]
     for words, message in cases:
         with case_folder(f"{words!r:.80}") as folder:
-            assert run(data, folder / "out", *words) == 2
+            assert run_filter(drawn_data, folder / "out", *words) == 2
             error = capsys.readouterr().err.strip().splitlines()[-1]
             assert message in error
             assert not (folder / "out").exists()
 
 
-def test_the_dataset_itself_and_what_we_did_not_make_are_left_alone(data, model, tmp_path, capsys):
-    assert run(data, data) == 2
+def test_the_dataset_itself_and_what_we_did_not_make_are_left_alone(
+    drawn_data, solving_model, tmp_path, capsys
+):
+    assert run_filter(drawn_data, drawn_data) == 2
     assert "is the dataset to filter" in capsys.readouterr().err
-    assert run(tmp_path, tmp_path / "out") == 2
+    assert run_filter(tmp_path, tmp_path / "out") == 2
     assert "not a folder made by" in capsys.readouterr().err
-    assert not model.asked
+    assert not solving_model.asked

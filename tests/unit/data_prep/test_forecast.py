@@ -18,9 +18,10 @@ from data_prep.cli import main
 from data_prep.forecast import forecast_attenuation
 
 
-def groups(*kinds: tuple[list[float], list[int]], times: int = 25) -> Groups:
-    rewards = torch.tensor([kind[0] for kind in kinds] * times)
-    lengths = torch.tensor([kind[1] for kind in kinds] * times)
+def groups_of(*rewards_and_lengths: tuple[list[float], list[int]], times: int = 25) -> Groups:
+    """Groups as a recorded run has them: each pair of rewards and lengths `times` times over."""
+    rewards = torch.tensor([group[0] for group in rewards_and_lengths] * times)
+    lengths = torch.tensor([group[1] for group in rewards_and_lengths] * times)
     return Groups(rewards, lengths.float(), torch.zeros_like(rewards, dtype=torch.bool))
 
 
@@ -36,23 +37,28 @@ GROUP_WITH_LOST_REWARD = (
 
 def test_groups_that_agree_leave_the_difference_uncertain():
     """Groups that were not drawn could differ otherwise."""
-    difference = forecast_attenuation(groups(TIED_GROUP)).longest_minus_shortest
+    difference = forecast_attenuation(groups_of(TIED_GROUP)).longest_minus_shortest
     assert difference is not None
     assert difference.mean == 0
     assert difference.low < 0 < difference.high
 
 
 def test_the_shares_of_groups_by_hand():
+    """TDS are groups that ADORA would attenuate: no right answer is longer than the wrong ones.
+
+    Of the four groups with signal the longest answer is right in one, and the shortest in two.
+    """
     shares = forecast_attenuation(
-        groups(
+        groups_of(
             GUESSING_GROUP, WORKING_GROUP, TIED_GROUP, GROUP_WITHOUT_SIGNAL, GROUP_WITH_LOST_REWARD
         )
     )
-    assert shares.groups == 125
-    assert shares.tds.total == 100
-    assert shares.tds.count == 75
+    # each of the five groups stands 25 times
+    assert shares.groups == 5 * 25
+    assert shares.tds.total == 4 * 25  # those with signal
+    assert shares.tds.count == 3 * 25
     assert shares.ties.count == 25
-    assert shares.short_only.count == 50
+    assert shares.short_only.count == 2 * 25
     assert shares.longest.value == 0.25
     assert shares.shortest.value == 0.5
     assert shares.longest_minus_shortest.low < -0.25 < shares.longest_minus_shortest.high < 0
@@ -62,17 +68,18 @@ def test_the_shares_of_groups_by_hand():
         "than long ones."
     )
     assert (
-        forecast_attenuation(groups(WORKING_GROUP))
+        forecast_attenuation(groups_of(WORKING_GROUP))
         .sentence()
         .startswith("Attenuation would hardly act: 0% of the groups with signal")
     )
     assert (
         "too few to say anything"
-        in forecast_attenuation(groups(GUESSING_GROUP, GROUP_WITHOUT_SIGNAL, times=3)).sentence()
+        in forecast_attenuation(groups_of(GUESSING_GROUP, GROUP_WITHOUT_SIGNAL, times=3)).sentence()
     )
 
 
 def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
+    """A run of twelve steps has two groups a step, which are all TDS."""
     columns: dict[str, list[Any]] = {
         "step": [1] * 6,
         "group": [0] * 3 + [1] * 3,
@@ -96,6 +103,7 @@ def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
 
 
 def test_stored_answers_need_several_with_their_lengths(tmp_path, capsys):
+    """One answer to a problem makes no group."""
     line = (
         '{"pid": "1", "sample": 0, "answer": "5", "response": "\\\\boxed{5}", "n_tokens": 3, '
         '"finish_reason": "stop"}\n'
@@ -105,7 +113,8 @@ def test_stored_answers_need_several_with_their_lengths(tmp_path, capsys):
     assert "has 1 answers to a problem" in capsys.readouterr().err
 
 
-def _answer(pid: str, sample: int, *, is_right: bool, **fields: object) -> dict[str, object]:
+def answer_row(pid: str, sample: int, *, is_right: bool, **fields: object) -> dict[str, object]:
+    """A row of predictions, whose right answer is 5."""
     return {
         "pid": pid,
         "sample": sample,
@@ -117,21 +126,23 @@ def _answer(pid: str, sample: int, *, is_right: bool, **fields: object) -> dict[
     }
 
 
-def _write_answers(file: Path, answers: Sequence[dict[str, object]]) -> None:
+def write_answers(file: Path, answers: Sequence[dict[str, object]]) -> None:
+    """Write predictions, one a line."""
     file.write_text("".join(f"{json.dumps(answer)}\n" for answer in answers))
 
 
 def test_problems_with_too_few_answers_are_counted(tmp_path, capsys):
+    """22 problems have two answers, one has one, and one was never asked."""
     answers = []
     for number in range(22):
-        answers.append(_answer(f"whole/{number}", 0, is_right=True))
-        answers.append(_answer(f"whole/{number}", 1, is_right=False))
-    answers.append(_answer("cut off", 0, is_right=True))
+        answers.append(answer_row(f"whole/{number}", 0, is_right=True))
+        answers.append(answer_row(f"whole/{number}", 1, is_right=False))
+    answers.append(answer_row("cut off", 0, is_right=True))
     answers += [
-        _answer("never asked", sample, is_right=False, finish_reason="image_failed", n_tokens=0)
+        answer_row("never asked", sample, is_right=False, finish_reason="image_failed", n_tokens=0)
         for sample in range(2)
     ]
-    _write_answers(tmp_path / "predictions.jsonl", answers)
+    write_answers(tmp_path / "predictions.jsonl", answers)
     assert main(["filter", "--attenuation", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert "2 problems left out" in output
@@ -139,12 +150,13 @@ def test_problems_with_too_few_answers_are_counted(tmp_path, capsys):
 
 
 def test_rounding_counts_as_in_filtering(tmp_path, capsys):
+    """2.33 is 7/3 with rounding alone, and only then the two answers differ in their reward."""
     answers = []
     for number in range(20):
         for sample, response in enumerate(("\\boxed{2.33}", "\\boxed{9}")):
             fields = {"answer": "\\frac{7}{3}", "response": response}
-            answers.append(_answer(str(number), sample, is_right=False, **fields))
-    _write_answers(tmp_path / "predictions.jsonl", answers)
+            answers.append(answer_row(str(number), sample, is_right=False, **fields))
+    write_answers(tmp_path / "predictions.jsonl", answers)
     for options, expected in (((), "0 of 20"), (("--rounding",), "20 of 20")):
         assert main(["filter", "--attenuation", str(tmp_path), *options]) == 0
         assert expected in capsys.readouterr().out.splitlines()[0]
@@ -152,12 +164,13 @@ def test_rounding_counts_as_in_filtering(tmp_path, capsys):
 
 @pytest.mark.parametrize("option", ["input", "output", "model", "predictions"])
 def test_an_option_without_effect_is_refused(tmp_path, capsys, option):
-    _write_answers(tmp_path / "predictions.jsonl", [_answer("1", 0, is_right=True)])
+    write_answers(tmp_path / "predictions.jsonl", [answer_row("1", 0, is_right=True)])
     assert main(["filter", "--attenuation", str(tmp_path), f"--{option}", "there"]) == 2
     assert f"{option}: there has no effect with --attenuation" in capsys.readouterr().err
 
 
 def test_a_merged_file_that_was_not_deleted_counts_once(tmp_path, capsys):
+    """A run that is killed between the two leaves both."""
     folder = tmp_path / ROLLOUTS_FOLDER
     folder.mkdir()
     columns: dict[str, list[Any]] = {
@@ -176,13 +189,15 @@ def test_a_merged_file_that_was_not_deleted_counts_once(tmp_path, capsys):
 
 
 def test_answers_of_equal_length_are_ties_and_no_wins_of_short_ones():
-    forecast = forecast_attenuation(groups(([1.0, 0.0], [5, 5])))
+    """Where all lengths are equal there is no longest and no shortest answer to compare."""
+    forecast = forecast_attenuation(groups_of(([1.0, 0.0], [5, 5])))
     assert forecast.ties.value == 1
     assert forecast.short_only.count == 0
     assert forecast.lines()[-2] == f"{'longest - shortest':43}-"
 
 
 def test_the_counts_are_those_of_loops_over_random_groups():
+    """The same counts are made here by plain loops over 400 groups of four answers."""
     rng = random.Random(0)
     rewards = [[rng.choice((0.0, 0.1, 1.0, math.nan)) for _ in range(4)] for _ in range(400)]
     lengths = [[rng.randint(1, 6) for _ in range(4)] for _ in range(400)]

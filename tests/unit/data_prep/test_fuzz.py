@@ -61,7 +61,7 @@ NEVER_SOUND = (
 )
 
 
-def said_in_lines(code: int, capsys: pytest.CaptureFixture[str]) -> str:
+def checked_stderr(code: int, capsys: pytest.CaptureFixture[str]) -> str:
     """Standard error, after checking that a refusal is error lines alone."""
     stderr = capsys.readouterr().err
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
@@ -71,10 +71,8 @@ def said_in_lines(code: int, capsys: pytest.CaptureFixture[str]) -> str:
     return stderr
 
 
-def table(column: str, value: Any, path: Path) -> None:
-    """A Parquet file of one good row and one whose `column` is `value`, with the type that the
-    value has.
-    """
+def write_table_with_value(column: str, value: Any, path: Path) -> None:
+    """Write a Parquet file of two rows, of which at least the second has `value` in `column`."""
     image = {"bytes": encode_picture(draw_figure(1)), "path": None}
     second_image = {"bytes": encode_picture(draw_figure(2)), "path": None}
     good: dict[str, Any] = {
@@ -84,37 +82,42 @@ def table(column: str, value: Any, path: Path) -> None:
         "answer": "5",
         "choices": None,
     }
-    bad = {**good, "id": "a/2", "images": [second_image], "problem": "Find y."}
+    bad_row = {**good, "id": "a/2", "images": [second_image], "problem": "Find y."}
     if value is MISSING:
-        rows = [{key: item for key, item in row.items() if key != column} for row in (good, bad)]
+        rows = [
+            {key: item for key, item in row.items() if key != column} for row in (good, bad_row)
+        ]
     elif value is None or (isinstance(value, type(good[column])) and column != "images"):
-        rows = [good, {**bad, column: value}]
+        rows = [good, {**bad_row, column: value}]
     else:  # a Parquet column has one type
-        rows = [{**good, column: value}, {**bad, column: value}]
+        rows = [{**good, column: value}, {**bad_row, column: value}]
     path.parent.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case_folder: CaseFolder) -> None:
     """A table is a source, a prepared folder that is looked at, and one that is evaluated."""
-    for column, kind in product(("id", "images", "problem", "answer", "choices"), VALUES):
-        with case_folder((column, kind)) as folder:
+    for column, value_name in product(("id", "images", "problem", "answer", "choices"), VALUES):
+        with case_folder((column, value_name)) as folder:
             source = folder / "raw" / "data" / "train-00000-of-00001.parquet"
-            table(column, VALUES[kind], source)
+            write_table_with_value(column, VALUES[value_name], source)
             code = run_prepare_geometry3k(
                 "parquet", folder / "raw", folder / "out", "--allow-quarantined", "1"
             )
-            said_in_lines(code, capsys)
-            sound = not (kind in NEVER_SOUND and column in ("images", "problem", "answer"))
-            sound = sound or (column, kind) == ("answer", "control token")  # no model reads a gold
+            checked_stderr(code, capsys)
+            is_sound = not (value_name in NEVER_SOUND and column in ("images", "problem", "answer"))
+            is_sound = is_sound or (column, value_name) == (
+                "answer",
+                "control token",
+            )  # no model reads a gold
             if code == 0:
                 has_quarantine = (folder / "out" / "quarantine.jsonl").exists()
                 refused = read_quarantined_rows(folder / "out") if has_quarantine else []
                 assert sum(1 for _ in stored_rows(folder / "out", "train")) + len(refused) == 2
-                assert sound or refused, "a row that ends a run got through"
+                assert is_sound or refused, "a row that ends a run got through"
                 assert data_prep(["inspect", str(folder / "out"), "--text-only"]) == 0
-            looked = data_prep(["inspect", str(folder / "raw"), "--text-only"])
-            errors = said_in_lines(looked, capsys)
+            inspect_code = data_prep(["inspect", str(folder / "raw"), "--text-only"])
+            errors = checked_stderr(inspect_code, capsys)
             words = [
                 "infer",
                 "--model",
@@ -126,8 +129,8 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case_folder: Ca
                 "--output",
                 "o",
             ]
-            loads = load_only(GEOMETRY3K, words)
-            assert sound or (looked == 2 and loads is not None), errors
+            error_of_loading = loading_error(GEOMETRY3K, words)
+            assert is_sound or (inspect_code == 2 and error_of_loading is not None), errors
 
 
 @pytest.mark.parametrize(
@@ -136,6 +139,7 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case_folder: Ca
 def test_a_field_of_a_predictions_row(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A score file with such values is scored, or refused in lines that name the row."""
     rows: list[dict[str, Any]] = {"mathvista": mathvista_rows(4), "mmstar": mmstar_rows(2)}.get(
         benchmark.name
     ) or [
@@ -160,7 +164,7 @@ def test_a_field_of_a_predictions_row(
             extraction="A",
         )
     for column in rows[0]:
-        for kind, value in VALUES.items():
+        for value_name, value in VALUES.items():
             changed = [{**row, column: value} for row in rows]
             stored_rows = [
                 {key: item for key, item in row.items() if item is not MISSING} for row in changed
@@ -168,10 +172,10 @@ def test_a_field_of_a_predictions_row(
             (tmp_path / "p.jsonl").write_text(
                 "".join(json.dumps(row) + "\n" for row in stored_rows)
             )
-            ways: list[list[str]] = [[]]
+            option_lists: list[list[str]] = [[]]
             if benchmark is MATHVISTA:
-                ways.append(["--extraction", "stored"])
-            for options in ways:
+                option_lists.append(["--extraction", "stored"])
+            for options in option_lists:
                 words = [
                     "score",
                     "--predictions",
@@ -183,23 +187,27 @@ def test_a_field_of_a_predictions_row(
                 try:
                     code = evaluate(benchmark, words)
                 except Exception as error:
-                    raise AssertionError(f"{column} {kind} {options}") from error
-                errors = said_in_lines(code, capsys)
-                assert code == 0 or "row " in errors or "pid" in errors, (column, kind, errors)
+                    raise AssertionError(f"{column} {value_name} {options}") from error
+                errors = checked_stderr(code, capsys)
+                assert code == 0 or "row " in errors or "pid" in errors, (
+                    column,
+                    value_name,
+                    errors,
+                )
 
 
 @pytest.mark.parametrize("benchmark", [MATHVISTA, MMSTAR], ids=lambda benchmark: benchmark.name)
 def test_a_field_of_a_benchmarks_row(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is asked."""
+    """Data with such values are refused before anything is asked, or can be asked and scored."""
     rows: list[dict[str, Any]] = mathvista_rows(4) if benchmark is MATHVISTA else mmstar_rows(2)
     for row in rows:
         row.pop("decoded_image", None)
         row["image"] = "images/1.png"
     (tmp_path / "data").mkdir()
     for column in rows[0]:
-        for kind, value in VALUES.items():
+        for value_name, value in VALUES.items():
             changed = [{**row, column: value} for row in rows]
             stored_rows = [
                 {key: item for key, item in row.items() if item is not MISSING} for row in changed
@@ -214,18 +222,22 @@ def test_a_field_of_a_benchmarks_row(
                 "--output",
                 str(tmp_path / "o"),
             ]
-            message = load_only(benchmark, parsed)
-            if kind == "control token" and column in ("question", "query", "choices"):
+            message = loading_error(benchmark, parsed)
+            if value_name == "control token" and column in ("question", "query", "choices"):
                 # the data's own `query` is what is asked
                 unread = column == "question" and benchmark is MATHVISTA
-                assert message is not None or unread, (column, kind)
-            if column == "answer" and kind in ("missing", "null"):
+                assert message is not None or unread, (column, value_name)
+            if column == "answer" and value_name in ("missing", "null"):
                 assert message is not None
-            assert message is None or "row" in message or "id" in message, (column, kind, message)
+            assert message is None or "row" in message or "id" in message, (
+                column,
+                value_name,
+                message,
+            )
 
 
-def load_only(benchmark: Any, words: list[str]) -> str | None:
-    """The refusal of the data; None where they are taken."""
+def loading_error(benchmark: Any, words: list[str]) -> str | None:
+    """The error with which a benchmark refuses its data; None where it takes them."""
     options = parse_command(words, benchmark).ask.data
     try:
         benchmark.load(options)
@@ -291,17 +303,21 @@ def is_number(action: argparse.Action) -> bool:
 
 def bad_values(action: argparse.Action) -> list[str]:
     """List what the option can never take."""
-    bad = NEVER_ANYTHING + (NEVER_A_NUMBER if is_number(action) or action.choices else [])
-    bad += (
+    never_taken = NEVER_ANYTHING + (NEVER_A_NUMBER if is_number(action) or action.choices else [])
+    never_taken += (
         ["x" * 300 + "/y"]
         if isinstance(action.default, Path) or action.metavar in ("DIR", "FILE")
         else []
     )
-    return bad if action.option_strings else [value for value in bad if not value.startswith("-")]
+    return (
+        never_taken
+        if action.option_strings
+        else [value for value in never_taken if not value.startswith("-")]
+    )
 
 
-def words_of(action: argparse.Action) -> list[str]:
-    """Something that the option takes."""
+def valid_words(action: argparse.Action) -> list[str]:
+    """Words with which the command takes this option."""
     value = next(iter(action.choices)) if action.choices else "3"
     return [f"{action.option_strings[0]}={value}"] if action.option_strings else [value]
 
@@ -311,12 +327,13 @@ def test_nonsense_is_one_line_that_names_the_option(monkeypatch, capsys, case_fo
     for name, main, parser, before in commands():
         with case_folder(name) as folder:
             monkeypatch.chdir(folder)
-            assert _taken_or_not_named(main, parser, before, folder, capsys) == {}
+            assert values_not_refused_by_name(main, parser, before, folder, capsys) == {}
 
 
-def _taken_or_not_named(
+def values_not_refused_by_name(
     main: Main, parser: Parser, before: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> dict[tuple[str, str], object]:
+    """Each option and value that is not refused in one line: the exit code, the line, files."""
     wrong: dict[tuple[str, str], object] = {}
     required = [action for action in parser._actions if action.required]
     tried = 0
@@ -326,7 +343,7 @@ def _taken_or_not_named(
             word
             for required_action in required
             if required_action is not action
-            for word in words_of(required_action)
+            for word in valid_words(required_action)
         ]
         for value in bad_values(action):
             tried += 1
@@ -367,10 +384,10 @@ def test_nonsense_in_a_file_names_the_key(benchmark, tmp_path, monkeypatch, caps
     for action in parser._actions:
         if action.dest in ("help", "config"):
             continue
-        bad: list[object] = ["", [1], {"a": 1}]
+        never_taken: list[object] = ["", [1], {"a": 1}]
         if is_number(action) or action.choices:
-            bad += [float("nan"), float("inf"), -1, True, "x"]
-        for value in bad:
+            never_taken += [float("nan"), float("inf"), -1, True, "x"]
+        for value in never_taken:
             config.write_text(yaml.safe_dump({action.dest: value}))
             assert evaluate(benchmark, ["run", "--config", str(config)]) == 2, (action.dest, value)
             stderr = capsys.readouterr().err

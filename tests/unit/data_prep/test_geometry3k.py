@@ -33,14 +33,17 @@ from tests.support.geometry3k import (
 from tests.support.pictures import draw_figure, encode_picture, half_black_picture
 
 
-def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed: Any) -> Path:
-    """One problem whose picture is half transparent."""
+def write_half_transparent_problem(
+    root: Path, split: str = "train", number: int = 7, **changed: Any
+) -> Path:
+    """Write the folder of one problem, whose picture is half transparent."""
     return write_problem_folder(
         root, split, number, encode_picture(half_black_picture()), **changed
     )
 
 
 def test_the_real_problems_are_read_whole(geometry3k_raw: Path, tmp_path: Path) -> None:
+    """`geometry3k_raw` has six problems of the authors' training split."""
     assert run_prepare_geometry3k("intergps", geometry3k_raw, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
     columns = {"facts": Value("string"), "figure": Value("string")}
@@ -81,7 +84,7 @@ FORM_FACTS = [
     "PointLiesOnLine(D, Line(A, B))",
     *(f"PointLiesOnCircle({point}, Circle(O, radius_0_0))" for point in "AB"),
 ]
-FORM_PLACES = {
+FORM_POINTS = {
     "A": [0, 200],
     "B": [200, 200],
     "C": [100, 20],
@@ -92,7 +95,7 @@ FORM_PLACES = {
 FORM_RECORD: dict[str, Any] = {
     "lines": ["AB", "BC", "CA", "CD", "EB"],
     "circles": ["O"],
-    "points": FORM_PLACES,
+    "points": FORM_POINTS,
     "facts": FORM_FACTS,
     "question": ["Find(x)"],
 }
@@ -106,13 +109,16 @@ def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
     assert "Angle BAC = 2x+1 degrees. Angle ACB = angle 1. " in words
     assert words.endswith("AC is parallel to EB.")
     for fact in FORM_FACTS:
-        less = read_form_from_record(
-            {**FORM_RECORD, "facts": [kept_fact for kept_fact in FORM_FACTS if kept_fact != fact]}
-        )
+        other_facts = [kept_fact for kept_fact in FORM_FACTS if kept_fact != fact]
+        form_without_fact = read_form_from_record({**FORM_RECORD, "facts": other_facts})
         # A point on a line or a circle is drawn where the form places it, and needs no mark.
         has_no_mark = fact.startswith("PointLies")
-        assert draw_form(less).tobytes() != full_drawing.tobytes() or has_no_mark, fact
-        assert facts_in_words(less, "Find x.") != words, fact
+        assert draw_form(form_without_fact).tobytes() != full_drawing.tobytes() or has_no_mark, fact
+        assert facts_in_words(form_without_fact, "Find x.") != words, fact
+
+
+def test_a_form_whose_question_or_facts_have_no_words_has_none() -> None:
+    """A shaded area, a name that no fact has, and what cannot be parsed are not in words."""
     questions = (
         "Find(AreaOf(Shaded(Shape($))))",
         "Find(z)",
@@ -124,25 +130,24 @@ def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
         (["Find(x)"], "Find the shaded area."),
         *(([question_form], "Find it.") for question_form in questions),
     ]:
-        assert (
-            facts_in_words(read_form_from_record({**FORM_RECORD, "question": question}), text)
-            is None
-        )
-    assert (
-        facts_in_words(
-            read_form_from_record({**FORM_RECORD, "facts": ["Equals(LengthOf(Line(A, B"]}),
-            "Find x.",
-        )
-        is None
+        form = read_form_from_record({**FORM_RECORD, "question": question})
+        assert facts_in_words(form, text) is None
+    with_broken_fact = read_form_from_record(
+        {**FORM_RECORD, "facts": ["Equals(LengthOf(Line(A, B"]}
     )
-    assert not can_be_drawn(
-        read_form_from_record({**FORM_RECORD, "points": {**FORM_PLACES, "E": [-1, -1]}})
-    )
+    assert facts_in_words(with_broken_fact, "Find x.") is None
+
+
+def test_a_form_with_a_point_outside_of_the_picture_cannot_be_drawn() -> None:
+    points = {**FORM_POINTS, "E": [-1, -1]}
+    assert can_be_drawn(read_form_from_record(FORM_RECORD))
+    assert not can_be_drawn(read_form_from_record({**FORM_RECORD, "points": points}))
 
 
 def test_problems_are_redrawn_from_logic_forms(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A file has the forms by number, and another one the texts; the second form has no points."""
     forms = tmp_path / "forms.json"
     texts = tmp_path / "test.jsonl"
     forms.write_text(
@@ -182,7 +187,7 @@ def test_problems_are_redrawn_from_logic_forms(
 
 
 def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
-    _problem_folder(tmp_path / "raw", "val", 2101)
+    write_half_transparent_problem(tmp_path / "raw", "val", 2101)
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
     row = read_only_row(tmp_path / "out", "validation")
     assert row["id"] == "geometry3k/validation/2101"
@@ -192,7 +197,7 @@ def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path:
     assert row["choices"] == ["5", "5 \\sqrt { 3 }"]
     assert row["meta"]["shapes"] == ["Circle", "Triangle"]
     # `D` would be read as the letter of a choice
-    _problem_folder(tmp_path / "points", choices=["C", "D"])
+    write_half_transparent_problem(tmp_path / "points", choices=["C", "D"])
     assert run_prepare_geometry3k("intergps", tmp_path / "points", tmp_path / "out2") == 0
     assert read_only_row(tmp_path / "out2")["answer"] == "B"
     assert open_stored_image(row).getpixel((2, 2)) == (0, 0, 0)
@@ -200,8 +205,9 @@ def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path:
 
 
 def test_problems_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    """Sorted by name, 10 would come before 9, and so would 100."""
     for number in (10, 9, 100):
-        _problem_folder(tmp_path / "raw", number=number)
+        write_half_transparent_problem(tmp_path / "raw", number=number)
     (tmp_path / "raw" / "train" / ".DS_Store").touch()
     assert (
         run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", "--limit", "2") == 0
@@ -210,23 +216,18 @@ def test_problems_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 
 
 def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> None:
-    folder = _problem_folder(tmp_path / "raw")
+    folder = write_half_transparent_problem(tmp_path / "raw")
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
     draw_figure(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
-    assert (
-        run_prepare_geometry3k(
-            "intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000"
-        )
-        == 0
-    )
-    assert open_stored_image(read_only_row(tmp_path / "out")).size == (
-        84,
-        196,
-    )  # what the model's processor would choose
+    words = ("--max-pixels", "20000")
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", *words) == 0
+    # multiples of 28 with at most 20,000 pixels: what the model's processor would choose
+    assert open_stored_image(read_only_row(tmp_path / "out")).size == (84, 196)
 
 
 def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
+    """The authors' texts have an accent before several letters, without braces around them."""
     cases = [
         ("Find m \\widehat A B.", "Find m \\widehat{A B}."),
         ("m \\widehat A B C = 40", "m \\widehat{A B C} = 40"),
@@ -254,7 +255,8 @@ def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
             assert mend_latex(text) == expected
 
 
-def _hub_rows() -> list[dict[str, Any]]:
+def two_hub_rows() -> list[dict[str, Any]]:
+    """Two rows as the data set of the hub has them: with one image, and with two."""
     two = {
         "images": [half_black_picture((8, 8)), half_black_picture()],
         "problem": "<image> <image>\nFind $m \\angle 1$.",
@@ -271,9 +273,10 @@ def _hub_rows() -> list[dict[str, Any]]:
 
 
 def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
-    write_hub_table(tmp_path / "table" / "data", _hub_rows())
+    """The ids are the positions in a split, and the answers are golds of the grader."""
+    write_hub_table(tmp_path / "table" / "data", two_hub_rows())
     write_hub_table(
-        tmp_path / "table" / "data", [{**_hub_rows()[0], "problem": "Find y."}], "validation"
+        tmp_path / "table" / "data", [{**two_hub_rows()[0], "problem": "Find y."}], "validation"
     )
     assert run_prepare_geometry3k("parquet", tmp_path / "table", tmp_path / "out") == 0
     first, second = stored_rows(tmp_path / "out", "train")
@@ -301,6 +304,7 @@ def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
 def test_a_table_that_is_not_in_the_format_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """One after the other: no file, no table, no images, no picture, no Parquet."""
     table = tmp_path / "table"
     output = tmp_path / "out"
     assert "there is no file or folder" in stderr_of_refusal(
@@ -332,7 +336,8 @@ def test_a_table_that_is_not_in_the_format_is_refused(
 def test_the_preset_of_convert_gives_the_same_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_hub_table(tmp_path / "table" / "data", _hub_rows())
+    """`convert --preset geometry3k` is another name of `geometry3k --source parquet`."""
+    write_hub_table(tmp_path / "table" / "data", two_hub_rows())
     code = run_prepare_geometry3k(
         "parquet",
         tmp_path / "table",
@@ -395,7 +400,7 @@ def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> N
     damaged = bytearray((tmp_path / "zips" / "train.zip").read_bytes())
     with zipfile.ZipFile(tmp_path / "zips" / "train.zip") as archive:
         offset = archive.getinfo("train/5/img_diagram.png").header_offset
-    damaged[offset + 200] ^= 0xFF
+    damaged[offset + 200] ^= 0xFF  # a byte of the picture, behind its header
     (tmp_path / "train.zip").write_bytes(damaged)
     assert run_prepare_geometry3k("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
     (line,) = read_quarantined_rows(tmp_path / "out")
@@ -405,6 +410,7 @@ def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> N
 
 
 def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) -> None:
+    """A problem has two pictures; `--diagram point` takes the one with letters at its points."""
     for diagram, name in (
         ("plain", "img_diagram.png"),
         ("point", "img_diagram_point.png"),
@@ -429,40 +435,31 @@ def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) 
 def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> None:
     for number in range(30):
         write_problem_folder(tmp_path / "raw", number=number)
-    ids = {}
-    for name, options in {
-        "first": (),
-        "a": ("--seed", "1"),
-        "again": ("--seed", "1"),
-        "b": ("--seed", "2"),
-    }.items():
-        assert (
-            run_prepare_geometry3k(
-                "intergps", tmp_path / "raw", tmp_path / name, "--limit", "5", *options
-            )
-            == 0
-        )
-        ids[name] = [
-            int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / name, "train")
-        ]
-    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "all") == 0
-    assert (
-        run_prepare_geometry3k(
-            "parquet", tmp_path / "all", tmp_path / "table", "--limit", "5", "--seed", "1"
-        )
-        == 0
-    )
-    sample = [int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / "table", "train")]
-    assert sample == ids["a"], "of a table as of folders"
-    assert ids["first"] == [0, 1, 2, 3, 4]
-    assert ids["a"] == ids["again"] == sorted(ids["a"])
-    assert len({tuple(numbers) for numbers in ids.values()}) == 3
-    assert len(set(ids["a"])) == 5
+
+    def numbers_of_five(name: str, source: str, location: Path, *options: str) -> list[int]:
+        """Prepare five rows into the folder `name`, and return the numbers of their problems."""
+        output = tmp_path / name
+        assert run_prepare_geometry3k(source, location, output, "--limit", "5", *options) == 0
+        return [int(row["id"].rsplit("/")[-1]) for row in stored_rows(output, "train")]
+
+    raw = tmp_path / "raw"
+    first = numbers_of_five("first", "intergps", raw)
+    sample = numbers_of_five("sample", "intergps", raw, "--seed", "1")
+    sample_again = numbers_of_five("again", "intergps", raw, "--seed", "1")
+    other_sample = numbers_of_five("other", "intergps", raw, "--seed", "2")
+    assert run_prepare_geometry3k("intergps", raw, tmp_path / "all") == 0
+    sample_of_table = numbers_of_five("table", "parquet", tmp_path / "all", "--seed", "1")
+
+    assert first == [0, 1, 2, 3, 4]
+    assert sample == sample_again == sample_of_table == sorted(sample)
+    assert len(set(sample)) == 5
+    assert first != sample != other_sample != first
 
 
 def test_wrong_options_are_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
+    """Each case_folder: options of the command, and a part of the error."""
     cases = [
         (("--seed", "3"), "seed: 3 has nothing to choose without --limit"),
         (("--max-pixels", "100"), "--max-pixels: '100' is not a whole number from 784 to"),
@@ -501,7 +498,8 @@ def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
     assert third["answer"] == "2\\sqrt{2}"
 
 
-def _zip(path: Path, folders: list[str], tmp_path: Path) -> None:
+def write_zip(path: Path, folders: list[str], tmp_path: Path) -> None:
+    """Write an archive with one problem in each of these folders."""
     problem = write_problem_folder(
         tmp_path / "one", number=len(list((tmp_path / "one" / "train").glob("*"))) + 1
     )
@@ -511,11 +509,13 @@ def _zip(path: Path, folders: list[str], tmp_path: Path) -> None:
                 archive.write(file, f"{folder}/{file.name}")
 
 
-def sizes(root: Path) -> dict[str, int | None]:
+def row_count_by_split(root: Path) -> dict[str, int | None]:
+    """The number of problems in each split of a folder or an archive."""
     return {split: rows.row_count for split, rows in rows_of_folders(root).items()}
 
 
 def test_the_splits_of_a_zip_are_those_of_its_folders(case_folder: CaseFolder) -> None:
+    """The name of the archive does not matter, nor folders above the splits."""
     for name, above, has_all_splits in product(
         ["geometry3k.zip", "train.zip", "val.zip", "anything at all.zip"],
         ["", "geometry3k/", "data/geometry3k/"],
@@ -524,12 +524,12 @@ def test_the_splits_of_a_zip_are_those_of_its_folders(case_folder: CaseFolder) -
         with case_folder(f"{name} {above!r:.80} {has_all_splits}") as folder:
             root = folder / "raw"
             root.mkdir()
-            _zip(
+            write_zip(
                 root / name,
                 [f"{above}train/1", f"{above}train/2", f"{above}val/3", f"{above}test/4"],
                 folder,
             )
-            assert sizes(root if has_all_splits else root / name) == {
+            assert row_count_by_split(root if has_all_splits else root / name) == {
                 "train": 2,
                 "validation": 1,
                 "test": 1,
@@ -537,9 +537,9 @@ def test_the_splits_of_a_zip_are_those_of_its_folders(case_folder: CaseFolder) -
 
 
 def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(tmp_path, capsys):
-    _zip(tmp_path / "val.zip", ["5"], tmp_path)
-    assert sizes(tmp_path / "val.zip") == {"validation": 1}
-    _zip(tmp_path / "some.zip", ["5"], tmp_path)
+    write_zip(tmp_path / "val.zip", ["5"], tmp_path)
+    assert row_count_by_split(tmp_path / "val.zip") == {"validation": 1}
+    write_zip(tmp_path / "some.zip", ["5"], tmp_path)
     code = run_prepare_geometry3k("intergps", tmp_path / "some.zip", tmp_path / "out")
     assert "are in no folder train, val, test" in stderr_of_refusal(code, tmp_path / "out", capsys)
     (tmp_path / "train.zip").write_bytes(b"PK\x03\x04 and no more")

@@ -43,7 +43,7 @@ DATASET_ID = "someone/geometry3k"
 
 
 @contextmanager
-def _hub(commits: dict[str, dict[str, bytes]], requests: list[str]) -> Iterator[str]:
+def hub_with_commits(commits: dict[str, dict[str, bytes]], requests: list[str]) -> Iterator[str]:
     """The address of a hub whose one dataset has these commits, the last one being `main`."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -103,7 +103,8 @@ def _hub(commits: dict[str, dict[str, bytes]], requests: list[str]) -> Iterator[
         server.server_close()
 
 
-def _table(tmp_path: Path, problem: str) -> bytes:
+def parquet_with_problem(tmp_path: Path, problem: str) -> bytes:
+    """The bytes of a Parquet file in the hub's format, with one row of this problem."""
     features = Features(
         {"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")}
     )
@@ -123,9 +124,10 @@ for line in sys.stdin:
 """
 
 
-class _Client:
-    """A process that knows this hub as the hub, and runs one command after the other: starting it
-    takes seconds.
+class HubClient:
+    """A process in which `data_prep` takes this server for the hub.
+
+    It runs one command after the other, since starting it takes seconds.
     """
 
     def __init__(self, endpoint: str, tmp_path: Path) -> None:
@@ -164,10 +166,11 @@ class _Client:
 
 @pytest.fixture
 def commits(tmp_path: Path) -> dict[str, dict[str, bytes]]:
+    """Two commits of a data set, by hash: the older one asks for x, the newer one for y."""
     name = "data/train-00000-of-00001.parquet"
     return {
-        OLD_COMMIT: {name: _table(tmp_path, "Find x."), "README.md": b"# ours"},
-        NEW_COMMIT: {name: _table(tmp_path, "Find y."), "README.md": b"# ours"},
+        OLD_COMMIT: {name: parquet_with_problem(tmp_path, "Find x."), "README.md": b"# ours"},
+        NEW_COMMIT: {name: parquet_with_problem(tmp_path, "Find y."), "README.md": b"# ours"},
     }
 
 
@@ -175,8 +178,8 @@ def test_the_manifest_has_the_full_commit_of_what_was_read(
     tmp_path: Path, commits: dict[str, Any]
 ) -> None:
     requests: list[str] = []
-    with _hub(commits, requests) as endpoint:
-        client = _Client(endpoint, tmp_path)
+    with hub_with_commits(commits, requests) as endpoint:
+        client = HubClient(endpoint, tmp_path)
         for output, options, commit, problem in (
             ("newest", (), NEW_COMMIT, "Find y."),
             ("pinned", ("--revision", OLD_COMMIT), OLD_COMMIT, "Find x."),

@@ -21,13 +21,13 @@ from data_prep.cli import main
 from eval.knights import BENCHMARK
 
 
-def _read_puzzle_words(problem: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """The people and who says what, from the words alone."""
+def people_and_statements(problem: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """The people, and pairs of a speaker and a sentence, from the words of a puzzle alone."""
     people = re.search(r"You meet (.*?)\. ", problem).group(1).replace(" and ", ", ").split(", ")
     return people, re.findall(r"(\w+) says: (.*?)\.", problem)
 
 
-def _words_hold(words: str, knight: dict[str, bool]) -> bool:
+def sentence_holds(words: str, knight: dict[str, bool]) -> bool:
     """Tell whether a sentence is true, read as English and not by the generator's tables."""
     names = re.findall(r"[A-Z]\w+", words)
     first = knight[names[0]]
@@ -51,21 +51,23 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
     for people in range(2, 9):
         with subtests.test(f"{people}"):
             for row in generate(12, people=(people, people), seed=people):
-                names, statements = _read_puzzle_words(row["problem"])
+                names, statements = people_and_statements(row["problem"])
                 assert len(names) == len(statements) == people
                 assert set(names) <= set(PEOPLE_NAMES)
                 solutions = []
                 for kinds in product((True, False), repeat=people):
-                    knight = dict(zip(names, kinds, strict=True))
-                    if all(
-                        _words_hold(words, knight) == knight[speaker]
+                    is_knight = dict(zip(names, kinds, strict=True))
+                    # a knight's sentences are true, and a knave's are false
+                    fits = [
+                        sentence_holds(words, is_knight) == is_knight[speaker]
                         for speaker, words in statements
-                    ):
-                        solutions.append(
-                            ", ".join(
-                                f"{n} is a {'knight' if knight[n] else 'knave'}" for n in names
-                            )
-                        )
+                    ]
+                    if all(fits):
+                        roles = [
+                            f"{name} is a {'knight' if is_knight[name] else 'knave'}"
+                            for name in names
+                        ]
+                        solutions.append(", ".join(roles))
                 assert solutions == [row["answer"]]
                 assert knights_verdict(row["meta"]["solution"], row["answer"])[0] == "correct"
                 assert knights_verdict(row["meta"]["slip"], row["answer"])[0] == "wrong"
@@ -77,14 +79,16 @@ def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
     test = {row["problem"] for row in generate(200, split="test", people=(3, 4))}
     assert len(train) == len(test) == 200
     assert not train & test
-    in_test = {
-        text: int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) < 2**32 / 4
+    # the text alone decides the split, whatever the seed: a quarter of all hashes are of `test`
+    texts_by_hash = {
+        text
         for text in train | test
+        if int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) < 2**32 / 4
     }
-    assert {text for text in in_test if in_test[text]} == test, (
-        "the text alone decides the split, whatever the seed"
-    )
-    assert {row["meta"]["family"] for row in generate(14)} == {f"{n} people" for n in range(2, 9)}
+    assert texts_by_hash == test
+    assert {row["meta"]["family"] for row in generate(14)} == {
+        f"{count} people" for count in range(2, 9)
+    }
 
 
 def test_the_benchmark_scores_by_number_of_people(tmp_path):
@@ -111,12 +115,13 @@ def test_the_benchmark_scores_by_number_of_people(tmp_path):
         {**problem.fields, "response": text}
         for problem, text in zip(problems, responses, strict=True)
     ]
-    score = score_predictions(BENCHMARK, rows, ScoreOptions()).score
-    assert score["correct"] == 3
-    assert score["total"] == 4
-    assert score["groups"]["people"]["4 people"]["accuracy"] == 0.5
-    assert score["groups"]["half"]["2 to 5 people (ID)"]["total"] == 4
-    assert [item["verdict"] for item in score["items"]] == [
+    result = score_predictions(BENCHMARK, rows, ScoreOptions()).score
+    assert result["correct"] == 3
+    assert result["total"] == 4
+    # the second puzzle, which is not solved, is one of two with four people
+    assert result["groups"]["people"]["4 people"]["accuracy"] == 1 / 2
+    assert result["groups"]["half"]["2 to 5 people (ID)"]["total"] == 4
+    assert [item["verdict"] for item in result["items"]] == [
         "correct",
         "unparseable",
         "correct",
@@ -130,6 +135,7 @@ KNAVE_CLAIM = ("lying", 1)
 
 
 def test_a_claim_is_true_of_exactly_these(subtests):
+    """Each case_folder: a claim about two people, and for which of their kinds (knight: True) it holds."""
     cases = [
         (KNIGHT_CLAIM, {(True, False), (True, True)}),
         (KNAVE_CLAIM, {(True, False), (False, False)}),
@@ -153,6 +159,7 @@ def test_another_claim_is_refused(subtests):
 
 
 def test_people_who_vouch_for_each_other_fit_twice():
+    """Both are knights, or both are knaves, so such a puzzle would have two solutions."""
     assert find_solutions((("telling-truth", 1), ("telling-truth", 0))) == [
         (True, True),
         (False, False),
@@ -160,7 +167,7 @@ def test_people_who_vouch_for_each_other_fit_twice():
 
 
 def puzzle_record(**changed: Any) -> dict[str, Any]:
-    """Ada: Ben lies. Ben: Ada and I are both knights."""
+    """A puzzle as its published file has it. Ada: Ben lies. Ben: Ada and I are both knights."""
     return {
         "quiz": "You meet 2 inhabitants: Ada, and Ben. Ada says that Ben lies. So who is who?",
         "names": ["Ada", "Ben"],
@@ -172,12 +179,14 @@ def puzzle_record(**changed: Any) -> dict[str, Any]:
 
 
 def prepare_puzzles(tmp_path: Path, *records: dict[str, Any], words: tuple[str, ...] = ()) -> int:
+    """Write records into a Parquet file and prepare it; return the exit code."""
     pq.write_table(pa.Table.from_pylist(list(records)), tmp_path / "kk.parquet")
     source = ["--source", "parquet", "--input", str(tmp_path / "kk.parquet")]
     return main(["knights", *source, "--output", str(tmp_path / "out"), *words])
 
 
 def test_rows_become_problems_that_ask_for_a_box_or_for_nothing(tmp_path):
+    """`--question plain` leaves the published text as it is."""
     assert prepare_puzzles(tmp_path, puzzle_record()) == 0
     (row,) = load_split(str(tmp_path / "out"), "train")
     assert row["answer"] == "Ada is a knight, Ben is a knave"
@@ -210,10 +219,8 @@ def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case_f
     for kind in BROKEN_RECORD_AND_REASON:
         with case_folder(kind) as folder:
             changed, words = BROKEN_RECORD_AND_REASON[kind]
-            assert (
-                prepare_puzzles(folder, puzzle_record(), puzzle_record(quiz="Another?", **changed))
-                == 2
-            )
+            broken_record = puzzle_record(quiz="Another?", **changed)
+            assert prepare_puzzles(folder, puzzle_record(), broken_record) == 2
             stderr = capsys.readouterr().err
             assert stderr.strip().count("\n") == 0
             assert "row 1 of" in stderr
@@ -236,6 +243,7 @@ def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
 
 
 def test_options_of_the_other_source_are_refused(capsys, case_folder):
+    """Puzzles are drawn, or read from Parquet, and each source has options of its own."""
     cases = [
         (["--source", "parquet"], "input: --source parquet needs it"),
         (

@@ -34,13 +34,14 @@ from tests.support.disk import file_contents
 from tests.support.geometry3k import run_prepare_geometry3k, write_problem_folder
 
 
-def _prepare(output: Path, rows: int = 3, *options: str) -> int:
+def prepare_synthetic(output: Path, rows: int = 3, *options: str) -> int:
+    """Run the command that draws `rows` problems and two test problems; return its exit code."""
     return main(
         ["synthetic", "--output", str(output), "--rows", str(rows), "--test-rows", "2", *options]
     )
 
 
-def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+def interrupt_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     """Interrupt the drawing at the problem with this index."""
 
     def failing_draw(count: int, **options: Any) -> Iterator[SyntheticProblem]:
@@ -53,10 +54,15 @@ def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
 
 
 def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
-    assert _prepare(tmp_path / "out") == 0
+    """130 is the exit code after Ctrl-C."""
+    assert prepare_synthetic(tmp_path / "out") == 0
     before = file_contents(tmp_path / "out")
-    _fail_at_row(monkeypatch, 70)  # a batch of 64 rows is on the disk by then
-    assert _prepare(tmp_path / "out", 100, "--overwrite") == _prepare(tmp_path / "new", 100) == 130
+    interrupt_at_row(monkeypatch, 70)  # a batch of 64 rows is on the disk by then
+    assert (
+        prepare_synthetic(tmp_path / "out", 100, "--overwrite")
+        == prepare_synthetic(tmp_path / "new", 100)
+        == 130
+    )
     assert file_contents(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -64,6 +70,7 @@ def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_p
 def test_a_file_that_cannot_be_read_is_not_called_an_output_that_cannot_be_written(
     tmp_path: Path,
 ) -> None:
+    """The error of reading comes out as it is, and the output is not begun."""
     with pytest.raises(FileNotFoundError), complete_or_absent(tmp_path / "out"):
         (tmp_path / "in.jsonl").read_bytes()
     assert list(tmp_path.iterdir()) == []
@@ -71,16 +78,17 @@ def test_a_file_that_cannot_be_read_is_not_called_an_output_that_cannot_be_writt
 
 def test_an_empty_folder_is_filled_and_the_same_dataset_made_again(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    assert _prepare(tmp_path / "out") == 0
+    assert prepare_synthetic(tmp_path / "out") == 0
     before = file_contents(tmp_path / "out")
-    assert _prepare(tmp_path / "out") == 0
+    assert prepare_synthetic(tmp_path / "out") == 0
     assert file_contents(tmp_path / "out") == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
-    assert _prepare(tmp_path / "out") == 0
+    assert prepare_synthetic(tmp_path / "out") == 0
     before = file_contents(tmp_path / "out")
+    # the words of a command, by the difference that its error names
     commands = {
         "rows 3, this one 5": ["synthetic", "--rows", "5", "--test-rows", "2"],
         "seed 0, this one 1": ["synthetic", "--rows", "3", "--test-rows", "2", "--seed", "1"],
@@ -105,7 +113,7 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
         assert "--overwrite" in error
         assert error.count("\n") == 1
         assert file_contents(tmp_path / "out") == before
-    assert _prepare(tmp_path / "out", 5, "--overwrite") == 0
+    assert prepare_synthetic(tmp_path / "out", 5, "--overwrite") == 0
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert manifest["counts"] == {"train": 5, "test": 2}
@@ -123,7 +131,7 @@ def test_a_folder_that_is_not_ours_is_refused_and_kept(
             if manifest is not None:
                 (output / "manifest.json").write_text(manifest)
             before = file_contents(output)
-            assert _prepare(output) == 2
+            assert prepare_synthetic(output) == 2
             error = capsys.readouterr().err
             assert error.startswith("error: output: ")
             assert error.count("\n") == 1
@@ -133,14 +141,16 @@ def test_a_folder_that_is_not_ours_is_refused_and_kept(
 
 
 def test_a_strangers_file_in_a_prepared_folder_is_not_deleted(tmp_path, capsys):
-    assert _prepare(tmp_path / "out") == 0
+    """A new data set would replace the whole folder."""
+    assert prepare_synthetic(tmp_path / "out") == 0
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    assert _prepare(tmp_path / "out") == 2
+    assert prepare_synthetic(tmp_path / "out") == 2
     assert "'notes.txt'" in capsys.readouterr().err
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
 
 def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_path: Path) -> None:
+    """With a time in it, equal arguments would not give equal files."""
     manifest = prepare_drawn(tmp_path / "out", describe_synthetic(rows=3, test_rows=2, seed=4))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     assert manifest["files"] == file_hashes(tmp_path / "out")
@@ -157,7 +167,7 @@ def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_pa
 
 
 def test_rows_are_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a picture has about 200 bytes
+    # 64 rows are one batch then, since a picture has about 200 bytes
     monkeypatch.setattr("adora_vl.data.dataset._MAX_GROUP_IMAGE_BYTES", 64 * 1000)
     monkeypatch.setattr("adora_vl.data.dataset._MAX_GROUP_ROWS", 64)
     assert write_split(generate(100), tmp_path, "train") == 100
@@ -169,6 +179,7 @@ def test_rows_are_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_loading_says_what_is_missing(tmp_path: Path) -> None:
+    """One after the other: no folder, no split, no column, no rows, no rows at all."""
     with pytest.raises(UserError, match="no folder"):
         load_split(tmp_path / "none", "train")
     write_split(generate(1), tmp_path, "train")
@@ -192,16 +203,19 @@ def test_loading_says_what_is_missing(tmp_path: Path) -> None:
 REPOSITORY = Path(__file__).parents[3]
 
 
-def _synthetic(output: Path, rows: int) -> list[str]:
+def synthetic_command(output: Path, rows: int) -> list[str]:
+    """The command that draws `rows` problems into a folder, in place of what is there."""
     words = ["--output", str(output), "--rows", str(rows), "--test-rows", "0", "--overwrite"]
     return [sys.executable, "-m", "data_prep", "synthetic", *words]
 
 
-def _partials(output: Path) -> list[Path]:
+def partial_folders(output: Path) -> list[Path]:
+    """The folders beside an output into which it is being written."""
     return sorted(output.parent.glob(f".{output.name}.*"))
 
 
-def _wait_until(condition: object, process: subprocess.Popen[bytes]) -> None:
+def wait_until(condition: object, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the condition holds, while the process is still running."""
     assert callable(condition)
     deadline = time.monotonic() + 120
     while not condition():
@@ -219,14 +233,14 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
     before = file_contents(output)
     process = subprocess.Popen(
-        _synthetic(output, 100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL
+        synthetic_command(output, 100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL
     )
     try:  # until rows are on the disk
-        _wait_until(
+        wait_until(
             lambda: any(p.stat().st_size > 4 for p in tmp_path.glob(".out.partial-*/new/data/*")),
             process,
         )
-        (partial,) = _partials(output)
+        (partial,) = partial_folders(output)
         assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0, (
             "another preparation at the same time"
         )
@@ -237,12 +251,13 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
     assert file_contents(output) == before
     assert partial.is_dir()  # nobody could remove it yet
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
-    assert not _partials(output)
+    assert not partial_folders(output)
     assert file_contents(output) == before
 
 
 @pytest.mark.slow
 def test_kill_9_of_a_preparation_ends_its_workers(tmp_path: Path) -> None:
+    """Workers that go on would write into a folder that nobody reads."""
     for number in range(400):
         write_problem_folder(tmp_path / "raw", number=number)
     command = [
@@ -262,22 +277,22 @@ def test_kill_9_of_a_preparation_ends_its_workers(tmp_path: Path) -> None:
         start_new_session=True,  # the workers can be found by it
     )
     try:
-        _wait_until(
+        wait_until(
             lambda: any(p.stat().st_size > 4 for p in tmp_path.glob(".out.partial-*/new/data/*")),
             process,
         )
-        assert len(_members(process.pid)) > 2, "there are no workers to be ended"
+        assert len(living_processes(process.pid)) > 2, "there are no workers to be ended"
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     deadline = time.monotonic() + 60
-    while _members(process.pid) and time.monotonic() < deadline:
+    while living_processes(process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _members(process.pid)
+    assert not living_processes(process.pid)
     assert not (tmp_path / "out").exists()
 
 
-def _members(session: int) -> list[int]:
+def living_processes(session: int) -> list[int]:
     """The living processes of a session."""
     pids = []
     for path in Path("/proc").glob("[0-9]*"):

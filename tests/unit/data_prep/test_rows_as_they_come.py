@@ -30,16 +30,22 @@ from tests.support.user_tables import (
 
 COLUMNS = ("problem=q", "answer=a", "images=i", "choices=c")
 HOW_LONG = {"type": "text", "text": "How long is AB?", "image": None, "image_url": None}
-ONE = {"q": "Find x.", "a": "5", "i": "pics/0.png"}
+ROW_WITH_IMAGE = {"q": "Find x.", "a": "5", "i": "pics/0.png"}
 
 
-def noted(output: Path) -> dict[str, int]:
+def noted_counts(output: Path) -> dict[str, int]:
+    """How many rows the manifest notes under each name, such as {"percent": 1}."""
     manifest = read_manifest(output)
     assert manifest is not None
     return {name: note["rows"] for name, note in manifest.get("noted", {}).items()}
 
 
 def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) -> None:
+    """A mark becomes `<image>`, and the images come in the order of their marks.
+
+    Each case_folder: a text, the number of its images, the text with its marks replaced, the order of the
+    images, and whether the text numbers more images than there are.
+    """
     cases: list[tuple[str, int, str, tuple[int, ...], bool]] = [
         ("Which?\n<image1>", 1, "Which?\n<image>", (0,), False),
         ("<image1>\nWhich?", 1, "Which?", (0,), False),
@@ -64,20 +70,21 @@ def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) ->
         ("<image><image>Both.", 2, "Both.", (0, 1), False),
         ("An <imagine> and [images].", 0, "An <imagine> and [images].", (), False),
     ]
-    for text, images, placed, order, parts in cases:
+    for text, image_count, placed, order, lacks_images in cases:
         with subtests.test(text):
-            assert place_images(text, images) == TextWithImages(placed, order, parts)
-    for text, images, message in [
+            assert place_images(text, image_count) == TextWithImages(placed, order, lacks_images)
+    for text, image_count, message in [
         ("See <image1>.", 0, "has <image1> and the row no image; put the picture in"),
         ("See [image].", 0, "has [image] and the row no image; put the picture in"),
         ("<image> <image>", 1, "has 2 <image> and the row 1 image; give as many"),
         ("<image> <image2>", 2, "with and without numbers; number all of them"),
     ]:
         with subtests.test(text), pytest.raises(MisplacedImagesError, match=re.escape(message)):
-            place_images(text, images)
+            place_images(text, image_count)
 
 
 def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, capsys):
+    """The fourth row has a mark and no image, so it is refused."""
     rows = [
         {"q": "First <image2>, then <image1>.", "a": "1", "i": ["pics/0.png", "pics/1.png"]},
         {"q": "Is <image1> as <image2>?", "a": "2", "i": "pics/2.png"},
@@ -97,7 +104,8 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
     assert line["reason"] == "placeholder"
     assert "<image1> and the row no image" in line["detail"]
     assert "line 7 of mine.jsonl" in line["detail"], "its lines have an empty one between them"
-    assert noted(tmp_path / "out") == {"parts": 1, "options": 1}
+    # a row that numbers more images than it has, and one with images in its choices
+    assert noted_counts(tmp_path / "out") == {"parts": 1, "options": 1}
     output = capsys.readouterr().out
     assert "noted: 1 of the rows number more images" in output
     assert line["detail"] in output
@@ -106,6 +114,10 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
 
 
 def test_nothing_in_a_cell_is_no_image_and_no_choices(case_folder: CaseFolder) -> None:
+    """A cell may be empty in four ways.
+
+    Beside such rows stand one with an image, and one that lacks both columns.
+    """
     nothing: list[tuple[Any, Any]] = [
         ("", ""),
         (None, None),
@@ -120,20 +132,18 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case_folder: CaseFolder) -
             rows.append({"q": "Find x.", "a": "5", "i": "pics/0.png", "c": ""})
             if form == "jsonl":
                 rows.append({"q": "What is 9?", "a": "5"})
-            write_user_jsonl(folder / "in")  # for its pictures
-            source = (
-                write_user_jsonl(folder / "in", rows)
-                if form == "jsonl"
-                else write_user_csv(folder / "in", "csv", rows)
-            )
+            source = write_user_jsonl(folder / "in", rows)  # with its pictures
+            if form == "csv":
+                source = write_user_csv(folder / "in", "csv", rows)
             assert run_convert(source, folder / "out", columns=COLUMNS) == 0
             stored = read_prepared_rows(folder / "out")
             assert [len(row["images"]) for row in stored] == [0, 0, 0, 0, 1, 0][: len(rows)]
             assert not any(row["choices"] for row in stored)
-            assert noted(folder / "out") == {"without_image": len(rows) - 1}
+            assert noted_counts(folder / "out") == {"without_image": len(rows) - 1}
 
 
 def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
+    """Questions are compared without punctuation, of which a sign of arithmetic is no part."""
     for split, sign in (("train", "+"), ("test", "-")):
         source = write_user_jsonl(tmp_path / "in", [{"q": f"What is 2 {sign} 3?", "a": "5"}])
         source.rename(tmp_path / "in" / f"{split}.jsonl")
@@ -143,6 +153,10 @@ def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, capsys):
+    """The grader reads none of the last three answers as a number.
+
+    Lines are counted with the head of the table.
+    """
     rows = [{"q": f"Find x{n}.", "a": answer} for n, answer in enumerate(["5", "$5", "3,5", "5'"])]
     source = write_user_csv(tmp_path / "in", "csv", rows)
     assert (
@@ -160,6 +174,10 @@ def test_an_answer_that_nobody_can_meet_is_refused_with_what_to_write(tmp_path, 
 
 
 def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
+    """A line break in quotes and an empty line count, as an editor shows them.
+
+    A row of Parquet and an item of a JSON list have numbers of their own.
+    """
     (tmp_path / "mine.csv").write_text('q,a\n"What\nis 1?",1\n\n"What is 2?",nan\n')
     code = run_convert(
         tmp_path / "mine.csv", tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]
@@ -182,7 +200,7 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
         assert f"{position} of mine.{name}" in read_quarantined_rows(output)[0]["detail"]
 
 
-SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{}."
+INSTRUCTION = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{}."
 
 
 def test_rows_of_other_trainers_are_read_as_they_are(
@@ -193,42 +211,47 @@ def test_rows_of_other_trainers_are_read_as_they_are(
     verl's examples/data_preprocess/geo3k.py, EasyR1's data set, ms-swift's pages Custom-dataset and
     GRPO-Multi-Modal-Training, and the set of R1-V that the latter names.
     """
-    count = (
+    instruction_of_counting = (
         "Output the thinking process in <think> </think> and\n"
         " final answer (number) in <answer> </answer> tags."
     )
-    first = (
+    instruction_of_geo3k = (
         "You FIRST think about the reasoning process as an internal monologue and then provide "
         "the final answer. The reasoning process MUST BE enclosed within <think> </think> tags. "
         "The final answer MUST BE put in \\boxed{}."
     )
     geo3k = {"data_source": "hiyouga/geometry3k", "images": ["pics/0.png"], "ability": "math"} | {
-        "prompt": [{"role": "user", "content": f"<image>Find x. {first}"}],
+        "prompt": [{"role": "user", "content": f"<image>Find x. {instruction_of_geo3k}"}],
         "reward_model": {"style": "rule", "ground_truth": "3"},
         "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "<image>Find x."},
     }
     brief = [{"role": "system", "content": "Be brief."}, *geo3k["prompt"]]
     conversation = {
-        "messages": [{"role": "user", "content": f"How many? {count}"}],
+        "messages": [{"role": "user", "content": f"How many? {instruction_of_counting}"}],
         "images": ["pics/0.png"],
     }
     system = {"role": "system", "content": "You are a useful and harmless math calculator"}
     plain = {"images": ["pics/0.png"], "answer": "3"}
-    question = f"<image>Find x. {SAID}"
-    rows: list[
-        tuple[str, dict[str, Any], str, str, int]
-    ] = [  # the problem, the instruction behind it, its images
-        ("verl", geo3k, "Find x.", first, 1),
+    question = f"<image>Find x. {INSTRUCTION}"
+    # the preset, a row, its problem, the instruction behind it, the number of its images
+    rows: list[tuple[str, dict[str, Any], str, str, int]] = [
+        ("verl", geo3k, "Find x.", instruction_of_geo3k, 1),
         (
             "verl",
             {**geo3k, "prompt": brief, "images": [{"path": "pics/0.png"}]},
             "Find x.",
-            first,
+            instruction_of_geo3k,
             1,
         ),
         ("easyr1", {**plain, "problem": "<image>Find x."}, "Find x.", "", 1),
-        ("easyr1", {**plain, "prompt": question}, "Find x.", SAID, 1),
-        ("swift", {**conversation, "solution": "<answer> 3 </answer>"}, "How many?", count, 1),
+        ("easyr1", {**plain, "prompt": question}, "Find x.", INSTRUCTION, 1),
+        (
+            "swift",
+            {**conversation, "solution": "<answer> 3 </answer>"},
+            "How many?",
+            instruction_of_counting,
+            1,
+        ),
         (
             "swift",
             {"messages": [system, {"role": "user", "content": "1 + 2?"}], "solution": "3"},
@@ -265,7 +288,7 @@ def test_rows_of_other_trainers_are_read_as_they_are(
             0,
         ),
     ]
-    for form, row, problem, instruction, images in rows:
+    for form, row, problem, instruction, image_count in rows:
         with case_folder(f"{form} {row}") as folder:
             words = [
                 "convert",
@@ -279,14 +302,12 @@ def test_rows_of_other_trainers_are_read_as_they_are(
                 (["--drop-instruction"], problem, "it was taken off"),
             ):
                 capsys.readouterr()
-                assert (
-                    main([*words, *option, "--output", str(folder / "".join(["out", *option]))])
-                    == 0
-                )
-                (stored,) = read_prepared_rows(folder / "".join(["out", *option]))
+                output = folder / "".join(["out", *option])
+                assert main([*words, *option, "--output", str(output)]) == 0
+                (stored,) = read_prepared_rows(output)
                 assert stored["problem"] == expected_problem
                 assert stored["answer"] == "3"
-                assert len(stored["images"]) == images
+                assert len(stored["images"]) == image_count
                 assert (noted_as in capsys.readouterr().out) == bool(instruction)
 
 
@@ -310,8 +331,9 @@ def test_pictures_inside_of_a_conversation(case_folder: CaseFolder) -> None:
         "path and no bytes": {"type": "image", "image": {"bytes": None, "path": "pics/0.png"}},
     }.items():
         with case_folder(name) as folder:
+            # the whole path of the input's folder is known only here
             part = json.loads(json.dumps(part).replace("FOLDER", str(folder / "in")))
-            source = write_user_jsonl(folder / "in", [_asked([part, HOW_LONG])])
+            source = write_user_jsonl(folder / "in", [conversation_row([part, HOW_LONG])])
             code = main(
                 [
                     "convert",
@@ -336,9 +358,13 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
     mark = {"type": "image"}
     text = {"type": "text", "text": " or "}
     system = {"role": "system", "content": [{"type": "image", "image": "pics/3.png"}]}
+    """Pictures of the system message are none of the question; a bare mark takes the next image.
+
+    `fine` has a row, and the numbers of its pictures. A picture from elsewhere is refused.
+    """
     fine = [
         (
-            _asked(
+            conversation_row(
                 [
                     {"type": "text", "text": "Is "},
                     picture,
@@ -349,13 +375,16 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
             [1, 0],
         ),
         (
-            _asked(
+            conversation_row(
                 [{"type": "text", "text": "Is "}, mark, text, mark],
                 images=["pics/2.png", "pics/0.png"],
             ),
             [2, 0],
         ),
-        (_asked([{"type": "text", "text": "Is "}, picture, text, picture], system), [1, 1]),
+        (
+            conversation_row([{"type": "text", "text": "Is "}, picture, text, picture], system),
+            [1, 1],
+        ),
     ]
     for row, pictures in fine:
         with case_folder(str(row)) as folder:
@@ -395,7 +424,7 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
     ]:
         with case_folder(str(address)) as folder:
             both = {"images": ["pics/0.png"]} if address == "twice" else {}
-            row = _asked(
+            row = conversation_row(
                 [picture, text, {"type": "image_url", "image_url": {"url": address}}], **both
             )
             source = write_user_jsonl(folder / "in", [{"query": "1 + 1?", "solution": "2"}, row])
@@ -409,8 +438,10 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
 def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config_anew(
     tmp_path: Path,
 ) -> None:
+    """A data set that a config names is converted into a cache, and again when a file changes."""
     source = write_user_jsonl(
-        tmp_path / "in", [_asked([{"type": "image", "image": "file://pics/0.png"}, HOW_LONG])]
+        tmp_path / "in",
+        [conversation_row([{"type": "image", "image": "file://pics/0.png"}, HOW_LONG])],
     )
     columns = {"problem": "messages", "answer": "solution"}
     folder = ensure_converted(str(source), columns, tmp_path / "cache")
@@ -421,15 +452,15 @@ def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config
     ]
 
 
-def _asked(
+def conversation_row(
     content: list[dict[str, Any]], *before: dict[str, Any], **columns: Any
 ) -> dict[str, Any]:
+    """A row of ms-swift with the answer 3, whose question has this content."""
     return {"messages": [*before, {"role": "user", "content": content}], "solution": "3", **columns}
 
 
-COUNTED: dict[
-    str, tuple[str, list[tuple[str, str, int]]]
-] = {  # by what is noted: its line, and how often of one row
+# by the name of a note: a part of its line, and rows (problem, answer, 1 if the row is noted)
+NOTED_ANSWERS: dict[str, tuple[str, list[tuple[str, str, int]]]] = {
     "percent": (
         "50 is wrong for 50%",
         [
@@ -488,7 +519,8 @@ COUNTED: dict[
 def test_an_answer_graded_otherwise_than_meant_is_counted(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, (message, rows) in COUNTED.items():
+    """The rows are kept, and the command prints how many there are and why."""
+    for name, (message, rows) in NOTED_ANSWERS.items():
         for problem, answer, counted in rows:
             with case_folder(f"{problem} {answer}") as folder:
                 source = write_user_jsonl(
@@ -496,7 +528,7 @@ def test_an_answer_graded_otherwise_than_meant_is_counted(
                 )
                 capsys.readouterr()
                 run_convert(source, folder / "out", "--allow-quarantined", "1", columns=COLUMNS[:3])
-                assert noted(folder / "out").get(name, 0) == counted
+                assert noted_counts(folder / "out").get(name, 0) == counted
                 assert (message in capsys.readouterr().out) == bool(counted)
     with case_folder("choices") as folder:
         row = {"q": "How long?", "a": "A", "i": "pics/0.png", "c": ["3 hours", "4 hours"]}
@@ -504,12 +536,13 @@ def test_an_answer_graded_otherwise_than_meant_is_counted(
             run_convert(write_user_jsonl(folder / "in", [row]), folder / "out", columns=COLUMNS)
             == 0
         )
-        assert "words" not in noted(folder / "out"), "its letter is an answer"
+        assert "words" not in noted_counts(folder / "out"), "its letter is an answer"
 
 
 def test_a_column_inside_another_is_named_with_a_dot(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`r.g.t` is the value of `t` in `g` in the column `r`; a cell of a CSV has JSON."""
     rows = [
         {
             "m": [{"from": "human", "value": f"What is {n}?"}, {"from": "gpt", "value": "?"}],
@@ -546,6 +579,7 @@ def test_a_column_inside_another_is_named_with_a_dot(
 def test_a_conversation_of_several_questions_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It would not be clear which of them the answer belongs to."""
     turns = [{"role": role, "content": "What?"} for role in ("user", "assistant", "user")]
     source = write_user_jsonl(tmp_path / "in", [{"q": turns, "a": "5"}])
     code = run_convert(source, tmp_path / "out", columns=COLUMNS[:2])
@@ -555,15 +589,16 @@ def test_a_conversation_of_several_questions_is_refused(
 
 
 def test_an_instruction_is_the_last_sentences_on_how_to_answer(subtests: pytest.Subtests) -> None:
+    """Each case_folder: a problem, and what is left of it (None: all of it)."""
     for problem, rest in [
-        (f"Find x. {SAID}", "Find x."),
+        (f"Find x. {INSTRUCTION}", "Find x."),
         (
             'How many?\nLet\'s think step by step and output the final answer after "####".',
             "How many?",
         ),
         ("Find x.\n\nFirst output the thinking process in <think> </think> tags.", "Find x."),
         ("Find the final answer.", None),
-        (SAID, None),  # nothing before it
+        (INSTRUCTION, None),  # nothing before it
         ("He climbs step by step. How far?", None),
         (r"What is in $\boxed{5}$?", None),
     ]:
@@ -572,12 +607,18 @@ def test_an_instruction_is_the_last_sentences_on_how_to_answer(subtests: pytest.
 
 
 def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_path: Path) -> None:
-    answers = ["5", "5", "6"]
+    """Rows contradict each other with one question, one picture and choices, and two answers."""
     rows = [
-        *({**ONE, "a": answer} for answer in answers),
-        *({**ONE, "q": "Find  y."} for _ in range(2)),
-        {**ONE, "q": "Find y.", "a": "10/2"},
-        {**ONE, "i": "pics/1.png", "a": "7"},
+        # three rows that contradict each other
+        {**ROW_WITH_IMAGE, "a": "5"},
+        {**ROW_WITH_IMAGE, "a": "5"},
+        {**ROW_WITH_IMAGE, "a": "6"},
+        # three rows with one question and one answer
+        {**ROW_WITH_IMAGE, "q": "Find  y."},
+        {**ROW_WITH_IMAGE, "q": "Find  y."},
+        {**ROW_WITH_IMAGE, "q": "Find y.", "a": "10/2"},
+        # all others differ in their picture, question or choices
+        {**ROW_WITH_IMAGE, "i": "pics/1.png", "a": "7"},
         {"q": "What is 2+3?", "a": "5"},
         {"q": "What is 2-3?", "a": "-1"},
         {"q": "Which?", "a": "A", "c": ["1", "2"]},
@@ -588,9 +629,8 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
     assert [row["id"] for row in read_prepared_rows(tmp_path / "out")] == [
         f"mine/train/{n}" for n in range(3, 11)
     ]
-    assert (
-        noted(tmp_path / "out")["repeats"] == 3
-    )  # one of them is left out with those that contradict it
+    # the second "5", which is left out then, and the second and third "Find y."
+    assert noted_counts(tmp_path / "out")["repeats"] == 3
     lines = read_quarantined_rows(tmp_path / "out")
     assert [(line["id"], line["reason"]) for line in lines] == [
         (f"mine/train/{n}", "contradiction") for n in range(3)
@@ -606,6 +646,7 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
 
 
 def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> None:
+    """Each of ten questions stands in two rows, which go into the same split."""
     write_user_jsonl(tmp_path / "in")
     rows: list[dict[str, Any]] = []
     for n in range(10):
@@ -626,6 +667,7 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
 def test_a_file_called_test_may_be_named_another_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The name would make all its rows test rows, and none would be left to train on."""
     rows = [{"q": f"What is {n}?", "a": n} for n in range(10)]
     source = write_user_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
     message = stderr_of_refusal(

@@ -38,16 +38,17 @@ from tests.support.pictures import encode_picture
 
 ROOT = Path(__file__).parents[3]
 SIDES = ["AB", "BC", "CA"]
-PLACES = {
+POINTS = {
     "A": [0.0, 200.0],
     "B": [300.0, 200.0],
     "C": [0.0, 10.0],
 }
 
 
-def _form(facts: list[str], *question: str, **changed: object) -> dict[str, object]:
+def form_record(facts: list[str], *question: str, **changed: object) -> dict[str, object]:
+    """A logic form of the triangle ABC as its file has it: facts, a question, and changed keys."""
     record = {
-        "points": PLACES,
+        "points": POINTS,
         "lines": SIDES,
         "circles": [],
         "facts": facts,
@@ -56,23 +57,27 @@ def _form(facts: list[str], *question: str, **changed: object) -> dict[str, obje
     return record | changed
 
 
-RIGHT = [
+RIGHT_TRIANGLE_FACTS = [
     "Equals(LengthOf(Line(A, B)), 12)",
     "Equals(LengthOf(Line(A, C)), 5)",
     "Perpendicular(Line(A, B), Line(A, C))",
 ]
-FORMS = {
-    "1": _form(RIGHT, "Find(LengthOf(Line(B, C)))"),
-    "2": _form(RIGHT, "Find(AreaOf(Triangle($)))"),
-    "3": _form(RIGHT[:1], "Find(LengthOf(Line(B, C)))"),
-    "4": _form([*RIGHT, "Equals(LengthOf(Line(B, C)), 20)"], "Find(LengthOf(Line(B, C)))"),
-    "2500": _form(
-        [*RIGHT[1:], "Equals(MeasureOf(Angle(A, B, C)), 23)"], "Find(LengthOf(Line(A, B)))"
+FORMS = {  # by number: two with an answer, an open one, one that contradicts itself, a rounded one
+    "1": form_record(RIGHT_TRIANGLE_FACTS, "Find(LengthOf(Line(B, C)))"),
+    "2": form_record(RIGHT_TRIANGLE_FACTS, "Find(AreaOf(Triangle($)))"),
+    "3": form_record(RIGHT_TRIANGLE_FACTS[:1], "Find(LengthOf(Line(B, C)))"),
+    "4": form_record(
+        [*RIGHT_TRIANGLE_FACTS, "Equals(LengthOf(Line(B, C)), 20)"], "Find(LengthOf(Line(B, C)))"
+    ),
+    "2500": form_record(
+        [*RIGHT_TRIANGLE_FACTS[1:], "Equals(MeasureOf(Angle(A, B, C)), 23)"],
+        "Find(LengthOf(Line(A, B)))",
     ),
 }
 
 
-def _written(folder: Path, forms: Mapping[str, Any] = FORMS) -> Path:
+def write_forms(folder: Path, forms: Mapping[str, Any] = FORMS) -> Path:
+    """Write logic forms by number into a file, and return its path."""
     path = folder / "forms.json"
     path.write_text(json.dumps(forms))
     return path
@@ -81,13 +86,25 @@ def _written(folder: Path, forms: Mapping[str, Any] = FORMS) -> Path:
 def test_labels_that_the_facts_contradict_are_listed_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """12 and 5 are the legs of a right triangle, so the third side is 13 and the area 30.
+
+    Problem 2 has the label 31; 3 has too few facts, 4 contradicts itself, and 2500 has no exact
+    value.
+    """
     golds = {"1": "13", "2": "31", "3": "9", "4": "13", "2500": "11.8"}
     table = tmp_path / "golds.jsonl"
     table.write_text(
         "".join(json.dumps({"id": f"some/test/{n}", "answer": a}) + "\n" for n, a in golds.items())
     )
     output = tmp_path / "faults.jsonl"
-    arguments = ["solve", str(_written(tmp_path)), "--golds", str(table), "--output", str(output)]
+    arguments = [
+        "solve",
+        str(write_forms(tmp_path)),
+        "--golds",
+        str(table),
+        "--output",
+        str(output),
+    ]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "answered: 3 of 5 (60.0%)" in printed
@@ -121,15 +138,17 @@ def test_labels_that_the_facts_contradict_are_listed_first(
 def test_what_the_picture_shows_counts_where_it_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forms = {"1": _form(RIGHT[:2], "Find(LengthOf(Line(B, C)))")}
+    """Only the picture shows the right angle at A; the facts are two sides."""
+    forms = {"1": form_record(RIGHT_TRIANGLE_FACTS[:2], "Find(LengthOf(Line(B, C)))")}
     for options, answered in (([], 0), (["--looks"], 1)):
-        assert main(["solve", str(_written(tmp_path, forms)), *options]) == 0
+        assert main(["solve", str(write_forms(tmp_path, forms)), *options]) == 0
         assert f"answered: {answered} of 1" in capsys.readouterr().out
 
 
 def test_a_text_is_answered_with_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The command takes facts in sentences too, and draws the figure beside their file."""
     facts = tmp_path / "facts.txt"
     facts.write_text("triangle ABC\nAB = 3, BC = 4, right angle ABC\nfind AC\n")
     assert main(["solve", str(facts)]) == 0
@@ -163,13 +182,14 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 def test_solved_problems_become_rows_with_their_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Three of the five forms have an answer and stand in the splits of the authors."""
     output = tmp_path / "geo"
     arguments = [
         "geometry3k",
         "--source",
         "facts",
         "--input",
-        str(_written(tmp_path)),
+        str(write_forms(tmp_path)),
         "--output",
         str(output),
     ]
@@ -189,9 +209,10 @@ def test_solved_problems_become_rows_with_their_figures(
 
 
 def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path) -> None:
-    places = {"A": 0j, "B": 300 + 0j, "C": 190j}
+    """The numbers of Geometry3K say the split: 2101 is of validation and 2401 of test."""
+    points = {"A": 0j, "B": 300 + 0j, "C": 190j}
     number_by_split = {"train": "2100", "validation": "2101", "test": "2401"}
-    right_triangle = logic_form(places, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
+    right_triangle = logic_form(points, SIDES, RIGHT_TRIANGLE_FACTS, "Find(LengthOf(Line(B, C)))")
     splits = rows_of_solvable_forms(
         dict.fromkeys(number_by_split.values(), right_triangle), questions=None
     )
@@ -203,7 +224,12 @@ def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path
 
 def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
     solved = solve_form(
-        logic_form({"A": 0j, "B": 300 + 0j, "C": 190j}, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
+        logic_form(
+            {"A": 0j, "B": 300 + 0j, "C": 190j},
+            SIDES,
+            RIGHT_TRIANGLE_FACTS,
+            "Find(LengthOf(Line(B, C)))",
+        )
     )
     assert solved.figure is not None
     assert figure_from_json(figure_as_json(solved.figure)) == solved.figure
@@ -215,26 +241,30 @@ def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
 def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
     tmp_path: Path,
 ) -> None:
+    """Four variants are made of each problem, with the same facts and other numbers.
+
+    They do not depend on a limit or on the number of workers. `15~3` is the third one of `15`.
+    """
     folder = tmp_path / "geo"
     source = [
         "geometry3k",
         "--source",
         "facts",
         "--input",
-        str(_written(tmp_path)),
+        str(write_forms(tmp_path)),
         "--output",
         str(folder),
     ]
     assert main([*source, "--workers", "1", "--keep-leaks"]) == 0
     rows = {}
     for name, options in (
-        ("all", []),
-        ("some", ["--limit", "3"]),
+        ("all", ["--workers", "1"]),
+        ("some", ["--workers", "1", "--limit", "3"]),
         ("two", ["--workers", "2"]),
     ):
         output = tmp_path / name
         arguments = ["variants", str(folder), "--output", str(output), "--per", "4", "--seed", "5"]
-        assert main([*arguments, *(["--workers", "1"] if name != "two" else []), *options]) == 0
+        assert main([*arguments, *options]) == 0
         rows[name] = list(stored_rows(output, "train"))
     assert rows["all"] == rows["two"]
     assert rows["all"][:3] == rows["some"]
@@ -250,7 +280,7 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
         assert float(again.value) == pytest.approx(float(solve_form(figure.form).value))
         if again.answer is not None:
             assert row["answer"] == again.answer
-        assert figure.form.facts != tuple(RIGHT)
+        assert figure.form.facts != tuple(RIGHT_TRIANGLE_FACTS)
     code = main(
         [
             "variants",
@@ -263,7 +293,7 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
         ]
     )
     assert code == 0
-    _assert_refused_in_training(tmp_path / "x")
+    assert_refused_in_training(tmp_path / "x")
 
 
 def test_problems_without_enough_variants_are_counted(
@@ -284,7 +314,7 @@ def test_problems_without_enough_variants_are_counted(
     ) -> list[RawProblem]:
         """Make no variant of the problem 0, one of 1, and two of 2."""
         number = int(original.row_id[-1])
-        return [_drawn_variant(f"{original.row_id}~{index}") for index in range(number)]
+        return [raw_variant(f"{original.row_id}~{index}") for index in range(number)]
 
     monkeypatch.setattr(data_prep.variants, "make_variants", make_variants)
     arguments = ["variants", str(folder), "--output", str(tmp_path / "out"), "--workers", "1"]
@@ -294,7 +324,8 @@ def test_problems_without_enough_variants_are_counted(
     assert "train 3 rows" in output
 
 
-def _drawn_variant(variant_id: str) -> RawProblem:
+def raw_variant(variant_id: str) -> RawProblem:
+    """A variant of a problem with this id, and a picture of a black square."""
     picture = Image.new("RGB", (60, 60), "white")
     picture.paste("black", (10, 10, 30, 30))
     return RawProblem(
@@ -309,7 +340,7 @@ def _drawn_variant(variant_id: str) -> RawProblem:
     )
 
 
-def _assert_refused_in_training(folder: Path) -> None:
+def assert_refused_in_training(folder: Path) -> None:
     """Assert that neither the folder nor its rows, from wherever they come, can be trained on."""
     script = AdoraScriptArguments(dataset_name=[str(folder)], dataset_train_split="test")
     with pytest.raises(UserError, match="written with --for-evaluation") as refusal:
@@ -322,8 +353,9 @@ def _assert_refused_in_training(folder: Path) -> None:
 
 
 def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
+    """The column `figure` has the solution, so no prompt of a shipped config may show it."""
     folder = tmp_path / "geo"
-    source = ["geometry3k", "--source", "facts", "--input", str(_written(tmp_path))]
+    source = ["geometry3k", "--source", "facts", "--input", str(write_forms(tmp_path))]
     assert main([*source, "--output", str(folder), "--workers", "1", "--keep-leaks"]) == 0
     figures = [row["figure"] for row in stored_rows(folder, "train")]
     assert all(figures)
@@ -348,15 +380,16 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
 
 
 def test_a_variant_lies_as_the_picture_of_its_original() -> None:
+    """A variant is not turned against the picture of its original: its base is level too."""
     # Drawn as a square with a level base, and by its angles a slanting parallelogram.
-    at = {"A": 0j, "B": 200 + 0j, "C": 200 + 200j, "D": 200j}
+    points = {"A": 0j, "B": 200 + 0j, "C": 200 + 200j, "D": 200j}
     facts = [
         "Parallelogram(A,B,C,D)",
         "Equals(LengthOf(Line(A, B)), 9)",
         "Equals(LengthOf(Line(A, D)), 7)",
         "Equals(MeasureOf(Angle(D, A, B)), 52)",
     ]
-    asked = logic_form(at, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
+    asked = logic_form(points, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
     solved = solve_form(asked).figure
     assert solved is not None
     assert abs(solved.coordinates["A"][1] - solved.coordinates["B"][1]) > 0.1
@@ -365,9 +398,9 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
     )
     assert variants
     for variant in variants:
-        lying = figure_from_json(variant.extras["figure"]).coordinates
-        assert lying["A"][1] == pytest.approx(lying["B"][1], abs=1e-6)
-        assert lying["C"][1] > lying["A"][1]
+        coordinates = figure_from_json(variant.extras["figure"]).coordinates
+        assert coordinates["A"][1] == pytest.approx(coordinates["B"][1], abs=1e-6)
+        assert coordinates["C"][1] > coordinates["A"][1]
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,15 @@ ATTACK = (
 )
 
 
-def _table(text: str) -> list[list[str]]:
+def split_lines_into_words(text: str) -> list[list[str]]:
+    """The words of each line."""
     return [line.split() for line in text.splitlines()]
 
 
-def _dataset(folder: Path, problem: str = "Find x.", rows: int = 6, **changed: Any) -> Path:
+def write_prepared_rows(
+    folder: Path, problem: str = "Find x.", rows: int = 6, **changed: Any
+) -> Path:
+    """Write drawn rows as prepared data with this problem text, and return the folder."""
     problems = [
         {**row, "problem": problem, **changed} for row in generate(rows, size=112, choices=2)
     ]
@@ -63,7 +67,7 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
         ["p95", "352"],
         ["max", "352"],
     ):
-        assert line in _table(output), line
+        assert line in split_lines_into_words(output), line
     tokens = [9 * 9, 12 * 9, 10 * 5, 22 * 16, 8 * 11, 20 * 14]
     assert list(survey_dataset(tmp_path / "out").splits["train"].image_tokens) == tokens
     assert "79  geometry3k/train/11: In \\odot X" in output
@@ -73,9 +77,10 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
 def test_longest_problems_in_tokens_of_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Without a model the longest problems are counted in characters."""
     from adora_vl.models.load import PRETRAINED_FOLDER
 
-    _dataset(tmp_path / "data", "Find the measure of a base angle.")
+    write_prepared_rows(tmp_path / "data", "Find the measure of a base angle.")
     assert (
         main(["inspect", str(tmp_path / "data"), "--text-only", "--model", str(PRETRAINED_FOLDER)])
         == 0
@@ -97,7 +102,8 @@ def test_longest_problems_in_tokens_of_a_model(
 def test_a_row_cannot_command_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _dataset(tmp_path / "data", "Find \x1b[31mx\x1b]0;owned\x07\u202e.")
+    """Escape codes of a terminal could set its title, or turn the direction of text."""
+    write_prepared_rows(tmp_path / "data", "Find \x1b[31mx\x1b]0;owned\x07\u202e.")
     assert main(["inspect", str(tmp_path / "data"), "--text-only"]) == 0
     output = capsys.readouterr().out
     assert "\x1b" not in output
@@ -107,7 +113,7 @@ def test_a_row_cannot_command_the_terminal(
 
 
 @pytest.fixture
-def attacked(tmp_path: Path) -> Path:
+def attacked_page(tmp_path: Path) -> Path:
     """A page of rows that attack in every text that they have."""
     row: dict[str, Any] = {
         "answer": ATTACK,
@@ -121,13 +127,13 @@ def attacked(tmp_path: Path) -> Path:
         "shapes": [ATTACK],
         "family": ATTACK,
     }
-    _dataset(tmp_path / "data", ATTACK, **row, meta=meta)
+    write_prepared_rows(tmp_path / "data", ATTACK, **row, meta=meta)
     assert main(["inspect", str(tmp_path / "data"), "--html", str(tmp_path / "page.html")]) == 0
     return tmp_path / "page.html"
 
 
-def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> None:
-    page = TagsOfPage(attacked.read_text())
+def test_the_page_is_self_contained_and_holds_texts_as_text(attacked_page: Path) -> None:
+    page = TagsOfPage(attacked_page.read_text())
     allowed_tags = (
         "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol "
         "li dl dt dd pre"
@@ -138,15 +144,17 @@ def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> N
         assert (attributes.get("src") or "data:image/").startswith("data:image/")
         assert (attributes.get("href") or "#").startswith("#")
     assert sum(tag == "article" for tag, _ in page.tags) == 6
-    assert not re.search(r"https?://(?!www\.w3\.org)", attacked.read_text())
+    assert not re.search(r"https?://(?!www\.w3\.org)", attacked_page.read_text())
 
 
-def test_nothing_runs_in_a_real_browser(attacked: Path, browser: Browser, tmp_path: Path) -> None:
+def test_nothing_runs_in_a_real_browser(
+    attacked_page: Path, browser: Browser, tmp_path: Path
+) -> None:
     """A page that would run it says so in its title; without escaping and policy the same rows do
     exactly that.
     """
     assert_attack_runs_unescaped(ATTACK, browser, tmp_path)
-    browser.open(attacked)
+    browser.open(attacked_page)
     rendered = browser.page.content()
     assert browser.js("document.title") == "data: 6 rows"
     assert "owned</title>" not in rendered
@@ -159,15 +167,19 @@ def test_nothing_runs_in_a_real_browser(attacked: Path, browser: Browser, tmp_pa
     ] == []
 
 
-def test_the_policy_alone_stops_what_would_not_be_escaped(attacked: Path, browser: Browser) -> None:
-    forgotten = attacked.with_name("forgotten.html")
-    forgotten.write_text(attacked.read_text().replace("</h1>", f"</h1>{ATTACK}"))
-    browser.open(forgotten)
+def test_the_policy_alone_stops_what_would_not_be_escaped(
+    attacked_page: Path, browser: Browser
+) -> None:
+    """Here the attack stands in the page unescaped, and its Content Security Policy refuses it."""
+    unescaped_page = attacked_page.with_name("forgotten.html")
+    unescaped_page.write_text(attacked_page.read_text().replace("</h1>", f"</h1>{ATTACK}"))
+    browser.open(unescaped_page)
     browser.wait_for_error("Content Security Policy")
     assert browser.js("document.title") == "data: 6 rows"
 
 
 def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
+    """The page shows 48 of 60 rows with pictures of 400 kB and long texts."""
     noise = {
         "bytes": encode_picture(Image.effect_noise((700, 700), 100).convert("RGB")),
         "path": None,
@@ -186,7 +198,8 @@ def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
 
 
 def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
-    _dataset(tmp_path / "data")
+    """The place of the page is checked before any row is read."""
+    write_prepared_rows(tmp_path / "data")
     (tmp_path / "data.html").write_text("<h1>my thesis</h1>")
     assert main(["inspect", str(tmp_path / "data")]) == 2
     error = capsys.readouterr().err
@@ -212,6 +225,7 @@ def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
 
 
 def test_the_page_tells_what_was_left_out(tmp_path: Path) -> None:
+    """One of four problems has no choice with its letter, Z."""
     for number in range(3):
         write_problem_folder(tmp_path / "raw", number=number)
     write_problem_folder(tmp_path / "raw", number=3, answer="Z")
@@ -234,12 +248,15 @@ def test_the_page_tells_what_was_left_out(tmp_path: Path) -> None:
 def test_inspect_leaves_out_what_no_row_has(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["inspect", str(_dataset(tmp_path / "drawn"))]) == 0
+    """Rows without pictures, goals and shapes have no table of these."""
+    assert main(["inspect", str(write_prepared_rows(tmp_path / "drawn"))]) == 0
     assert {"goal", "shape", "image size (longest side)"} <= set(
         capsys.readouterr().out.splitlines()
     )
     nothing = dict.fromkeys(next(iter(generate(1, size=112, choices=2)))["meta"])
-    assert main(["inspect", str(_dataset(tmp_path / "text", images=[], meta=nothing))]) == 0
+    assert (
+        main(["inspect", str(write_prepared_rows(tmp_path / "text", images=[], meta=nothing))]) == 0
+    )
     output = capsys.readouterr().out
     assert "answer form" in output.splitlines()
     assert "longest problems" in output
@@ -265,6 +282,7 @@ def test_inspect_of_something_else_is_one_line(
 
 
 def test_inspect_counts_every_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A column for each split, a line for each source, goal, form and size."""
     command = ["synthetic", "--output", str(tmp_path / "out"), "--rows", "5", "--test-rows", "3"]
     command += ["--families", "polygon"]
     assert main(command) == 0
@@ -286,7 +304,7 @@ def test_what_is_wrong_beyond_a_row_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows that have gone since the manifest was written, and ids that a training would refuse."""
-    folder = _dataset(tmp_path / "out", id="a/1", rows=3)
+    folder = write_prepared_rows(tmp_path / "out", id="a/1", rows=3)
     manifest_file = folder / "manifest.json"
     manifest = json.loads(manifest_file.read_text())
     manifest["counts"] = {"train": 5, "test": 2}
@@ -298,7 +316,7 @@ def test_what_is_wrong_beyond_a_row_is_said(
         "wrong: 2 rows of train with the id of an earlier row",
         "wrong: the manifest has a split 'test'",
     ]
-    sound = _dataset(tmp_path / "sound")
+    sound = write_prepared_rows(tmp_path / "sound")
     assert main(["inspect", str(sound), "--text-only"]) == 0
     assert "wrong: " not in capsys.readouterr().out
 
