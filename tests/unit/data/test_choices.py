@@ -45,34 +45,32 @@ ROWS: list[dict[str, Any]] = [
     {"q": "How long is AB?", "a": "B", "c": ["3", r"4 \sqrt { 2 }", "5"], "i": "pics/1.png"},
     {"q": "How long is BC?", "a": "3", "c": [], "i": "pics/2.png"},
 ]
-ASKED = [
+ASKED_TEXTS = [
     "Who?",
     "How long is AB?\nChoices:\n(A) 3\n(B) 4 \\sqrt { 2 }\n(C) 5\n"
     "Answer with the letter of the right choice.",
     "How long is BC?",
 ]
-WHOLE = [
+LINES_OF_WHOLE_PROMPT = [
     "[system]",
     r"Please reason step by step, and put your final answer within \boxed{}.",
     "[user]",
-    *("<image>" + ASKED[1]).splitlines(),
+    *("<image>" + ASKED_TEXTS[1]).splitlines(),
 ]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_with_choices(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A train and a test split, each with one row with choices among open ones."""
     root = tmp_path_factory.mktemp("choices")
     source = write_user_jsonl(root / "in", ROWS)
     (root / "both").mkdir()
+    (root / "both" / "pics").mkdir()
     for number in range(3):
-        (root / "both" / "pics").mkdir(exist_ok=True)
-        (root / "both" / "pics" / f"{number}.png").write_bytes(
-            (root / "in" / "pics" / f"{number}.png").read_bytes()
-        )
-        (root / "both" / "pics" / f"{number}t.png").write_bytes(
-            (root / "in" / "pics" / f"{number}.png").read_bytes()
-        )
+        picture = (root / "in" / "pics" / f"{number}.png").read_bytes()
+        # one for the training row, and one for the test row
+        (root / "both" / "pics" / f"{number}.png").write_bytes(picture)
+        (root / "both" / "pics" / f"{number}t.png").write_bytes(picture)
     (root / "both" / "train.jsonl").write_bytes(source.read_bytes())
     tests = [{**row, "q": f"{row['q']} Again.", "i": row["i"].replace(".", "t.")} for row in ROWS]
     (root / "both" / "test.jsonl").write_text("\n".join(map(json.dumps, tests)))
@@ -82,7 +80,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drawn_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the data set of drawn problems."""
     folder = tmp_path_factory.mktemp("drawn") / "synthetic"
     assert (
@@ -91,30 +89,33 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def script_of(*words: object) -> Any:
+def script_arguments(*words: object) -> Any:
+    """The script arguments of a training command with these words."""
     return parse([*CPU, *map(str, words)])[0]
 
 
-def trained_on(folder: Path, *words: str) -> list[str]:
+def training_prompts(folder: Path, *words: str) -> list[str]:
     """The text of each row's last message."""
-    script = script_of("--dataset_name", folder, *words)
+    script = script_arguments("--dataset_name", folder, *words)
     rows = load_rows(script, data_folders(script), seed=0)
     return [row["prompt"][-1]["content"] for row in rows]
 
 
-def options_of(folder: Path, *words: str) -> Any:
+def evaluation_options(folder: Path, *words: str) -> Any:
+    """The options that name the data of an evaluation with these words."""
     arguments = ["infer", "--model", "tiny", "--data", str(folder), "--output", "o", *words]
     return parse_evaluation(arguments, BENCHMARK).ask.data
 
 
-def evaluated_on(folder: Path, *words: str) -> list[str]:
-    problems = BENCHMARK.load(options_of(folder, *words)).problems
+def evaluation_prompts(folder: Path, *words: str) -> list[str]:
+    """The prompt of each problem of an evaluation."""
+    problems = BENCHMARK.load(evaluation_options(folder, *words)).problems
     return [problem.prompt for problem in problems]
 
 
 def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
     """Return the fingerprint of a training on `folder`, by which a checkpoint is known to fit."""
-    script = script_of("--dataset_name", folder, *words)
+    script = script_arguments("--dataset_name", folder, *words)
     settings = script_arguments_for_fingerprint(
         script, load_rows(script, [str(folder)], seed=0).data.table
     )
@@ -128,7 +129,7 @@ def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
 
 
 def test_training_and_evaluations_ask_in_the_same_words(
-    data: Path, subtests: pytest.Subtests
+    data_with_choices: Path, subtests: pytest.Subtests
 ) -> None:
     """A problem is asked alike in training, in its evaluations on the way, and by `eval.problems`.
 
@@ -136,26 +137,26 @@ def test_training_and_evaluations_ask_in_the_same_words(
     """
     alone = [row["q"] for row in ROWS]
     cases: list[tuple[str | None, list[str], list[str], list[str]]] = [
-        (DEFAULT_PROMPT, [], [], ASKED),
+        (DEFAULT_PROMPT, [], [], ASKED_TEXTS),
         (None, ["--adora_prompt", "null"], ["--prompt", "none"], alone),
     ]
     for prompt, train_words, evaluation_words, texts in cases:
         with subtests.test(f"{prompt}"):
-            assert trained_on(data, *train_words) == texts
-            assert evaluated_on(data, *evaluation_words) == [
-                text.replace("?", "? Again.", 1) for text in texts
-            ]
+            evaluated_texts = [text.replace("?", "? Again.", 1) for text in texts]
+            assert training_prompts(data_with_choices, *train_words) == texts
+            assert evaluation_prompts(data_with_choices, *evaluation_words) == evaluated_texts
             config = parse(
                 [*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"]
             )[1]
-            plan = load_evaluation_plan(config, [str(data)], prompt)
+            plan = load_evaluation_plan(config, [str(data_with_choices)], prompt)
             assert plan is not None
             during = [problem.prompt for problem in plan.tasks[0].problems]
-            assert during == evaluated_on(data, *evaluation_words)
+            assert during == evaluation_prompts(data_with_choices, *evaluation_words)
 
 
-def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data: Path) -> None:
-    row = load_split(data, "train")[1]
+def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data_with_choices: Path) -> None:
+    """The second row has the choices 3, 4√2 and 5, of which B is right."""
+    row = load_split(data_with_choices, "train")[1]
     for answer, verdict in {
         "B": "correct",
         r"4\sqrt{2}": "correct",
@@ -163,52 +164,59 @@ def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data: Path) -> No
         "3": "wrong",
         "D": "wrong",
     }.items():
-        assert (
-            grade(rf"So \boxed{{{answer}}}.", row["answer"], choices=row["choices"]).verdict
-            == verdict
-        ), answer
+        graded = grade(rf"So \boxed{{{answer}}}.", row["answer"], choices=row["choices"])
+        assert graded.verdict == verdict, answer
 
 
 def test_letters_that_choices_carry_are_not_shown_twice() -> None:
     """A choice that only looks like a letter stays as it is."""
     assert with_letters(["A. 3", "(B) 4"]) == with_letters(["3", "4"]) == ["(A) 3", "(B) 4"]
     for choices in (["(a)", "(b)"], ["A. 3"], ["B. 3", "A. 4"], ["A. 3", "4"], ["A", "B"]):
-        assert [line[4:] for line in with_letters(choices)] == choices
+        texts_behind_letters = [line[4:] for line in with_letters(choices)]
+        assert texts_behind_letters == choices
 
 
-def test_drawn_problems_are_asked_as_before(drawn: Path) -> None:
+def test_drawn_problems_are_asked_as_before(drawn_data: Path) -> None:
     """The tiny model has learned those words, and the figures of the demo depend on them."""
-    assert trained_on(drawn) == list(load_split(drawn, "train")["problem"])
-    assert evaluated_on(drawn) == list(load_split(drawn, "test")["problem"])
+    assert training_prompts(drawn_data) == list(load_split(drawn_data, "train")["problem"])
+    assert evaluation_prompts(drawn_data) == list(load_split(drawn_data, "test")["problem"])
 
 
-def test_a_data_set_without_the_column_is_read(drawn: Path, tmp_path: Path) -> None:
-    (stored,) = split_files(drawn)["train"]
+def test_a_data_set_without_the_column_is_read(drawn_data: Path, tmp_path: Path) -> None:
+    """Data that was prepared before there were choices lacks the column."""
+    (stored,) = split_files(drawn_data)["train"]
     (tmp_path / "data").mkdir()
     pq.write_table(pq.read_table(stored).drop_columns(["choices"]), tmp_path / "data" / stored.name)
-    assert trained_on(tmp_path) == trained_on(drawn)
-    assert evaluated_on(tmp_path, "--split", "train") == trained_on(drawn)
+    assert training_prompts(tmp_path) == training_prompts(drawn_data)
+    assert evaluation_prompts(tmp_path, "--split", "train") == training_prompts(drawn_data)
     assert survey_dataset(tmp_path).example is not None
 
 
 def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
-    data: Path, drawn: Path, tmp_path: Path
+    data_with_choices: Path, drawn_data: Path, tmp_path: Path
 ) -> None:
     """The fingerprint of such a run says null, as that of a run without a template does."""
     before = {
-        folder: {**fingerprint_of(folder), "adora_prompt": "null"} for folder in (data, drawn)
+        folder: {**fingerprint_of(folder), "adora_prompt": "null"}
+        for folder in (data_with_choices, drawn_data)
     }
-    assert fingerprint_differences(before[drawn], fingerprint_of(drawn)) == [], (
+    assert fingerprint_differences(before[drawn_data], fingerprint_of(drawn_data)) == [], (
         "nothing has changed without choices"
     )
     assert (
-        fingerprint_differences(before[data], fingerprint_of(data, "--adora_prompt", "null")) == []
-    )
-    assert (
-        fingerprint_differences(before[data], fingerprint_of(data, "--adora_prompt", "{problem}"))
+        fingerprint_differences(
+            before[data_with_choices], fingerprint_of(data_with_choices, "--adora_prompt", "null")
+        )
         == []
     )
-    checkpoint = write_checkpoint(tmp_path, 10, before[data])
+    assert (
+        fingerprint_differences(
+            before[data_with_choices],
+            fingerprint_of(data_with_choices, "--adora_prompt", "{problem}"),
+        )
+        == []
+    )
+    checkpoint = write_checkpoint(tmp_path, 10, before[data_with_choices])
     with pytest.raises(
         UserError, match=r"of another run: adora_prompt: null -> \"{problem}\\n.*; set it back"
     ):
@@ -216,40 +224,49 @@ def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
             tmp_path,
             resume_from_checkpoint=None,
             overwrite=False,
-            run_fingerprint=fingerprint_of(data),
+            run_fingerprint=fingerprint_of(data_with_choices),
         )
     started = choose_start_point(
         tmp_path,
         resume_from_checkpoint=None,
         overwrite=False,
-        run_fingerprint=fingerprint_of(data, "--adora_prompt", "null"),
+        run_fingerprint=fingerprint_of(data_with_choices, "--adora_prompt", "null"),
     )
     assert started.checkpoint == str(checkpoint)
 
 
-def test_answers_of_before_count_for_the_same_questions_alone(data: Path, drawn: Path) -> None:
-    for folder, asked_with in ((drawn, None), (data, DEFAULT_PROMPT)):
-        options = options_of(folder)
+def test_answers_of_before_count_for_the_same_questions_alone(
+    data_with_choices: Path, drawn_data: Path
+) -> None:
+    """The fingerprint of answers has the template only where it changes a question."""
+    for folder, asked_with in ((drawn_data, None), (data_with_choices, DEFAULT_PROMPT)):
+        options = evaluation_options(folder)
         unused = BENCHMARK.load(options).unused_options
         prompt = None if "prompt" in unused else options.prompt
         assert prompt == asked_with  # goes into the fingerprint, where it was null
 
 
 def test_one_whole_prompt_is_shown_where_a_person_looks(
-    data: Path, capsys: pytest.CaptureFixture[str]
+    data_with_choices: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert data_prep(["inspect", str(data)]) == 0
+    """`inspect` prints the prompt of one row with choices, and its page shows it once."""
+    assert data_prep(["inspect", str(data_with_choices)]) == 0
     output = capsys.readouterr().out
-    assert "\n".join(f"  {line}" for line in WHOLE) in output
+    assert "\n".join(f"  {line}" for line in LINES_OF_WHOLE_PROMPT) in output
     assert "of mine/train/1, as a training" in output
-    page = data.with_name("data.html").read_text()
+    page = data_with_choices.with_name("data.html").read_text()
     assert (
-        page.count("\n".join(f"  {line.replace('<image>', '&lt;image&gt;')}" for line in WHOLE))
+        page.count(
+            "\n".join(
+                f"  {line.replace('<image>', '&lt;image&gt;')}" for line in LINES_OF_WHOLE_PROMPT
+            )
+        )
         == 1
     )
 
 
 def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_path, capsys):
+    """The row has an escape code that sets the title of a terminal, and a mark that turns text."""
     source = write_user_jsonl(
         tmp_path / "in", [{"q": "Which\x1b]0;owned\x07?", "a": "A", "c": ["1\u202e", "2"]}]
     )
@@ -270,7 +287,10 @@ def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_the_dry_run_shows_it_in_the_words_of_the_models_template(data, tmp_path, capsys):
+def test_the_dry_run_shows_it_in_the_words_of_the_models_template(
+    data_with_choices, tmp_path, capsys
+):
+    """The text stands between the tokens of Qwen's chat template."""
     words = [
         "--num_generations",
         "2",
@@ -278,13 +298,16 @@ def test_the_dry_run_shows_it_in_the_words_of_the_models_template(data, tmp_path
         "2",
         "--dry-run",
         "--dataset_name",
-        str(data),
+        str(data_with_choices),
     ]
     file = tmp_path / "written.yaml"
     assert train([*CPU, *words]) in (0, 1)
     output = capsys.readouterr().out.split("One whole prompt, of mine/train/1\n")[1]
     start = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
-    assert f"{WHOLE[1]}<|im_end|>\n{start}{ASKED[1]}<|im_end|>\n<|im_start|>assistant\n" in output
+    assert (
+        f"{LINES_OF_WHOLE_PROMPT[1]}<|im_end|>\n{start}{ASKED_TEXTS[1]}<|im_end|>\n<|im_start|>assistant\n"
+        in output
+    )
     alone = ["--adora_prompt", "null", "--adora_system_prompt", "null", "--write-config", str(file)]
     assert train([*CPU, *words, *alone]) in (0, 1)
     assert "Choices:" not in capsys.readouterr().out
@@ -292,7 +315,9 @@ def test_the_dry_run_shows_it_in_the_words_of_the_models_template(data, tmp_path
     assert script.adora_prompt is script.adora_system_prompt is None, "null is written down too"
 
 
-def test_the_card_of_a_model_shows_how_choices_were_asked(data: Path, drawn: Path) -> None:
+def test_the_card_of_a_model_shows_how_choices_were_asked(
+    data_with_choices: Path, drawn_data: Path
+) -> None:
     def card(folder: Path) -> str:
         script, config, model = parse([*CPU, "--dataset_name", str(folder)])
         manifest = run_manifest(
@@ -314,15 +339,16 @@ def test_the_card_of_a_model_shows_how_choices_were_asked(data: Path, drawn: Pat
 
     assert (
         "Find x.\nChoices:\n(A) 12\n(B) 13\nAnswer with the letter of the right choice.\n"
-        in card(data)
+        in card(data_with_choices)
     )
-    assert "Choices" not in card(drawn)
+    assert "Choices" not in card(drawn_data)
 
 
 def test_quoted_figures_of_open_questions_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for prompt, noted in ((None, False), (DEFAULT_PROMPT, True)):
+    """Published figures of Geometry3K are of questions without their choices."""
+    for prompt, is_noted in ((None, False), (DEFAULT_PROMPT, True)):
         items = [{"pid": "1", "verdict": "correct"}]
         score = {
             "benchmark": "geometry3k",
@@ -337,6 +363,6 @@ def test_quoted_figures_of_open_questions_are_told_apart(
         }
         (tmp_path / "score.json").write_text(json.dumps(score))
         assert compare([str(tmp_path / "score.json")]) == 0
-        assert ("the quoted rows are of open questions" in capsys.readouterr().out) == noted
+        assert ("the quoted rows are of open questions" in capsys.readouterr().out) == is_noted
         assert compare([str(tmp_path / "score.json"), "--no-published"]) == 0
         assert "open questions" not in capsys.readouterr().out

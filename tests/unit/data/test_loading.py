@@ -51,52 +51,47 @@ COLUMNS = ("problem=q", "answer=a")
 
 
 @pytest.fixture(scope="module")
-def sets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two prepared folders: 30 rows with a column of their own, and 6; both with a test split."""
+def large_and_small(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two prepared folders, `large` and `small`, with 24 and 5 training rows.
+
+    They were made of 30 rows with the further column `tip`, and of 6; a fifth is the test split.
+    """
     root = tmp_path_factory.mktemp("sets")
-    for name, count, further_columns in (
-        ("large", 30, {"tip": "think"}),
-        ("small", 6, {}),
+    large_rows = [{"q": f"large {number}?", "a": number, "tip": "think"} for number in range(30)]
+    small_rows = [{"q": f"small {number}?", "a": number} for number in range(6)]
+    for name, rows, columns in (
+        ("large", large_rows, (*COLUMNS, "tip=tip")),
+        ("small", small_rows, COLUMNS),
     ):
-        rows = [
-            {"q": f"{name} {number}?", "a": number, **further_columns} for number in range(count)
-        ]
-        columns = (*COLUMNS, *(["tip=tip"] if further_columns else []))
+        source = write_user_jsonl(root / f"in-{name}", rows)
         options = ("--name", name, "--test-share", "0.2")
-        assert (
-            run_convert(
-                write_user_jsonl(root / f"in-{name}", rows), root / name, *options, columns=columns
-            )
-            == 0
-        )
+        assert run_convert(source, root / name, *options, columns=columns) == 0
     return [root / "large", root / "small"]
 
 
-def script_of(*words: object) -> Any:
+def script_arguments(*words: object) -> Any:
+    """The script arguments of a training command with these words."""
     return parse([*CPU, *map(str, words)])[0]
 
 
 def test_every_share_is_kept_and_every_row_comes() -> None:
+    """A mixture of 300 and 50 rows is a list of row numbers, in which rows 300 to 349 repeat."""
     rows = draw_mixture([300, 50], [0.7, 0.3], seed=1)
-    counts = Counter(rows)
-    assert counts.keys() == set(range(350))
-    assert all(counts[row] >= 1 for row in range(350))
-    small = sum(row >= 300 for row in rows)
-    assert small / len(rows) == pytest.approx(0.3, abs=0.06)
-    assert (
-        rows
-        == draw_mixture([300, 50], [0.7, 0.3], seed=1)
-        != draw_mixture([300, 50], [0.7, 0.3], seed=2)
-    )
+
+    assert set(rows) == set(range(300 + 50))
+    rows_of_second = sum(row >= 300 for row in rows)
+    assert rows_of_second / len(rows) == pytest.approx(0.3, abs=0.06)
+    assert rows == draw_mixture([300, 50], [0.7, 0.3], seed=1)
+    assert rows != draw_mixture([300, 50], [0.7, 0.3], seed=2)
 
 
-def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
+def test_a_mixture_goes_on_where_it_was_interrupted(large_and_small: list[Path]) -> None:
     """The rows of a run of three epochs, and of one that another process goes on with in the second
     epoch.
     """
 
     def order(epochs: range) -> list[str]:
-        script = script_of("--dataset_name", *sets, "--adora_mixture", 0.6, 0.4)
+        script = script_arguments("--dataset_name", *large_and_small, "--adora_mixture", 0.6, 0.4)
         rows = load_rows(script, data_folders(script), seed=3)
         return row_ids_of_epochs(rows, epochs)
 
@@ -108,8 +103,9 @@ def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
     assert names["small"] > 0.2 * len(uninterrupted), "5 rows of 29 would be less"
 
 
-def test_several_data_sets_are_one_with_the_columns_of_all(sets: list[Path]) -> None:
-    script = script_of("--dataset_name", *sets)
+def test_several_data_sets_are_one_with_the_columns_of_all(large_and_small: list[Path]) -> None:
+    """A row of a data set without the column `tip` has null there."""
+    script = script_arguments("--dataset_name", *large_and_small)
     rows = load_rows(script, data_folders(script), seed=0)
     assert Counter(row["id"].split("/")[0] for row in rows) == {"large": 24, "small": 5}
     assert {row["tip"] for row in rows} == {"think", None}
@@ -118,10 +114,12 @@ def test_several_data_sets_are_one_with_the_columns_of_all(sets: list[Path]) -> 
 
 
 def test_a_resume_sees_another_data_set_share_prompt_or_order(
-    sets: list[Path], tmp_path: Path
+    large_and_small: list[Path], tmp_path: Path
 ) -> None:
-    def of(*words: object) -> dict[str, str]:
-        script = script_of(*words)
+    """Each of these settings is in the fingerprint of a run, under its key."""
+
+    def run_fingerprint(*words: object) -> dict[str, str]:
+        script = script_arguments(*words)
         return fingerprint(
             script,
             data=data_folders(script),
@@ -132,24 +130,26 @@ def test_a_resume_sees_another_data_set_share_prompt_or_order(
 
     system = tmp_path / "system.txt"
     system.write_text("Be brief.\n")
-    mixed = ("--dataset_name", *sets, "--adora_mixture", 0.6, 0.4)
-    before = of(*mixed)
-    assert fingerprint_differences(before, of(*mixed)) == []
+    mixed = ("--dataset_name", *large_and_small, "--adora_mixture", 0.6, 0.4)
+    before = run_fingerprint(*mixed)
+    assert fingerprint_differences(before, run_fingerprint(*mixed)) == []
     for key, words in {
-        "adora_mixture": ("--dataset_name", *sets, "--adora_mixture", 0.5, 0.5),
-        "dataset": ("--dataset_name", *sets[::-1], "--adora_mixture", 0.6, 0.4),
+        "adora_mixture": ("--dataset_name", *large_and_small, "--adora_mixture", 0.5, 0.5),
+        "dataset": ("--dataset_name", *large_and_small[::-1], "--adora_mixture", 0.6, 0.4),
         "adora_prompt": (*mixed, "--adora_prompt", "{problem}!"),
         "adora_system_prompt": (*mixed, "--adora_system_prompt", system),
     }.items():
-        (changed,) = fingerprint_differences(before, of(*words))
+        (changed,) = fingerprint_differences(before, run_fingerprint(*words))
         assert changed.startswith(f"{key}: ")
     system.write_text("Be very brief.\n")
-    assert "very brief" in of(*mixed, "--adora_system_prompt", system)["adora_system_prompt"]
+    with_other_text = run_fingerprint(*mixed, "--adora_system_prompt", system)
+    assert "very brief" in with_other_text["adora_system_prompt"]
 
 
 def test_a_table_is_named_with_its_columns_and_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The converted table is kept in a cache, and converted again when it or a picture changes."""
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     rows = rows_with_images([f"pics/{n}.png" for n in range(4)])
     source = write_user_jsonl(tmp_path / "in", rows)
@@ -159,17 +159,17 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
     config.write_text(
         "adora_columns: {problem: question, answer: label, images: image, choices: options}\n"
     )
-    script = script_of(*words)
-    assert (
-        script_of("--dataset_name", source, "--config", config).adora_columns
-        == script.adora_columns
-        == columns
-    )
+    script = script_arguments(*words)
+    script_of_file = script_arguments("--dataset_name", source, "--config", config)
+    assert script_of_file.adora_columns == script.adora_columns == columns
     (folder,) = data_folders(script)
     with pytest.raises(
         UserError, match=r"has its columns already; leave adora_columns out, or name the table$"
     ):
-        data_folders(script_of("--dataset_name", folder, "--adora_columns", json.dumps(columns)))
+        data_folders(
+            script_arguments("--dataset_name", folder, "--adora_columns", json.dumps(columns))
+        )
+
     converted_at = Path(folder, "manifest.json").stat().st_mtime_ns
     assert data_folders(script) == [folder]
     assert Path(folder, "manifest.json").stat().st_mtime_ns == converted_at
@@ -181,6 +181,7 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
         ["image", "text"],
     ]
     assert [len(row["images"]) for row in loaded] == [1, 2, 1]
+
     picture = tmp_path / "in" / "pics" / "0.png"
     os.utime(picture, ns=(1, 1))  # of a picture only the time has changed
     assert data_folders(script) == [folder]
@@ -188,6 +189,7 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
     picture.write_bytes(picture.read_bytes() + b"\0")  # now the picture
     assert data_folders(script) == [folder]
     assert Path(folder, "manifest.json").stat().st_mtime_ns != converted_at
+
     write_user_jsonl(tmp_path / "in", rows[1:])
     data_folders(script)
     manifest = read_manifest(Path(folder))
@@ -199,32 +201,28 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
         UserError, match=r"^dataset_name: .*mine.jsonl' with adora_columns: input: 1 of 3 row"
     ) as error:
         data_folders(script)
-    assert (
-        len(str(error.value).splitlines()) == 3
-    )  # how many, what is wrong by kind, and where the rows are
+    # how many rows, what is wrong with them, and where they are
+    assert len(str(error.value).splitlines()) == 3
 
 
 def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_next_start(
     tmp_path, monkeypatch
 ):
+    """The table has five rows, and seven by the time that its conversion ends."""
     table = tmp_path / "t.jsonl"
-    real = convert_module.convert
+    convert_table = convert_module.convert
 
-    def write(rows: int) -> None:
-        table.write_text(
-            "".join(
-                json.dumps({"q": f"What is {n} + {rows}?", "a": n + rows}) + "\n"
-                for n in range(rows)
-            )
-        )
+    def write_table(rows: int) -> None:
+        lines = [json.dumps({"q": f"What is {n} + {rows}?", "a": n + rows}) for n in range(rows)]
+        table.write_text("\n".join(lines) + "\n")
 
-    def during(*args: Any, **kwargs: Any) -> Any:
-        converted = real(*args, **kwargs)
-        write(7)
+    def convert_while_it_is_saved(*args: Any, **kwargs: Any) -> Any:
+        converted = convert_table(*args, **kwargs)
+        write_table(7)
         return converted
 
-    write(5)
-    monkeypatch.setattr(convert_module, "convert", during)
+    write_table(5)
+    monkeypatch.setattr(convert_module, "convert", convert_while_it_is_saved)
     for rows in (5, 7):
         folder = ensure_converted(str(table), {"problem": "q", "answer": "a"}, tmp_path / "home")
         assert row_count(folder, "train") == rows
@@ -233,6 +231,7 @@ def test_a_table_that_is_saved_again_while_it_is_converted_is_converted_at_the_n
 def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
     tmp_path, monkeypatch
 ):
+    """`datasets` knows a file by path, size and time, and would take the old one from its cache."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for seed in (1, 2):
         rows = list(generate(3, split="train", seed=seed))
@@ -245,11 +244,13 @@ def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
 
 
 def test_a_split_of_which_files_are_missing_is_refused(tmp_path: Path) -> None:
+    """A name such as train-00000-of-00002.parquet says how many files there are."""
     data = tmp_path / "data"
     write_split(list(generate(3, split="train")), tmp_path, "train")
     (file,) = data.iterdir()
     table = pq.read_table(file)
     file.unlink()
+    # a download of two files, then with one of them missing
     for number in (0, 1):
         part = table.slice(number, 1)
         pq.write_table(part, data / f"train-0000{number}-of-00002.parquet")
@@ -284,7 +285,7 @@ def test_a_file_of_another_program_that_a_step_could_not_read_is_refused(
     table = pa.table({"id": ["a", "b"], "problem": ["x", "y"], "answer": ["1", "2"], **column})
     (tmp_path / "data").mkdir()
     pq.write_table(table, tmp_path / "data" / "train-00000-of-00001.parquet")
-    script = script_of("--dataset_name", tmp_path)
+    script = script_arguments("--dataset_name", tmp_path)
     if not line:
         assert load_rows(script, script.dataset_name, seed=0)["id"] == ["a", "b"]
         return
@@ -302,14 +303,15 @@ def test_a_folder_is_read_by_its_name_and_no_neighbour_with_it(tmp_path: Path, n
         ids[folder_name] = [row["id"] for row in rows]
     folder = tmp_path / name
     assert load_split(folder, "train")["id"] == ids[name]
-    script = script_of("--dataset_name", f"[{str(folder)!r}]")
+    script = script_arguments("--dataset_name", f"[{str(folder)!r}]")
     assert load_rows(script, script.dataset_name, seed=0)["id"] == ids[name]
 
 
 def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
 
-    def counts(**tables: int) -> Any:
+    def converted_counts(**tables: int) -> Any:
+        """The rows by split of the converted folder, after these tables were written into it."""
         for split, rows in tables.items():
             lines = [
                 json.dumps({"q": f"How long is side {number} of {split}?", "a": number})
@@ -323,12 +325,17 @@ def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> No
         assert manifest is not None
         return manifest["counts"]
 
-    assert counts(train=3) == {"train": 3}
-    assert counts(test=2) == {"train": 3, "test": 2}
+    assert converted_counts(train=3) == {"train": 3}
+    assert converted_counts(test=2) == {"train": 3, "test": 2}
 
 
-def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path]) -> None:
-    script = script_of("--dataset_name", sets[0], "--adora_prompt", "{tip}: {problem}")
+def test_a_template_makes_the_prompts_of_training_and_evaluation(
+    large_and_small: list[Path],
+) -> None:
+    """The template has a column of the user's own, `tip`."""
+    script = script_arguments(
+        "--dataset_name", large_and_small[0], "--adora_prompt", "{tip}: {problem}"
+    )
     (row, *_) = load_rows(script, data_folders(script), seed=0)
     assert row["prompt"][1]["content"] == f"think: {row['problem']}"
     assert row["problem"].startswith("large ")
@@ -337,7 +344,7 @@ def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path
         "--model",
         "m",
         "--data",
-        str(sets[0]),
+        str(large_and_small[0]),
         "--output",
         "o",
         "--prompt",
@@ -350,8 +357,9 @@ def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path
 
 
 def test_a_template_that_does_not_fit_the_rows_is_one_line(
-    sets: list[Path], subtests: pytest.Subtests
+    large_and_small: list[Path], subtests: pytest.Subtests
 ) -> None:
+    """Each case: words of the command, and a pattern for the error."""
     for words, message in [
         (["--adora_prompt", "{hnt} {problem}"], "adora_prompt: 'hnt' is no column of .*large"),
         (
@@ -364,13 +372,14 @@ def test_a_template_that_does_not_fit_the_rows_is_one_line(
         ),
     ]:
         with subtests.test(f"{words!r:.80}"):
-            script = script_of("--dataset_name", sets[0], *words)
+            script = script_arguments("--dataset_name", large_and_small[0], *words)
             with pytest.raises(UserError, match=message) as error:
                 load_rows(script, data_folders(script), seed=0)
             assert "\n" not in str(error.value)
 
 
 def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
+    """Each case: words of the command, and a pattern for the error."""
     cases = [
         (
             ["--adora_mixture", "0.5", "0.5"],
@@ -391,15 +400,16 @@ def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
     for words, message in cases:
         with subtests.test(f"{words!r:.80}"):
             with pytest.raises(UserError, match=message) as error:
-                data_folders(script_of(*words))
+                data_folders(script_arguments(*words))
             assert "\n" not in str(error.value)
 
 
 def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_path, monkeypatch):
+    """`commits` has the newest commit last; without one the hub cannot be reached."""
     commits = ["1" * 40]
     revisions = []
 
-    def opened(name: str, columns: Any, revision: str | None, **_: Any) -> Any:
+    def open_as_hub(name: str, columns: Any, revision: str | None, **_: Any) -> Any:
         revisions.append(revision)
         local = open_local(write_user_jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
         return replace(local, format="hub", revision=commits[-1])
@@ -409,7 +419,7 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
             raise ConnectionError
         return commits[-1]
 
-    monkeypatch.setattr("adora_vl.conversion.convert.open_hub", opened)
+    monkeypatch.setattr("adora_vl.conversion.convert.open_hub", open_as_hub)
     monkeypatch.setattr("adora_vl.conversion.convert.commit_of", commit_of)
 
     def folder() -> Path:
@@ -429,37 +439,46 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
     assert len(revisions) == 2
 
 
-def test_two_data_sets_with_one_id_are_told_apart_by_name(sets: list[Path], tmp_path: Path) -> None:
+def test_two_data_sets_with_one_id_are_told_apart_by_name(
+    large_and_small: list[Path], tmp_path: Path
+) -> None:
     source = write_user_jsonl(tmp_path / "in", [{"q": "Again?", "a": 1}])
     assert run_convert(source, tmp_path / "again", "--name", "large", columns=COLUMNS) == 0
-    script = script_of("--dataset_name", sets[0], tmp_path / "again")
+    script = script_arguments("--dataset_name", large_and_small[0], tmp_path / "again")
     with pytest.raises(UserError, match="large and again both have a row 'large/train/0'"):
         load_rows(script, data_folders(script), seed=0)
 
 
 def test_the_system_prompt_is_of_a_file_or_of_the_format(tmp_path: Path) -> None:
+    """The key takes the path of a text, the name of a format, or the text itself."""
     file = tmp_path / "p.txt"
     file.write_bytes(b"\xef\xbb\xbfThink of {braces}.\n")
-    assert script_of("--adora_system_prompt", file).adora_system_prompt == "Think of {braces}."
     assert (
-        script_of("--adora_system_prompt", "think").adora_system_prompt == SYSTEM_PROMPTS["think"]
+        script_arguments("--adora_system_prompt", file).adora_system_prompt == "Think of {braces}."
     )
-    assert script_of("--adora_system_prompt", "It is mine.").adora_system_prompt == "It is mine."
+    assert (
+        script_arguments("--adora_system_prompt", "think").adora_system_prompt
+        == SYSTEM_PROMPTS["think"]
+    )
+    assert (
+        script_arguments("--adora_system_prompt", "It is mine.").adora_system_prompt
+        == "It is mine."
+    )
     file.write_bytes(b"\xff")
     with pytest.raises(UserError, match="nor a UTF-8 text that can be read"):
-        script_of("--adora_system_prompt", file)
+        script_arguments("--adora_system_prompt", file)
 
 
-def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
+def test_manifest_page_and_card_name_every_data_set(large_and_small: list[Path]) -> None:
     script, config, model = parse(
-        [*CPU, "--dataset_name", *map(str, sets), "--adora_mixture", "0.7", "0.3"]
+        [*CPU, "--dataset_name", *map(str, large_and_small), "--adora_mixture", "0.7", "0.3"]
     )
     manifest = run_manifest(
         script,
         config,
         model,
         arguments=[],
-        data_folders=[str(folder) for folder in sets],
+        data_folders=[str(folder) for folder in large_and_small],
         row_count=29,
         fingerprint={"dataset": "a+b"},
         batch_plan="",
@@ -471,12 +490,13 @@ def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
     card = model_card(manifest, [], 1)
     assert "| large | share 0.7, own/jsonl, " in card
     assert "| dataset | large, small |" in card
-    assert str(sets[0].parent) not in card, "a path of this machine"
+    assert str(large_and_small[0].parent) not in card, "a path of this machine"
 
 
 def test_a_dry_run_names_every_data_set(
-    sets: list[Path], capsys: pytest.CaptureFixture[str]
+    large_and_small: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """24 and 5 are the training rows; 42 is the default seed."""
     words = [
         "--num_generations",
         "2",
@@ -485,7 +505,14 @@ def test_a_dry_run_names_every_data_set(
         "--adora_prompt",
         "{problem} Go.",
     ]
-    words += ["--dataset_name", *map(str, sets), "--adora_mixture", "0.6", "0.4", "--dry-run"]
+    words += [
+        "--dataset_name",
+        *map(str, large_and_small),
+        "--adora_mixture",
+        "0.6",
+        "0.4",
+        "--dry-run",
+    ]
     assert train([*CPU, *words]) in (0, 1)
     output = capsys.readouterr().out
     rows = len(draw_mixture([24, 5], [0.6, 0.4], seed=42))
@@ -496,9 +523,12 @@ def test_a_dry_run_names_every_data_set(
     assert f"{rows} rows make" in output
 
 
-def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -> None:
+def test_each_held_out_split_is_evaluated_under_its_own_name(large_and_small: list[Path]) -> None:
+    """Evaluations on the way take the test split of each data set of the training."""
     config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
-    plan = load_evaluation_plan(config, [str(folder) for folder in sets], "{problem} Go.")
+    plan = load_evaluation_plan(
+        config, [str(folder) for folder in large_and_small], "{problem} Go."
+    )
     assert plan is not None
     assert [task.benchmark.name for task in plan.tasks] == [
         "problems_large",
@@ -510,6 +540,7 @@ def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -
 def test_a_model_is_asked_in_the_words_of_its_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The prompts are in the manifest of a run, and options of the evaluation come before them."""
     config = {"adora_system_prompt": "Be brief.", "adora_prompt": "{problem}!"}
     (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
     (tmp_path / "run" / "manifest.json").write_text(
@@ -540,6 +571,7 @@ def test_a_model_is_asked_in_the_words_of_its_training(
 
 
 def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_path: Path) -> None:
+    """A manifest that another program has written is not read."""
     run = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "run")
     (run / "chat_template.jinja").write_text("{{ 'brief' if brief else 'long' }}")
     config = {"chat_template_kwargs": {"brief": True}}

@@ -37,7 +37,7 @@ def encoded_as(picture: Image.Image, image_format: str) -> bytes:
     return stream.getvalue()
 
 
-def opened(encoded: bytes) -> Image.Image:
+def open_with_pillow(encoded: bytes) -> Image.Image:
     """Open a picture with Pillow alone, as somebody else's code would hand it over."""
     stream = io.BytesIO(encoded)
     return Image.open(stream)
@@ -74,7 +74,7 @@ def test_any_kind_of_picture_becomes_the_same_rgb(
             assert cleaned.getpixel((5, 3)) == (255, 255, 255)
 
 
-def on_its_side(picture: Image.Image, image_format: str) -> bytes:
+def encoded_on_its_side(picture: Image.Image, image_format: str) -> bytes:
     """Return the picture as a file, with the tag of a camera that was held upright."""
     tags = Image.Exif()
     tags[ExifTags.Base.Orientation] = 6
@@ -119,8 +119,8 @@ def test_a_picture_that_code_hands_over_is_shown_as_one_of_a_file(
     for name, picture, image_format in drawn_cases:
         cases[name] = (picture, encoded_as(picture, image_format))
     for image_format in ("JPEG", "PNG", "TIFF", "WEBP"):
-        turned_file = on_its_side(noise, image_format)
-        cases[f"on its side as {image_format}"] = (opened(turned_file), turned_file)
+        turned_file = encoded_on_its_side(noise, image_format)
+        cases[f"on its side as {image_format}"] = (open_with_pillow(turned_file), turned_file)
     for name, (picture, encoded) in cases.items():
         with subtests.test(name):
             expected = decoded_image(encoded)
@@ -159,7 +159,7 @@ def test_a_broken_picture_that_code_hands_over_is_refused_by_its_kind() -> None:
     line_file = encoded_as(transparent_line(), "PNG")
     no_numbers = np.full((30, 40), np.nan, np.float32)
     broken_pictures = [
-        (opened(line_file[:60]), "image_truncated"),
+        (open_with_pillow(line_file[:60]), "image_truncated"),
         (Image.new("1", (10_000, 10_000)), "image_too_large"),
         (Image.fromarray(no_numbers), "image_range"),
     ]
@@ -170,9 +170,13 @@ def test_a_broken_picture_that_code_hands_over_is_refused_by_its_kind() -> None:
 
 
 def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
+    """Transparency becomes white, and a picture that a tag turns is turned.
+
+    A row has a list of pictures, one in another column, or none.
+    """
     transparent = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
     noise = Image.effect_noise((40, 30), 80)
-    turned = opened(on_its_side(noise, "JPEG"))
+    turned = open_with_pillow(encoded_on_its_side(noise, "JPEG"))
     row_of_two: dict[str, Any] = {"images": [transparent, turned], "id": "a"}
     row_of_both_columns: dict[str, Any] = {"images": [transparent], "image": transparent}
     row_of_none: dict[str, Any] = {"image": None}
@@ -194,8 +198,9 @@ def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
 
 
 def test_a_data_set_of_python_rows_shows_them_as_a_person_sees_them() -> None:
+    """`DistinctRows` is what the loader reads rows from."""
     noise = Image.effect_noise((40, 30), 80)
-    turned = opened(on_its_side(noise, "JPEG"))
+    turned = open_with_pillow(encoded_on_its_side(noise, "JPEG"))
     rows = DistinctRows([{"images": [turned], "id": "a"}])
 
     (row,) = rows.__getitems__([0])
@@ -204,6 +209,10 @@ def test_a_data_set_of_python_rows_shows_them_as_a_person_sees_them() -> None:
 
 
 def test_a_row_whose_picture_cannot_be_shown_is_named() -> None:
+    """`unreadable_rows` yields pairs of an id and the reason.
+
+    Pictures are of no numbers, or have one side that is over 200 times the other.
+    """
     no_numbers = np.full((8, 8), np.nan, np.float32)
     narrow = Image.new("RGB", (8001, 40))  # the processor of the model would raise in a step
     as_narrow_as_allowed = Image.new("RGB", (8000, 40))
@@ -243,6 +252,7 @@ DEPTHS = [
 
 
 def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
+    """Cameras and scanners use 10, 12 or 14 of the 16 bits of a value."""
     for depth in DEPTHS:
         stripes = np.array([[depth.black, depth.grey, depth.white]], depth.value_type)
         shades = stripes.repeat(4, axis=0).repeat(4, axis=1)
@@ -257,6 +267,7 @@ def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
 
 
 def test_floats_whose_white_nobody_can_tell_are_refused_with_the_remedy() -> None:
+    """White is 1.0, 255 or 65535; other ranges could mean anything."""
     shades = np.linspace(0, 1, 48).reshape(6, 8)
     unclear_shades = [
         shades * 1.1,
@@ -283,20 +294,20 @@ def colours_up_to(largest: int) -> Any:
 def test_colours_that_use_14_of_16_bits_are_refused_with_the_remedy() -> None:
     """Pillow keeps the upper 8 bits alone, so they would be nearly black."""
     for largest in (4095, 16383):
-        encoded = _png_of_16_bits(colours_up_to(largest))
+        encoded = png_of_16_bits(colours_up_to(largest))
         with pytest.raises(UnreadableImageError, match="save it with 8 bits a channel"):
             clean_image(encoded)
 
 
 def test_colours_that_use_all_16_bits_are_kept() -> None:
-    encoded = _png_of_16_bits(colours_up_to(60000))
+    encoded = png_of_16_bits(colours_up_to(60000))
 
     cleaned = clean_image(encoded)
 
-    assert np.asarray(cleaned).max() == 60000 // 256
+    assert np.asarray(cleaned).max() == 60000 // 256  # the upper 8 of 16 bits
 
 
-def _png_of_16_bits(colours: Any) -> bytes:
+def png_of_16_bits(colours: Any) -> bytes:
     """Encode a PNG of 16 bits a channel, which Pillow cannot write.
 
     `colours`: (height, width, 3).
@@ -352,7 +363,7 @@ def test_no_program_is_started_for_a_picture(tmp_path: Path, ghostscript_calls: 
     assert not ghostscript_calls.exists()
 
 
-def _gradient(width: int, height: int) -> bytes:
+def gradient_png(width: int, height: int) -> bytes:
     """Return a PNG of this size from black to white."""
     gradient = Image.linear_gradient("L").resize((width, height))
     return png_bytes(gradient.convert("RGB"))
@@ -375,7 +386,7 @@ TOKEN_SIDES = [28, 32]
 
 def test_without_limits_a_picture_keeps_its_size() -> None:
     for width, height in SIZES:
-        assert clean_image(_gradient(width, height)).size == (width, height)
+        assert clean_image(gradient_png(width, height)).size == (width, height)
 
 
 def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose(
@@ -386,7 +397,7 @@ def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose
         with subtests.test(f"{size} {limits} {unit}"):
             width, height = size
             low, high = limits
-            encoded = _gradient(width, height)
+            encoded = gradient_png(width, height)
             model_height, model_width = smart_resize(height, width, unit, low, high)
             if not low <= model_width * model_height <= high:
                 with pytest.raises(UnreadableImageError, match="no size of its shape is within"):
@@ -523,7 +534,7 @@ def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothin
             assert (stored == encoded) == case.is_stored_as_it_is
             signature = b"\xff\xd8" if case.image_format == "JPEG" else b"\x89PNG"
             assert stored.startswith(signature)
-            upright = ImageOps.exif_transpose(opened(stored))
+            upright = ImageOps.exif_transpose(open_with_pillow(stored))
             assert upright.mode == "RGB"
             assert upright.size == cleaned.size
             assert upright.tobytes() == cleaned.tobytes()
@@ -532,6 +543,7 @@ def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothin
 
 
 def test_what_stands_behind_a_png_is_not_stored() -> None:
+    """Bytes behind its end are no part of the picture, and may be anything."""
     picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
     encoded = png_bytes(picture)
 
@@ -546,5 +558,5 @@ def test_a_picture_that_was_resized_is_stored_as_a_new_png() -> None:
 
     stored = stored_bytes(png_bytes(picture), smaller)
 
-    assert opened(stored).tobytes() == smaller.tobytes()
-    opened(stored).verify()
+    assert open_with_pillow(stored).tobytes() == smaller.tobytes()
+    open_with_pillow(stored).verify()

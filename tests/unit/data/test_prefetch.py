@@ -34,7 +34,7 @@ from tests.support.stand_ins import training_config
 from tests.support.tiny_run import TINY_RUN_STEPS, train_tiny_run
 
 
-class Stored:
+class RecordingDataset:
     """A data set that notes which thread has read which row; reading some rows raises an error."""
 
     def __init__(self, rows: int, broken: tuple[int, ...] = ()) -> None:
@@ -52,7 +52,7 @@ class Stored:
         return {"id": index, "images": [Pillow.new("RGB", (4, 4), (index, 0, 0))]}
 
 
-class Processed(list[int]):
+class ProcessedRows(list[int]):
     """Stands in for the image cache: the list of the rows that were processed."""
 
     size = 1  # bytes of each row in the cache
@@ -62,7 +62,7 @@ class Processed(list[int]):
         return self.size
 
 
-class InOrder(EpochRepeatSampler):
+class PairsInOrder(EpochRepeatSampler):
     """A sampler whose generations are rows 0 and 1, rows 2 and 3, and so on."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class InOrder(EpochRepeatSampler):
         return [row + 2 * generations for row in rows]
 
 
-class Patient(ImagePrefetch):
+class FinishingPrefetch(ImagePrefetch):
     """A prefetch that finishes all rows before it stops, so that its work is always the same."""
 
     def finish(self) -> None:
@@ -82,17 +82,19 @@ class Patient(ImagePrefetch):
 
 
 def test_a_row_says_its_number_where_that_is_asked_for():
-    rows = DistinctRows(Stored(8), numbered=True)
+    """Row 5 was read ahead, and 3 is read when it is asked for."""
+    rows = DistinctRows(RecordingDataset(8), numbered=True)
     rows.read_ahead(5)
     assert [row[ROW_NUMBER_COLUMN] for row in rows.__getitems__([3, 3, 5])] == [3, 3, 5]
-    assert ROW_NUMBER_COLUMN not in DistinctRows(Stored(8))[3]
+    assert ROW_NUMBER_COLUMN not in DistinctRows(RecordingDataset(8))[3]
 
 
 def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
-    stored = Stored(8)
-    processed = Processed()
+    """While the generation of rows 0 and 1 is at work, rows 2 and 3 are read in another thread."""
+    stored = RecordingDataset(8)
+    processed = ProcessedRows()
     rows = DistinctRows(stored)
-    prefetch = Patient(rows, order=InOrder(), process=processed, limit_bytes=100)
+    prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=processed, limit_bytes=100)
     rows.__getitems__([0, 0, 1, 1])
     prefetch.start()
     prefetch.finish()
@@ -107,12 +109,13 @@ def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
 
 
 def test_a_row_that_was_read_for_a_request_ahead_is_not_read_again():
-    stored = Stored(8)
+    """`rows_after` returns the rows of the next generation, which servers sample ahead."""
+    stored = RecordingDataset(8)
     rows = DistinctRows(stored, numbered=True)
-    prefetch = Patient(rows, order=InOrder(), process=lambda row: 1, limit_bytes=100)
+    prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=lambda row: 1, limit_bytes=100)
     for batch in ([0, 0, 1, 1], [2, 2, 3, 3]):
         rows.__getitems__(batch)
-        assert [row["id"] for row in rows.rows_after(batch, InOrder())] == [
+        assert [row["id"] for row in rows.rows_after(batch, PairsInOrder())] == [
             number + 2 for number in batch
         ]
         prefetch.start()
@@ -121,8 +124,9 @@ def test_a_row_that_was_read_for_a_request_ahead_is_not_read_again():
 
 
 def test_rows_that_nobody_asked_for_are_let_go():
-    rows = DistinctRows(Stored(8))
-    prefetch = Patient(rows, order=InOrder(), process=lambda row: 1, limit_bytes=100)
+    """The loader takes rows 6 and 7 in place of 2 and 3, which were read ahead."""
+    rows = DistinctRows(RecordingDataset(8))
+    prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=lambda row: 1, limit_bytes=100)
     for batch in ([0, 1], [6, 7]):
         rows.__getitems__(batch)
         prefetch.start()
@@ -131,8 +135,9 @@ def test_rows_that_nobody_asked_for_are_let_go():
 
 
 def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
-    stored = Stored(8, broken=(2,))
-    processed = Processed()
+    """Row 2 cannot be read and row 1 cannot be processed; both errors come where they belong."""
+    stored = RecordingDataset(8, broken=(2,))
+    processed = ProcessedRows()
     rows = DistinctRows(stored)
 
     def process(row: dict[str, Any]) -> int:
@@ -140,7 +145,7 @@ def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
             raise ValueError("no image")
         return processed(row)
 
-    prefetch = Patient(rows, order=InOrder(), process=process, limit_bytes=100)
+    prefetch = FinishingPrefetch(rows, order=PairsInOrder(), process=process, limit_bytes=100)
     rows.__getitems__([0, 1])
     prefetch.start()
     prefetch.finish()
@@ -150,26 +155,28 @@ def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
 
 
 def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins():
-    processed = Processed()
+    processed = ProcessedRows()
     processed.size = 60
-    rows = DistinctRows(Stored(8))
+    rows = DistinctRows(RecordingDataset(8))
     rows.__getitems__([0, 1])
-    full = Patient(rows, order=InOrder(), process=processed, limit_bytes=100)
-    full.start()
-    full.finish()
+    prefetch_with_full_cache = FinishingPrefetch(
+        rows, order=PairsInOrder(), process=processed, limit_bytes=100
+    )
+    prefetch_with_full_cache.start()
+    prefetch_with_full_cache.finish()
     assert processed == [0, 1], "120 of 100 bytes"
 
-    begun = threading.Event()
+    row_begun = threading.Event()
 
     def until_asked(row: dict[str, Any]) -> int:
-        begun.set()
+        row_begun.set()
         assert prefetch_until_asked._should_stop.wait(60)
         return processed(row)
 
-    prefetch_until_asked = ImagePrefetch(rows, InOrder(), until_asked, 100)
+    prefetch_until_asked = ImagePrefetch(rows, PairsInOrder(), until_asked, 100)
     processed.clear()
     prefetch_until_asked.start()
-    assert begun.wait(60)
+    assert row_begun.wait(60)
     prefetch_until_asked.finish()
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
     assert processed == [0], "it did not go on to the next row"
@@ -185,10 +192,11 @@ def test_what_follows_is_what_the_sampler_gives_next(subtests):
             for epoch in (0, 1):
                 sampler.set_epoch(epoch)
                 drawn = list(sampler)
-                for begin in range(0, len(drawn), 24):  # each generation comes four times
-                    parts = [drawn[begin + size * rank :][:size] for rank in range(processes)]
+                # 2 rows x 3 rollouts, of which each generation comes four times
+                for start in range(0, len(drawn), 2 * 3 * 4):
+                    parts = [drawn[start + size * rank :][:size] for rank in range(processes)]
                     generations.append((epoch, [list(dict.fromkeys(part)) for part in parts]))
-            assert len(generations) == 10
+            assert len(generations) == 2 * 5
             for (epoch, now), (_, then) in pairwise(generations):
                 assert [sampler.following(rows, epoch) for rows in now] == then
             assert sampler.following([], 0) == sampler.following([99], 0) == []
@@ -197,28 +205,30 @@ def test_what_follows_is_what_the_sampler_gives_next(subtests):
 def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state():
     sampler = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
     undisturbed = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
-    states = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
-    begun = iter(sampler)
+    states_before = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
+    iterator = iter(sampler)
     sampler.following([0], 0)
-    drawn = [next(begun)]
+    drawn = [next(iterator)]
     sampler.following([0], 1)
-    assert [*drawn, *begun] == list(undisturbed)
-    assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1:] == (repr(np.random.get_state()), random.getstate())
+    assert [*drawn, *iterator] == list(undisturbed)
+    assert torch.equal(states_before[0], torch.get_rng_state())
+    assert states_before[1:] == (repr(np.random.get_state()), random.getstate())
 
 
 def test_rows_are_read_ahead_only_where_reading_one_is_decoding_it():
+    """A transform of the user's may draw random numbers, so it must be called in order."""
     plain = Dataset.from_dict({"images": [[]]}, features=Features({"images": List(Image())}))
     assert only_decodes_rows(plain)
     assert only_decodes_rows(with_decoded_images(plain))
     assert not only_decodes_rows(plain.with_transform(lambda rows: rows)), (
         "it may draw a random crop"
     )
-    assert not only_decodes_rows(Stored(1))
+    assert not only_decodes_rows(RecordingDataset(1))
     assert not only_decodes_rows([])
 
 
 def test_images_are_prefetched_on_a_gpu_with_a_cache_and_without_workers(subtests):
+    """Each case: changed settings, the device, and whether images are prefetched."""
     cases: list[Any] = [
         ({}, "cuda", True),
         ({}, "cpu", False),
@@ -242,13 +252,13 @@ def test_images_are_prefetched_on_a_gpu_with_a_cache_and_without_workers(subtest
                 _device=torch.device(device),
             )
             prefetch = DistinctImages.prefetch(
-                images, DistinctRows([]), InOrder(), settings["dataset"]
+                images, DistinctRows([]), PairsInOrder(), settings["dataset"]
             )
             assert isinstance(prefetch, ImagePrefetch) == expected
             assert isinstance(prefetch, NoPrefetch)
 
 
-def recorded(folder: Path) -> list[dict[str, Any]]:
+def logged_steps(folder: Path) -> list[dict[str, Any]]:
     """The steps in the log, without the times."""
     timed = ("seconds", "time", "runtime", "per_second", "/ms_", "mb", "MB")
     steps = []
@@ -275,12 +285,12 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
         return preprocess(self, images, **settings)
 
     monkeypatch.setattr(Qwen2VLImageProcessor, "preprocess", counted)
-    monkeypatch.setattr("adora_vl.packing.images.ImagePrefetch", Patient)
+    monkeypatch.setattr("adora_vl.packing.images.ImagePrefetch", FinishingPrefetch)
     folder = shutil.copytree(adora_run, tmp_path / "adora")
     shutil.rmtree(folder / f"checkpoint-{TINY_RUN_STEPS}")
     monkeypatch.setattr("adora_vl.packing.images.processes_images_ahead", lambda device: True)
     train_tiny_run(folder)
-    assert recorded(folder) == recorded(adora_run)
+    assert logged_steps(folder) == logged_steps(adora_run)
     main = threading.current_thread().name
     assert images_by_thread[main] == 4, "the problems of step 3, the first after the checkpoint"
     assert images_by_thread["prefetch"] >= 4, "those of step 4, and what would have come after it"

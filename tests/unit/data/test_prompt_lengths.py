@@ -69,7 +69,7 @@ SHORT = "Find x."
 LONG = "Find x. " * 60
 
 
-def write(
+def write_prepared_data(
     folder: Path, problems: Sequence[str], images: Sequence[list[Any]] = (), split: str = "train"
 ) -> Path:
     """Write a prepared data set with these problems, each with one picture where nothing else is said."""
@@ -96,21 +96,25 @@ def write(
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nine short problems and three long ones; the eighth row is the first long one."""
+def data_with_long_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of twelve problems for training, of which three are long, and three for testing.
+
+    The long ones are rows 7, 9 and 11, the longest row 9; of the test rows it is row 1.
+    """
     folder = tmp_path_factory.mktemp("data") / "mine"
     problems = [SHORT] * 7 + [LONG, SHORT, LONG + LONG, SHORT, LONG]
-    write(folder, problems)
-    write(folder, [SHORT, LONG, SHORT], split="test")
+    write_prepared_data(folder, problems)
+    write_prepared_data(folder, [SHORT, LONG, SHORT], split="test")
     return folder
 
 
 @pytest.fixture(scope="module")
 def processor() -> Any:
+    """The processor of the tiny model."""
     return load_processor(str(PRETRAINED_FOLDER))
 
 
-def counted(processor: Any, problem: str, images: int = 25) -> int:
+def prompt_tokens_with_image(processor: Any, problem: str, images: int = 25) -> int:
     """Return the tokens of a prompt with one picture of `images` tokens."""
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
     (tokens,) = counter.count([problem], [1])
@@ -118,9 +122,18 @@ def counted(processor: Any, problem: str, images: int = 25) -> int:
     return text_tokens + images
 
 
-def words_of(data: Path, out: Path, *words: str) -> list[str]:
+def command_words(data_with_long_prompts: Path, out: Path, *words: str) -> list[str]:
     """Return the command line of a run with this data set and output folder."""
-    return [*CPU, *BATCH, *ENGINE, "--dataset_name", str(data), "--output_dir", str(out), *words]
+    return [
+        *CPU,
+        *BATCH,
+        *ENGINE,
+        "--dataset_name",
+        str(data_with_long_prompts),
+        "--output_dir",
+        str(out),
+        *words,
+    ]
 
 
 LIMIT = ContextLimit(
@@ -132,18 +145,20 @@ LIMIT = ContextLimit(
 )
 
 
-def check_of(prompt: list[int], image: list[int], limit: ContextLimit = LIMIT) -> LengthCheck:
+def length_check(prompt: list[int], image: list[int], limit: ContextLimit = LIMIT) -> LengthCheck:
     """Return the check of rows r0, r1, ... with these tokens of prompts and of their images."""
     ids = [f"r{number}" for number in range(len(prompt))]
     return LengthCheck(limit, PromptLengths(ids, prompt, image))
 
 
 def test_what_is_refused_and_what_is_cut() -> None:
-    check = check_of([50, 60, 61, 99, 100, 130], [4] * 6)
+    """A context of 100 tokens has room for prompts below 100, and for whole answers behind 60."""
+    check = length_check([50, 60, 61, 99, 100, 130], [4] * 6)
     assert check.too_long_indices == [4, 5]
     assert check.cut_indices == [2, 3]
     with pytest.raises(UserError) as error:
         check.usable_indices("error")
+    # 170 is the longest prompt, 130, and an answer of 40
     assert str(error.value) == (
         "vllm_max_model_length: 100 is too short for 2 of 6 prompts: row r4 has 100 tokens, 4 of "
         "them for its images, the longest 130; set it to 170, which holds every prompt with its "
@@ -159,13 +174,13 @@ def test_what_is_refused_and_what_is_cut() -> None:
 
 
 def test_prompts_with_room_for_every_answer_are_kept_without_a_word() -> None:
-    check = check_of([50, 60], [4, 4])
+    check = length_check([50, 60], [4, 4])
     assert check.usable_indices("error") == [0, 1]
     assert not check.warnings()
 
 
 def test_a_data_set_without_one_prompt_that_fits_is_refused() -> None:
-    check = check_of([100, 130], [4, 4])
+    check = length_check([100, 130], [4, 4])
     message = r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model.*170"
     with pytest.raises(UserError, match=message):
         check.usable_indices("drop")
@@ -173,9 +188,9 @@ def test_a_data_set_without_one_prompt_that_fits_is_refused() -> None:
 
 def test_the_remedy_is_one_that_helps() -> None:
     """Smaller images where the text alone has room, and no length that the model does not take."""
-    assert "lower max_pixels, or leave" in check_of([120, 50], [90, 4]).refusal()
-    assert "lower max_pixels" not in check_of([120], [20]).refusal()
-    beyond = check_of([2020], [0]).refusal()
+    assert "lower max_pixels, or leave" in length_check([120, 50], [90, 4]).refusal()
+    assert "lower max_pixels" not in length_check([120], [20]).refusal()
+    beyond = length_check([2020], [0]).refusal()
     assert "set it to" not in beyond
     assert "2060 would hold every prompt with its answer, but the model takes 2048" in beyond
     models_limit = ContextLimit(
@@ -185,7 +200,7 @@ def test_the_remedy_is_one_that_helps() -> None:
         raise_hint="",
         model_limit=2048,
     )
-    refusal = check_of([2050], [0], models_limit).refusal()
+    refusal = length_check([2050], [0], models_limit).refusal()
     assert refusal.startswith(
         "the model's max_position_embeddings: 2048 is too short for 1 of 1 prompt: row r0"
     )
@@ -195,9 +210,11 @@ def test_the_remedy_is_one_that_helps() -> None:
 
 
 def test_the_limit_that_counts_is_that_of_the_engine_that_samples() -> None:
+    """It is vLLM's key, the length of a vLLM server, or what the model was made for."""
     model = Qwen2Config(max_position_embeddings=2048)
 
-    def name(served: int | None = None, **keys: Any) -> str:
+    def limit_name(served: int | None = None, **keys: Any) -> str:
+        """The name of the limit of a run with these keys, and with a server of that length."""
         config = {
             "use_vllm": True,
             "vllm_max_model_length": 256,
@@ -208,20 +225,23 @@ def test_the_limit_that_counts_is_that_of_the_engine_that_samples() -> None:
         assert limit is not None
         return limit.name
 
-    assert name() == "vllm_max_model_length: 256"
-    assert name(vllm_max_model_length=None) == "the model's max_position_embeddings: 2048"
+    assert limit_name() == "vllm_max_model_length: 256"
+    assert limit_name(vllm_max_model_length=None) == "the model's max_position_embeddings: 2048"
     config = {"vllm_max_model_length": None, "max_completion_length": 40}
-    sampled = context_limit(training_config(**config, use_vllm=True), model)
-    generated = context_limit(training_config(**config, use_vllm=False), model)
-    assert "and longer answers are cut off there" in check_of([2040], [0], sampled).warnings()[0]
-    (note,) = check_of([2040], [0], generated).warnings()
+    limit_of_vllm = context_limit(training_config(**config, use_vllm=True), model)
+    limit_of_transformers = context_limit(training_config(**config, use_vllm=False), model)
+    assert (
+        "and longer answers are cut off there"
+        in length_check([2040], [0], limit_of_vllm).warnings()[0]
+    )
+    (note,) = length_check([2040], [0], limit_of_transformers).warnings()
     assert note.endswith(
         "8 at the least, and longer answers reach positions that the model was not made for"
     )
-    assert name(use_vllm=False) == "the model's max_position_embeddings: 2048", (
+    assert limit_name(use_vllm=False) == "the model's max_position_embeddings: 2048", (
         "vLLM's key is for vLLM"
     )
-    assert name(served=512) == "the vLLM server's --max-model-len: 512"
+    assert limit_name(served=512) == "the vLLM server's --max-model-len: 512"
     unlimited = SimpleNamespace(get_text_config=lambda: SimpleNamespace())
     assert context_limit(training_config(**config, use_vllm=True), unlimited) is None
 
@@ -238,7 +258,7 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
     for row_sizes in sizes:
         pictures = [draw_figure(seed=size, size=size) for size in row_sizes]
         images.append([{"bytes": encode_picture(picture), "path": None} for picture in pictures])
-    folder = write(tmp_path / "mine", problems, images)
+    folder = write_prepared_data(tmp_path / "mine", problems, images)
     script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
     measurements: list[PromptLengths] = []
     limits = resize_limits_of(processor, load_config(str(PRETRAINED_FOLDER)), None, None)
@@ -288,39 +308,41 @@ def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
 
 
 def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path: Path) -> None:
+    """Its size is None, and it counts for no token."""
     broken = {"bytes": b"\x89PNG\r\n\x1a\n", "path": None}
     missing = {"bytes": None, "path": "gone.png"}
-    folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [broken], [missing]])
+    folder = write_prepared_data(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [broken], [missing]])
     (file,) = folder.glob("data/*")
     rows = Dataset.from_parquet(str(file), cache_dir=str(tmp_path))
     assert list(stored_image_sizes(rows.data.table)) == [[(140, 140)], [None], [None]]
     image_features = Features({"images": schema()["images"]})
     rows_of_text = Dataset.from_dict({"images": [[], []]}, image_features)
     assert list(stored_image_sizes(rows_of_text.data.table)) == [[], []]
+    # 7 tokens of text and one for each image, which an unreadable one has not
     counter = TokenCounter(lambda texts, images: [7 + count for count in images])
     lengths = measure_prompts([("a", "x", [None])], counter, ResizeLimits(1, 100, 1), 1)
     assert lengths.prompt_tokens == [7]
     assert lengths.image_tokens == [0]
 
 
-def characters(texts: Sequence[str], images: Sequence[int]) -> list[int]:
-    """Count a character and an image as one token each."""
+def count_characters(texts: Sequence[str], images: Sequence[int]) -> list[int]:
+    """The tokens of each text: a character and an image are one token each."""
     pairs = zip(texts, images, strict=True)
     return [len(text) + n_images for text, n_images in pairs]
 
 
-def counting(identity: str, calls: list[int]) -> TokenCounter:
-    """Return a counter of characters that notes how many texts each of its calls has."""
+def recording_counter(identity: str, calls: list[int]) -> TokenCounter:
+    """Return a counter of characters, which adds the number of texts of each call to `calls`."""
 
     def count(texts: Sequence[str], images: Sequence[int]) -> list[int]:
         calls.append(len(texts))
-        return characters(texts, images)
+        return count_characters(texts, images)
 
     return TokenCounter(count, lambda: identity)
 
 
 def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data_with_long_prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths of prompts are kept on disk, and counted again only where one could differ.
 
@@ -328,14 +350,16 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
     """
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
     monkeypatch.setattr(overlong_prompts, "MIN_CACHED_ROWS", 10)
-    rows = Dataset.from_parquet(str(next(data.glob("data/train*"))), cache_dir=str(tmp_path / "hf"))
+    rows = Dataset.from_parquet(
+        str(next(data_with_long_prompts.glob("data/train*"))), cache_dir=str(tmp_path / "hf")
+    )
     limit = ContextLimit(400, 10, "vllm_max_model_length: 400", "set it to", None)
     calls: list[int] = []
 
     def numbers_of(identity: str, source: str, texts: Sequence[str], high: int = 100) -> list[int]:
         limits = ResizeLimits(1, high, 1)
         overlong = OverlongPrompts(
-            limit, counting(identity, calls), limits, "drop", prints_warnings=False
+            limit, recording_counter(identity, calls), limits, "drop", prints_warnings=False
         )
         numbers = list(overlong.rows_to_train_on(rows, texts, [source]))
         assert overlong.lengths is not None
@@ -365,11 +389,12 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
 def test_an_image_that_the_processor_refuses_is_named(
     tmp_path: Path, no_weights: None, capsys: Any
 ) -> None:
+    """One side of the image is over 200 times the other, which Qwen's processor refuses."""
     thin_picture = draw_figure(1, 900).resize((900, 4))
     thin = {"bytes": encode_picture(thin_picture), "path": None}
-    folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
+    folder = write_prepared_data(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
     for words in ((), ("--dry-run",)):
-        assert main(words_of(folder, tmp_path / "out", *words)) == 2
+        assert main(command_words(folder, tmp_path / "out", *words)) == 2
         message = capsys.readouterr().err.splitlines()[-1]
         assert message.startswith(
             "error: dataset: row mine/train/1 has an image of 900 x 4 pixels, which the model's"
@@ -377,12 +402,13 @@ def test_an_image_that_the_processor_refuses_is_named(
 
 
 def test_the_run_does_not_start(
-    data: Path, tmp_path: Path, no_weights: None, capsys: Any, processor: Any
+    data_with_long_prompts: Path, tmp_path: Path, no_weights: None, capsys: Any, processor: Any
 ) -> None:
-    length = counted(processor, LONG)
-    longest = counted(processor, LONG + LONG)
+    """Three of twelve prompts have as many tokens as the limit, or more."""
+    length = prompt_tokens_with_image(processor, LONG)
+    longest = prompt_tokens_with_image(processor, LONG + LONG)
     limit = ("--vllm_max_model_length", str(length))
-    assert main(words_of(data, tmp_path / "out", *limit)) == 2
+    assert main(command_words(data_with_long_prompts, tmp_path / "out", *limit)) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: vllm_max_model_length: {length} is too short for 3 of 12 prompts: row "
         f"mine/train/7 has {length} tokens, 25 of them for its images, the longest {longest}; set "
@@ -390,17 +416,22 @@ def test_the_run_does_not_start(
         "with adora_overlong_prompts: drop"
     )
     assert not (tmp_path / "out").exists()
-    assert main([*words_of(data, tmp_path / "out", *limit), "--dry-run"]) == 2
+    assert (
+        main([*command_words(data_with_long_prompts, tmp_path / "out", *limit), "--dry-run"]) == 2
+    )
     assert capsys.readouterr().err.startswith(
         f"error: vllm_max_model_length: {length} is too short for 3 of 12 prompt"
     )
 
 
 def test_the_length_that_is_named_holds_all(
-    data: Path, tmp_path: Path, capsys: Any, processor: Any
+    data_with_long_prompts: Path, tmp_path: Path, capsys: Any, processor: Any
 ) -> None:
-    needed = str(counted(processor, LONG + LONG) + 40)
-    words = words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)
+    """The longest prompt and an answer of 40 tokens are what the error of a shorter limit names."""
+    needed = str(prompt_tokens_with_image(processor, LONG + LONG) + 40)
+    words = command_words(
+        data_with_long_prompts, tmp_path / "out", "--vllm_max_model_length", needed
+    )
     run = prepare(parse_command(words), "inspect")
     assert len(run.data.train_dataset) == 12
     assert run.data.left_out_ids == ()
@@ -413,15 +444,15 @@ def test_the_length_that_is_named_holds_all(
 
 
 def test_rows_are_left_out_and_recorded(
-    data: Path, tmp_path: Path, capsys: Any, processor: Any
+    data_with_long_prompts: Path, tmp_path: Path, capsys: Any, processor: Any
 ) -> None:
     """`drop` leaves overlong rows out of the training and names them in note, manifest and card.
 
     A dry run plans with the rows that are left.
     """
-    length = counted(processor, LONG)
-    words = words_of(
-        data,
+    length = prompt_tokens_with_image(processor, LONG)
+    words = command_words(
+        data_with_long_prompts,
         tmp_path / "out",
         "--vllm_max_model_length",
         str(length),
@@ -448,7 +479,7 @@ def test_rows_are_left_out_and_recorded(
     capsys.readouterr()
     plan = make_plan(parse_command(words), DryRunOptions())
     assert plan.rows == 9
-    assert plan.lengths.longest_prompt == counted(processor, SHORT)
+    assert plan.lengths.longest_prompt == prompt_tokens_with_image(processor, SHORT)
     assert main([*words, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "drop leaves out 3 of 12 rows" in output
@@ -456,25 +487,39 @@ def test_rows_are_left_out_and_recorded(
     assert "It fits" in output
 
 
-def test_a_resume_sees_the_same_rows(data: Path) -> None:
-    def of(left_out: list[str], policy: str = "drop") -> dict[str, str]:
+def test_a_resume_sees_the_same_rows(data_with_long_prompts: Path) -> None:
+    """The rows that are left out are in the fingerprint of a run, which a resumed run has to have."""
+
+    def run_fingerprint(left_out: list[str], policy: str = "drop") -> dict[str, str]:
         script = parse([*CPU, "--output_dir", "nowhere", "--adora_overlong_prompts", policy])[0]
         return fingerprint(
-            script, data=[data], model="m", revision="r", processes=1, left_out_ids=left_out
+            script,
+            data=[data_with_long_prompts],
+            model="m",
+            revision="r",
+            processes=1,
+            left_out_ids=left_out,
         )
 
-    assert of([]) == of([], "error"), "where nothing is left out, the key changes no run"
-    assert fingerprint_differences(of(["a", "b"]), of(["a", "b"])) == []
-    for another_selection in ([], ["a"], ["a", "c"]):
-        (changed,) = fingerprint_differences(of(["a", "b"]), of(another_selection))
+    assert run_fingerprint([]) == run_fingerprint([], "error"), (
+        "where nothing is left out, the key changes no run"
+    )
+    assert fingerprint_differences(run_fingerprint(["a", "b"]), run_fingerprint(["a", "b"])) == []
+    for other_selection in ([], ["a"], ["a", "c"]):
+        (changed,) = fingerprint_differences(
+            run_fingerprint(["a", "b"]), run_fingerprint(other_selection)
+        )
         assert changed.startswith("rows left out: 2 (")
 
 
 def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path) -> None:
-    """Also where a run goes on in its second epoch."""
+    """Half of the rows of each of two data sets are overlong; the shares are 0.6 and 0.4.
+
+    The order of a run that goes on in its second epoch is that of the whole run.
+    """
     sets = [
-        write(tmp_path / "large", [SHORT, LONG] * 20),
-        write(tmp_path / "small", [LONG, LONG, SHORT, SHORT]),
+        write_prepared_data(tmp_path / "large", [SHORT, LONG] * 20),
+        write_prepared_data(tmp_path / "small", [LONG, LONG, SHORT, SHORT]),
     ]
     words = [
         "--dataset_name",
@@ -508,22 +553,25 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
 
 
 def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(
-    data: Path, tmp_path: Path, processor: Any
+    data_with_long_prompts: Path, tmp_path: Path, processor: Any
 ) -> None:
     """`--rows 8` of 12: one of the eight is left out, and 11 are trained on."""
     limit = [
         "--vllm_max_model_length",
-        str(counted(processor, LONG)),
+        str(prompt_tokens_with_image(processor, LONG)),
         "--adora_overlong_prompts",
         "drop",
     ]
-    plan = make_plan(parse_command(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
+    plan = make_plan(
+        parse_command(command_words(data_with_long_prompts, tmp_path / "out", *limit)),
+        DryRunOptions(rows=8),
+    )
     assert len(plan.lengths.prompt_tokens) == 7
     assert plan.rows == 11
     assert plan.run.messages.unchecked == ["measured on the first 8 of 12 rows (--rows)"]
 
 
-def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
+def problems_asked(limit: int, policy: str, *problems: Problem) -> list[Problem]:
     """Return the problems of an evaluation that are asked, with a limit of so many tokens."""
     token_limit = ContextLimit(
         tokens=limit,
@@ -534,7 +582,7 @@ def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
     )
     overlong = OverlongPrompts(
         token_limit,
-        counter=TokenCounter(characters),
+        counter=TokenCounter(count_characters),
         pixels=ResizeLimits(1, 100, 1),
         error_or_drop=policy,
         prints_warnings=True,
@@ -545,6 +593,11 @@ def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
 
 
 def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
+    """A problem may know the sizes of its images; if not, its images are decoded.
+
+    Here a character is a token, and so is a pixel.
+    """
+
     def images() -> list[Any]:
         raise AssertionError("an image was decoded")
 
@@ -553,13 +606,13 @@ def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
     large = Problem({"pid": "b"}, question, 1, images, lambda: [(10, 10)])
     message = r"for 1 of 2 prompts of the evaluation geometry3k: row b has 120 tokens, 100"
     with pytest.raises(UserError, match=message):
-        evaluated(110, "error", small, large)
-    assert evaluated(110, "drop", small, large) == [small]
+        problems_asked(110, "error", small, large)
+    assert problems_asked(110, "drop", small, large) == [small]
     assert "drop leaves out 1 of 2 rows of the evaluation geometry3k" in capsys.readouterr().out
     picture = draw_figure(0, 30).resize((10, 10))
     decoded = Problem({"pid": "c"}, question, 1, lambda: [picture])
     broken = Problem({"pid": "d"}, question, 1, lambda: [][0])
-    assert evaluated(110, "drop", decoded, broken) == [broken], (
+    assert problems_asked(110, "drop", decoded, broken) == [broken], (
         "the evaluation counts one that cannot be read"
     )
 
@@ -567,7 +620,8 @@ def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
 def test_a_benchmark_knows_the_sizes_of_its_images(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    data = {
+    """They are read from the head of a file, without decoding the picture."""
+    data_with_long_prompts = {
         "geometry3k": write_geometry3k(tmp_path / "a", 3),
         "mathvista": write_mathvista(tmp_path / "b", mathvista_rows(3)),
         "mmstar": write_mmstar(tmp_path / "c", mmstar_rows(3)),
@@ -576,7 +630,7 @@ def test_a_benchmark_knows_the_sizes_of_its_images(
     def refuse(*args: Any) -> None:
         raise AssertionError("an image was decoded")
 
-    for name, folder in data.items():
+    for name, folder in data_with_long_prompts.items():
         with subtests.test(name), pytest.MonkeyPatch.context() as patched:
             benchmark = import_module(f"eval.{name}").BENCHMARK
             words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
@@ -588,19 +642,21 @@ def test_a_benchmark_knows_the_sizes_of_its_images(
             assert [problem.sizes() for problem in problems] == expected
 
 
-def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, processor):
+def test_a_run_refuses_an_evaluation_that_would_stop_it(
+    data_with_long_prompts, tmp_path, capsys, processor
+):
     """An evaluation's overlong prompt is refused at the start, or left out with `drop`.
 
     If `drop` leaves nothing of the evaluation, that is refused too.
     """
-    short = write(tmp_path / "short", [SHORT] * 4)
-    limit = str(counted(processor, LONG))
+    short = write_prepared_data(tmp_path / "short", [SHORT] * 4)
+    limit = str(prompt_tokens_with_image(processor, LONG))
     words = [
-        *words_of(short, tmp_path / "out", "--vllm_max_model_length", limit),
+        *command_words(short, tmp_path / "out", "--vllm_max_model_length", limit),
         "--eval_strategy",
         "steps",
     ]
-    words += ["--eval_steps", "1", "--adora_eval", f"geometry3k={data}"]
+    words += ["--eval_steps", "1", "--adora_eval", f"geometry3k={data_with_long_prompts}"]
     for command in ((), ("--dry-run",)):
         assert main([*words, *command]) == 2
         expected = (
@@ -619,7 +675,7 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, 
     assert len(run.data.train_dataset) == 4
     assert main([*words, "--dry-run"]) == 0
     assert "drop leaves out 1 of 3 rows of the evaluation geometry3k" in capsys.readouterr().out
-    write(tmp_path / "all", [LONG], split="test")
+    write_prepared_data(tmp_path / "all", [LONG], split="test")
     for command in ((), ("--dry-run",)):
         assert main([*words, "--adora_eval", f"geometry3k={tmp_path / 'all'}", *command]) == 2
         assert (

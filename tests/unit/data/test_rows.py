@@ -27,27 +27,31 @@ SOUND = {
     "choices": None,
 }
 
-texts = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1).filter(str.strip)
-plain = texts.filter(
+NOT_BLANK_TEXTS = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1).filter(str.strip)
+PLAIN_TEXTS = NOT_BLANK_TEXTS.filter(
     lambda text: "<image>" not in text and not any(token in text for token in CONTROL_TOKENS)
 )
-sound_rows = st.fixed_dictionaries(
+SOUND_ROWS = st.fixed_dictionaries(
     {
-        "id": texts,
-        "problem": plain,
-        "answer": texts,
+        "id": NOT_BLANK_TEXTS,
+        "problem": PLAIN_TEXTS,
+        "answer": NOT_BLANK_TEXTS,
         "images": st.lists(st.just(PIXELS), max_size=3),
-        "choices": st.none() | st.lists(plain),
+        "choices": st.none() | st.lists(PLAIN_TEXTS),
     }
 )
-no_text = st.none() | st.sampled_from(["", " ", "\n\t"]) | st.integers() | st.lists(st.text())
-around = st.tuples(st.text(max_size=5), st.text(max_size=5))
-broken_values = {
-    "id": no_text,
-    "answer": no_text,
-    "problem": no_text
-    | st.tuples(around, st.sampled_from(CONTROL_TOKENS)).map(lambda drawn: drawn[1].join(drawn[0]))
-    | around.map("<image>".join),
+NO_TEXT_VALUES = (
+    st.none() | st.sampled_from(["", " ", "\n\t"]) | st.integers() | st.lists(st.text())
+)
+TEXTS_AROUND = st.tuples(st.text(max_size=5), st.text(max_size=5))
+BROKEN_VALUES_BY_COLUMN = {
+    "id": NO_TEXT_VALUES,
+    "answer": NO_TEXT_VALUES,
+    "problem": NO_TEXT_VALUES
+    | st.tuples(TEXTS_AROUND, st.sampled_from(CONTROL_TOKENS)).map(
+        lambda drawn: drawn[1].join(drawn[0])
+    )
+    | TEXTS_AROUND.map("<image>".join),
     "images": st.none()
     | st.just("picture.png")
     | st.lists(st.just(PIXELS)).map(lambda images: [*images, None])
@@ -56,14 +60,15 @@ broken_values = {
 }
 
 
-@given(sound_rows)
+@given(SOUND_ROWS)
 def test_a_sound_row_passes(row):
     assert fault_in_row(row) is None
 
 
-@given(sound_rows, st.sampled_from(sorted(broken_values)), st.data())
+@given(SOUND_ROWS, st.sampled_from(sorted(BROKEN_VALUES_BY_COLUMN)), st.data())
 def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, column, data):
-    row = {**row, column: data.draw(broken_values[column])}
+    """`fault_in_row` returns what is wrong with a row of prepared data, None if nothing is."""
+    row = {**row, column: data.draw(BROKEN_VALUES_BY_COLUMN[column])}
     if column == "problem" and "<image>" in str(row["problem"]):
         # as many as it has would be their places
         row["images"] = data.draw(st.sampled_from([[], [PIXELS] * 2]))
@@ -75,8 +80,9 @@ def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, co
     assert len(problem) < 300
 
 
-@given(sound_rows, st.sampled_from(["id", "problem", "answer", "images"]))
+@given(SOUND_ROWS, st.sampled_from(["id", "problem", "answer", "images"]))
 def test_a_column_that_is_not_there_is_like_null(row, column):
+    """Each of these columns has to have a value."""
     rest = {name: value for name, value in row.items() if name != column}
     assert fault_in_row(rest) == fault_in_row({**row, column: None}) is not None
 
@@ -89,6 +95,7 @@ def test_the_drawn_problems_are_sound():
 
 
 def test_every_token_that_the_tokenizer_would_not_read_as_text_is_refused():
+    """A tokenizer makes one id of such a token, wherever it stands in a text."""
     tokenizer = load_processor(str(PRETRAINED_FOLDER)).tokenizer
     special = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     assert special
@@ -100,24 +107,31 @@ def test_two_placeholders_for_one_image_are_counted():
     assert "2 <image> with 1 image" in problem
 
 
-@given(st.lists(sound_rows, min_size=1, max_size=5), st.data())
+@given(st.lists(SOUND_ROWS, min_size=1, max_size=5), st.data())
 def test_a_table_says_the_same_as_its_rows_and_copies_no_picture(rows, data):
-    at = data.draw(st.integers(0, len(rows) - 1))
+    """Rows of an Arrow table are checked without the bytes of their images.
+
+    One drawn row is broken, and the table has two chunks with the border behind that row.
+    """
+    position = data.draw(st.integers(0, len(rows) - 1))
     column = data.draw(st.sampled_from(["answer", "problem", "images"]))
     value = (
         data.draw(st.sampled_from([None, [], [None], [{"bytes": None, "path": None}]]))
         if column == "images"
         else None
     )
-    rows[at] = {**rows[at], column: value}
-    ours = schema().arrow_schema
-    sound_schema = pa.schema([ours.field(name) for name in SOUND])
+    rows[position] = {**rows[position], column: value}
+    prepared_schema = schema().arrow_schema
+    sound_schema = pa.schema([prepared_schema.field(name) for name in SOUND])
     table = pa.concat_tables(
-        [pa.Table.from_pylist(part, sound_schema) for part in (rows[: at + 1], rows[at + 1 :])]
+        [
+            pa.Table.from_pylist(part, sound_schema)
+            for part in (rows[: position + 1], rows[position + 1 :])
+        ]
     )
-    read = list(rows_without_pixels(table))
-    assert [fault_in_row(row) for row in read] == [fault_in_row(row) for row in rows]
-    assert "pixels" not in repr([row["images"] for row in read])
+    rows_of_table = list(rows_without_pixels(table))
+    assert [fault_in_row(row) for row in rows_of_table] == [fault_in_row(row) for row in rows]
+    assert "pixels" not in repr([row["images"] for row in rows_of_table])
 
 
 def test_the_first_broken_row_is_named_and_the_others_are_counted():
@@ -135,6 +149,7 @@ ROW = {"problem": "Find $x$ in {x}.", "choices": ["3", "4"], "hint": None, "numb
 
 
 def test_a_template_is_filled_with_the_columns_of_the_row(subtests):
+    """Each case: a template, and the prompt that it makes of `ROW`."""
     cases = [
         ("{problem}", "Find $x$ in {x}."),
         ("{problem}\nChoices: {choices}", "Find $x$ in {x}.\nChoices: (A) 3 (B) 4"),
@@ -153,6 +168,7 @@ def test_a_template_is_filled_with_the_columns_of_the_row(subtests):
 
 
 def test_a_row_without_choices_is_asked_its_problem_alone(subtests):
+    """The line of the template with the choices is left out."""
     cases: Iterable[Any] = product(
         [DEFAULT_PROMPT, "{problem}\nChoices: {choices}"],
         [{}, {"choices": None}, {"choices": []}, {"choices": ()}],
@@ -164,6 +180,7 @@ def test_a_row_without_choices_is_asked_its_problem_alone(subtests):
 
 
 def test_choices_after_the_alphabet_are_numbered():
+    """The last two of 28 choices have no letter; the first line is the problem's."""
     lines = read_template(DEFAULT_PROMPT)(
         {"problem": "?", "choices": list(map(str, range(28)))}
     ).splitlines()
@@ -171,6 +188,7 @@ def test_choices_after_the_alphabet_are_numbered():
 
 
 def test_it_is_known_where_a_template_changes_nothing(subtests):
+    """Each case: a template, and whether it asks the problem alone without and with choices."""
     cases = [
         (DEFAULT_PROMPT, True, False),
         ("{problem}\n{choices}", True, False),
@@ -179,17 +197,15 @@ def test_it_is_known_where_a_template_changes_nothing(subtests):
         ("{problem}\nHint: {hint}", False, False),  # its rows may have one
         ("{hint}", False, False),
     ]
-    for source, without, with_some in cases:
+    for source, without_choices, with_choices in cases:
         with subtests.test(f"{source!r:.80}"):
-            prompt_template = read_template(source)
-            answers = (
-                prompt_template.asks_the_problem_alone(with_choices=False),
-                prompt_template.asks_the_problem_alone(with_choices=True),
-            )
-            assert answers == (without, with_some)
+            template = read_template(source)
+            assert template.asks_the_problem_alone(with_choices=False) is without_choices
+            assert template.asks_the_problem_alone(with_choices=True) is with_choices
 
 
 def test_anything_else_is_one_line(subtests):
+    """Each case: a template that is refused, and a part of the error."""
     cases = [
         ("{problem.__class__}", "not the plain name"),
         ("{problem[0]}", "not the plain name"),
@@ -219,6 +235,7 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest():
 
 @given(st.text(alphabet="{}abc.[]!:_\n ", max_size=12), st.text(max_size=20))
 def test_whatever_is_written_it_is_the_value_or_one_line(source, value):
+    """A drawn template is refused in one line, or makes a prompt of the columns that it names."""
     row = dict.fromkeys(("a", "b", "c", "abc", "_"), value)
     try:
         prompt_template = read_template(source)
