@@ -38,12 +38,13 @@ from tests.support.stand_ins import FakeAccelerator, training_config
 
 
 def flip_a_byte(path: Path) -> None:
+    """Change one bit of the byte in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
 
 
-DAMAGES = {
+DAMAGES = {  # what damages a checkpoint, and the reason for which it is skipped
     "truncated": (
         lambda c: (c / "model.safetensors").write_bytes(b"short"),
         "model.safetensors has 5 bytes instead of",
@@ -80,6 +81,7 @@ DAMAGES = {
 
 
 def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
+    """A run goes on from the older checkpoint; one that is named has to be whole."""
     for name, (damage, reason) in DAMAGES.items():
         older = write_checkpoint(tmp_path / name, 10)
         newer = write_checkpoint(tmp_path / name, 20)
@@ -105,6 +107,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
 
 
 def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
+    """With `overwrite` the run starts anew in the folder."""
     (write_checkpoint(tmp_path, 10) / store.COMPLETE_FILE).unlink()
     with pytest.raises(
         UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"
@@ -120,6 +123,10 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
 
 
 def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_path):
+    """The fingerprint of the checkpoint has another factor.
+
+    A checkpoint that is named is gone on with nevertheless, and a note says what has changed.
+    """
     write_checkpoint(tmp_path, 10)
     with pytest.raises(
         UserError, match=r"of another run: adora_method.adora.factor: 0.1 -> 0.2 \(and 1 more\)"
@@ -143,6 +150,7 @@ SHARDED = {**FINGERPRINT, "processes": "2", "sharding": "zero3"}
 
 
 def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tmp_path):
+    """DeepSpeed's shards are for one number of processes, unless they are converted."""
     checkpoint = write_checkpoint(tmp_path, 10, SHARDED)
     for resume_from in (None, str(checkpoint)):
         with pytest.raises(
@@ -179,6 +187,7 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
 
 
 def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path):
+    """A checkpoint without ZeRO is whole in itself."""
     checkpoint = write_checkpoint(tmp_path, 10)
     (checkpoint / "global_step").rename(checkpoint / "other")
     with pytest.raises(UserError, match="has no shards of DeepSpeed, so it needs no conversion"):
@@ -189,6 +198,8 @@ def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path)
 
 
 class Code:
+    """An object whose pickle asks for a call of `os.mkdir`, when it is loaded."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -229,6 +240,7 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
 
 
 def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
+    """These classes of DeepSpeed are in its checkpoints."""
     address = fragment_address(3, 1)
     scaler = DynamicLossScaler(4.0, 1000, 1.0, 2, consecutive_hysteresis=False)
     content = {
@@ -263,11 +275,17 @@ def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
         training_config(weight_decay=0.1), None, None, optimizer=optimizer
     )
     optimizer.step()
+
+    # with one tensor for both groups the steps would be 6 and 6
     assert [optimizer.state[weight]["step"].item() for weight in weights] == [5, 5]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
 def test_the_words_of_resume_from_checkpoint(tmp_path):
+    """The key takes auto, true, false or a path.
+
+    The folder is empty first, and then has a checkpoint.
+    """
     assert (
         choose_start_point(
             tmp_path / "new",
@@ -296,6 +314,7 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
 
 
 def test_differences_name_what_a_person_sets_first():
+    """A difference is a line `KEY: BEFORE -> NOW`; keys of ours come before those of TRL."""
     before = {"beta": "0", "adora_correct_above": "1", "gone": "1"}
     now = {"beta": "1", "adora_correct_above": "2", "new": "3"}
     expected = [
@@ -313,7 +332,7 @@ def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_p
     One of which a file was written anew, in the same size, is not.
     """
 
-    def of(home: Path) -> dict[str, str]:
+    def fingerprint_of_folder(home: Path) -> dict[str, str]:
         model = str(home / "model")
         return fingerprint(
             AdoraKeys(), data=[home / "data"], model=model, revision="main", processes=1
@@ -328,32 +347,38 @@ def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_p
     for name, content in {**files, "data/data/train-0.parquet": b"12"}.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_bytes(content)
-    before = of(home)
+    before = fingerprint_of_folder(home)
     moved = home.rename(tmp_path / "there")
-    assert fingerprint_differences(before, of(moved)) == []
+    assert fingerprint_differences(before, fingerprint_of_folder(moved)) == []
     for key, name in (
         ("dataset", "data/data/train-0.parquet"),
         ("model", "model/model.safetensors"),
     ):
         (moved / name).write_bytes(b"13")
-        (line,) = fingerprint_differences(before, of(moved))
+        (line,) = fingerprint_differences(before, fingerprint_of_folder(moved))
         assert line.startswith(f"{key}: ")
         (moved / name).write_bytes(b"12")
 
 
 def test_a_reward_function_that_was_edited_is_another_run():
-    def of(digest: str) -> dict[str, str]:
+    """The hash of the file with the function is in the fingerprint."""
+
+    def fingerprint_with_hash(digest: str) -> dict[str, str]:
         code_hashes = {"reward my_rewards.py": digest}
         return fingerprint(
             AdoraKeys(), data=["d"], model="m", revision="r", processes=1, code_hashes=code_hashes
         )
 
-    assert fingerprint_differences(of("1a"), of("1a")) == []
-    assert fingerprint_differences(of("1a"), of("2b")) == ["reward my_rewards.py: 1a -> 2b"]
+    assert fingerprint_differences(fingerprint_with_hash("1a"), fingerprint_with_hash("1a")) == []
+    assert fingerprint_differences(fingerprint_with_hash("1a"), fingerprint_with_hash("2b")) == [
+        "reward my_rewards.py: 1a -> 2b"
+    ]
 
 
 def test_a_judge_that_has_moved_is_the_same_run():
-    def of(**options: Any) -> dict[str, str]:
+    """Its address and the number of calls at once do not change what it says; its model does."""
+
+    def fingerprint_with_judge(**options: Any) -> dict[str, str]:
         judge = {"base_url": "http://a:8123/v1", "model": "j", **options}
         keys = AdoraScriptArguments(adora_reward=["accuracy", {"judge": judge}])
         return fingerprint(
@@ -364,28 +389,33 @@ def test_a_judge_that_has_moved_is_the_same_run():
             processes=1,
         )
 
-    before = of()
-    assert fingerprint_differences(before, of(base_url="http://b:8124/v1", concurrency=4)) == []
+    before = fingerprint_with_judge()
+    assert (
+        fingerprint_differences(
+            before, fingerprint_with_judge(base_url="http://b:8124/v1", concurrency=4)
+        )
+        == []
+    )
     for changed in ({"model": "k"}, {"instruction": "Judge."}, {"max_tokens": 9}, {"budget": 9}):
-        (line,) = fingerprint_differences(before, of(**changed))
+        (line,) = fingerprint_differences(before, fingerprint_with_judge(**changed))
         assert line.startswith("adora_reward: ")
 
 
 def test_a_reward_by_its_older_name_is_the_same_run():
     """A checkpoint has the name that was current when it was saved."""
 
-    def of(*rewards: str | dict[str, Any]) -> dict[str, str]:
+    def fingerprint_with_rewards(*rewards: str | dict[str, Any]) -> dict[str, str]:
         keys = AdoraScriptArguments(adora_reward=[*rewards])
         return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
 
-    now = of("boxed_accuracy")
-    assert of("adora") == now
+    now = fingerprint_with_rewards("boxed_accuracy")
+    assert fingerprint_with_rewards("adora") == now
     saved = {**now, "adora_reward": '["adora"]'}
     assert fingerprint_differences(saved, now) == []
-    assert fingerprint_differences(saved, of("accuracy")) == [
+    assert fingerprint_differences(saved, fingerprint_with_rewards("accuracy")) == [
         'adora_reward: ["boxed_accuracy"] -> ["accuracy"]'
     ]
-    rounding = of({"boxed_accuracy": {"rounding": True}})
+    rounding = fingerprint_with_rewards({"boxed_accuracy": {"rounding": True}})
     assert (
         fingerprint_differences(
             {**now, "adora_reward": '[{"adora": {"rounding": true}}]'}, rounding
@@ -399,6 +429,7 @@ def test_a_reward_by_its_older_name_is_the_same_run():
 
 
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
+    """Two of four checkpoints are kept, and checkpoint-10, which is unfinished, is left alone."""
     for step in (5, 10, 15, 20):
         write_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-10" / store.COMPLETE_FILE).unlink()
@@ -413,6 +444,7 @@ def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp
 
 
 def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
+    """The first try to save step 20 fills the disk, and the second succeeds."""
     write_checkpoint(tmp_path / SET_ASIDE_FOLDER, 3)  # of the run that this one replaces
     older = write_checkpoint(tmp_path, 10)
     accelerator: Any = FakeAccelerator()
@@ -446,6 +478,7 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
 
 
 def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
+    """`write_checkpoint` saves as a run does: in a hidden folder first."""
     flip_a_byte(write_checkpoint(tmp_path, 10) / "model.safetensors")
     assert store.describe_checkpoint_damage(write_checkpoint(tmp_path, 10)) is None
     assert list((tmp_path / store.STAGING_FOLDER).iterdir()) == []
@@ -454,28 +487,32 @@ def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
 def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkeypatch):
     """The new folder is whole or missing, whichever call was the last to succeed."""
     older = write_checkpoint(tmp_path, 10)
-    for call, survived in product(("replace_file", "hash_files", "flush_to_disk"), range(6)):
-        real = getattr(store, call)
-        calls_left = iter(range(survived))
+    newer = tmp_path / "checkpoint-20"
+    for name, successful_calls in product(
+        ("replace_file", "hash_files", "flush_to_disk"), range(6)
+    ):
+        function = getattr(store, name)
+        calls_left = iter(range(successful_calls))
 
-        def crash(*arguments, calls_left=calls_left, real=real):
+        def crash_later(*arguments, calls_left=calls_left, function=function):
             if next(calls_left, None) is None:
                 raise KeyboardInterrupt
-            return real(*arguments)
+            return function(*arguments)
 
-        monkeypatch.setattr(store, call, crash)
+        monkeypatch.setattr(store, name, crash_later)
         with contextlib.suppress(KeyboardInterrupt):
             write_checkpoint(tmp_path, 20)
-        monkeypatch.setattr(store, call, real)
-        newest = store.find_newest_valid_checkpoint(tmp_path)
-        assert newest[0] == (
-            tmp_path / "checkpoint-20" if (tmp_path / "checkpoint-20").exists() else older
-        )
-        assert newest[1] == []
+        monkeypatch.setattr(store, name, function)
+
+        newest, skipped = store.find_newest_valid_checkpoint(tmp_path)
+        assert newest == (newer if newer.exists() else older)
+        assert skipped == []
         store.clear_staging(tmp_path)
 
 
 def test_an_epoch_has_its_own_order_however_the_run_came_there():
+    """A run that resumes in epoch 1 has not drawn epoch 0."""
+
     def order(*epochs: int) -> list[list[int]]:
         sampler = EpochRepeatSampler(range(40), mini_repeat_count=2, batch_size=4, seed=7)
         orders = []
@@ -504,12 +541,14 @@ def test_rows_that_are_not_shuffled_all_have_their_turn():
         order = list(sampler)
         assert len(order) == len(sampler)
         drawn += order
-    generations = [drawn[first : first + 8] for first in range(0, len(drawn), 24)]
+    # a generation is 4 rows with 2 rollouts each, and comes 3 times
+    generations = [drawn[first : first + 4 * 2] for first in range(0, len(drawn), 4 * 2 * 3)]
     rows = [row for generation in generations for row in generation[::2]]
     assert rows == [*range(11)] * 8, "in the order of the data set, eleven epochs of eight rows"
 
 
 def test_every_rollout_has_its_own_seed_and_the_same_one_again():
+    """A seed is made of the run's seed, the generation, the group and the rollout's number in it."""
     all_coordinates = [
         (run, f"train/{step}/{micro}", group, member)
         for run, step, micro, group, member in product((0, 1), (0, 1), (0, 1), (0, 9), (0, 7))
@@ -523,7 +562,7 @@ def test_every_rollout_has_its_own_seed_and_the_same_one_again():
 def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
     """A run without a budget goes on from a checkpoint older than the key."""
 
-    def of(budget: int | None, staleness: int = 4) -> dict[str, str]:
+    def fingerprint_with_budget(budget: int | None, staleness: int = 4) -> dict[str, str]:
         keys = AdoraKeys(adora_rollouts=RolloutOptions(budget=budget, staleness=staleness))
         return fingerprint(
             keys,
@@ -533,7 +572,14 @@ def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
             processes=1,
         )
 
-    assert fingerprint_differences(of(None), of(None, 2)) == []
-    assert "adora_rollouts.budget" not in of(None)
-    assert len(fingerprint_differences(of(None), of(9))) == 2
-    assert fingerprint_differences(of(9), of(9, 2)) == ["adora_rollouts.staleness: 4 -> 2"]
+    assert (
+        fingerprint_differences(fingerprint_with_budget(None), fingerprint_with_budget(None, 2))
+        == []
+    )
+    assert "adora_rollouts.budget" not in fingerprint_with_budget(None)
+    assert (
+        len(fingerprint_differences(fingerprint_with_budget(None), fingerprint_with_budget(9))) == 2
+    )
+    assert fingerprint_differences(fingerprint_with_budget(9), fingerprint_with_budget(9, 2)) == [
+        "adora_rollouts.staleness: 4 -> 2"
+    ]

@@ -26,24 +26,30 @@ from tests.support.adapters import LORA_OPTIONS_BY_KIND, float64_model, policy_w
 
 
 @pytest.fixture(scope="module")
-def base() -> Any:
+def base_model() -> Any:
+    """A small language model in float64."""
     return float64_model()
 
 
-def resumed(model: Any, folder: Any) -> None:
+def load_checkpoint_into(model: Any, folder: Any) -> None:
+    """Load a checkpoint into a model, as a trainer that resumes does."""
     trainer: Any = object.__new__(AdoraGRPOTrainer)
     trainer.__dict__.update(model=model, _dist=SimpleNamespace())
     trainer._load_from_checkpoint(str(folder))
 
 
 @pytest.mark.parametrize(
-    "form", [form for form in LORA_OPTIONS_BY_KIND if form != "biases of the base"]
+    "lora_kind",
+    [lora_kind for lora_kind in LORA_OPTIONS_BY_KIND if lora_kind != "biases of the base"],
 )
-def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form, tmp_path):
+def test_every_adapter_is_read_back_the_trained_one_and_the_reference(
+    base_model, lora_kind, tmp_path
+):
+    """A policy has the adapter `default`, which is trained, and `ref`, which is the reference."""
     config = LoraConfig(
-        **{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA_OPTIONS_BY_KIND[form]}
+        **{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA_OPTIONS_BY_KIND[lora_kind]}
     )
-    start = policy_with_adapter(base, config, "ref")
+    start = policy_with_adapter(base_model, config, "ref")
     trained = deepcopy(start)
     with torch.no_grad():
         for name, parameter in trained.named_parameters():
@@ -52,23 +58,27 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form
     trained.save_pretrained(tmp_path)
     assert (tmp_path / "ref").is_dir()
     assert {path.name for path in run_entries(tmp_path)} >= {"ref"}
-    moved = [
-        name
-        for name, now in trained.state_dict().items()
-        if not torch.equal(now, start.state_dict()[name])
-    ]
-    assert any("default" in name for name in moved)
-    assert any("ref" in name for name in moved)
-    resumed(start, tmp_path)
-    assert [
-        name
-        for name, now in trained.state_dict().items()
-        if not torch.equal(now, start.state_dict()[name])
-    ] == []
+
+    def differing_names() -> list[str]:
+        """The tensors that differ between the trained policy and the one that resumes."""
+        start_tensors = start.state_dict()
+        return [
+            name
+            for name, tensor in trained.state_dict().items()
+            if not torch.equal(tensor, start_tensors[name])
+        ]
+
+    names_before = differing_names()
+    load_checkpoint_into(start, tmp_path)
+
+    assert any("default" in name for name in names_before)
+    assert any("ref" in name for name in names_before)
+    assert differing_names() == []
 
 
-def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):
-    model = policy_with_adapter(base, LoraConfig(r=4, target_modules=["q_proj"]), "ref")
+def test_an_adapter_that_does_not_fit_ends_in_one_line(base_model, tmp_path):
+    """A tensor is missing in the file, one is too many, or the adapter has no config."""
+    model = policy_with_adapter(base_model, LoraConfig(r=4, target_modules=["q_proj"]), "ref")
     model.save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -77,47 +87,50 @@ def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):
     with pytest.raises(
         RunError, match=f"^the adapter default .*1 tensors are missing, the first is {first}"
     ):
-        resumed(model, tmp_path)
+        load_checkpoint_into(model, tmp_path)
     save_file({**tensors, "base_model.model.other.lora_A.weight": torch.zeros(1)}, file)
     with pytest.raises(RunError, match="1 tensors have no place in the model"):
-        resumed(model, tmp_path)
+        load_checkpoint_into(model, tmp_path)
     save_file(tensors, file)
     (tmp_path / "ref" / "adapter_config.json").unlink()
     with pytest.raises(RunError, match=r"^the adapter ref of .*there is no adapter_config.json"):
-        resumed(model, tmp_path)
+        load_checkpoint_into(model, tmp_path)
 
 
-def reference(model: Any, moves: bool = True) -> SyncedReferenceModel:
+def moving_reference(model: Any, moves: bool = True) -> SyncedReferenceModel:
+    """What saves and loads the reference model that `sync_ref_model` moves."""
     return SyncedReferenceModel(model, moves=moves, is_main=True, gather=nullcontext)
 
 
 def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp_path):
+    """A run that goes on without syncs keeps the reference as it was moved last."""
     moved = nn.Linear(3, 2)
     start = nn.Linear(3, 2)
-    reference(moved).save(tmp_path / "first")
-    ended = reference(start, moves=False)
-    ended.load(tmp_path / "first")
-    ended.save(tmp_path / "second")
-    again = nn.Linear(3, 2)
-    reference(again).load(tmp_path / "second")
+    moving_reference(moved).save(tmp_path / "first")
+    reference_without_syncs = moving_reference(start, moves=False)
+    reference_without_syncs.load(tmp_path / "first")
+    reference_without_syncs.save(tmp_path / "second")
+    restored_model = nn.Linear(3, 2)
+    moving_reference(restored_model).load(tmp_path / "second")
     assert all(
         torch.equal(saved, restored)
-        for saved, restored in zip(moved.parameters(), again.parameters(), strict=True)
+        for saved, restored in zip(moved.parameters(), restored_model.parameters(), strict=True)
     )
-    reference(nn.Linear(3, 2), moves=False).save(tmp_path / "third")
+    moving_reference(nn.Linear(3, 2), moves=False).save(tmp_path / "third")
     assert not (tmp_path / "third").exists(), "one that never moves is the base model"
 
 
 def test_a_checkpoint_without_the_reference_or_with_another_one_is_refused(tmp_path):
-    reference(nn.Linear(3, 2, bias=False)).save(tmp_path)
+    """The saved reference has a weight and no bias."""
+    moving_reference(nn.Linear(3, 2, bias=False)).save(tmp_path)
     with pytest.raises(RunError, match="bias of the reference model is missing"):
-        reference(nn.Linear(3, 2)).load(tmp_path)
+        moving_reference(nn.Linear(3, 2)).load(tmp_path)
     with pytest.raises(RunError, match="this reference model has no weight"):
-        reference(nn.ReLU()).load(tmp_path)
+        moving_reference(nn.ReLU()).load(tmp_path)
     for file in (tmp_path / REFERENCE_FOLDER).iterdir():
         file.unlink()
     with pytest.raises(UserError, match="has no reference model, which sync_ref_model: true"):
-        reference(nn.Linear(3, 2)).load(tmp_path)
+        moving_reference(nn.Linear(3, 2)).load(tmp_path)
 
 
 def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_mean(
@@ -138,10 +151,11 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
         0, 2, _tr_loss=torch.tensor(0.1), _total_loss_scalar=2.25, _globalstep_last_logged=4
     )
     finalize_checkpoint(tmp_path, LossSums.with_all_ranks(LossSums(stopped).metadata()))
+    # the two ranks of the checkpoint had 0.1 and 0.5
     for rank, ranks, rest in (
         (0, 2, 0.1),
         (1, 2, 0.5),
-        (0, 1, 0.3),
+        (0, 1, (0.1 + 0.5) / 2),
     ):
         begun = trainer(
             rank,

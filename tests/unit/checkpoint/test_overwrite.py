@@ -52,9 +52,9 @@ METRICS_OF_CRASHED_RUN = '{"step": 1, "kind": "train", "time": null}\n'
 
 
 def write_run(folder: Path, *steps: int) -> Path:
-    """Write the files that a finished run leaves behind, and a file of the user's.
+    """Write what a finished run leaves behind, and a file of the user's; return the folder.
 
-    `steps`: of the checkpoints.
+    `steps`: of its checkpoints.
     """
     for step in steps:
         write_checkpoint(folder, step)
@@ -88,6 +88,7 @@ def names_of_files(folder: Path) -> set[str]:
 
 
 def test_choosing_the_start_deletes_nothing(tmp_path):
+    """`choose_start_point` says what a run begins from; what it replaces is put aside later."""
     before = names_of_files(write_run(tmp_path, 4, 8))
     for resume_from in (None, "auto", "false"):
         start = choose_start_point(
@@ -103,9 +104,10 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
 
 
 def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_used(tmp_path):
+    """With `overwrite` the checkpoints of the folder are put aside."""
     run = write_run(tmp_path / "run", 4, 8)
     elsewhere = write_checkpoint(tmp_path / "other", 6)
-    before = names_of_files(run)
+    names_before = names_of_files(run)
     for resume_from in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
         with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
             choose_start_point(
@@ -118,7 +120,9 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
     assert start.replaces
     move_old_run_aside(run)
     assert elsewhere.is_dir()
-    assert {name.removeprefix(f"{SET_ASIDE_FOLDER}/") for name in names_of_files(run)} == before
+    assert {
+        name.removeprefix(f"{SET_ASIDE_FOLDER}/") for name in names_of_files(run)
+    } == names_before
 
 
 def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
@@ -204,6 +208,7 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
 def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from_the_old_one(
     tmp_path,
 ):
+    """The old run has been put aside, and the new one has logged a step and crashed."""
     run = write_run(tmp_path, 4, 8)
     assert move_old_run_aside(run) == str(run / SET_ASIDE_FOLDER)
     assert checkpoints(run) == []
@@ -247,6 +252,7 @@ def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
 
 def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
     run = write_run(tmp_path)
+    """Its model would be replaced by that of another training."""
     with pytest.raises(
         UserError,
         match="^output_dir: .* holds a finished run; choose another output_dir, or start anew with --overwrite_output_d"
@@ -265,6 +271,7 @@ def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
 def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     adora_run, tmp_path, capsys
 ):
+    """A command that is refused deletes nothing; one that trains two steps replaces the old run."""
     run = shutil.copytree(adora_run, tmp_path / "run")
     before = names_of_files(run)
     wrong = tiny_run_arguments(
@@ -282,7 +289,8 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     assert [path.name for path in checkpoints(run)] == ["checkpoint-2"]
     assert TINY_RUN_STEPS > 2
     assert not (run / SET_ASIDE_FOLDER).exists()
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    # a line for each of two steps, and one for the end
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 + 1
 
 
 ERROR_ABOUT_USERS_FILES = (
@@ -292,7 +300,7 @@ ERROR_ABOUT_USERS_FILES = (
 
 
 @pytest.fixture(scope="module")
-def finished(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with a table of completions, as `log_completions` leaves them."""
     run = shutil.copytree(adora_run, tmp_path_factory.mktemp("finished") / "run")
     write_completions(run, 1)
@@ -300,8 +308,9 @@ def finished(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(finished, tmp_path / "run")
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, which a test may change."""
+    return shutil.copytree(finished_run, tmp_path / "run")
 
 
 def replace_by_link(path: Path, target: Path) -> None:
@@ -313,6 +322,7 @@ def replace_by_link(path: Path, target: Path) -> None:
 
 
 def write_users_file(path: Path, content: str = "the user's") -> None:
+    """Write a file that the user has put there, in folders that may not exist yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
 
@@ -334,20 +344,24 @@ def make_folder_elsewhere(folder: Path) -> Path:
 
 
 def link_from_rollouts(folder: Path) -> None:
+    """Put a link to a folder of the user's among the rollouts of a run."""
     (folder / "rollouts" / "more").symlink_to(make_folder_elsewhere(folder))
 
 
 def move_and_link(path: Path) -> None:
+    """Move a file to a folder of the user's, and leave a link to it."""
     target = make_folder_elsewhere(path.parent) / path.name
     path.rename(target)
     path.symlink_to(target)
 
 
 def delete_manifest(checkpoint: Path) -> None:
+    """Delete the file without which a checkpoint is none."""
     (checkpoint / "manifest.json").unlink()
 
 
 PART = "rollouts-00000009-00000009.parquet"
+# by the name under which it is refused: what puts a file of the user's into the folder of a run
 MAKE_USERS_FILE: dict[str, Callable[[Path], object]] = {
     "README.md": lambda run: write_users_file(run / "README.md"),
     "config.json": lambda run: write_users_file(run / "config.json", "{}"),
@@ -394,9 +408,9 @@ MAKE_USERS_FILE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, tmp_path):
+def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished_run, tmp_path):
     for number, (name, make_users_file) in enumerate(MAKE_USERS_FILE.items()):
-        run = shutil.copytree(finished, tmp_path / str(number) / "run")
+        run = shutil.copytree(finished_run, tmp_path / str(number) / "run")
         make_users_file(run)
         before = folder_contents(run.parent)
         # and a late file
@@ -543,7 +557,7 @@ def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path,
     """The second start of a LoRA run leaves what the first would have left.
 
     That is the adapter, the merged model, the figures of the steps since the last line of the log,
-    and a manifest that says `finished`.
+    and a manifest that says `finished_run`.
     """
     keys: dict[str, Any] = {"use_peft": "true", "lora_r": 2, "logging_steps": 3}
     uninterrupted = train_tiny_run(tmp_path / "whole", **keys)
@@ -589,6 +603,7 @@ def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path,
 
 
 def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys):
+    """The other process holds the lock of the folder until it is killed."""
     write_users_file(run / "config.json", "half")
     code = "import sys, pathlib; from adora_vl.checkpoint import resume; "
     code += "lock = resume.lock_output_dir(pathlib.Path(sys.argv[1]))"
@@ -609,6 +624,7 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
 
 
 def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
+    """A checkpoint without a manifest is another trainer's, and has to be moved away first."""
     write_users_file(tmp_path / "checkpoint-500" / "model.safetensors")  # another trainer's
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"
@@ -629,6 +645,7 @@ def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
 
 
 def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_run):
+    """Nothing that such runs leave behind is taken for a file of the user's."""
     assert list_users_files(resumed_run.folder) == []
     mark_stopped(run, 4)
     for path in run_entries(run):
@@ -652,6 +669,7 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
 def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_again(
     run, monkeypatch
 ):
+    """The sixth of its moves does not happen any more."""
     moves = iter([True] * 5)
     rename = Path.rename
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
@@ -663,6 +681,7 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
 
 
 def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved(run, tmp_path):
+    """The note has a hash of each file that a run has saved."""
     (run / WRITTEN_FILES_RECORD).unlink()
     with pytest.raises(
         UserError,
@@ -688,6 +707,7 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
 
 
 def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
+    """The folder has the name in which a run makes its checkpoints."""
     write_users_file(tmp_path / STAGING_FOLDER / "mine")
     with pytest.raises(
         UserError,
@@ -700,6 +720,7 @@ def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
 
 
 def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
+    """One save is whole, one fails, and one is of a process that does not save the model."""
     write_users_file(tmp_path / "merged" / "mine")
     write_users_file(tmp_path / "notes.txt")
     (tmp_path / "tokenizer.json").symlink_to(tmp_path / "notes.txt")
@@ -719,6 +740,7 @@ def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
 
 
 def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeypatch):
+    """TRL copies the config and the model into the run's folder before it pushes them."""
     stock = "trl.GRPOTrainer._push_from_checkpoint"
     monkeypatch.setattr(
         stock, lambda self, folder: write_users_file(tmp_path / "config.json", folder)

@@ -27,7 +27,7 @@ from tests.support.stand_ins import trainer_state
 
 ROOT = Path(__file__).parents[3]
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-WORKER = trainer_state(0)
+STATE_AT_START = trainer_state(0)
 
 
 @contextlib.contextmanager
@@ -53,13 +53,19 @@ def clock_and_kills() -> Iterator[tuple[SimpleNamespace, list[int]]]:
         max_size=8,
     )
 )
-def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_once(sent):
-    """`sent`: signals, each with the seconds since the one before."""
-    first_number, first_gap = sent[0]
+def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_once(
+    signals_and_gaps,
+):
+    """A run stops after its step at the first signal, and at once at another one after 10 seconds.
+
+    `signals_and_gaps` has the signals, each with the seconds since the one before. A closed
+    terminal (SIGHUP) ends nothing at once.
+    """
+    first_number, first_gap = signals_and_gaps[0]
     expected_kills: list[int] = []
     with clock_and_kills() as (clock, kills):
         run = StopOnSignal()
-        for number, gap in sent:
+        for number, gap in signals_and_gaps:
             clock.now += gap
             run._handle(number, None)
             is_late = clock.now - first_gap >= REPEATED_SIGNAL_S
@@ -70,6 +76,7 @@ def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_on
 
 
 def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
+    """A launcher ends the other processes with SIGTERM when one of them has failed."""
     run = StopOnSignal()
     with contextlib.suppress(RunError), run:
         raise RunError("step 3: stop")
@@ -84,7 +91,7 @@ def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
 
 
 @pytest.fixture
-def handlers():
+def signal_handlers():
     """Puts the handlers of this process back.
 
     Under nohup SIGHUP is ignored; here it is as in a terminal.
@@ -98,7 +105,7 @@ def handlers():
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_on(
-    handlers, monkeypatch, elastic
+    signal_handlers, monkeypatch, elastic
 ):
     """torch's launcher handles SIGHUP under nohup too, and kills what does not end."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -107,7 +114,7 @@ def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_o
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     run = StopOnSignal()
-    run.on_train_begin(None, WORKER, None)
+    run.on_train_begin(None, STATE_AT_START, None)
     os.kill(os.getpid(), signal.SIGHUP)
     assert (run.received == signal.SIGHUP) is elastic
     os.kill(os.getpid(), signal.SIGTERM)
@@ -115,6 +122,7 @@ def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_o
 
 
 def test_a_signal_to_another_rank_stops_this_one_after_the_same_step(monkeypatch):
+    """Each rank gathers after a step whether any of them has got a signal."""
     for signals_elsewhere, stops in ((0, False), (1, True)):
         monkeypatch.setattr(
             "adora_vl.checkpoint.stop.gather",
@@ -122,29 +130,31 @@ def test_a_signal_to_another_rank_stops_this_one_after_the_same_step(monkeypatch
         )
         run = StopOnSignal()
         control = TrainerControl()
-        run.on_step_end(None, WORKER, control)
+        run.on_step_end(None, STATE_AT_START, control)
         assert run.stopped == stops
         assert control.should_save == stops
         assert control.should_training_stop == stops
 
 
-def test_a_run_that_was_not_stopped_leaves_the_signals_as_they_were(handlers):
+def test_a_run_that_was_not_stopped_leaves_the_signals_as_they_were(signal_handlers):
+    """A program that trains may have handlers of its own."""
     run = StopOnSignal()
-    run.on_train_begin(None, WORKER, None)
-    assert all(signal.getsignal(number) != handler for number, handler in handlers.items())
+    run.on_train_begin(None, STATE_AT_START, None)
+    assert all(signal.getsignal(number) != handler for number, handler in signal_handlers.items())
     run.release()
-    assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
+    assert {number: signal.getsignal(number) for number in SIGNALS} == signal_handlers
 
 
-def test_a_stopped_run_keeps_its_exit_code_whatever_comes_after_its_last_write(handlers):
+def test_a_stopped_run_keeps_its_exit_code_whatever_comes_after_its_last_write(signal_handlers):
+    """A second signal while Python ends would change the exit code, so it is ignored."""
     run = StopOnSignal()
-    run.on_train_begin(None, WORKER, None)
+    run.on_train_begin(None, STATE_AT_START, None)
     run.stopped = True
     run.release()
     assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
 
 
-ORPHAN = """
+ORPHAN_CODE = """
 import os, signal, sys
 from adora_vl.utils import launch as launcher
 launcher._WATCH_INTERVAL_S = 0.01
@@ -163,7 +173,7 @@ print("ready", flush=True)
 while True:
     signal.pause()
 """
-LAUNCHER = """
+LAUNCHER_CODE = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]])
 sys.stdin.read()
@@ -171,24 +181,28 @@ sys.stdin.read()
 
 
 def test_a_process_ends_with_its_launcher_and_saves_where_there_is_something_to_save():
+    """A launcher that is killed cannot end its child, which would train on alone.
+
+    The child has a handler that saves, or none yet.
+    """
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "1", "PYTHONPATH": str(ROOT)}
     for moment, expected in {"before training": "ready\n", "saves": "ready\nsaved\n"}.items():
         process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, ORPHAN, moment],
+            [sys.executable, "-c", LAUNCHER_CODE, ORPHAN_CODE, moment],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        first = process.stdout.readline()
+        first_line = process.stdout.readline()
         process.kill()
-        assert (
-            first + process.stdout.read() == expected
-        )  # to the end of the file, so the child has ended
+        # it reads to the end of the file, which comes when the child has ended too
+        assert first_line + process.stdout.read() == expected
         process.wait()
 
 
 def test_a_process_that_no_launcher_started_outlives_its_shell(monkeypatch):
+    """Variables of the environment say whether torchrun or accelerate started it."""
     assert not any(
         launcher.under_launcher({key: "1"}) for key in ("SHELL", "ACCELERATE_MIXED_PRECISION")
     )
@@ -208,7 +222,7 @@ def test_a_process_that_no_launcher_started_outlives_its_shell(monkeypatch):
         assert started == ["launcher-watch"] * watches, name
 
 
-TALKER = """
+TALKER_CODE = """
 import sys
 from adora_vl.utils.launch import mute_lost_outputs
 mute_lost_outputs()
@@ -223,7 +237,7 @@ print("to nobody", file=sys.stderr, flush=True)
 def test_output_that_nobody_reads_any_more_does_not_end_a_run():
     """`accelerate launch ... | tee log`: Ctrl-C ends tee as well."""
     process = subprocess.Popen(
-        [sys.executable, "-c", TALKER],
+        [sys.executable, "-c", TALKER_CODE],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -238,9 +252,8 @@ def test_output_that_nobody_reads_any_more_does_not_end_a_run():
     assert process.wait() == 0
 
 
-LAUNCHERS: list[
-    tuple[dict[str, str], bool]
-] = [  # its environment, and whether it kills before a run can save
+# the environment of a launcher, and whether it kills before a run can save
+LAUNCHERS: list[tuple[dict[str, str], bool]] = [
     ({}, False),  # no launcher
     ({"TORCHELASTIC_RUN_ID": "1"}, True),
     (
@@ -258,8 +271,9 @@ LAUNCHERS: list[
 ]
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.mark.usefixtures("signal_handlers")
 def test_a_launcher_that_kills_too_early_is_told_of_once(monkeypatch, capsys):
+    """torch's launcher waits 30 seconds after a signal, unless it was told to wait longer."""
     for environment, too_early in LAUNCHERS:
         for name in (
             "TORCHELASTIC_RUN_ID",
@@ -279,7 +293,7 @@ def test_a_launcher_that_kills_too_early_is_told_of_once(monkeypatch, capsys):
 
 # The first of these that a command imports, or the first file that it was told to read, is where
 # Ctrl-C comes.
-AT_FIRST = (
+FIRST_IMPORTS_AND_FILES = (
     "numpy",
     "torch",
     "transformers",
@@ -290,7 +304,7 @@ AT_FIRST = (
     "safetensors",
     "a.json",
 )
-WORDS = {
+WORDS_BY_COMMAND = {
     "adora_vl.export": ["RUN", "OUT"],
     "adora_vl.migrate": ["easyr1", "a.json"],
     "adora_vl.report": ["."],
@@ -298,24 +312,24 @@ WORDS = {
     "eval": ["geometry3k", "score"],
     "adora_vl": ["train", "--config", str(ROOT / "configs/train/smoke_cpu.yaml")],
 }
-NO_COMMAND = {
+REASON_BY_QUICK_COMMAND = {
     "adora_vl": "lists the commands, and answers at once",
     "adora_vl.rewards.explain": "imports nothing that takes long, and answers at once",
 }
 # The file that Python runs at its start, before the command
-SITE_CUSTOMIZE = f"""
+SITE_CUSTOMIZE_CODE = f"""
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background passes on that it is ignored
 pressed = []
 def hook(event, values):
-    if event in ("import", "open") and str(values[0]) in {AT_FIRST} and not pressed:
+    if event in ("import", "open") and str(values[0]) in {FIRST_IMPORTS_AND_FILES} and not pressed:
         pressed.append(values[0])
         os.kill(os.getpid(), signal.SIGINT)
 sys.addaudithook(hook)
 """
 
 
-def commands() -> list[str]:
+def slow_command_modules() -> list[str]:
     """Return the modules that are commands, and take long to import."""
     modules = []
     for top in ("adora_vl", "data_prep", "eval"):
@@ -323,10 +337,10 @@ def commands() -> list[str]:
             if '__name__ == "__main__"' in path.read_text():
                 name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
                 modules.append(name.removesuffix(".__main__"))
-    return [name for name in modules if name not in NO_COMMAND]
+    return [name for name in modules if name not in REASON_BY_QUICK_COMMAND]
 
 
-def scripts() -> list[str]:
+def installed_command_modules() -> list[str]:
     """The module that the installed command `adora-vl` imports."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     return [target.removesuffix(":main") for target in declared.values()]
@@ -339,7 +353,7 @@ def press_ctrl_c(command: list[str], folder: Path) -> tuple[int, str]:
     """
     start_files = folder / "start"
     start_files.mkdir()
-    (start_files / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
+    (start_files / "sitecustomize.py").write_text(SITE_CUSTOMIZE_CODE)
     working_folder = folder / "work"
     working_folder.mkdir()
     (working_folder / "a.json").write_text("{}")
@@ -355,9 +369,10 @@ def press_ctrl_c(command: list[str], folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", commands())
+@pytest.mark.parametrize("module", slow_command_modules())
 def test_a_command_that_is_interrupted_says_so_in_one_line(module, tmp_path):
-    words = WORDS.get(module, ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")])
+    """Ctrl-C comes at the first slow import, or when the first file is opened."""
+    words = WORDS_BY_COMMAND.get(module, ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")])
     code, output = press_ctrl_c(["-m", module, *words], tmp_path)
     assert code == EXIT_INTERRUPTED, output
     assert output.startswith("interrupted"), output
@@ -382,6 +397,8 @@ def test_a_script_of_the_users_keeps_its_traceback(tmp_path):
 
 
 def test_a_run_that_is_interrupted_before_its_first_step(tmp_path, monkeypatch, capsys):
+    """Ctrl-C comes while the trainer is built, then while the config is checked."""
+
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
