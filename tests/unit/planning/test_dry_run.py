@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]
 
 @pytest.fixture(scope="module")
 def data_folder(tmp_path_factory):
+    """A folder of 40 drawn problems for training, and 5 for testing."""
     folder = tmp_path_factory.mktemp("data") / "synthetic"
     words = [
         "synthetic",
@@ -65,10 +66,11 @@ def test_every_shipped_config_has_a_dry_run_on_a_machine_without_a_gpu(
     for name in ACCELERATE_CONFIG_BY_RECIPE:
         with subtests.test(name):
             (tmp_path / name).mkdir()
-            _check_config(name, tmp_path / name, capsys, data_folder)
+            check_dry_run_of_config(name, tmp_path / name, capsys, data_folder)
 
 
-def _check_config(name, tmp_path, capsys, data):
+def check_dry_run_of_config(name, tmp_path, capsys, data):
+    """Check what the dry run of a shipped config prints, and what it writes as JSON."""
     words = [
         "--config",
         str(CONFIGS_FOLDER / "train" / f"{name}.yaml"),
@@ -119,11 +121,13 @@ def _check_config(name, tmp_path, capsys, data):
 
 
 def test_the_papers_recipe_takes_eight_updates_a_generation_along_its_cosine():
+    """With the same files on half of the GPUs a generation and an update are half as large."""
     for processes, generation, update in ((8, 1024, 128), (4, 512, 64)):
-        _check_recipe(processes, generation, update)
+        check_updates_of_recipe(processes, generation, update)
 
 
-def _check_recipe(processes, generation, update):
+def check_updates_of_recipe(processes, generation, update):
+    """Check the batches of the paper's recipe on so many GPUs, in rollouts."""
     words = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     plan = make_plan(
         parse_command(words),
@@ -145,36 +149,33 @@ def _check_recipe(processes, generation, update):
     )
 
 
-def peak_by_length(**changed):
-    config = parse(
-        [
-            "--use_cpu",
-            "true",
-            "--bf16",
-            "false",
-            *(w for k, v in changed.items() for w in (f"--{k}", v)),
-        ]
-    )[1]
+def learning_rate_in_words(**changed):
+    """The line of the dry run about the learning rate of 100 steps, with these keys."""
+    words = [f"--{key}={value}" for key, value in changed.items()]
+    config = parse(["--use_cpu", "true", "--bf16", "false", *words])[1]
     return learning_rate_line(config, 100)
 
 
 def test_the_learning_rates_are_those_of_transformers_schedules():
-    assert "constant, 1e-06 at the first update, 1e-06 half-way, 1e-06 at the " in peak_by_length(
-        lr_scheduler_type="constant"
+    """The rate at the first update, half-way and at the last one."""
+    assert (
+        "constant, 1e-06 at the first update, 1e-06 half-way, 1e-06 at the "
+        in learning_rate_in_words(lr_scheduler_type="constant")
     )
-    assert "linear, 0.001 at the first update, 0.0005 half-way, 1e-05 at" in peak_by_length(
+    assert "linear, 0.001 at the first update, 0.0005 half-way, 1e-05 at" in learning_rate_in_words(
         learning_rate="1e-3"
     )
-    assert "linear, 0 at the first update, 0.000556 half" in peak_by_length(
+    assert "linear, 0 at the first update, 0.000556 half" in learning_rate_in_words(
         learning_rate="1e-3", warmup_steps="10"
     )
-    plateau = peak_by_length(
+    plateau = learning_rate_in_words(
         lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps="10"
     )
     assert plateau.endswith("1e-06 on, as the training goes.")
 
 
 def test_the_parts_of_the_memory_are_listed_where_they_matter(data_folder, capsys):
+    """A run that takes a small part of 1,000 GiB has no list."""
     words = [
         "--config",
         str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
@@ -190,6 +191,7 @@ def test_the_parts_of_the_memory_are_listed_where_they_matter(data_folder, capsy
 
 
 def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):
+    """ZeRO-2 keeps the 7B's weights on each card, and `beta: 0.0` would save the reference."""
     words = [
         "--config",
         str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml"),
@@ -211,6 +213,7 @@ def test_wrong_input_is_refused_as_a_run_would(capsys):
 
 
 def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data_folder):
+    """Without a hub a dry run plans with the processor's defaults, but not with a broken one."""
     model = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "model")
     (model / "processor_config.json").write_text("{")
     words = [
@@ -228,6 +231,7 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data_
 
 @pytest.mark.core
 def test_the_written_config_is_the_run_again(tmp_path, data_folder, capsys):
+    """`--write-config` writes every key; the config is parsed again and compared key by key."""
     file = tmp_path / "all.yaml"
     source = [
         "--config",
@@ -241,12 +245,12 @@ def test_the_written_config_is_the_run_again(tmp_path, data_folder, capsys):
     first = parse(source)
     again = parse(["--config", str(file)])
     for before, after in zip(first, again, strict=True):
-        pairs = {key: (getattr(before, key), getattr(after, key)) for key in vars(before)}
-        differing = {
-            key
-            for key, (original, written) in pairs.items()
-            if written != original and str(written) != str(original)
-        }
+        differing = set()
+        for key in vars(before):
+            original = getattr(before, key)
+            written = getattr(after, key)
+            if written != original and str(written) != str(original):
+                differing.add(key)
         # The methods are built from adora_method, which is compared.
         derived = {"distributed_state", "_n_gpu", "logging_dir", "deepspeed_plugin", "methods"}
         assert differing <= derived, differing
@@ -258,10 +262,11 @@ def test_the_written_config_is_the_run_again(tmp_path, data_folder, capsys):
 def test_lengths_are_those_of_the_trainers_processor(data_folder, subtests):
     for family in TINY_FAMILIES:
         with subtests.test(family):
-            _check_lengths(data_folder, family)
+            check_lengths_of_family(data_folder, family)
 
 
-def _check_lengths(data, family):
+def check_lengths_of_family(data, family):
+    """Compare the lengths that a dry run measures with those of the family's processor."""
     processor = processor_around(load_processor(str(PRETRAINED_FOLDER)).tokenizer, family)
     limit_pixels(processor, None, 9000)  # some images are made smaller
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
@@ -289,6 +294,7 @@ def _check_lengths(data, family):
 
 
 def test_rows_above_the_prefill_budget_are_counted(data_folder):
+    """Four prompts of 50, 90, 91 and 130 tokens, of which the last two exceed 90."""
     words = [
         "--config",
         str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
@@ -306,6 +312,7 @@ def test_rows_above_the_prefill_budget_are_counted(data_folder):
 
 
 def test_both_spellings_and_what_is_left_for_trl():
+    """`split_dry_run_options` returns the options of a dry run (None without one) and all other words."""
     assert split_dry_run_options(["--dry-run"])[0] == DryRunOptions()
     assert split_dry_run_options(["--config", "x"])[0] is None
     options, rest = split_dry_run_options(
@@ -322,16 +329,19 @@ SMOKE_CONFIG = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml")]
 
 
 def test_the_verdict_stands_last_with_the_command_that_comes_next(data_folder, tmp_path, capsys):
+    """Without an accelerate config the next command is plain Python."""
     words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
     assert main([*words, "--dry-run"]) == 0
-    verdict, following = capsys.readouterr().out.splitlines()[-2:]
+    verdict, next_command = capsys.readouterr().out.splitlines()[-2:]
     assert verdict.startswith("It fits: ")
     assert verdict.endswith(" GiB.")
-    assert following == f"Next: python -m adora_vl.train {' '.join(words)}"
+    assert next_command == f"Next: python -m adora_vl.train {' '.join(words)}"
     launcher = str(CONFIGS_FOLDER / "accelerate" / "cpu.yaml")
     assert main([*words, "--dry-run", "--accelerate-config", launcher, "--processes", "1"]) == 0
-    following = capsys.readouterr().out.splitlines()[-1]
-    assert following.startswith(f"Next: accelerate launch --config_file {launcher} --num_processes")
+    next_command = capsys.readouterr().out.splitlines()[-1]
+    assert next_command.startswith(
+        f"Next: accelerate launch --config_file {launcher} --num_processes"
+    )
     assert main([*words, "--dry-run", "--card-gib", "0.1"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("It does NOT fit: ")
 
@@ -339,6 +349,7 @@ def test_the_verdict_stands_last_with_the_command_that_comes_next(data_folder, t
 def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(
     data_folder, tmp_path, capsys
 ):
+    """A generation of 64 micro-batches has more prompts than the data has rows."""
     words = [*SMOKE_CONFIG, "--use_vllm", "false", "--dataset_name", str(data_folder)]
     words += ["--output_dir", str(tmp_path / "run"), "--steps_per_generation", "64"]
     written = tmp_path / "ours.yaml"
@@ -356,6 +367,7 @@ def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(
 
 
 def test_a_generation_of_all_processes_is_planned_where_one_alone_does_not_divide(tmp_path, capsys):
+    """One rollout on each of 8 processes is a whole group; on 4 processes it is half of one."""
     words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
     words += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"]
     words += ["--steps_per_generation", "1", "--num_generations", "8", "--dry-run"]
@@ -379,6 +391,7 @@ def test_a_generation_batch_size_is_that_of_all_processes(tmp_path, capsys):
 
 
 def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, tmp_path, capsys):
+    """The tiny model was trained on drawn problems, and solves nothing else."""
     words = [
         *SMOKE_CONFIG,
         "--use_vllm",
@@ -399,6 +412,7 @@ def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, t
 def test_a_peft_that_switches_an_optimisation_off_is_named(
     data_folder, tmp_path, capsys, monkeypatch
 ):
+    """0.99.0 is a version that nobody has tried."""
     monkeypatch.setattr("adora_vl.models.lora_branch.installed_version", lambda name: "0.99.0")
     note = "peft 0.99.0 is installed, and its order"
     words = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"), "--dry-run"]
@@ -411,9 +425,10 @@ def test_a_peft_that_switches_an_optimisation_off_is_named(
 
 
 def test_data_that_is_missing_is_named_beside_the_next_command(tmp_path, capsys):
+    """A dry run plans without the data, and says what has to be prepared."""
     words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
     words += ["--dataset_name", str(tmp_path / "none"), "--dry-run"]
     assert main(words) == 0
-    first, following = capsys.readouterr().out.splitlines()[-2:]
+    first, next_command = capsys.readouterr().out.splitlines()[-2:]
     assert first.startswith(f"First: prepare the data, {tmp_path / 'none'} ")
-    assert following.startswith("Next: ")
+    assert next_command.startswith("Next: ")

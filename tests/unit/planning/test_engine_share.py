@@ -17,7 +17,7 @@ from adora_vl.utils.files import GIB
 from tests.support.recipes import CONFIGS_FOLDER
 from tests.support.tiny_run import tiny_run_arguments
 
-# recipe -> the accelerate config and the GPU, in GB as it is sold, that the recipe is for
+# by recipe: the accelerate config, and the memory of the GPU in GB as it is sold
 ACCELERATE_CONFIG_AND_GB_BY_RECIPE = {
     "adora_3b_12gb": ("gpu1", 12),
     "adora_7b_16gb_4bit": ("gpu1", 16),
@@ -44,7 +44,7 @@ def plan_for_recipe(name: str, *words: str) -> Plan:
     )
 
 
-def four_gpus() -> list[str]:
+def words_for_four_gpus() -> list[str]:
     """Read what the page on getting started tells owners of four GPUs to add."""
     page = (CONFIGS_FOLDER.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
     command = page.split("**Four GPUs.**")[1].split("```")[1]
@@ -54,9 +54,13 @@ def four_gpus() -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("adora_7b_geo3k", four_gpus()), ("adora_llm_kk", ["--per_device_train_batch_size", "10"])],
+    [
+        ("adora_7b_geo3k", words_for_four_gpus()),
+        ("adora_llm_kk", ["--per_device_train_batch_size", "10"]),
+    ],
 )
 def test_what_is_said_about_four_gpus_fits_them(name, words):
+    """Two recipes for eight GPUs of 80 GB, with the words that adapt them to four."""
     command = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml"), *words]
     accelerate = CONFIGS_FOLDER / "accelerate" / "zero3.yaml"
     plan = make_plan(
@@ -73,6 +77,7 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
 
 
 def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
+    """The recipe of eight GPUs on four: its engine has too large a share."""
     command = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     accelerate = CONFIGS_FOLDER / "accelerate" / "zero3.yaml"
     plan = make_plan(
@@ -89,12 +94,14 @@ def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
 
 
 def with_utilization(setup: MemorySetup, utilization: float) -> MemorySetup:
+    """The same setup with another share of the GPU for the engine."""
     assert setup.engine is not None
     return replace(setup, engine=replace(setup.engine, utilization=utilization))
 
 
 @pytest.mark.parametrize("name", ACCELERATE_CONFIG_AND_GB_BY_RECIPE)
 def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
+    """A recipe's share is at most what the dry run proposes, and at most 0.05 less."""
     plan = plan_for_recipe(name)
     utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
     engine = plan.setup.engine
@@ -130,24 +137,27 @@ def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, ca
 
 
 def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memory_free():
+    """Every share from 0.01 to 0.99 is tried that leaves enough of the card free."""
     plan = plan_for_recipe("adora_3b_1gpu_lora")
     utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
     assert utilization is not None
-    at_once = {}
+    rollouts_by_utilization = {}
     for hundredths in range(1, 100):
         prediction = predict_memory(with_utilization(plan.setup, hundredths / 100), plan.gpu_bytes)
         if (
             prediction.peak_bytes <= (1 - HEADROOM_SHARE) * plan.gpu_bytes
             and prediction.engine is not None
         ):
-            at_once[hundredths / 100] = prediction.engine.concurrent_rollouts
-    assert at_once[utilization] == max(at_once.values()) > 0
-    assert all(
-        count < at_once[utilization] for lower, count in at_once.items() if lower < utilization
-    ), "no more than is of use"
+            rollouts_by_utilization[hundredths / 100] = prediction.engine.concurrent_rollouts
+    most_rollouts = rollouts_by_utilization[utilization]
+    assert most_rollouts == max(rollouts_by_utilization.values()) > 0
+    for lower_utilization, count in rollouts_by_utilization.items():
+        if lower_utilization < utilization:
+            assert count < most_rollouts, "no more memory than is of use"
 
 
 def test_where_all_rollouts_run_at_once_no_more_is_proposed():
+    """Answers of 64 tokens need a cache of less than half the card."""
     short = ["--max_completion_length", "64", "--vllm_max_model_length", "700"]
     plan = plan_for_recipe("adora_qwen3_vl_2b_1gpu", *short)
     utilization = best_vllm_utilization(plan.setup, plan.gpu_bytes)
@@ -159,6 +169,7 @@ def test_where_all_rollouts_run_at_once_no_more_is_proposed():
 
 
 def test_without_room_or_without_an_engine_nothing_is_proposed():
+    """A card of 8 GiB, a run without vLLM, and a run on a CPU."""
     plan = plan_for_recipe("adora_3b_1gpu_lora")
     assert best_vllm_utilization(plan.setup, 8 * GIB) is None
     assert best_vllm_utilization(replace(plan.setup, engine=None), plan.gpu_bytes) is None
@@ -166,6 +177,7 @@ def test_without_room_or_without_an_engine_nothing_is_proposed():
 
 
 def test_the_dry_run_names_the_share_only_where_it_helps():
+    """0.35 is less than what is of use, and 0.95 does not fit."""
     low = plan_for_recipe("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.35")
     right = plan_for_recipe("adora_3b_1gpu_lora")
     utilization = best_vllm_utilization(low.setup, low.gpu_bytes)
@@ -194,6 +206,7 @@ def test_a_card_that_is_too_small_for_16_bits_is_told_of_4():
 
 
 def test_one_process_that_trains_all_weights_is_told_of_several_gpus():
+    """A 7B model with its optimizer needs more than one card of 80 GB."""
     command = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     plan = make_plan(parse_command(command), DryRunOptions(card_gib=80e9 / GIB))
     assert "--accelerate-config configs/accelerate/zero3.yaml" in memory_remedy(plan)

@@ -52,13 +52,17 @@ NAME_OF_3B = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 @pytest.fixture(scope="module")
 def shape_of_7b() -> ModelShape:
+    """The sizes of Qwen2.5-VL-7B, from its config alone."""
     return model_shape(config_for_planning(NAME_OF_7B)[0])
 
 
-# Published: for Qwen2.5-VL the total_size of model.safetensors.index.json is 16,584,333,312 and
-# 7,509,245,952 bytes in bfloat16; for Qwen3-VL and the 32B the counts that public code quotes. That
-# of the 72B is not from a source.
 def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
+    """Each case_folder: a model, its parameters, whether its embeddings are tied, a token's side in pixels.
+
+    For Qwen2.5-VL 3B and 7B twice the number is the `total_size` of their
+    model.safetensors.index.json in bfloat16, for Qwen3-VL and the 32B it is what public code
+    quotes. That of the 72B is not from a source.
+    """
     cases = [
         (NAME_OF_7B, 8_292_166_656, False, 28),
         (NAME_OF_3B, 3_754_622_976, True, 28),
@@ -95,6 +99,7 @@ def test_another_model_that_cannot_be_reached_is_named():
 
 
 def test_the_tiny_model_is_counted_right():
+    """Its parameters are counted from its config, and in the model itself."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
     shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     assert (
@@ -106,6 +111,7 @@ def test_the_tiny_model_is_counted_right():
 
 
 def test_zero3_does_not_shard_what_is_only_counted():
+    """Under ZeRO-3 Transformers would build a model in shards, with no parameter in its place."""
     from transformers.integrations import deepspeed
 
     config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
@@ -123,6 +129,7 @@ def test_zero3_does_not_shard_what_is_only_counted():
 
 
 def test_freezing_and_lora_leave_fewer_to_train():
+    """A frozen tower trains nothing, and an adapter its two matrices for each layer."""
     config = config_for_planning(NAME_OF_3B)[0]
     frozen = model_shape(config, frozen=["vision_tower"])
     assert (
@@ -169,6 +176,7 @@ def test_sharding_is_read_from_what_accelerate_launch_tells():
 
 
 def test_an_accelerate_file_that_cannot_be_used(case_folder):
+    """Each case_folder: the content of the file, and a part of the error."""
     cases = [
         ("a: [", "not valid YAML"),
         ("[" * 3000, "nested too deeply"),
@@ -204,10 +212,10 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
     With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
     """
     total = shape_of_7b.total_parameters
-    two = predict_state_bytes(
+    predicted_zero2 = predict_state_bytes(
         shape_of_7b, Sharding(processes=8, stage=2), has_reference=True, mixed_precision=True
     )
-    three = predict_state_bytes(
+    predicted_zero3 = predict_state_bytes(
         shape_of_7b, Sharding(processes=8, stage=3), has_reference=True, mixed_precision=True
     )
     offloaded = predict_state_bytes(
@@ -216,38 +224,41 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
         has_reference=True,
         mixed_precision=True,
     )
-    assert two.weights == 2 * total
-    assert two.reference == 2 * total
-    assert two.optimizer == 12 * total // 8
-    assert three.weights == 2 * total // 8
-    assert three.reference == 2 * total // 8
-    assert three.optimizer == 12 * total // 8
-    assert two.gradients == three.gradients == 2 * total // 8 + 2 * REDUCE_BUCKET_PARAMETERS
+    assert predicted_zero2.weights == 2 * total
+    assert predicted_zero2.reference == 2 * total
+    assert predicted_zero2.optimizer == 12 * total // 8
+    assert predicted_zero3.weights == 2 * total // 8
+    assert predicted_zero3.reference == 2 * total // 8
+    assert predicted_zero3.optimizer == 12 * total // 8
+    assert (
+        predicted_zero2.gradients
+        == predicted_zero3.gradients
+        == 2 * total // 8 + 2 * REDUCE_BUCKET_PARAMETERS
+    )
     assert offloaded.optimizer == 0
     assert offloaded.host_optimizer == 18 * total // 8
     for sharding in (
         Sharding(processes=8),
         Sharding(processes=8, stage=3),
-    ):  # TRL takes the adapters off for it
-        assert (
-            predict_state_bytes(
-                replace(shape_of_7b, has_adapters=True),
-                sharding,
-                has_reference=True,
-                mixed_precision=True,
-            ).reference
-            == 0
+    ):
+        with_adapters = predict_state_bytes(
+            replace(shape_of_7b, has_adapters=True),
+            sharding,
+            has_reference=True,
+            mixed_precision=True,
         )
-    alone = predict_state_bytes(
+        assert with_adapters.reference == 0, "TRL takes the adapters off for it"
+    one_process = predict_state_bytes(
         shape_of_7b, Sharding(processes=1), has_reference=False, mixed_precision=True
     )
-    assert alone.weights == 2 * total
-    assert alone.gradients == 2 * total
-    assert alone.optimizer == 4 * total
-    assert alone.reference == 0
+    assert one_process.weights == 2 * total
+    assert one_process.gradients == 2 * total
+    assert one_process.optimizer == 4 * total
+    assert one_process.reference == 0
 
 
 def test_torchs_own_optimizer_is_what_is_predicted():
+    """The bytes of AdamW's states and of the gradients, after a step of the tiny model."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
     shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -263,15 +274,16 @@ def test_torchs_own_optimizer_is_what_is_predicted():
     )
     assert predicted.optimizer == state_bytes
     assert predicted.gradients == gradients
-    two = predict_state_bytes(
+    predicted_ddp = predict_state_bytes(
         shape, Sharding(processes=2), has_reference=False, mixed_precision=False
     )
-    assert (two.optimizer, two.gradients) == (state_bytes, 2 * gradients), (
+    assert (predicted_ddp.optimizer, predicted_ddp.gradients) == (state_bytes, 2 * gradients), (
         "what DDP sends lies in buckets of its own"
     )
 
 
 def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
+    """The tiny model and its optimizer are saved, and may be 3 MiB smaller than predicted."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -287,18 +299,18 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     assert largest == 2 * predicted + 10 + 1_500_000_000, "with a full record of the rollouts"
     assert predict_checkpoint_bytes(training_config(), shape, Sharding(processes=1)) == predicted
     SyncedReferenceModel(model, moves=True, is_main=True, gather=nullcontext).save(tmp_path)
-    moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
-    assert moved == pytest.approx(
-        checkpoint_bytes(shape, Sharding(processes=1), mixed_precision=False, saves_reference=True)
-        - predicted,
-        rel=0.01,
+    reference_bytes = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
+    predicted_with_reference = checkpoint_bytes(
+        shape, Sharding(processes=1), mixed_precision=False, saves_reference=True
     )
+    assert reference_bytes == pytest.approx(predicted_with_reference - predicted, rel=0.01)
 
 
 def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
     """A limit counts one more, which is written before the oldest goes; a short run has fewer."""
 
     def most(rows: int | None = None, **keys: object) -> int | None:
+        """The most checkpoints that a run has on disk; 4 rows make a step, which is a generation."""
         config = training_config(
             num_generations=4,
             per_device_train_batch_size=16,
@@ -322,6 +334,7 @@ def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
 
 
 def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
+    """Keys and values of 28 layers with 4 heads of 128 numbers, in 2 bytes each."""
     assert cache_bytes_per_token(shape_of_7b, 2) == 2 * 28 * 4 * 128 * 2 == 56 * 1024
     assert cache_bytes_per_token(shape_of_7b, 2, 8) == 14 * 1024, (
         "each of eight cards has one of the four heads"
@@ -333,14 +346,12 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
     )
     assert memory.cache == int(0.4 * 80 * GIB) - 2 * shape_of_7b.total_parameters - memory.workspace
     assert memory.concurrent_rollouts == memory.cache // (56 * 1024 * 8192)
-    assert (
-        engine_memory(
-            shape_of_7b,
-            Engine(utilization=0.2, dtype_bytes=2, max_length=8192, max_sequences=128),
-            80 * GIB,
-        ).concurrent_rollouts
-        == 0
+    too_small = engine_memory(
+        shape_of_7b,
+        Engine(utilization=0.2, dtype_bytes=2, max_length=8192, max_sequences=128),
+        80 * GIB,
     )
+    assert too_small.concurrent_rollouts == 0
 
 
 @pytest.fixture(scope="module")
@@ -360,6 +371,7 @@ def plan_recipe(shape_of_7b) -> MemorySetup:
 
 
 def test_what_saves_memory_saves_memory(plan_recipe, subtests):
+    """Each case_folder: a change of the recipe that takes more memory in a forward and backward pass."""
     cases: list[Any] = [
         {"checkpointing": False},
         {"sharding": Sharding(processes=8, stage=2)},
@@ -372,16 +384,17 @@ def test_what_saves_memory_saves_memory(plan_recipe, subtests):
         {"sequences_per_generation": 512},
         {"sharding": Sharding(processes=1), "micro_batches": 1},
     ]
-    for dearer in cases:
-        with subtests.test(f"{dearer!r:.80}"):
+    for changes in cases:
+        with subtests.test(f"{changes!r:.80}"):
             before = predict_memory(plan_recipe, 80 * GIB).phases["forward and backward"]
-            after = predict_memory(replace(plan_recipe, **dearer), 80 * GIB).phases[
+            after = predict_memory(replace(plan_recipe, **changes), 80 * GIB).phases[
                 "forward and backward"
             ]
             assert sum(after.values()) > sum(before.values())
 
 
 def test_an_engine_that_stays_awake_takes_its_share_while_learning(plan_recipe):
+    """An engine that sleeps gives its weights and its cache back during a step."""
     awake = replace(plan_recipe, engine=replace(plan_recipe.engine, sleep=False))
     gained = (
         predict_memory(awake, 80 * GIB).peak_bytes
@@ -394,6 +407,7 @@ def test_an_engine_that_stays_awake_takes_its_share_while_learning(plan_recipe):
 def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_fit(
     plan_recipe, subtests
 ):
+    """Sizes divide the 128 rollouts of a process, and are whole groups of 8 or parts of one."""
     for sharing, card in product([Sharing(), SHARING_ALL], [48, 60, 80, 140]):
         with subtests.test(f"{sharing!r:.80} {card}"):
             setup = replace(plan_recipe, group_size=8, sharing=sharing)
@@ -432,14 +446,15 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(plan_recipe):
     """Pixels of 16 problems are held instead of those of 128 rollouts, and as many images looked at
     as units.
     """
-    alone = replace(plan_recipe, batch=replace(plan_recipe.batch, sequences=8), group_size=8)
-    shared = replace(alone, sharing=SHARING_ALL)
-    before = predict_memory(alone, 80 * GIB).phases["forward and backward"]
+    one_by_one = replace(plan_recipe, batch=replace(plan_recipe.batch, sequences=8), group_size=8)
+    shared = replace(one_by_one, sharing=SHARING_ALL)
+    before = predict_memory(one_by_one, 80 * GIB).phases["forward and backward"]
     after = predict_memory(shared, 80 * GIB).phases["forward and backward"]
     # an eighth of the images, each in bytes with one of two frames in place of float32 numbers
     assert after["pixels"] * 8 * 8 == before["pixels"]
     assert after["vision"] * 8 == before["vision"]
     assert after["activations"] < before["activations"], "the prompt of a group is computed once"
+    # the rollouts of a micro-batch, and the images of the parts of groups of 8 in it
     for sequences, images in (
         (2, 1),
         (4, 1),
@@ -456,22 +471,22 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_r
 
     A trained tower has none such.
     """
-    alone = replace(
+    one_by_one = replace(
         plan_recipe,
         batch=replace(plan_recipe.batch, sequences=8),
         group_size=8,
         sharing=SHARING_ALL,
     )
-    assert "frozen vision tower" not in predict_memory(alone, 80 * GIB).phases
-    still = replace(
-        alone.shape,
+    assert "frozen vision tower" not in predict_memory(one_by_one, 80 * GIB).phases
+    shape_with_frozen_tower = replace(
+        one_by_one.shape,
         trained_by_component={
-            **alone.shape.trained_by_component,
+            **one_by_one.shape.trained_by_component,
             "vision_tower": 0,
             "projector": 0,
         },
     )
-    setup = replace(alone, shape=still)
+    setup = replace(one_by_one, shape=shape_with_frozen_tower)
     phases = predict_memory(setup, 80 * GIB).phases
     feature_bytes = 16 * 1280 * 3584 * 2
     assert (
@@ -488,15 +503,16 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_r
 
 @pytest.mark.slow
 def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
+    """Two layers of the 7B's vision tower see an image of 1,024 patches, without gradients."""
     tower = Setting(full=True, device=torch.device("cpu")).config("7B", layers=1, eye_layers=2)
     shape = model_shape(tower, dtype="bfloat16", frozen=("vision_tower", "projector"))
     tower.vision_config._attn_implementation = "sdpa"
-    eye = Qwen2_5_VisionTransformerPretrainedModel(tower.vision_config).bfloat16()
+    vision_tower = Qwen2_5_VisionTransformerPretrainedModel(tower.vision_config).bfloat16()
     pixels = torch.randn(1024, 1176)
     grid = torch.tensor([[1, 32, 32]])
     with torch.no_grad():
         measured = peak_bytes(
-            torch.device("cpu"), lambda: eye(torch.cat([pixels]).bfloat16(), grid_thw=grid)
+            torch.device("cpu"), lambda: vision_tower(torch.cat([pixels]).bfloat16(), grid_thw=grid)
         )
     setup = MemorySetup(
         shape,
@@ -510,17 +526,18 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
 
 
 def test_a_packed_group_has_its_prompt_once(plan_recipe):
-    short = replace(
+    """A group of 8 rollouts with a prompt of 1,580 tokens and answers of 200."""
+    one_sequence_each = replace(
         plan_recipe,
         batch=PlannedMicroBatch(
             sequences=8, prompt_tokens=1580, completion_tokens=200, image_tokens=1280
         ),
         group_size=8,
     )
-    packed = replace(short, sharing=SHARING_ALL)
+    packed = replace(one_sequence_each, sharing=SHARING_ALL)
     assert packed.micro_batch.packed
-    assert packed.pass_size.tokens == 1580 + 8 * 199 < short.pass_size.tokens
-    before = predict_memory(short, 80 * GIB).phases["forward and backward"]
+    assert packed.pass_size.tokens == 1580 + 8 * 199 < one_sequence_each.pass_size.tokens
+    before = predict_memory(one_sequence_each, 80 * GIB).phases["forward and backward"]
     after = predict_memory(packed, 80 * GIB).phases["forward and backward"]
     assert after["activations"] < before["activations"] / 2
     assert "attention mask" in before, "attention in two parts stores no mask"
@@ -528,6 +545,7 @@ def test_a_packed_group_has_its_prompt_once(plan_recipe):
 
 
 def test_the_largest_image_leaves_the_engine_room_for_the_completion(plan_recipe):
+    """The engine's 8,192 tokens hold 4,096 of the completion, and 300 of the prompt's text."""
     tokens = largest_image_tokens(plan_recipe, 80 * GIB)
     assert tokens == 8192 - 4096 - 300  # the engine's length is the limit here
     tight = largest_image_tokens(replace(plan_recipe, engine=None, checkpointing=False), 80 * GIB)
@@ -538,21 +556,23 @@ def test_the_dry_run_recomputes_as_few_layers_as_leave_a_tenth_free(plan_recipe,
     """It never makes a run too large that fits with all layers recomputed."""
     chosen = replace(plan_recipe, recompute="auto")
     layers = plan_recipe.shape.text.layers
-    numbers = []
+    recomputed_layers = []
     for gigabytes in range(20, 400, 20):
         card = gigabytes * GIB
         fewest = predict_memory(chosen, card)
-        every = predict_memory(plan_recipe, card)
-        numbers.append(fewest.recomputed_layers)
+        all_layers = predict_memory(plan_recipe, card)
+        recomputed_layers.append(fewest.recomputed_layers)
         with subtests.test(gigabytes):
-            assert every.recomputed_layers == layers
+            assert all_layers.recomputed_layers == layers
             learning = fewest.phases["forward and backward"]
             if fewest.recomputed_layers < layers:
                 assert sum(learning.values()) - learning["fragmentation"] <= 0.9 * card
             assert fits_into_gpu(chosen, card) == fits_into_gpu(plan_recipe, card)
-    assert numbers == sorted(numbers, reverse=True)
-    assert numbers[0] == layers
-    assert numbers[-1] == 0
+    assert recomputed_layers == sorted(recomputed_layers, reverse=True), (
+        "larger cards, fewer layers"
+    )
+    assert recomputed_layers[0] == layers
+    assert recomputed_layers[-1] == 0
     assert predict_memory(replace(plan_recipe, recompute=5), 80 * GIB).recomputed_layers == 5
     assert predict_memory(replace(plan_recipe, recompute=99), 80 * GIB).recomputed_layers == layers
     assert predict_memory(replace(chosen, on_gpu=False), 400 * GIB).recomputed_layers == layers

@@ -119,15 +119,12 @@ class TinyPolicy:
         return log_probs
 
     def kept(self) -> int:
-        """Return the bytes that the formulas expect to be kept."""
+        """The bytes that the formulas expect autograd to keep."""
         parts = saved_bytes(
             self.shape, self.measures, self.dtypes, checkpointing=self.checkpointing
         )
-        return (
-            parts.text
-            + parts.vision
-            + head_saved_bytes(self.shape, self.measures, self.dtypes, on_gpu=False)
-        )
+        head = head_saved_bytes(self.shape, self.measures, self.dtypes, on_gpu=False)
+        return parts.text + parts.vision + head
 
     def measured_kept(self) -> int:
         """Distinct storages that autograd still holds after the forward pass, but for weights and
@@ -151,6 +148,7 @@ class TinyPolicy:
         return sum(size for pointer, size in sizes.items() if pointer not in input_pointers)
 
 
+# the settings of a `TinyPolicy`, and by how much its memory may differ from the formulas
 POLICY_AND_TOLERANCE_BY_CASE: dict[str, tuple[dict[str, Any], float]] = {
     "small": ({"size": SMALL_BATCH}, 0.02),
     "long": ({"size": LONG_BATCH}, 0.02),
@@ -191,12 +189,13 @@ POLICY_AND_TOLERANCE_BY_CASE: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def test_what_autograd_keeps_is_what_the_formulas_say(subtests):
+    """What it keeps for the backward pass is counted by the storages that are still alive."""
     for name, (settings, tolerance) in POLICY_AND_TOLERANCE_BY_CASE.items():
         with subtests.test(name):
             policy = TinyPolicy(**settings)
-            off = policy.kept() / policy.measured_kept() - 1
-            print(f"{name}: {off:+.1%}")
-            assert abs(off) <= tolerance, f"{off:+.1%}"
+            relative_error = policy.kept() / policy.measured_kept() - 1
+            print(f"{name}: {relative_error:+.1%}")
+            assert abs(relative_error) <= tolerance, f"{relative_error:+.1%}"
 
 
 @contextlib.contextmanager
@@ -219,10 +218,11 @@ def test_the_peak_of_a_forward_and_backward_pass(monkeypatch, subtests):
     """
     for size, checkpointing, tile in PEAK_CASES:
         with subtests.test(f"{size} {checkpointing=} {tile=}"):
-            _check_peak(size, checkpointing, tile, monkeypatch)
+            check_peak(size, checkpointing, tile, monkeypatch)
 
 
-def _check_peak(size, checkpointing, tile, monkeypatch):
+def check_peak(size, checkpointing, tile, monkeypatch):
+    """Compare the peak of a forward and backward pass with the sum of its predicted parts."""
     with head_tile(monkeypatch, tile):
         policy = TinyPolicy(size, checkpointing=checkpointing)
         tracker = MemTracker()
