@@ -264,11 +264,11 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
 
 
 def _needs_judge(row: Prediction) -> bool:
-    """Return whether our rules cannot decide if the extracted answer of a row is right.
+    """Return whether only the judge, a language model, can decide if an answer is right.
 
-    They cannot say that a free-form answer is wrong, since it may be written in another way than
-    the reference. They cannot grade an answer to a multiple-choice question whose reference is no
-    single letter. An empty answer is wrong in any case.
+    Our rules cannot say that a free-form answer is wrong, since it may be written in another way
+    than the reference. They cannot grade an answer to a multiple-choice question whose reference is
+    no single letter. An empty answer is wrong in any case.
     """
     answer = row["parsed_answer"].text
     if not answer:

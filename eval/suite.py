@@ -129,9 +129,9 @@ def _run_suite(suite_options: Namespace, benchmark_arguments: Sequence[str]) -> 
     tasks: list[_SuiteTask] = []
     for name, hub_id in HUB_ID_BY_BENCHMARK_BY_SUITE[suite_options.suite].items():
         tasks.append(_parse_task(name, hub_id, suite_options, benchmark_arguments))
-    beside_runs: list[ScoreFile] = []
+    other_model_runs: list[ScoreFile] = []
     if suite_options.beside:
-        beside_runs = _read_runs(suite_options.beside, tasks)
+        other_model_runs = _read_runs(suite_options.beside, tasks)
     # The options of the engine are the same for all benchmarks.
     first_options = tasks[0].ask_options
     settings = check_options(first_options)
@@ -162,7 +162,7 @@ def _run_suite(suite_options: Namespace, benchmark_arguments: Sequence[str]) -> 
         runs = [
             read_run(str(task.ask_options.output), name=str(suite_options.output)) for task in tasks
         ]
-        print("\n".join(["", *table_lines(runs, beside_runs)]))
+        print("\n".join(["", *table_lines(runs, other_model_runs)]))
 
 
 def _parse_task(
@@ -207,29 +207,29 @@ def _read_runs(suite_output: Path, tasks: Sequence[_SuiteTask]) -> list[ScoreFil
     ]
 
 
-def table_lines(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()) -> list[str]:
+def table_lines(runs: Sequence[ScoreFile], other_model_runs: Sequence[ScoreFile] = ()) -> list[str]:
     """Format the table of a suite, with a column for each benchmark.
 
     Args:
         runs: The scores of the model, one for each benchmark.
-        beside_runs: The scores of another model in the same order. They get a row of their own, and
+        other_model_runs: The scores of another model in the same order. They get a row of their own, and
             a row of the paired differences between the models.
     """
     # A row begins with its name, and has a cell for each benchmark.
     rows: list[list[str]] = [["", *(run.score["benchmark"] for run in runs)]]
-    for model_runs in (beside_runs, runs):
+    for model_runs in (other_model_runs, runs):
         if model_runs:
             rows.append([model_runs[0].name, *(_quoted_accuracy(run) for run in model_runs)])
-    if beside_runs:
+    if other_model_runs:
         differences = [
-            _difference_text(accuracy_difference([beside_run], [run]))
-            for beside_run, run in zip(beside_runs, runs, strict=True)
+            _difference_text(accuracy_difference([other_run], [run]))
+            for other_run, run in zip(other_model_runs, runs, strict=True)
         ]
         rows.append(["difference of accuracy", *differences])
     caption = "in %, with 95 % intervals; mathverse over its five versions, wemath its strict score"
-    if any(describe_scored_part(run.score) for run in (*runs, *beside_runs)):
+    if any(describe_scored_part(run.score) for run in (*runs, *other_model_runs)):
         caption += "; (n of N): over a part of the problems"
-    if beside_runs:
+    if other_model_runs:
         caption += "; differences with their paired intervals over the problems"
     return [*align_columns(rows), caption]
 

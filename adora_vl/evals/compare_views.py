@@ -151,7 +151,7 @@ def _ratio_text(parts: Sequence[float], wholes: Sequence[float], problem_ids: Se
     `problem_ids` has the problem of each pair.
     """
     if not sum(wholes):
-        return "nothing of nothing,"
+        return "nothing of nothing,"  # the ratio 0 / 0 as a part of a sentence
     interval = list(ratio_interval(parts, wholes, problem_ids))
     return percent_with_interval(sum(parts) / sum(wholes), interval)
 

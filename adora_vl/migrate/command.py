@@ -85,7 +85,7 @@ def _convert(
     migration = Migration(source)
     launch = other_trainer.convert(migration)
     if reward:
-        migration.put("adora_reward", with_current_names([reward]), note="--reward")
+        migration.set_key("adora_reward", with_current_names([reward]), note="--reward")
         # what a converter remarked about the config's own reward is settled
         migration.remarks = [text for text in migration.remarks if not text.startswith("reward")]
     migration.remarks += source.remarks

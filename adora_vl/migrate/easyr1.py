@@ -76,10 +76,10 @@ def convert_easyr1(migration: Migration) -> LaunchPlan:
     convert_direct_keys(migration)
     convert_lora(migration)
     note = "frees the engine's memory in the policy step, as theirs"
-    migration.put("vllm_enable_sleep_mode", True, note=note)
+    migration.set_key("vllm_enable_sleep_mode", True, note=note)
     freeze = f"{_MODEL}freeze_vision_tower"
     if migration.get(freeze, False):
-        migration.put("adora_freeze", ["vision_tower"], freeze)
+        migration.set_key("adora_freeze", ["vision_tower"], freeze)
     convert_loss(migration)
     columns = {
         "problem": str(migration.get("data.prompt_key", "prompt")),
@@ -89,7 +89,7 @@ def convert_easyr1(migration: Migration) -> LaunchPlan:
     convert_data(migration, columns, ["data.prompt_key", "data.answer_key", "data.image_key"])
     if migration.get("algorithm.online_filtering", False):
         tries = migration.get("trainer.max_try_make_batch", 20)
-        migration.put(
+        migration.set_key(
             "adora_rollouts", {"refill": max(int(tries), 1)}, "algorithm.online_filtering"
         )
     _convert_prompt(migration)
@@ -106,14 +106,14 @@ def _convert_prompt(migration: Migration) -> None:
     Any other template is named in a remark, for the user to write it anew.
     """
     name = "data.format_prompt"
-    migration.put("adora_system_prompt", None, note="EasyR1 asks without one")
+    migration.set_key("adora_system_prompt", None, note="EasyR1 asks without one")
     file = migration.get(name)
     if not file:
-        migration.put("adora_prompt", None, name, note="the problem alone, as theirs")
+        migration.set_key("adora_prompt", None, name, note="the problem alone, as theirs")
         return
     path = migration.source.find_path(str(file))
     if path is None:
-        migration.remark(
+        migration.add_remark(
             f"prompt: {name}: {str(file)!r} cannot be read; write its text as adora_prompt, "
             "with {problem} in it"
         )
@@ -123,13 +123,13 @@ def _convert_prompt(migration: Migration) -> None:
     marked_text = re.sub(r"{{\s*content\s*(\|\s*trim\s*)?}}", "\0", jinja_text)
     has_further_jinja = "{{" in marked_text or "{%" in marked_text
     if has_further_jinja or "\0" not in marked_text:
-        migration.remark(
+        migration.add_remark(
             f"prompt: {name}: more than the problem stands in {str(file)!r}; write it as "
             "adora_prompt, with {problem} in it"
         )
         return
     escaped_text = marked_text.replace("{", "{{").replace("}", "}}")
-    migration.put("adora_prompt", escaped_text.replace("\0", "{problem}"), name)
+    migration.set_key("adora_prompt", escaped_text.replace("\0", "{problem}"), name)
 
 
 def _convert_reward(migration: Migration) -> None:
@@ -144,8 +144,8 @@ def _convert_reward(migration: Migration) -> None:
     file, _, function = str(entry or "").partition(":")
     if not file.endswith(".py"):
         reason = f" ({name}: {entry} names no file)" if entry else ""
-        migration.put("adora_reward", ["accuracy"], note="theirs is missing")
-        migration.remark(
+        migration.set_key("adora_reward", ["accuracy"], note="theirs is missing")
+        migration.add_remark(
             f"reward missing{reason}: adora_reward is accuracy, 1 for a right answer in a box; "
             "name yours with --reward FILE.py:FUNCTION"
         )

@@ -72,7 +72,8 @@ class ConvertedValue(NamedTuple):
 class Migration:
     """A config of another trainer, and what it has become so far as a config of this package.
 
-    A converter reads the other trainer's values by `get` and sets our keys by `put`.
+    A converter reads the other trainer's values by `get`, sets our keys by `set_key`, and says by
+    `add_remark` what a person has to look at.
     """
 
     source: Source
@@ -113,7 +114,7 @@ class Migration:
         self.read_names.add(name)
         value = self.values.get(name)
         if isinstance(value, str) and _COMPUTED.search(value):
-            self.remark(f"{name}: {value} is computed; write the value itself")
+            self.add_remark(f"{name}: {value} is computed; write the value itself")
             value = None
         if value is None:
             return default
@@ -146,11 +147,11 @@ class Migration:
         )
         return count
 
-    def put(self, key: str, value: object, *names: str, note: str = "") -> None:
+    def set_key(self, key: str, value: object, *names: str, note: str = "") -> None:
         """Set one of our keys, and remember where its value came from, for a comment in the YAML.
 
-        `put("beta", 0.04, "kl_coef", note="theirs")` writes the comment `kl_coef (default); theirs`
-        if the other trainer's config has no `kl_coef`.
+        `set_key("beta", 0.04, "kl_coef", note="theirs")` writes the line `beta: 0.04  # kl_coef
+        (default); theirs` if the other trainer's config has no `kl_coef`.
 
         Args:
             key: our key.
@@ -164,7 +165,7 @@ class Migration:
         comments = [text for text in (source_text, note) if text]
         self.keys[key] = ConvertedValue(value, source="; ".join(comments))
 
-    def copy(self, key: str, name: str, default: object = None) -> None:
+    def copy_key(self, key: str, name: str, default: object = None) -> None:
         """Set one of our keys to the value of one of the other trainer's names, unless it is None.
 
         `default`: the other trainer's default of that name; None leaves the key out where the
@@ -172,18 +173,18 @@ class Migration:
         """
         value = self.get(name, default)
         if value is not None:
-            self.put(key, value, name)
+            self.set_key(key, value, name)
 
     def copy_path(self, key: str, name: str) -> None:
-        """Set one of our keys as `copy` does, for a value that may name a file.
+        """Set one of our keys as `copy_key` does, for a value that may name a file.
 
-        Where the file is found, its path from the current folder is written in place of the name.
+        Where the file exists, its path from the current folder is written in place of the name.
         """
         value = self.get(name)
         if value is not None:
-            self.put(key, self.resolve_path(value), name)
+            self.set_key(key, self.resolve_path(value), name)
 
-    def remark(self, text: str) -> None:
+    def add_remark(self, text: str) -> None:
         """Add a line to what a person has to look at, once."""
         if text not in self.remarks:
             self.remarks.append(text)
@@ -235,7 +236,7 @@ class Migration:
 
     def set_method(self) -> None:
         """Set the method to plain GRPO, which the other trainer has; our default is ADORA."""
-        self.put("adora_method", "grpo", note="theirs; adora for ADORA")
+        self.set_key("adora_method", "grpo", note="theirs; adora for ADORA")
 
 
 def to_words(value: object) -> list[str]:

@@ -47,15 +47,15 @@ def convert_direct_keys(migration: Migration) -> None:
     for key, (name, default) in migration.key_map.items():
         is_our_key = key.islower()
         if is_our_key and not key.startswith("lora_"):
-            migration.copy(key, name, default)
+            migration.copy_key(key, name, default)
     if not migration.get_by_our_key("model_name_or_path"):
         model_name = migration.their_key("model_name_or_path")
-        migration.remark(f"model missing: {model_name} is not set; write model_name_or_path")
-    migration.put("use_vllm", True, note="rollouts by vLLM")
-    migration.put("vllm_mode", "colocate", note="in the training's processes")
+        migration.add_remark(f"model missing: {model_name} is not set; write model_name_or_path")
+    migration.set_key("use_vllm", True, note="rollouts by vLLM")
+    migration.set_key("vllm_mode", "colocate", note="in the training's processes")
     note = "theirs corrects nothing; this one goes with top_p"
-    migration.put("vllm_importance_sampling_mode", "token_truncate", note=note)
-    migration.put("bf16", True, note="as theirs")
+    migration.set_key("vllm_importance_sampling_mode", "token_truncate", note=note)
+    migration.set_key("bf16", True, note="as theirs")
 
 
 def convert_lora(migration: Migration) -> None:
@@ -85,25 +85,25 @@ def convert_lora(migration: Migration) -> None:
         return
     excludes_vision = "visual" in excluded_layers
     rank_name = migration.their_key("LORA_RANK")
-    migration.put("use_peft", True, rank_name)
-    migration.put("lora_r", rank, rank_name)
-    migration.put("lora_alpha", alpha, migration.their_key("lora_alpha"))
-    migration.put("lora_dropout", 0.0, note="theirs has none")
+    migration.set_key("use_peft", True, rank_name)
+    migration.set_key("lora_r", rank, rank_name)
+    migration.set_key("lora_alpha", alpha, migration.their_key("lora_alpha"))
+    migration.set_key("lora_dropout", 0.0, note="theirs has none")
     if excluded_layers and not excludes_vision:
-        migration.remark(
+        migration.add_remark(
             f"{excluded_name}: {excluded_layers} has no counterpart; name lora_target_modules"
         )
     if targets != all_linear:
-        migration.put("lora_target_modules", targets, targets_name)
+        migration.set_key("lora_target_modules", targets, targets_name)
         if excludes_vision:
-            migration.put("adora_freeze", ["vision_tower", "projector"], excluded_name)
+            migration.set_key("adora_freeze", ["vision_tower", "projector"], excluded_name)
     elif excludes_vision:
-        migration.remark(
+        migration.add_remark(
             f"LoRA: {all_linear} without {excluded_layers} is what use_peft alone means: every linear "
             "layer of the language model"
         )
     else:
-        migration.put(
+        migration.set_key(
             "lora_target_modules", all_linear, targets_name, note="the vision tower's too"
         )
 
@@ -142,7 +142,7 @@ def convert_batches(migration: Migration) -> GenerationLayout:
             raise UserError(
                 f"CONFIG: {formula} is {passes:g}, no whole number; change a size so that it is one"
             )
-        migration.put(key, int(passes), note=formula)
+        migration.set_key(key, int(passes), note=formula)
 
     put_passes("gradient_accumulation_steps", prompts_per_step, minibatch_name)
     put_passes("steps_per_generation", prompts_per_generation, prompts_name)
@@ -162,22 +162,24 @@ def convert_loss(migration: Migration) -> None:
     The key `LOSS_AVERAGING` of `migration.key_map` is how the loss is averaged, such as `token`.
     """
     estimator = migration.get(_ESTIMATOR, "grpo")
-    migration.put("adora_method", "grpo", _ESTIMATOR, note="adora for ADORA")
+    migration.set_key("adora_method", "grpo", _ESTIMATOR, note="adora for ADORA")
     if estimator != "grpo":
         migration.unmatched[_ESTIMATOR] = f"{estimator} is no method here; docs/methods.md has all"
-        migration.remark(f"method: {_ESTIMATOR}: {estimator} became grpo; docs/methods.md has all")
+        migration.add_remark(
+            f"method: {_ESTIMATOR}: {estimator} became grpo; docs/methods.md has all"
+        )
     averaging_name = migration.their_key("LOSS_AVERAGING")
     averaging = migration.get_by_our_key("LOSS_AVERAGING")
     if averaging in _LOSS_TYPE_BY_AVERAGING:
-        migration.put("loss_type", _LOSS_TYPE_BY_AVERAGING[averaging], averaging_name)
+        migration.set_key("loss_type", _LOSS_TYPE_BY_AVERAGING[averaging], averaging_name)
     else:
-        migration.put("loss_type", "dapo", note="a mean over tokens")
+        migration.set_key("loss_type", "dapo", note="a mean over tokens")
         meaning = f"{averaging} is no loss_type; dapo is a mean over tokens"
         migration.unmatched[averaging_name] = meaning
-        migration.remark(f"loss: {averaging_name}: {averaging} became dapo, a mean over tokens")
+        migration.add_remark(f"loss: {averaging_name}: {averaging} became dapo, a mean over tokens")
     _convert_policy_loss(migration)
     if not migration.get("algorithm.norm_adv_by_std_in_grpo", True):
-        migration.put("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo")
+        migration.set_key("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo")
     _convert_kl(migration)
 
 
@@ -192,25 +194,29 @@ def _convert_policy_loss(migration: Migration) -> None:
     if loss in _CLIPPED_LOSSES:
         return
     if loss in _SEQUENCE_LOSSES:
-        migration.put("importance_sampling_level", "sequence", name)
-        migration.put("loss_type", "grpo", name, note="GSPO, a mean over answers")
+        migration.set_key("importance_sampling_level", "sequence", name)
+        migration.set_key("loss_type", "grpo", name, note="GSPO, a mean over answers")
     elif loss == "cispo":
         bound_name = migration.their_key("epsilon_high")
         cap = 1 + migration.get_by_our_key("epsilon_high")
         # Theirs is how far the ratio may exceed 1, TRL's key is the largest ratio itself. TRL's CISPO
         # has no lower bound, and no second bound (`delta`).
-        migration.put("epsilon_high", cap, bound_name, note="1 + theirs: TRL caps the ratio itself")
-        migration.put("loss_type", "cispo", name)
+        migration.set_key(
+            "epsilon_high", cap, bound_name, note="1 + theirs: TRL caps the ratio itself"
+        )
+        migration.set_key("loss_type", "cispo", name)
         migration.keys.pop("delta", None)
-        migration.remark(f"loss: {name}: cispo is TRL's, which bounds the ratio from above alone")
+        migration.add_remark(
+            f"loss: {name}: cispo is TRL's, which bounds the ratio from above alone"
+        )
     elif loss == "sapo":
-        migration.put("loss_type", "sapo", name)
+        migration.set_key("loss_type", "sapo", name)
         # the second bound of the clipped loss, which SAPO does not have
         migration.keys.pop("delta", None)
     else:
         current_loss = migration.keys["loss_type"].value
         migration.unmatched[name] = f"{loss} is no loss_type; docs/methods.md has all"
-        migration.remark(f"loss: {name}: {loss} became {current_loss} with its clipped ratio")
+        migration.add_remark(f"loss: {name}: {loss} became {current_loss} with its clipped ratio")
 
 
 def convert_reward_function(
@@ -234,10 +240,10 @@ def convert_reward_function(
             option = key.removeprefix(prefix)
             options[option] = migration.get(key)
     entry = {reward: options} if options else reward
-    migration.put("adora_reward", [entry], name, note="called in its own form")
+    migration.set_key("adora_reward", [entry], name, note="called in its own form")
     file, _, _ = reward.rpartition(":")
     if migration.source.find_path(file) is None:
-        migration.remark(f"reward: {file} is not here; copy it, or name it with --reward")
+        migration.add_remark(f"reward: {file} is not here; copy it, or name it with --reward")
 
 
 def _convert_kl(migration: Migration) -> None:
@@ -248,17 +254,17 @@ def _convert_kl(migration: Migration) -> None:
     coefficient = migration.get_by_our_key("KL_COEF")
     estimator = migration.get_by_our_key("KL_ESTIMATOR")
     beta = coefficient if has_kl else 0.0
-    migration.put("beta", beta, migration.their_key("USES_KL"), migration.their_key("KL_COEF"))
+    migration.set_key("beta", beta, migration.their_key("USES_KL"), migration.their_key("KL_COEF"))
     if not has_kl:
         return
     note = "theirs does not weight the KL by the ratio of policies, TRL does by default"
-    migration.put("use_bias_correction_kl", False, note=note)
+    migration.set_key("use_bias_correction_kl", False, note=note)
     if estimator != "low_var_kl":
         estimator_name = migration.their_key("KL_ESTIMATOR")
         migration.unmatched[estimator_name] = (
             f"{estimator}: TRL estimates the KL as low_var_kl does"
         )
-        migration.remark(
+        migration.add_remark(
             f"KL: {estimator_name}: {estimator} became low_var_kl, which TRL has alone"
         )
 
@@ -275,34 +281,34 @@ def convert_data(migration: Migration, columns: Mapping[str, str], sources: list
     # `geometry3k@train` names a split
     files, splits = migration.split_at_sign(files, "@")
     if files:
-        migration.put(
+        migration.set_key(
             "dataset_name", [migration.resolve_path(file) for file in files], "data.train_files"
         )
     else:
-        migration.put("dataset_name", ["DATA"], "data.train_files", note="to be named")
-        migration.remark("data missing: data.train_files is not set; write dataset_name")
+        migration.set_key("dataset_name", ["DATA"], "data.train_files", note="to be named")
+        migration.add_remark("data missing: data.train_files is not set; write dataset_name")
     if splits:
-        migration.put("dataset_train_split", splits[0], "data.train_files")
+        migration.set_key("dataset_train_split", splits[0], "data.train_files")
     if len(splits) > 1:
-        migration.remark(f"data: {', '.join(splits)}: one split for all is read, {splits[0]}")
-    migration.put("adora_columns", dict(columns), *sources)
-    migration.remark(
+        migration.add_remark(f"data: {', '.join(splits)}: one split for all is read, {splits[0]}")
+    migration.set_key("adora_columns", dict(columns), *sources)
+    migration.add_remark(
         f"answers read as: the column {columns['answer']}, graded as mathematics unless the "
         "reward is your own; adora_columns says which column is what"
     )
     prompt_tokens = migration.get_count("data.max_prompt_length", 512)
     answer_tokens = migration.get_count("data.max_response_length", 512)
-    migration.put("max_completion_length", answer_tokens, "data.max_response_length")
-    migration.put(
+    migration.set_key("max_completion_length", answer_tokens, "data.max_response_length")
+    migration.set_key(
         "vllm_max_model_length",
         prompt_tokens + answer_tokens,
         "data.max_prompt_length",
         "data.max_response_length",
     )
     if migration.get("data.filter_overlong_prompts", False):
-        migration.put("adora_overlong_prompts", "drop", "data.filter_overlong_prompts")
+        migration.set_key("adora_overlong_prompts", "drop", "data.filter_overlong_prompts")
     if migration.get("data.shuffle", True) is False:
-        migration.put("shuffle_dataset", False, "data.shuffle")
+        migration.set_key("shuffle_dataset", False, "data.shuffle")
 
 
 def convert_steps(migration: Migration, layout: GenerationLayout) -> None:
@@ -314,28 +320,28 @@ def convert_steps(migration: Migration, layout: GenerationLayout) -> None:
     # nothing is lost without it, so it is not listed as a key without a counterpart
     migration.read_names.add("trainer.project_name")
     run_name = re.sub(r"[^\w.-]+", "_", str(migration.get("trainer.experiment_name", "run")))
-    migration.put("output_dir", f"runs/{run_name}", "trainer.experiment_name")
-    migration.copy("num_train_epochs", *migration.key_map["EPOCHS"])
-    migration.copy("num_train_epochs", "trainer.total_episodes")
+    migration.set_key("output_dir", f"runs/{run_name}", "trainer.experiment_name")
+    migration.copy_key("num_train_epochs", *migration.key_map["EPOCHS"])
+    migration.copy_key("num_train_epochs", "trainer.total_episodes")
     note = f"x {layout.optimizer_steps} optimizer steps a generation"
     for name in ("trainer.max_steps", "trainer.total_training_steps"):
         steps = migration.get(name, -1)
         if steps > 0:
-            migration.put("max_steps", int(steps) * layout.optimizer_steps, name, note=note)
+            migration.set_key("max_steps", int(steps) * layout.optimizer_steps, name, note=note)
     save_every = int(migration.get("trainer.save_freq", -1))
     most_checkpoints = int(migration.get("trainer.save_limit", -1))
     if save_every > 0:
-        migration.put(
+        migration.set_key(
             "save_steps", save_every * layout.optimizer_steps, "trainer.save_freq", note=note
         )
         # -1 keeps all checkpoints
         save_total_limit = most_checkpoints if most_checkpoints > 0 else None
-        migration.put("save_total_limit", save_total_limit, "trainer.save_limit")
+        migration.set_key("save_total_limit", save_total_limit, "trainer.save_limit")
     _convert_warmup(migration, layout)
     _remark_evaluation(migration, layout)
     logger = migration.get("trainer.logger", ["console", "wandb"])
     trackers = [tracker for tracker in to_words(logger) if tracker in _TRACKERS]
-    migration.put("report_to", trackers or "none", "trainer.logger")
+    migration.set_key("report_to", trackers or "none", "trainer.logger")
 
 
 def _convert_warmup(migration: Migration, layout: GenerationLayout) -> None:
@@ -351,15 +357,15 @@ def _convert_warmup(migration: Migration, layout: GenerationLayout) -> None:
     steps = migration.get(steps_name, -1)
     share = migration.get(share_name, 0.0)
     if steps > 0:
-        migration.put("warmup_steps", int(steps) * layout.optimizer_steps, steps_name)
+        migration.set_key("warmup_steps", int(steps) * layout.optimizer_steps, steps_name)
     elif share > 0 and steps < 0:  # 0 steps are no warm-up, whatever the share is
-        migration.put("warmup_steps", share, share_name, note="a share of the run")
+        migration.set_key("warmup_steps", share, share_name, note="a share of the run")
     else:
         return
     if migration.keys["lr_scheduler_type"].value == "constant":
         schedule_name = migration.their_key("lr_scheduler_type")
         note = "theirs warms up, TRL's constant does not"
-        migration.put("lr_scheduler_type", "constant_with_warmup", schedule_name, note=note)
+        migration.set_key("lr_scheduler_type", "constant_with_warmup", schedule_name, note=note)
 
 
 def _remark_evaluation(migration: Migration, layout: GenerationLayout) -> None:
@@ -381,7 +387,7 @@ def _remark_evaluation(migration: Migration, layout: GenerationLayout) -> None:
             f"; with eval_strategy: steps, eval_steps: {every * layout.optimizer_steps}, "
             f"eval_on_start: {str(evaluates_at_start).lower()}"
         )
-    migration.remark(
+    migration.add_remark(
         f"evaluation without data: {data} has to be prepared by `python -m data_prep convert`, "
         f"then adora_eval: [problems=FOLDER]{keys_text}"
     )

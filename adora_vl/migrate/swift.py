@@ -90,12 +90,12 @@ def convert_swift(migration: Migration) -> LaunchPlan:
     if kind != "grpo":
         raise UserError(f"CONFIG: rlhf_type: {kind} is not grpo, and nothing else is trained here")
     if not migration.get("model"):
-        migration.remark("model missing: model is not set; write model_name_or_path")
+        migration.add_remark("model missing: model is not set; write model_name_or_path")
     for name, key in _RENAMED.items():
-        migration.copy(key, name)
+        migration.copy_key(key, name)
     migration.set_method()
     for key, (name, default) in _DEFAULTS.items():
-        migration.copy(key, name, default)
+        migration.copy_key(key, name, default)
     _convert_tuner(migration)
     _convert_loss(migration)
     _convert_data(migration)
@@ -128,7 +128,7 @@ def _convert_evaluation(migration: Migration) -> None:
     data_names = " ".join(to_words(migration.get("val_dataset") or []))
     if eval_strategy is None and not data_names:
         return
-    migration.remark(
+    migration.add_remark(
         f"evaluation without data: prepare {data_names or 'problems'} by `python -m data_prep "
         f"convert`, then adora_eval: [problems=FOLDER], eval_strategy: steps, eval_steps: {every}"
     )
@@ -145,29 +145,31 @@ def _convert_tuner(migration: Migration) -> None:
     name = "tuner_type" if "tuner_type" in migration.values else "train_type"
     kind = str(migration.get(name, "lora"))
     default_rate = _LEARNING_RATES.get(kind, _LEARNING_RATES["lora"])
-    migration.put("learning_rate", migration.get("learning_rate", default_rate), "learning_rate")
+    migration.set_key(
+        "learning_rate", migration.get("learning_rate", default_rate), "learning_rate"
+    )
     frozen_parts = [
         part for key, (part, default) in _MODEL_PARTS.items() if migration.get(key, default)
     ]
     if kind == "full":
-        migration.put("adora_freeze", frozen_parts, *_MODEL_PARTS)
+        migration.set_key("adora_freeze", frozen_parts, *_MODEL_PARTS)
         return
     if kind not in ("lora", "qlora"):
-        migration.remark(f"adapter: {name}: {kind} became LoRA")
-    migration.put("use_peft", True, name)
+        migration.add_remark(f"adapter: {name}: {kind} became LoRA")
+    migration.set_key("use_peft", True, name)
     for key, (lora_name, default) in _LORA_DEFAULTS.items():
-        migration.copy(key, lora_name, default)
+        migration.copy_key(key, lora_name, default)
     targets = to_words(migration.get("target_modules", "all-linear"))
     freezes_default_parts = frozen_parts == ["vision_tower", "projector"]
     has_default_targets = targets == ["all-linear"]
     if not has_default_targets:
-        migration.put("lora_target_modules", targets, "target_modules")
+        migration.set_key("lora_target_modules", targets, "target_modules")
     elif not freezes_default_parts:
-        migration.put("lora_target_modules", "all-linear", "target_modules")
+        migration.set_key("lora_target_modules", "all-linear", "target_modules")
     if not freezes_default_parts or not has_default_targets:
-        migration.put("adora_freeze", frozen_parts, *_MODEL_PARTS)
+        migration.set_key("adora_freeze", frozen_parts, *_MODEL_PARTS)
     if migration.get("quant_bits", 0) == 4:
-        migration.put("load_in_4bit", True, "quant_bits")
+        migration.set_key("load_in_4bit", True, "quant_bits")
 
 
 def _convert_loss(migration: Migration) -> None:
@@ -175,56 +177,55 @@ def _convert_loss(migration: Migration) -> None:
     beta = migration.keys["beta"].value
     if float(beta) > 0:
         note = "theirs does not weight the KL by the ratio of policies, TRL does by default"
-        migration.put("use_bias_correction_kl", False, note=note)
+        migration.set_key("use_bias_correction_kl", False, note=note)
     if migration.get("dynamic_sample", False):
         tries = int(migration.get("max_resample_times", 3))
-        migration.put("adora_rollouts", {"refill": tries}, "max_resample_times")
+        migration.set_key("adora_rollouts", {"refill": tries}, "max_resample_times")
 
 
 def _convert_data(migration: Migration) -> None:
-    """Convert data sets, prompt, rewards and the sizes of images."""
-    data_words = to_words(migration.get("dataset") or [])
-    # `hf::owner/name:train#500` is a hub, an id, a split (or a subset), and a number of rows
-    names, counts = migration.split_at_sign(data_words, "#")
+    """Convert data sets, prompt, rewards and the sizes of images.
+
+    ms-swift writes a data set as `hf::owner/name:train#500`: a hub, an id, a split or a subset, and
+    a number of rows. All but the hub and the id may be left out.
+    """
+    dataset_words = to_words(migration.get("dataset") or [])
+    names, row_counts = migration.split_at_sign(dataset_words, "#")
     names = [_without_hub(name) for name in names]
-    names, parts = migration.split_at_sign(names, ":")
-    splits: list[str] = []
-    subsets: list[str] = []
-    for part in parts:
-        if part in _SPLITS:
-            splits.append(part)
-        else:
-            subsets.append(part)
+    names, splits_and_subsets = migration.split_at_sign(names, ":")
+    splits = [word for word in splits_and_subsets if word in _SPLITS]
+    subsets = [word for word in splits_and_subsets if word not in _SPLITS]
+    # `set_dataset` reads the names from here, now without what stood around them.
     migration.source.values = {**migration.source.values, "dataset": names}
     set_dataset(migration, "dataset", _COLUMNS)
-    if counts:
-        migration.remark(
-            f"data: dataset: only {', '.join(counts)} rows were asked for; all are read"
+    if row_counts:
+        migration.add_remark(
+            f"data: dataset: only {', '.join(row_counts)} rows were asked for; all are read"
         )
     if splits:
-        migration.put("dataset_train_split", splits[0], "dataset")
+        migration.set_key("dataset_train_split", splits[0], "dataset")
     if subsets:
-        migration.remark(
+        migration.add_remark(
             f"data: dataset: the subset {', '.join(subsets)} is not asked for; name a file"
         )
     hub_names = [name for name in names if migration.source.find_path(name) is None]
     if hub_names:
-        migration.remark(
+        migration.add_remark(
             f"data: {', '.join(hub_names)} is no file here; ids of ModelScope are read from the "
             "Hugging Face hub, where the name may be another one"
         )
     migration.copy_path("adora_system_prompt", "system")
     system = str(migration.get("system") or "")
     if len(system.split()) == 1 and migration.source.find_path(system) is None:
-        migration.remark(f"prompt: system: {system} is not here; copy it, or write its text")
+        migration.add_remark(f"prompt: system: {system} is not here; copy it, or write its text")
     if "adora_system_prompt" not in migration.keys:
-        migration.put("adora_system_prompt", None, "system")
-    migration.put("adora_prompt", None, note="the problem of the row alone")
+        migration.set_key("adora_system_prompt", None, "system")
+    migration.set_key("adora_prompt", None, note="the problem of the row alone")
     _convert_rewards(migration)
     for key in ("min_pixels", "max_pixels"):
         pixels = migration.source.environment.get(key.upper(), "")
         if pixels.isdecimal():
-            migration.put(key, int(pixels), note=f"{key.upper()} of the script")
+            migration.set_key(key, int(pixels), note=f"{key.upper()} of the script")
 
 
 def _without_hub(name: str) -> str:
@@ -242,13 +243,13 @@ def _convert_rewards(migration: Migration) -> None:
     presets = [_REWARDS[entry] for entry in entries if entry in _REWARDS]
     unknown_entries = [entry for entry in entries if entry not in _REWARDS]
     if presets:
-        migration.put("adora_reward", presets, "reward_funcs")
+        migration.set_key("adora_reward", presets, "reward_funcs")
     else:
-        migration.put("adora_reward", ["accuracy"], note="theirs has no counterpart")
+        migration.set_key("adora_reward", ["accuracy"], note="theirs has no counterpart")
     if unknown_entries or not presets:
         plugin_words = f" of {plugins}" if plugins else ""
         names = f": {', '.join(unknown_entries)}{plugin_words}" if unknown_entries else ""
-        migration.remark(
+        migration.add_remark(
             f"reward missing{names}; adora_reward is {', '.join(presets) or 'accuracy'}; write a "
             "function of completions and columns and name it with --reward FILE.py:FUNCTION"
         )
@@ -257,13 +258,13 @@ def _convert_rewards(migration: Migration) -> None:
 def _convert_engine(migration: Migration) -> None:
     """Convert whether and where vLLM samples, whether it sleeps, and how its drift is corrected."""
     if not migration.get("use_vllm", False):
-        migration.put("use_vllm", False, "use_vllm")
+        migration.set_key("use_vllm", False, "use_vllm")
         return
-    migration.put("use_vllm", True, "use_vllm")
+    migration.set_key("use_vllm", True, "use_vllm")
     mode = migration.get("vllm_mode", "colocate")
-    migration.put("vllm_mode", mode, "vllm_mode")
+    migration.set_key("vllm_mode", mode, "vllm_mode")
     if mode == "colocate":
         sleeps = bool(int(migration.get("sleep_level", 0)))
-        migration.put("vllm_enable_sleep_mode", sleeps, "sleep_level")
+        migration.set_key("vllm_enable_sleep_mode", sleeps, "sleep_level")
     note = "theirs corrects nothing; this one goes with top_p"
-    migration.put("vllm_importance_sampling_mode", "token_truncate", note=note)
+    migration.set_key("vllm_importance_sampling_mode", "token_truncate", note=note)

@@ -45,22 +45,22 @@ def convert_trl(migration: Migration) -> LaunchPlan:
     migration.set_method()
     _convert_rewards(migration)
     set_dataset(migration, "dataset_name", _COLUMNS)
-    migration.put("adora_system_prompt", None, note="TRL's data has its own")
-    migration.put("adora_prompt", None, note="the prompt of the row alone")
-    migration.remark(
+    migration.set_key("adora_system_prompt", None, note="TRL's data has its own")
+    migration.set_key("adora_prompt", None, note="the prompt of the row alone")
+    migration.add_remark(
         "prompt: the row's alone is asked; a system prompt that a script adds is "
         "adora_system_prompt"
     )
     # the older name of the same key
-    migration.copy("dtype", "torch_dtype")
+    migration.copy_key("dtype", "torch_dtype")
     # Transformers before 5 had the warm-up as a share too, which a number of steps replaced.
     warmup_name = "warmup_steps" if migration.get("warmup_steps", 0) else "warmup_ratio"
-    migration.copy("warmup_steps", warmup_name)
+    migration.copy_key("warmup_steps", warmup_name)
     migration.read_names.add("warmup_ratio")
     prompt_tokens = migration.get("max_prompt_length")
     if prompt_tokens:
         answer_tokens = migration.get("max_completion_length", 512)
-        migration.put(
+        migration.set_key(
             "vllm_max_model_length",
             int(prompt_tokens) + int(answer_tokens),
             "max_prompt_length",
@@ -120,7 +120,7 @@ def copy_equal_keys(migration: Migration) -> None:
         name for name in migration.values if name not in migration.read_names and name in our_keys
     ]
     for name in equal_names:
-        migration.copy(name, name)
+        migration.copy_key(name, name)
 
 
 def set_dataset(migration: Migration, name: str, columns: Mapping[str, str]) -> None:
@@ -134,13 +134,17 @@ def set_dataset(migration: Migration, name: str, columns: Mapping[str, str]) -> 
     """
     data_names = to_words(migration.get(name) or [])
     if not data_names:
-        migration.put("dataset_name", ["DATA"], name, note="to be named")
-        migration.remark(f"data missing: {name} is not set; write dataset_name and adora_columns")
+        migration.set_key("dataset_name", ["DATA"], name, note="to be named")
+        migration.add_remark(
+            f"data missing: {name} is not set; write dataset_name and adora_columns"
+        )
     else:
         paths = [migration.resolve_path(data_name) for data_name in data_names]
-        migration.put("dataset_name", paths, name)
-    migration.put("adora_columns", dict(columns), note="the names that such data most often has")
-    migration.remark(
+        migration.set_key("dataset_name", paths, name)
+    migration.set_key(
+        "adora_columns", dict(columns), note="the names that such data most often has"
+    )
+    migration.add_remark(
         f"answers read as: the column {columns['answer'].replace('|', ' or ')}, graded as "
         "mathematics unless the reward is your own; leave `images` out of adora_columns if the "
         "data has none, and all of it for a folder that data_prep made"
@@ -163,12 +167,12 @@ def _convert_rewards(migration: Migration) -> None:
         else:
             unknown_entries.append(entry)
     if presets:
-        migration.put("adora_reward", presets, "reward_funcs")
+        migration.set_key("adora_reward", presets, "reward_funcs")
     else:
-        migration.put("adora_reward", ["accuracy"], note="theirs is in the script")
+        migration.set_key("adora_reward", ["accuracy"], note="theirs is in the script")
     if unknown_entries or not presets:
         names = f": {', '.join(unknown_entries)}" if unknown_entries else ""
-        migration.remark(
+        migration.add_remark(
             f"reward missing{names}: adora_reward is {', '.join(presets) or 'accuracy'}; name the "
             "function of the script with --reward FILE.py:FUNCTION, which TRL's form fits"
         )
@@ -178,7 +182,7 @@ def warn_of_server(migration: Migration) -> None:
     """Add a remark where vLLM runs on servers, since those of another trainer do not fit."""
     mode = migration.keys.get("vllm_mode")
     if mode is not None and mode.value == "server":
-        migration.remark(
+        migration.add_remark(
             "engine: vllm_mode: server needs servers that you start as docs/rollouts.md says, not "
             "those of another trainer"
         )

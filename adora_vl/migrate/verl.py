@@ -83,7 +83,7 @@ def convert_verl(migration: Migration) -> LaunchPlan:
     convert_direct_keys(migration)
     # Newer versions call `warmup_style` so; they take the older name where a config has both.
     if migration.their_key("lr_scheduler_type") not in migration.values:
-        migration.copy("lr_scheduler_type", f"{_ACTOR}optim.lr_scheduler_type")
+        migration.copy_key("lr_scheduler_type", f"{_ACTOR}optim.lr_scheduler_type")
     convert_lora(migration)
     convert_loss(migration)
     _convert_old_logps(migration)
@@ -94,10 +94,10 @@ def convert_verl(migration: Migration) -> LaunchPlan:
         "images": str(migration.get("data.image_key", "images")),
     }
     convert_data(migration, columns, ["data.prompt_key", "data.image_key"])
-    migration.put(
+    migration.set_key(
         "adora_system_prompt", None, note="verl's rows have the instruction in the prompt"
     )
-    migration.put("adora_prompt", None, note="the prompt of the row alone")
+    migration.set_key("adora_prompt", None, note="the prompt of the row alone")
     _convert_reward(migration)
     layout = convert_batches(migration)
     convert_steps(migration, layout)
@@ -116,10 +116,10 @@ def _convert_old_logps(migration: Migration) -> None:
         return
     # bypass mode needs these from verl's engine, and ours returns them with every rollout
     migration.get(f"{_ROLLOUT}calculate_log_probs", True)
-    migration.put("adora_rollouts", {"old_logps": "engine"}, *enabled_names)
+    migration.set_key("adora_rollouts", {"old_logps": "engine"}, *enabled_names)
     migration.keys.pop("vllm_importance_sampling_mode", None)
     note = "the ratio has the engine's difference already"
-    migration.put("vllm_importance_sampling_correction", False, note=note)
+    migration.set_key("vllm_importance_sampling_correction", False, note=note)
 
 
 def _convert_reward(migration: Migration) -> None:
@@ -135,14 +135,14 @@ def _convert_reward(migration: Migration) -> None:
         return
     if migration.get("reward_model.enable", False):
         model = migration.get(_REWARD_MODEL, "a reward model")
-        migration.put("adora_reward", ["accuracy"], note="theirs is a reward model")
-        migration.remark(
+        migration.set_key("adora_reward", ["accuracy"], note="theirs is a reward model")
+        migration.add_remark(
             f"reward missing: {model} gives it there; adora_reward is accuracy; serve the model "
             "and name it as a judge (docs/rewards.md), or name a function with --reward"
         )
         return
-    migration.put("adora_reward", ["accuracy"], note="verl chooses one by data_source")
-    migration.remark(
+    migration.set_key("adora_reward", ["accuracy"], note="verl chooses one by data_source")
+    migration.add_remark(
         "reward missing: verl chooses one by data_source; adora_reward is accuracy, 1 for a right "
         "answer in a box, and easyr1 is 0.9 of it + 0.1 for the form, as verl's for Geometry3K"
     )

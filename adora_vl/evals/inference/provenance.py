@@ -50,7 +50,10 @@ def resolve_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, 
 
 
 def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the prompts that differ from the defaults, which a manifest names."""
+    """Return those of a run's prompts, by name, that differ from the defaults.
+
+    Only these are written into the manifest of the data that the run filters.
+    """
     unusual_by_name: dict[str, str | None] = {}
     for name, prompt in prompts.items():
         _, default = KEY_AND_DEFAULT_BY_PROMPT[name]

@@ -158,7 +158,7 @@ def _without_commas(match: re.Match[str]) -> str:
 
 
 def _evaluate_as_number(text: str) -> str:
-    r"""Evaluate an answer by the grammar and units of the rewards, to a number as `float` reads it.
+    r"""Evaluate an answer as the rewards of a training do, to a number that `float` can read.
 
     `5\sqrt{3}` gives `8.660254037844387`, and `15 \text{ cm}^2` gives `15`. An answer without a
     real value gives an empty text.

@@ -299,7 +299,10 @@ def find_benchmark_metrics(score: Mapping[str, Any]) -> dict[str, dict[str, Accu
 
 
 def build_extraction_item(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
-    """Build the entry of an answer in `items` of the score file, for a benchmark that extracts it."""
+    """Build the entry of an answer in `items` of the score file, with `how` it was extracted.
+
+    It is the `item` of benchmarks that extract an answer and then compare it with the reference.
+    """
     return {
         "verdict": graded.grade.verdict,
         "correct": graded.correct,

@@ -13,7 +13,7 @@ _NORMAL_QUANTILE_95 = 1.959963984540054  # the normal distribution's 97.5 % quan
 BOOTSTRAP_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0  # the same for every bootstrap, so that an interval can be reproduced
 # A spread below this counts as none, because sums of shares have rounding errors.
-_ROUNDING = 1e-9
+_ZERO_TOLERANCE = 1e-9
 
 
 # The 97.5 % quantiles of Student's t distribution, for 1, 2, ... degrees of freedom.
@@ -74,7 +74,7 @@ def paired_t_interval(differences: Sequence[float]) -> tuple[float, float] | Non
     """
     mean = fmean(differences)
     half = t_half_width(differences)
-    if half < _ROUNDING:
+    if half < _ZERO_TOLERANCE:
         return None
     return mean - half, mean + half
 
@@ -90,7 +90,7 @@ def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[flo
     first_error = variance(first) / len(first)
     second_error = variance(second) / len(second)
     total_error = first_error + second_error
-    if sqrt(total_error) < _ROUNDING:
+    if sqrt(total_error) < _ZERO_TOLERANCE:
         return None
     # The Welch-Satterthwaite equation.
     denominator = first_error**2 / (len(first) - 1) + second_error**2 / (len(second) - 1)

@@ -90,13 +90,15 @@ def describe_scored_run(score: Score, summary: BenchmarkSummary) -> str:
     if not fields:
         return f"{name}: {rules_text} (no fingerprint beside the predictions)"
     sampling = f"temperature {fields['temperature']}" if fields.get("temperature") else "greedy"
-    view = ", without images" if fields.get("no_image") else ""
+    # What the model was shown, where that was not just the picture.
+    view_text = ", without images" if fields.get("no_image") else ""
     if fields.get("view"):
-        view = f", shown {DESCRIPTION_BY_VIEW.get(fields['view'], fields['view'])}"
+        view_text = f", shown {DESCRIPTION_BY_VIEW.get(fields['view'], fields['view'])}"
+    # Problems whose picture cannot be replaced by its facts in words.
     if fields.get("left_out"):
-        view += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
+        view_text += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
     return (
-        f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{view}, "
+        f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{view_text}, "
         f"{rules_text}"
     )
 
