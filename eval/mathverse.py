@@ -213,10 +213,10 @@ def check_row(row: Prediction) -> str | None:
     if fault:
         return fault
     # A row without the optional column is checked as one in which it is null.
-    return describe_field_fault({"question_for_eval": None, **row}, _OPTIONAL_COLUMN_KINDS)
+    return describe_field_fault({"question_for_eval": None, **row}, _TYPE_BY_OPTIONAL_COLUMN)
 
 
-_OPTIONAL_COLUMN_KINDS = {"question_for_eval": or_null(TEXT_VALUE)}
+_TYPE_BY_OPTIONAL_COLUMN = {"question_for_eval": or_null(TEXT_VALUE)}
 
 
 def build_question(row: Prediction) -> Question:
@@ -460,7 +460,7 @@ def load(options: MathVerseDataOptions) -> LoadedProblems:
             image_columns=("image",),
             check=check_row,
             prompt=itemgetter(f"query_{options.query}"),
-            stored_columns=(*REQUIRED_COLUMNS, *_OPTIONAL_COLUMN_KINDS),
+            stored_columns=(*REQUIRED_COLUMNS, *_TYPE_BY_OPTIONAL_COLUMN),
             id_column="sample_index",
             config=split,  # on the hub each split is a configuration of its own
         )

@@ -23,7 +23,7 @@ from adora_vl.evals.records import (
     RowGrade,
 )
 from adora_vl.evals.scoring.score import groups_from_metadata
-from adora_vl.evals.variants import add_variants, original_of, variant_lines
+from adora_vl.evals.variants import add_variants, get_original_id, variant_lines
 from adora_vl.rewards import grade as grade_as_in_training
 from adora_vl.utils.cli import amount, optional, text, whole
 
@@ -207,7 +207,7 @@ BENCHMARK = Benchmark(
     score_options=GraderOptions,
     data_options=PreparedDataOptions,
     fingerprint=("prompt",),
-    version_of=original_of,
+    version_of=get_original_id,
     summary=_summary,
     published=_PUBLISHED,
 )

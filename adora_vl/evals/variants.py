@@ -45,7 +45,7 @@ def parse_variant_id(pid: str) -> VariantId | None:
     return VariantId(original, number=int(number))
 
 
-def original_of(row: Prediction) -> str:
+def get_original_id(row: Prediction) -> str:
     """Return the id of the problem that a row is a version of.
 
     - A variant belongs to its original: `geometry3k/test/15~3` gives `geometry3k/test/15`.

@@ -223,6 +223,7 @@ def bootstrap_mean_interval(
     means = [total / n_values for total, n_values in sums]
     if min(means) == max(means):
         return interval_of_equal_values(means[0], len(means), lowest=lowest, highest=highest)
+    # The mean is the ratio of two sums over the problems: of their totals and of their counts.
     return _bootstrap_ratio(sums)
 
 
