@@ -256,7 +256,7 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         step: the number of optimizer steps so far, for options that change during training.
 
     Raises `ValueError` if rewards and lengths are not both (P, G), or if `criteria` has `working`
-    and the work of the rollouts was not measured.
+    and the net claims of the rollouts were not measured.
     """
     options = Adora() if options is None else options
     rewards_PG = groups.rewards_PG
@@ -325,8 +325,8 @@ def _judge_by_criterion(groups: Groups, options: Adora, criterion: str, step: in
 
     - `difficulty` holds where the pass rate is at most `tau` (Eq. 6 of the paper).
     - `length` holds where the longest correct rollout is longer than the wrong ones on average.
-    - `working` compares the work of rollouts in place of their length: their true and new claims
-      about the figure less their false ones. The work of a problem without a figure is unknown.
+    - `working` compares the net claims of rollouts in place of their length: their true and new
+      claims about the figure less their false ones. They are unknown for a problem without a figure.
       Such a group is compared by length, or with `no_figure: keep` the criterion does not apply.
     """
     if criterion == "difficulty":
@@ -374,7 +374,8 @@ def _compare_correct_with_wrong(groups: Groups, options: Adora, measure_PG: Tens
     Args:
         groups: whole groups.
         options: those of the method; `empty_wrong` and `ties` are read.
-        measure_PG: what is compared, one number for each of G rollouts: its length, or its work.
+        measure_PG: what is compared, one number for each of G rollouts: its length, or its net
+            claims.
     """
     mean_without_wrong = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
     has_finished_wrong_P = groups.finished_wrong_PG.any(dim=1)

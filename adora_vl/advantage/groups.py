@@ -159,7 +159,7 @@ class Groups:
 
     @property
     def has_net_claims_P(self) -> Tensor:
-        """Which groups have a problem with a figure, so that their work is known, bool."""
+        """Which groups have a problem with a figure, so that their net claims are known, bool."""
         if self.net_claims_PG is None:
             return torch.zeros(len(self.rewards_PG), dtype=torch.bool)
         return ~torch.isnan(self.net_claims_PG).any(dim=1)

@@ -43,8 +43,8 @@ def move_old_run_aside(output_dir: Path) -> str | None:
         shutil.rmtree(aside, ignore_errors=True)
     keeps_older_run = aside.is_dir()
     target = output_dir / STAGING_FOLDER / "dropped" if keeps_older_run else aside
-    # The notes on which files are a run's are copied before anything moves: if this process is
-    # killed halfway, both folders have them.
+    # `written.json` says which files are a run's. It is copied before anything moves: if this
+    # process is killed halfway, both folders have it.
     if (output_dir / WRITTEN_FILES_RECORD).is_file():
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(output_dir / WRITTEN_FILES_RECORD, target)

@@ -121,7 +121,7 @@ def criteria_columns(groups: Groups) -> RecordColumns:
 
     These are the group's share of correct rollouts, the length of its longest correct rollout and
     the mean length of its wrong ones that were not truncated. Where the reward `steps` counts a
-    rollout's true new claims less its errors (its "work"), the same two values of work follow.
+    rollout's true new claims less its false ones (`net_claims`), two columns compare these alike.
 
     Each column has one value per rollout, P x G of them, equal within a group. The value is NaN
     where a group has no such rollout. The record writes NaN as null.

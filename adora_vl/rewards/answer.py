@@ -153,7 +153,7 @@ MAX_RATIO_TERMS = 6
 
 
 def parse_value(raw: str) -> Answer:
-    """Read an answer as a single value; the kind is `unreadable` where it is none.
+    """Parse an answer as a single value; the kind is `unreadable` where it is none.
 
     It never raises, and costs about a millisecond at most.
     """
@@ -163,7 +163,7 @@ def parse_value(raw: str) -> Answer:
 
 
 def parse_value_or_raise(text: str) -> Answer:
-    r"""Read a part of an answer, which has to be a single value.
+    r"""Parse a part of an answer, which has to be a single value.
 
     `\angle 2` is read as 2, the number of the angle. Raises `ParseError` for a text that is no
     single value.

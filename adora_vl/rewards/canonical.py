@@ -235,9 +235,14 @@ def canonical_value_and_unit(text: str) -> tuple[str, str]:
     `text` has at most `MAX_CHARS` characters. Raises `ParseError` for control, bidirectional and
     zero-width characters, which can make one answer look like another.
     """
-    text = _unify_spelling(_unwrap_formula(text))
-    value, unit = _split_unit(_without_leading_name(_without_words_around_value(text)))
-    return _unify_number_spelling(_strip_needless_spaces(_strip_decoration(value))), unit
+    text = _unwrap_formula(text)
+    text = _unify_spelling(text)
+    text = _without_words_around_value(text)
+    text = _without_leading_name(text)
+    value, unit = _split_unit(text)
+    value = _strip_decoration(value)
+    value = _strip_needless_spaces(value)
+    return _unify_number_spelling(value), unit
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -298,10 +303,14 @@ def canonical_with_names(text: str) -> str:
 
     All names, units and brackets stay. Raises `ParseError` as `canonical_value_and_unit` does.
     """
-    text = _BOXED_PATTERN.sub(r" \1 ", _unwrap_formula(text))
-    text = _unify_spelling(_DOLLAR_SIGN_PATTERN.sub(" ", text))
-    text = _DEGREE_SIGN_PATTERN.sub(" ", _without_words_around_value(text))
-    return _strip_needless_spaces(_strip_decoration(text))
+    text = _unwrap_formula(text)
+    text = _BOXED_PATTERN.sub(r" \1 ", text)
+    text = _DOLLAR_SIGN_PATTERN.sub(" ", text)
+    text = _unify_spelling(text)
+    text = _without_words_around_value(text)
+    text = _DEGREE_SIGN_PATTERN.sub(" ", text)
+    text = _strip_decoration(text)
+    return _strip_needless_spaces(text)
 
 
 def _without_words_around_value(text: str) -> str:

@@ -64,7 +64,7 @@ REFUSAL_REASONS = frozenset(
 
 
 def parse_reference(raw: str) -> Answer:
-    """Read a reference answer of one value or of several. It never raises.
+    """Parse a reference answer of one value or of several. It never raises.
 
     For example, `1,000` is the number 1000, `y = 2x + 1` an equation with the name `y`, and
     `1, 2 and 3` a list of three numbers.
@@ -114,7 +114,7 @@ def canonical_gold(text: str) -> str:
 
 
 def parse_structured(answer: Answer) -> Answer:
-    """Read an answer anew as a structured answer: several values, or a value with a name.
+    """Parse an answer anew as a structured answer: several values, or a value with a name.
 
     `parse_value` takes the name off `x = 5`, and reads `1000,99` as one number. Here `x = 5` keeps
     its name, and `1000,99` may be two values.
@@ -172,7 +172,8 @@ def _parse_by_separators(text: str, depth: int) -> Answer:
     8. a plus-minus: `1 \pm \sqrt{2}`
     9. a single value
 
-    `depth` is the number of forms around the text. Raises `ParseError`.
+    `depth`: how many lists, sets and tuples stand around the text. Raises `ParseError`, also for a
+    text that stands too deep.
     """
     text = text.strip()
     if depth > MAX_LIST_DEPTH:
@@ -216,13 +217,13 @@ def _parse_by_separators(text: str, depth: int) -> Answer:
 
 
 def _parse_list(text: str, pieces: list[str], separators: list[str], depth: int) -> Answer:
-    """Read a list of several values, or one inequality where all pieces are inequalities.
+    """Parse a list of several values, or one inequality where all pieces are inequalities.
 
     Args:
         text: the whole text.
         pieces: its pieces, each of which is read by itself.
         separators: the separators between the pieces: a comma, a semicolon, `and` or `or`.
-        depth: as in `_parse_by_separators`.
+        depth: how many lists, sets and tuples stand around the text.
 
     Raises `ParseError` for a piece that cannot be read, for a mixture of `and` and `or` between
     inequalities, and for values of which only some have names, or of which two have the same name.
@@ -285,9 +286,10 @@ def _common_name(parts: Sequence[Answer]) -> str:
 
 
 def _parse_bracketed(text: str, depth: int) -> Answer | None:
-    r"""Read a text in brackets: a point, tuple, interval or set, such as `(3, 4)` and `\{1, 2\}`.
+    r"""Parse a text in brackets: a point, tuple, interval or set, such as `(3, 4)` and `\{1, 2\}`.
 
-    A point may have a name, as in `A(3, 4)`. Returns None if no pair of brackets encloses the whole
+    A point may have a name, as in `A(3, 4)`. `depth`: how many lists, sets and tuples stand around
+    the text. Returns None if no pair of brackets encloses the whole
     text. Raises `ParseError` if the pieces between the brackets cannot be read.
     """
     point = _NAMED_POINT_PATTERN.fullmatch(text)
@@ -316,7 +318,7 @@ def _parse_bracketed(text: str, depth: int) -> Answer | None:
 
 
 def _parse_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answer | None:
-    """Read a point, tuple or interval in round or square brackets: `(3, -4)`, `[2, 5)`.
+    """Parse a point, tuple or interval in round or square brackets: `(3, -4)`, `[2, 5)`.
 
     Returns None for a single value in brackets, and for brackets that do not match.
 
@@ -324,7 +326,7 @@ def _parse_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answ
         text: the whole text.
         text_inside: the text between its brackets.
         brackets: the first and the last character of the text, such as `[)`.
-        depth: as in `_parse_by_separators`.
+        depth: how many lists, sets and tuples stand around the text.
 
     Raises `ParseError` for a piece that cannot be read.
     """
@@ -355,7 +357,7 @@ def _parse_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answ
 
 
 def _parse_braces(text: str, text_inside: str, *, has_backslash: bool, depth: int) -> Answer:
-    r"""Read a set in `\{\}`, or in plain braces, for which `has_backslash` is false.
+    r"""Parse a set in `\{\}`, or in plain braces, for which `has_backslash` is false.
 
     `\{5\}` is a set of one value, while `{5}` is the value 5, and `{1, 2}` is a set again. Raises
     `ParseError` for a set of sets, and for a set of anything but values and points.
@@ -401,7 +403,7 @@ def _parse_matrix(text: str, inside: str) -> Answer:
 
 
 def _parse_plus_minus(text: str) -> Answer | None:
-    r"""Read a plus-minus as a list of two values: `1 \pm 2` is `1+2` and `1-2`.
+    r"""Parse a plus-minus as a list of two values: `1 \pm 2` is `1+2` and `1-2`.
 
     Returns None for a text without such a sign. Raises `ParseError` for two plus-minus signs, and
     for two equal values, as in `12 \pm 0`.
@@ -426,7 +428,7 @@ def _parse_plus_minus(text: str) -> Answer | None:
 
 
 def _parse_named_tuple(text: str, names_text: str, values_text: str, depth: int) -> Answer:
-    """Read a tuple whose parts have names: `(x, y) = (3, 4)` has the parts `x = 3` and `y = 4`.
+    """Parse a tuple whose parts have names: `(x, y) = (3, 4)` has the parts `x = 3` and `y = 4`.
 
     Raises `ParseError` if the right side is no tuple with as many parts as there are names.
     """
@@ -457,7 +459,7 @@ def _parse_relation(text: str, sides: list[str], signs: list[str], depth: int) -
         text: the whole text.
         sides: the texts between the signs.
         signs: the signs, with `~` for approximately.
-        depth: as in `_parse_by_separators`.
+        depth: how many lists, sets and tuples stand around the text.
 
     Raises `ParseError` for a text that cannot be read.
     """
@@ -494,10 +496,12 @@ def _is_value_name(text: str) -> bool:
 
 
 def _parse_named_value(text: str, name: str, value_text: str, depth: int) -> Answer:
-    """Read `value_text` and return the answer with its name.
+    """Parse the value in an equation such as `x = 5`, and return it with its name.
 
-    `name` is a single name such as `x`, or a tuple of names such as `(x, y)`. Only a single value,
-    a point, a list or a set can have a name. Raises `ParseError` for anything else.
+    `text` is the whole equation, `value_text` the side with the value, and `depth` the number of
+    lists, sets and tuples around the equation. `name` is a single name such as `x`, or a tuple of
+    names such as `(x, y)`. Only a single value, a point, a list or a set can have a name. Raises
+    `ParseError` for anything else.
     """
     if _TUPLE_OF_NAMES_PATTERN.fullmatch(name):
         return _parse_named_tuple(text, names_text=name, values_text=value_text, depth=depth)

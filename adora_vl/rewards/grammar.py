@@ -89,7 +89,7 @@ class ParseError(ValueError):
 
 
 def parse_tree(text: str, *, is_formula: bool = False) -> Tree:
-    """Read a text in canonical form into a tree.
+    """Parse a text in canonical form into a tree.
 
     For example, `2x` is `("product", ("*", ("num", "2")), ("*", ("unknown", "x")))`. In a formula
     the letters are quantities, so that `ab` is a product and `R` an unknown.
@@ -240,7 +240,7 @@ class _Parser:
         return symbol
 
     def sum(self) -> Tree:
-        """Read a sum: `[sign] term (+|- term)*`.
+        """Parse a sum: `[sign] term (+|- term)*`.
 
         `-x+6` gives `("sum", (-1, x), (1, 6))`. A single term without a minus sign, such as `x`, is
         returned alone, without a `sum` around it.
@@ -262,7 +262,7 @@ class _Parser:
         return -1 if self._take() == "-" else 1
 
     def _product(self) -> Tree:
-        """Read a product: `factor (operator factor | factor)*`.
+        """Parse a product: `factor (operator factor | factor)*`.
 
         Factors side by side are multiplied. The factors of `2x/3` are `("*", 2)`, `("*", x)` and
         `("/", 3)`. A single factor is returned alone, without a `product` around it.
@@ -287,7 +287,7 @@ class _Parser:
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
     def _power(self) -> Tree:
-        """Read a power: `primary [!] [^ digit | ^ letter | ^ {sum}]`, such as `x^2` or `2^{n+1}`.
+        """Parse a power: `primary [!] [^ digit | ^ letter | ^ {sum}]`, such as `x^2` or `2^{n+1}`.
 
         `x^2` gives `("power", x, 2)`. A base without an exponent is returned alone.
         """
@@ -319,7 +319,7 @@ class _Parser:
         return ("factorial", base)
 
     def _exponent(self) -> Tree:
-        """Read a `^` and the exponent after it: a sum in braces, one digit, or one letter."""
+        """Parse a `^` and the exponent after it: a sum in braces, one digit, or one letter."""
         self._take("^")
         symbol = self.peek()
         if len(symbol) == 1 and symbol.isdigit():
@@ -329,7 +329,7 @@ class _Parser:
         return self._primary()  # the group in braces, or the letter
 
     def _primary(self) -> Tree:
-        """Read an operand: a group in brackets, a number, a fraction, a root, a function, pi, or an
+        """Parse an operand: a group in brackets, a number, a fraction, a root, a function, pi, or an
         unknown.
         """
         symbol = self.peek()
@@ -396,7 +396,7 @@ class _Parser:
         return ("mixed", integer[1], numerator, denominator)
 
     def _root(self) -> Tree:
-        r"""Read what follows `\sqrt`: `{sum}` or `(sum)`, with a degree from 2 to 99 as `[3]{sum}`.
+        r"""Parse what follows `\sqrt`: `{sum}` or `(sum)`, with a degree from 2 to 99 as `[3]{sum}`.
 
         `\sqrt[3]{8}` gives `("root", 3, 8)`. Without a degree it is 2.
         """
@@ -410,7 +410,7 @@ class _Parser:
         return ("root", int(degree), self._group("(" if self.peek() == "(" else "{"))
 
     def _call(self, name: str) -> Tree:
-        r"""Read the exponent, base and argument that follow the command `name` of a function.
+        r"""Parse the exponent, base and argument that follow the command `name` of a function.
 
         - `\sin30` gives `("call", "sin", 30)`; so do `\sin(30)` and `\sin{30}`.
         - `\tan^{-1}(1)` is the arctangent: `("call", "arctan", 1)`.
@@ -435,7 +435,7 @@ class _Parser:
         return call if exponent is None else ("power", call, exponent)
 
     def _argument(self) -> Tree:
-        """Read the argument of a function, with or without brackets around it.
+        """Parse the argument of a function, with or without brackets around it.
 
         Without brackets it is a single number, unknown, fraction or root.
         """

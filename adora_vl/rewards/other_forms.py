@@ -35,11 +35,11 @@ def as_trl_reward_function(function: Callable[..., Any]) -> Callable[..., Any]:
     except (TypeError, ValueError):  # a builtin may not say what it takes
         return function
     if "reward_inputs" in parameters:
-        return _adapt(function, total_key="overall", call=_easyr1_batch_scores)
+        return _adapt(function, reward_key="overall", score_batch=_easyr1_batch_scores)
     if "reward_input" in parameters:
-        return _adapt(function, total_key="overall", call=_easyr1_scores)
+        return _adapt(function, reward_key="overall", score_batch=_easyr1_scores)
     if {"solution_str", "ground_truth"} <= parameters:
-        return _adapt(function, total_key="score", call=_verl_scores)
+        return _adapt(function, reward_key="score", score_batch=_verl_scores)
     return function
 
 
@@ -85,13 +85,17 @@ def _as_mapping(extra_info: object) -> object:
 
 def _adapt(
     function: Callable[..., Any],
-    total_key: str,
-    call: Callable[[Callable[..., Any], RewardInputs], Sequence[Score]],
+    reward_key: str,
+    score_batch: Callable[[Callable[..., Any], RewardInputs], Sequence[Score]],
 ) -> Callable[..., list[float]]:
-    """Return a reward function with TRL's signature around `function`.
+    """Return a reward function with TRL's signature that scores a batch by `function`.
 
-    `total_key` is the name of the reward among sub-scores, and `call` passes the inputs of a batch
-    to `function` in its own form.
+    Args:
+        function: the user's function, with the signature of EasyR1 or verl.
+        reward_key: the key of the reward in a score that is a mapping, such as `overall` in
+            `{"overall": 1.0, "format": 0.5}`.
+        score_batch: calls `function` with the arguments that it takes, and returns a score for each
+            completion of a batch.
     """
 
     function_name = getattr(function, "__name__", "reward")
@@ -103,20 +107,20 @@ def _adapt(
         log_metric: Callable[[str, float], None] = lambda name, value: None,
         **columns: Any,
     ) -> list[float]:
-        """Return the total of each row, and log the mean of every other number of the scores."""
+        """Return the reward of each completion, and log the batch means of all other sub-scores."""
         reward_inputs = _reward_inputs(completions, answer, completion_ids, columns)
         sub_scores_by_name: defaultdict[str, list[float]] = defaultdict(list)
-        totals = []
-        for score in call(function, reward_inputs):
-            # A bare number is the total alone.
-            score_by_name = score if isinstance(score, Mapping) else {total_key: score}
-            totals.append(float(score_by_name[total_key]))
+        rewards = []
+        for score in score_batch(function, reward_inputs):
+            # A bare number is the reward alone.
+            score_by_name = score if isinstance(score, Mapping) else {reward_key: score}
+            rewards.append(float(score_by_name[reward_key]))
             for name, value in score_by_name.items():
-                if name != total_key and isinstance(value, int | float):
+                if name != reward_key and isinstance(value, int | float):
                     sub_scores_by_name[name].append(float(value))
         for name, sub_scores in sub_scores_by_name.items():
             log_metric(f"{function_name}/{name}", fmean(sub_scores))
-        return totals
+        return rewards
 
     reward.__name__ = function_name
     return reward

@@ -230,12 +230,10 @@ class _SafeFunction:
             raise
         # asyncio's cancellation and a panic of compiled code are no subclasses of `Exception`.
         except BaseException as error:
-            completion_index = (
-                None  # the completion that also fails when it is alone, None if unknown
-            )
-            # These errors need no search: a call that is overdue would be so again, a wrong value
-            # names its row, and a `UserError` is about no row. For any other error each completion
-            # is tried alone, to find the first that fails.
+            # To name the completion on which the function fails, it is called again with each
+            # completion alone. Some errors need no search: a call that is overdue would be so
+            # again, a wrong value says its completion, and a `UserError` is about no completion.
+            completion_index = None
             if not isinstance(error, OverdueError | RewardValueError | UserError):
                 with (
                     returning_to(self.folder),
