@@ -193,13 +193,13 @@ class BatchLayout:
 
     def describe(self) -> str:
         """Return the sizes in words, for the first lines of a run."""
-        updates = self.updates_per_generation
-        plural = "" if updates == 1 else "s"
+        optimizer_steps = self.updates_per_generation
+        plural = "" if optimizer_steps == 1 else "s"
         return (
             f"{amount(self.prompts_per_generation, 'prompt')} per generation "
             f"({self.generation_batch} rollouts), {self.optimizer_batch} sequences an optimizer "
             f"step in micro-batches of {self.global_batch} over all ranks, "
-            f"{updates:g} optimizer step{plural} a generation"
+            f"{optimizer_steps:g} optimizer step{plural} a generation"
         )
 
 

@@ -142,15 +142,15 @@ def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool =
         sharding=sharding,
         lengths=lengths,
     )
-    card = _planned_gpu(options, run.config, sharding.local_processes)
+    gpu = _planned_gpu(options, run.config, sharding.local_processes)
     return Plan(
         run=run,
         script_args=script_args,
         lengths=lengths,
         rows=run.data.rows,
         setup=setup,
-        gpu_bytes=card.bytes,
-        gpu_name=card.name,
+        gpu_bytes=gpu.bytes,
+        gpu_name=gpu.name,
         notes=notes,
     )
 

@@ -70,7 +70,7 @@ def largest_batch(setup: MemorySetup, gpu_bytes: int) -> int:
         batch = replace(setup.batch, sequences=sizes[number - 1])
         return fits_into_gpu(replace(setup, batch=batch), gpu_bytes)
 
-    largest_number = _largest_number(batch_fits, limit=len(sizes))
+    largest_number = _largest_fitting_number(batch_fits, limit=len(sizes))
     return sizes[largest_number - 1] if largest_number > 0 else 0
 
 
@@ -92,10 +92,10 @@ def largest_image_tokens(setup: MemorySetup, gpu_bytes: int, room: int = MAX_IMA
         batch = replace(setup.batch, image_tokens=image_tokens, prompt_tokens=prompt_tokens)
         return fits_into_gpu(replace(setup, batch=batch), gpu_bytes)
 
-    return _largest_number(image_fits, limit=max(limit, 0))
+    return _largest_fitting_number(image_fits, limit=max(limit, 0))
 
 
-def _largest_number(number_fits: Callable[[int], bool], limit: int) -> int:
+def _largest_fitting_number(number_fits: Callable[[int], bool], limit: int) -> int:
     """Return the largest number from 1 to `limit` that fits, or 0 if none does.
 
     If a number fits, all smaller numbers fit too, so it is found by bisection. For example, if 1, 2

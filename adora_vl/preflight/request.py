@@ -183,14 +183,14 @@ def model_source(
     # A copy, because PEFT writes the name of the base model into it.
     peft_config = deepcopy(peft_config)
     return ModelSource(
-        model_args=model_keys(model, config, peft_config, quantization_config),
+        model_args=model_args_from_python(model, config, peft_config, quantization_config),
         peft_config=peft_config,
         loaded=None if isinstance(model, str) else model,
         processor=processor,
     )
 
 
-def model_keys(
+def model_args_from_python(
     model: str | PreTrainedModel,
     config: AdoraGRPOConfig,
     peft_config: PeftConfig | None,

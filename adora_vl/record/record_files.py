@@ -14,9 +14,9 @@ from adora_vl.utils.files import remove_partial, replacing_file
 
 ROLLOUTS_FOLDER = "rollouts"
 IMAGES_FOLDER = "_images"  # in it, with the diagrams
-_PART_NAME_PATTERN = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
+_FILE_NAME_PATTERN = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
 # When so many of the newest files are all within this size, they are merged
-_PARTS_TO_MERGE = 32
+_FILES_TO_MERGE = 32
 _MAX_BYTES_TO_MERGE = 8_000_000
 
 
@@ -36,20 +36,20 @@ def list_record_files(folder: Path) -> list[RecordFile]:
     steps 1 to 3 and 2 to 2, the second was merged into the first, and a crash came before it was
     deleted.
     """
-    parts_or_none = [_parse_record_path(path) for path in folder.glob("*")]
-    all_parts = [part for part in parts_or_none if part is not None]
-    merged_parts = set()
-    for outer in all_parts:
-        for inner in all_parts:
+    files_or_none = [_parse_record_path(path) for path in folder.glob("*")]
+    all_files = [file for file in files_or_none if file is not None]
+    merged_files = set()
+    for outer in all_files:
+        for inner in all_files:
             is_within = outer.first_step <= inner.first_step and inner.last_step <= outer.last_step
             if is_within and inner != outer:
-                merged_parts.add(inner)
-    return sorted(set(all_parts) - merged_parts, key=lambda part: part.first_step)
+                merged_files.add(inner)
+    return sorted(set(all_files) - merged_files, key=lambda file: file.first_step)
 
 
 def _parse_record_path(path: Path) -> RecordFile | None:
-    """Return the part with this path; None if the name is not that of a part."""
-    match = _PART_NAME_PATTERN.fullmatch(path.name)
+    """Return the file of the record with this path; None if its name is not that of one."""
+    match = _FILE_NAME_PATTERN.fullmatch(path.name)
     if match is None:
         return None
     return RecordFile(path, first_step=int(match[1]), last_step=int(match[2]))
@@ -61,28 +61,28 @@ def write_record_file(folder: Path, table: pa.Table, first_step: int, last_step:
     The data are on the disk before the file gets its name, so that no crash leaves half a file.
     """
     name = f"rollouts-{first_step:08}-{last_step:08}.parquet"
-    part = RecordFile(folder / name, first_step=first_step, last_step=last_step)
-    with replacing_file(part.path) as stream:
+    file = RecordFile(folder / name, first_step=first_step, last_step=last_step)
+    with replacing_file(file.path) as stream:
         pq.write_table(table, stream, compression="zstd")
-    return part
+    return file
 
 
 def merge_small_record_files(folder: Path) -> None:
     """Merge the newest files if they are many and small, so that a long run leaves few files."""
-    newest_parts = list_record_files(folder)[-_PARTS_TO_MERGE:]
-    are_small = all(part.path.stat().st_size <= _MAX_BYTES_TO_MERGE for part in newest_parts)
-    if len(newest_parts) < _PARTS_TO_MERGE or not are_small:
+    newest_files = list_record_files(folder)[-_FILES_TO_MERGE:]
+    are_small = all(file.path.stat().st_size <= _MAX_BYTES_TO_MERGE for file in newest_files)
+    if len(newest_files) < _FILES_TO_MERGE or not are_small:
         return
     # A crash between here and the last deletion does no harm: `list_record_files` leaves merged
     # files out.
     write_record_file(
         folder,
-        table=read_record_files(newest_parts),
-        first_step=newest_parts[0].first_step,
-        last_step=newest_parts[-1].last_step,
+        table=read_record_files(newest_files),
+        first_step=newest_files[0].first_step,
+        last_step=newest_files[-1].last_step,
     )
-    for part in newest_parts:
-        part.path.unlink()
+    for file in newest_files:
+        file.path.unlink()
 
 
 def delete_oldest_record_files(folder: Path, limit_bytes: float) -> None:
@@ -90,14 +90,14 @@ def delete_oldest_record_files(folder: Path, limit_bytes: float) -> None:
 
     The newest file always stays.
     """
-    bytes_by_part = {part: part.path.stat().st_size for part in list_record_files(folder)}
-    total_bytes = sum(bytes_by_part.values())
-    oldest_first = list(bytes_by_part)
-    for part in oldest_first[:-1]:
+    bytes_by_file = {file: file.path.stat().st_size for file in list_record_files(folder)}
+    total_bytes = sum(bytes_by_file.values())
+    oldest_first = list(bytes_by_file)
+    for file in oldest_first[:-1]:
         if total_bytes <= limit_bytes:
             return
-        total_bytes -= bytes_by_part[part]
-        part.path.unlink()
+        total_bytes -= bytes_by_file[file]
+        file.path.unlink()
 
 
 def delete_steps_after(folder: Path, step: int) -> None:
@@ -106,44 +106,44 @@ def delete_steps_after(folder: Path, step: int) -> None:
     The step 0 deletes all rollouts, and the diagrams too. Files of others are not touched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    current_parts = list_record_files(folder)
-    current_paths = [part.path for part in current_parts]
+    current_files = list_record_files(folder)
+    current_paths = [file.path for file in current_files]
     remove_partial(folder)
     remove_partial(folder / IMAGES_FOLDER)
     for path in folder.glob("rollouts-*"):
         is_merged = _parse_record_path(path) is not None and path not in current_paths
         if is_merged:
             path.unlink()
-    for part in current_parts:
-        has_steps_on_both_sides = part.first_step <= step < part.last_step
+    for file in current_files:
+        has_steps_on_both_sides = file.first_step <= step < file.last_step
         if has_steps_on_both_sides:
             # the rows up to `step` become a file of their own before their old file is deleted
             write_record_file(
                 folder,
-                table=read_record_file(part).filter(pc.field("step") <= step),
-                first_step=part.first_step,
+                table=read_record_file(file).filter(pc.field("step") <= step),
+                first_step=file.first_step,
                 last_step=step,
             )
-        if part.last_step > step:
-            part.path.unlink()
+        if file.last_step > step:
+            file.path.unlink()
     if step == 0:
         shutil.rmtree(folder / IMAGES_FOLDER, ignore_errors=True)
 
 
-def read_record_files(record_parts: list[RecordFile]) -> pa.Table:
+def read_record_files(record_files: list[RecordFile]) -> pa.Table:
     """Return the rows of several files of the record in one table.
 
     A column that a file lacks is null in its rows.
     """
-    tables = [read_record_file(part) for part in record_parts]
+    tables = [read_record_file(file) for file in record_files]
     return pa.concat_tables(tables, promote_options="default")
 
 
-def read_record_file(part: RecordFile, columns: list[str] | None = None) -> pa.Table:
+def read_record_file(file: RecordFile, columns: list[str] | None = None) -> pa.Table:
     """Return the rows of one file of the record.
 
     Args:
-        part: the file.
+        file: the file.
         columns: the columns to read; None reads all.
 
     Raises:
@@ -151,13 +151,13 @@ def read_record_file(part: RecordFile, columns: list[str] | None = None) -> pa.T
         FileNotFoundError: the file is gone, as when a run that goes on has merged it meanwhile.
     """
     try:
-        return pq.read_table(part.path, columns=columns)
+        return pq.read_table(file.path, columns=columns)
     except FileNotFoundError:
         # This is an OSError too, but the file is not damaged. The caller handles it.
         raise
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"the record's file {str(part.path)!r} cannot be read ({in_one_line(error)}); move it "
-            f"out of the run, and the record lacks the steps {part.first_step} to {part.last_step} and no "
+            f"the record's file {str(file.path)!r} cannot be read ({in_one_line(error)}); move it "
+            f"out of the run, and the record lacks the steps {file.first_step} to {file.last_step} and no "
             "others"
         ) from error

@@ -68,13 +68,13 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self.accelerator = accelerator
         self.decode = decode
         self._is_enabled = config.adora_record_gb > 0
-        # how many rollouts this rank has graded in the present step so far
+        # how many rollouts this rank has added in the present step so far
         self._rollout_count_in_step = 0
         # the numbers of the rollouts of all ranks that `add` has got last
-        self._newest_numbers: list[int] = []
+        self._newest_rollout_numbers: list[int] = []
         # what `add_measured_drift` has measured on this rank, by the number of the rollout, which
         # may be any rank's
-        self._drift_by_number: dict[int, float] = {}
+        self._drift_by_rollout_number: dict[int, float] = {}
         adora_keys = [field.name for field in fields(config) if field.name.startswith("adora_")]
         recorded_keys = (*adora_keys, *_RECORDED_SETTINGS)
         settings = without_secrets(
@@ -97,10 +97,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         any rank, finds its rollout again: number = position on its rank * ranks + rank.
         """
         rank = self.accelerator.process_index
-        return torch.tensor(self._numbers_of_rank(rank, count), device=self.accelerator.device)
+        return torch.tensor(
+            self._rollout_numbers_of_rank(rank, count), device=self.accelerator.device
+        )
 
-    def _numbers_of_rank(self, rank: int, count: int) -> list[int]:
-        """Return the numbers of the next `count` rollouts of a rank; all grade equally many."""
+    def _rollout_numbers_of_rank(self, rank: int, count: int) -> list[int]:
+        """Return the numbers of the next `count` rollouts of a rank; every rank adds equally many."""
         positions = range(self._rollout_count_in_step, self._rollout_count_in_step + count)
         return [position * self.accelerator.num_processes + rank for position in positions]
 
@@ -125,10 +127,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         """
         rollout_count = len(unscored_groups.rows)
         # The rows of all ranks are gathered rank by rank.
-        self._newest_numbers = [
-            number
+        self._newest_rollout_numbers = [
+            rollout_number
             for rank in range(self.accelerator.num_processes)
-            for number in self._numbers_of_rank(rank, rollout_count)
+            for rollout_number in self._rollout_numbers_of_rank(rank, rollout_count)
         ]
         self._rollout_count_in_step += rollout_count
         if not self._is_enabled:
@@ -145,7 +147,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             columns |= batch_columns
             columns |= dataset_columns
             group_size = scored_groups.assessment.groups.rewards_PG.shape[1]
-            self.record.add(columns, group_size, self._newest_numbers)
+            self.record.add(columns, group_size, self._newest_rollout_numbers)
 
     def _gather_batch_columns(self, batch: Batch) -> RecordColumns:
         """Return the record's columns that are tensors of the batch, from all ranks. Collective.
@@ -197,7 +199,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             table: TRL's `_logs`, the table of completions. It has only the rollouts that were
                 graded last. The values of earlier rollouts go into the record alone.
         """
-        numbers = self.accelerator.gather(batch["rollout_number"]).tolist()
+        rollout_numbers = self.accelerator.gather(batch["rollout_number"]).tolist()
         trl_advantages_PG = advantages.assessment.trl_advantages_PG
         group_size = trl_advantages_PG.shape[1]
         values_by_column = {
@@ -206,9 +208,14 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             "weight": advantages.weighting.weights_P.repeat_interleave(group_size),
         }
         for name, values_N in values_by_column.items():
-            value_by_number = dict(zip(numbers, values_N.float().tolist(), strict=True))
-            self.record.fill_in_column(name, value_by_number)
-            newest_values = [value_by_number.get(number) for number in self._newest_numbers]
+            value_by_rollout_number = dict(
+                zip(rollout_numbers, values_N.float().tolist(), strict=True)
+            )
+            self.record.fill_in_column(name, value_by_rollout_number)
+            newest_values = [
+                value_by_rollout_number.get(rollout_number)
+                for rollout_number in self._newest_rollout_numbers
+            ]
             set_final_values(table, name, newest_values)
 
     def add_measured_drift(self, micro_batch: Batch, logps_BC: Tensor) -> None:
@@ -229,8 +236,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         numbers_and_drift_B2 = torch.stack(
             [micro_batch["rollout_number"].double(), drift_B.double()], dim=1
         )
-        for number, drift in numbers_and_drift_B2.tolist():
-            self._drift_by_number[int(number)] = drift
+        for rollout_number, drift in numbers_and_drift_B2.tolist():
+            self._drift_by_rollout_number[int(rollout_number)] = drift
 
     def on_train_begin(
         self,
@@ -262,12 +269,12 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         """
         # All ranks have added the same generations, so either all of them gather or none does.
         if self._is_enabled and self._rollout_count_in_step > 0:
-            drift_by_number: dict[int, float] = {}
-            for drift_of_rank in gather_object([self._drift_by_number]):
-                drift_by_number |= drift_of_rank
-            self.record.fill_in_column("drift", drift_by_number)
+            drift_by_rollout_number: dict[int, float] = {}
+            for drift_of_rank in gather_object([self._drift_by_rollout_number]):
+                drift_by_rollout_number |= drift_of_rank
+            self.record.fill_in_column("drift", drift_by_rollout_number)
         self._rollout_count_in_step = 0
-        self._drift_by_number = {}
+        self._drift_by_rollout_number = {}
         self.record.flush(state.global_step)
 
     def _dataset_values(self, row: Row) -> dict[str, Any]:

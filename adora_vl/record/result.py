@@ -184,8 +184,8 @@ def _means_of_groups(folder: Path, column: str) -> pa.Table:
     For example, if the rewards of group 0 in step 3 are 1, 0, 0 and 1, its row is 3, 0, 0.5.
     """
     tables = [
-        read_record_file(part, ["step", "group", column])
-        for part in list_record_files(folder / ROLLOUTS_FOLDER)
+        read_record_file(file, ["step", "group", column])
+        for file in list_record_files(folder / ROLLOUTS_FOLDER)
     ]
     groups = pa.concat_tables(tables).group_by(["step", "group"]).aggregate([(column, "mean")])
     groups = groups.rename_columns(["step", "group", "mean"])

@@ -194,7 +194,7 @@ class Record:
         # the batches of the present step, in the order in which they were added
         self._waiting_batches: list[RecordColumns] = []
         # for each of them the numbers by which its rows are found again
-        self._numbers_of_batches: list[Sequence[int]] = []
+        self._rollout_numbers_of_batches: list[Sequence[int]] = []
         self.diagrams = DiagramStore(
             self.folder / IMAGES_FOLDER, limit_bytes=self._limit_bytes / ranks
         )
@@ -209,9 +209,11 @@ class Record:
     def _clear(self) -> None:
         """Drop the waiting rows."""
         self._waiting_batches.clear()
-        self._numbers_of_batches.clear()
+        self._rollout_numbers_of_batches.clear()
 
-    def add(self, columns: RecordColumns, group_size: int, numbers: Sequence[int] = ()) -> None:
+    def add(
+        self, columns: RecordColumns, group_size: int, rollout_numbers: Sequence[int] = ()
+    ) -> None:
         """Add a batch of rollouts, which waits until `flush` writes it.
 
         For example, a second batch of 4 rows in groups of 2, after a first batch of 6 rows, gets
@@ -221,7 +223,7 @@ class Record:
             columns: the values of the rollouts of all ranks by column, group after group. The
                 columns `group` and `rollout` are added to it.
             group_size: rollouts of a group.
-            numbers: a number of each rollout, by which `fill_in_column` finds it; empty where nothing is
+            rollout_numbers: a number of each rollout, by which `fill_in_column` finds it; empty where nothing is
                 filled in.
         """
         # The groups of a step are numbered through all of its batches.
@@ -231,20 +233,22 @@ class Record:
         columns["group"] = [first_group + row // group_size for row in range(row_count)]
         columns["rollout"] = [row % group_size for row in range(row_count)]
         self._waiting_batches.append(columns)
-        self._numbers_of_batches.append(numbers)
+        self._rollout_numbers_of_batches.append(rollout_numbers)
 
-    def fill_in_column(self, name: str, value_by_number: Mapping[int, float]) -> None:
+    def fill_in_column(self, name: str, value_by_rollout_number: Mapping[int, float]) -> None:
         """Write values that are known only now into a column of the rows that wait for `flush`.
 
         Args:
             name: the column. A batch that lacks it gets it.
-            value_by_number: the values by the numbers of their rollouts. A row without a value, or
+            value_by_rollout_number: the values by the numbers of their rollouts. A row without a value, or
                 with NaN, keeps what it has.
         """
-        for columns, numbers in zip(self._waiting_batches, self._numbers_of_batches, strict=True):
-            values = columns.get(name) or [None] * len(numbers)
-            for row, number in enumerate(numbers):
-                value = value_by_number.get(number, math.nan)
+        for columns, rollout_numbers in zip(
+            self._waiting_batches, self._rollout_numbers_of_batches, strict=True
+        ):
+            values = columns.get(name) or [None] * len(rollout_numbers)
+            for row, rollout_number in enumerate(rollout_numbers):
+                value = value_by_rollout_number.get(rollout_number, math.nan)
                 if not math.isnan(value):
                     values[row] = value
             columns[name] = values

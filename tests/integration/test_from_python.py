@@ -28,7 +28,7 @@ from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import (
     ModelSource,
     RunRequest,
-    model_keys,
+    model_args_from_python,
     request_from_command,
 )
 from adora_vl.preflight.run_checks import run_checks
@@ -360,7 +360,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         report_to="none",
     )
     rows = Datasets(Dataset.from_list(EIGHT_ROWS), {"own": Dataset.from_list(EIGHT_ROWS[4:])})
-    source = ModelSource(model_keys("tiny", args, None))
+    source = ModelSource(model_args_from_python("tiny", args, None))
     run = run_checks(
         RunRequest(
             args, source, rows, reward_pairs, tools=[area, "zoom"], environment_factory=Board

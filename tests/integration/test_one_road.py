@@ -34,7 +34,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.planning.plan import make_plan
 from adora_vl.preflight import run_checks as checks
 from adora_vl.preflight.python_inputs import Datasets
-from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
+from adora_vl.preflight.request import ModelSource, RunRequest, model_args_from_python
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
 from adora_vl.train import main
@@ -172,7 +172,9 @@ def start_from_python(argv: list[str], dataset: Dataset | None = None) -> None:
     config.model_init_kwargs = {**init, **dict(config.model_init_kwargs or {})} or None
     name = str(model.model_name_or_path)
     lora = make_lora_config(model)
-    source = ModelSource(model_keys(name, config, lora, get_quantization_config(model)), lora)
+    source = ModelSource(
+        model_args_from_python(name, config, lora, get_quantization_config(model)), lora
+    )
     run = run_checks(
         RunRequest(config, source, Datasets(dataset or equal_rows()), list(script.adora_reward)),
         RunContext.of_launch("ignore"),

@@ -27,7 +27,7 @@ from adora_vl.config.schema import parse
 from adora_vl.models.check import make_lora_config
 from adora_vl.preflight.check_output_dir import compute_fingerprint_of_run
 from adora_vl.preflight.python_inputs import Datasets, rewards_as_json
-from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
+from adora_vl.preflight.request import ModelSource, RunRequest, model_args_from_python
 from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare_on_paper
@@ -103,7 +103,7 @@ def fingerprint_from_python(**options: Any) -> dict[str, str]:
         report_to="none",
         **options,
     )
-    keys = model_keys("tiny", config, peft_config, quantised)
+    keys = model_args_from_python("tiny", config, peft_config, quantised)
     request = RunRequest(
         config=config,
         model=ModelSource(model_args=keys, peft_config=peft_config),
