@@ -10,11 +10,11 @@ from filelock import FileLock, Timeout
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint_differences
 from adora_vl.checkpoint.run_files import (
-    SET_ASIDE_FOLDER,
+    OLD_RUN_FOLDER,
     has_checkpoint_or_model,
     list_first_names,
+    list_run_entries,
     list_users_files,
-    run_entries,
 )
 from adora_vl.checkpoint.store import (
     STAGING_FOLDER,
@@ -130,7 +130,7 @@ def _parse_checkpoint_path(resume_from_checkpoint: object) -> Path | None:
 
 def _refuse_cleared_folder(checkpoint: Path, output_dir: Path) -> None:
     """Raise `UserError` for a checkpoint in one of the hidden folders that a run deletes."""
-    for cleared_folder in (output_dir / SET_ASIDE_FOLDER, output_dir / STAGING_FOLDER):
+    for cleared_folder in (output_dir / OLD_RUN_FOLDER, output_dir / STAGING_FOLDER):
         if cleared_folder.resolve() in checkpoint.resolve().parents:
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} is in {str(cleared_folder)!r}, which "
@@ -195,7 +195,9 @@ def _remedy_for_old_run(output_dir: Path) -> str:
     """
     with naming_write_errors("output_dir", output_dir):
         users_files = list_users_files(output_dir)
-        deleted = [path.name for path in run_entries(output_dir) if path.name not in users_files]
+        deleted = [
+            path.name for path in list_run_entries(output_dir) if path.name not in users_files
+        ]
     move_away = ""
     if users_files:
         names = list_first_names(users_files)
@@ -216,7 +218,7 @@ def _refuse_deleting_inputs(input_folders: Sequence[InputFolder], output_dir: Pa
     `input_folders`: folders that the run reads, such as a model that an earlier run has left here.
     """
     resolved_dir = output_dir.resolve()
-    deleted_paths = {path.resolve() for path in run_entries(output_dir)}
+    deleted_paths = {path.resolve() for path in list_run_entries(output_dir)}
     for key, name in input_folders:
         folder = Path(name).resolve()
         # A parent outside of output_dir is the target of a link. Deleting the run would delete the
@@ -263,10 +265,10 @@ def _start_replacing_old_run(
         start = _start_from_named_checkpoint(user_checkpoint, run_fingerprint)
     if not has_checkpoint_or_model(output_dir):
         return start
-    old_names = list_first_names([path.name for path in run_entries(output_dir)])
+    old_names = list_first_names([path.name for path in list_run_entries(output_dir)])
     note = (
         f"the run in {output_dir} ({old_names}) is put aside, into "
-        f"{output_dir / SET_ASIDE_FOLDER}, and "
+        f"{output_dir / OLD_RUN_FOLDER}, and "
         "deleted when this one has its first checkpoint"
     )
     return replace(start, notes=[*start.notes, note], replaces=True)

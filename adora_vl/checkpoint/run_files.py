@@ -39,7 +39,7 @@ from adora_vl.utils.files import (
 )
 
 WRITTEN_FILES_RECORD = "written.json"
-SET_ASIDE_FOLDER = ".replaced"  # the hidden folder in output_dir that an old run is moved into
+OLD_RUN_FOLDER = ".replaced"  # the hidden folder in output_dir that an old run is moved into
 MADE_BY = {"made_by": "adora_vl.train"}  # in manifest.json and written.json of a run
 _STOPPED_KEYS = {"exit_code", "step", "checkpoint"}  # the keys of stopped.json
 _MODEL_NAME_PATTERNS = (
@@ -66,7 +66,7 @@ _RECORD_NAMES = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "
 _MAX_SHOWN_NAMES = 5
 
 
-def run_entries(folder: Path) -> list[Path]:
+def list_run_entries(folder: Path) -> list[Path]:
     """Return the files and folders in a run's folder that have names which runs use.
 
     Checkpoints come first, by their steps. Anything else in the folder is the user's, and stays.
@@ -80,11 +80,11 @@ def run_entries(folder: Path) -> list[Path]:
     return list(dict.fromkeys(paths))
 
 
-def model_entries(folder: Path) -> list[Path]:
+def list_model_entries(folder: Path) -> list[Path]:
     """Return the files and folders of a final model in a run's folder, and `written.json`."""
     patterns = (*_MODEL_NAME_PATTERNS, WRITTEN_FILES_RECORD)
     paths: list[Path] = []
-    for path in run_entries(folder):
+    for path in list_run_entries(folder):
         if any(fnmatchcase(path.name, pattern) for pattern in patterns):
             paths.append(path)
     return paths
@@ -106,7 +106,7 @@ def list_users_files(folder: Path, entries: Iterable[Path] | None = None) -> lis
     written_record = _read_written_record(folder)
     users_files: list[Path] = []
     if entries is None:
-        entries = run_entries(folder)
+        entries = list_run_entries(folder)
     for entry in entries:
         if CHECKPOINT_NAME_PATTERN.fullmatch(entry.name):
             users_files += _users_files_of_checkpoint(entry)
@@ -209,7 +209,7 @@ def _model_file_versions(output_dir: Path) -> dict[str, _FileVersion]:
     Two versions of a file are equal unless the file was written in between.
     """
     versions: dict[str, _FileVersion] = {}
-    for entry in model_entries(output_dir):
+    for entry in list_model_entries(output_dir):
         if entry.name == WRITTEN_FILES_RECORD:
             continue
         for path in _files_below(entry):
@@ -376,7 +376,7 @@ def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
             and not overwrite
         )
         if resumes:
-            users_files = list_users_files(output_dir, model_entries(output_dir))
+            users_files = list_users_files(output_dir, list_model_entries(output_dir))
         else:
             users_files = list_users_files(output_dir)
         users_files += _users_hidden_files(output_dir)
@@ -392,15 +392,15 @@ def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
 def _users_hidden_files(output_dir: Path) -> list[str]:
     """Return the user's own files in the two hidden folders that a run deletes.
 
-    `SET_ASIDE_FOLDER` has an old run that was moved aside. `STAGING_FOLDER` has files that are
+    `OLD_RUN_FOLDER` has an old run that was moved aside. `STAGING_FOLDER` has files that are
     being written, and counts as the user's if no run has begun here.
     """
-    aside = output_dir / SET_ASIDE_FOLDER
+    aside = output_dir / OLD_RUN_FOLDER
     staging = output_dir / STAGING_FOLDER
     if aside.is_symlink():
-        return [SET_ASIDE_FOLDER]
+        return [OLD_RUN_FOLDER]
     entries_aside = sorted(aside.iterdir()) if aside.is_dir() else []
-    users_files = [f"{SET_ASIDE_FOLDER}/{name}" for name in list_users_files(aside, entries_aside)]
+    users_files = [f"{OLD_RUN_FOLDER}/{name}" for name in list_users_files(aside, entries_aside)]
     has_staged_files = staging.is_dir() and any(staging.iterdir())
     is_folder_of_run = has_run_manifest_or_checkpoint(output_dir) or has_run_manifest_or_checkpoint(
         aside

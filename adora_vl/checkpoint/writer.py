@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.run_files import (
-    SET_ASIDE_FOLDER,
+    OLD_RUN_FOLDER,
     WRITTEN_FILES_RECORD,
     has_complete_checkpoint,
+    list_run_entries,
     refuse_users_files,
-    run_entries,
 )
 from adora_vl.checkpoint.store import STAGING_FOLDER
 from adora_vl.utils.errors import DiskFullError, RunError, lost_contact_message
@@ -37,7 +37,7 @@ def move_old_run_aside(output_dir: Path) -> str | None:
     user's that have come since the folder was checked.
     """
     refuse_users_files(output_dir, overwrite=True)
-    aside = output_dir / SET_ASIDE_FOLDER
+    aside = output_dir / OLD_RUN_FOLDER
     if has_complete_checkpoint(output_dir):
         # The run in the folder is the one to keep. An even older one was left by a crash.
         shutil.rmtree(aside, ignore_errors=True)
@@ -48,7 +48,7 @@ def move_old_run_aside(output_dir: Path) -> str | None:
     if (output_dir / WRITTEN_FILES_RECORD).is_file():
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(output_dir / WRITTEN_FILES_RECORD, target)
-    for path in run_entries(output_dir):
+    for path in list_run_entries(output_dir):
         target.mkdir(parents=True, exist_ok=True)
         path.rename(target / path.name)
         if path.name == _TRL_COMPLETIONS_FOLDER:
@@ -61,7 +61,7 @@ def move_old_run_aside(output_dir: Path) -> str | None:
 
 def delete_old_run(output_dir: Path) -> None:
     """Delete the old run that was moved aside, once the new one has a checkpoint."""
-    shutil.rmtree(output_dir / SET_ASIDE_FOLDER, ignore_errors=True)
+    shutil.rmtree(output_dir / OLD_RUN_FOLDER, ignore_errors=True)
 
 
 # Writes the files of a checkpoint into a folder, and returns the metadata for its manifest.
@@ -106,15 +106,16 @@ class CheckpointWriter:
         staged_checkpoint = self.staging / name
         try:
             metadata = write_files(staged_checkpoint)
-            # A file is renamed when it is complete. Once all ranks are here, all names are final.
+            # Each rank gives a file its final name when the file is complete. So all names are
+            # final once all ranks are here.
             self.accelerator.wait_for_everyone()
-            written_names = set(gather_object(store.file_names_below(staged_checkpoint)))
+            names_of_all_ranks = set(gather_object(store.file_names_below(staged_checkpoint)))
             if self.accelerator.is_main_process:
                 store.publish_checkpoint(
                     staged_checkpoint,
                     final=self.output_dir / name,
                     metadata={**metadata, "step": step},
-                    written_files=written_names,
+                    written_files=names_of_all_ranks,
                 )
                 delete_old_run(self.output_dir)
                 store.delete_old_checkpoints(self.output_dir, self.keep)

@@ -83,9 +83,9 @@ def help_text(arguments: Sequence[str]) -> str:
     if "--help-all" in arguments:
         return _help_of_all_keys(list(keys.values()))
     lines: list[str] = []
-    for name, words in _TEXT_BY_COMMON_KEY.items():
+    for name, description in _TEXT_BY_COMMON_KEY.items():
         if name in keys:
-            lines.append(f"  {_line_with_default(keys[name]):<{_TEXT_COLUMN}}{words}")
+            lines.append(f"  {_line_with_default(keys[name]):<{_TEXT_COLUMN}}{description}")
     return _HELP_HEAD + "\n".join(lines) + "\n" + _HELP_TAIL.rstrip()
 
 
@@ -101,10 +101,10 @@ def _help_of_all_keys(keys: Sequence[Key]) -> str:
         library_keys = [key for key in keys if key.library == library]
         for top_key in sorted(library_keys, key=lambda key: key.name):
             for key in (top_key, *top_key.options):
-                words = textwrap.fill(
+                help_lines = textwrap.fill(
                     key.help, _LINE_WIDTH, initial_indent="    ", subsequent_indent="    "
                 )
-                parts.append(f"{_line_with_default(key)}\n{words}".rstrip())
+                parts.append(f"{_line_with_default(key)}\n{help_lines}".rstrip())
     return "\n".join(parts)
 
 

@@ -399,7 +399,7 @@ def _moments_with_first_gradients(
         recomputed: Layers of the language model that gradient checkpointing recomputes.
     """
     gradients = _gradients_during_backward(setup, gradient_bytes)
-    first_layer, last_layer = _first_and_last_layer_back(setup, recomputed)
+    first_layer, last_layer = _first_and_last_layer_moments(setup, recomputed)
     # If head and embedding share a weight, the candidates count its gradient themselves. At the end
     # the gradient is there three times: the part of the head, that of the embedding, and their sum.
     tied_head = setup.activation_memory.tied_head_gradient
@@ -451,10 +451,13 @@ def _gradients_during_backward(setup: MemorySetup, gradient_bytes: int) -> _Back
     )
 
 
-def _first_and_last_layer_back(
+def _first_and_last_layer_moments(
     setup: MemorySetup, recomputed: int
 ) -> tuple[PeakCandidate, PeakCandidate]:
-    """Return the moments at which the backward pass is in its first, and in its last layer.
+    """Return what a GPU holds when the backward pass is in its first layer, and in its last one.
+
+    Both are moments at which the memory of the pass may be largest. A `PeakCandidate` has the bytes
+    that are kept for the rest of the pass, and the transient ones of the layer itself.
 
     `recomputed`: how many of the layers gradient checkpointing recomputes.
     """

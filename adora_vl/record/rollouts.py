@@ -121,7 +121,8 @@ def criteria_columns(groups: Groups) -> RecordColumns:
 
     These are the group's share of correct rollouts, the length of its longest correct rollout and
     the mean length of its wrong ones that were not truncated. Where the reward `steps` counts a
-    rollout's true new claims less its false ones (`net_claims`), two columns compare these alike.
+    rollout's true new claims less its false ones (its net claims), the columns `work_right` and
+    `work_wrong` have the same two values of these.
 
     Each column has one value per rollout, P x G of them, equal within a group. The value is NaN
     where a group has no such rollout. The record writes NaN as null.
@@ -133,8 +134,8 @@ def criteria_columns(groups: Groups) -> RecordColumns:
     }
     if groups.net_claims_PG is not None:
         has_right_P = groups.correct_PG.any(dim=1) & groups.has_net_claims_P
-        largest_correct_work_P = groups.largest_correct_P(groups.net_claims_PG)
-        columns_P["work_right"] = largest_correct_work_P.where(has_right_P, math.nan)
+        largest_correct_claims_P = groups.largest_correct_P(groups.net_claims_PG)
+        columns_P["work_right"] = largest_correct_claims_P.where(has_right_P, math.nan)
         columns_P["work_wrong"] = groups.mean_of_finished_wrong_P(groups.net_claims_PG)
     group_size = groups.lengths_PG.shape[1]
     return {
@@ -223,8 +224,8 @@ class Record:
             columns: the values of the rollouts of all ranks by column, group after group. The
                 columns `group` and `rollout` are added to it.
             group_size: rollouts of a group.
-            rollout_numbers: a number of each rollout, by which `fill_in_column` finds it; empty where nothing is
-                filled in.
+            rollout_numbers: a number of each rollout, by which `fill_in_column` finds it; empty
+                where nothing is filled in.
         """
         # The groups of a step are numbered through all of its batches.
         waiting_rows = sum(len(batch["step"]) for batch in self._waiting_batches)
@@ -240,8 +241,8 @@ class Record:
 
         Args:
             name: the column. A batch that lacks it gets it.
-            value_by_rollout_number: the values by the numbers of their rollouts. A row without a value, or
-                with NaN, keeps what it has.
+            value_by_rollout_number: the values by the numbers of their rollouts. A row without a
+                value, or with NaN, keeps what it has.
         """
         for columns, rollout_numbers in zip(
             self._waiting_batches, self._rollout_numbers_of_batches, strict=True

@@ -68,8 +68,8 @@ class Answer:
     """Each relation as its sign and the tree that it compares with 0."""
     solution: Solution | None = None
     """The solution of inequalities in one unknown and of intervals."""
-    refusal: str = ""
-    """Why the answer cannot be read as a form, so that it can be no reference answer."""
+    refusal_reason: str = ""
+    """Why the answer cannot be parsed at all, so that it can be no reference answer."""
     unit: Unit | None = None
     """The unit behind the value, which is not in `text`."""
 

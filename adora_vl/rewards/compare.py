@@ -45,7 +45,7 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
 
     Args:
         answer: from `parse_value`. If the reference answer has several values or a name, the answer
-            is read again by `parse_structured`.
+            is parsed again by `parse_structured`.
         reference: from `parse_reference`.
         rounding: whether a decimal may be the reference answer rounded.
     """
@@ -56,7 +56,7 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
     # No answer can equal a reference answer that cannot be read. If it is merely not in the grammar
     # (`not_read`), the answer may still have the same text, which `compare_values` finds out.
     if reference.kind == "unreadable" and reference.reason != "not_read":
-        return wrong(f"gold_{reference.refusal or reference.reason}")
+        return wrong(f"gold_{reference.refusal_reason or reference.reason}")
     # The answer may show its working: `3 + 4 = 7`, where each number of the chain is compared.
     if reference.kind == "number" and answer.reason in {"equation", "relation"}:
         chain = chain_of_numbers(answer.text_with_names)
@@ -64,6 +64,7 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
         is_single_approximation = len(chain) == 1 and chain[0].sign == "~"
         if chain and not is_single_approximation:
             return _compare_chain(chain, reference)
+    # `3,5` is 3.5 for a number, and `x = 5` is 5. `L` in `5 L` is litres if the other side has a unit.
     value = _parse_decimal_comma(answer) if reference.number else None
     return compare_values(
         value or _without_name(answer, reference),

@@ -75,7 +75,7 @@ def result_without_value(answer: Answer) -> ComparisonResult:
     right. For any other reason, such as `enumeration`, it is wrong.
     """
     verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
-    return ComparisonResult(verdict, answer.refusal or answer.reason)
+    return ComparisonResult(verdict, answer.refusal_reason or answer.reason)
 
 
 def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:

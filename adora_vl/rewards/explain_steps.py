@@ -48,7 +48,7 @@ def read_figure_file(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--figure: {str(path)!r} cannot be read ({in_one_line(error)})") from error
     form = _parse_logic_form(text, path)
-    if form is None:
+    if form is None:  # the file has a solved figure already
         return text
     result = solve_form(form, repair=False)
     if result.status != "answered" or result.figure is None:

@@ -120,14 +120,14 @@ def parse_structured(answer: Answer) -> Answer:
     its name, and `1000,99` may be two values.
 
     It raises nothing. A text that cannot be read becomes an answer of the kind `unreadable`. Its
-    `reason` says why the text is no single value, and its `refusal` why it is not several values
-    either. `refusal` is empty if it would say less than `reason`.
+    `reason` says why the text is no single value, and its `refusal_reason` why it is not several values
+    either. `refusal_reason` is empty if it would say less than `reason`.
     """
     try:
         return _parse_structured(answer.text_with_names)
     except ParseError as error:
         says_more = error.reason in REFUSAL_REASONS or not answer.reason
-        return replace(answer, kind="unreadable", refusal=error.reason if says_more else "")
+        return replace(answer, kind="unreadable", refusal_reason=error.reason if says_more else "")
 
 
 @lru_cache(maxsize=256)

@@ -242,12 +242,7 @@ def same_number(answer: NumberWithError, reference: NumberWithError) -> bool | N
     elif answer.last_digit_growth is None:
         last_digit_growth = reference.last_digit_growth
     if answer.is_exact and reference.is_exact:
-        is_equal = bool(answer.value == reference.value)
-        if is_equal or last_digit_growth is None:
-            return is_equal
-        gap = abs(answer.value - reference.value)
-        is_near = gap <= RELATIVE_TOLERANCE * abs(reference.value)
-        return bool(gap < abs(last_digit_growth) and is_near)
+        return _same_exact_number(answer.value, reference.value, last_digit_growth)
     answer_value = answer.as_mpmath()
     reference_value = reference.as_mpmath()
     # The tolerance is relative to the reference value, unless that can be 0.
@@ -265,6 +260,23 @@ def same_number(answer: NumberWithError, reference: NumberWithError) -> bool | N
         )
     # The values are equal within their errors. This counts only if the errors are small.
     return True if _ERROR_MARGIN * error < tolerance else None
+
+
+def _same_exact_number(
+    answer: Fraction, reference: Fraction, last_digit_growth: Value | None
+) -> bool:
+    """Return whether two fractions are equal, or one is a long decimal that stands for the other.
+
+    `last_digit_growth`: how much that decimal grows with one unit in its last place; None if
+    neither, or each, is a long decimal.
+    """
+    if answer == reference:
+        return True
+    if last_digit_growth is None:
+        return False
+    gap = abs(answer - reference)
+    is_near = gap <= RELATIVE_TOLERANCE * abs(reference)
+    return bool(gap < abs(last_digit_growth) and is_near)
 
 
 def same_function(answer: Tree, reference: Tree) -> Comparison:
@@ -396,15 +408,18 @@ def solve_linear(tree: Tree) -> tuple[NumberWithError, int] | None:
     if zero_and_slope is None:
         return None
     zero, slope = zero_and_slope
+    slope_sign = 1 if slope.value > 0 else -1
     # If the tree has a long decimal, such as 0.333333, its last digit may be rounded. So the zero
     # says by how much it moves if that digit is raised by one: a comparison then allows for the
     # rounding.
     raised_tree = _raise_last_digit(tree)
-    raised_zero_and_slope = _zero_and_slope(raised_tree, name) if raised_tree else None
+    if raised_tree is None:
+        return zero, slope_sign
+    raised_zero_and_slope = _zero_and_slope(raised_tree, name)
     if raised_zero_and_slope is not None:
         raised_zero, _ = raised_zero_and_slope
         zero = replace(zero, last_digit_growth=(raised_zero - zero).value)
-    return zero, 1 if slope.value > 0 else -1
+    return zero, slope_sign
 
 
 def _zero_and_slope(tree: Tree, name: str) -> tuple[NumberWithError, NumberWithError] | None:

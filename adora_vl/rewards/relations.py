@@ -216,7 +216,7 @@ def _compare_with_zero(sides: Sequence[str], signs: Sequence[str]) -> list[tuple
 
 
 def _inequality_with_solution(text: str, name: str, conditions: Sequence[Solution]) -> Answer:
-    """Return the inequality that says that all conditions hold for the unknown `name`.
+    """Return the answer for an inequality: all `conditions` hold for the unknown `name`.
 
     Raises `ParseError` where no number or every number solves it. The reason is `always_true` in
     both cases, since neither says anything of the unknown.

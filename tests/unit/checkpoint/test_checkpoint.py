@@ -19,7 +19,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import fingerprint, fingerprint_differences, zero_stage_name
 from adora_vl.checkpoint.resume import choose_start_point
-from adora_vl.checkpoint.run_files import SET_ASIDE_FOLDER
+from adora_vl.checkpoint.run_files import OLD_RUN_FOLDER
 from adora_vl.checkpoint.universal import (
     _RestoreParameterGroups,
     expect_universal_checkpoint,
@@ -445,14 +445,14 @@ def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp
 
 def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     """The first try to save step 20 fills the disk, and the second succeeds."""
-    write_checkpoint(tmp_path / SET_ASIDE_FOLDER, 3)  # of the run that this one replaces
+    write_checkpoint(tmp_path / OLD_RUN_FOLDER, 3)  # of the run that this one replaces
     older = write_checkpoint(tmp_path, 10)
     accelerator: Any = FakeAccelerator()
     writer = CheckpointWriter(tmp_path, keep=1, accelerator=accelerator)
 
     def save(folder: Path) -> dict[str, object]:
         assert store.describe_checkpoint_damage(older) is None
-        assert store.checkpoints(tmp_path / SET_ASIDE_FOLDER)
+        assert store.checkpoints(tmp_path / OLD_RUN_FOLDER)
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"half")
         return {"fingerprint": FINGERPRINT}
@@ -468,13 +468,13 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     assert full.value.__cause__ is None, "a cause would be printed as a traceback"
     assert list((tmp_path / store.STAGING_FOLDER).iterdir()) == []
     assert store.describe_checkpoint_damage(older) is None
-    assert store.checkpoints(tmp_path / SET_ASIDE_FOLDER)
+    assert store.checkpoints(tmp_path / OLD_RUN_FOLDER)
     assert writer.last_saved_step is None
     writer.write(20, save)
     assert store.find_newest_valid_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-20"
     assert writer.last_saved_step == 20
     assert len(store.checkpoints(tmp_path)) == 1
-    assert not (tmp_path / SET_ASIDE_FOLDER).exists()
+    assert not (tmp_path / OLD_RUN_FOLDER).exists()
 
 
 def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):

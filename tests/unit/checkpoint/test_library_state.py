@@ -13,7 +13,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from adora_vl.checkpoint.run_files import run_entries
+from adora_vl.checkpoint.run_files import list_run_entries
 from adora_vl.checkpoint.store import finalize_checkpoint
 from adora_vl.checkpoint.trl_state import (
     REFERENCE_FOLDER,
@@ -57,7 +57,7 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(
                 parameter += 1
     trained.save_pretrained(tmp_path)
     assert (tmp_path / "ref").is_dir()
-    assert {path.name for path in run_entries(tmp_path)} >= {"ref"}
+    assert {path.name for path in list_run_entries(tmp_path)} >= {"ref"}
 
     def differing_names() -> list[str]:
         """The tensors that differ between the trained policy and the one that resumes."""

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from adora_vl.checkpoint.resume import InputFolder, choose_start_point, lock_output_dir
 from adora_vl.checkpoint.run_files import (
-    SET_ASIDE_FOLDER,
+    OLD_RUN_FOLDER,
     WRITTEN_FILES_RECORD,
     list_users_files,
     recording_saved_files,
     refuse_users_files,
-    run_entries,
+    list_run_entries,
 )
 from adora_vl.checkpoint.stop import mark_stopped
 from adora_vl.checkpoint.store import (
@@ -99,7 +99,7 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
         )
         assert start.checkpoint is None
         assert start.replaces
-        assert str(tmp_path / SET_ASIDE_FOLDER) in start.notes[-1]
+        assert str(tmp_path / OLD_RUN_FOLDER) in start.notes[-1]
     assert names_of_files(tmp_path) == before
 
 
@@ -121,7 +121,7 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
     move_old_run_aside(run)
     assert elsewhere.is_dir()
     assert {
-        name.removeprefix(f"{SET_ASIDE_FOLDER}/") for name in names_of_files(run)
+        name.removeprefix(f"{OLD_RUN_FOLDER}/") for name in names_of_files(run)
     } == names_before
 
 
@@ -135,8 +135,8 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
     (run / "checkpoint-2").rename(run / STAGING_FOLDER / "checkpoint-2")
     before = names_of_files(run)
     places = (
-        SET_ASIDE_FOLDER + "/checkpoint-4",
-        f"{SET_ASIDE_FOLDER}/../{SET_ASIDE_FOLDER}/checkpoint-8",
+        OLD_RUN_FOLDER + "/checkpoint-4",
+        f"{OLD_RUN_FOLDER}/../{OLD_RUN_FOLDER}/checkpoint-8",
         STAGING_FOLDER + "/checkpoint-2",
     )
     for name, overwrite in product(places, (False, True)):
@@ -150,7 +150,7 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
                 run_fingerprint=FINGERPRINT,
             )
     assert names_of_files(run) == before
-    moved = (run / SET_ASIDE_FOLDER / "checkpoint-4").rename(tmp_path / "checkpoint-4")
+    moved = (run / OLD_RUN_FOLDER / "checkpoint-4").rename(tmp_path / "checkpoint-4")
     assert choose_start_point(
         run, resume_from_checkpoint=str(moved), overwrite=True, run_fingerprint=FINGERPRINT
     ).checkpoint == str(moved)
@@ -210,7 +210,7 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
 ):
     """The old run has been put aside, and the new one has logged a step and crashed."""
     run = write_run(tmp_path, 4, 8)
-    assert move_old_run_aside(run) == str(run / SET_ASIDE_FOLDER)
+    assert move_old_run_aside(run) == str(run / OLD_RUN_FOLDER)
     assert checkpoints(run) == []
     assert (run / "notes.txt").is_file()
     for overwrite in (False, True):  # the crash, and the same or the plain command again
@@ -222,13 +222,13 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
         if start.replaces:
             move_old_run_aside(run)
             assert not (run / "metrics.jsonl").exists()
-        assert (run / SET_ASIDE_FOLDER / "metrics.jsonl").read_text() == METRICS_OF_OLD_RUN
+        assert (run / OLD_RUN_FOLDER / "metrics.jsonl").read_text() == METRICS_OF_OLD_RUN
     assert (
-        find_newest_valid_checkpoint(run / SET_ASIDE_FOLDER)[0]
-        == run / SET_ASIDE_FOLDER / "checkpoint-8"
+        find_newest_valid_checkpoint(run / OLD_RUN_FOLDER)[0]
+        == run / OLD_RUN_FOLDER / "checkpoint-8"
     )
     delete_old_run(run)
-    assert not (run / SET_ASIDE_FOLDER).exists()
+    assert not (run / OLD_RUN_FOLDER).exists()
 
 
 @settings(max_examples=30)
@@ -245,7 +245,7 @@ def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
             delete_old_run(run)
         assert (
             find_newest_valid_checkpoint(run)[0]
-            or find_newest_valid_checkpoint(run / SET_ASIDE_FOLDER)[0]
+            or find_newest_valid_checkpoint(run / OLD_RUN_FOLDER)[0]
         )
     shutil.rmtree(run)
 
@@ -288,7 +288,7 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     )
     assert [path.name for path in checkpoints(run)] == ["checkpoint-2"]
     assert TINY_RUN_STEPS > 2
-    assert not (run / SET_ASIDE_FOLDER).exists()
+    assert not (run / OLD_RUN_FOLDER).exists()
     # a line for each of two steps, and one for the end
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2 + 1
 
@@ -396,14 +396,14 @@ MAKE_USERS_FILE: dict[str, Callable[[Path], object]] = {
     "chat_template.jinja": lambda run: move_and_link(run / "chat_template.jinja"),
     "rollouts": lambda run: replace_by_link(run / "rollouts", make_folder_elsewhere(run)),
     "tokenizer.json": lambda run: replace_by_link(run / "tokenizer.json", run.parent / "nowhere"),
-    f"{SET_ASIDE_FOLDER}/README.md": lambda run: write_users_file(
-        run / SET_ASIDE_FOLDER / "README.md"
+    f"{OLD_RUN_FOLDER}/README.md": lambda run: write_users_file(
+        run / OLD_RUN_FOLDER / "README.md"
     ),
-    f"{SET_ASIDE_FOLDER}/notes.txt": lambda run: write_users_file(
-        run / SET_ASIDE_FOLDER / "notes.txt"
+    f"{OLD_RUN_FOLDER}/notes.txt": lambda run: write_users_file(
+        run / OLD_RUN_FOLDER / "notes.txt"
     ),
-    SET_ASIDE_FOLDER: lambda run: replace_by_link(
-        run / SET_ASIDE_FOLDER, make_folder_elsewhere(run)
+    OLD_RUN_FOLDER: lambda run: replace_by_link(
+        run / OLD_RUN_FOLDER, make_folder_elsewhere(run)
     ),
 }
 
@@ -450,7 +450,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     line = capsys.readouterr().err.splitlines()[-1]
     assert "learning_rate" in line
     assert "; set it back, choose another output_dir, or start anew with --" in line
-    count = len(run_entries(run)) - 5
+    count = len(list_run_entries(run)) - 5
     goes = (
         "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json', "
         "'processor_config.json'"
@@ -474,7 +474,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     assert folder_contents(run / "checkpoint-best") == contents
     assert (run / "eval" / "predictions.jsonl").is_file()
     assert not (run / "checkpoint-4").exists()
-    assert not (run / SET_ASIDE_FOLDER).exists()
+    assert not (run / OLD_RUN_FOLDER).exists()
     assert list_users_files(run) == []
 
 
@@ -648,7 +648,7 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     """Nothing that such runs leave behind is taken for a file of the user's."""
     assert list_users_files(resumed_run.folder) == []
     mark_stopped(run, 4)
-    for path in run_entries(run):
+    for path in list_run_entries(run):
         if not CHECKPOINT_NAME_PATTERN.fullmatch(path.name) and path.name not in (
             "metrics.jsonl",
             "manifest.json",
@@ -662,7 +662,7 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     assert list_users_files(run) == []
     refuse_users_files(run, overwrite=True)
     assert move_old_run_aside(run)
-    assert run_entries(run) == []
+    assert list_run_entries(run) == []
     refuse_users_files(run, overwrite=True)  # what was put aside is known there as well
 
 
@@ -675,7 +675,7 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
         patch.setattr(Path, "rename", lambda path, target: next(moves) and rename(path, target))
         move_old_run_aside(run)
-    assert (run / SET_ASIDE_FOLDER / "config.json").is_file()
+    assert (run / OLD_RUN_FOLDER / "config.json").is_file()
     assert (run / "README.md").is_file()
     refuse_users_files(run, overwrite=True)
 
@@ -702,7 +702,7 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
     (tmp_path / "link").symlink_to(run)
     refuse_users_files(tmp_path / "link", overwrite=True)
     assert move_old_run_aside(tmp_path / "link")
-    assert (run / SET_ASIDE_FOLDER / "checkpoint-4").is_dir()
+    assert (run / OLD_RUN_FOLDER / "checkpoint-4").is_dir()
     assert (tmp_path / "link").is_symlink()
 
 
