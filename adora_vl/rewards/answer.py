@@ -21,7 +21,7 @@ from adora_vl.rewards.canonical import (
     canonical_value_and_unit,
     canonical_with_names,
 )
-from adora_vl.rewards.grammar import MAX_CHARS, ParseError, Tree, parse_tree
+from adora_vl.rewards.grammar import MAX_CHARS, ExpressionTree, ParseError, parse_tree
 from adora_vl.rewards.number_with_error import NumberWithError
 from adora_vl.rewards.numeric import evaluate_closed_form
 from adora_vl.rewards.solutions import Solution
@@ -56,7 +56,7 @@ class Answer:
     """The name of the value: `AB` in `AB = 4`."""
     number: NumberWithError | None = None
     """The number, or the number before a per cent sign."""
-    tree: Tree | None = None
+    tree: ExpressionTree | None = None
     """The tree of a number or expression, as `grammar` reads it."""
     parts: tuple[Answer, ...] = ()
     """The values of a list, set, point or interval."""
@@ -64,7 +64,7 @@ class Answer:
     """The brackets of an ordered answer, such as `[)`."""
     is_plus_minus: bool = False
     """Whether the answer comes from a plus-minus sign."""
-    relations: tuple[tuple[str, Tree], ...] = ()
+    relations: tuple[tuple[str, ExpressionTree], ...] = ()
     """Each relation as its sign and the tree that it compares with 0."""
     solution: Solution | None = None
     """The solution of inequalities in one unknown and of intervals."""
@@ -199,7 +199,7 @@ def _parse_canonical(text: str, raw: str) -> Answer:
     answer = _parse_percentage(text, raw) or _parse_non_number(text, raw)
     if answer is not None:
         return answer
-    tree: Tree | None = None
+    tree: ExpressionTree | None = None
     try:
         tree = parse_tree(text)
         return Answer(

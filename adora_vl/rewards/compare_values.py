@@ -18,7 +18,13 @@ from adora_vl.rewards.answer import (
     without_currency,
 )
 from adora_vl.rewards.figures import unify_figure_names
-from adora_vl.rewards.grammar import ParseError, Tree, is_angle_in_radians, parse_formula, unknowns
+from adora_vl.rewards.grammar import (
+    ExpressionTree,
+    ParseError,
+    is_angle_in_radians,
+    parse_formula,
+    unknowns,
+)
 from adora_vl.rewards.number_with_error import NumberWithError, Value
 from adora_vl.rewards.numeric import same_function, same_number
 from adora_vl.rewards.units import RADIANS
@@ -184,7 +190,7 @@ def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     return _compare_functions(answer.tree, reference.tree)
 
 
-def _compare_functions(answer: Tree, reference: Tree) -> ComparisonResult:
+def _compare_functions(answer: ExpressionTree, reference: ExpressionTree) -> ComparisonResult:
     """Return the verdict on two trees with the same unknowns, by their values at several points."""
     outcome = same_function(answer, reference)
     if outcome == "equal":
@@ -218,7 +224,7 @@ def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
     return correct("same_ratio")
 
 
-def _parse_reference_formula(reference: Answer, answer: Answer) -> Tree | None:
+def _parse_reference_formula(reference: Answer, answer: Answer) -> ExpressionTree | None:
     r"""Return the tree of a reference answer that is a formula of quantities, else None.
 
     `2ab` is a formula. Letters alone, such as `ab`, may be a word or the name of a figure, so they
@@ -233,7 +239,7 @@ def _parse_reference_formula(reference: Answer, answer: Answer) -> Tree | None:
     return tree if tree is not None and unknowns(tree) else None
 
 
-def _compare_formulas(answer: Answer, reference: Tree) -> ComparisonResult:
+def _compare_formulas(answer: Answer, reference: ExpressionTree) -> ComparisonResult:
     r"""Return the verdict where the reference answer is a formula of quantities, given as a tree.
 
     In both sides letters side by side are multiplied: `ab` is `a \cdot b`.

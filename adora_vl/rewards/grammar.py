@@ -34,7 +34,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-Tree = tuple[Any, ...]
+ExpressionTree = tuple[Any, ...]
 
 # The longest text that is read as an answer. An honest answer has under 60 characters, and the
 # limit bounds the time of the regular expressions.
@@ -71,7 +71,7 @@ _MINUS_ONE = ("sum", (-1, ("num", "1")))  # the tree of `-1`
 
 
 class ParseError(ValueError):
-    """A text cannot be read, or a tree has no value.
+    """A text cannot be read, or an expression tree has no value.
 
     `reason` names the rule:
 
@@ -88,8 +88,8 @@ class ParseError(ValueError):
         self.reason = reason
 
 
-def parse_tree(text: str, *, is_formula: bool = False) -> Tree:
-    """Parse a text in canonical form into a tree.
+def parse_tree(text: str, *, is_formula: bool = False) -> ExpressionTree:
+    """Parse a text in canonical form into an expression tree.
 
     For example, `2x` is `("product", ("*", ("num", "2")), ("*", ("unknown", "x")))`. In a formula
     the letters are quantities, so that `ab` is a product and `R` an unknown.
@@ -129,14 +129,14 @@ def _deepest_nesting(text: str) -> int:
     return deepest
 
 
-def unknowns(tree: Tree) -> frozenset[str]:
-    """Return the names of the unknowns in a tree; an empty tree has none."""
+def unknowns(tree: ExpressionTree) -> frozenset[str]:
+    """Return the names of the unknowns in an expression tree; an empty tree has none."""
     if not tree:
         return frozenset()
     return frozenset(node[1] for node in nodes(tree) if node[0] == "unknown")
 
 
-def is_angle_in_radians(angle: Tree) -> bool:
+def is_angle_in_radians(angle: ExpressionTree) -> bool:
     r"""Return whether an angle is in radians: `\frac{\pi}{6}` is, since pi occurs in it.
 
     A pi inside an inverse function such as `\sin^{-1}` does not count, because the value of that
@@ -147,14 +147,14 @@ def is_angle_in_radians(angle: Tree) -> bool:
     return angle[0] == "pi" or any(map(is_angle_in_radians, children(angle)))
 
 
-def nodes(tree: Tree) -> Iterator[Tree]:
+def nodes(tree: ExpressionTree) -> Iterator[ExpressionTree]:
     """Yield the tree itself and all trees inside it, parents first: `2x`, `2` and `x` for `2x`."""
     yield tree
     for child in children(tree):
         yield from nodes(child)
 
 
-def replace_node(tree: Tree, old: Tree, new: Tree) -> Tree:
+def replace_node(tree: ExpressionTree, old: ExpressionTree, new: ExpressionTree) -> ExpressionTree:
     """Return the tree with `new` in every place of `old`: `5+1` for `x+1`, with 5 for x."""
     if tree == old:
         return new
@@ -163,8 +163,8 @@ def replace_node(tree: Tree, old: Tree, new: Tree) -> Tree:
     )
 
 
-def children(tree: Tree) -> Iterator[Tree]:
-    """Yield the trees directly inside a tree, without their signs and operators.
+def children(tree: ExpressionTree) -> Iterator[ExpressionTree]:
+    """Yield the trees directly inside an expression tree, without their signs and operators.
 
     For example, `("sum", (1, a), (-1, b))` has the trees `a` and `b`, and so has
     `("power", a, b)`. `("root", 3, a)` has only `a`.
@@ -197,7 +197,7 @@ def _unify_name(symbol: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def parse_formula(text: str) -> Tree | None:
+def parse_formula(text: str) -> ExpressionTree | None:
     r"""Return the tree of a formula whose letters are quantities: `2ab` is 2 times a times b.
 
     Returns None for a text that is no formula: letters alone, such as `ab`, a text with a word of
@@ -239,7 +239,7 @@ class _Parser:
         self._next += 1
         return symbol
 
-    def sum(self) -> Tree:
+    def sum(self) -> ExpressionTree:
         """Parse a sum: `[sign] term (+|- term)*`.
 
         `-x+6` gives `("sum", (-1, x), (1, 6))`. A single term without a minus sign, such as `x`, is
@@ -261,7 +261,7 @@ class _Parser:
         """Consume a sign and return it as 1 or -1."""
         return -1 if self._take() == "-" else 1
 
-    def _product(self) -> Tree:
+    def _product(self) -> ExpressionTree:
         """Parse a product: `factor (operator factor | factor)*`.
 
         Factors side by side are multiplied. The factors of `2x/3` are `("*", 2)`, `("*", x)` and
@@ -286,7 +286,7 @@ class _Parser:
             factors.append(("*", self._power()))
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
-    def _power(self) -> Tree:
+    def _power(self) -> ExpressionTree:
         """Parse a power: `primary [!] [^ digit | ^ letter | ^ {sum}]`, such as `x^2` or `2^{n+1}`.
 
         `x^2` gives `("power", x, 2)`. A base without an exponent is returned alone.
@@ -304,7 +304,7 @@ class _Parser:
             raise ParseError  # `2^3^4` has no meaning in TeX
         return ("power", base, exponent)
 
-    def _factorial(self, base: Tree) -> Tree:
+    def _factorial(self, base: ExpressionTree) -> ExpressionTree:
         """Return the factorial of `base`, whose tokens are read up to the `!`.
 
         The base has to be a number, an unknown or a group in brackets: `5!`, `n!` or `(n+1)!`.
@@ -318,7 +318,7 @@ class _Parser:
             raise ParseError
         return ("factorial", base)
 
-    def _exponent(self) -> Tree:
+    def _exponent(self) -> ExpressionTree:
         """Parse a `^` and the exponent after it: a sum in braces, one digit, or one letter."""
         self._take("^")
         symbol = self.peek()
@@ -328,7 +328,7 @@ class _Parser:
             raise ParseError  # TeX prints `2^34` as 2^3 with a 4 beside it
         return self._primary()  # the group in braces, or the letter
 
-    def _primary(self) -> Tree:
+    def _primary(self) -> ExpressionTree:
         """Parse an operand: a group in brackets, a number, a fraction, a root, a function, pi, or an
         unknown.
         """
@@ -353,14 +353,14 @@ class _Parser:
             return ("unknown", symbol)
         raise ParseError
 
-    def _group(self, opening: str = "{") -> Tree:
+    def _group(self, opening: str = "{") -> ExpressionTree:
         """Return a sum in brackets, round ones or braces."""
         self._take(opening)
         tree = self.sum()
         self._take(")" if opening == "(" else "}")
         return tree
 
-    def _literal(self) -> Tree:
+    def _literal(self) -> ExpressionTree:
         """Return a number in digits, such as `12` or `0.5`."""
         symbol = self._take()
         if symbol[0] not in ".0123456789":
@@ -369,7 +369,7 @@ class _Parser:
             raise ParseError("too_large")
         return ("num", symbol)
 
-    def _mixed(self, integer: Tree) -> Tree:
+    def _mixed(self, integer: ExpressionTree) -> ExpressionTree:
         r"""Return the mixed number of `integer` and the fraction that follows, if they are one.
 
         - `7\frac{1}{2}`: the mixed number 7.5, returned as `("mixed", "7", "1", "2")`.
@@ -395,7 +395,7 @@ class _Parser:
             raise ParseError
         return ("mixed", integer[1], numerator, denominator)
 
-    def _root(self) -> Tree:
+    def _root(self) -> ExpressionTree:
         r"""Parse what follows `\sqrt`: `{sum}` or `(sum)`, with a degree from 2 to 99 as `[3]{sum}`.
 
         `\sqrt[3]{8}` gives `("root", 3, 8)`. Without a degree it is 2.
@@ -409,7 +409,7 @@ class _Parser:
             self._take("]")
         return ("root", int(degree), self._group("(" if self.peek() == "(" else "{"))
 
-    def _call(self, name: str) -> Tree:
+    def _call(self, name: str) -> ExpressionTree:
         r"""Parse the exponent, base and argument that follow the command `name` of a function.
 
         - `\sin30` gives `("call", "sin", 30)`; so do `\sin(30)` and `\sin{30}`.
@@ -418,7 +418,7 @@ class _Parser:
         - `\log_{2}(8)` gives `("log", 2, 8)`, and `\log100` has the base 10.
         """
         if name == r"\log":
-            base: Tree = ("num", "10")
+            base: ExpressionTree = ("num", "10")
             if self.peek() == "_":
                 self._take()
                 base = self._group() if self.peek() == "{" else self._literal()
@@ -434,7 +434,7 @@ class _Parser:
         call = ("call", name[1:], self._argument())
         return call if exponent is None else ("power", call, exponent)
 
-    def _argument(self) -> Tree:
+    def _argument(self) -> ExpressionTree:
         """Parse the argument of a function, with or without brackets around it.
 
         Without brackets it is a single number, unknown, fraction or root.

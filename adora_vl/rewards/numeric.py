@@ -14,8 +14,8 @@ from functools import lru_cache, reduce
 from typing import Literal, NamedTuple
 
 from adora_vl.rewards.grammar import (
+    ExpressionTree,
     ParseError,
-    Tree,
     children,
     is_angle_in_radians,
     nodes,
@@ -65,8 +65,8 @@ Comparison = Literal["equal", "different", "undefined", "too_large", "undecided"
 _ValueOrReason = NumberWithError | Literal["too_large", "undefined"]
 
 
-def evaluate_closed_form(tree: Tree) -> NumberWithError:
-    r"""Return the value of a tree without unknowns, with a bound on its error.
+def evaluate_closed_form(tree: ExpressionTree) -> NumberWithError:
+    r"""Return the value of an expression tree without unknowns, with a bound on its error.
 
     The `NumberWithError` also says two things about how the value is written, because they decide
     whether an answer is right:
@@ -82,7 +82,7 @@ def evaluate_closed_form(tree: Tree) -> NumberWithError:
     `has_unknown` for a tree that has unknowns.
     """
     # No unknown has a value here, so a tree with one raises `ParseError`.
-    number = _evaluate(tree, point=None)
+    number = _evaluate(tree, unknown_values=None)
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
         # A short number, as most answers are, has no arithmetic and is no long decimal.
         return number
@@ -96,7 +96,7 @@ def evaluate_closed_form(tree: Tree) -> NumberWithError:
     return replace(number, is_unevaluated=is_unevaluated, last_digit_growth=last_digit_growth)
 
 
-def _is_unevaluated_operation(tree: Tree) -> bool:
+def _is_unevaluated_operation(tree: ExpressionTree) -> bool:
     r"""Return whether the root of a tree adds, subtracts or multiplies two rational numbers.
 
     Only the root is looked at, not the trees inside it.
@@ -123,7 +123,9 @@ def _is_unevaluated_operation(tree: Tree) -> bool:
     return operators.count("*") > 1 or operators.count("/") > 1
 
 
-def _is_mixed(first_term: tuple[int, Tree], second_term: tuple[int, Tree]) -> bool:
+def _is_mixed(
+    first_term: tuple[int, ExpressionTree], second_term: tuple[int, ExpressionTree]
+) -> bool:
     r"""Return whether two terms of a sum are a mixed number, as in `3+\frac{1}{2}`.
 
     They are if the first is an integer and the second a fraction below 1 of the same sign. Each
@@ -140,8 +142,8 @@ def _is_mixed(first_term: tuple[int, Tree], second_term: tuple[int, Tree]) -> bo
     return are_integers and int(numerator[1]) < int(denominator[1])
 
 
-def _is_rational(tree: Tree) -> bool:
-    """Return whether a tree has nothing but numbers, arithmetic and integer powers."""
+def _is_rational(tree: ExpressionTree) -> bool:
+    """Return whether an expression tree has nothing but numbers, arithmetic and integer powers."""
     if tree[0] in {"num", "mixed"}:
         return True
     if tree[0] == "power" and not _is_integer(tree[2]):
@@ -149,12 +151,14 @@ def _is_rational(tree: Tree) -> bool:
     return tree[0] in {"frac", "sum", "product", "power"} and all(map(_is_rational, children(tree)))
 
 
-def _is_integer(exponent: Tree) -> bool:
+def _is_integer(exponent: ExpressionTree) -> bool:
     """Return whether an exponent is a rational expression with an integer value."""
     return _is_rational(exponent) and bool(_evaluate(exponent, None).value.denominator == 1)
 
 
-def _is_scientific(first_factor: Tree, second_operator_and_factor: tuple[str, Tree]) -> bool:
+def _is_scientific(
+    first_factor: ExpressionTree, second_operator_and_factor: tuple[str, ExpressionTree]
+) -> bool:
     r"""Return whether two factors are a number in scientific notation, as `1.5\cdot10^3`.
 
     The number is from 1 to 10. The operator before the second factor is `*` or `/`.
@@ -169,7 +173,7 @@ def _is_scientific(first_factor: Tree, second_operator_and_factor: tuple[str, Tr
 
 
 @lru_cache(maxsize=256)
-def _raise_last_digit(tree: Tree) -> Tree | None:
+def _raise_last_digit(tree: ExpressionTree) -> ExpressionTree | None:
     r"""Return the tree with its long decimal increased by one unit in the last place.
 
     For example, the tree of `2\cdot0.333333` becomes that of `2\cdot0.333334`. Returns None if the
@@ -188,7 +192,7 @@ def _raise_last_digit(tree: Tree) -> Tree | None:
     return replace_node(tree, long_decimal, raised_decimal)
 
 
-def _is_long_decimal(node: Tree) -> bool:
+def _is_long_decimal(node: ExpressionTree) -> bool:
     """Return whether a node is a decimal that may stand for a value with more digits.
 
     It has at least six significant digits (`MIN_DIGITS_OF_LONG_DECIMAL`), and its decimal places
@@ -202,7 +206,7 @@ def _is_long_decimal(node: Tree) -> bool:
 
 
 def _last_digit_growth(
-    tree: Tree, number: NumberWithError, point: Mapping[str, Fraction] | None
+    tree: ExpressionTree, number: NumberWithError, unknown_values: Mapping[str, Fraction] | None
 ) -> Value | None:
     r"""Return how much the value of a tree grows if its long decimal grows by its last place.
 
@@ -210,14 +214,14 @@ def _last_digit_growth(
 
     Args:
         tree: any tree. The result is None if it has no long decimal, or several.
-        number: the value of the tree at `point`.
-        point: the value of each unknown; None for a tree without unknowns.
+        number: the value of the tree at `unknown_values`.
+        unknown_values: the value of each unknown; None for a tree without unknowns.
     """
     raised_tree = _raise_last_digit(tree)
     if raised_tree is None:
         return None
     try:
-        return (_evaluate(raised_tree, point) - number).value
+        return (_evaluate(raised_tree, unknown_values) - number).value
     except ParseError:
         return None
 
@@ -279,8 +283,8 @@ def _same_exact_number(
     return bool(gap < abs(last_digit_growth) and is_near)
 
 
-def same_function(answer: Tree, reference: Tree) -> Comparison:
-    """Compare two trees with the same unknowns by their values at six points.
+def same_function(answer: ExpressionTree, reference: ExpressionTree) -> Comparison:
+    """Compare two expression trees with the same unknowns by their values at six points.
 
     At each point a tree has a value, which may be complex, or a reason why it has none:
     `undefined`, as for a division by 0, or `too_large`, where the value would take too long to
@@ -298,10 +302,10 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
     # The result if the trees have no value at any point.
     result_without_points: Comparison = "undefined"
     names = unknowns(answer) | unknowns(reference)
-    for point, reference_value in zip(
+    for unknown_values, reference_value in zip(
         _comparison_points(names), _reference_values(reference, names), strict=True
     ):
-        answer_value = _value_with_last_digit(answer, point)
+        answer_value = _value_with_last_digit_growth(answer, unknown_values)
         # A value is a `NumberWithError`, or else the reason why the tree has none here.
         takes_too_long = "too_large" in (answer_value, reference_value)
         if isinstance(answer_value, NumberWithError) and isinstance(
@@ -341,7 +345,7 @@ class _ValuePair(NamedTuple):
         return _are_equal_products((self.answer, base.reference), (base.answer, self.reference))
 
 
-def sign_of_factor_between(answer: Tree, reference: Tree) -> int:
+def sign_of_factor_between(answer: ExpressionTree, reference: ExpressionTree) -> int:
     """Return the sign of the constant c with `answer = c * reference`, or 0 if there is no such c.
 
     For example, beside the reference `x-2`, `2x-4` gives 1, `2-x` gives -1, and `x-3` gives 0. Two
@@ -359,18 +363,18 @@ def sign_of_factor_between(answer: Tree, reference: Tree) -> int:
     return 1 if (base.answer.value > 0) == (base.reference.value > 0) else -1
 
 
-def _value_pairs(answer: Tree, reference: Tree) -> list[_ValuePair]:
-    """Return the values of two trees at each of the six points at which they have one.
+def _value_pairs(answer: ExpressionTree, reference: ExpressionTree) -> list[_ValuePair]:
+    """Return the values of two expression trees at each of the six points at which they have one.
 
     Returns no pair at all if at any point only one of them has a value, or both have none for
     different reasons: such trees are not the same up to a factor.
     """
     names = unknowns(answer) | unknowns(reference)
     pairs = []
-    for point, reference_value in zip(
+    for unknown_values, reference_value in zip(
         _comparison_points(names), _reference_values(reference, names), strict=True
     ):
-        answer_value = _value_at(answer, point)
+        answer_value = _value_at(answer, unknown_values)
         if isinstance(answer_value, NumberWithError) and isinstance(
             reference_value, NumberWithError
         ):
@@ -380,14 +384,14 @@ def _value_pairs(answer: Tree, reference: Tree) -> list[_ValuePair]:
     return pairs
 
 
-def is_constant(tree: Tree) -> bool:
-    """Return whether a tree has the same value at six points, although it has unknowns.
+def is_constant(tree: ExpressionTree) -> bool:
+    """Return whether an expression tree has the same value at six points, although it has unknowns.
 
     `x-x+3` has, and `x+1` has not. Points at which the tree has no value are skipped.
     """
     earlier_value: NumberWithError | None = None
-    for point in _comparison_points(unknowns(tree)):
-        value = _value_at(tree, point)
+    for unknown_values in _comparison_points(unknowns(tree)):
+        value = _value_at(tree, unknown_values)
         if isinstance(value, NumberWithError):
             if earlier_value is not None and not _are_equal_products(
                 (value, ONE), (earlier_value, ONE)
@@ -397,7 +401,7 @@ def is_constant(tree: Tree) -> bool:
     return True
 
 
-def solve_linear(tree: Tree) -> tuple[NumberWithError, int] | None:
+def solve_linear(tree: ExpressionTree) -> tuple[NumberWithError, int] | None:
     """Return the zero of a tree that is linear in its only unknown, and the sign of its slope.
 
     For example, `2x-6` gives 3 and 1, and `6-2x` gives 3 and -1. Returns None for a tree that is
@@ -422,7 +426,9 @@ def solve_linear(tree: Tree) -> tuple[NumberWithError, int] | None:
     return zero, slope_sign
 
 
-def _zero_and_slope(tree: Tree, name: str) -> tuple[NumberWithError, NumberWithError] | None:
+def _zero_and_slope(
+    tree: ExpressionTree, name: str
+) -> tuple[NumberWithError, NumberWithError] | None:
     """Return the zero and the slope of a tree that is linear in the unknown `name`, else None.
 
     The values at 0 and 1 give a line. The tree is linear if it lies on that line at the six numbers
@@ -482,107 +488,124 @@ def _comparison_points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
     """
     sorted_names = sorted(names)
     for index in range(len(_UNKNOWN_VALUES)):
-        point = {}
+        unknown_values = {}
         for shift, name in enumerate(sorted_names):
-            point[name] = _UNKNOWN_VALUES[(index + shift) % len(_UNKNOWN_VALUES)] + shift
-        yield point
+            unknown_values[name] = _UNKNOWN_VALUES[(index + shift) % len(_UNKNOWN_VALUES)] + shift
+        yield unknown_values
 
 
 @lru_cache(maxsize=256)
-def _reference_values(reference: Tree, names: frozenset[str]) -> tuple[_ValueOrReason, ...]:
+def _reference_values(
+    reference: ExpressionTree, names: frozenset[str]
+) -> tuple[_ValueOrReason, ...]:
     """Return the values of a reference answer at the six points of `_comparison_points`.
 
     They are cached, since all rollouts of a group have the same reference answer.
     """
-    return tuple(_value_with_last_digit(reference, point) for point in _comparison_points(names))
+    return tuple(
+        _value_with_last_digit_growth(reference, unknown_values)
+        for unknown_values in _comparison_points(names)
+    )
 
 
-def _value_with_last_digit(tree: Tree, point: Mapping[str, Fraction]) -> _ValueOrReason:
-    """Return the value of a tree at a point, or the reason why it has none.
+def _value_with_last_digit_growth(
+    tree: ExpressionTree, unknown_values: Mapping[str, Fraction]
+) -> _ValueOrReason:
+    """Return the value of an expression tree at a point, or the reason why it has none.
 
     The `NumberWithError` has its `last_digit_growth` set, which `_value_at` leaves empty.
     """
-    number = _value_at(tree, point)
+    number = _value_at(tree, unknown_values)
     if not isinstance(number, NumberWithError):
         return number
-    return replace(number, last_digit_growth=_last_digit_growth(tree, number, point))
+    return replace(number, last_digit_growth=_last_digit_growth(tree, number, unknown_values))
 
 
-def _value_at(tree: Tree, point: Mapping[str, Fraction]) -> _ValueOrReason:
-    """Return the value of a tree where its unknowns have the values in `point`.
+def _value_at(tree: ExpressionTree, unknown_values: Mapping[str, Fraction]) -> _ValueOrReason:
+    """Return the value of a tree where its unknowns have the values in `unknown_values`.
 
     If it has no value there, the reason is returned: `too_large` or `undefined`.
     """
     try:
-        return _evaluate(tree, point)
+        return _evaluate(tree, unknown_values)
     except ParseError as error:
         return "too_large" if error.reason == "too_large" else "undefined"
 
 
-def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> NumberWithError:
-    """Compute the value of a tree from the values of its parts.
+def _evaluate(
+    tree: ExpressionTree, unknown_values: Mapping[str, Fraction] | None
+) -> NumberWithError:
+    """Compute the value of an expression tree from the values of its parts.
 
-    `point` has the value of each unknown. If it is None, the tree has to be a closed form: without
-    unknowns, and real in all its parts. Raises `ParseError` with the reason `has_unknown`,
+    `unknown_values` has the value of each unknown. If it is None, the tree has to be a closed form:
+    without unknowns, and real in all its parts. Raises `ParseError` with the reason `has_unknown`,
     `undefined` or `too_large`.
     """
     kind = tree[0]
     if kind == "num":
         result = NumberWithError(Fraction(tree[1]))
     elif kind == "unknown":
-        if point is None:
+        if unknown_values is None:
             raise ParseError("has_unknown")
-        result = NumberWithError(point[tree[1]])
+        result = NumberWithError(unknown_values[tree[1]])
     elif kind == "sum":
         terms = []
         for sign, term in tree[1:]:
-            absolute = _evaluate(term, point)
+            absolute = _evaluate(term, unknown_values)
             terms.append(absolute if sign > 0 else -absolute)
         result = reduce(NumberWithError.__add__, terms)
     elif kind == "product":
-        result = _evaluate(tree[1][1], point)
+        result = _evaluate(tree[1][1], unknown_values)
         for operator, factor in tree[2:]:
-            factor_value = _evaluate(factor, point)
+            factor_value = _evaluate(factor, unknown_values)
             result = result / factor_value if operator == "/" else result * factor_value
     elif kind == "frac":
-        result = _evaluate(tree[1], point) / _evaluate(tree[2], point)
+        result = _evaluate(tree[1], unknown_values) / _evaluate(tree[2], unknown_values)
     elif kind == "mixed":
         _, integer, numerator, denominator = tree
         result = NumberWithError(int(integer) + Fraction(int(numerator), int(denominator)))
     elif kind == "power":
         # The exponent comes first: `x^{999}` is too large, although `x` has no value here.
-        exponent = _evaluate(tree[2], point)
-        if point is None and exponent.is_exact and abs(exponent.value) > MAX_CONSTANT_EXPONENT:
+        exponent = _evaluate(tree[2], unknown_values)
+        if (
+            unknown_values is None
+            and exponent.is_exact
+            and abs(exponent.value) > MAX_CONSTANT_EXPONENT
+        ):
             raise ParseError("too_large")
-        result = power_of(_evaluate(tree[1], point), exponent)
+        result = power_of(_evaluate(tree[1], unknown_values), exponent)
     elif kind in {"factorial", "binomial"}:
-        result = factorial_or_binomial(*[_evaluate(term, point) for term in tree[1:]])
+        result = factorial_or_binomial(*[_evaluate(term, unknown_values) for term in tree[1:]])
     elif kind == "pi":
         result = pi()
     elif kind == "root":
-        result = _evaluate_root(tree, point)
+        result = _evaluate_root(tree, unknown_values)
     elif kind == "log":
-        result = logarithm(_evaluate(tree[2], point)) / logarithm(_evaluate(tree[1], point))
+        result = logarithm(_evaluate(tree[2], unknown_values)) / logarithm(
+            _evaluate(tree[1], unknown_values)
+        )
     else:  # ("call", name, argument)
         result = function_value(
-            tree[1], _evaluate(tree[2], point), is_in_radians=is_angle_in_radians(tree[2])
+            tree[1], _evaluate(tree[2], unknown_values), is_in_radians=is_angle_in_radians(tree[2])
         )
     # A closed form has to be real. A function may be compared at a point where it is complex.
-    if point is None and not result.is_real:
+    if unknown_values is None and not result.is_real:
         raise ParseError("undefined")
     return result
 
 
-def _evaluate_root(tree: Tree, point: Mapping[str, Fraction] | None) -> NumberWithError:
+def _evaluate_root(
+    tree: ExpressionTree, unknown_values: Mapping[str, Fraction] | None
+) -> NumberWithError:
     """Compute the value of a root, as `_evaluate` does for any tree.
 
     The cube root of a constant -8 is -2, as at school. If the radicand has unknowns, the root is
     the principal one, which is complex for a negative radicand.
     """
     _, degree, radicand_tree = tree
-    radicand = _evaluate(radicand_tree, point)
+    radicand = _evaluate(radicand_tree, unknown_values)
     # Without a point the whole tree has no unknowns. With a point the radicand may still have none.
-    is_constant_radicand = point is None or not unknowns(radicand_tree)
+    is_constant_radicand = unknown_values is None or not unknowns(radicand_tree)
     is_negative = radicand.is_real and radicand.value < 0
     if degree % 2 == 1 and is_constant_radicand and is_negative:
         return -principal_root(-radicand, degree)

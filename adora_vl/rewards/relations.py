@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from adora_vl.rewards.answer import Answer, parse_value, parse_value_or_raise
 from adora_vl.rewards.brackets import split_outside_brackets
 from adora_vl.rewards.canonical import FIGURE_NAME_PATTERN, VALUE_NAME_PATTERN
-from adora_vl.rewards.grammar import ParseError, Tree, replace_node, unknowns
+from adora_vl.rewards.grammar import ExpressionTree, ParseError, replace_node, unknowns
 from adora_vl.rewards.numeric import is_constant, same_number, solve_linear
 from adora_vl.rewards.solutions import (
     REVERSED_SIGN,
@@ -123,7 +123,7 @@ def _is_name_of_one_value(text: str) -> bool:
     )
 
 
-def _parse_side(text: str) -> Tree:
+def _parse_side(text: str) -> ExpressionTree:
     """Return the tree of one side of an equation or inequality.
 
     A name such as `AB` or `f(2)` becomes an unknown: `("unknown", "AB")`. Raises `ParseError` for
@@ -140,13 +140,13 @@ def _parse_side(text: str) -> Tree:
     return tree
 
 
-def _subtract_sides(left_side: Tree, right_side: Tree) -> Tree:
+def _subtract_sides(left_side: ExpressionTree, right_side: ExpressionTree) -> ExpressionTree:
     """Return the tree of the left side minus the right side.
 
     Raises `ParseError` if the difference has the same value for all values of the unknowns: then
     the relation holds always, as `x < x + 1`, or never.
     """
-    tree: Tree = ("sum", (1, left_side), (-1, right_side))
+    tree: ExpressionTree = ("sum", (1, left_side), (-1, right_side))
     if not unknowns(tree) or is_constant(tree):
         raise ParseError("always_true")
     return tree
@@ -194,7 +194,9 @@ def parse_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> A
     return _inequality_with_solution(text, name, conditions)
 
 
-def _compare_with_zero(sides: Sequence[str], signs: Sequence[str]) -> list[tuple[str, Tree]]:
+def _compare_with_zero(
+    sides: Sequence[str], signs: Sequence[str]
+) -> list[tuple[str, ExpressionTree]]:
     """Return the relations of a chain, each as `<`, `<=` or `!=` and the tree compared with 0.
 
     `1 < x <= 3` gives `("<", 1 - x)` and `("<=", x - 3)`. The sides of `>` and `>=` are exchanged:
@@ -227,8 +229,8 @@ def _inequality_with_solution(text: str, name: str, conditions: Sequence[Solutio
     return Answer(kind="inequality", text=text, name=name, solution=solution)
 
 
-def _solve_condition(sign: str, tree: Tree) -> SingleCondition | None:
-    """Solve a relation of a tree to 0 for the only unknown of the tree.
+def _solve_condition(sign: str, tree: ExpressionTree) -> SingleCondition | None:
+    """Solve a relation of an expression tree to 0 for the only unknown of the tree.
 
     `2 - x < 0` gives the condition `> 2`. Returns None if the tree is not linear in the unknown.
     """
@@ -240,7 +242,7 @@ def _solve_condition(sign: str, tree: Tree) -> SingleCondition | None:
     return SingleCondition(sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)
 
 
-def _parse_side_of_inequality(text: str) -> Tree:
+def _parse_side_of_inequality(text: str) -> ExpressionTree:
     """Return the tree of one side of an inequality, in which an absolute value is an unknown.
 
     `2|x-1|+3` has the unknown `|x-1|`. A length loses its bars: `|AB|` is the unknown `AB`. Raises
@@ -264,7 +266,7 @@ def _parse_side_of_inequality(text: str) -> Tree:
 
 
 def _solve_absolute_inequality(
-    text: str, relations: Sequence[tuple[str, Tree]], absolute: str
+    text: str, relations: Sequence[tuple[str, ExpressionTree]], absolute: str
 ) -> Answer:
     """Return an inequality in one absolute value, solved for the unknown between its bars.
 

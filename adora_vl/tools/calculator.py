@@ -14,8 +14,8 @@ from adora_vl.rewards.grammar import (
     MAX_COSTLY_TOKENS,
     MAX_LITERAL_DIGITS,
     MAX_NESTING,
+    ExpressionTree,
     ParseError,
-    Tree,
 )
 from adora_vl.rewards.number_with_error import NumberWithError
 from adora_vl.rewards.numeric import evaluate_closed_form
@@ -44,12 +44,12 @@ _BASE_BY_LOGARITHM = {"log": "10", "log2": "2", "log_2": "2", "log10": "10", "lo
 _FUNCTION_NAMES = frozenset(
     {*FUNCTION_NAMES, *_INVERSE_BY_SHORT_NAME, *_BASE_BY_LOGARITHM, "sqrt", "cbrt", "exp", "abs"}
 )
-_EULER_NUMBER: Tree = (
+_EULER_NUMBER: ExpressionTree = (
     "num",
     "2.718281828459045235360287471352662497757247093699959574966967627724",
 )
-_PI_TREE: Tree = ("pi",)
-_MINUS_ONE_TREE: Tree = ("sum", (-1, ("num", "1")))
+_PI_TREE: ExpressionTree = ("pi",)
+_MINUS_ONE_TREE: ExpressionTree = ("sum", (-1, ("num", "1")))
 
 
 def evaluate_expression(expression: str) -> NumberWithError:
@@ -61,7 +61,7 @@ def evaluate_expression(expression: str) -> NumberWithError:
     return evaluate_closed_form(_parse_expression(expression))
 
 
-def _parse_expression(expression: str) -> Tree:
+def _parse_expression(expression: str) -> ExpressionTree:
     """Return the syntax tree of an expression. Raises `ParseError`.
 
     For example, `2+pi` gives `("sum", (1, ("num", "2")), (1, ("pi",)))`.
@@ -119,7 +119,7 @@ class _Parser:
         self._position += 1
         return token
 
-    def parse_sum(self) -> Tree:
+    def parse_sum(self) -> ExpressionTree:
         """Read the rule `product (+|- product)*`, and return its tree.
 
         It is `("sum", (1, product), (-1, product), ...)`, or one product as it is.
@@ -130,7 +130,7 @@ class _Parser:
             terms.append((sign, self._product()))
         return terms[0][1] if len(terms) == 1 else ("sum", *terms)
 
-    def _product(self) -> Tree:
+    def _product(self) -> ExpressionTree:
         """Read the rule `signed (operator signed | power)*`, and return its tree.
 
         The operator is `*` or `/`. Factors side by side are multiplied, as in `2pi`. The tree is
@@ -150,7 +150,7 @@ class _Parser:
             factors.append(("*", self._power()))
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
-    def _signed(self) -> Tree:
+    def _signed(self) -> ExpressionTree:
         """Read the rule `(+|-)* power`, and return its tree.
 
         A power binds closer than its sign, so -2^2 is -4.
@@ -162,7 +162,7 @@ class _Parser:
         power = self._power()
         return power if sign == 1 else ("sum", (-1, power))
 
-    def _power(self) -> Tree:
+    def _power(self) -> ExpressionTree:
         """Read the rule `primary [°] [!] [^ signed]`, and return its tree.
 
         The exponent may have an exponent itself, so 2^3^2 is 2^9. Raises `ParseError` for two
@@ -181,7 +181,7 @@ class _Parser:
         self._pop_token()
         return ("power", base, self._signed())
 
-    def _primary(self) -> Tree:
+    def _primary(self) -> ExpressionTree:
         """Read a number, a constant, a sum in brackets or bars, or a function; return its tree."""
         symbol = self.next_symbol
         if _is_number(symbol):
@@ -202,7 +202,7 @@ class _Parser:
             raise ParseError
         return self._function(symbol)
 
-    def _number(self) -> Tree:
+    def _number(self) -> ExpressionTree:
         """Read a number, such as `12.5` or `2e3`, and return its tree `("num", token)`."""
         token = self._pop_token()
         digits, _, power_of_ten = token.lower().partition("e")
@@ -210,14 +210,14 @@ class _Parser:
             raise ParseError("too_large")
         return ("num", token)
 
-    def _parenthesized_sum(self) -> Tree:
+    def _parenthesized_sum(self) -> ExpressionTree:
         """Read a sum in round brackets, and return its tree."""
         self._pop_token("(")
         tree = self._sum_in_brackets()
         self._pop_token(")")
         return tree
 
-    def _sum_in_brackets(self) -> Tree:
+    def _sum_in_brackets(self) -> ExpressionTree:
         """Read a sum between brackets or bars, which the caller reads, and return its tree.
 
         The nesting is bounded, since each level costs Python calls.
@@ -229,7 +229,7 @@ class _Parser:
         self._nesting -= 1
         return tree
 
-    def _function(self, name: str) -> Tree:
+    def _function(self, name: str) -> ExpressionTree:
         """Read the rest of the rule `name [^ exponent] argument`, and return its tree.
 
         `sin^2(30)` is the square of the sine, `sin^-1` the inverse function.
@@ -246,7 +246,7 @@ class _Parser:
         tree = self._logarithm() if may_have_base else _call_function(name, self._argument())
         return tree if exponent is None else ("power", tree, exponent)
 
-    def _exponent(self) -> Tree:
+    def _exponent(self) -> ExpressionTree:
         """Read the exponent of a function's name, and return its tree.
 
         It is a number or a sum in brackets, with or without a minus: the `-1` of `sin^-1(0.5)`.
@@ -257,24 +257,24 @@ class _Parser:
         tree = self._parenthesized_sum() if self.next_symbol == "(" else self._require_number()
         return ("sum", (-1, tree)) if is_negative else tree
 
-    def _require_number(self) -> Tree:
+    def _require_number(self) -> ExpressionTree:
         """Read a number, and return its tree. Raises `ParseError` for any other token."""
         if not _is_number(self.next_symbol):
             raise ParseError
         return self._number()
 
-    def _logarithm(self) -> Tree:
+    def _logarithm(self) -> ExpressionTree:
         """Read the brackets of `log(x)`, to the base 10, or of `log(x, base)`; return the tree."""
         self._pop_token("(")
         argument = self._sum_in_brackets()
-        base: Tree = ("num", "10")
+        base: ExpressionTree = ("num", "10")
         if self.next_symbol == ",":
             self._pop_token()
             base = self._sum_in_brackets()
         self._pop_token(")")
         return ("log", base, argument)
 
-    def _argument(self) -> Tree:
+    def _argument(self) -> ExpressionTree:
         """Read the argument of a function, and return its tree.
 
         It is a sum in brackets, or a number or pi without brackets, as in `sin 30`. Raises
@@ -299,7 +299,7 @@ def _is_number(token: str) -> bool:
     return token[:1].isdigit() or token[:1] == "."
 
 
-def _call_function(name: str, argument: Tree) -> Tree:
+def _call_function(name: str, argument: ExpressionTree) -> ExpressionTree:
     """Return the tree of a function of one argument, such as `sqrt` or `asin`."""
     if name in _BASE_BY_LOGARITHM:
         return ("log", ("num", _BASE_BY_LOGARITHM[name]), argument)
@@ -314,7 +314,7 @@ def _call_function(name: str, argument: Tree) -> Tree:
     return ("call", _INVERSE_BY_SHORT_NAME.get(name, name), argument)
 
 
-def _absolute(tree: Tree) -> Tree:
+def _absolute(tree: ExpressionTree) -> ExpressionTree:
     """Return the tree of the absolute value: the tree itself, or its negative if that is positive.
 
     The trees have no absolute value of their own, so the tree is evaluated here.
