@@ -26,8 +26,8 @@ from adora_vl.checkpoint.store import (
     MANIFEST_FILE,
     STAGING_FOLDER,
     checkpoint_step,
-    checkpoints,
     hash_files,
+    list_checkpoints,
     read_checkpoint_manifest,
 )
 from adora_vl.utils.errors import UserError
@@ -344,7 +344,7 @@ def _is_rollout_file(path: Path, name: str) -> bool:
 
 def has_checkpoint_or_model(output_dir: Path) -> bool:
     """Return whether the folder has a checkpoint or a model that a new run would replace."""
-    return bool(checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
+    return bool(list_checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
 
 
 def has_run_manifest_or_checkpoint(output_dir: Path) -> bool:
@@ -357,7 +357,9 @@ def has_run_manifest_or_checkpoint(output_dir: Path) -> bool:
 
 def has_complete_checkpoint(output_dir: Path) -> bool:
     """Return whether a checkpoint has the file that marks it as complete; no hash is compared."""
-    return any((checkpoint / COMPLETE_FILE).is_file() for checkpoint in checkpoints(output_dir))
+    return any(
+        (checkpoint / COMPLETE_FILE).is_file() for checkpoint in list_checkpoints(output_dir)
+    )
 
 
 def refuse_users_files(output_dir: Path, overwrite: bool) -> None:

@@ -51,7 +51,7 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def checkpoints(output_dir: Path) -> list[Path]:
+def list_checkpoints(output_dir: Path) -> list[Path]:
     """Return all `checkpoint-N` folders of a run, damaged ones too, newest first."""
     if not output_dir.is_dir():
         return []
@@ -181,7 +181,7 @@ def load_for_rank(checkpoint: Path, name: str, rank: int) -> Any:
 def find_newest_valid_checkpoint(output_dir: Path) -> NewestCheckpoint:
     """Return the newest whole checkpoint of a run, and the damaged ones that are newer."""
     damaged: list[DamagedCheckpoint] = []
-    for checkpoint in checkpoints(output_dir):
+    for checkpoint in list_checkpoints(output_dir):
         problem = describe_checkpoint_damage(checkpoint)
         if problem is None:
             return NewestCheckpoint(path=checkpoint, damaged=damaged)
@@ -199,7 +199,7 @@ def delete_old_checkpoints(output_dir: Path, keep: int | None) -> None:
     """
     if not keep:
         return
-    complete = [path for path in checkpoints(output_dir) if (path / COMPLETE_FILE).is_file()]
+    complete = [path for path in list_checkpoints(output_dir) if (path / COMPLETE_FILE).is_file()]
     for checkpoint in complete[keep:]:
         # Renamed before it is deleted, so that a crash leaves no half checkpoint under its name.
         renamed = output_dir / STAGING_FOLDER / f"{checkpoint.name}.deleted"

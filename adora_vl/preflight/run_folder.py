@@ -24,7 +24,7 @@ from adora_vl.checkpoint.run_files import (
     refuse_users_files,
 )
 from adora_vl.checkpoint.stop import STOPPED_FILE
-from adora_vl.checkpoint.store import checkpoints
+from adora_vl.checkpoint.store import list_checkpoints
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, naming_write_errors
 
@@ -107,7 +107,7 @@ class RunFolder:
             names_a_folder = str(resume_from_checkpoint).lower() not in _WORDS_FOR_NO_FOLDER
             # Computing the fingerprint takes a while. Without a checkpoint it is not compared.
             fingerprint: Fingerprint = {}
-            if names_a_folder or checkpoints(self.path):
+            if names_a_folder or list_checkpoints(self.path):
                 fingerprint = self.fingerprint
             return choose_start_point(
                 self.path,
@@ -176,7 +176,7 @@ class RunFolder:
         """Raise `UserError` if the folder has a run that a new one would write over."""
         if not has_checkpoint_or_model(self.path):
             return
-        newest = next(iter(checkpoints(self.path)), None)
+        newest = next(iter(list_checkpoints(self.path)), None)
         if newest is not None:
             content = f"{newest.name} of a run"
             goes_on = "train(resume_from_checkpoint=True) goes on, "

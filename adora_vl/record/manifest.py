@@ -47,17 +47,17 @@ def launch_command(arguments: Sequence[str] | None, command_line_file: Path | No
         is_script = bool(sys.argv) and sys.argv[0] not in ("", "-c")
         if not is_script:
             return "Python"
-        return shlex.join(masked_words([interpreter(), *sys.argv]))
+        return shlex.join(masked_words([python_command(), *sys.argv]))
     if command_line_file is None:
         command_line_file = Path(f"/proc/{os.getppid()}/cmdline")
     words = _accelerate_words(command_line_file)
     # Without `-m` accelerate has started a script of the user's, which calls this command.
     if words is None or "-m" not in words:
-        words = [interpreter(), "-m", "adora_vl.train", *arguments]
+        words = [python_command(), "-m", "adora_vl.train", *arguments]
     return shlex.join(masked_words(words))
 
 
-def interpreter() -> str:
+def python_command() -> str:
     """Return this Python as one types it in the current folder, such as `.venv/bin/python`.
 
     `sys.executable` may end in `python3.12`. If `python` beside it is the same program, that

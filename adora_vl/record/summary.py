@@ -6,12 +6,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from adora_vl.checkpoint.store import checkpoints
+from adora_vl.checkpoint.store import list_checkpoints
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.evals.benchmark import BENCHMARK_FOLDER, benchmark_name_for
 from adora_vl.models.load import ADAPTER_CONFIG_FILE, MERGED_FOLDER
-from adora_vl.record.manifest import interpreter
+from adora_vl.record.manifest import python_command
 from adora_vl.record.metrics import METRICS_FILE, log_entry_kind
 from adora_vl.record.progress import (
     accuracy_differs_from_pass_rate,
@@ -80,7 +80,7 @@ def _evaluator_words(benchmark: str) -> list[str]:
         is_of_user = module.exists() and module.resolve().parent != BENCHMARK_FOLDER
         if is_of_user:
             return ["adora-vl", "eval", benchmark]
-    return [interpreter(), "-m", f"eval.{benchmark}"]
+    return [python_command(), "-m", f"eval.{benchmark}"]
 
 
 def merge_command(run: Path) -> str | None:
@@ -93,13 +93,15 @@ def merge_command(run: Path) -> str | None:
     has_whole_model = (run / "config.json").is_file()
     if has_whole_model or not has_adapter:
         return None
-    return shlex.join([interpreter(), "-m", "adora_vl.export", str(run), str(run / MERGED_FOLDER)])
+    return shlex.join(
+        [python_command(), "-m", "adora_vl.export", str(run), str(run / MERGED_FOLDER)]
+    )
 
 
 def view_command(*runs: Path) -> str:
     """Return the command that writes the page of one or more runs."""
     folders = [str(run) for run in runs]
-    return shlex.join([interpreter(), "-m", "adora_vl.report", *folders])
+    return shlex.join([python_command(), "-m", "adora_vl.report", *folders])
 
 
 class MetricRow(NamedTuple):
@@ -237,7 +239,7 @@ def _command_for_longer_run(config: AdoraGRPOConfig, command: str) -> str | None
         command: the command that started the run; empty where it is not known.
     """
     has_constant_rate = enum_value(config.lr_scheduler_type) == "constant"
-    has_checkpoint = bool(checkpoints(Path(config.output_dir)))
+    has_checkpoint = bool(list_checkpoints(Path(config.output_dir)))
     if command == "" or not has_constant_rate or not has_checkpoint:
         return None
     if config.max_steps > 0:

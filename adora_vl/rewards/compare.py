@@ -15,13 +15,13 @@ from adora_vl.rewards.compare_values import (
     ComparedPart,
     ComparisonResult,
     compare_values,
-    correct,
+    correct_result,
     is_rounding_of,
     result_without_value,
-    wrong,
+    wrong_result,
 )
 from adora_vl.rewards.forms import parse_structured
-from adora_vl.rewards.grammar import unknowns
+from adora_vl.rewards.grammar import unknown_names
 from adora_vl.rewards.numeric import same_function, sign_of_factor_between
 from adora_vl.rewards.relations import ChainedNumber, chain_of_numbers, undecorated_name
 from adora_vl.rewards.solutions import same_solutions
@@ -56,7 +56,7 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
     # No answer can equal a reference answer that cannot be read. If it is merely not in the grammar
     # (`not_read`), the answer may still have the same text, which `compare_values` finds out.
     if reference.kind == "unreadable" and reference.reason != "not_read":
-        return wrong(f"gold_{reference.refusal_reason or reference.reason}")
+        return wrong_result(f"gold_{reference.refusal_reason or reference.reason}")
     # The answer may show its working: `3 + 4 = 7`, where each number of the chain is compared.
     if reference.kind == "number" and answer.reason in {"equation", "relation"}:
         chain = chain_of_numbers(answer.text_with_names)
@@ -111,12 +111,12 @@ def _compare_chain(chain: Sequence[ChainedNumber], reference: Answer) -> Compari
         # A number that does not agree makes the chain wrong. If the unit differs, or the number
         # cannot be compared, the result says that instead.
         if result.reason == "different_number" and not agrees_to_digits:
-            return wrong("chain_differs")
+            return wrong_result("chain_differs")
         if result.reason == "different_unit" or not agrees_to_digits:
             return result
     if not any_is_exact:
-        return wrong("chain_differs")
-    return correct("same_number")
+        return wrong_result("chain_differs")
+    return correct_result("same_number")
 
 
 def _parse_decimal_comma(answer: Answer) -> Answer | None:
@@ -153,7 +153,9 @@ def _without_name(answer: Answer, reference: Answer) -> Answer:
         name, value_text = name_and_value
         value = parse_value(value_text)
     # `f(x) = f(x)` and `x = x + 1` name no value, since the name occurs in the value itself.
-    if value.kind == "expression" and (name == value.text or name in unknowns(value.tree or ())):
+    if value.kind == "expression" and (
+        name == value.text or name in unknown_names(value.tree or ())
+    ):
         return Answer("unreadable", answer.text, "equation")
     return value
 
@@ -205,7 +207,7 @@ def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) ->
     named_reference = _adapt_function_name(reference, opposite=answer)
     if _have_different_names(named_answer, named_reference):
         pair = ComparedPart(named_answer.name, named_reference.name, "different_label")
-        return wrong("different_label", pair)
+        return wrong_result("different_label", pair)
     # A point may be answered as a sum of unit vectors.
     if _is_point(named_reference) and named_answer.kind == "expression" and named_answer.tree:
         return _compare_vectors(named_answer, named_reference)
@@ -247,8 +249,8 @@ def _compare_by_kind(answer: Answer, reference: Answer, *, rounding: bool) -> Co
     # A solution is the set of numbers that an inequality or interval allows.
     if answer.solution and reference.solution and not are_ordered:
         if same_solutions(answer.solution, reference.solution):
-            return correct("same_solutions")
-        return wrong("different_solutions")
+            return correct_result("same_solutions")
+        return wrong_result("different_solutions")
     if reference.kind == "equation" and answer.is_value and reference.parts and not answer.name:
         # `2x + 1` is right for `y = 2x + 1`: the right side, its only part, is enough.
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
@@ -259,12 +261,12 @@ def _compare_by_kind(answer: Answer, reference: Answer, *, rounding: bool) -> Co
         pair = ComparedPart(_text_with_name(answer), _text_with_name(reference), result.reason)
         return replace(result, pairs=(pair,))
     if answer.kind != reference.kind:
-        return wrong("different_form")
+        return wrong_result("different_form")
     if reference.kind in {"equation", "inequality"}:
         return _compare_relations(answer, reference)
     # With two parts it may be an interval, whose brackets say whether its ends belong to it.
     if len(reference.parts) == 2 and answer.brackets != reference.brackets:
-        return wrong("different_brackets")
+        return wrong_result("different_brackets")
     return _compare_in_order(answer, reference, rounding=rounding)
 
 
@@ -298,14 +300,14 @@ def _adapt_function_name(answer: Answer, opposite: Answer) -> Answer:
     function_name = _FUNCTION_NAME_PATTERN.fullmatch(name)
     if function_name:
         argument = function_name[1]
-        depends_on_argument = argument in unknowns(answer.tree or ())
+        depends_on_argument = argument in unknown_names(answer.tree or ())
         is_y_opposite = opposite_name == "y" and opposite.kind == "equation"
         return replace(answer, name="") if depends_on_argument and is_y_opposite else answer
     opposite_function_name = _FUNCTION_NAME_PATTERN.fullmatch(opposite_name)
     if opposite_function_name and name == "y" and answer.kind == "equation" and answer.parts:
         right_side = answer.parts[0]  # the only part of an equation
         argument = opposite_function_name[1]
-        if argument in unknowns(right_side.tree or ()):
+        if argument in unknown_names(right_side.tree or ()):
             return replace(right_side, name=opposite.name)
     return answer
 
@@ -343,16 +345,16 @@ def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
     axes = "ijk"[: len(reference.parts)]
     has_axis_for_each_part = len(axes) == len(reference.parts)
     are_numbers = all(part.plain_number for part in reference.parts)
-    if not has_axis_for_each_part or not are_numbers or not unknowns(answer_tree) <= set(axes):
-        return wrong("different_form")
+    if not has_axis_for_each_part or not are_numbers or not unknown_names(answer_tree) <= set(axes):
+        return wrong_result("different_form")
     # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j.
     terms = []
     for part, axis in zip(reference.parts, axes, strict=True):
         product = ("product", ("*", part.tree), ("*", ("unknown", axis)))
         terms.append((1, product))  # a term of a sum is its sign and a tree
     if same_function(answer_tree, ("sum", *terms)) == "equal":
-        return correct("same_value")
-    return wrong("different_expression")
+        return correct_result("same_value")
+    return wrong_result("different_expression")
 
 
 def _convert_to_list_of_letters(answer: Answer, reference: Answer) -> Answer:
@@ -392,12 +394,12 @@ def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if answer.is_value and len(reference.parts) == 1:
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
     if answer.kind != "unordered":
-        return wrong("different_form")
+        return wrong_result("different_form")
     if not all(reference_names) or any(answer_names):
         return _compare_in_any_order(answer, reference, rounding=rounding)
     # Here the parts of the reference answer have names, and those of the answer have none.
     if answer.name:  # AB = 4, 5: one name for both values
-        return wrong("different_label")
+        return wrong_result("different_label")
     return _compare_in_order(answer, reference, rounding=rounding)
 
 
@@ -407,9 +409,9 @@ def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> C
     The comparison ends at the first wrong part.
     """
     if len(answer.parts) != len(reference.parts):
-        return wrong("different_length")
+        return wrong_result("different_length")
     if _names_contradict_order(answer, reference):
-        return wrong("different_label")
+        return wrong_result("different_label")
     pairs = []
     for part, reference_part in zip(answer.parts, reference.parts, strict=True):
         result = _compare_structured(part, reference_part, rounding=rounding)
@@ -418,7 +420,7 @@ def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> C
         )
         if result.verdict != "correct":
             return replace(result, reason="different_part", pairs=tuple(pairs))
-    return correct("same_parts", *pairs)
+    return correct_result("same_parts", *pairs)
 
 
 def _names_contradict_order(answer: Answer, reference: Answer) -> bool:
@@ -447,7 +449,7 @@ def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) 
     does not match `CD = 4`.
     """
     if len(answer.parts) != len(reference.parts):
-        return wrong("different_length")
+        return wrong_result("different_length")
     must_have_same_name = all(part.name for part in reference.parts)
     remaining = list(reference.parts)
     pairs: list[ComparedPart] = []
@@ -463,10 +465,10 @@ def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) 
                 break
         if partner is None:
             pairs.append(ComparedPart(_text_with_name(part), "-", "different_part"))
-            return wrong("different_part", *pairs)
+            return wrong_result("different_part", *pairs)
         remaining.remove(partner)
         pairs.append(ComparedPart(_text_with_name(part), _text_with_name(partner), "same_part"))
-    return correct("same_parts", *pairs)
+    return correct_result("same_parts", *pairs)
 
 
 def _compare_relations(answer: Answer, reference: Answer) -> ComparisonResult:
@@ -477,12 +479,12 @@ def _compare_relations(answer: Answer, reference: Answer) -> ComparisonResult:
     0, and for `<` and `<=` it has to be positive.
     """
     if len(answer.relations) != len(reference.relations):
-        return wrong("different_form")
+        return wrong_result("different_form")
     remaining = list(reference.relations)
     for sign, tree in answer.relations:
         for relation in remaining:
             reference_sign, reference_tree = relation
-            if sign != reference_sign or unknowns(tree) != unknowns(reference_tree):
+            if sign != reference_sign or unknown_names(tree) != unknown_names(reference_tree):
                 continue
             factor_sign = sign_of_factor_between(tree, reference_tree)  # 0 without such a factor
             may_be_negative = sign in {"=", "!="}
@@ -490,5 +492,5 @@ def _compare_relations(answer: Answer, reference: Answer) -> ComparisonResult:
                 remaining.remove(relation)
                 break
         else:
-            return wrong(f"different_{reference.kind}")
-    return correct(f"same_{reference.kind}")
+            return wrong_result(f"different_{reference.kind}")
+    return correct_result(f"same_{reference.kind}")

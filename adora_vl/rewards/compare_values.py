@@ -23,7 +23,7 @@ from adora_vl.rewards.grammar import (
     ParseError,
     is_angle_in_radians,
     parse_formula,
-    unknowns,
+    unknown_names,
 )
 from adora_vl.rewards.number_with_error import NumberWithError, Value
 from adora_vl.rewards.numeric import same_function, same_number
@@ -64,12 +64,12 @@ class ComparisonResult:
     pairs: tuple[ComparedPart, ...] = ()
 
 
-def correct(reason: str, *pairs: ComparedPart) -> ComparisonResult:
+def correct_result(reason: str, *pairs: ComparedPart) -> ComparisonResult:
     """Return the result for a right answer, with the rule that decided."""
     return ComparisonResult("correct", reason, pairs)
 
 
-def wrong(reason: str, *pairs: ComparedPart) -> ComparisonResult:
+def wrong_result(reason: str, *pairs: ComparedPart) -> ComparisonResult:
     """Return the result for a wrong answer, with the rule that decided."""
     return ComparisonResult("wrong", reason, pairs)
 
@@ -97,7 +97,7 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     """
     answer_in_unit = _in_unit_of_reference(answer, reference)
     if answer_in_unit is None:
-        return wrong("different_unit")
+        return wrong_result("different_unit")
     answer = answer_in_unit
     # The same text is right, even if it cannot be read as a value.
     is_compared_by_text = (
@@ -106,7 +106,7 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if is_compared_by_text and (
         _unify_text_spelling(answer.text) == _unify_text_spelling(reference.text)
     ):
-        return correct("same_text")
+        return correct_result("same_text")
     # `ratio` has the terms of a text such as `3:4`, and is empty for any other answer.
     if reference.number is None and reference.ratio:
         return _compare_ratios(answer, reference)
@@ -117,11 +117,11 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     # `50%` is wrong for 0.5, and 0.5 is wrong for `50%`.
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
         reason = "percentage" if answer.kind == "percentage" else "different_text"
-        return wrong(reason)
+        return wrong_result(reason)
     is_answer_undone = answer.number and answer.number.is_unevaluated
     is_reference_undone = reference.number and reference.number.is_unevaluated
     if is_answer_undone and not is_reference_undone:
-        return wrong("unevaluated")  # `2 + 3` where 5 is asked for
+        return wrong_result("unevaluated")  # `2 + 3` where 5 is asked for
     if answer.number and reference.number:
         return _compare_numbers(
             answer.number, reference.number, answer_text=answer.text, rounding=rounding
@@ -163,19 +163,19 @@ def _compare_numbers(
     # None where the errors of both values are too large to tell.
     is_same = same_number(answer, reference)
     if is_same:
-        return correct("same_number")
+        return correct_result("same_number")
     may_be_rounded = rounding and "." in answer_text
     if may_be_rounded and is_rounding_of(answer_text, reference.value):
-        return correct("rounded")
+        return correct_result("rounded")
     if is_same is None:
         return ComparisonResult("unparseable", "undecided")
-    return wrong("different_number")
+    return wrong_result("different_number")
 
 
 def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     """Return the verdict where at least one side is no number: an expression, formula or text."""
-    answer_unknowns = unknowns(answer.tree or ())
-    reference_unknowns = unknowns(reference.tree or ())
+    answer_unknowns = unknown_names(answer.tree or ())
+    reference_unknowns = unknown_names(reference.tree or ())
     have_trees = bool(answer.tree and reference.tree)
     # If both sides are expressions with the same unknowns, they are compared as such. Otherwise the
     # reference answer may be a formula, in which each letter is a quantity.
@@ -183,10 +183,10 @@ def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     if reference_formula and not (have_trees and answer_unknowns == reference_unknowns):
         return _compare_formulas(answer, reference_formula)
     if not answer.tree or not reference.tree:
-        return wrong(answer.reason or "different_text")
+        return wrong_result(answer.reason or "different_text")
     if answer_unknowns != reference_unknowns:
         reason = "different_expression" if reference_unknowns else "not_a_number"
-        return wrong(reason)
+        return wrong_result(reason)
     return _compare_functions(answer.tree, reference.tree)
 
 
@@ -194,9 +194,9 @@ def _compare_functions(answer: ExpressionTree, reference: ExpressionTree) -> Com
     """Return the verdict on two trees with the same unknowns, by their values at several points."""
     outcome = same_function(answer, reference)
     if outcome == "equal":
-        return correct("same_value")
+        return correct_result("same_value")
     if outcome == "different":
-        return wrong("different_expression")
+        return wrong_result("different_expression")
     return ComparisonResult("unparseable", outcome)
 
 
@@ -211,17 +211,17 @@ def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
     if answer.kind == "number" and answer.number and len(expected_terms) == 2:
         expected_quotient = expected_terms[0] / expected_terms[1]
         is_same = not answer.number.is_unevaluated and same_number(answer.number, expected_quotient)
-        return correct("same_ratio") if is_same else wrong("different_number")
+        return correct_result("same_ratio") if is_same else wrong_result("different_number")
     if len(terms) != len(expected_terms):
-        return wrong(answer.reason or "different_text")
+        return wrong_result(answer.reason or "different_text")
     try:
         # a:b:c and d:e:f are the same ratio if a/b = d/e and a/c = d/f.
         for term, expected_term in zip(terms[1:], expected_terms[1:], strict=True):
             if not same_number(terms[0] / term, expected_terms[0] / expected_term):
-                return wrong("different_number")
+                return wrong_result("different_number")
     except ParseError:  # a quotient too large to compute
-        return wrong("different_number")
-    return correct("same_ratio")
+        return wrong_result("different_number")
+    return correct_result("same_ratio")
 
 
 def _parse_reference_formula(reference: Answer, answer: Answer) -> ExpressionTree | None:
@@ -236,7 +236,7 @@ def _parse_reference_formula(reference: Answer, answer: Answer) -> ExpressionTre
     if _TWO_OR_THREE_LETTERS_PATTERN.fullmatch(text) and r"\cdot" in answer.text:
         text = f"1{text}"  # `1ab` is read as a formula, while `ab` may be a name
     tree = parse_formula(text)
-    return tree if tree is not None and unknowns(tree) else None
+    return tree if tree is not None and unknown_names(tree) else None
 
 
 def _compare_formulas(answer: Answer, reference: ExpressionTree) -> ComparisonResult:
@@ -247,8 +247,8 @@ def _compare_formulas(answer: Answer, reference: ExpressionTree) -> ComparisonRe
     tree = answer.tree
     if answer.kind in {"text", "expression"}:
         tree = parse_formula(answer.text) or answer.tree
-    if tree is None or unknowns(tree) != unknowns(reference):
-        return wrong("different_expression" if tree else answer.reason)
+    if tree is None or unknown_names(tree) != unknown_names(reference):
+        return wrong_result("different_expression" if tree else answer.reason)
     return _compare_functions(tree, reference)
 
 

@@ -20,13 +20,13 @@ from adora_vl.rewards.compare import compare
 from adora_vl.rewards.compare_values import (
     ComparisonResult,
     Verdict,
-    correct,
+    correct_result,
     join_letters,
-    wrong,
+    wrong_result,
 )
 from adora_vl.rewards.completion import last_adjacent_boxes, last_answer, last_boxed
 from adora_vl.rewards.forms import canonical_gold, parse_reference, parse_structured
-from adora_vl.rewards.grammar import unknowns
+from adora_vl.rewards.grammar import unknown_names
 from adora_vl.rewards.thinking import is_blank, text_after_thinking
 
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
@@ -210,9 +210,9 @@ def _decide_verdict(
     if reference_choice:
         value_of_choice = _value_of_letter(reference_choice.letter, choices)
         if value_of_choice is None:
-            return wrong("gold_letter_without_choice")
+            return wrong_result("gold_letter_without_choice")
         if not _agrees_with_text_beside(reference_choice, value_of_choice):
-            return wrong("gold_letter_with_another_value")
+            return wrong_result("gold_letter_with_another_value")
         right_value = value_of_choice
     value_result = _grade_by_value(
         answer,
@@ -250,13 +250,13 @@ def _decide_without_choices(
     """
     if answer_choice and reference_choice:
         if answer_choice.letter == reference_choice.letter:
-            return correct("letter")
-        return wrong("different_letter")
+            return correct_result("letter")
+        return wrong_result("different_letter")
     if answer_choice:
-        return wrong("letter_without_choice")
+        return wrong_result("letter_without_choice")
     reason = _why_no_answer_matches(reference.text)
     if reason is not None:
-        return wrong(f"gold_{reason}")
+        return wrong_result(f"gold_{reason}")
     return compare(answer, reference, rounding)
 
 
@@ -283,7 +283,7 @@ def _grade_by_value(
     has_same_text = answer.text != "" and answer_text == reference_text
     if result.verdict != "correct":
         if has_same_text and reference_choice:
-            return correct("same_text")
+            return correct_result("same_text")
         return result
     if has_same_text:
         return result
@@ -292,7 +292,7 @@ def _grade_by_value(
         choice_value = parse_value(choice)
         is_another_text = choice_value.text != reference.text
         if is_another_text and compare(choice_value, reference).verdict == "correct":
-            return wrong("another_choice")
+            return wrong_result("another_choice")
     return result
 
 
@@ -309,17 +309,17 @@ def _grade_by_letter(
     value = _value_of_letter(answer_choice.letter, choices)
     if value is None:
         reason = "different_letter" if reference_choice else "letter_without_choice"
-        return wrong(reason)
+        return wrong_result(reason)
     if not _agrees_with_text_beside(answer_choice, value):
-        return wrong("letter_with_another_value")
+        return wrong_result("letter_with_another_value")
     if reference_choice:
         is_same = answer_choice.letter == reference_choice.letter
     else:
         # `value` is read as a reference answer. As the answer here, the choice is read anew.
         is_same = compare(parse_value(value.raw), reference).verdict == "correct"
     if not is_same:
-        return wrong("different_letter")
-    return correct("letter")
+        return wrong_result("different_letter")
+    return correct_result("letter")
 
 
 def parse_answer_for(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
@@ -408,7 +408,7 @@ def _parse_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice 
     if letter.islower():
         # `c` is a value where a choice such as `2c` has it as an unknown.
         trees = [parse_value(choice).tree for choice in choices]
-        if any(tree is not None and letter in unknowns(tree) for tree in trees):
+        if any(tree is not None and letter in unknown_names(tree) for tree in trees):
             return None
     return _NamedChoice(answer.text, letter=letter.upper(), text_beside=text_beside)
 

@@ -129,11 +129,11 @@ def _deepest_nesting(text: str) -> int:
     return deepest
 
 
-def unknowns(tree: ExpressionTree) -> frozenset[str]:
+def unknown_names(tree: ExpressionTree) -> frozenset[str]:
     """Return the names of the unknowns in an expression tree; an empty tree has none."""
     if not tree:
         return frozenset()
-    return frozenset(node[1] for node in nodes(tree) if node[0] == "unknown")
+    return frozenset(node[1] for node in subtrees(tree) if node[0] == "unknown")
 
 
 def is_angle_in_radians(angle: ExpressionTree) -> bool:
@@ -144,14 +144,14 @@ def is_angle_in_radians(angle: ExpressionTree) -> bool:
     """
     if angle[0] == "call" and angle[1].startswith("arc"):
         return False
-    return angle[0] == "pi" or any(map(is_angle_in_radians, children(angle)))
+    return angle[0] == "pi" or any(map(is_angle_in_radians, direct_subtrees(angle)))
 
 
-def nodes(tree: ExpressionTree) -> Iterator[ExpressionTree]:
+def subtrees(tree: ExpressionTree) -> Iterator[ExpressionTree]:
     """Yield the tree itself and all trees inside it, parents first: `2x`, `2` and `x` for `2x`."""
     yield tree
-    for child in children(tree):
-        yield from nodes(child)
+    for child in direct_subtrees(tree):
+        yield from subtrees(child)
 
 
 def replace_node(tree: ExpressionTree, old: ExpressionTree, new: ExpressionTree) -> ExpressionTree:
@@ -163,7 +163,7 @@ def replace_node(tree: ExpressionTree, old: ExpressionTree, new: ExpressionTree)
     )
 
 
-def children(tree: ExpressionTree) -> Iterator[ExpressionTree]:
+def direct_subtrees(tree: ExpressionTree) -> Iterator[ExpressionTree]:
     """Yield the trees directly inside an expression tree, without their signs and operators.
 
     For example, `("sum", (1, a), (-1, b))` has the trees `a` and `b`, and so has

@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple
 from adora_vl.rewards.grammar import (
     ExpressionTree,
     ParseError,
-    children,
+    direct_subtrees,
     is_angle_in_radians,
-    nodes,
     replace_node,
-    unknowns,
+    subtrees,
+    unknown_names,
 )
 from adora_vl.rewards.number_with_error import (
     ONE,
@@ -86,12 +86,12 @@ def evaluate_closed_form(tree: ExpressionTree) -> NumberWithError:
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
         # A short number, as most answers are, has no arithmetic and is no long decimal.
         return number
-    all_nodes = list(nodes(tree))
+    all_subtrees = list(subtrees(tree))
     is_unevaluated = False
     if number.is_exact:
-        is_unevaluated = any(map(_is_unevaluated_operation, all_nodes))
+        is_unevaluated = any(map(_is_unevaluated_operation, all_subtrees))
     last_digit_growth = None
-    if any(map(_is_long_decimal, all_nodes)):
+    if any(map(_is_long_decimal, all_subtrees)):
         last_digit_growth = _last_digit_growth(tree, number, None)
     return replace(number, is_unevaluated=is_unevaluated, last_digit_growth=last_digit_growth)
 
@@ -148,7 +148,9 @@ def _is_rational(tree: ExpressionTree) -> bool:
         return True
     if tree[0] == "power" and not _is_integer(tree[2]):
         return False
-    return tree[0] in {"frac", "sum", "product", "power"} and all(map(_is_rational, children(tree)))
+    return tree[0] in {"frac", "sum", "product", "power"} and all(
+        map(_is_rational, direct_subtrees(tree))
+    )
 
 
 def _is_integer(exponent: ExpressionTree) -> bool:
@@ -179,7 +181,7 @@ def _raise_last_digit(tree: ExpressionTree) -> ExpressionTree | None:
     For example, the tree of `2\cdot0.333333` becomes that of `2\cdot0.333334`. Returns None if the
     tree has no long decimal (`_is_long_decimal`), or several.
     """
-    long_decimals = [node for node in nodes(tree) if _is_long_decimal(node)]
+    long_decimals = [node for node in subtrees(tree) if _is_long_decimal(node)]
     if len(long_decimals) != 1:
         return None
     (long_decimal,) = long_decimals
@@ -301,7 +303,7 @@ def same_function(answer: ExpressionTree, reference: ExpressionTree) -> Comparis
     compared_points = 0
     # The result if the trees have no value at any point.
     result_without_points: Comparison = "undefined"
-    names = unknowns(answer) | unknowns(reference)
+    names = unknown_names(answer) | unknown_names(reference)
     for unknown_values, reference_value in zip(
         _comparison_points(names), _reference_values(reference, names), strict=True
     ):
@@ -369,7 +371,7 @@ def _value_pairs(answer: ExpressionTree, reference: ExpressionTree) -> list[_Val
     Returns no pair at all if at any point only one of them has a value, or both have none for
     different reasons: such trees are not the same up to a factor.
     """
-    names = unknowns(answer) | unknowns(reference)
+    names = unknown_names(answer) | unknown_names(reference)
     pairs = []
     for unknown_values, reference_value in zip(
         _comparison_points(names), _reference_values(reference, names), strict=True
@@ -390,7 +392,7 @@ def is_constant(tree: ExpressionTree) -> bool:
     `x-x+3` has, and `x+1` has not. Points at which the tree has no value are skipped.
     """
     earlier_value: NumberWithError | None = None
-    for unknown_values in _comparison_points(unknowns(tree)):
+    for unknown_values in _comparison_points(unknown_names(tree)):
         value = _value_at(tree, unknown_values)
         if isinstance(value, NumberWithError):
             if earlier_value is not None and not _are_equal_products(
@@ -407,7 +409,7 @@ def solve_linear(tree: ExpressionTree) -> tuple[NumberWithError, int] | None:
     For example, `2x-6` gives 3 and 1, and `6-2x` gives 3 and -1. Returns None for a tree that is
     not linear or is constant, such as `x^2` and `x-x`.
     """
-    (name,) = unknowns(tree)
+    (name,) = unknown_names(tree)
     zero_and_slope = _zero_and_slope(tree, name)
     if zero_and_slope is None:
         return None
@@ -605,7 +607,7 @@ def _evaluate_root(
     _, degree, radicand_tree = tree
     radicand = _evaluate(radicand_tree, unknown_values)
     # Without a point the whole tree has no unknowns. With a point the radicand may still have none.
-    is_constant_radicand = unknown_values is None or not unknowns(radicand_tree)
+    is_constant_radicand = unknown_values is None or not unknown_names(radicand_tree)
     is_negative = radicand.is_real and radicand.value < 0
     if degree % 2 == 1 and is_constant_radicand and is_negative:
         return -principal_root(-radicand, degree)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from adora_vl.rewards.answer import Answer, parse_value, parse_value_or_raise
 from adora_vl.rewards.brackets import split_outside_brackets
 from adora_vl.rewards.canonical import FIGURE_NAME_PATTERN, VALUE_NAME_PATTERN
-from adora_vl.rewards.grammar import ExpressionTree, ParseError, replace_node, unknowns
+from adora_vl.rewards.grammar import ExpressionTree, ParseError, replace_node, unknown_names
 from adora_vl.rewards.numeric import is_constant, same_number, solve_linear
 from adora_vl.rewards.solutions import (
     REVERSED_SIGN,
@@ -147,7 +147,7 @@ def _subtract_sides(left_side: ExpressionTree, right_side: ExpressionTree) -> Ex
     the relation holds always, as `x < x + 1`, or never.
     """
     tree: ExpressionTree = ("sum", (1, left_side), (-1, right_side))
-    if not unknowns(tree) or is_constant(tree):
+    if not unknown_names(tree) or is_constant(tree):
         raise ParseError("always_true")
     return tree
 
@@ -173,7 +173,7 @@ def parse_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> A
     """
     relations = _compare_with_zero(sides, signs)
     unsolved_answer = Answer("inequality", text, relations=tuple(relations))
-    names = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
+    names = frozenset[str]().union(*(unknown_names(tree) for _, tree in relations))
     for name in names:
         # Among several unknowns `|x|` may be one, as in `|x| < a`. `|x-y|` may not: as `|y-x|` it
         # would be another unknown.
@@ -258,7 +258,7 @@ def _parse_side_of_inequality(text: str) -> ExpressionTree:
     letter = unused_letters[0]
     tree = _parse_side(f"{text[: absolute.start()]}({letter}){text[absolute.end() :]}")
     # `f|x|` has become `f(a)`, which is read as a name in which `a` is no unknown.
-    if letter not in unknowns(tree):
+    if letter not in unknown_names(tree):
         raise ParseError("relation")
     is_length = FIGURE_NAME_PATTERN.fullmatch(absolute[1]) is not None
     name = undecorated_name(absolute[1] if is_length else absolute[0])
@@ -282,7 +282,7 @@ def _solve_absolute_inequality(
     of 0 or less.
     """
     inside = _parse_side(absolute.strip("|"))
-    names = unknowns(inside)
+    names = unknown_names(inside)
     if len(names) != 1:
         raise ParseError("relation")
     (name,) = names

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from adora_vl.checkpoint.store import STAGING_FOLDER, checkpoints, describe_checkpoint_damage
+from adora_vl.checkpoint.store import STAGING_FOLDER, describe_checkpoint_damage, list_checkpoints
 from data_prep.cli import main as data_prep
 from tests.support.launch import cli_arguments, command_lines_marked_with, run_command
 from tests.support.user_tables import truncate_image
@@ -130,10 +130,10 @@ def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(faulty_ru
     Weights have moved in no step that was skipped.
     """
     out, _, _ = faulty_run
-    assert [path.name for path in checkpoints(out)] == [
+    assert [path.name for path in list_checkpoints(out)] == [
         f"checkpoint-{step}" for step in range(7, 0, -1)
     ]
-    assert [describe_checkpoint_damage(path) for path in checkpoints(out)] == [None] * 7
+    assert [describe_checkpoint_damage(path) for path in list_checkpoints(out)] == [None] * 7
     assert not list((out / STAGING_FOLDER).iterdir())
     history = json.loads((out / "checkpoint-7" / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in history] == list(range(1, 8))

@@ -21,7 +21,7 @@ from PIL import Image
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer, load_problems
-from adora_vl.checkpoint.store import checkpoints
+from adora_vl.checkpoint.store import list_checkpoints
 from adora_vl.config.command import parse_command
 from adora_vl.config.run_context import RunContext
 from adora_vl.preflight.python_inputs import Datasets
@@ -246,7 +246,7 @@ def test_early_stopping_ends_a_run_in_order_with_its_newest_checkpoint(tmp_path)
     )
     trainer.train()
     assert json.loads((tmp_path / "manifest.json").read_text())["status"] == "finished"
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_model_checkpoint"]) == (1, None)
     assert state["best_metric"] == pytest.approx(0.4)

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from adora_vl.checkpoint.stop import EXIT_STOPPED
-from adora_vl.checkpoint.store import checkpoints, describe_checkpoint_damage
+from adora_vl.checkpoint.store import describe_checkpoint_damage, list_checkpoints
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED_FOLDER
 from benchmarks.kill_and_resume import smaller_demo_arguments
@@ -187,7 +187,7 @@ def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(sigterm_run):
     """The run prints the command that goes on, and leaves a note for whoever started it."""
     out, code, errors = sigterm_run
     assert code == EXIT_STOPPED, errors[-2000:]
-    (checkpoint,) = checkpoints(out)
+    (checkpoint,) = list_checkpoints(out)
     assert describe_checkpoint_damage(checkpoint) is None
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     assert "SIGTERM: saving after this optimizer step" in errors
@@ -200,7 +200,7 @@ def test_the_export_holds_the_checkpoints_weights_and_loads_offline(sigterm_run,
     """The folder has every file of the shipped model. It is never written over."""
     out, _, _ = sigterm_run
     assert export([str(out), str(tmp_path / "model")]) == 0
-    (checkpoint,) = checkpoints(out)
+    (checkpoint,) = list_checkpoints(out)
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
     saved = AutoModelForImageTextToText.from_pretrained(checkpoint).state_dict()
     shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER).state_dict()
@@ -225,6 +225,6 @@ def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path
     assert done.returncode == 1
     assert "exitcode  : -9" in done.stderr, done.stderr[-2000:]
     assert command_lines_marked_with(mark) == []
-    (checkpoint,) = checkpoints(tmp_path / "out")
+    (checkpoint,) = list_checkpoints(tmp_path / "out")
     assert checkpoint.name == "checkpoint-3"
     assert describe_checkpoint_damage(checkpoint) is None

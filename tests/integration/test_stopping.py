@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import (
     checkpoint_step,
-    checkpoints,
     describe_checkpoint_damage,
     find_newest_valid_checkpoint,
+    list_checkpoints,
 )
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
@@ -122,7 +122,7 @@ def start_and_stop(
 
     `stop_function`: one of `STOP_FUNCTIONS`.
     """
-    older_checkpoints = checkpoints(output_dir)
+    older_checkpoints = list_checkpoints(output_dir)
     resumed_step = checkpoint_step(older_checkpoints[0]) if older_checkpoints else 0
     with RunningCommand(config, output_dir, [*STOPPING_RUN_ARGUMENTS, *ENDLESS_STEPS]) as run:
         run.wait_for_step(resumed_step + 1)
@@ -130,7 +130,7 @@ def start_and_stop(
         stop_function(run)
         code = run.wait_for_the_end()
         output = run.output
-    saved = [folder for folder in checkpoints(output_dir) if folder not in older_checkpoints]
+    saved = [folder for folder in list_checkpoints(output_dir) if folder not in older_checkpoints]
     note = json.loads((output_dir / STOPPED_FILE).read_text())
     return StoppedRun(
         output_at_step=output_at_step,
@@ -222,7 +222,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
         seconds_to_end=seconds_to_end,
         outputs=outputs,
         codes=codes,
-        saved=[checkpoint, *checkpoints(out)],
+        saved=[checkpoint, *list_checkpoints(out)],
     )
 
 

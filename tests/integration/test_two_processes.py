@@ -21,8 +21,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from adora_vl.checkpoint.store import (
     COMPLETE_FILE,
     MANIFEST_FILE,
-    checkpoints,
     describe_checkpoint_damage,
+    list_checkpoints,
     publish_checkpoint,
 )
 from adora_vl.checkpoint.trl_state import REFERENCE_FOLDER
@@ -102,8 +102,8 @@ def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(drift_stoppe
     assert done.stderr.count("error: step 3: the engine's log-probabilities are") == 1
     assert f"go on with --resume_from_checkpoint {out / 'checkpoint-2'}" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: step 3")[0]
-    assert [path.name for path in checkpoints(out)] == ["checkpoint-2", "checkpoint-1"]
-    assert [describe_checkpoint_damage(path) for path in checkpoints(out)] == [None, None]
+    assert [path.name for path in list_checkpoints(out)] == ["checkpoint-2", "checkpoint-1"]
+    assert [describe_checkpoint_damage(path) for path in list_checkpoints(out)] == [None, None]
     assert processes == []
 
 
@@ -288,7 +288,7 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
         check=False,
     )
     (line,) = re.findall(r"^error.*$", done.stderr, flags=re.MULTILINE)
-    newest, *_ = checkpoints(tmp_path / "out")
+    newest, *_ = list_checkpoints(tmp_path / "out")
     assert re.fullmatch(
         r"error: step \d: adora_reward: judge: \S+ refuses the key in ADORA_VL_JUDGE_KEY for the "
         r"model 'j' \(HTTP 401: "

@@ -434,13 +434,13 @@ def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp
         write_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-10" / store.COMPLETE_FILE).unlink()
     store.delete_old_checkpoints(tmp_path, 2)
-    assert [path.name for path in store.checkpoints(tmp_path)] == [
+    assert [path.name for path in store.list_checkpoints(tmp_path)] == [
         "checkpoint-20",
         "checkpoint-15",
         "checkpoint-10",
     ]
     store.delete_old_checkpoints(tmp_path, None)
-    assert len(store.checkpoints(tmp_path)) == 3
+    assert len(store.list_checkpoints(tmp_path)) == 3
 
 
 def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
@@ -452,7 +452,7 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
 
     def save(folder: Path) -> dict[str, object]:
         assert store.describe_checkpoint_damage(older) is None
-        assert store.checkpoints(tmp_path / OLD_RUN_FOLDER)
+        assert store.list_checkpoints(tmp_path / OLD_RUN_FOLDER)
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"half")
         return {"fingerprint": FINGERPRINT}
@@ -468,12 +468,12 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     assert full.value.__cause__ is None, "a cause would be printed as a traceback"
     assert list((tmp_path / store.STAGING_FOLDER).iterdir()) == []
     assert store.describe_checkpoint_damage(older) is None
-    assert store.checkpoints(tmp_path / OLD_RUN_FOLDER)
+    assert store.list_checkpoints(tmp_path / OLD_RUN_FOLDER)
     assert writer.last_saved_step is None
     writer.write(20, save)
     assert store.find_newest_valid_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-20"
     assert writer.last_saved_step == 20
-    assert len(store.checkpoints(tmp_path)) == 1
+    assert len(store.list_checkpoints(tmp_path)) == 1
     assert not (tmp_path / OLD_RUN_FOLDER).exists()
 
 

@@ -30,8 +30,8 @@ from adora_vl.checkpoint.stop import mark_stopped
 from adora_vl.checkpoint.store import (
     CHECKPOINT_NAME_PATTERN,
     STAGING_FOLDER,
-    checkpoints,
     find_newest_valid_checkpoint,
+    list_checkpoints,
 )
 from adora_vl.checkpoint.writer import delete_old_run, move_old_run_aside
 from adora_vl.export import main as export
@@ -211,7 +211,7 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
     """The old run has been put aside, and the new one has logged a step and crashed."""
     run = write_run(tmp_path, 4, 8)
     assert move_old_run_aside(run) == str(run / OLD_RUN_FOLDER)
-    assert checkpoints(run) == []
+    assert list_checkpoints(run) == []
     assert (run / "notes.txt").is_file()
     for overwrite in (False, True):  # the crash, and the same or the plain command again
         (run / "metrics.jsonl").write_text(METRICS_OF_CRASHED_RUN)
@@ -286,7 +286,7 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     assert tables == ["completions_00001.parquet", "completions_00002.parquet"], (
         "TRL's folder is there for the new run"
     )
-    assert [path.name for path in checkpoints(run)] == ["checkpoint-2"]
+    assert [path.name for path in list_checkpoints(run)] == ["checkpoint-2"]
     assert TINY_RUN_STEPS > 2
     assert not (run / OLD_RUN_FOLDER).exists()
     # a line for each of two steps, and one for the end

@@ -31,7 +31,6 @@ from adora_vl.record.manifest import (
     describe_recipe,
     describe_run,
     end_manifest,
-    interpreter,
     launch_command,
     mark_failed_on_error,
     shortest_program_path,

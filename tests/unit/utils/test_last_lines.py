@@ -20,7 +20,7 @@ from adora_vl.builtin.builtin_data import resolve_model
 from adora_vl.evals.inference.engines import check_model
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED_FOLDER
-from adora_vl.record.manifest import interpreter, shortest_program_path, write_manifest
+from adora_vl.record.manifest import python_command, shortest_program_path, write_manifest
 from adora_vl.record.summary import evaluate_command, view_command
 from adora_vl.report.page import write_page
 from adora_vl.train import main as train
@@ -60,7 +60,7 @@ def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
-    assert interpreter() == ".venv/bin/python"
+    assert python_command() == ".venv/bin/python"
     assert view_command(Path("r")).startswith(".venv/bin/python -m ")
     monkeypatch.chdir("/")
     assert shortest_program_path("/elsewhere/bin/accelerate") in (
