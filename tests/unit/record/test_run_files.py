@@ -529,8 +529,8 @@ PARENT_WORDS_AND_COMMAND = [
         ["python", "-m", "accelerate.commands.launch", "-m", "adora_vl.train"],
         f"{TYPED_ACCELERATE} launch -m adora_vl.train",
     ),
-    (["python", *LAUNCH_WORDS[:4], "my_script.py"], f"{interpreter()} -m adora_vl.train --seed 1"),
-    (["bash"], f"{interpreter()} -m adora_vl.train --seed 1"),
+    (["python", *LAUNCH_WORDS[:4], "my_script.py"], f"{python_command()} -m adora_vl.train --seed 1"),
+    (["bash"], f"{python_command()} -m adora_vl.train --seed 1"),
     (
         ["python", *LAUNCH_WORDS[:6], "--hub_token", "hf_x", "--api_secret=s", "--seed", "1"],
         "accelerate launch --config_file c.yaml -m adora_vl.train --hub_token ... "
@@ -551,18 +551,18 @@ def test_the_command_that_started_a_run(tmp_path):
     assert commands == [command for _, command in PARENT_WORDS_AND_COMMAND]
     assert (
         launch_command(["--seed", "1"], tmp_path / "no")
-        == f"{interpreter()} -m adora_vl.train --seed 1"
+        == f"{python_command()} -m adora_vl.train --seed 1"
     )
 
 
 def test_the_commands_after_a_run(tmp_path):
     """An evaluation takes the run's own data, if it has a test split."""
-    command = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
+    command = f"{python_command()} -m eval.problems run --model m --data DATA --output o"
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == command
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
     words = (
-        f"{interpreter()} -m eval.problems run --model m --data {tmp_path} --output o "
+        f"{python_command()} -m eval.problems run --model m --data {tmp_path} --output o "
         "--max-tokens 40"
     )
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
@@ -572,7 +572,7 @@ def test_the_commands_after_a_run(tmp_path):
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace(
         "problems", "knights"
     )
-    assert view_command(Path("a b"), Path("c")) == f"{interpreter()} -m adora_vl.report 'a b' c"
+    assert view_command(Path("a b"), Path("c")) == f"{python_command()} -m adora_vl.report 'a b' c"
 
 
 def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
@@ -587,7 +587,7 @@ def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
     *_, merge, evaluate = summary_lines([], config, tmp_path, 1)
     assert (
         merge
-        == f"Merge it      {interpreter()} -m adora_vl.export {tmp_path} {tmp_path / MERGED_FOLDER}"
+        == f"Merge it      {python_command()} -m adora_vl.export {tmp_path} {tmp_path / MERGED_FOLDER}"
     )
     assert evaluate.startswith("Evaluate it")
     assert f"--model {tmp_path} " in evaluate
@@ -632,7 +632,7 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
     assert len(manifest["data"]["fingerprint"]) == 32
     assert manifest["data"]["source"] == "synthetic"
     assert {"torch", "trl", "python"} <= manifest["versions"].keys()
-    assert manifest["command"].startswith(f"{interpreter()} -m adora_vl.train --config ")
+    assert manifest["command"].startswith(f"{python_command()} -m adora_vl.train --config ")
     assert not [key for key in manifest["config"] if key.endswith("token")]
     assert len(manifest["starts"]) == 1
     assert manifest["starts"][0]["checkpoint"] is None
@@ -758,7 +758,7 @@ def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_r
     first_words = " ".join(tiny_run_arguments(resumed_run.folder))
     expected = first_words.replace(f" --max_steps {TINY_RUN_STEPS}", "")
     expected += f" --max_steps {2 * TINY_RUN_STEPS}"
-    assert words["Train longer"] == f"{interpreter()} -m adora_vl.train {expected}"
+    assert words["Train longer"] == f"{python_command()} -m adora_vl.train {expected}"
 
 
 def test_a_run_with_tools_is_evaluated_with_them(tmp_path):
