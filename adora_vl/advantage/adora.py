@@ -289,7 +289,7 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class _CriterionVerdict:
     """What one criterion, or all of them together, say of each group: (P,) each, bool."""
 
     holds_P: Tensor
@@ -300,7 +300,7 @@ class _Verdict:
     """Whether its correct and wrong rollouts compare as equal."""
 
 
-def _judge_by_all_criteria(groups: Groups, options: Adora, step: int) -> _Verdict:
+def _judge_by_all_criteria(groups: Groups, options: Adora, step: int) -> _CriterionVerdict:
     """Decide for each of P groups whether any, or all, of the criteria that apply to it hold.
 
     `options.combine` says whether `any` or `all`. For example, if `length` holds and `difficulty`
@@ -317,10 +317,14 @@ def _judge_by_all_criteria(groups: Groups, options: Adora, step: int) -> _Verdic
     if options.combine == "all":
         # A criterion that does not apply must not stop the others.
         holds_P = (holds_KP | ~applies_KP).all(dim=0)
-    return _Verdict(holds_P=holds_P, applies_P=applies_KP.any(dim=0), is_tie_P=is_tie_KP.any(dim=0))
+    return _CriterionVerdict(
+        holds_P=holds_P, applies_P=applies_KP.any(dim=0), is_tie_P=is_tie_KP.any(dim=0)
+    )
 
 
-def _judge_by_criterion(groups: Groups, options: Adora, criterion: str, step: int) -> _Verdict:
+def _judge_by_criterion(
+    groups: Groups, options: Adora, criterion: str, step: int
+) -> _CriterionVerdict:
     """Decide for each of P groups whether one criterion holds, at an optimizer step.
 
     - `difficulty` holds where the pass rate is at most `tau` (Eq. 6 of the paper).
@@ -338,7 +342,7 @@ def _judge_by_criterion(groups: Groups, options: Adora, criterion: str, step: in
             # solvable: it needs a correct rollout.
             can_hold_P = groups.correct_PG.any(dim=1)
         # This criterion applies to every group, and knows no ties.
-        return _Verdict(
+        return _CriterionVerdict(
             holds_P=can_hold_P & is_hard_P,
             applies_P=torch.ones_like(is_hard_P),
             is_tie_P=torch.zeros_like(is_hard_P),
@@ -350,14 +354,16 @@ def _judge_by_criterion(groups: Groups, options: Adora, criterion: str, step: in
     by_net_claims = _compare_correct_with_wrong(groups, options, measure_PG=groups.net_claims_PG)
     if options.no_figure == "keep":
         return replace(by_net_claims, applies_P=groups.has_net_claims_P)
-    return _Verdict(
+    return _CriterionVerdict(
         holds_P=torch.where(groups.has_net_claims_P, by_net_claims.holds_P, by_length.holds_P),
         applies_P=torch.ones_like(groups.has_net_claims_P),
         is_tie_P=torch.where(groups.has_net_claims_P, by_net_claims.is_tie_P, by_length.is_tie_P),
     )
 
 
-def _compare_correct_with_wrong(groups: Groups, options: Adora, measure_PG: Tensor) -> _Verdict:
+def _compare_correct_with_wrong(
+    groups: Groups, options: Adora, measure_PG: Tensor
+) -> _CriterionVerdict:
     """Decide for each group whether a correct rollout exceeds the mean of its wrong ones.
 
     The largest measure of a correct rollout, such as its length, is compared with the mean measure
@@ -389,4 +395,4 @@ def _compare_correct_with_wrong(groups: Groups, options: Adora, measure_PG: Tens
     is_tie_P = has_finished_wrong_P & (largest_correct_P == mean_wrong_P)
     if options.ties == "keep":
         holds_P = holds_P | is_tie_P
-    return _Verdict(holds_P=holds_P, applies_P=torch.ones_like(holds_P), is_tie_P=is_tie_P)
+    return _CriterionVerdict(holds_P=holds_P, applies_P=torch.ones_like(holds_P), is_tie_P=is_tie_P)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.trl_keys import Key, config_key_by_name
+from adora_vl.config.trl_keys import ConfigKey, config_key_by_name
 from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
 from adora_vl.config.values import annotations_of_keys, convert_key
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
@@ -272,7 +272,7 @@ def _check_key(
     key: str,
     value: object,
     error_prefix: str,
-    keys: Mapping[str, Key],
+    keys: Mapping[str, ConfigKey],
     command_options: Collection[str] = (),
 ) -> None:
     """Raise `UserError` for a key that no training config has, with a proposal what to write.
@@ -298,7 +298,7 @@ def _check_key(
 
 
 def _suggestion_by_word(
-    keys: Mapping[str, Key], command_options: Collection[str]
+    keys: Mapping[str, ConfigKey], command_options: Collection[str]
 ) -> dict[str, str]:
     """Return what an error may propose to write in place of an unknown key.
 
@@ -322,7 +322,7 @@ def _suggestion_by_word(
 
 
 def _override_from_command_line(
-    values: dict[str, Any], cli_key: CliKey, keys: Mapping[str, Key]
+    values: dict[str, Any], cli_key: CliKey, keys: Mapping[str, ConfigKey]
 ) -> None:
     """Write the value that the command line has for a key into `values`, over the config file's.
 

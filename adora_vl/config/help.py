@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING
 
-from adora_vl.config.trl_keys import OUR_LIBRARY, Key, config_key_by_name
+from adora_vl.config.trl_keys import OUR_LIBRARY, ConfigKey, config_key_by_name
 from adora_vl.utils.cli import yaml_line
 from adora_vl.utils.versions import installed_version
 
@@ -89,7 +89,7 @@ def help_text(arguments: Sequence[str]) -> str:
     return _HELP_HEAD + "\n".join(lines) + "\n" + _HELP_TAIL.rstrip()
 
 
-def _help_of_all_keys(keys: Sequence[Key]) -> str:
+def _help_of_all_keys(keys: Sequence[ConfigKey]) -> str:
     """Return the text of `--help-all`: every key with its default, and below it what it means.
 
     The keys of one library stand together, by name. The options of a key follow it.
@@ -108,7 +108,7 @@ def _help_of_all_keys(keys: Sequence[Key]) -> str:
     return "\n".join(parts)
 
 
-def _line_with_default(key: Key) -> str:
+def _line_with_default(key: ConfigKey) -> str:
     """Return a key with its default as a line of YAML, such as `beta: 0.0`."""
     if key.default is MISSING:
         # The library computes this default.

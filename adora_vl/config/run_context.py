@@ -16,7 +16,7 @@ OutputDirMode = Literal["lock", "inspect", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Messages:
+class CheckMessages:
     """What the checks say to the user, in their order.
 
     `notes`: lines about the run, printed before it starts. `unchecked`: lines about what could not
@@ -45,7 +45,7 @@ class RunContext:
     sharding: Sharding
     output_dir_mode: OutputDirMode
     dry_run: bool = False
-    messages: Messages = field(default_factory=Messages)
+    messages: CheckMessages = field(default_factory=CheckMessages)
 
     @classmethod
     def of_launch(cls, output_dir_mode: OutputDirMode) -> RunContext:
@@ -73,5 +73,5 @@ class RunContext:
             sharding=planned_sharding(options),
             output_dir_mode="inspect" if on_this_machine else "ignore",
             dry_run=True,
-            messages=Messages(unchecked=[] if on_this_machine else [_OTHER_MACHINE_NOTE]),
+            messages=CheckMessages(unchecked=[] if on_this_machine else [_OTHER_MACHINE_NOTE]),
         )

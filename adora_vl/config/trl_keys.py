@@ -28,7 +28,7 @@ _TRL_DATACLASSES = ("GRPOConfig", "ModelConfig")
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key of a training config.
 
     `default`: `dataclasses.MISSING` where the library's source computes it. `help`: its text in
@@ -42,7 +42,7 @@ class Key:
     library: str
 
     @property
-    def options(self) -> list[Key]:
+    def options(self) -> list[ConfigKey]:
         """The options of a key whose value is a dataclass, under dotted names; else none."""
         options = self.default
         if not is_dataclass(options):
@@ -59,7 +59,7 @@ class _LibraryClass:
 
 
 @cache
-def config_key_by_name() -> dict[str, Key]:
+def config_key_by_name() -> dict[str, ConfigKey]:
     """Return every key of a training config by its name, without importing TRL.
 
     Raises `UserError` if TRL or Transformers has its config classes in other files than expected,
@@ -74,7 +74,7 @@ def config_key_by_name() -> dict[str, Key]:
         ) from error
 
 
-def _keys_of_libraries() -> dict[str, Key]:
+def _keys_of_libraries() -> dict[str, ConfigKey]:
     """Return the keys of TRL and Transformers by name, parsed from the libraries' sources.
 
     Raises `OSError` or `KeyError` if a file or class is not where it is expected.
@@ -90,16 +90,16 @@ def _keys_of_libraries() -> dict[str, Key]:
                 for node in tree.body:
                     if isinstance(node, ast.ClassDef):
                         classes[node.name] = _LibraryClass(node, library)
-    keys: dict[str, Key] = {}
+    keys: dict[str, ConfigKey] = {}
     for class_name in _TRL_DATACLASSES:
         keys |= _keys_of_class(class_name, classes)
     return keys
 
 
-def _our_keys(dataclass: Any) -> list[Key]:
+def _our_keys(dataclass: Any) -> list[ConfigKey]:
     """Return the keys that a dataclass of this project declares, each with its help text."""
     return [
-        Key(
+        ConfigKey(
             name=field.name,
             default=field_default(field),
             help=field.metadata["help"],
@@ -109,14 +109,14 @@ def _our_keys(dataclass: Any) -> list[Key]:
     ]
 
 
-def _keys_of_class(class_name: str, classes: Mapping[str, _LibraryClass]) -> dict[str, Key]:
+def _keys_of_class(class_name: str, classes: Mapping[str, _LibraryClass]) -> dict[str, ConfigKey]:
     """Return the keys that a dataclass and its base classes declare, by name.
 
     `classes`: parsed classes of the libraries by name. Raises `KeyError` for a class that is not
     among them.
     """
     dataclass = classes[class_name]
-    keys: dict[str, Key] = {}
+    keys: dict[str, ConfigKey] = {}
     for base in dataclass.node.bases:
         keys |= _keys_of_class(ast.unparse(base), classes)
     # A field is an annotated assignment: `name: type = value`.
@@ -129,14 +129,14 @@ def _keys_of_class(class_name: str, classes: Mapping[str, _LibraryClass]) -> dic
     return keys
 
 
-def _key_of_field(name: str, value: ast.expr | None, library: str) -> Key:
+def _key_of_field(name: str, value: ast.expr | None, library: str) -> ConfigKey:
     """Return the key that a field of a library's dataclass declares.
 
     `value`: the expression behind the `=` of the field. It is a plain value such as `0.2`, or a
     call such as `field(default=0.2, metadata={"help": "Lower clip."})`. None without an `=`.
     """
     if not isinstance(value, ast.Call):
-        return Key(name=name, default=_literal_value(value), help="", library=library)
+        return ConfigKey(name=name, default=_literal_value(value), help="", library=library)
     arguments = {keyword.arg: keyword.value for keyword in value.keywords}
     default: Any = _literal_value(arguments.get("default"))
     factory = arguments.get("default_factory")
@@ -148,7 +148,7 @@ def _key_of_field(name: str, value: ast.expr | None, library: str) -> Key:
     help_text = _help_in(arguments.get("metadata"))
     # The libraries double every % for argparse.
     one_line = " ".join(help_text.replace("%%", "%").split())
-    return Key(name=name, default=default, help=one_line, library=library)
+    return ConfigKey(name=name, default=default, help=one_line, library=library)
 
 
 def _help_in(metadata: ast.expr | None) -> str:

@@ -13,7 +13,7 @@ import yaml
 
 from adora_vl.config.command import CliArgs
 from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.planning.plan import Plan, make_plan
+from adora_vl.planning.plan import DryRunPlan, make_plan
 from adora_vl.planning.report import prompt_lines, report_text, report_values
 from adora_vl.planning.run_keys import resolve_keys
 from adora_vl.utils.errors import UserError
@@ -53,7 +53,7 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     return 0
 
 
-def verdict_line(plan: Plan) -> str:
+def verdict_line(plan: DryRunPlan) -> str:
     """Return a line on whether the run fits into its GPUs."""
     usage = f"{plan.prediction.peak_bytes / GIB:.3g} of {plan.gpu_bytes / GIB:.3g} GiB"
     if plan.fits:
@@ -61,7 +61,7 @@ def verdict_line(plan: Plan) -> str:
     return f"It does NOT fit: {usage}; the section on memory above says what would."
 
 
-def training_command(plan: Plan, accelerate_config: Path | None) -> str:
+def training_command(plan: DryRunPlan, accelerate_config: Path | None) -> str:
     """Return the command that starts the planned run.
 
     `accelerate_config`: the file that the dry run has read, None without one.

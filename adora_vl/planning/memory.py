@@ -24,8 +24,8 @@ from adora_vl.models.shape import PATCHES_PER_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays
 from adora_vl.planning.engine_memory import (
     SLEEPING_ENGINE_BYTES,
-    Engine,
     EngineMemory,
+    EngineSettings,
     engine_memory,
 )
 from adora_vl.training.model_states import ModelStateBytes, dtypes_of, predict_state_bytes
@@ -45,7 +45,7 @@ _PIXEL_VALUE_BYTES = 4  # pixel_values are float32
 
 
 @dataclass(frozen=True)
-class Sharing:
+class SharedComputation:
     """What a step computes only once for all rollouts of a group (docs/speed.md)."""
 
     images: bool = False  # the pixels of their image are held once
@@ -66,13 +66,13 @@ class MemorySetup:
     # rollouts of one rank in a generation; their pixels stay on the GPU until all are learned from
     sequences_per_generation: int
     group_size: int = 1
-    sharing: Sharing = Sharing()
+    sharing: SharedComputation = SharedComputation()
     mixed_precision: bool = True  # bf16 or fp16
     checkpointing: bool = True  # gradient checkpointing
     recompute: Recompute = "all"  # which layers gradient checkpointing recomputes
     has_padding_mask: bool = True  # SDPA needs one, flash attention does not
     has_reference: bool = False  # a reference model for the KL term
-    engine: Engine | None = None  # None: no engine shares this GPU
+    engine: EngineSettings | None = None  # None: no engine shares this GPU
     on_gpu: bool = True
     # Micro-batches of an optimizer step. From the second on all gradients exist already.
     micro_batches: int = 2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.planning.engine_memory import cache_bytes_per_token
-from adora_vl.planning.memory import Sharing, predict_memory
+from adora_vl.planning.memory import SharedComputation, predict_memory
 from adora_vl.planning.what_fits import (
     best_vllm_utilization,
     largest_batch,
@@ -22,7 +22,7 @@ from adora_vl.utils.files import GIB
 
 if TYPE_CHECKING:
     from adora_vl.planning.memory import MemorySetup
-    from adora_vl.planning.plan import Plan
+    from adora_vl.planning.plan import DryRunPlan
 
 # Share of the GPU below which the report does not list what takes how much (--json has it).
 _SHORT_REPORT_SHARE = 0.25
@@ -40,7 +40,7 @@ def _parameter_count(count: int) -> str:
     return f"{count / 1e9:.3g} billion" if count >= 1e8 else f"{count / 1e6:.3g} million"
 
 
-def memory_lines(plan: Plan) -> list[str]:
+def memory_lines(plan: DryRunPlan) -> list[str]:
     """Return the report's section on memory: by component and phase, and whether the run fits."""
     setup = plan.setup
     prediction = plan.prediction
@@ -93,7 +93,7 @@ def _memory_table(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
     return lines
 
 
-def recomputed_lines(plan: Plan) -> list[str]:
+def recomputed_lines(plan: DryRunPlan) -> list[str]:
     """Return a line on how many layers of the language model the backward pass recomputes.
 
     It is about the longest micro-batch; a shorter one may need fewer. There is no line without
@@ -119,7 +119,7 @@ def _table_line(title: str, cells: Sequence[str]) -> str:
     return f"{title:24}" + "".join(f"{cell:>24}" for cell in cells)
 
 
-def sharing_lines(plan: Plan) -> list[str]:
+def sharing_lines(plan: DryRunPlan) -> list[str]:
     """Return lines on what a micro-batch computes only once for all rollouts of a group.
 
     They say how much memory that saves, and whether a larger micro-batch would share more.
@@ -130,7 +130,7 @@ def sharing_lines(plan: Plan) -> list[str]:
     # and their difference would not show.
     setup = replace(plan.setup, recompute="all")
     # The same run with image and prompt computed for each rollout, as TRL does.
-    setup_of_trl = replace(setup, sharing=Sharing())
+    setup_of_trl = replace(setup, sharing=SharedComputation())
     phase = "forward and backward"
     phases = predict_memory(setup, plan.gpu_bytes).phases
     phases_of_trl = predict_memory(setup_of_trl, plan.gpu_bytes).phases
@@ -171,7 +171,7 @@ _GPU_ACCURACY_NOTE = (
 )
 
 
-def engine_lines(plan: Plan) -> list[str]:
+def engine_lines(plan: DryRunPlan) -> list[str]:
     """Return lines on how many rollouts the engine samples at once.
 
     There are none without an engine that shares the GPU with the trainer.
@@ -191,7 +191,7 @@ def engine_lines(plan: Plan) -> list[str]:
     ]
 
 
-def utilization_lines(plan: Plan, concurrent_rollouts: int) -> list[str]:
+def utilization_lines(plan: DryRunPlan, concurrent_rollouts: int) -> list[str]:
     """Return a line that proposes another `vllm_gpu_memory_utilization`, if one is better.
 
     With it the run fits, or samples more rollouts at once. `concurrent_rollouts`: how many rollouts
@@ -214,7 +214,7 @@ def utilization_lines(plan: Plan, concurrent_rollouts: int) -> list[str]:
     ]
 
 
-def verdict_lines(plan: Plan) -> list[str]:
+def verdict_lines(plan: DryRunPlan) -> list[str]:
     """Return lines on whether the run fits into its GPUs, and on the largest batch and image."""
     setup = plan.setup
     lines = [_verdict_line(plan)]
@@ -234,7 +234,7 @@ def verdict_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _verdict_line(plan: Plan) -> str:
+def _verdict_line(plan: DryRunPlan) -> str:
     """Return a line on whether the run fits into its GPUs, or what to change if it does not."""
     prediction = plan.prediction
     peak_gib = prediction.peak_bytes / GIB
@@ -260,7 +260,7 @@ def _verdict_line(plan: Plan) -> str:
     )
 
 
-def largest_image_line(plan: Plan) -> str:
+def largest_image_line(plan: DryRunPlan) -> str:
     """Return a line with the largest `max_pixels` that fits, or why no image does."""
     if plan.limit is not None and plan.max_image_tokens < 1:
         return (
@@ -275,7 +275,7 @@ def largest_image_line(plan: Plan) -> str:
     return f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)."
 
 
-def memory_remedy(plan: Plan) -> str:
+def memory_remedy(plan: DryRunPlan) -> str:
     """Return what to change if a run does not fit into its GPUs, the best change first.
 
     Only changes that the run's settings leave open are named.

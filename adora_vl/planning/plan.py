@@ -20,12 +20,12 @@ from adora_vl.data.prompt_lengths import PromptLengths, stored_image_sizes
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
-from adora_vl.planning.engine_memory import Engine
+from adora_vl.planning.engine_memory import EngineSettings
 from adora_vl.planning.memory import (
     MAX_IMAGE_TOKENS,
     MemoryPrediction,
     MemorySetup,
-    Sharing,
+    SharedComputation,
     predict_memory,
 )
 from adora_vl.preflight.resolved_run import ResolvedRun
@@ -41,7 +41,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Plan:
+class DryRunPlan:
     """A run on paper: what was checked, measured and predicted before a weight is loaded."""
 
     run: ResolvedRun
@@ -112,7 +112,9 @@ class Plan:
         return self.limit.tokens - self.limit.tokens_for(self.lengths.longest_text)
 
 
-def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool = False) -> Plan:
+def make_plan(
+    command: CliArgs, options: DryRunOptions, *, with_few_rows: bool = False
+) -> DryRunPlan:
     """Check a run without starting it, and predict its prompt lengths and memory.
 
     All checks are made that a run makes before it loads weights. `with_few_rows`: plan also for a
@@ -143,7 +145,7 @@ def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool =
         lengths=lengths,
     )
     gpu = _planned_gpu(options, run.config, sharding.local_processes)
-    return Plan(
+    return DryRunPlan(
         run=run,
         script_args=script_args,
         lengths=lengths,
@@ -290,13 +292,13 @@ def build_memory_setup(
     )
 
 
-def _sharing(config: AdoraGRPOConfig) -> Sharing:
+def _sharing(config: AdoraGRPOConfig) -> SharedComputation:
     """Return what the steps of a run compute only once for all rollouts of a group."""
     stores_images_once = config.uses("cache_images")
     # Where groups are not kept together, the rollouts of a group may be in different micro-batches
     # and share nothing.
     keeps_groups_together = stores_images_once and not setting_against_regrouping(config)
-    return Sharing(
+    return SharedComputation(
         images=stores_images_once,
         vision=keeps_groups_together and config.uses("share_vision"),
         prompts=keeps_groups_together and config.uses("share_prompt"),
@@ -308,7 +310,7 @@ def _engine_settings(
     shape: ModelShape,
     longest_prompt: int,
     sequences_per_generation: int,
-) -> Engine | None:
+) -> EngineSettings | None:
     """Return what the memory of a run's vLLM engine depends on.
 
     None without an engine that shares the GPU with the trainer.
@@ -329,7 +331,7 @@ def _engine_settings(
         cpu_cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
     # Without the key, no rollout is longer than the longest prompt with a whole completion.
     max_length = config.vllm_max_model_length or longest_prompt + config.max_completion_length
-    return Engine(
+    return EngineSettings(
         utilization=config.vllm_gpu_memory_utilization,
         dtype_bytes=_DTYPE_BYTES[dtype] if dtype else shape.weight_bytes,
         max_length=max_length,

@@ -16,7 +16,7 @@ from adora_vl.data.prompts import (
 )
 from adora_vl.planning import disk, what_fits
 from adora_vl.planning.memory_report import memory_lines
-from adora_vl.planning.plan import Plan
+from adora_vl.planning.plan import DryRunPlan
 from adora_vl.planning.run_keys import changed_keys
 from adora_vl.preflight.check_machine import (
     TRIAL_SCHEDULE_STEPS,
@@ -60,7 +60,7 @@ def learning_rate_line(config: AdoraGRPOConfig, total_steps: int | None) -> str:
     return f"Learning rate: {schedule}, {', '.join(rate_texts)}."
 
 
-def prompt_lines(plan: Plan) -> list[str]:
+def prompt_lines(plan: DryRunPlan) -> list[str]:
     """Return a section with one whole prompt as the model reads it.
 
     It is the prompt of a multiple-choice row, if there is one. There is no section for a data set
@@ -86,7 +86,7 @@ def prompt_lines(plan: Plan) -> list[str]:
     return report_section(f"One whole prompt, of {example['id']}", lines_for_terminal(prompt_text))
 
 
-def _render_messages(plan: Plan, messages: list[Message]) -> str:
+def _render_messages(plan: DryRunPlan, messages: list[Message]) -> str:
     """Return messages as text, by the model's chat template.
 
     Without a processor, or a template in it, each message follows the name of its role.
@@ -103,7 +103,7 @@ def _render_messages(plan: Plan, messages: list[Message]) -> str:
         return as_text(messages)
 
 
-def config_lines(plan: Plan) -> list[str]:
+def config_lines(plan: DryRunPlan) -> list[str]:
     """Return a section with a line `key: value` for each key that the user changed."""
     value_by_key = changed_keys(plan)
     column_width = max(map(len, value_by_key), default=0) + 2
@@ -113,7 +113,7 @@ def config_lines(plan: Plan) -> list[str]:
     )
 
 
-def batch_lines(plan: Plan) -> list[str]:
+def batch_lines(plan: DryRunPlan) -> list[str]:
     """Return a section on prompts, groups, micro-batches, optimizer steps and epochs."""
     batches = plan.run.layout
     config = plan.run.config
@@ -143,7 +143,7 @@ def batch_lines(plan: Plan) -> list[str]:
     return report_section("Batches", lines)
 
 
-def _other_process_count_lines(plan: Plan) -> list[str]:
+def _other_process_count_lines(plan: DryRunPlan) -> list[str]:
     """Return a line with the batch sizes that the run would have on 1, 2, 4 and 8 processes.
 
     There is no line for one process on a CPU, since a config for a CPU always starts one.
@@ -166,7 +166,7 @@ def _other_process_count_lines(plan: Plan) -> list[str]:
     ]
 
 
-def _epoch_lines(plan: Plan) -> list[str]:
+def _epoch_lines(plan: DryRunPlan) -> list[str]:
     """Return lines on the numbers of rows, optimizer steps and epochs, as far as they are known."""
     rows = plan.rows
     per_epoch = plan.steps_per_epoch
@@ -193,7 +193,7 @@ def _length_table_line(name: str, token_counts: Sequence[int]) -> str:
     return f"{name:14}" + "".join(cells)
 
 
-def length_lines(plan: Plan) -> list[str]:
+def length_lines(plan: DryRunPlan) -> list[str]:
     """Return a section on the lengths of the prompts, and on those that meet a limit."""
     lengths = plan.lengths
     config = plan.run.config
@@ -216,7 +216,7 @@ def length_lines(plan: Plan) -> list[str]:
     return report_section(title, lines)
 
 
-def limit_lines(plan: Plan) -> list[str]:
+def limit_lines(plan: DryRunPlan) -> list[str]:
     """Return lines on the prompts that leave no room for an answer, or too little."""
     limit = plan.limit
     if limit is None:
@@ -233,7 +233,7 @@ def limit_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def disk_lines(plan: Plan) -> list[str]:
+def disk_lines(plan: DryRunPlan) -> list[str]:
     """Return a section on what the checkpoints will take on the disk."""
     setup = plan.setup
     config = plan.run.config
@@ -262,7 +262,7 @@ def disk_lines(plan: Plan) -> list[str]:
     return report_section("Disk", lines)
 
 
-def machine_lines(plan: Plan) -> list[str]:
+def machine_lines(plan: DryRunPlan) -> list[str]:
     """Return a section on what several machines need to start; none for a single machine."""
     sharding = plan.setup.sharding
     if sharding.machines == 1:
@@ -275,7 +275,7 @@ def machine_lines(plan: Plan) -> list[str]:
     return report_section("Machines", lines)
 
 
-def report_text(plan: Plan) -> str:
+def report_text(plan: DryRunPlan) -> str:
     """Return the report of a dry run as text, section by section."""
     lines = [
         *config_lines(plan),
@@ -296,7 +296,7 @@ def report_text(plan: Plan) -> str:
 _BATCH_FIGURES = ("global_batch", "optimizer_batch", "generation_batch", "prompts_per_generation")
 
 
-def report_values(plan: Plan) -> dict[str, Any]:
+def report_values(plan: DryRunPlan) -> dict[str, Any]:
     """Return the numbers of the report for `--json`; sizes are in bytes."""
     prediction = plan.prediction
     schedule = enum_value(plan.run.config.lr_scheduler_type)

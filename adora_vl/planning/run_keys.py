@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from adora_vl.planning.plan import Plan
+from adora_vl.planning.plan import DryRunPlan
 from adora_vl.utils.cli import to_json_types
 from adora_vl.utils.convert import field_default
 from adora_vl.utils.secrets import without_secrets
@@ -24,7 +24,7 @@ class KeyValue(NamedTuple):
     is_default: bool
 
 
-def _key_values(plan: Plan) -> Iterator[KeyValue]:
+def _key_values(plan: DryRunPlan) -> Iterator[KeyValue]:
     """Yield all keys of a run, in the order in which the three config dataclasses declare them."""
     for arguments in (plan.script_args, plan.run.config, plan.run.request.model.model_args):
         for field in fields(arguments):
@@ -34,7 +34,7 @@ def _key_values(plan: Plan) -> Iterator[KeyValue]:
             yield KeyValue(field=field, value=yaml_value, is_default=value == field_default(field))
 
 
-def changed_keys(plan: Plan) -> dict[str, Any]:
+def changed_keys(plan: DryRunPlan) -> dict[str, Any]:
     """Return the values of the keys that the user set to something else than the default.
 
     Secrets are masked.
@@ -47,7 +47,7 @@ def changed_keys(plan: Plan) -> dict[str, Any]:
     return dict(without_secrets(value_by_key))
 
 
-def resolve_keys(plan: Plan) -> dict[str, Any]:
+def resolve_keys(plan: DryRunPlan) -> dict[str, Any]:
     """Return all keys of a run for `--write-config`, so that `--config` reads the same run again.
 
     Keys that the user has changed come first, then keys with their defaults. Keys that Transformers

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from adora_vl.checkpoint.resume import StartPoint
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
     from adora_vl.config.batch_plan import BatchLayout
-    from adora_vl.config.run_context import Messages, RunContext
+    from adora_vl.config.run_context import CheckMessages, RunContext
     from adora_vl.data.overlong_prompts import OverlongPrompts
     from adora_vl.data.prompt_lengths import PromptLengths
     from adora_vl.evaluation import EvaluationPlan
@@ -161,7 +161,7 @@ class ResolvedRun:
     output: OutputInfo
 
     @property
-    def messages(self) -> Messages:
+    def messages(self) -> CheckMessages:
         """What the user is told before the run."""
         return self.context.messages
 

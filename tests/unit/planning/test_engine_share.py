@@ -10,7 +10,7 @@ from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.models.check import LOST_UPDATES_WARNING
 from adora_vl.planning.memory import MemorySetup, predict_memory
 from adora_vl.planning.memory_report import memory_lines, memory_remedy
-from adora_vl.planning.plan import Plan, make_plan
+from adora_vl.planning.plan import DryRunPlan, make_plan
 from adora_vl.planning.what_fits import HEADROOM_SHARE, best_vllm_utilization, fits_into_gpu
 from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
@@ -33,7 +33,7 @@ ACCELERATE_CONFIG_AND_GB_BY_RECIPE = {
 
 
 @cache
-def plan_for_recipe(name: str, *words: str) -> Plan:
+def plan_for_recipe(name: str, *words: str) -> DryRunPlan:
     """Plan a recipe on the card that it is for; a plan takes a second and nothing changes it."""
     launcher, gigabytes = ACCELERATE_CONFIG_AND_GB_BY_RECIPE[name]
     card = gigabytes * 1e9 / GIB
