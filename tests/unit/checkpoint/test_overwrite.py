@@ -21,10 +21,10 @@ from adora_vl.checkpoint.resume import InputFolder, choose_start_point, lock_out
 from adora_vl.checkpoint.run_files import (
     OLD_RUN_FOLDER,
     WRITTEN_FILES_RECORD,
+    list_run_entries,
     list_users_files,
     recording_saved_files,
     refuse_users_files,
-    list_run_entries,
 )
 from adora_vl.checkpoint.stop import mark_stopped
 from adora_vl.checkpoint.store import (
@@ -120,9 +120,7 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
     assert start.replaces
     move_old_run_aside(run)
     assert elsewhere.is_dir()
-    assert {
-        name.removeprefix(f"{OLD_RUN_FOLDER}/") for name in names_of_files(run)
-    } == names_before
+    assert {name.removeprefix(f"{OLD_RUN_FOLDER}/") for name in names_of_files(run)} == names_before
 
 
 def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
@@ -396,15 +394,9 @@ MAKE_USERS_FILE: dict[str, Callable[[Path], object]] = {
     "chat_template.jinja": lambda run: move_and_link(run / "chat_template.jinja"),
     "rollouts": lambda run: replace_by_link(run / "rollouts", make_folder_elsewhere(run)),
     "tokenizer.json": lambda run: replace_by_link(run / "tokenizer.json", run.parent / "nowhere"),
-    f"{OLD_RUN_FOLDER}/README.md": lambda run: write_users_file(
-        run / OLD_RUN_FOLDER / "README.md"
-    ),
-    f"{OLD_RUN_FOLDER}/notes.txt": lambda run: write_users_file(
-        run / OLD_RUN_FOLDER / "notes.txt"
-    ),
-    OLD_RUN_FOLDER: lambda run: replace_by_link(
-        run / OLD_RUN_FOLDER, make_folder_elsewhere(run)
-    ),
+    f"{OLD_RUN_FOLDER}/README.md": lambda run: write_users_file(run / OLD_RUN_FOLDER / "README.md"),
+    f"{OLD_RUN_FOLDER}/notes.txt": lambda run: write_users_file(run / OLD_RUN_FOLDER / "notes.txt"),
+    OLD_RUN_FOLDER: lambda run: replace_by_link(run / OLD_RUN_FOLDER, make_folder_elsewhere(run)),
 }
 
 

@@ -29,8 +29,13 @@ from adora_vl.planning.disk import (
     max_run_folder_bytes,
     predict_checkpoint_bytes,
 )
-from adora_vl.planning.engine_memory import Engine, cache_bytes_per_token, engine_memory
-from adora_vl.planning.memory import MemorySetup, Sharing, frozen_tower_memory, predict_memory
+from adora_vl.planning.engine_memory import EngineSettings, cache_bytes_per_token, engine_memory
+from adora_vl.planning.memory import (
+    MemorySetup,
+    SharedComputation,
+    frozen_tower_memory,
+    predict_memory,
+)
 from adora_vl.planning.what_fits import (
     batch_sizes,
     fits_into_gpu,
@@ -45,7 +50,7 @@ from benchmarks.measure import peak_bytes
 from tests.support.stand_ins import training_config
 
 ACCELERATE_CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
-SHARING_ALL = Sharing(images=True, vision=True, prompts=True)
+SHARING_ALL = SharedComputation(images=True, vision=True, prompts=True)
 NAME_OF_7B = "Qwen/Qwen2.5-VL-7B-Instruct"
 NAME_OF_3B = "Qwen/Qwen2.5-VL-3B-Instruct"
 
@@ -341,14 +346,14 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
     )
     memory = engine_memory(
         shape_of_7b,
-        Engine(utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128),
+        EngineSettings(utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128),
         80 * GIB,
     )
     assert memory.cache == int(0.4 * 80 * GIB) - 2 * shape_of_7b.total_parameters - memory.workspace
     assert memory.concurrent_rollouts == memory.cache // (56 * 1024 * 8192)
     too_small = engine_memory(
         shape_of_7b,
-        Engine(utilization=0.2, dtype_bytes=2, max_length=8192, max_sequences=128),
+        EngineSettings(utilization=0.2, dtype_bytes=2, max_length=8192, max_sequences=128),
         80 * GIB,
     )
     assert too_small.concurrent_rollouts == 0
@@ -357,7 +362,9 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
 @pytest.fixture(scope="module")
 def plan_recipe(shape_of_7b) -> MemorySetup:
     """adora_7b_geo3k.yaml on configs/accelerate/zero3_offload.yaml with prompts of 1,580 tokens."""
-    engine = Engine(utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128, sleep=True)
+    engine = EngineSettings(
+        utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128, sleep=True
+    )
     return MemorySetup(
         shape_of_7b,
         Sharding(processes=8, stage=3, offload_optimizer=True),
@@ -408,7 +415,7 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
     plan_recipe, subtests
 ):
     """Sizes divide the 128 rollouts of a process, and are whole groups of 8 or parts of one."""
-    for sharing, card in product([Sharing(), SHARING_ALL], [48, 60, 80, 140]):
+    for sharing, card in product([SharedComputation(), SHARING_ALL], [48, 60, 80, 140]):
         with subtests.test(f"{sharing!r:.80} {card}"):
             setup = replace(plan_recipe, group_size=8, sharing=sharing)
             sizes = batch_sizes(setup)

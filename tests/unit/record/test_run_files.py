@@ -33,6 +33,7 @@ from adora_vl.record.manifest import (
     end_manifest,
     launch_command,
     mark_failed_on_error,
+    python_command,
     shortest_program_path,
     write_manifest,
 )
@@ -529,7 +530,10 @@ PARENT_WORDS_AND_COMMAND = [
         ["python", "-m", "accelerate.commands.launch", "-m", "adora_vl.train"],
         f"{TYPED_ACCELERATE} launch -m adora_vl.train",
     ),
-    (["python", *LAUNCH_WORDS[:4], "my_script.py"], f"{python_command()} -m adora_vl.train --seed 1"),
+    (
+        ["python", *LAUNCH_WORDS[:4], "my_script.py"],
+        f"{python_command()} -m adora_vl.train --seed 1",
+    ),
     (["bash"], f"{python_command()} -m adora_vl.train --seed 1"),
     (
         ["python", *LAUNCH_WORDS[:6], "--hub_token", "hf_x", "--api_secret=s", "--seed", "1"],
