@@ -68,7 +68,8 @@ def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_pa
 def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_never_cut(tmp_path):
     """The policy, which sees the answer whole, gives its tokens the engine's log-probabilities.
 
-    So the engine has seen the prompt, the image and the tokens of before when it went on.
+    Answers pause after each 9 tokens, and with a learning rate of 0 all weights are the same. So
+    the engine has seen the prompt, the image and the tokens of before when it went on.
     """
     out = train_with_engine(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=0)
     rollouts = pd.read_parquet(out / "rollouts")
@@ -80,7 +81,10 @@ def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_n
 
 
 def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path):
-    """Tokens of earlier weights differ much from the policy, and the drift leaves them out."""
+    """Tokens of earlier weights differ much from the policy, and the drift leaves them out.
+
+    Answers pause after each 9 tokens, and the learning rate moves the weights in between.
+    """
     out = train_with_engine(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=1e-3)
     assert max(read_logged_values(out, "sampling/sampling_logp_difference/max")) > 1e-2, (
         "the importance ratio to the engine corrects for these"

@@ -130,7 +130,11 @@ LENGTH_CASES = {
 
 @pytest.mark.parametrize("name", LENGTH_CASES)
 def test_the_length_criterion_weighs_a_group_by_hand(name):
-    """A group is attenuated unless its longest right rollout is longer than the mean wrong one."""
+    """A group is attenuated unless its longest right rollout is longer than the mean wrong one.
+
+    `empty_wrong` says whether a group without a wrong rollout to compare with is attenuated or
+    kept.
+    """
     case = LENGTH_CASES[name]
     rewards = torch.tensor([case.rewards])
     lengths = torch.tensor([case.lengths])
@@ -379,9 +383,11 @@ def test_keeping_ties_amplifies_them():
 
 
 def test_with_both_options_the_length_criterion_is_the_llm_references():
-    """The expected weights follow the reference's code: a maximum or a mean over nothing is -inf.
+    """With two options ADORA weighs as its reference for language models, not as that for VLMs.
 
-    That code is `compute_grpo_outcome_advantage_ADORA`.
+    Groups without a wrong rollout are kept, and those without a right one attenuated. The expected
+    weights follow the reference's code, `compute_grpo_outcome_advantage_ADORA`: a maximum or a mean
+    over nothing is -inf. Rollouts of 60 tokens or more are truncated.
     """
     groups = random_groups(prompts=400, generations=5)
     rewards = groups.rewards_PG
@@ -722,8 +728,8 @@ def with_net_claims(groups: Groups, net_claims: torch.Tensor | list[list[float]]
     return replace(groups, net_claims_PG=torch.as_tensor(net_claims, dtype=torch.float64))
 
 
-def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
-    """Weights and verdicts are the same by length and by working, whatever the options are.
+def test_where_net_claims_are_lengths_the_criterion_working_is_the_criterion_length(subtests):
+    """Weights and verdicts are the same by both criteria, whatever the other options are.
 
     The verdicts say which groups are temporarily disadvantageous (TDS) or advantageous (TAS) to
     learn from, and which are disadvantageous by a tie.

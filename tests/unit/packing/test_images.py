@@ -307,7 +307,8 @@ STEPS = 2
 def run(tmp_path_factory) -> dict[str, Any]:
     """Train for two optimizer steps of eight micro-batches each.
 
-    Returns the number of images that were decoded, and everything that was gathered, pickled.
+    Returns the number of images that were decoded, `decoded`, and `gathered`: every value that
+    TRL's table has gathered from all ranks, pickled.
     """
     counts: dict[str, Any] = {"decoded": 0, "gathered": []}
     decode = images_module.decoded_image

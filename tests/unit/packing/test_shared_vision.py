@@ -561,26 +561,26 @@ def test_every_patch_has_its_place_and_its_way_back(lengths):
 
 def test_one_call_per_size_and_block_whatever_the_number_of_windows(monkeypatch):
     """Attention is called once for each size of windows in a block, where the stock tower loops."""
-    calls: list[int] = []
+    batch_sizes: list[int] = []
     attention = torch.nn.functional.scaled_dot_product_attention
 
-    def count_calls(query: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
-        calls.append(len(query))
+    def record_batch_size(query: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        batch_sizes.append(len(query))
         return attention(query, *arguments, **keywords)
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", count_calls)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record_batch_size)
     # Two images of 24 x 20 patches have 3 x 3 windows each: six of 8 x 8 patches, three of 8 x 4.
     tower = small_tower()
     grids = torch.tensor([[1, 24, 20], [1, 24, 20]])
     pixels = torch.randn(2 * 480, 1176, dtype=torch.float64)
     tower(pixels, grid_thw=grids)
     # A call for each of 18 windows, for each of 2 images in the middle block, and for 18 windows.
-    assert calls == [1] * (18 + 2 + 18)
-    calls.clear()
+    assert batch_sizes == [1] * (18 + 2 + 18)
+    batch_sizes.clear()
     batch_windows(tower, True)
     tower(pixels, grid_thw=grids)
     # The large and the small windows of both images, the two images, and the windows again.
-    assert calls == [12, 6, 2, 12, 6]
+    assert batch_sizes == [12, 6, 2, 12, 6]
 
 
 @given(SIZES)

@@ -492,7 +492,11 @@ def test_vllm_takes_an_image_with_a_digest_without_copying_or_hashing_it(monkeyp
 
 
 def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
-    """The digest of an image that is not kept may be wrong by the time vLLM reads it."""
+    """vLLM caches an image by the digest of its pixels, if it has one.
+
+    Only an image that nobody can change any more has one, since that of another may be wrong by the
+    time vLLM reads it.
+    """
     changeable_image = Image.new("RGB", (8, 6))
     rows: list[dict[str, Any]] = [
         {"prompt_token_ids": [1]},

@@ -243,10 +243,11 @@ def test_no_turn_of_a_policy_ends_a_run():
 
 @pytest.mark.parametrize("end", [(END,), ()], ids=["ended", "stopped at a string"])
 def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
-    """The chat template itself would have written the same turn.
+    """A tool's answer is appended as the chat template writes a turn of the user.
 
-    A turn that a stop string ended has no end token, so the answer begins with it. Control tokens
-    in the text of a tool are broken up by a space, so that they begin no turn and no image.
+    `end`: the tokens behind the policy's turn. One that a stop string ended has no end token, so
+    the answer begins with it. Control tokens in the text of a tool are broken up by a space, so
+    that they begin no turn and no image. Step 4 is that of `answer_last_turn`.
     """
     picture = Image.new("L", (84, 28), 50)
     before = rollout_with_turn(TURN_WITH_CALL, end=end)
