@@ -212,7 +212,13 @@ def finish_from_checkpoint(run: ResolvedRun, checkpoint: Path) -> None:
 
 
 def record_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
-    """Record that a signal stopped the run after this step, and print the command to go on."""
+    """Record that a signal stopped the run after this step, and print the command to go on.
+
+    Args:
+        manifest: the manifest of the run, which is written again.
+        output_dir: the folder of the run.
+        step: optimizer steps that were made.
+    """
     from adora_vl.checkpoint.stop import mark_stopped
     from adora_vl.record.manifest import end_manifest
 
@@ -264,8 +270,13 @@ def finish_run(
 ) -> None:
     """Save the model of a run that has made all of its steps, and print a summary.
 
-    The manifest gets how the run has ended. Collective: every rank saves. `seconds`: how long the
-    training took.
+    The manifest records how the run has ended. Collective: every rank saves.
+
+    Args:
+        trainer: the trainer of the run.
+        run: its config and data.
+        output_dir: the folder of the run.
+        seconds: how long the training took.
     """
     from adora_vl.checkpoint.writer import delete_old_run
     from adora_vl.record.manifest import end_manifest, mark_failed_on_error

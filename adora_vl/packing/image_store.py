@@ -118,6 +118,10 @@ def one_frame(patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
     A patch has room for `temporal_patch_size` frames of a film. For an image the processor repeats
     its only frame in each channel: `x x y y` becomes `x y`, where x is the frame of the first channel
     and y that of the second.
+
+    Args:
+        patches_RD: the patches of an image, as the processor returns them.
+        settings: the processor's settings, the result of `effective_settings`.
     """
     frames = int(settings["temporal_patch_size"])
     frame_pixels = settings["patch_size"] ** 2

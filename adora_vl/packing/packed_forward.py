@@ -360,6 +360,10 @@ def _images_in_order(host_rows: HostRows, groups: RowGroups) -> list[RowImages]:
     First come the images of a prompt, then the images of each of its rollouts, the longest rollout
     first. For example, rows 0 and 1 of one prompt, with completions of 3 and 5 tokens, give the
     images of the prompt, of completion 1, and of completion 0.
+
+    Args:
+        host_rows: the copy of the batch on the CPU.
+        groups: the rows of a chunk, grouped by prompt, such as [[0, 1], [2]].
     """
     images: list[RowImages | None] = []
     for group_rows in groups:
@@ -444,7 +448,12 @@ def _groups_of_chunk(chunk: range, host_rows: HostRows) -> RowGroups:
 
 
 def _packing_pays(groups: RowGroups, host_rows: HostRows) -> bool:
-    """Return whether packing these rows, grouped by prompt, is less work than padding each row."""
+    """Return whether packing these rows is less work than padding each row.
+
+    Args:
+        groups: rows grouped by prompt, such as [[0, 1], [2]].
+        host_rows: the copy of the batch on the CPU.
+    """
     prompt_rows = [group_rows[0] for group_rows in groups]
     prompt_lengths = host_rows.prompt_mask[prompt_rows].sum(dim=1).tolist()
     completion_lengths = [

@@ -322,6 +322,10 @@ def _empty_features(vl_model: "PreTrainedModel", device: torch.device) -> ImageF
 
     All families have embeddings, (0, width). Qwen3-VL also has `deepstack_features`, a tensor
     (0, width) for each layer of the language model that gets them.
+
+    Args:
+        vl_model: the model that has the vision tower.
+        device: where the tensors are put.
     """
     config = vl_model.config
     width = config.get_text_config().hidden_size

@@ -197,7 +197,10 @@ class EnginePair:
     ) -> Drift:
         """Return how far two tensors of log-probabilities differ, over all ranks. Collective.
 
-        `mask_BC` is 1 at the tokens that count.
+        Args:
+            logps_BC: log-probabilities of B rollouts of this rank.
+            reference_logps_BC: those that they are compared with.
+            mask_BC: 1 at the tokens that count.
         """
         sums_3 = drift_sums(logps_BC, reference_logps_BC, mask_BC)
         return merge_drift_sums(self.accelerator.gather(sums_3[None]))

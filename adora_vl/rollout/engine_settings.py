@@ -231,7 +231,12 @@ def refuse_taken_card(config: AdoraGRPOConfig) -> None:
 
 
 def refuse_on_cpu(config: PreTrainedConfig, sleep_mode: bool) -> None:
-    """Raise `UserError` for a model or a mode that vLLM does not support on a CPU."""
+    """Raise `UserError` for a model or a mode that vLLM does not support on a CPU.
+
+    Args:
+        config: that of the model.
+        sleep_mode: whether the engine is to free its memory while the policy learns.
+    """
     if not engine_runs_on_cpu():
         return
     if config.tie_word_embeddings:

@@ -88,6 +88,10 @@ def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
 
     For example, with 9 for the image token, 1 9 9 9 2 1 9 9 2 becomes 1 9 2 1 9 2. The image tokens
     of two images are never neighbours: each image is between a vision-start and a vision-end token.
+
+    Args:
+        ids: the token ids of a prompt.
+        image_token_id: the id of the image token.
     """
     collapsed: list[int] = []
     for token in ids:

@@ -192,6 +192,10 @@ class ServerPool:
 
         Raises `NoServerError` where no server is left, and `RolloutError` for a request that every
         server would refuse.
+
+        Args:
+            group_requests: requests for several rollouts of a prompt each.
+            place_features: adds the positions of a prompt's image tokens to its image features.
         """
         numbers = range(len(group_requests))
         rollouts_by_number: dict[int, list[SamplingResult]] = {}

@@ -325,7 +325,14 @@ class GradientSnapshots:
 def activation_memory_of(
     config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding, *, on_gpu: bool = True
 ) -> ActivationMemory:
-    """Return what predicts how much memory the policy's activations take in a pass."""
+    """Return the object that predicts how much memory the policy's activations take in a pass.
+
+    Args:
+        config: says whether gradient checkpointing is on, and in which dtypes passes compute.
+        shape: the sizes of the policy.
+        sharding: how the run divides the weights among ranks.
+        on_gpu: whether the passes run on a GPU, where attention takes less memory.
+    """
     is_mixed_precision = bool(config.bf16 or config.fp16)
     tower_is_frozen = not (
         shape.trained_by_component["vision_tower"] or shape.trained_by_component["projector"]

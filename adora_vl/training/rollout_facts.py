@@ -28,6 +28,10 @@ def rows_of_rank(values_N: Tensor, accelerator: Accelerator) -> Tensor:
 
     Every rank has B = N / processes rollouts. For example, of 6 values on 3 ranks, rank 1 has the
     third and the fourth.
+
+    Args:
+        values_N: a value for each rollout, rank by rank.
+        accelerator: that of the trainer, which knows the rank.
     """
     rows_per_rank = len(values_N) // accelerator.num_processes
     first_row = accelerator.process_index * rows_per_rank
@@ -39,6 +43,10 @@ def weighted_sum(rewards_BF: Tensor, weights_F: Tensor) -> Tensor:
 
     A NaN, for a function that gave no score, counts as 0. If all are NaN, the result is NaN. For
     example, with the weights 1 and 2, the rewards (0.5, NaN) give 0.5.
+
+    Args:
+        rewards_BF: the reward of each function for each rollout.
+        weights_F: the weights of the functions.
     """
     rewards_B = (rewards_BF * weights_F.to(rewards_BF.device)).nansum(dim=1)
     is_unscored_B = torch.isnan(rewards_BF).all(dim=1)
@@ -267,6 +275,10 @@ def _work_of_rollouts(extra_columns: Mapping[str, list[Any]], rollout_count: int
     It is at least 0. The reward function `steps` counts claims, and logs the columns `new` (true
     ones that a rollout makes for the first time) and `false`. If it has logged none, the work is
     NaN. For example, `new` [3, 1, None] and `false` [1, 2, None] give 2, 0, NaN.
+
+    Args:
+        extra_columns: what reward functions have logged for all rollouts, by the column's name.
+        rollout_count: N.
     """
     no_counts: list[Any] = [None] * rollout_count
     true_claims_by_rollout = extra_columns.get("new", no_counts)

@@ -146,9 +146,13 @@ class RewardFunctions:
     def _score_by_model(
         self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]
     ) -> list[float]:
-        """Return the rewards of a reward model: its first logit for each prompt and completion.
+        """Return the rewards of a reward model: its first logit for each prompt with its completion.
 
-        Prompts and completions are both texts, or both lists of messages.
+        Args:
+            model: the reward model.
+            tokenizer: its tokenizer.
+            prompts: the prompt of each rollout, a text or a list of messages.
+            completions: the completion of each rollout, in the same form.
         """
         conversations = [
             prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
