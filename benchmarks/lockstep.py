@@ -4,8 +4,8 @@ Ranks in lockstep wait for the one with the longest group.
 
 `python -m benchmarks.lockstep` simulates it: lognormal lengths, a micro-batch takes as long as its
 most tokens on any rank. The last columns fill micro-batches up to the memory of one full group.
-`torchrun --nproc_per_node 2 -m benchmarks.lockstep --measured` times the tiny model under ZeRO-3, in
-three orders of the same groups.
+`torchrun --nproc_per_node 2 -m benchmarks.lockstep --measured` times the tiny model under ZeRO-3,
+in three orders of the same groups.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from adora_vl.models.activations import DtypeBytes
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.peak_memory import ActivationMemory
 from adora_vl.models.shape import config_for_planning, model_shape
-from adora_vl.training.micro_batch_memory import MicroBatchMemory, UnitSize
+from adora_vl.training.micro_batch_memory import MicroBatchMemory, SubgroupSize
 from adora_vl.training.micro_batches import order_of_learning
 from adora_vl.training.rank_balance import plan_moves
 
-# The tokens of each rank's units, in the order in which they are learned from
+# The tokens of each rank's subgroups, in the order in which they are learned from
 LengthsByRank = list[list[int]]
 
 
@@ -46,14 +46,14 @@ class DrawnLengths:
         group = self.draw_group(rng, rollouts)
         return group.prompt_tokens + group.completion_tokens
 
-    def draw_group(self, rng: random.Random, rollouts: int) -> UnitSize:
+    def draw_group(self, rng: random.Random, rollouts: int) -> SubgroupSize:
         """Return the sizes of one group."""
         mean = self.mean * _lognormal(rng, self.of_prompts)
         answers = [
             min(self.longest, math.ceil(mean * _lognormal(rng, self.of_rollouts)))
             for _ in range(rollouts)
         ]
-        return UnitSize(
+        return SubgroupSize(
             rows=rollouts,
             prompt_tokens=self.prompt,
             longest_completion=max(answers),
@@ -79,35 +79,35 @@ def _lognormal(rng: random.Random, sigma: float) -> float:
     return rng.lognormvariate(-(sigma**2) / 2, sigma)
 
 
-def shuffle_each_rank(units: LengthsByRank, rng: random.Random) -> LengthsByRank:
-    """Return the units of each rank in a random order of its own."""
-    return [rng.sample(rank_tokens, len(rank_tokens)) for rank_tokens in units]
+def shuffle_each_rank(subgroups: LengthsByRank, rng: random.Random) -> LengthsByRank:
+    """Return the subgroups of each rank in a random order of its own."""
+    return [rng.sample(rank_tokens, len(rank_tokens)) for rank_tokens in subgroups]
 
 
-def order_by_length(units: LengthsByRank, rng: random.Random) -> LengthsByRank:
-    """Return the units of each rank in order of length, as where groups cannot move."""
+def order_by_length(subgroups: LengthsByRank, rng: random.Random) -> LengthsByRank:
+    """Return the subgroups of each rank in order of length, as where groups cannot move."""
     return [
         [
             rank_tokens[number]
             for number in order_of_learning(
-                range(len(rank_tokens)), tokens_by_unit=rank_tokens, optimizer_steps=1, seed=""
+                range(len(rank_tokens)), tokens_by_subgroup=rank_tokens, optimizer_steps=1, seed=""
             )
         ]
-        for rank_tokens in units
+        for rank_tokens in subgroups
     ]
 
 
-def move_groups(units: LengthsByRank, rng: random.Random) -> LengthsByRank:
-    """Return the units as a run has them: moved between ranks, then ordered by length."""
-    units_of_rank = [
+def move_groups(subgroups: LengthsByRank, rng: random.Random) -> LengthsByRank:
+    """Return the subgroups as a run has them: moved between ranks, then ordered by length."""
+    subgroups_of_rank = [
         {(rank, number): tokens for number, tokens in enumerate(rank_tokens)}
-        for rank, rank_tokens in enumerate(units)
+        for rank, rank_tokens in enumerate(subgroups)
     ]
     for source, number, target in plan_moves(
-        [dict(enumerate(rank_tokens)) for rank_tokens in units]
+        [dict(enumerate(rank_tokens)) for rank_tokens in subgroups]
     ):
-        units_of_rank[target][source, number] = units_of_rank[source].pop((source, number))
-    return order_by_length([list(rank_tokens.values()) for rank_tokens in units_of_rank], rng)
+        subgroups_of_rank[target][source, number] = subgroups_of_rank[source].pop((source, number))
+    return order_by_length([list(rank_tokens.values()) for rank_tokens in subgroups_of_rank], rng)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class FilledGeneration:
     micro_batches: float  # over those of one group each
 
 
-def fill_micro_batches(groups: Sequence[Sequence[UnitSize]], longest: int) -> FilledGeneration:
+def fill_micro_batches(groups: Sequence[Sequence[SubgroupSize]], longest: int) -> FilledGeneration:
     """Fill micro-batches as a run of the 7B model under ZeRO-3 does, with answers up to `longest`.
 
     `groups`: those of each rank, equally many.
@@ -129,8 +129,8 @@ def fill_micro_batches(groups: Sequence[Sequence[UnitSize]], longest: int) -> Fi
     ]
     by_number = [dict(enumerate(rank_groups)) for rank_groups in groups]
     tokens_by_number = [dict(enumerate(rank_groups)) for rank_groups in tokens]
-    for number, (source, unit, target) in enumerate(plan_moves(tokens_by_number)):
-        by_number[target][-1 - number] = by_number[source].pop(unit)
+    for number, (source, subgroup, target) in enumerate(plan_moves(tokens_by_number)):
+        by_number[target][-1 - number] = by_number[source].pop(subgroup)
     ordered_groups = [
         sorted(
             rank_groups.values(), key=lambda group: -group.prompt_tokens - group.completion_tokens
@@ -144,7 +144,7 @@ def fill_micro_batches(groups: Sequence[Sequence[UnitSize]], longest: int) -> Fi
         masks_padding=True,
     )
     count = len(ordered_groups[0])
-    parts = room.split(ordered_groups, range(count), max_units=1)
+    parts = room.split(ordered_groups, range(count), max_subgroups=1)
     seconds = 0
     for part in parts:
         seconds += max(
@@ -180,10 +180,10 @@ def simulate_filled(
     )
 
 
-def moved_share(units: LengthsByRank) -> float:
+def moved_share(subgroups: LengthsByRank) -> float:
     """Return the share of groups that go to another rank."""
-    return len(plan_moves([dict(enumerate(rank_tokens)) for rank_tokens in units])) / sum(
-        map(len, units)
+    return len(plan_moves([dict(enumerate(rank_tokens)) for rank_tokens in subgroups])) / sum(
+        map(len, subgroups)
     )
 
 
@@ -214,8 +214,10 @@ def simulate(
     shuffling_rng = random.Random(seed + 1)
     ratios = []
     for _ in range(trials):
-        units = [[lengths.draw(drawing_rng, rollouts) for _ in range(groups)] for _ in range(ranks)]
-        ratios.append(lockstep_ratio(arrange(units, shuffling_rng)))
+        subgroups = [
+            [lengths.draw(drawing_rng, rollouts) for _ in range(groups)] for _ in range(ranks)
+        ]
+        ratios.append(lockstep_ratio(arrange(subgroups, shuffling_rng)))
     return sum(ratios) / trials
 
 
@@ -234,16 +236,18 @@ def print_table(ranks: int, groups: int, rollouts: int) -> None:
             for arrange in (shuffle_each_rank, order_by_length, move_groups)
         ]
         drawing_rng = random.Random(0)
-        units = [[case.draw(drawing_rng, rollouts) for _ in range(groups)] for _ in range(ranks)]
+        subgroups = [
+            [case.draw(drawing_rng, rollouts) for _ in range(groups)] for _ in range(ranks)
+        ]
         full = simulate_filled(case, **counts)
-        cells = [*(f"{ratio:.2f}" for ratio in ratios), f"{moved_share(units):.0%}"]
+        cells = [*(f"{ratio:.2f}" for ratio in ratios), f"{moved_share(subgroups):.0%}"]
         cells += [f"{full.lockstep_ratio:.2f}", f"{full.micro_batches:.2f}"]
         lengths = f"{case.prompt:,}, {case.mean:,}, {case.longest:,}"
         print(f"| {lengths} | {case.of_prompts}, {case.of_rollouts} | {' | '.join(cells)} |")
 
 
 def measure_speed(groups: int, repeats: int) -> None:
-    """Time forward and backward passes of the tiny model, each unit in rows of 128 tokens."""
+    """Time forward and backward passes of the tiny model, each subgroup in rows of 128 tokens."""
     import deepspeed
     from accelerate import PartialState
     from accelerate.utils import gather_object
@@ -263,7 +267,7 @@ def measure_speed(groups: int, repeats: int) -> None:
     PartialState()  # which gather_object asks
     rng = random.Random(0)
     case = DrawnLengths(of_prompts=0.7, of_rollouts=0.6, prompt=790, mean=500, longest=2048)
-    units = [[case.draw(rng, 8) for _ in range(groups)] for _ in range(ranks)]
+    subgroups = [[case.draw(rng, 8) for _ in range(groups)] for _ in range(ranks)]
 
     def seconds(order: Sequence[int]) -> float:
         torch.distributed.barrier()
@@ -276,9 +280,9 @@ def measure_speed(groups: int, repeats: int) -> None:
         return max(gather_object([time.perf_counter() - start]))
 
     ways = {
-        "own shuffles": shuffle_each_rank(units, rng),
-        "in order of length": order_by_length(units, rng),
-        "as a run": move_groups(units, rng),
+        "own shuffles": shuffle_each_rank(subgroups, rng),
+        "in order of length": order_by_length(subgroups, rng),
+        "as a run": move_groups(subgroups, rng),
     }
     seconds_by_order: dict[str, list[float]] = {name: [] for name in ways}
     seconds(ways["as a run"][rank])  # warm

@@ -52,12 +52,14 @@ class BatchLayout:
         )
 
     @property
-    def rows_per_unit(self) -> int:
-        """The number of rollouts of one unit, which always go into the same micro-batch.
+    def rows_per_subgroup(self) -> int:
+        """The number of rollouts of one subgroup, which always go into the same micro-batch.
 
-        A unit is a group of rollouts to one prompt, or a part of a group (`unit_size`).
+        A subgroup is a group of rollouts to one prompt, or a part of a group (`subgroup_size`).
         """
-        return unit_size(micro_batch_rows=self.micro_batch_rows, group_size=self.num_generations)
+        return subgroup_size(
+            micro_batch_rows=self.micro_batch_rows, group_size=self.num_generations
+        )
 
     @property
     def micro_batches_per_generation(self) -> int:
@@ -203,11 +205,12 @@ class BatchLayout:
         )
 
 
-def unit_size(micro_batch_rows: int, group_size: int) -> int:
-    """Return the number of rows of one unit: rows of one group that share a micro-batch.
+def subgroup_size(micro_batch_rows: int, group_size: int) -> int:
+    """Return the number of rows of one subgroup: rows of one group that share a micro-batch.
 
     It is the largest number that divides both the group and the micro-batch. For example, a group
-    of 8 in micro-batches of 16 is one unit of 8 rows, and in micro-batches of 4 two units of 4.
+    of 8 in micro-batches of 16 is one subgroup of 8 rows, and in micro-batches of 4 two subgroups
+    of 4.
     """
     return math.gcd(micro_batch_rows, group_size)
 

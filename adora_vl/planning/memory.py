@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from adora_vl.config.batch_plan import unit_size
+from adora_vl.config.batch_plan import subgroup_size
 from adora_vl.config.keys import Recompute
 from adora_vl.config.sharding import Sharding
 from adora_vl.models import activations
@@ -81,20 +81,20 @@ class MemorySetup:
     def micro_batch(self) -> PlannedMicroBatch:
         """The micro-batch as it is computed: a part that rollouts share is computed once."""
         batch = self.batch
-        # A unit is the rollouts of a group that always share a micro-batch.
-        rows_per_unit = unit_size(batch.sequences, self.group_size)
-        units = batch.sequences // rows_per_unit
-        completion_lengths = [[batch.completion_tokens] * rows_per_unit] * units
-        prompt_lengths = [batch.prompt_tokens] * units
+        # A subgroup is the rollouts of a group that always share a micro-batch.
+        rows_per_subgroup = subgroup_size(batch.sequences, self.group_size)
+        subgroups = batch.sequences // rows_per_subgroup
+        completion_lengths = [[batch.completion_tokens] * rows_per_subgroup] * subgroups
+        prompt_lengths = [batch.prompt_tokens] * subgroups
         # A prompt is shared if the config allows it, if several rollouts have the prompt, and if
         # that saves enough tokens to be faster. The trainer decides by the same rule.
         shares_prompt = (
             self.sharing.prompts
-            and rows_per_unit > 1
+            and rows_per_subgroup > 1
             and sharing_pays(prompt_lengths, completion_lengths)
         )
         shares_anything = self.sharing.vision or shares_prompt
-        sequences_per_problem = rows_per_unit if shares_anything else 1
+        sequences_per_problem = rows_per_subgroup if shares_anything else 1
         return replace(batch, sequences_per_problem=sequences_per_problem, packed=shares_prompt)
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from adora_vl.config.batch_plan import unit_size
+from adora_vl.config.batch_plan import subgroup_size
 from adora_vl.planning.engine_memory import cache_bytes_per_token
 from adora_vl.planning.memory import SharedComputation, predict_memory
 from adora_vl.planning.what_fits import (
@@ -154,7 +154,7 @@ def sharing_lines(plan: DryRunPlan) -> list[str]:
         )
     # A micro-batch with a part of a group computes image and prompt for this part alone.
     group_size = plan.setup.group_size
-    rows_per_part = unit_size(batch.sequences, group_size)
+    rows_per_part = subgroup_size(batch.sequences, group_size)
     if rows_per_part < group_size:
         lines.append(
             f"per_device_train_batch_size: {batch.sequences} splits a group into "

@@ -1,10 +1,10 @@
 """Says how many groups fit into a micro-batch together, by the memory that they need.
 
 Memory is planned for `per_device_train_batch_size` completions of `max_completion_length` tokens.
-Most completions are far shorter. So a micro-batch takes more units (groups of rollouts, or equal
-parts of them), as long as they fit into the planned memory by the formulas of the dry run. That
-saves launches and, with ZeRO-3, gathers of the weights. All ranks split their units at the same
-positions, so that they go through equally many micro-batches.
+Most completions are far shorter. So a micro-batch takes more subgroups (groups of rollouts, or
+equal parts of them), as long as they fit into the planned memory by the formulas of the dry run.
+That saves launches and, with ZeRO-3, gathers of the weights. All ranks split their subgroups at the
+same positions, so that they go through equally many micro-batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from adora_vl.types import HostRows
 
 
 @dataclass(frozen=True)
-class UnitSize:
-    """The size of a unit, from which the memory and the weight of its micro-batch are computed.
+class SubgroupSize:
+    """The size of a subgroup, from which the memory and the weight of its micro-batch are computed.
 
-    A unit is a group of rollouts with one prompt, or an equal part of a group. A row is a rollout.
-    For example, a prompt of 10 tokens with completions of 5 and 3 tokens has `rows` 2,
+    A subgroup is a group of rollouts with one prompt, or an equal part of a group. A row is a
+    rollout. For example, a prompt of 10 tokens with completions of 5 and 3 tokens has `rows` 2,
     `prompt_tokens` 10, `longest_completion` 5 and `completion_tokens` 8. Its `predicting_tokens`
     are 4 + 2 = 6.
     """
@@ -66,24 +66,26 @@ class PassBytes(NamedTuple):
         )
 
 
-def unit_sizes(host_rows: HostRows, rows_per_unit: int, *, shares_vision: bool) -> list[UnitSize]:
-    """Return the sizes of all units of a batch.
+def subgroup_sizes(
+    host_rows: HostRows, rows_per_subgroup: int, *, shares_vision: bool
+) -> list[SubgroupSize]:
+    """Return the sizes of all subgroups of a batch.
 
     Args:
         host_rows: the copy of the batch on the CPU.
-        rows_per_unit: rows of a unit, which are neighbours and have the same prompt.
-        shares_vision: whether an image passes the vision tower once for all rows of a unit, and not
-            once for each row.
+        rows_per_subgroup: rows of a subgroup, which are neighbours and have the same prompt.
+        shares_vision: whether an image passes the vision tower once for all rows of a subgroup, and
+            not once for each row.
     """
     prompt_lengths = host_rows.prompt_mask.sum(dim=1).tolist()
     sizes = []
-    for first_row in range(0, len(prompt_lengths), rows_per_unit):
-        rows = range(first_row, first_row + rows_per_unit)
+    for first_row in range(0, len(prompt_lengths), rows_per_subgroup):
+        rows = range(first_row, first_row + rows_per_subgroup)
         completion_lengths = [host_rows.completion_lengths[row] for row in rows]
         patches_by_row = [_patches(host_rows, row) for row in rows]
         sizes.append(
-            UnitSize(
-                rows=rows_per_unit,
+            SubgroupSize(
+                rows=rows_per_subgroup,
                 prompt_tokens=prompt_lengths[first_row],
                 longest_completion=max(completion_lengths),
                 completion_tokens=sum(completion_lengths),
@@ -101,39 +103,43 @@ def _patches(host_rows: HostRows, row: int) -> int:
 
 
 def size_of_pass(
-    units: Sequence[UnitSize], *, shares_prompts: bool, masks_padding: bool
+    subgroups: Sequence[SubgroupSize], *, shares_prompts: bool, masks_padding: bool
 ) -> PassSize:
-    """Return the size of the policy's pass over these units, which are groups or parts of them.
+    """Return the size of the policy's pass over these subgroups, which are groups or parts of them.
 
-    A packed pass has all units in one row without padding, and the prompt of each unit once. It is
-    chosen where it has fewer tokens. Otherwise all rows are padded to the longest prompt and the
-    longest completion. For example, a unit with a prompt of 10 tokens and completions of 5 and 3
-    (the last token of a completion predicts nothing, and a packed pass leaves it out):
+    A packed pass has all subgroups in one row without padding, and the prompt of each subgroup
+    once. It is chosen where it has fewer tokens. Otherwise all rows are padded to the longest
+    prompt and the longest completion. For example, a subgroup with a prompt of 10 tokens and
+    completions of 5 and 3 (the last token of a completion predicts nothing, and a packed pass
+    leaves it out):
 
         packed:  1 row of 10 + 4 + 2 = 16 tokens
         padded:  2 rows of 10 + 5 = 15 tokens
 
     Args:
-        units: the sizes of the units.
+        subgroups: the sizes of the subgroups.
         shares_prompts: whether a packed pass is possible.
         masks_padding: whether attention takes a padding mask in a padded pass.
     """
-    rows = sum(unit.rows for unit in units)
-    longest_completion = max(unit.longest_completion for unit in units)
-    padded_length = max(unit.prompt_tokens for unit in units) + longest_completion
-    patches = sum(unit.patches for unit in units)
-    packed_length = sum(unit.prompt_tokens + unit.predicting_tokens for unit in units)
+    rows = sum(subgroup.rows for subgroup in subgroups)
+    longest_completion = max(subgroup.longest_completion for subgroup in subgroups)
+    padded_length = max(subgroup.prompt_tokens for subgroup in subgroups) + longest_completion
+    patches = sum(subgroup.patches for subgroup in subgroups)
+    packed_length = sum(
+        subgroup.prompt_tokens + subgroup.predicting_tokens for subgroup in subgroups
+    )
     tokens_of_padded_pass = rows * padded_length
     if shares_prompts and packed_length <= MAX_TOKEN_RATIO * tokens_of_padded_pass:
         # The pass computes a prompt once. But attention copies the prompt's keys for each rollout:
         # a rollout attends to the prompt's keys and its own.
         repeated_keys = sum(
-            unit.rows * unit.prompt_tokens + unit.predicting_tokens for unit in units
+            subgroup.rows * subgroup.prompt_tokens + subgroup.predicting_tokens
+            for subgroup in subgroups
         )
         return PassSize(
             rows=1,
             row_length=packed_length,
-            scored_tokens=sum(unit.completion_tokens for unit in units),
+            scored_tokens=sum(subgroup.completion_tokens for subgroup in subgroups),
             repeated_keys=repeated_keys,
             patches=patches,
         )
@@ -146,30 +152,31 @@ def size_of_pass(
     )
 
 
-def full_unit(units: Sequence[UnitSize], longest_completion: int) -> UnitSize:
-    """Return the size of the largest unit that could be made of these units' prompts.
+def full_subgroup(subgroups: Sequence[SubgroupSize], longest_completion: int) -> SubgroupSize:
+    """Return the size of the largest subgroup that could be made of these subgroups' prompts.
 
-    A unit is a group of rollouts, or an equal part of one. The result has the longest prompt and the
-    most patches of these units, and each of its rows has a completion of `longest_completion`
-    tokens. For example, units with prompts of 10 and 14 tokens and two rows, and a longest
-    completion of 100, give a prompt of 14 and 200 completion tokens. Memory is planned for such
-    units. The dry run plans for the longest prompt of all data, so it plans for at least as much.
+    A subgroup is a group of rollouts, or an equal part of one. The result has the longest prompt
+    and the most patches of these subgroups, and each of its rows has a completion of
+    `longest_completion` tokens. For example, subgroups with prompts of 10 and 14 tokens and two
+    rows, and a longest completion of 100, give a prompt of 14 and 200 completion tokens. Memory is
+    planned for such subgroups. The dry run plans for the longest prompt of all data, so it plans
+    for at least as much.
     """
-    rows = max(unit.rows for unit in units)
-    return UnitSize(
+    rows = max(subgroup.rows for subgroup in subgroups)
+    return SubgroupSize(
         rows=rows,
-        prompt_tokens=max(unit.prompt_tokens for unit in units),
+        prompt_tokens=max(subgroup.prompt_tokens for subgroup in subgroups),
         longest_completion=longest_completion,
         completion_tokens=rows * longest_completion,
-        patches=max(unit.patches for unit in units),
+        patches=max(subgroup.patches for subgroup in subgroups),
     )
 
 
 @dataclass(frozen=True)
 class MicroBatchMemory:
-    """The memory that is planned for a micro-batch, and how many units fit into it.
+    """The memory that is planned for a micro-batch, and how many subgroups fit into it.
 
-    A unit is a group of rollouts, or an equal part of one.
+    A subgroup is a group of rollouts, or an equal part of one.
     """
 
     activation_memory: Callable[[], ActivationMemory]
@@ -187,53 +194,58 @@ class MicroBatchMemory:
         return self.activation_memory()
 
     def split(
-        self, sizes_by_rank: Sequence[Sequence[UnitSize]], positions: Sequence[int], max_units: int
+        self,
+        sizes_by_rank: Sequence[Sequence[SubgroupSize]],
+        positions: Sequence[int],
+        max_subgroups: int,
     ) -> list[range]:
-        """Split consecutive units into micro-batches, at the same positions on all ranks.
+        """Split consecutive subgroups into micro-batches, at the same positions on all ranks.
 
-        Memory is planned for `max_units` units of the greatest possible length. So any `max_units`
-        units fit, and shorter ones leave memory for more: a micro-batch is filled up as long as its
-        units fit into the planned memory on every rank. The last one may have fewer. For example,
-        the positions 0 to 4 with `max_units` 1 become [0, 1] and [2, 3, 4], if three units fit on
-        every rank from position 2 on, but only two from position 0 on.
+        Memory is planned for `max_subgroups` subgroups of the greatest possible length. So any
+        `max_subgroups` subgroups fit, and shorter ones leave memory for more: a micro-batch is
+        filled up as long as its subgroups fit into the planned memory on every rank. The last one
+        may have fewer. For example, the positions 0 to 4 with `max_subgroups` 1 become [0, 1] and
+        [2, 3, 4], if three subgroups fit on every rank from position 2 on, but only two from
+        position 0 on.
 
         Args:
-            sizes_by_rank: for each rank the sizes of its units in the order of learning, equally
-                many on each.
+            sizes_by_rank: for each rank the sizes of its subgroups in the order of learning,
+                equally many on each.
             positions: the consecutive positions in this order that are split.
-            max_units: how many units of the greatest possible length memory is planned for.
+            max_subgroups: how many subgroups of the greatest possible length memory is planned for.
 
         Returns:
-            The positions of the units of each micro-batch.
+            The positions of the subgroups of each micro-batch.
         """
         all_sizes = [size for sizes in sizes_by_rank for size in sizes]
-        longest_unit = full_unit(all_sizes, self.longest_completion)
-        planned = self._pass_bytes([longest_unit] * max_units)
+        longest_subgroup = full_subgroup(all_sizes, self.longest_completion)
+        planned = self._pass_bytes([longest_subgroup] * max_subgroups)
         micro_batches: list[range] = []
         first = positions[0]  # of the micro-batch that is being filled
         for position in positions:
-            # Up to `max_units` units always fit, since as many of the longest ones are planned for.
-            if position + 1 - first <= max_units:
+            # Up to `max_subgroups` subgroups always fit, since as many of the longest ones are
+            # planned for.
+            if position + 1 - first <= max_subgroups:
                 continue
             fits_on_ranks = (
                 self._pass_bytes(sizes[first : position + 1]).fit_into(planned)
                 for sizes in sizes_by_rank
             )
             if not all(fits_on_ranks):
-                # The unit at this position begins the next micro-batch.
+                # The subgroup at this position begins the next micro-batch.
                 micro_batches.append(range(first, position))
                 first = position
         micro_batches.append(range(first, positions[-1] + 1))
         return micro_batches
 
-    def _pass_bytes(self, units: Sequence[UnitSize]) -> PassBytes:
-        """Return the peak memory of a pass over these units, with all and with no layers recomputed.
+    def _pass_bytes(self, subgroups: Sequence[SubgroupSize]) -> PassBytes:
+        """Return the peak memory of a pass over these subgroups, with all or no layers recomputed.
 
         Without gradient checkpointing no layer is ever recomputed, and both numbers are the same.
         """
         memory = self._activation_memory
         pass_size = size_of_pass(
-            units, shares_prompts=self.shares_prompts(), masks_padding=self.masks_padding
+            subgroups, shares_prompts=self.shares_prompts(), masks_padding=self.masks_padding
         )
         most_recomputed_layers = memory.shape.text.layers if memory.checkpointing else 0
         return PassBytes(

@@ -2,9 +2,9 @@
 
 Groups stay together, groups without signal are left out, and padding is cut.
 
-A unit is the rows that stay together: a group of rollouts, or as large a part of it as divides a
-micro-batch (`BatchLayout.rows_per_unit`). Units may move to another rank before they are divided
-(`rank_balance.py`).
+A subgroup is the rows that stay together: a group of rollouts, or as large a part of it as divides
+a micro-batch (`BatchLayout.rows_per_subgroup`). Subgroups may move to another rank before they are
+divided (`rank_balance.py`).
 """
 
 import math
@@ -20,9 +20,9 @@ from adora_vl.advantage.grpo import LOSSES_WITH_TOKEN_MEAN
 from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import RowReader, used_columns, without_padding
-from adora_vl.training.micro_batch_memory import MicroBatchMemory, UnitSize, unit_sizes
+from adora_vl.training.micro_batch_memory import MicroBatchMemory, SubgroupSize, subgroup_sizes
 from adora_vl.training.rank_balance import (
-    UnitExchange,
+    SubgroupExchange,
     carry_out_moves,
     movable_columns,
     plan_moves,
@@ -37,41 +37,45 @@ LOSSES_WITH_ROW_MEAN = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
 SplitPositions = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 
-def signal_of_units(advantages: Tensor, rows_per_unit: int) -> Tensor:
-    """Return which of U units have a signal, an advantage other than 0: bool, (U,).
+def signal_of_subgroups(advantages: Tensor, rows_per_subgroup: int) -> Tensor:
+    """Return which of U subgroups have a signal, an advantage other than 0: bool, (U,).
 
-    For example, the advantages 0 0 1 -1 0 0 with two rows per unit give False, True, False.
+    For example, the advantages 0 0 1 -1 0 0 with two rows per subgroup give False, True, False.
 
     Args:
         advantages: (B,), or (B, C) with one for each token.
-        rows_per_unit: rows of a unit, which are neighbours: a group, or a part of one.
+        rows_per_subgroup: rows of a subgroup, which are neighbours: a group, or a part of one.
     """
-    values_per_unit = rows_per_unit * advantages[0].numel()
-    return advantages.bool().view(-1, values_per_unit).any(dim=1)
+    values_per_subgroup = rows_per_subgroup * advantages[0].numel()
+    return advantages.bool().view(-1, values_per_subgroup).any(dim=1)
 
 
-def choose_units(
-    has_signal: Sequence[bool], min_units: int, tokens_by_unit: Sequence[int]
+def choose_subgroups(
+    has_signal: Sequence[bool], min_subgroups: int, tokens_by_subgroup: Sequence[int]
 ) -> list[int]:
-    """Choose the units to learn from, and return their numbers in ascending order.
+    """Choose the subgroups to learn from, and return their numbers in ascending order.
 
-    All units with signal are chosen. If they are fewer than `min_units`, the shortest units without
-    signal are added, so that all ranks have equally many. Units are groups of rollouts or parts of
-    them. For example, of four units of 9, 7, 5, 8 tokens the first and the last have signal. With
-    `min_units` 3 the units 0, 2, 3 are chosen.
+    All subgroups with signal are chosen. If they are fewer than `min_subgroups`, the shortest
+    subgroups without signal are added, so that all ranks have equally many. Subgroups are groups of
+    rollouts or parts of them. For example, of four subgroups of 9, 7, 5, 8 tokens the first and the
+    last have signal. With `min_subgroups` 3 the subgroups 0, 2, 3 are chosen.
 
     Args:
-        has_signal: for each unit, whether it has an advantage other than 0.
-        min_units: the fewest units to choose.
-        tokens_by_unit: the tokens of each unit.
+        has_signal: for each subgroup, whether it has an advantage other than 0.
+        min_subgroups: the fewest subgroups to choose.
+        tokens_by_subgroup: the tokens of each subgroup.
     """
-    units_with_signal = [unit for unit, unit_has_signal in enumerate(has_signal) if unit_has_signal]
-    units_without_signal = [
-        unit for unit, unit_has_signal in enumerate(has_signal) if not unit_has_signal
+    subgroups_with_signal = [
+        subgroup for subgroup, subgroup_has_signal in enumerate(has_signal) if subgroup_has_signal
     ]
-    units_without_signal.sort(key=lambda unit: tokens_by_unit[unit])
-    missing_units = max(0, min_units - len(units_with_signal))
-    return sorted([*units_with_signal, *units_without_signal[:missing_units]])
+    subgroups_without_signal = [
+        subgroup
+        for subgroup, subgroup_has_signal in enumerate(has_signal)
+        if not subgroup_has_signal
+    ]
+    subgroups_without_signal.sort(key=lambda subgroup: tokens_by_subgroup[subgroup])
+    missing_subgroups = max(0, min_subgroups - len(subgroups_with_signal))
+    return sorted([*subgroups_with_signal, *subgroups_without_signal[:missing_subgroups]])
 
 
 def split_evenly(items: Sequence[int], part_count: int) -> list[list[int]]:
@@ -85,25 +89,25 @@ def split_evenly(items: Sequence[int], part_count: int) -> list[list[int]]:
 
 
 def plan_micro_batches(
-    unit_count: int, optimizer_steps: int, micro_batches_per_step: int, split: SplitPositions
+    subgroup_count: int, optimizer_steps: int, micro_batches_per_step: int, split: SplitPositions
 ) -> list[Sequence[int]]:
-    """Return the units of every micro-batch, as their positions in the order of learning.
+    """Return the subgroups of every micro-batch, as their positions in the order of learning.
 
     Each optimizer step uses as few of its micro-batches as possible. The others are empty and come
     first: the last one triggers the reduction of gradients, so it must not be empty. For example, 5
-    units, 2 steps of 3 micro-batches, and a split after every 2 units give
+    subgroups, 2 steps of 3 micro-batches, and a split after every 2 subgroups give
 
         step 1:  ()  [0, 1]  [2]
         step 2:  ()  ()  [3, 4]
 
     Args:
-        unit_count: units (groups, or parts of them) to learn from.
+        subgroup_count: subgroups (groups, or parts of them) to learn from.
         optimizer_steps: steps that the generation is divided among.
         micro_batches_per_step: how many micro-batches of the generation belong to each step.
         split: divides the positions of a step into micro-batches.
     """
     plan: list[Sequence[int]] = []
-    for positions_of_step in split_evenly(range(unit_count), optimizer_steps):
+    for positions_of_step in split_evenly(range(subgroup_count), optimizer_steps):
         positions_by_micro_batch = split(positions_of_step)
         empty_count = micro_batches_per_step - len(positions_by_micro_batch)
         assert empty_count >= 0, "a step has more micro-batches than it may have"
@@ -113,84 +117,89 @@ def plan_micro_batches(
 
 
 def split_by_count(
-    positions: Sequence[int], max_micro_batches: int, max_units: int
+    positions: Sequence[int], max_micro_batches: int, max_subgroups: int
 ) -> Sequence[Sequence[int]]:
-    """Divide positions evenly into as few micro-batches of at most `max_units` units as possible.
+    """Divide positions evenly into as few micro-batches as possible.
 
-    A position is the place of a unit (a group, or a part of one) in the order of learning. For
-    example, the positions 0 to 4 with `max_units` 2 become [[0, 1], [2, 3], [4]].
+    Each gets at most `max_subgroups` subgroups, which are groups or parts of them. A position is the
+    place of a subgroup in the order of learning. For example, the positions 0 to 4 with
+    `max_subgroups` 2 become [[0, 1], [2, 3], [4]].
 
-    If that is more than `max_micro_batches` micro-batches, each of these gets more units instead.
+    If that is more than `max_micro_batches` micro-batches, each of these gets more subgroups
+    instead.
     """
-    micro_batch_count = min(max_micro_batches, math.ceil(len(positions) / max_units))
+    micro_batch_count = min(max_micro_batches, math.ceil(len(positions) / max_subgroups))
     return split_evenly(positions, micro_batch_count)
 
 
-def tokens_of_units(
+def tokens_of_subgroups(
     prompt_lengths_B: Tensor,
     completion_lengths_B: Tensor,
-    rows_per_unit: int,
+    rows_per_subgroup: int,
     *,
     shares_prompt: bool,
 ) -> list[int]:
-    """Return how many tokens the policy's pass has for each of U units.
+    """Return how many tokens the policy's pass has for each of U subgroups.
 
-    For example, a unit of two rows has a prompt of 10 tokens and completions of 3 and 5 tokens. It
-    has 18 tokens if the prompt is shared, else 28.
+    For example, a subgroup of two rows has a prompt of 10 tokens and completions of 3 and 5 tokens.
+    It has 18 tokens if the prompt is shared, else 28.
 
     Args:
         prompt_lengths_B: tokens of each row's prompt.
         completion_lengths_B: tokens of each row's completion.
-        rows_per_unit: rows (R) of a unit, which are neighbours and have the same prompt.
-        shares_prompt: whether the prompt is computed once for a unit, not once for each row.
+        rows_per_subgroup: rows (R) of a subgroup, which are neighbours and have the same prompt.
+        shares_prompt: whether the prompt is computed once for a subgroup, not once for each row.
     """
-    prompt_lengths_UR = prompt_lengths_B.view(-1, rows_per_unit)
+    prompt_lengths_UR = prompt_lengths_B.view(-1, rows_per_subgroup)
     prompt_tokens_U = prompt_lengths_UR.sum(dim=1)
     if shares_prompt:
         prompt_tokens_U = prompt_lengths_UR[:, 0]
-    completion_tokens_U = completion_lengths_B.view(-1, rows_per_unit).sum(dim=1)
-    tokens_by_unit: list[int] = (prompt_tokens_U + completion_tokens_U).tolist()
-    return tokens_by_unit
+    completion_tokens_U = completion_lengths_B.view(-1, rows_per_subgroup).sum(dim=1)
+    tokens_by_subgroup: list[int] = (prompt_tokens_U + completion_tokens_U).tolist()
+    return tokens_by_subgroup
 
 
 def order_of_learning(
-    units: Sequence[int], tokens_by_unit: Sequence[int], optimizer_steps: int, seed: str
+    subgroups: Sequence[int], tokens_by_subgroup: Sequence[int], optimizer_steps: int, seed: str
 ) -> list[int]:
-    """Return the units in the order of learning: the longest of each optimizer step come first.
+    """Return the subgroups in the order of learning: the longest of each optimizer step come first.
 
-    The units of each step are drawn at random, so that each step sees units of all lengths. For
-    example, units 0 to 3 with 10, 40, 30 and 20 tokens, in two steps, may become 1 0 and 2 3: unit
-    1 is longer than 0, and 2 is longer than 3.
+    The subgroups of each step are drawn at random, so that each step sees subgroups of all lengths.
+    For example, subgroups 0 to 3 with 10, 40, 30 and 20 tokens, in two steps, may become 1 0 and 2
+    3: subgroup 1 is longer than 0, and 2 is longer than 3.
 
-    The longest come first for three reasons. A micro-batch has units of similar length, which need
-    little padding. All ranks have units of similar length at the same time, so that none waits for
-    another. And a run that does not fit into memory fails at once.
+    The longest come first for three reasons. A micro-batch has subgroups of similar length, which
+    need little padding. All ranks have subgroups of similar length at the same time, so that none
+    waits for another. And a run that does not fit into memory fails at once.
 
     Args:
-        units: numbers of the units, which are groups or parts of them.
-        tokens_by_unit: the tokens of each unit.
+        subgroups: numbers of the subgroups, which are groups or parts of them.
+        tokens_by_subgroup: the tokens of each subgroup.
         optimizer_steps: steps among which `split_evenly` divides the result.
         seed: names the draw; the same on all ranks.
     """
-    longest_first = sorted(units, key=lambda unit: (-tokens_by_unit[unit], unit))
+    longest_first = sorted(
+        subgroups, key=lambda subgroup: (-tokens_by_subgroup[subgroup], subgroup)
+    )
     if optimizer_steps == 1:
         return longest_first
-    shuffled_positions = torch.randperm(len(units), generator=generator_at(seed)).tolist()
-    ordered_units = []
+    shuffled_positions = torch.randperm(len(subgroups), generator=generator_at(seed)).tolist()
+    ordered_subgroups = []
     # The shuffled numbers are positions in `longest_first`. So sorting the positions of a step puts
-    # its longest units first.
+    # its longest subgroups first.
     for positions_of_step in split_evenly(shuffled_positions, optimizer_steps):
-        ordered_units += [longest_first[position] for position in sorted(positions_of_step)]
-    return ordered_units
+        ordered_subgroups += [longest_first[position] for position in sorted(positions_of_step)]
+    return ordered_subgroups
 
 
 class MicroBatcher:
     """Divides generations into micro-batches.
 
-    A unit is the rows that stay in one micro-batch: a group of rollouts, or as large a part of it as
-    divides a micro-batch. It has signal if any of its advantages is not 0. The order of learning is
-    a list of a rank's units, of which consecutive ones become micro-batches. `host_rows` is a copy
-    of a batch's masks and lengths on the CPU, which can be read without waiting for the GPU.
+    A subgroup is the rows that stay in one micro-batch: a group of rollouts, or as large a part of
+    it as divides a micro-batch. It has signal if any of its advantages is not 0. The order of
+    learning is a list of a rank's subgroups, of which consecutive ones become micro-batches.
+    `host_rows` is a copy of a batch's masks and lengths on the CPU, which can be read without
+    waiting for the GPU.
 
     Every rank calls every method, and all get equally many micro-batches with work.
     """
@@ -227,27 +236,27 @@ class MicroBatcher:
         # the generation.
         is_token_mean = context.config.loss_type in LOSSES_WITH_TOKEN_MEAN
         self._weighs_by_tokens = is_token_mean and has_entropy_bonus(context.config)
-        self._unit_exchange = UnitExchange()
+        self._subgroup_exchange = SubgroupExchange()
 
     def split(self, batch: Batch, key: str) -> list[Batch]:
         """Divide a generation into `steps_per_generation` micro-batches. Collective.
 
-        The rows of a unit, which is a group of rollouts or an equal part of one, stay in one
-        micro-batch. Units whose advantages are all 0 are left out where they add nothing to the
-        loss. A micro-batch that gets no unit is {}, and the trainer skips it.
+        The rows of a subgroup, which is a group of rollouts or an equal part of one, stay in one
+        micro-batch. Subgroups whose advantages are all 0 are left out where they add nothing to the
+        loss. A micro-batch that gets no subgroup is {}, and the trainer skips it.
 
         Args:
             batch: this rank's rows of the generation, with their advantages.
             key: names the position in the run, such as `12/0`, the same on all ranks. It seeds
-                which units go into which optimizer step.
+                which subgroups go into which optimizer step.
         """
         layout = self.layout
         row_count = len(batch["advantages"])
         # The rows of this generation divided by the rows of a full one. It is below 1 where
         # unfinished rollouts are left to later generations.
         filled_share = row_count / (layout.micro_batch_rows * layout.steps_per_generation)
-        has_signal = self._which_units_have_signal(batch["advantages"])
-        # Ranks exchange units, so that each has about as many with signal as the others.
+        has_signal = self._which_subgroups_have_signal(batch["advantages"])
+        # Ranks exchange subgroups, so that each has about as many with signal as the others.
         if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:
             batch, has_signal = self._rebalance(batch, has_signal)
         host_rows = HostRows.of(
@@ -256,13 +265,15 @@ class MicroBatcher:
             completion_mask=batch["completion_mask"],
             columns=dict[str, Any](batch),
         )
-        units = self._units_to_learn_from(host_rows, has_signal, key)
-        self.log("adora/skipped_groups", 1 - len(units) / (row_count // layout.rows_per_unit))
-        sizes_by_rank = self._sizes_by_rank(host_rows, units)
-        # The plan has, for each micro-batch, the positions of its units in the order of learning.
-        # It is the same on all ranks.
+        subgroups = self._subgroups_to_learn_from(host_rows, has_signal, key)
+        self.log(
+            "adora/skipped_groups", 1 - len(subgroups) / (row_count // layout.rows_per_subgroup)
+        )
+        sizes_by_rank = self._sizes_by_rank(host_rows, subgroups)
+        # The plan has, for each micro-batch, the positions of its subgroups in the order of
+        # learning. It is the same on all ranks.
         plan = plan_micro_batches(
-            len(units),
+            len(subgroups),
             optimizer_steps=layout.optimizer_steps_per_pass,
             micro_batches_per_step=layout.micro_batches_per_update,
             split=self._choose_split(sizes_by_rank),
@@ -277,7 +288,7 @@ class MicroBatcher:
                 micro_batch = self._micro_batch(
                     reader,
                     host_rows=host_rows,
-                    units=[units[position] for position in positions],
+                    subgroups=[subgroups[position] for position in positions],
                     filled_share=filled_share,
                 )
                 micro_batch["loss_tokens"] = sum(
@@ -286,89 +297,97 @@ class MicroBatcher:
             micro_batches.append(micro_batch)
         return micro_batches
 
-    def _which_units_have_signal(self, advantages: Tensor) -> list[bool]:
-        """Return for each unit of this rank whether it has signal, an advantage other than 0.
+    def _which_subgroups_have_signal(self, advantages: Tensor) -> list[bool]:
+        """Return for each subgroup of this rank whether it has signal, an advantage other than 0.
 
-        All count as having signal where units without it are learned from too: where a KL term
+        All count as having signal where subgroups without it are learned from too: where a KL term
         adds to the loss of every row, and in stock TRL's step.
         """
-        rows_per_unit = self.layout.rows_per_unit
+        rows_per_subgroup = self.layout.rows_per_subgroup
         if self._every_row_counts or not self.config.uses("skip_zero_signal"):
-            return [True] * (len(advantages) // rows_per_unit)
-        flags: list[bool] = signal_of_units(advantages, rows_per_unit).tolist()
+            return [True] * (len(advantages) // rows_per_subgroup)
+        flags: list[bool] = signal_of_subgroups(advantages, rows_per_subgroup).tolist()
         return flags
 
-    def _units_to_learn_from(
+    def _subgroups_to_learn_from(
         self, host_rows: HostRows, has_signal: Sequence[bool], key: str
     ) -> list[int]:
-        """Return the numbers of this rank's units to learn from, in the order of learning.
+        """Return the numbers of this rank's subgroups to learn from, in the order of learning.
 
-        Units with signal, an advantage other than 0, are chosen first. All ranks learn from equally
-        many units: as many as the rank that has most of them with signal. Collective.
+        Subgroups with signal, an advantage other than 0, are chosen first. All ranks learn from
+        equally many subgroups: as many as the rank that has most of them with signal. Collective.
 
         Args:
             host_rows: the rows of this rank's generation.
-            has_signal: for each unit, whether it has an advantage other than 0.
+            has_signal: for each subgroup, whether it has an advantage other than 0.
             key: names the position in the run, the same on all ranks.
         """
         optimizer_steps = self.layout.optimizer_steps_per_pass
         most_with_signal = max(gather_object([sum(has_signal)]))
-        tokens_by_unit = self._tokens_of_units(
+        tokens_by_subgroup = self._tokens_of_subgroups(
             host_rows.prompt_mask.sum(dim=1), torch.tensor(host_rows.completion_lengths)
         )
-        # Every optimizer step needs at least one unit: an empty one would reduce no gradients.
-        min_units = max(most_with_signal, optimizer_steps)
+        # Every optimizer step needs at least one subgroup: an empty one would reduce no gradients.
+        min_subgroups = max(most_with_signal, optimizer_steps)
         return order_of_learning(
-            choose_units(has_signal, min_units, tokens_by_unit),
-            tokens_by_unit=tokens_by_unit,
+            choose_subgroups(has_signal, min_subgroups, tokens_by_subgroup),
+            tokens_by_subgroup=tokens_by_subgroup,
             optimizer_steps=optimizer_steps,
             seed=f"micro-batches/{self.config.seed}/{key}",
         )
 
-    def _sizes_by_rank(self, host_rows: HostRows, units: Sequence[int]) -> list[list[UnitSize]]:
-        """Return for each rank the sizes of its units in the order of learning. Collective.
+    def _sizes_by_rank(
+        self, host_rows: HostRows, subgroups: Sequence[int]
+    ) -> list[list[SubgroupSize]]:
+        """Return for each rank the sizes of its subgroups in the order of learning. Collective.
 
         Args:
             host_rows: the copy of this rank's rows on the CPU.
-            units: the numbers of this rank's units, in the order of learning.
+            subgroups: the numbers of this rank's subgroups, in the order of learning.
         """
-        size_by_unit = unit_sizes(
-            host_rows, self.layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
+        size_by_subgroup = subgroup_sizes(
+            host_rows, self.layout.rows_per_subgroup, shares_vision=self.config.uses("share_vision")
         )
-        sizes_by_rank: list[list[UnitSize]] = gather_object(
-            [[size_by_unit[unit] for unit in units]]
+        sizes_by_rank: list[list[SubgroupSize]] = gather_object(
+            [[size_by_subgroup[subgroup] for subgroup in subgroups]]
         )
         return sizes_by_rank
 
-    def _choose_split(self, sizes_by_rank: Sequence[Sequence[UnitSize]]) -> SplitPositions:
-        """Return the function that splits the units of an optimizer step into micro-batches.
+    def _choose_split(self, sizes_by_rank: Sequence[Sequence[SubgroupSize]]) -> SplitPositions:
+        """Return the function that splits the subgroups of an optimizer step into micro-batches.
 
         With a `MicroBatchMemory` a micro-batch is filled up to the memory that is planned for it.
         Otherwise it has at most `per_device_train_batch_size` rows.
 
-        `sizes_by_rank`: for each rank the sizes of its units in the order of learning.
+        `sizes_by_rank`: for each rank the sizes of its subgroups in the order of learning.
         """
         layout = self.layout
-        max_units = layout.micro_batch_rows // layout.rows_per_unit
+        max_subgroups = layout.micro_batch_rows // layout.rows_per_subgroup
         if self.micro_batch_memory is not None and self.config.uses("fill_micro_batches"):
-            return partial(self.micro_batch_memory.split, sizes_by_rank, max_units=max_units)
+            return partial(
+                self.micro_batch_memory.split, sizes_by_rank, max_subgroups=max_subgroups
+            )
         return partial(
-            split_by_count, max_micro_batches=layout.micro_batches_per_update, max_units=max_units
+            split_by_count,
+            max_micro_batches=layout.micro_batches_per_update,
+            max_subgroups=max_subgroups,
         )
 
-    def _tokens_of_units(self, prompt_lengths_B: Tensor, completion_lengths_B: Tensor) -> list[int]:
-        """Return how many tokens the policy's pass has for each unit, from the lengths of B rows."""
-        return tokens_of_units(
+    def _tokens_of_subgroups(
+        self, prompt_lengths_B: Tensor, completion_lengths_B: Tensor
+    ) -> list[int]:
+        """Return how many tokens the policy's pass has for each subgroup, from row lengths."""
+        return tokens_of_subgroups(
             prompt_lengths_B,
             completion_lengths_B,
-            rows_per_unit=self.layout.rows_per_unit,
+            rows_per_subgroup=self.layout.rows_per_subgroup,
             shares_prompt=self.config.uses("share_prompt"),
         )
 
     def _micro_batch(
-        self, reader: RowReader, host_rows: HostRows, units: list[int], filled_share: float
+        self, reader: RowReader, host_rows: HostRows, subgroups: list[int], filled_share: float
     ) -> Batch:
-        """Return a micro-batch of these units, padded only to its own longest row.
+        """Return a micro-batch of these subgroups, padded only to its own longest row.
 
         Besides the columns of the generation it gets `host_rows` and what `loss_weight` reads:
         `share_of_rows`, and `share_of_tokens` where the loss is a mean over tokens.
@@ -376,13 +395,17 @@ class MicroBatcher:
         Args:
             reader: takes rows out of the generation.
             host_rows: the copy of the generation's rows on the CPU.
-            units: numbers of at least one unit. With two rows per unit, the units 0 and 3 are the
-                rows 0, 1, 6, 7.
+            subgroups: numbers of at least one subgroup. With two rows per subgroup, the subgroups 0
+                and 3 are the rows 0, 1, 6, 7.
             filled_share: the rows of the generation divided by the rows of a full one. It is below
                 1 where unfinished rollouts are left to later generations.
         """
-        rows_per_unit = self.layout.rows_per_unit
-        rows = [rows_per_unit * unit + row for unit in units for row in range(rows_per_unit)]
+        rows_per_subgroup = self.layout.rows_per_subgroup
+        rows = [
+            rows_per_subgroup * subgroup + row
+            for subgroup in subgroups
+            for row in range(rows_per_subgroup)
+        ]
         used = used_columns(
             host_rows.prompt_mask[rows], [host_rows.completion_lengths[row] for row in rows]
         )
@@ -428,8 +451,8 @@ class MicroBatcher:
         small micro-batch would weigh more than a row of a large one. For example, where
         micro-batches have 4 rows on average, the loss of one with 2 rows is multiplied by 0.5.
 
-        The factor is 1 for losses that are no such mean. It is also 1 for micro-batches that TRL has
-        cut, which have no stored share and equally many rows.
+        The factor is 1 for losses that are no such mean. It is also 1 for micro-batches that TRL
+        has cut, which have no stored share and equally many rows.
         """
         if self._weighs_by_tokens:
             return micro_batch.get("share_of_tokens", 1.0)
@@ -438,25 +461,27 @@ class MicroBatcher:
         return 1.0
 
     def _rebalance(self, batch: Batch, has_signal: list[bool]) -> tuple[Batch, list[bool]]:
-        """Move units between ranks where one rank would take longer than the others. Collective.
+        """Move subgroups to other ranks if one rank would take longer than the others. Collective.
 
-        A unit is a group of rollouts, or an equal part of one. Every rank computes the same plan of
-        moves, from the tokens of all ranks' units.
+        A subgroup is a group of rollouts, or an equal part of one. Every rank computes the same
+        plan of moves, from the tokens of all ranks' subgroups.
 
         Args:
             batch: this rank's rows of the generation.
-            has_signal: for each of its units, whether it is to be learned from.
+            has_signal: for each of its subgroups, whether it is to be learned from.
 
         Returns:
-            The new batch of this rank, and for each of its units whether it is to be learned from.
-            A unit that has moved away stays in the batch, and is not learned from here.
+            The new batch of this rank, and for each of its subgroups whether it is to be learned
+            from. A subgroup that has moved away stays in the batch, and is not learned from here.
         """
-        tokens_by_unit = self._tokens_of_units(
+        tokens_by_subgroup = self._tokens_of_subgroups(
             batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1)
         )
-        # Only units with signal move: their tokens by their numbers.
+        # Only subgroups with signal move: their tokens by their numbers.
         tokens_with_signal = {
-            unit: tokens for unit, tokens in enumerate(tokens_by_unit) if has_signal[unit]
+            subgroup: tokens
+            for subgroup, tokens in enumerate(tokens_by_subgroup)
+            if has_signal[subgroup]
         }
         gathered = gather_object([(tokens_with_signal, movable_columns(batch))])
         tokens_by_rank = [tokens_of_rank for tokens_of_rank, _ in gathered]
@@ -467,18 +492,18 @@ class MicroBatcher:
         moves = []
         # `movable_columns` returns no names where rows are too large to be sent.
         if ranks_have_same_columns and columns_by_rank[0]:
-            moves = plan_moves(tokens_by_rank, min_units=self.layout.optimizer_steps_per_pass)
-        units_with_signal = sum(map(len, tokens_by_rank))
-        self.log("adora/moved_groups", len(moves) / max(units_with_signal, 1))
+            moves = plan_moves(tokens_by_rank, min_subgroups=self.layout.optimizer_steps_per_pass)
+        subgroups_with_signal = sum(map(len, tokens_by_rank))
+        self.log("adora/moved_groups", len(moves) / max(subgroups_with_signal, 1))
         if not moves:
             return batch, has_signal
         return carry_out_moves(
             batch,
             has_signal=has_signal,
-            rows_per_unit=self.layout.rows_per_unit,
+            rows_per_subgroup=self.layout.rows_per_subgroup,
             moves=moves,
             rank=self.accelerator.process_index,
             image_banks=self.image_banks,
             pad_id=self.pad_id,
-            exchange=self._unit_exchange,
+            exchange=self._subgroup_exchange,
         )

@@ -1,8 +1,8 @@
 """Decides where the old log-probabilities of rollouts come from.
 
-The policy that has sampled the rollouts is the old policy. TRL's clipped loss takes the ratio of the
-new policy's probabilities to the old ones. The engine's log-probabilities are compared with the old
-ones too.
+The policy that has sampled the rollouts is the old policy. TRL's clipped loss takes the ratio of
+the new policy's probabilities to the old ones. The engine's log-probabilities are compared with the
+old ones too.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from adora_vl.config.batch_plan import regroups_micro_batches
 from adora_vl.training.batch_rows import RowReader
-from adora_vl.training.micro_batches import signal_of_units
+from adora_vl.training.micro_batches import signal_of_subgroups
 from adora_vl.types import Batch, StepContext
 
 
@@ -43,8 +43,8 @@ class OldPass:
         For example, a pass over the rows 2 and 3 of a micro-batch of 4 replaces these two rows of
         its columns.
 
-        `computed`: the result of `rows_as_batch`, to which the old log-probabilities were added, and
-        also the importance ratios to the engine if they correct the loss.
+        `computed`: the result of `rows_as_batch`, to which the old log-probabilities were added,
+        and also the importance ratios to the engine if they correct the loss.
         """
         if computed is self.micro_batch:
             return  # all rows needed the pass, so its columns are those of the micro-batch
@@ -165,20 +165,20 @@ class OldLogps:
         ]
 
     def _passes_over_signal(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
-        """Return passes over the units with signal, which have an advantage other than 0. Collective.
+        """Return passes over the subgroups with signal, whose advantages are not all 0. Collective.
 
-        A unit is a group of rollouts, or the part of a group that one micro-batch has. If a
-        micro-batch has a unit with signal on any rank, it gets a pass on all ranks. The old
+        A subgroup is a group of rollouts, or the part of a group that one micro-batch has. If a
+        micro-batch has a subgroup with signal on any rank, it gets a pass on all ranks. The old
         log-probabilities of all rows become NaN here, and the passes later fill in those of the
-        units with signal. For example, with two rows per unit, a micro-batch of 3 units, of which
-        only unit 1 has signal, gets a pass over the rows 2 and 3.
+        subgroups with signal. For example, with two rows per subgroup, a micro-batch of 3
+        subgroups, of which only subgroup 1 has signal, gets a pass over the rows 2 and 3.
         """
         if not micro_batches:
             return []
-        rows_per_unit = self.layout.rows_per_unit
-        # For each of the M micro-batches, which of its U units have signal.
+        rows_per_subgroup = self.layout.rows_per_subgroup
+        # For each of the M micro-batches, which of its U subgroups have signal.
         has_signal_by_micro_batch = [
-            signal_of_units(micro_batch["advantages"], rows_per_unit)
+            signal_of_subgroups(micro_batch["advantages"], rows_per_subgroup)
             for micro_batch in micro_batches
         ]
         has_signal_M = torch.stack(
@@ -187,8 +187,8 @@ class OldLogps:
         # With sharded weights every pass is collective, so all ranks make one or none does.
         needs_pass_M = self.accelerator.gather(has_signal_M[None]).any(dim=0).tolist()
         # One copy for all micro-batches, so that the CPU waits for the GPU once.
-        unit_counts = [len(has_signal_U) for has_signal_U in has_signal_by_micro_batch]
-        copies_on_cpu = torch.split(torch.cat(has_signal_by_micro_batch).cpu(), unit_counts)
+        subgroup_counts = [len(has_signal_U) for has_signal_U in has_signal_by_micro_batch]
+        copies_on_cpu = torch.split(torch.cat(has_signal_by_micro_batch).cpu(), subgroup_counts)
         passes = []
         for micro_batch, has_signal_U, needs_pass in zip(
             micro_batches, copies_on_cpu, needs_pass_M, strict=True
@@ -196,10 +196,14 @@ class OldLogps:
             self._mark_as_missing(micro_batch)
             if not needs_pass:
                 continue
-            units_with_signal = has_signal_U.nonzero().flatten().tolist()
-            # A rank without signal takes part with its first unit.
-            units = units_with_signal or [0]
-            rows = [unit * rows_per_unit + row for unit in units for row in range(rows_per_unit)]
+            subgroups_with_signal = has_signal_U.nonzero().flatten().tolist()
+            # A rank without signal takes part with its first subgroup.
+            subgroups = subgroups_with_signal or [0]
+            rows = [
+                subgroup * rows_per_subgroup + row
+                for subgroup in subgroups
+                for row in range(rows_per_subgroup)
+            ]
             passes.append(OldPass(micro_batch=micro_batch, rows=rows))
         return passes
 

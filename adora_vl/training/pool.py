@@ -40,10 +40,11 @@ class Pool:
     """Remembers the groups of a run, and decides which of them begin, go on, and are learned from.
 
     A group is a problem with its rollouts, and is complete if all of these have ended. With a token
-    budget (`adora_rollouts.budget`) a generation samples only so many tokens of a rollout, which then
-    goes on in the next generation. Its group waits meanwhile. With `ahead` servers sample later
-    generations while the policy learns from the present one; they are pending until their rollouts
-    arrive. In both cases rollouts may be stale: older than the generation that learns from them.
+    budget (`adora_rollouts.budget`) a generation samples only so many tokens of a rollout, which
+    then goes on in the next generation. Its group waits meanwhile. With `ahead` servers sample
+    later generations while the policy learns from the present one; they are pending until their
+    rollouts arrive. In both cases rollouts may be stale: older than the generation that learns from
+    them.
 
     All of this is in `state`, which is replaced as a whole.
     """
@@ -92,14 +93,14 @@ class Pool:
         """Keep a copy of the state, if this generation is the first of its optimizer step.
 
         A run that stops before it has learned from the step's generations resumes from that copy.
-        In the first step of a run this also warns if the run ends too early to learn from all groups
-        that wait.
+        In the first step of a run this also warns if the run ends too early to learn from all
+        groups that wait.
 
         `generation`: the generation that is sampled next.
         """
         is_first_of_run = self.step_of_state_before < 0
-        # Groups wait only where rollouts may stay unfinished. Without refill every one of them needs
-        # room in one of the remaining generations.
+        # Groups wait only where rollouts may stay unfinished. Without refill every one of them
+        # needs room in one of the remaining generations.
         if is_first_of_run and self.allows_partial_rollouts and not self.options.refill:
             self._warn_of_lost_groups(generation)
         if generation.key.step != self.step_of_state_before:
@@ -509,7 +510,8 @@ class Pool:
             state = self.state_before_step
         arrived_count = 0
         # Rollouts that servers still sample are waited for. If a request has failed, all ranks see
-        # it. Then its generation and later ones are left out, and a resumed run requests them again.
+        # it. Then its generation and later ones are left out, and a resumed run requests them
+        # again.
         with suppress(RolloutError, UserError):
             for pending in state.pending_generations:
                 pending.samples.join()
@@ -546,11 +548,11 @@ def _fewest_groups(layout: BatchLayout, max_groups: int) -> int:
     """Return the fewest groups that a rank may learn from in a generation.
 
     Gradients of fewer than half of `max_groups`, the most that it may have, would be too noisy.
-    Besides, each of the generation's optimizer steps needs at least one unit, which is a group or
-    an equal part of one. For example, with 8 groups at most, and 6 optimizer steps of one group
+    Besides, each of the generation's optimizer steps needs at least one subgroup, which is a group
+    or an equal part of one. For example, with 8 groups at most, and 6 optimizer steps of one group
     each, the fewest are 6.
     """
-    rows_for_all_steps = layout.optimizer_steps_per_pass * layout.rows_per_unit
+    rows_for_all_steps = layout.optimizer_steps_per_pass * layout.rows_per_subgroup
     groups_for_all_steps = rows_for_all_steps / layout.num_generations
     return math.ceil(max(max_groups / 2, groups_for_all_steps))
 

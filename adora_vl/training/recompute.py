@@ -331,7 +331,7 @@ def activation_memory_of(
         config: says whether gradient checkpointing is on, and in which dtypes passes compute.
         shape: the sizes of the policy.
         sharding: how the run divides the weights among ranks.
-        on_gpu: whether the passes run on a GPU, where attention takes less memory.
+        on_gpu: whether the passes run on a GPU, with its kernels.
     """
     is_mixed_precision = bool(config.bf16 or config.fp16)
     tower_is_frozen = not (

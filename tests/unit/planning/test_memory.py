@@ -18,7 +18,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.checkpoint.trl_state import SyncedReferenceModel
-from adora_vl.config.batch_plan import build_batch_layout, unit_size
+from adora_vl.config.batch_plan import build_batch_layout, subgroup_size
 from adora_vl.config.sharding import Sharding, sharding_from_environment, sharding_from_file
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.load import PRETRAINED_FOLDER
@@ -445,7 +445,7 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
     sizes = batch_sizes(setup)
     assert {1, group, group * groups} <= set(sizes)
     for size in sizes:
-        assert unit_size(size, group) == min(size, group)
+        assert subgroup_size(size, group) == min(size, group)
         assert (group * groups) % size == 0
 
 

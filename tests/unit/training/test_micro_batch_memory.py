@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.training.micro_batch_memory import (
-    UnitSize,
-    full_unit,
+    SubgroupSize,
+    full_subgroup,
     size_of_pass,
-    unit_sizes,
+    subgroup_sizes,
 )
 from adora_vl.types import HostRows, RowImages
 from benchmarks.lockstep import MEASURED_CASES, simulate_filled
@@ -34,9 +34,9 @@ from tests.support.micro_batch_memory import (
 ANSWER_LENGTHS = (1024, 760, 520, 430, 380, 300, 210, 117)
 
 
-def unit_of_lengths(prompt: int, completions: Sequence[int], patches: int = 0) -> UnitSize:
+def subgroup_of_lengths(prompt: int, completions: Sequence[int], patches: int = 0) -> SubgroupSize:
     """Return the size of a group with these lengths of prompt and completions, in tokens."""
-    return UnitSize(
+    return SubgroupSize(
         rows=len(completions),
         prompt_tokens=prompt,
         longest_completion=max(completions),
@@ -47,48 +47,48 @@ def unit_of_lengths(prompt: int, completions: Sequence[int], patches: int = 0) -
 
 
 UNIT_SIZES = st.builds(
-    unit_of_lengths,
+    subgroup_of_lengths,
     prompt=st.integers(1, 2000),
     completions=st.lists(st.integers(0, LONGEST_ANSWER), min_size=4, max_size=4),
     patches=st.integers(0, 4000),
 )
 
 
-def sizes_on_ranks(count: int) -> st.SearchStrategy[list[list[UnitSize]]]:
-    """Draw the sizes of `count` units on each of one to three ranks."""
-    units_of_rank = st.lists(UNIT_SIZES, min_size=count, max_size=count)
-    return st.lists(units_of_rank, min_size=1, max_size=3)
+def sizes_on_ranks(count: int) -> st.SearchStrategy[list[list[SubgroupSize]]]:
+    """Draw the sizes of `count` subgroups on each of one to three ranks."""
+    subgroups_of_rank = st.lists(UNIT_SIZES, min_size=count, max_size=count)
+    return st.lists(subgroups_of_rank, min_size=1, max_size=3)
 
 
 @settings(max_examples=60)
 @given(
     ranks=st.integers(1, 12).flatmap(sizes_on_ranks),
-    max_units=st.integers(1, 2),
+    max_subgroups=st.integers(1, 2),
     activation_memory=st.sampled_from(sorted(ACTIVATION_MEMORY_BY_CASE)),
     shares_prompts=st.booleans(),
 )
 def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
-    ranks, max_units, activation_memory, shares_prompts
+    ranks, max_subgroups, activation_memory, shares_prompts
 ):
     """The memory holds on every rank, whatever the lengths and however many layers are recomputed.
 
-    A micro-batch has `max_units` units without filling, whatever memory they need. Memory is
-    planned for so many units with the longest prompt, and with answers as long as they may be.
+    A micro-batch has `max_subgroups` subgroups without filling, whatever memory they need. Memory is
+    planned for so many subgroups with the longest prompt, and with answers as long as they may be.
     """
     count = len(ranks[0])
     micro_batches = micro_batch_memory_of_3b(
         activation_memory, shares_prompts=shares_prompts
-    ).split(ranks, range(count), max_units)
+    ).split(ranks, range(count), max_subgroups)
     assert list(chain.from_iterable(micro_batches)) == list(range(count))
-    assert all(len(positions) >= max_units for positions in micro_batches[:-1])
+    assert all(len(positions) >= max_subgroups for positions in micro_batches[:-1])
     size_of = partial(size_of_pass, shares_prompts=shares_prompts, masks_padding=True)
-    all_units = [unit for units in ranks for unit in units]
-    planned_size = size_of([full_unit(all_units, LONGEST_ANSWER)] * max_units)
+    all_subgroups = [subgroup for subgroups in ranks for subgroup in subgroups]
+    planned_size = size_of([full_subgroup(all_subgroups, LONGEST_ANSWER)] * max_subgroups)
     memory = ACTIVATION_MEMORY_BY_CASE[activation_memory]
     recomputed_counts = (0, 7, SHAPE_OF_3B.text.layers) if memory.checkpointing else (0,)
-    filled = [positions for positions in micro_batches if len(positions) > max_units]
-    for positions, units, recomputed in product(filled, ranks, recomputed_counts):
-        size = size_of(units[positions.start : positions.stop])
+    filled = [positions for positions in micro_batches if len(positions) > max_subgroups]
+    for positions, subgroups, recomputed in product(filled, ranks, recomputed_counts):
+        size = size_of(subgroups[positions.start : positions.stop])
         planned_bytes = memory.peak_bytes(planned_size, recomputed)
         assert memory.peak_bytes(size, recomputed) <= planned_bytes
 
@@ -98,14 +98,14 @@ def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
 
     Three groups of real lengths take no more than that.
     """
-    groups = [unit_of_lengths(1079, ANSWER_LENGTHS)] * 12
+    groups = [subgroup_of_lengths(1079, ANSWER_LENGTHS)] * 12
     assert [len(part) for part in micro_batch_memory_of_3b().split([groups], range(12), 1)] == [
         3,
         3,
         3,
         3,
     ]
-    full = [unit_of_lengths(1079, [LONGEST_ANSWER] * 8)] * 12
+    full = [subgroup_of_lengths(1079, [LONGEST_ANSWER] * 8)] * 12
     assert len(micro_batch_memory_of_3b().split([full], range(12), 1)) == 12, (
         "nothing is filled up at full length"
     )
@@ -113,9 +113,9 @@ def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
 
 def test_ranks_cut_at_the_same_positions():
     """A rank with short groups takes no more of them than the one whose groups are long."""
-    short_groups = [unit_of_lengths(100, [50] * 8)] * 6
-    long_groups = [unit_of_lengths(1079, ANSWER_LENGTHS)] * 6
-    split = partial(micro_batch_memory_of_3b().split, positions=range(6), max_units=1)
+    short_groups = [subgroup_of_lengths(100, [50] * 8)] * 6
+    long_groups = [subgroup_of_lengths(1079, ANSWER_LENGTHS)] * 6
+    split = partial(micro_batch_memory_of_3b().split, positions=range(6), max_subgroups=1)
     assert split([short_groups, long_groups]) == split([long_groups])
     assert len(split([short_groups])) == 1
 
@@ -140,10 +140,12 @@ def test_rows_that_share_nothing_are_as_long_as_the_longest():
     So a short group beside the long one takes as much memory as a long one. In packed rows it does
     not.
     """
-    units = [unit_of_lengths(1000, [2000] * 8), *[unit_of_lengths(1000, [100] * 8)] * 5]
-    padded = micro_batch_memory_of_3b(shares_prompts=False).split([units], range(6), max_units=1)
+    subgroups = [subgroup_of_lengths(1000, [2000] * 8), *[subgroup_of_lengths(1000, [100] * 8)] * 5]
+    padded = micro_batch_memory_of_3b(shares_prompts=False).split(
+        [subgroups], range(6), max_subgroups=1
+    )
     assert [len(positions) for positions in padded] == [1, 2, 2, 1]
-    packed = micro_batch_memory_of_3b().split([units], range(6), max_units=1)
+    packed = micro_batch_memory_of_3b().split([subgroups], range(6), max_subgroups=1)
     assert [len(positions) for positions in packed] == [1, 5]
 
 
@@ -160,8 +162,8 @@ def test_the_planned_pass_is_that_of_the_dry_run():
         sequences_per_problem=8,
         packed=True,
     )
-    longest_group = full_unit(
-        [unit_of_lengths(1079, ANSWER_LENGTHS, 1024), unit_of_lengths(80, ANSWER_LENGTHS)],
+    longest_group = full_subgroup(
+        [subgroup_of_lengths(1079, ANSWER_LENGTHS, 1024), subgroup_of_lengths(80, ANSWER_LENGTHS)],
         LONGEST_ANSWER,
     )
     size = size_of_pass([longest_group], shares_prompts=True, masks_padding=True)
@@ -170,8 +172,8 @@ def test_the_planned_pass_is_that_of_the_dry_run():
     assert size == replace(dry_run_size, repeated_keys=dry_run_size.repeated_keys - 8)
 
 
-def test_sizes_of_units_by_hand():
-    """The first unit has a prompt of two tokens and an image, the second one of three and none.
+def test_sizes_of_subgroups_by_hand():
+    """The first subgroup has a prompt of two tokens and an image, the second one of three and none.
 
     Where vision is not shared, the image of eight patches counts once for each of its two rows.
     """
@@ -182,8 +184,8 @@ def test_sizes_of_units_by_hand():
         completion_lengths=[4, 1, 0, 2],
         images=[RowImages(pixels=torch.zeros(8, 1), grids=torch.ones(1, 3))] * 2 + [None] * 2,
     )
-    assert unit_sizes(host, rows_per_unit=2, shares_vision=True) == [
-        unit_of_lengths(2, [4, 1], patches=8),
-        unit_of_lengths(3, [0, 2]),
+    assert subgroup_sizes(host, rows_per_subgroup=2, shares_vision=True) == [
+        subgroup_of_lengths(2, [4, 1], patches=8),
+        subgroup_of_lengths(3, [0, 2]),
     ]
-    assert unit_sizes(host, 2, shares_vision=False)[0].patches == 16
+    assert subgroup_sizes(host, 2, shares_vision=False)[0].patches == 16

@@ -1,6 +1,6 @@
 """A generation becomes micro-batches: which rows each has, and which rows move to other ranks.
 
-A unit is what is put into a micro-batch as a whole: a group of rollouts, or a part of one where a
+A subgroup is what is put into a micro-batch as a whole: a group of rollouts, or a part of one where a
 micro-batch is smaller than a group.
 """
 
@@ -15,20 +15,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.config.batch_plan import BatchLayout, unit_size
+from adora_vl.config.batch_plan import BatchLayout, subgroup_size
 from adora_vl.packing.image_store import ImageBanks, ProcessedImage
 from adora_vl.training import batch_rows
 from adora_vl.training.micro_batch_memory import MicroBatchMemory
 from adora_vl.training.micro_batches import (
     MicroBatcher,
-    choose_units,
+    choose_subgroups,
     order_of_learning,
     plan_micro_batches,
     split_by_count,
     split_evenly,
-    tokens_of_units,
+    tokens_of_subgroups,
 )
-from adora_vl.training.rank_balance import UnitMove, carry_out_moves, plan_moves
+from adora_vl.training.rank_balance import SubgroupMove, carry_out_moves, plan_moves
 from adora_vl.training.schedule import fill_slots
 from adora_vl.types import Batch
 from benchmarks.lockstep import (
@@ -116,7 +116,7 @@ def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> B
     }
 
 
-# (rows of a micro-batch, rollouts of a group, rows of a unit)
+# (rows of a micro-batch, rollouts of a group, rows of a subgroup)
 UNIT_SIZES = [
     (128, 8, 8),
     (8, 8, 8),
@@ -126,81 +126,83 @@ UNIT_SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "generations", "unit"), UNIT_SIZES)
-def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
+@pytest.mark.parametrize(("rows", "generations", "subgroup"), UNIT_SIZES)
+def test_a_subgroup_is_what_fits_a_micro_batch_of_a_group(rows, generations, subgroup):
     """It is the largest part that divides both the rows of a micro-batch and those of a group."""
-    assert unit_size(rows, generations) == unit
+    assert subgroup_size(rows, generations) == subgroup
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 80))
 def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
-    optimizer_steps, micro_batches, max_units, extra_units
+    optimizer_steps, micro_batches, max_subgroups, extra_subgroups
 ):
-    """Empty micro-batches come first, so that the last one of each step has units.
+    """Empty micro-batches come first, so that the last one of each step has subgroups.
 
-    `max_units`: the most units of a micro-batch. `extra_units`: units beyond one for each step.
+    `max_subgroups`: the most subgroups of a micro-batch. `extra_subgroups`: subgroups beyond one for each step.
     """
     micro_batch_count = optimizer_steps * micro_batches
-    # At least one unit a step, and no more than fit.
-    unit_count = min(optimizer_steps + extra_units, micro_batch_count * max_units)
-    cut = partial(split_by_count, max_micro_batches=micro_batches, max_units=max_units)
-    plan = plan_micro_batches(unit_count, optimizer_steps, micro_batches, cut)
+    # At least one subgroup a step, and no more than fit.
+    subgroup_count = min(optimizer_steps + extra_subgroups, micro_batch_count * max_subgroups)
+    cut = partial(split_by_count, max_micro_batches=micro_batches, max_subgroups=max_subgroups)
+    plan = plan_micro_batches(subgroup_count, optimizer_steps, micro_batches, cut)
     assert len(plan) == micro_batch_count
-    planned_units = [unit for units_of_micro_batch in plan for unit in units_of_micro_batch]
-    assert planned_units == list(range(unit_count))
+    planned_subgroups = [
+        subgroup for subgroups_of_micro_batch in plan for subgroup in subgroups_of_micro_batch
+    ]
+    assert planned_subgroups == list(range(subgroup_count))
     last_of_each_step = plan[micro_batches - 1 :: micro_batches]
     assert all(last_of_each_step)
-    assert max(map(len, plan)) <= max_units
+    assert max(map(len, plan)) <= max_subgroups
 
 
-def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
+def test_a_subgroup_counts_the_tokens_of_the_policy_s_pass():
     """Two groups of two rollouts have prompts of two and of three tokens.
 
     The policy's pass computes a shared prompt once for a group, and else once for each rollout.
     """
     prompts = torch.tensor([2, 2, 3, 3])
     answers = torch.tensor([1, 4, 2, 2])
-    assert tokens_of_units(prompts, answers, 2, shares_prompt=True) == [2 + 5, 3 + 4]
-    assert tokens_of_units(prompts, answers, 2, shares_prompt=False) == [4 + 5, 6 + 4]
+    assert tokens_of_subgroups(prompts, answers, 2, shares_prompt=True) == [2 + 5, 3 + 4]
+    assert tokens_of_subgroups(prompts, answers, 2, shares_prompt=False) == [4 + 5, 6 + 4]
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
-def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(
-    steps, units_per_step, rng
+def test_ranks_find_subgroups_of_the_same_place_by_length_in_each_micro_batch(
+    steps, subgroups_per_step, rng
 ):
-    """A rank's longest unit comes at the same time as the longest of every other rank, and so on.
+    """A rank's longest subgroup comes at the same time as those of all other ranks, and so on.
 
-    All ranks draw with the same seed. It is not the number of a unit that decides when it comes,
-    but its position when the units are ordered by length: 0 is the longest.
+    All ranks draw with the same seed. It is not the number of a subgroup that decides when it comes,
+    but its position when the subgroups are ordered by length: 0 is the longest.
     """
-    count = steps * units_per_step
+    count = steps * subgroups_per_step
     length_positions_by_rank = []
-    for _ in range(3):  # ranks, whose units have other lengths
+    for _ in range(3):  # ranks, whose subgroups have other lengths
         tokens = rng.sample(range(1000), count)
-        longest_first = sorted(range(count), key=lambda unit: -tokens[unit])
-        units = order_of_learning(range(count), tokens, optimizer_steps=steps, seed="seed/12")
-        assert sorted(units) == list(range(count))
-        length_positions_by_rank.append([longest_first.index(unit) for unit in units])
+        longest_first = sorted(range(count), key=lambda subgroup: -tokens[subgroup])
+        subgroups = order_of_learning(range(count), tokens, optimizer_steps=steps, seed="seed/12")
+        assert sorted(subgroups) == list(range(count))
+        length_positions_by_rank.append([longest_first.index(subgroup) for subgroup in subgroups])
     first_rank, *other_ranks = length_positions_by_rank
     assert all(length_positions == first_rank for length_positions in other_ranks)
     for positions_of_step in split_evenly(first_rank, steps):
         assert positions_of_step == sorted(positions_of_step), "the longest of a step first"
 
 
-def test_the_steps_on_a_generation_see_units_of_all_lengths():
-    """Each of four steps on a generation learns from two of eight units, drawn by the seed.
+def test_the_steps_on_a_generation_see_subgroups_of_all_lengths():
+    """Each of four steps on a generation learns from two of eight subgroups, drawn by the seed.
 
-    Unit 0 has 0 tokens, and unit 7 has 7. If the first step got the longest units, it would always
-    begin with unit 7.
+    Subgroup 0 has 0 tokens, and subgroup 7 has 7. If the first step got the longest subgroups, it would always
+    begin with subgroup 7.
     """
-    tokens_by_unit = range(8)
+    tokens_by_subgroup = range(8)
     orders = set()
     for step in range(20):
-        order = order_of_learning(range(8), tokens_by_unit, optimizer_steps=4, seed=f"0/{step}")
+        order = order_of_learning(range(8), tokens_by_subgroup, optimizer_steps=4, seed=f"0/{step}")
         orders.add(tuple(order))
     assert len(orders) > 10
-    first_units = {order[0] for order in orders}
-    assert first_units > {6, 7}, "the first step begins with other units too"
+    first_subgroups = {order[0] for order in orders}
+    assert first_subgroups > {6, 7}, "the first step begins with other subgroups too"
 
 
 def batch_of_three_rollouts() -> Any:
@@ -437,9 +439,9 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     """
 
     def gather_with_five(on_this_rank: list[object]) -> list[object]:
-        """Stand in for both gathers, of the number of groups with signal and of the units' sizes.
+        """Stand in for both gathers: of numbers of groups with signal, and of subgroups' sizes.
 
-        The other rank has five groups with signal, and units of the same sizes as this one.
+        The other rank has five groups with signal, and subgroups of the same sizes as this one.
         """
         (value,) = on_this_rank
         return [value, value if isinstance(value, list) else 5]
@@ -568,46 +570,46 @@ def test_the_key_cuts_by_the_number_of_rows():
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [4, 4, 4, 4]
 
 
-def units_of_equal_length(*counts: int) -> list[dict[int, int]]:
-    """Return the tokens of each unit by its number, for each rank.
+def subgroups_of_equal_length(*counts: int) -> list[dict[int, int]]:
+    """Return the tokens of each subgroup by its number, for each rank.
 
-    `counts`: how many units each rank has. For example, 0 and 2 give {} and {0: 10, 1: 10}.
+    `counts`: how many subgroups each rank has. For example, 0 and 2 give {} and {0: 10, 1: 10}.
     """
     return [dict.fromkeys(range(count), 10) for count in counts]
 
 
-def sources_and_targets(moves: list[UnitMove]) -> list[tuple[int, int]]:
-    """Return for each unit that moves the rank that gives it and the one that gets it."""
+def sources_and_targets(moves: list[SubgroupMove]) -> list[tuple[int, int]]:
+    """Return for each subgroup that moves the rank that gives it and the one that gets it."""
     return [(move.source, move.target) for move in moves]
 
 
 def test_moves_by_hand():
-    """Units move from ranks with many to ranks with few, until no rank would end earlier by it.
+    """Subgroups move from ranks with many to ranks with few, until no rank would end earlier by it.
 
-    Rank 1 with four units gives two of them to rank 0 with none, for example. `min_units`: so many
-    units a rank may have before any of them moves.
+    Rank 1 with four subgroups gives two of them to rank 0 with none, for example. `min_subgroups`: so many
+    subgroups a rank may have before any of them moves.
     """
-    assert sources_and_targets(plan_moves(units_of_equal_length(0, 4))) == [(1, 0), (1, 0)]
-    assert plan_moves(units_of_equal_length(1, 2, 2)) == [], "no rank takes longer for it"
-    assert sorted(sources_and_targets(plan_moves(units_of_equal_length(3, 0, 0)))) == [
+    assert sources_and_targets(plan_moves(subgroups_of_equal_length(0, 4))) == [(1, 0), (1, 0)]
+    assert plan_moves(subgroups_of_equal_length(1, 2, 2)) == [], "no rank takes longer for it"
+    assert sorted(sources_and_targets(plan_moves(subgroups_of_equal_length(3, 0, 0)))) == [
         (0, 1),
         (0, 2),
     ]
-    assert sources_and_targets(plan_moves(units_of_equal_length(4, 3, 3, 0))) == [(0, 3)], (
+    assert sources_and_targets(plan_moves(subgroups_of_equal_length(4, 3, 3, 0))) == [(0, 3)], (
         "no more than is needed"
     )
-    assert len(plan_moves(units_of_equal_length(0, 6), min_units=4)) == 2
-    assert plan_moves(units_of_equal_length(0, 4), min_units=4) == []
-    assert plan_moves(units_of_equal_length(0, 0)) == []
+    assert len(plan_moves(subgroups_of_equal_length(0, 6), min_subgroups=4)) == 2
+    assert plan_moves(subgroups_of_equal_length(0, 4), min_subgroups=4) == []
+    assert plan_moves(subgroups_of_equal_length(0, 0)) == []
 
 
-def test_a_long_unit_moves_to_where_it_meets_another_long_one():
-    """Ranks learn from their units at the same time, and a short one waits for a long one."""
-    # For each rank the tokens of its units, by their numbers.
+def test_a_long_subgroup_moves_to_where_it_meets_another_long_one():
+    """Ranks learn from their subgroups at the same time, and a short one waits for a long one."""
+    # For each rank the tokens of its subgroups, by their numbers.
     long_ones_on_one_rank = [{0: 90, 1: 100}, {0: 10, 1: 11}]
     assert plan_moves(long_ones_on_one_rank) == [
-        UnitMove(source=0, unit=0, target=1),
-        UnitMove(source=1, unit=0, target=0),
+        SubgroupMove(source=0, subgroup=0, target=1),
+        SubgroupMove(source=1, subgroup=0, target=0),
     ]
     in_order_of_length_they_meet = [{0: 90, 1: 10}, {0: 100, 1: 11}]
     assert plan_moves(in_order_of_length_they_meet) == []
@@ -615,16 +617,16 @@ def test_a_long_unit_moves_to_where_it_meets_another_long_one():
     assert plan_moves(about_as_long) == []
 
 
-def test_beside_the_longest_unit_goes_the_longest_that_is_left_on_any_rank():
-    """No other unit is as long as 100 tokens, but the 60 of the same rank come next to it.
+def test_beside_the_longest_subgroup_goes_the_longest_that_is_left_on_any_rank():
+    """No other subgroup is as long as 100 tokens, but the 60 of the same rank come next to it.
 
     Then the ranks learn from 100 and 60 tokens in the first round, from 60 and 30 in the second,
     and from 30 and 30 in the third. Without a move the rounds would take 100, 60 and 60 tokens.
     """
     one_rank_has_the_long_ones = [{0: 100, 1: 60, 2: 60}, {0: 30, 1: 30, 2: 30}]
     assert plan_moves(one_rank_has_the_long_ones) == [
-        UnitMove(source=0, unit=1, target=1),
-        UnitMove(source=1, unit=2, target=0),
+        SubgroupMove(source=0, subgroup=1, target=1),
+        SubgroupMove(source=1, subgroup=2, target=0),
     ]
 
 
@@ -643,34 +645,34 @@ def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
     assert lockstep_ratio([[4, 2], [3, 3]]) == pytest.approx(7 / 6)
 
 
-# For each rank the tokens of its units.
+# For each rank the tokens of its subgroups.
 TOKENS_OF_RANKS = st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=6)
 
 
 @given(TOKENS_OF_RANKS, st.integers(1, 6))
-def test_no_rank_learns_from_more_units_than_it_must_and_none_is_lost(ranks, min_units):
-    """After the moves a rank has at most an even share of all units, or `min_units`."""
+def test_no_rank_learns_from_more_subgroups_than_it_must_and_none_is_lost(ranks, min_subgroups):
+    """After the moves a rank has at most an even share of all subgroups, or `min_subgroups`."""
     tokens_by_rank = [dict(enumerate(tokens)) for tokens in ranks]
-    counts_before = [len(units) for units in tokens_by_rank]
-    # The units of each rank after the moves, by the rank and the number that they had before.
-    units_after = [
-        {(rank, number) for number in units} for rank, units in enumerate(tokens_by_rank)
+    counts_before = [len(subgroups) for subgroups in tokens_by_rank]
+    # The subgroups of each rank after the moves, by the rank and the number that they had before.
+    subgroups_after = [
+        {(rank, number) for number in subgroups} for rank, subgroups in enumerate(tokens_by_rank)
     ]
-    for move in plan_moves(tokens_by_rank, min_units):
+    for move in plan_moves(tokens_by_rank, min_subgroups):
         assert move.source != move.target
-        unit = (move.source, move.unit)
-        units_after[move.source].remove(unit)
-        units_after[move.target].add(unit)
-    counts_after = [len(units) for units in units_after]
+        subgroup = (move.source, move.subgroup)
+        subgroups_after[move.source].remove(subgroup)
+        subgroups_after[move.target].add(subgroup)
+    counts_after = [len(subgroups) for subgroups in subgroups_after]
     assert sum(counts_after) == sum(counts_before)
     even_share = math.ceil(sum(counts_before) / len(ranks))
-    assert max(counts_after) <= max(min_units, even_share)
+    assert max(counts_after) <= max(min_subgroups, even_share)
     had_equally_many = len(set(counts_before)) == 1
-    if had_equally_many and counts_before[0] >= min_units:
+    if had_equally_many and counts_before[0] >= min_subgroups:
         assert len(set(counts_after)) == 1
 
 
-def receive_nothing(plan: object, packed_units: object, rank: int) -> list[Any]:
+def receive_nothing(plan: object, packed_subgroups: object, rank: int) -> list[Any]:
     """Stand in for an exchange between ranks in which nothing arrives at this one."""
     return []
 
@@ -680,11 +682,11 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
     banks = ImageBanks()
     batch = rank_batch(banks, images="abab", completion=2, first=0)
     banks.of_training().may_have_new_images = False
-    moves_between_others = [UnitMove(source=1, unit=0, target=2)]
+    moves_between_others = [SubgroupMove(source=1, subgroup=0, target=2)]
     carry_out_moves(
         batch,
         [True, True],
-        rows_per_unit=2,
+        rows_per_subgroup=2,
         moves=moves_between_others,
         rank=0,
         image_banks=banks,
@@ -694,22 +696,22 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
     assert banks.of_training().may_have_new_images
 
 
-# For each rank whether its six units have signal.
+# For each rank whether its six subgroups have signal.
 SIGNAL_OF_RANKS = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5)
 
 
 @given(SIGNAL_OF_RANKS, st.sampled_from([1, 2, 3, 6]))
-def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_units):
-    """The plan, the exchange and the choice of units work together, whatever has signal.
+def test_every_subgroup_with_signal_is_learned_from_once_on_one_rank(ranks, min_subgroups):
+    """The plan, the exchange and the choice of subgroups work together, whatever has signal.
 
-    A unit is one rollout here. Rank 0 has the rollouts 100 to 105, rank 1 has 200 to 205, and so
+    A subgroup is one rollout here. Rank 0 has the rollouts 100 to 105, rank 1 has 200 to 205, and so
     on.
     """
     tokens_by_rank = []
     for has_signal in ranks:
         with_signal = [number for number, signal in enumerate(has_signal) if signal]
         tokens_by_rank.append({number: 10 + number for number in with_signal})
-    moves = plan_moves(tokens_by_rank, min_units)
+    moves = plan_moves(tokens_by_rank, min_subgroups)
     banks = [ImageBanks() for _ in ranks]
     batches = []
     for rank, has_signal in enumerate(ranks):
@@ -717,23 +719,23 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_unit
         batch = rank_batch(banks[rank], images="abcdef", completion=1, first=first)
         batch["advantages"] = batch["advantages"] * torch.tensor(has_signal)
         batches.append(batch)
-    sent: list[tuple[int, Any]] = []  # the target and the packed unit of every move
+    sent: list[tuple[int, Any]] = []  # the target and the packed subgroup of every move
 
-    def record_sent(plan, packed_units, rank):
+    def record_sent(plan, packed_subgroups, rank):
         """Record what a rank sends; nothing arrives yet."""
         targets = [move.target for move in plan if move.source == rank]
-        sent.extend(zip(targets, packed_units, strict=True))
+        sent.extend(zip(targets, packed_subgroups, strict=True))
         return []
 
-    def deliver(plan, packed_units, rank):
+    def deliver(plan, packed_subgroups, rank):
         """Return what all ranks have sent to this one."""
-        return [packed_unit for target, packed_unit in sent if target == rank]
+        return [packed_subgroup for target, packed_subgroup in sent if target == rank]
 
     def rebalance_rank(rank, banks_of_rank, exchange):
         return carry_out_moves(
             batches[rank],
             ranks[rank],
-            rows_per_unit=1,
+            rows_per_subgroup=1,
             moves=moves,
             rank=rank,
             image_banks=banks_of_rank,
@@ -741,26 +743,26 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_unit
             exchange=exchange,
         )
 
-    # First all ranks send, since a rank may both give and get units. They do so with copies of their
+    # First all ranks send, since a rank may both give and get subgroups. They do so with copies of their
     # banks, which are then as before.
     for rank in range(len(ranks)):
         rebalance_rank(rank, copy.deepcopy(banks[rank]), record_sent)
     results = [rebalance_rank(rank, banks[rank], deliver) for rank in range(len(ranks))]
-    units_per_rank = max(min_units, *(has_signal.count(True) for _, has_signal in results))
-    # An advantage other than 0 is the number of its rollout, so it names the unit.
+    subgroups_per_rank = max(min_subgroups, *(has_signal.count(True) for _, has_signal in results))
+    # An advantage other than 0 is the number of its rollout, so it names the subgroup.
     learned_advantages = []
     for batch, has_signal in results:
-        chosen = choose_units(has_signal, units_per_rank, [1] * len(has_signal))
-        assert len(chosen) == units_per_rank
+        chosen = choose_subgroups(has_signal, subgroups_per_rank, [1] * len(has_signal))
+        assert len(chosen) == subgroups_per_rank
         learned_advantages += [value for value in batch["advantages"][chosen].tolist() if value]
     all_advantages = torch.cat([batch["advantages"] for batch in batches]).tolist()
     assert sorted(learned_advantages) == sorted(value for value in all_advantages if value)
 
 
 def test_all_columns_of_a_row_move_with_it_and_no_image_is_stored_twice():
-    """Rank 0 has the rollouts 0 to 3, and no unit with signal. Rank 1 has 10 to 13, in two units.
+    """Rank 0 has rollouts 0 to 3 and no subgroup with signal; rank 1 has 10 to 13, two subgroups.
 
-    The second unit of rank 1, the rollouts 12 and 13 with the images "a" and "d", goes to rank 0,
+    The second subgroup of rank 1, the rollouts 12 and 13 with the images "a" and "d", goes to rank 0,
     which has "a" already. Its completions of three tokens make those of rank 0 wider by one.
     """
     banks = [ImageBanks(), ImageBanks()]
@@ -770,14 +772,14 @@ def test_all_columns_of_a_row_move_with_it_and_no_image_is_stored_twice():
     ]
     sent: list[Any] = []
 
-    def send_to_rank_0(plan, packed_units, rank):
+    def send_to_rank_0(plan, packed_subgroups, rank):
         """Keep what is sent, and return it to rank 0."""
-        sent.extend(copy.deepcopy(packed_units))
+        sent.extend(copy.deepcopy(packed_subgroups))
         return sent if rank == 0 else []
 
-    moves = plan_moves(units_of_equal_length(0, 2))
+    moves = plan_moves(subgroups_of_equal_length(0, 2))
     settings: dict[str, Any] = {
-        "rows_per_unit": 2,
+        "rows_per_subgroup": 2,
         "moves": moves,
         "pad_id": 99,
         "exchange": send_to_rank_0,
