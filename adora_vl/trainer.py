@@ -519,6 +519,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             return evaluation_loss
         # The number of micro-batches of this generation that were learned from before this one.
         micro_step = self._step % self.layout.micro_batches_per_generation
+        # Adds or removes `old_per_token_logps`, from which TRL takes the ratio of new to old policy.
         parts.generation_logps.old_logps.prepare_loss(micro_batch, micro_step)
         # This is read before TRL's loss, which changes an adaptive coefficient at the end of a step.
         trl_bonus = parts.entropy_bonus.trl_bonus(
@@ -526,14 +527,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             last_entropy=self._last_world_entropy,
             micro_batches_per_step=self.current_gradient_accumulation_steps,
         )
-        # Called between the policy's pass and the rest of TRL's loss.
+        # Called between the policy's pass and the rest of TRL's loss. It adds the ratio to the engine.
         add_to_loss = partial(parts.generation_logps.add_to_loss, inputs, micro_batch, micro_step)
         with (
-            parts.policy_pass.watch(micro_batch, add_to_loss) as watched,
-            self._random_numbers_of_micro_batch(),
+            parts.policy_pass.watch(micro_batch, add_to_loss) as watched_pass,
+            self._seeded_by_micro_batch(),
         ):
             loss: Tensor = super()._compute_loss(model, micro_batch)
-        entropies_BC = cast("Tensor", watched.entropies_BC)  # TRL's loss asks for them
+        entropies_BC = cast("Tensor", watched_pass.entropies_BC)  # TRL's loss asks for them
         # A micro-batch has this column if it is weighed by its tokens. With the auxiliary loss of a
         # mixture of experts `loss` is more than the policy loss, so TRL's own metric stays.
         if "share_of_tokens" in micro_batch and not self.aux_loss_enabled:
@@ -542,7 +543,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             )
         # It becomes NaN where the ratio of new to old policy explodes, and NaN makes every rank skip
         # the optimizer step.
-        loss = parts.ratio_guard.loss_or_nan(loss, watched.logps_BC, micro_batch)
+        loss = parts.ratio_guard.loss_or_nan(loss, watched_pass.logps_BC, micro_batch)
         loss = loss * parts.micro_batcher.loss_weight(micro_batch)
         if parts.entropy_bonus.is_on:
             loss = loss + parts.entropy_bonus.missing_bonus(micro_batch, entropies_BC, trl_bonus)
@@ -559,7 +560,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         total, token_count = self.accelerator.reduce(sums_2, reduction="sum").tolist()
         self._metrics["train"]["policy_loss"][-1] = total / max(token_count, 1.0)
 
-    def _random_numbers_of_micro_batch(self) -> AbstractContextManager[None]:
+    def _seeded_by_micro_batch(self) -> AbstractContextManager[None]:
         """Return a context in which random numbers are seeded by the micro-batch and the rank.
 
         For example, the seed of micro-batch 0 of step 12 on rank 1 is made of `micro-batch/42/12/0/1`,
