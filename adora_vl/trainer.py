@@ -742,7 +742,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         where it is set, so that a resumed run draws the same.
         """
         trl_sampler = super()._get_train_sampler(dataset)
-        self._row_order = EpochRepeatSampler.like(trl_sampler, seed=self.args.seed_of_rows)
+        self._row_order = EpochRepeatSampler.from_sampler(trl_sampler, seed=self.args.seed_of_rows)
         return self._row_order
 
     def log_evaluation(self, metrics: dict[str, float]) -> None:

@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns the exit code: 0, 2 with one line where the user's input is wrong, 130 after Ctrl-C.
     """
 
-    def command() -> None:
+    def run_command() -> None:
         """Run the chosen command, without progress bars in log files."""
         arguments = parser().parse_args(argv)
         if not sys.stderr.isatty():
@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
             disable_hub_progress_bars()
         arguments.run(arguments)
 
-    return exit_code_of(command, "nothing was written, and what was there before is unchanged")
+    # A mistake of the user is printed as one line, and these words after Ctrl-C.
+    return exit_code_of(run_command, "nothing was written, and what was there before is unchanged")
 
 
 def parser() -> Parser:

@@ -113,7 +113,7 @@ def _add_drawn(
 ) -> None:
     """Add the options of a data set that is drawn, and the function that runs the command.
 
-    `rows_required`: whether the number of rows has to be given.
+    `rows_required` says whether the user has to set the number of rows.
     """
     add_output(command)
     add = command.add_argument

@@ -283,11 +283,12 @@ def read_recorded_groups(run: Path) -> Groups:
 
 
 def forecast_from_predictions(predictions: Path, *, rounding: bool) -> Forecast:
-    """Return the forecast of the answers in a file of predictions, which are graded as in training.
+    """Return on which groups of answers in a file of predictions ADORA's attenuation would act.
 
-    The answers to one problem are a group. All groups need equally many answers, since the tensors
-    are rectangular. So problems with fewer answers than the most are left out: their sampling was
-    cut off, or they could not be asked. With `rounding` a rounded decimal is right too.
+    The answers are graded as in training, and those to one problem are a group. All groups need
+    equally many answers, since the tensors are rectangular. So problems with fewer answers than the
+    most are left out: their sampling was cut off, or they could not be asked. With `rounding` a
+    rounded decimal is right too.
 
     Raises `UserError` where no problem has two answers, or where their lengths are not known.
     """
@@ -351,9 +352,10 @@ def _groups_of_columns(
 
 
 def forecast_from_path(path: Path, *, rounding: bool = False) -> Forecast:
-    """Return the forecast of a run's folder, a folder of stored answers, or a file of them.
+    """Return on which groups of answers ADORA's attenuation would act.
 
-    With `rounding` a rounded decimal is right too.
+    `path` is a run's folder, a folder of stored answers, or a file of them. With `rounding` a
+    rounded decimal is right too.
 
     Raises `UserError` where a folder is none of these, and for `rounding` with a run.
     """

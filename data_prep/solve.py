@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.conversion.columns import Columns
-from adora_vl.conversion.problem import ORIGIN
-from adora_vl.conversion.records import BadRecord, Records
+from adora_vl.conversion.problem import ROW_LOCATION
+from adora_vl.conversion.records import BadRecord, PositionedRecords
 from adora_vl.conversion.tables import open_local
 from adora_vl.geometry.expressions import number_in_text
 from adora_vl.geometry.figure import Verdict
@@ -171,7 +171,7 @@ def read_labels(file: Path) -> dict[str, str]:
     for position, row in _read_label_table(file):
         row_in_words = f"{position} of {str(file)!r}"
         if isinstance(row, BadRecord):  # a line that cannot be read
-            remedy = row.remedy.replace(ORIGIN, "it")
+            remedy = row.remedy.replace(ROW_LOCATION, "it")
             raise UserError(f"golds: {row_in_words}: {row.wrong}; {remedy}")
         label = row.get(_ANSWER_COLUMN)
         number = _problem_number(row)
@@ -186,7 +186,7 @@ def read_labels(file: Path) -> dict[str, str]:
     return label_by_number
 
 
-def _read_label_table(file: Path) -> Records:
+def _read_label_table(file: Path) -> PositionedRecords:
     """Yield the rows of a table with labels, each with its position such as `line 14`."""
     for tables in open_local(file, _LABEL_TABLE_COLUMNS).tables_by_split.values():
         for table in tables:
@@ -242,7 +242,7 @@ def solve_forms(
 def report_text(problems: Sequence[SolvedProblem], *, has_labels: bool) -> str:
     """Return the report on solved problems: counts, and the problems that a person should look at.
 
-    `has_labels`: whether there are labels, with which the answers are compared.
+    `has_labels` says whether there are labels, with which the answers are compared.
     """
     lines = [_status_counts(problems, has_labels=has_labels)]
     for finding in _FINDINGS_WORST_FIRST:  # such as `two figures fit`
@@ -282,7 +282,7 @@ _PHRASE_BY_BASIS = {
 def _status_counts(problems: Sequence[SolvedProblem], *, has_labels: bool) -> str:
     """Return the lines that count the problems by their status and by what solved them.
 
-    `has_labels`: whether to say also how many of the values equal their labels.
+    `has_labels` says whether to count also how many of the values equal their labels.
     """
     groups: dict[tuple[str, str], list[SolvedProblem]] = {}  # by status and basis
     for problem in problems:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from adora_vl.conversion.columns import PRESETS
 from adora_vl.conversion.pipeline import SplitRows
-from adora_vl.conversion.problem import ORIGIN, RawProblem
+from adora_vl.conversion.problem import ROW_LOCATION, RawProblem
 from adora_vl.data.images import png_bytes
 from adora_vl.geometry.exact import round_as_in_school
 from adora_vl.geometry.expressions import number_in_text
@@ -79,6 +79,7 @@ def rows_of_solvable_forms(
     numbered_forms = sorted(chosen_forms.items(), key=lambda item: (len(item[0]), item[0]))
     for number, form in tqdm(numbered_forms, desc="solve", unit="form", disable=None):
         question = _question_of_form(number, form) if questions is None else questions[number]
+        # By the facts alone: not by what the picture suggests, and with no fact left out.
         solution = solve_form(form, looks=False, repair=False)
         if solution.status != "answered":
             left_out_counts[f"are {solution.status}"] += 1
@@ -101,6 +102,7 @@ def solved_figure_as_json(form: LogicForm) -> str | None:
 
     Returns None where the facts of the form do not determine its answer.
     """
+    # By the facts alone: not by what the picture suggests, and with no fact left out.
     solution = solve_form(form, looks=False, repair=False)
     if solution.status != "answered" or solution.figure is None:
         return None
@@ -110,9 +112,14 @@ def solved_figure_as_json(form: LogicForm) -> str | None:
 def fact_fields(form: LogicForm | None, problem: str, row_id: str) -> dict[str, Any]:
     """Return the fields `extras` and `warnings` of a `RawProblem`, to be passed by keyword.
 
-    `extras` has the extra columns `facts` (the facts of the logic form in words) and `figure` (the
-    solved figure). A column is null where the form does not suffice for it, or where there is no
-    form. A row without facts has a warning, so that the user learns how many there are.
+    `extras` has the extra columns `facts` (the facts of the diagram in words) and `figure` (the
+    solved figure). A column is null where it cannot be made. A row without facts has a warning, so
+    that the user learns how many there are.
+
+    Args:
+        form: the logic form, the facts of the diagram and the question as terms; None without one.
+        problem: the text of the problem.
+        row_id: the id of the row.
     """
     facts = None
     figure = None
@@ -126,7 +133,8 @@ def fact_fields(form: LogicForm | None, problem: str, row_id: str) -> dict[str, 
 def _with_all_coordinates(form: LogicForm, solution: Verdict) -> LogicForm:
     """Return a logic form whose points all have coordinates, so that it can be drawn.
 
-    Where some points of the form have none, all coordinates are taken from the solved figure.
+    Where some points of the form have none, all coordinates are taken from the figure that the
+    solver has computed from its facts, `solution.figure`.
     """
     if can_be_drawn(form) or solution.figure is None:
         return form
@@ -204,7 +212,7 @@ def _solved_row(question: LabelledQuestion, form: LogicForm, solution: Verdict) 
                 f"the label is {question.answer!r:.60}, and the facts of its diagram give "
                 f"{rounded_question.answer}"
             ),
-            remedy=f"correct the label or the facts of {ORIGIN}",
+            remedy=f"correct the label or the facts of {ROW_LOCATION}",
         )
     return raw_problem
 

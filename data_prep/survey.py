@@ -28,9 +28,9 @@ from adora_vl.data.dataset import (
 from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY, image_size, image_tokens
 from adora_vl.data.prompts import (
     DEFAULT_PROMPT,
-    as_text,
     conversation_with_images,
     lines_for_terminal,
+    messages_as_text,
     read_template,
 )
 from adora_vl.data.rows import fault_in_prompt, fault_in_row
@@ -369,7 +369,7 @@ def whole_prompt_lines(row: Row) -> list[str]:
     fault = fault_in_prompt(problem, image_count)
     if fault:
         return [printable(f"the prompt of {row['id']} cannot be made: {fault}")]
-    lines = lines_for_terminal(as_text(conversation_with_images(problem, image_count)))
+    lines = lines_for_terminal(messages_as_text(conversation_with_images(problem, image_count)))
     title = f"one whole prompt, of {row['id']}, as a training with the default keys asks it:"
     return [printable(title), *(f"  {line}" for line in lines)]
 

@@ -18,7 +18,7 @@ from adora_vl.conversion.columns import ANSWER_IS, Columns
 from adora_vl.conversion.final_answer import extract_final_answer
 from adora_vl.conversion.placeholders import image_marks_as_words
 from adora_vl.conversion.problem import (
-    ORIGIN,
+    ROW_LOCATION,
     MakeRowError,
     can_encode_utf8,
     looks_like_option_letter,
@@ -69,11 +69,11 @@ def read_answer(
     answer_cell = answer_of_chat(value) if isinstance(value, list) else value
     text = number_or_text(answer_cell, has_truth_values)
     if text is None or not text.strip():
-        remedy = f"make it a text or a finite number in {ORIGIN}"
+        remedy = f"make it a text or a finite number in {ROW_LOCATION}"
         if isinstance(value, date | time):
             remedy = (
                 "Excel has made a date of it: give the column the format Text, and write it "
-                f"again, in {ORIGIN}"
+                f"again, in {ROW_LOCATION}"
             )
         raise row_error("field_type", f"{column!r} is {shown(value)}", remedy)
     answer = _answer_in_solution(text, keeps_sentences=columns.text_answers)
@@ -137,7 +137,7 @@ def with_decimal_points(text: str, row_error: MakeRowError) -> str:
         raise row_error(
             "ambiguous_answer",
             f"with decimal commas the number {shown(number)} may be two",
-            f"write {number.replace('.', '')} or {number.replace('.', ',')} in {ORIGIN}",
+            f"write {number.replace('.', '')} or {number.replace('.', ',')} in {ROW_LOCATION}",
         )
     # Brackets whose commas stay are replaced by a NUL while the rest is rewritten.
     brackets: list[str] = []
@@ -273,7 +273,7 @@ def read_choices(
         raise row_error(
             "field_type",
             f"{column_names!r} is {shown(value)}",
-            f"make it a list of texts or numbers, or null, in {ORIGIN}",
+            f"make it a list of texts or numbers, or null, in {ROW_LOCATION}",
         )
     options = _strip_option_letters(texts)
     if columns.decimal_comma:
@@ -287,7 +287,7 @@ def read_choices(
             raise row_error(
                 "placeholder",
                 f"{column_names!r} is {shown(value)}, an option with the mark of an image",
-                f"number its images as the problem does, in {ORIGIN}",
+                f"number its images as the problem does, in {ROW_LOCATION}",
             )
         worded_options.append(worded_option)
     return TableOptions(texts=worded_options, name_images=worded_options != options)
@@ -346,7 +346,7 @@ def option_letter(
         raise row_error(
             "field_type",
             f"there are {len(choices)} options",
-            f"leave at most {len(ascii_uppercase)} in {ORIGIN}",
+            f"leave at most {len(ascii_uppercase)} in {ROW_LOCATION}",
         )
     index = int(answer) if _INDEX.fullmatch(answer) else None
     if index is not None and answer_is in ("index", "index-from-1"):
@@ -354,7 +354,7 @@ def option_letter(
         if 0 <= position < len(choices):
             return letters[position]
         wrong = f"the answer {answer} is the index of none of {len(choices)} options"
-        raise row_error("letter_without_choice", wrong, f"correct it in {ORIGIN}")
+        raise row_error("letter_without_choice", wrong, f"correct it in {ROW_LOCATION}")
     answer = _capitalize_letter(answer, choices)
     matches = _matching_letters(answer, choices, letters)
     # The letters that a whole number may mean: as an index from 0, and as one from 1.
@@ -369,7 +369,7 @@ def option_letter(
             f"the answer {answer} is the option {matches.by_text[0]} and may be the index of "
             f"{' or '.join(letters_by_index)}"
         )
-        remedy = f"say --answer-is {', '.join(ANSWER_IS)}, for {ORIGIN}"
+        remedy = f"say --answer-is {', '.join(ANSWER_IS)}, for {ROW_LOCATION}"
         raise row_error("ambiguous_answer", wrong, remedy)
     if len(matches.all_letters) == 1:
         return matches.all_letters.pop()
@@ -378,13 +378,13 @@ def option_letter(
             f"the answer {shown(answer)} may be {' or '.join(sorted(matches.all_letters))} of "
             f"{shown(list(choices))}"
         )
-        raise row_error("ambiguous_answer", wrong, f"make the options differ in {ORIGIN}")
+        raise row_error("ambiguous_answer", wrong, f"make the options differ in {ROW_LOCATION}")
     wrong = (
         f"the answer {shown(answer)} is neither a letter of {shown(list(choices))} nor one of them"
     )
-    remedy = f"write one of {', '.join(letters)} in {ORIGIN}"
+    remedy = f"write one of {', '.join(letters)} in {ROW_LOCATION}"
     if letters_by_index:
-        remedy = f"if it is an index say --answer-is index, or index-from-1, for {ORIGIN}"
+        remedy = f"if it is an index say --answer-is index, or index-from-1, for {ROW_LOCATION}"
     raise row_error("letter_without_choice", wrong, remedy)
 
 

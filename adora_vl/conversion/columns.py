@@ -96,7 +96,7 @@ class Columns:
         existing = set(present)
         columns = []
         for name in self.table_names:
-            columns += [column for column, _ in _candidates(name, existing)]
+            columns += [column for column, _ in _possible_columns(name, existing)]
         return list(dict.fromkeys(columns))
 
     @property
@@ -283,7 +283,7 @@ def columns_from_words(words: Sequence[str]) -> Columns:
     return columns_from(mapping, "--columns")
 
 
-def _candidates(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
+def _possible_columns(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
     """Yield the columns that may have the value of `name`, each with the path inside its objects.
 
     `present` has the columns of the table, and only these are yielded. For example:
@@ -309,23 +309,24 @@ ClassNames = Mapping[str, Sequence[str]]  # for each column that has classes: {"
 
 
 def pick_columns(
-    record: Mapping[str, Any], columns: Columns, names: ClassNames | None = None
+    record: Mapping[str, Any], columns: Columns, names_by_column: ClassNames | None = None
 ) -> dict[str, Any]:
     """Return the values of a record by the names in `columns`, also those inside of objects.
 
     For example, {"reward_model": {"ground_truth": "5"}} gives {"reward_model.ground_truth": "5"}.
     A name that leads to no value is absent.
 
-    `names` has the names of classes by column, as `class_names` returns them; numbers in such a
-    column become names.
+    `names_by_column` has the names of classes of some columns, {"answer": ["A", "B"]}; numbers in
+    such a column become names.
     """
     picked = {}
     for name in columns.table_names:
-        for column, path in _candidates(name, record):
+        # The column may be `reward_model`, with the path `ground_truth` inside its objects.
+        for column, path in _possible_columns(name, record):
             value = _value_at_path(record[column], path)
             if value is not _NO_VALUE:
-                if names and name in names:
-                    value = _class_name(value, names[name])
+                if names_by_column and name in names_by_column:
+                    value = _class_name(value, names_by_column[name])
                 picked[name] = value
                 break
     return picked
@@ -340,7 +341,7 @@ def class_names(columns: Columns, features: Mapping[str, Any]) -> dict[str, Sequ
         return {}
     names = {}
     for name in columns.table_names:
-        for column, path in _candidates(name, features):
+        for column, path in _possible_columns(name, features):
             feature: Any = features[column]
             for key in path.split("."):
                 feature = _feature_of_items(feature)
@@ -357,18 +358,21 @@ def _feature_of_items(feature: object) -> Any:
     return getattr(feature, "feature", feature)
 
 
-def _class_name(value: object, names: Sequence[str]) -> object:
+def _class_name(value: object, class_names: Sequence[str]) -> object:
     """Return the class name for a number, a number in digits (as in CSV), or each item of a list.
 
     For example, with the names cat and dog "1" gives dog, and [0, -1] gives [cat, None]: -1 is the
     mark of `datasets` for a missing class. Any other value is returned as it is.
     """
     if isinstance(value, list):
-        return [_class_name(item, names) for item in value]
-    number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
-    if isinstance(number, bool) or not isinstance(number, int) or value in names:
+        return [_class_name(item, class_names) for item in value]
+    number = value
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        number = int(value)
+    # True is an `int` in Python. A class may have a number as its name, which is then no index.
+    if isinstance(number, bool) or not isinstance(number, int) or value in class_names:
         return value
-    return names[number] if 0 <= number < len(names) else None
+    return class_names[number] if 0 <= number < len(class_names) else None
 
 
 _NO_VALUE = object()  # in place of None, which may be the value
@@ -407,7 +411,7 @@ def require_columns(columns: Columns, present: Iterable[str], where: str) -> Non
     existing = set(names)
     missing = []
     for name in columns.table_names:
-        if not any(_candidates(name, existing)) and name not in columns.optional:
+        if not any(_possible_columns(name, existing)) and name not in columns.optional:
             missing.append(f"{name!r:.60}{did_you_mean(name, islice(names, _MAX_COMPARED))}")
     if missing:
         ellipsis = f", ... ({len(names)} columns)" if len(names) > _MAX_SHOWN else ""

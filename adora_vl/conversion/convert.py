@@ -96,10 +96,16 @@ def _open_converted(
 ) -> OpenedSource:
     """Return the splits of the data set at a path or on the hub, before a row is read.
 
-    What the manifest says of the conversion is returned with them. The arguments are those of
-    `convert`.
+    What the manifest says of the conversion is returned with them.
 
-    Raises `UserError` as `open_source`.
+    Args:
+        location: the path, or the id on the hub.
+        columns: which columns have the problem, the answer and the pictures.
+        revision: the branch, tag or commit of a data set of the hub.
+        conversion: the other options.
+
+    Raises:
+        UserError: as `open_source`.
     """
     opened = open_source(location, columns=columns, revision=revision, options=conversion)
     name = conversion.name or _dataset_name(location)
@@ -141,12 +147,17 @@ def _open_converted(
 def open_source(
     location: str, columns: Columns, revision: str | None, options: ConversionOptions
 ) -> OpenedDataset:
-    """Open the data set at the path `location`, or the one of the hub with this id.
+    """Open the data set at a path or on the hub, without reading a row.
 
-    The arguments are those of `convert`. No row is read.
+    Args:
+        location: the path of a table or folder, or the id of a data set of the hub.
+        columns: the columns that are read.
+        revision: the branch, tag or commit of a data set of the hub.
+        options: has further options for files, and others for the hub.
 
-    Raises `UserError` as `open_local` and `open_hub`. Also raises it for a hub id with options for
-    files, and for a path with options for the hub.
+    Raises:
+        UserError: the data set cannot be opened, a hub id has options for files, or a path has
+            options for the hub.
     """
     path = Path(location)
     # `data/geo` may be a hub id. It is a mistyped path where there is a folder `data`.

@@ -56,7 +56,7 @@ class SeenRows:
     """
 
     def __init__(self, file: Path) -> None:
-        """Name the file, which is written when the `with` block begins."""
+        """Set the path of the database, which is written when the `with` block begins."""
         self._file = file
         self._row_count = 0
 

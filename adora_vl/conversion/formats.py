@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 
 from adora_vl.conversion.columns import Columns, class_names, pick_columns, require_columns
 from adora_vl.conversion.json_tables import open_json
-from adora_vl.conversion.problem import ORIGIN
-from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, Records, Table
+from adora_vl.conversion.problem import ROW_LOCATION
+from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, PositionedRecords, Table
 from adora_vl.conversion.webdataset import read_shard
 from adora_vl.data.images import describe_non_picture
 from adora_vl.utils.errors import UserError, in_one_line
@@ -100,7 +100,7 @@ def open_table(path: Path, columns: Columns) -> Table:
         # What the file itself says of its classes comes before what a card beside it says.
         names = class_names(columns, {**_features_from_card(path), **features})
 
-    def read_chosen_columns() -> Records:
+    def read_chosen_columns() -> PositionedRecords:
         """Yield each row with its position and only its wanted columns, or what is wrong with it."""
         with _user_errors_for(path):
             for position, record in table.read_records():
@@ -187,7 +187,7 @@ def _open_arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]
             dataset = _open_dataset(path).select_columns(names).with_format("arrow")
             yield from dataset.iter(_BATCH_ROWS)
 
-    def read_records() -> Records:
+    def read_records() -> PositionedRecords:
         """Yield the rows with their positions, from `row 1` on."""
         for number, record in enumerate(_rows_of_batches(read_batches()), 1):
             yield f"row {number}", record
@@ -212,7 +212,7 @@ def _rows_of_batches(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRec
                 bad_record = BadRecord(
                     reason="field_type",
                     wrong=f"a value cannot be read ({in_one_line(error):.200})",
-                    remedy=f"write it anew in {ORIGIN}",
+                    remedy=f"write it anew in {ROW_LOCATION}",
                 )
                 rows = [bad_record]
         yield from rows
@@ -303,7 +303,7 @@ def _guess_encoding(path: Path) -> str:
 
 def _csv_rows(
     path: Path, encoding: str, delimiter: str, has_delimiter_line: bool, columns: Columns
-) -> Records:
+) -> PositionedRecords:
     """Yield the rows of a CSV file with their positions, such as `line 14`.
 
     Only the needed `columns` are in a row. With `has_delimiter_line` a line before the header names
@@ -329,7 +329,7 @@ def _csv_rows(
                 bad_record = BadRecord(
                     reason="not_a_row",
                     wrong=f"the line has {len(row)} cells and the header {len(header)}",
-                    remedy=f"quote cells that have a {delimiter_name} or a line break in {ORIGIN}",
+                    remedy=f"quote cells that have a {delimiter_name} or a line break in {ROW_LOCATION}",
                     original=delimiter.join(row).encode("utf-8", "replace"),
                 )
                 yield position, bad_record
@@ -415,7 +415,7 @@ def _cell_value(cell: ReadOnlyCell) -> Any:
     return float(f"{value:.15g}") if isinstance(value, float) else value
 
 
-def _sheet_rows(sheet: ReadOnlyWorksheet, names: list[str]) -> Records:
+def _sheet_rows(sheet: ReadOnlyWorksheet, names: list[str]) -> PositionedRecords:
     """Yield the rows of a sheet below its header with their positions, such as `row 14`.
 
     `names` are the names of the columns. Cells that a row lacks are None.

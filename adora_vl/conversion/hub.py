@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from adora_vl.conversion.columns import Columns, class_names, pick_columns, require_columns
 from adora_vl.conversion.pictures import ImageSource
-from adora_vl.conversion.records import Records
+from adora_vl.conversion.records import PositionedRecords
 from adora_vl.conversion.tables import SPLIT_BY_NAME, OpenedDataset, SplitTable, open_local
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hub import why_no_hub
@@ -159,7 +159,7 @@ def _chosen_splits(name: str, hub_splits: list[str], splits: Mapping[str, str]) 
     return dict(splits)
 
 
-def _read_stream(stream: IterableDataset, columns: Columns, location: str) -> Records:
+def _read_stream(stream: IterableDataset, columns: Columns, location: str) -> PositionedRecords:
     """Yield the records of a stream from the hub, each with its position, such as `row 14`.
 
     `location` names the stream in messages. Raises `UserError` where the stream breaks off.

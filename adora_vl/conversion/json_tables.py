@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from adora_vl.conversion.columns import Columns
-from adora_vl.conversion.problem import ORIGIN
-from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, Records, Table
+from adora_vl.conversion.problem import ROW_LOCATION
+from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, PositionedRecords, Table
 from adora_vl.utils.cli import GivenTwiceError, read_json, refuse_repeated_keys
 from adora_vl.utils.errors import UserError, in_one_line
 
 _PIECE_CHARACTERS = 2**16  # of a list, read at once
-_KEEP_ONE = f"keep the right value in {ORIGIN}"  # the remedy for a key that an object has twice
+_KEEP_ONE = (
+    f"keep the right value in {ROW_LOCATION}"  # the remedy for a key that an object has twice
+)
 
 
 def open_json(path: Path, columns: Columns) -> Table:
@@ -32,7 +34,7 @@ def open_json(path: Path, columns: Columns) -> Table:
 
     Raises `UserError` for a file in UTF-16.
     """
-    read_records: Callable[[], Records] = partial(_records_by_line, path)
+    read_records: Callable[[], PositionedRecords] = partial(_records_by_line, path)
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes it
@@ -50,7 +52,7 @@ def open_json(path: Path, columns: Columns) -> Table:
     return Table(list(column_names), format_guess="", read_records=read_records)
 
 
-def _records_by_line(path: Path) -> Records:
+def _records_by_line(path: Path) -> PositionedRecords:
     """Yield the records of a file that has an object on each line, and a bad one for other lines.
 
     Each comes with its position, such as `line 14`.
@@ -60,7 +62,7 @@ def _records_by_line(path: Path) -> Records:
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if not line.strip():
                 continue
-            remedy = f"write one object a line in {ORIGIN}"
+            remedy = f"write one object a line in {ROW_LOCATION}"
             try:
                 record = _object_or_fault(read_json(line.decode("utf-8")), remedy)
             except GivenTwiceError as error:
@@ -88,7 +90,7 @@ def _has_object_per_line(file: BinaryIO) -> bool:
     return False
 
 
-def _records_of_list(path: Path) -> Records:
+def _records_of_list(path: Path) -> PositionedRecords:
     """Yield the objects of a file with one JSON list, without the whole list in memory.
 
     Each comes with its position, such as `item 14`. The file is read piece by piece. An item that
@@ -122,7 +124,10 @@ def _records_of_list(path: Path) -> Records:
                 text = (text + piece).lstrip()
                 is_end_of_file = not piece
                 continue
-            yield f"item {number}", _object_or_fault(item.value, f"make it an object in {ORIGIN}")
+            yield (
+                f"item {number}",
+                _object_or_fault(item.value, f"make it an object in {ROW_LOCATION}"),
+            )
             number += 1
             piece_size = _PIECE_CHARACTERS
             is_list_closed = item.is_last
@@ -170,7 +175,7 @@ def _object_or_fault(item: object, remedy: str) -> dict[str, Any] | BadRecord:
     return BadRecord("not_json", f"it is {item!r:.60}", remedy)
 
 
-def _records_in_object(path: Path, columns: Columns) -> Records:
+def _records_in_object(path: Path, columns: Columns) -> PositionedRecords:
     """Yield the rows of a file that is one JSON object.
 
     The first of these that fits is read, here for the columns `problem` and `answer`:
@@ -206,7 +211,7 @@ def _records_in_object(path: Path, columns: Columns) -> Records:
     for position, item in items:
         yield (
             f"item {position}{list_name}",
-            _object_or_fault(item, f"make it an object in {ORIGIN}"),
+            _object_or_fault(item, f"make it an object in {ROW_LOCATION}"),
         )
 
 

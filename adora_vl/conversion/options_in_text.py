@@ -7,7 +7,7 @@ from typing import NamedTuple
 from adora_vl.conversion.placeholders import image_marks_as_words
 
 # A letter before an option: `A:40`, `A. 40`, `(A) 40`, `(a) 40`, `A、40`.
-_MARK = re.compile(
+_OPTION_LETTER = re.compile(
     r"(?<![A-Za-z0-9\\∠△])(?:[(（\[]\s*([A-Ha-h])\s*[)）\]]|([A-H])\s*[).:：、．])\s*(?=\S)"
 )
 _HEADING = re.compile(r"\s*(?:(?:answer\s+)?(?:choices|options)|选项)\s*[:：]?\s*\Z", re.IGNORECASE)
@@ -37,14 +37,14 @@ def options_in_text(problem: str) -> ProblemAndOptions | None:
 
     has the options `3` and `4`. The first and the last line are the problem without them.
     """
-    marks = _last_run_of_marks(problem)  # the letters before the options
-    if not marks:
+    letter_matches = _last_run_of_letters(problem)  # of the letters before the options
+    if not letter_matches:
         return None
     texts = []  # of the options, each between its letter and the next one
-    for mark, next_mark in pairwise(marks):
-        texts.append(problem[mark.end() : next_mark.start()])
+    for letter_match, next_match in pairwise(letter_matches):
+        texts.append(problem[letter_match.end() : next_match.start()])
     # The last option ends with its line.
-    last_text, line_end, after_options = problem[marks[-1].end() :].partition("\n")
+    last_text, line_end, after_options = problem[letter_matches[-1].end() :].partition("\n")
     texts.append(last_text)
     if after_options.strip() and not _HOW_TO_ANSWER.search(after_options):
         return None
@@ -52,7 +52,7 @@ def options_in_text(problem: str) -> ProblemAndOptions | None:
     for option in options:
         if not option or "\n" in option or len(option) > _LONGEST:
             return None
-    question = _HEADING.sub("", problem[: marks[0].start()]).rstrip()
+    question = _HEADING.sub("", problem[: letter_matches[0].start()]).rstrip()
     # An option with the mark of an image, `<image2>`, needs the picture in its place.
     has_image_option = any(image_marks_as_words(option) != option for option in options)
     if not question or has_image_option:
@@ -61,19 +61,19 @@ def options_in_text(problem: str) -> ProblemAndOptions | None:
     return ProblemAndOptions(problem=question + instruction, options=options)
 
 
-def _last_run_of_marks(problem: str) -> list[re.Match[str]]:
+def _last_run_of_letters(problem: str) -> list[re.Match[str]]:
     """Return the matches of the last letters `A.`, `B.`, `C.`, ... that come in this order.
 
     Such a run begins with A. Returns [] where no run has at least two letters.
     """
     run: list[re.Match[str]] = []
     runs: list[list[re.Match[str]]] = []
-    for mark in _MARK.finditer(problem):
-        letter = (mark[1] or mark[2]).upper()
+    for letter_match in _OPTION_LETTER.finditer(problem):
+        letter = (letter_match[1] or letter_match[2]).upper()
         if letter == "A":
-            run = [mark]
+            run = [letter_match]
             runs.append(run)
         elif run and letter == chr(ord("A") + len(run)):
-            run.append(mark)
+            run.append(letter_match)
     long_runs = [run for run in runs if len(run) > 1]
     return long_runs[-1] if long_runs else []

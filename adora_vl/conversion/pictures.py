@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from adora_vl.conversion.chat import picture_in_part
-from adora_vl.conversion.problem import MAX_FILE_BYTES, ORIGIN
+from adora_vl.conversion.problem import MAX_FILE_BYTES, ROW_LOCATION
 from adora_vl.data.images import UnreadableImageError, file_within, is_picture
 from adora_vl.utils.cli import read_json, shown
 from adora_vl.utils.errors import nearest_choice
@@ -36,7 +36,7 @@ class PictureError(ValueError):
     """A value of a table gives no picture.
 
     `reason` is the broken rule in one word, such as `file_missing`. `remedy` says what to do, where
-    `ORIGIN` stands for the place of the row.
+    `ROW_LOCATION` stands for the place of the row.
     """
 
     def __init__(self, reason: str, why: str, remedy: str) -> None:
@@ -81,14 +81,16 @@ def picture_bytes(value: object, source: ImageSource) -> bytes:
         return bytes(value)
     if not isinstance(value, str) or not value.strip():
         raise PictureError(
-            "no_image", f"is {shown(value)}", f"put the picture, or its path, into {ORIGIN}"
+            "no_image", f"is {shown(value)}", f"put the picture, or its path, into {ROW_LOCATION}"
         )
     text = value.strip()
     if text[:5].lower() == "data:":
         head = _DATA_URL.match(text)
         if not head:
             why = f"is {shown(text)}, not a data URL of an image"
-            raise PictureError("not_base64", why, f"write data:image/png;base64,... in {ORIGIN}")
+            raise PictureError(
+                "not_base64", why, f"write data:image/png;base64,... in {ROW_LOCATION}"
+            )
         return _decode_base64(text[head.end() :], "has a data URL whose Base64 is broken")
     if source.hub_prefix and text.startswith(source.hub_prefix):
         assert source.download is not None
@@ -96,10 +98,10 @@ def picture_bytes(value: object, source: ImageSource) -> bytes:
             return source.download(text)
         except Exception as error:  # of the hub's library, of the network, of the file system
             why = f"is {shown(text)}, which the hub does not give ({type(error).__name__})"
-            raise PictureError("file_missing", why, f"check it in {ORIGIN}") from error
+            raise PictureError("file_missing", why, f"check it in {ROW_LOCATION}") from error
     if _WEB_ADDRESS.match(text) and not text.lower().startswith(_FILE_URL):
         why = f"is the address {shown(text)}, and nothing is downloaded"
-        raise PictureError("not_a_file", why, f"put the picture itself into {ORIGIN}")
+        raise PictureError("not_a_file", why, f"put the picture itself into {ROW_LOCATION}")
     if len(text) > _LONGEST_PATH:
         return _decode_base64(text, "is a text that is neither a path nor Base64")
     # A short text may be a path or the Base64 of a small drawing. An error of the decoding only
@@ -194,7 +196,7 @@ def _decode_base64(text: str, why: str) -> bytes:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise PictureError(
-            "not_base64", f"{why} ({error})", f"encode the picture again in {ORIGIN}"
+            "not_base64", f"{why} ({error})", f"encode the picture again in {ROW_LOCATION}"
         ) from error
 
 
@@ -207,7 +209,7 @@ def _path_in_root(name: str, source: ImageSource) -> Path:
         raise PictureError(
             "not_a_file",
             f"is the path {shown(name)}, and there are no files",
-            f"put the bytes into {ORIGIN}",
+            f"put the bytes into {ROW_LOCATION}",
         )
     path = unquote(name[len(_FILE_URL) :]) if name.lower().startswith(_FILE_URL) else name
     is_absolute = _ABSOLUTE_PATH.match(path) is not None
@@ -221,14 +223,14 @@ def _path_in_root(name: str, source: ImageSource) -> Path:
         return file_within(source.folder, path, source.root)
     except UnreadableImageError as error:
         wrong = f"which is none ({error.__cause__})"
-        remedy = f"correct it in {ORIGIN}"
+        remedy = f"correct it in {ROW_LOCATION}"
         if error.reason == "path_outside":
             wrong = "which leads out of the input's folder"
-            remedy = f"put the picture into it, and its path into {ORIGIN}"
+            remedy = f"put the picture into it, and its path into {ROW_LOCATION}"
             if leads_elsewhere:
                 remedy = (
                     "name the folder that has the end of the path, with --image-dir DIR, for "
-                    f"{ORIGIN}"
+                    f"{ROW_LOCATION}"
                 )
         raise PictureError(error.reason, f"is the path {shown(name)}, {wrong}", remedy) from error
 
@@ -282,7 +284,7 @@ def resolve_path(name: str, source: ImageSource) -> Path:
         raise PictureError(
             "file_missing",
             f"is {shown(name)}, which may be {choices}",
-            f"name one of them in {ORIGIN}",
+            f"name one of them in {ROW_LOCATION}",
         )
     return _path_in_root(str(matches[0]), source) if matches else literal_path
 
@@ -322,17 +324,17 @@ def _read_file(name: str, source: ImageSource) -> bytes:
         if not file.is_file():  # a folder, a pipe, a device
             hint = _missing_file_hint(file, source.folder)
             why = f"is {shown(name)}, where there is no file{hint}"
-            raise PictureError("file_missing", why, f"put the file there for {ORIGIN}")
+            raise PictureError("file_missing", why, f"put the file there for {ROW_LOCATION}")
         if file.stat().st_size > MAX_FILE_BYTES:
             raise PictureError(
                 "file_too_large",
                 f"is {shown(name)} of over {MAX_FILE_BYTES} bytes",
-                f"shrink it for {ORIGIN}",
+                f"shrink it for {ROW_LOCATION}",
             )
         return file.read_bytes()
     except OSError as error:
         why = f"is {shown(name)}, which cannot be read ({error.strerror})"
-        raise PictureError("file_missing", why, f"make it readable for {ORIGIN}") from error
+        raise PictureError("file_missing", why, f"make it readable for {ROW_LOCATION}") from error
 
 
 def _missing_file_hint(file: Path, folder: Path | None) -> str:

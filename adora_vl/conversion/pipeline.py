@@ -168,11 +168,12 @@ class Deduplicator:
     """
 
     def __init__(self, quarantine: Quarantine, seen_rows: SeenRows, *, keep_leaks: bool) -> None:
-        """Begin before the first row of the first split.
+        """Set what is used for each row; no row was seen yet.
 
-        `quarantine` takes the rows that are dropped. `seen_rows` is the database of the ids and
-        questions of all rows so far. With `keep_leaks` a training row stays although a held-out
-        split has it too.
+        Args:
+            quarantine: takes the rows that are dropped.
+            seen_rows: the database of the ids and questions of all rows so far.
+            keep_leaks: whether a training row stays although a held-out split has it too.
         """
         self.quarantine = quarantine
         self.seen_rows = seen_rows

@@ -21,9 +21,9 @@ from adora_vl.rewards import canonical_gold, verify_gold
 from adora_vl.rewards.forms import parse_reference
 from adora_vl.utils.errors import UserError
 
-# A remedy says with this mark where the row stands: `write it in {ORIGIN}`. The error of a row has
-# the place itself, such as `line 14 of train.csv`, instead of the mark.
-ORIGIN = "\0origin\0"
+# Stands in a remedy for the place of the row, `write it in {ROW_LOCATION}`, where the code does not
+# know it. The error of the row has the place itself instead: `write it in line 14 of train.csv`.
+ROW_LOCATION = "\0location\0"
 
 
 class RowError(UserError):
@@ -134,7 +134,7 @@ class RawProblem:
         Args:
             reason: the broken rule in one word, such as `no_text`.
             wrong: what is wrong.
-            remedy: what to do, where `ORIGIN` stands for the place of the row.
+            remedy: what to do, where `ROW_LOCATION` stands for the place of the row.
         """
         record = {
             "problem": self.problem,
@@ -145,7 +145,7 @@ class RawProblem:
             row_id=self.id,
             reason=reason,
             wrong=wrong,
-            remedy=remedy.replace(ORIGIN, self.origin),
+            remedy=remedy.replace(ROW_LOCATION, self.origin),
             original_files=self.original_files,
             record=record,
         )
@@ -165,7 +165,7 @@ class PixelLimits:
 
 
 def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
-    """Make the row of a data set out of a problem: decode its pictures, and check its answer.
+    """Return a problem as a row of a data set, with its pictures decoded and its answer checked.
 
     The pictures become Pillow images, resized so that their pixels are inside `limits`.
 
@@ -175,10 +175,10 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     limits = limits or PixelLimits()
     if not raw.problem.strip():
         raise raw.row_error(
-            "no_text", f"the problem text {raw.problem!r} is empty", f"write it in {ORIGIN}"
+            "no_text", f"the problem text {raw.problem!r} is empty", f"write it in {ROW_LOCATION}"
         )
     if not raw.images and not raw.text_only:
-        raise raw.row_error("no_image", "images [] is empty", f"add the diagram in {ORIGIN}")
+        raise raw.row_error("no_image", "images [] is empty", f"add the diagram in {ROW_LOCATION}")
     # `try_call` returns None for a function that raises `RowError`. The errors are raised together
     # at the end of the block, so that a user sees all faults of a row at once.
     with collect_row_errors() as try_call:
@@ -208,7 +208,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     if fault:
         wrong, _, remedy = fault.partition("; ")
         reason = "placeholder" if IMAGE_PLACEHOLDER in raw.problem else "control_token"
-        raise raw.row_error(reason, wrong, f"{remedy}, in {ORIGIN}")
+        raise raw.row_error(reason, wrong, f"{remedy}, in {ROW_LOCATION}")
     return row
 
 
@@ -228,7 +228,7 @@ def _clean_images(raw: RawProblem, limits: PixelLimits) -> list[Image.Image]:
             )
         except UnreadableImageError as error:
             wrong = f"image {number} ({len(encoded)} bytes) is not usable ({error})"
-            raise raw.row_error(error.reason, wrong, f"replace it in {ORIGIN}") from error
+            raise raw.row_error(error.reason, wrong, f"replace it in {ROW_LOCATION}") from error
         images.append(image)
     return images
 
@@ -302,7 +302,7 @@ def check_gold(gold: str, row_error: MakeRowError) -> str:
             "any answer meets"
         )
         raise row_error(
-            "gold_signs", wrong, f"{_GOLD_REMEDY}, without other signs or words, in {ORIGIN}"
+            "gold_signs", wrong, f"{_GOLD_REMEDY}, without other signs or words, in {ROW_LOCATION}"
         )
     return canonical_gold(gold)
 
@@ -326,7 +326,7 @@ def _ungradable_error(gold: str, grader_reason: str, row_error: MakeRowError) ->
         )
     reason = f"gold_{rule}" if remedy else "gold"
     wrong = f"with the right answer {gold!r:.200} no answer would be graded as right ({rule})"
-    return row_error(reason, wrong, f"{remedy or _GOLD_REMEDY}, in {ORIGIN}")
+    return row_error(reason, wrong, f"{remedy or _GOLD_REMEDY}, in {ROW_LOCATION}")
 
 
 def _choice_of_letter(raw: RawProblem, choices: Sequence[str]) -> str:
@@ -336,16 +336,18 @@ def _choice_of_letter(raw: RawProblem, choices: Sequence[str]) -> str:
     """
     letters = ascii_uppercase[: len(choices)]
     if not choices:
-        raise raw.row_error("no_choices", "choices [] is empty", f"list the choices in {ORIGIN}")
+        raise raw.row_error(
+            "no_choices", "choices [] is empty", f"list the choices in {ROW_LOCATION}"
+        )
     if len(raw.answer) != 1 or raw.answer not in letters:
         wrong = (
             f"the answer {raw.answer!r:.200} is not the letter of one of its {len(choices)} choices"
         )
         raise raw.row_error(
-            "letter_without_choice", wrong, f"write one of {', '.join(letters)} in {ORIGIN}"
+            "letter_without_choice", wrong, f"write one of {', '.join(letters)} in {ROW_LOCATION}"
         )
     choice = choices[letters.index(raw.answer)]
     if not choice.strip():
         wrong = f"choice {raw.answer}, the right one, is {choice!r}"
-        raise raw.row_error("letter_without_choice", wrong, f"write its value in {ORIGIN}")
+        raise raw.row_error("letter_without_choice", wrong, f"write its value in {ROW_LOCATION}")
     return choice

@@ -28,7 +28,7 @@ class Quarantine:
     """Writes refused rows into `folder`, one at a time, so that none stays in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin without a refused row; the file is written to `folder` with the first one."""
+        """Set the folder; the file in it is written with the first refused row."""
         self._folder = folder
         # The first row with each reason and what is wrong with it, by reason.
         self._first_faults: dict[str, str] = {}

@@ -37,7 +37,7 @@ from adora_vl.conversion.pictures import (
 )
 from adora_vl.conversion.placeholders import MisplacedImagesError, TextWithImages, place_images
 from adora_vl.conversion.problem import (
-    ORIGIN,
+    ROW_LOCATION,
     MakeRowError,
     RawProblem,
     RowError,
@@ -59,12 +59,12 @@ class BadRecord:
 
     reason: str  # the broken rule in one word, such as `not_json`
     wrong: str  # what is wrong
-    remedy: str  # what to do, where `ORIGIN` stands for the place of the line
+    remedy: str  # what to do, where `ROW_LOCATION` stands for the place of the line
     original: bytes = b""  # the bytes of the line
 
 
-# Each record with its position in its file, in words (`line 14`).
-Records = Iterator[tuple[str, dict[str, Any] | BadRecord]]
+# Pairs of a position in a file, in words (`line 14`), and the record that stands there.
+PositionedRecords = Iterator[tuple[str, dict[str, Any] | BadRecord]]
 HEAD_RECORDS = 100  # so many records are read to learn the columns of a table without a header
 
 
@@ -75,7 +75,7 @@ class Table(NamedTuple):
     # How the table is read, where that had to be guessed: `a.csv, with semicolons between the
     # cells`. Else it is empty.
     format_guess: str
-    read_records: Callable[[], Records]  # begins at the first record with each call
+    read_records: Callable[[], PositionedRecords]  # begins at the first record with each call
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def read_record(
             row_id=numbered_id,
             reason=record.reason,
             wrong=record.wrong,
-            remedy=record.remedy.replace(ORIGIN, origin),
+            remedy=record.remedy.replace(ROW_LOCATION, origin),
             original_files=(record.original,) if record.original else (),
         )
     columns = context.columns
@@ -272,7 +272,7 @@ def _place_images_or_refuse(
         if image_count == 0 and not columns.images:
             remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
         wrong = f"the problem {shown(problem)} {error.wrong}"
-        raise row_error("placeholder", wrong, f"{remedy}, in {ORIGIN}") from error
+        raise row_error("placeholder", wrong, f"{remedy}, in {ROW_LOCATION}") from error
 
 
 def _question_with_gold(
@@ -309,7 +309,7 @@ def _question_with_gold(
         raise row_error(
             "gold_sentence",
             f"the right answer {answer!r:.200} is a sentence, which hardly any answer repeats",
-            f"write the answer alone, or keep such texts with --text-answers, in {ORIGIN}",
+            f"write the answer alone, or keep such texts with --text-answers, in {ROW_LOCATION}",
         )
     if not rest_is_faultless:
         check_gold(answer, row_error)
@@ -351,7 +351,7 @@ def _make_row_error(
         row_id: its id.
         reason: the broken rule in one word.
         wrong: what is wrong.
-        remedy: what to do, where `ORIGIN` stands for `origin`.
+        remedy: what to do, where `ROW_LOCATION` stands for the place of the record.
     """
     shown_values = {}
     for name in columns.table_names:
@@ -365,7 +365,7 @@ def _make_row_error(
         row_id=row_id,
         reason=reason,
         wrong=wrong,
-        remedy=remedy.replace(ORIGIN, origin),
+        remedy=remedy.replace(ROW_LOCATION, origin),
         record=shown_values,
     )
 
@@ -391,7 +391,7 @@ def _row_id(
         raise row_error(
             "field_type",
             f"{column!r} is {shown(value)}",
-            f"make it a text of up to {_LONGEST_ID} letters in {ORIGIN}",
+            f"make it a text of up to {_LONGEST_ID} letters in {ROW_LOCATION}",
         )
     prefix = f"{context.name}/{context.split}/"
     # The ids of a prepared folder that is converted once more have the prefix already.
@@ -412,7 +412,7 @@ def _read_problem(
     text = question_and_pictures(record, context.columns).text
     if not isinstance(text, str) or not can_encode_utf8(text):
         value = parse_list_cell(record.get(column, MISSING), texts_only=True)
-        remedy = f"make it a text, or a conversation with one question, in {ORIGIN}"
+        remedy = f"make it a text, or a conversation with one question, in {ROW_LOCATION}"
         raise row_error("field_type", f"{column!r} is {shown(value)}", remedy)
     split_text = split_off_instruction(text)
     if split_text.instruction and context.drop_instruction:
@@ -475,7 +475,7 @@ def _read_pictures(record: Record, context: TableContext, row_error: MakeRowErro
         raise row_error(
             "field_type",
             "there are pictures in the conversation and beside it",
-            f"leave them out of one of the two in {ORIGIN}",
+            f"leave them out of one of the two in {ROW_LOCATION}",
         )
     images = []
     respelled = ""
@@ -489,7 +489,7 @@ def _read_pictures(record: Record, context: TableContext, row_error: MakeRowErro
             if respelled_file:
                 respelled = f"{shown(picture)} is {shown(respelled_file)}"
     if not images and context.columns.requires_image:
-        raise row_error("no_image", "images [] is empty", f"add the diagram in {ORIGIN}")
+        raise row_error("no_image", "images [] is empty", f"add the diagram in {ROW_LOCATION}")
     return _Pictures(images=tuple(images), respelled=respelled)
 
 
@@ -508,6 +508,8 @@ def _extra_text(value: object, column: str, row_error: MakeRowError) -> str | No
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
     if text is None or not can_encode_utf8(text):
         raise row_error(
-            "field_type", f"{column!r} is {shown(value)}", f"make it a text or a number in {ORIGIN}"
+            "field_type",
+            f"{column!r} is {shown(value)}",
+            f"make it a text or a number in {ROW_LOCATION}",
         )
     return text

@@ -26,7 +26,7 @@ from adora_vl.conversion.pictures import ImageSource, PictureError, picture_byte
 from adora_vl.conversion.problem import RowReaders
 from adora_vl.conversion.records import (
     BadRecord,
-    Records,
+    PositionedRecords,
     TableContext,
     pictures_in_columns,
     question_and_pictures,
@@ -53,7 +53,7 @@ class SplitTable:
 
     location: str  # the table's name in messages
     # Begins to read the records, each with its position as the file counts it: `line 14`.
-    read_records: Callable[[], Records]
+    read_records: Callable[[], PositionedRecords]
     image_source: ImageSource  # where the paths in the records lead
     texts_only: bool = False  # all cells are texts (CSV), so that a list is written as JSON
     file: Path | None = None  # None for a stream
@@ -96,7 +96,13 @@ class DrawnTestSplit:
     """
 
     def __init__(self, share: float, seed: int, columns: Columns) -> None:
-        """Begin before the first row. `share` is the share of the questions that become tests."""
+        """Set how test rows are drawn; no row was read yet.
+
+        Args:
+            share: the share of the questions that become tests.
+            seed: the seed of the draw.
+            columns: which columns have the question and the pictures.
+        """
         self._share = share
         self._seed = seed
         self._columns = columns

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from adora_vl.conversion.problem import MAX_FILE_BYTES, ORIGIN
+from adora_vl.conversion.problem import MAX_FILE_BYTES, ROW_LOCATION
 from adora_vl.conversion.records import BadRecord
 from adora_vl.utils.cli import read_json
 
@@ -63,7 +63,7 @@ def _read_sample(
             continue
         if member.size > MAX_FILE_BYTES:
             wrong = f"{member.name!r} has over {MAX_FILE_BYTES} bytes"
-            return BadRecord("file_too_large", wrong, f"shrink it in {ORIGIN}")
+            return BadRecord("file_too_large", wrong, f"shrink it in {ROW_LOCATION}")
         stream = shard.extractfile(member)
         content = stream.read() if stream else b""
         if suffix in _PICTURES:
@@ -74,5 +74,5 @@ def _read_sample(
             row[column] = read_json(text) if suffix == "json" else text.strip()
         except (ValueError, RecursionError) as error:
             wrong = f"{member.name!r} cannot be read ({error!s:.200})"
-            return BadRecord("not_json", wrong, f"mend it in {ORIGIN}", content)
+            return BadRecord("not_json", wrong, f"mend it in {ROW_LOCATION}", content)
     return row

@@ -160,7 +160,7 @@ class NoPrefetch:
     """The interface of a prefetch, which reads nothing ahead."""
 
     def start(self) -> None:
-        """Begin when a generation is complete, and the policy is about to learn from it."""
+        """Start reading ahead: a generation is complete, and the policy is about to learn from it."""
 
     def finish(self) -> None:
         """Finish before a generation, which has the cache for itself, and at the end."""
@@ -247,7 +247,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         self._orders: dict[int, list[int]] = {}
 
     @classmethod
-    def like(cls, sampler: RepeatSampler, seed: int) -> EpochRepeatSampler:
+    def from_sampler(cls, sampler: RepeatSampler, seed: int) -> EpochRepeatSampler:
         """Return a sampler with the rows and repetitions of `sampler`, in the orders of `seed`."""
         return cls(
             data_source=sampler.data_source,

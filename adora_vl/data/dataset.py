@@ -97,11 +97,11 @@ def write_split(
     """Write one split of a prepared folder, a batch at a time, and return its number of rows.
 
     Args:
-        rows: their images are Pillow images, which are stored as PNG, bytes, or `{"bytes": ...,
-            "path": ...}` already.
+        rows: the rows. Their images are Pillow images, which are stored as PNG, bytes, or structs
+            `{"bytes": ..., "path": ...}`.
         folder: the prepared folder.
-        split: name of the split.
-        features: the schema: our columns, and then the user's; None for ours alone.
+        split: the name of the split.
+        features: the schema, our columns and then the user's; None for ours alone.
     """
     features = features or schema()
     (folder / "data").mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,8 @@ def _row_to_store(row: Row, features: Features) -> Row:
 def _image_to_store(image: object) -> Any:
     """Return an image as `{"bytes": ..., "path": ...}`, the form in which it is stored.
 
-    A Pillow image is encoded as PNG. What is neither that nor bytes has this form already.
+    A Pillow image is encoded as PNG, and bytes are stored as they are. Any other image is such a
+    struct already.
     """
     if isinstance(image, Image.Image):
         image = png_bytes(image)
@@ -259,7 +260,7 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
     Raises `UserError` where there is no such folder, or a split lacks some of its files.
     """
     if not folder.is_dir():
-        refuse_dangling("dataset", folder)
+        refuse_dangling("dataset", folder)  # a link to nothing has an error message that says so
         raise UserError(f"dataset: no folder {str(folder)!r}; make one with `python -m data_prep`")
     files: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("data/*.parquet")):
@@ -311,8 +312,9 @@ def describe_missing_files(names: Iterable[str]) -> str | None:
 def stored_rows(folder: Path, split: str) -> Iterator[Row]:
     """Yield the rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`.
 
-    A batch is in memory at a time, and nothing is copied into the cache of `datasets`. Raises
-    `UserError` as `load_split` does.
+    A batch is in memory at a time, and nothing is copied into the cache of `datasets`.
+
+    Raises `UserError` for a split or column that is missing, or a file that is damaged.
     """
     for path in _files_of_split(folder, split):
         with _open_parquet(path) as file:
@@ -324,7 +326,9 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
 def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
     """Return a row to show: the first with choices, else the first; None without any row.
 
-    Its images are as they are stored, and no image of another row is read. Raises `UserError`.
+    Its images are as they are stored, and no image of another row is read.
+
+    Raises `UserError` for a split that is missing, or a file that is damaged.
     """
     first_file = None
     for split in splits:
@@ -484,12 +488,12 @@ def _no_images_error(column_type: pa.DataType, folder: Path, split: str) -> User
 
 def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
     """Raise `UserError` where a split lacks a column, or its images are no lists."""
-    missing = next((column for column in REQUIRED_COLUMNS if column not in schema.names), None)
-    if missing is not None:
-        raise UserError(
-            f"dataset: {str(folder)!r} split {split!r} lacks the column {missing!r}; it has "
-            f"{', '.join(schema.names)}; prepare it with `python -m data_prep`"
-        )
+    for column in REQUIRED_COLUMNS:
+        if column not in schema.names:
+            raise UserError(
+                f"dataset: {str(folder)!r} split {split!r} lacks the column {column!r}; it has "
+                f"{', '.join(schema.names)}; prepare it with `python -m data_prep`"
+            )
     images = schema.field("images").type
     if not (pa.types.is_list(images) or pa.types.is_large_list(images)):
         raise _no_images_error(images, folder, split)

@@ -136,17 +136,17 @@ def size_to_store(
     Raises:
         ValueError: the processor's rule has no size of this shape within the limits.
     """
-    high = max_pixels or sys.maxsize
+    upper_limit = max_pixels or sys.maxsize
     # The processor rounds each side to whole tokens before it compares.
     rounded_pixels = round(width / unit) * round(height / unit) * unit**2
-    if (min_pixels or 0) <= rounded_pixels <= high:
+    if (min_pixels or 0) <= rounded_pixels <= upper_limit:
         return width, height
-    low = min_pixels or unit**2  # the processor makes no side shorter than one token
+    lower_limit = min_pixels or unit**2  # the processor makes no side shorter than one token
     new_width, new_height = model_size(
-        width, height=height, unit=unit, min_pixels=low, max_pixels=high
+        width, height=height, unit=unit, min_pixels=lower_limit, max_pixels=upper_limit
     )
-    if not low <= new_width * new_height <= high:
-        raise ValueError(f"no size of its shape is within {low} to {high} pixels")
+    if not lower_limit <= new_width * new_height <= upper_limit:
+        raise ValueError(f"no size of its shape is within {lower_limit} to {upper_limit} pixels")
     return new_width, new_height
 
 
@@ -506,7 +506,8 @@ def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
     smallest = float(values.min())
     largest = float(values.max())
     possible_whites = (1, 255, 65535) if has_floats else (255, 1023, 4095, 16383, 65535)
-    white = next((white for white in possible_whites if largest <= white), 0)
+    white = next((value for value in possible_whites if value >= largest), 0)
+    # The brightest value of a picture of 12 bits is above 1023, a quarter of its white.
     is_near_white = white / 4 <= largest <= white
     if smallest < 0 or not is_near_white:
         raise UnreadableImageError(

@@ -40,11 +40,11 @@ def complete_or_absent(
             full disk.
     """
     output = output.resolve()
-    with naming_write_errors("output", output):
-        recover_folder(output)
+    with naming_write_errors("output", output):  # turns an OSError into a `UserError`
+        recover_folder(output)  # undoes what a process that was killed has left half done
     _refuse_to_replace(output, description, overwrite)
     try:
-        with replacing_folder(output) as folder:
+        with replacing_folder(output) as folder:  # a new folder, which is renamed at the end
             yield folder
             _refuse_to_replace(output, description, overwrite)  # again, since preparing takes long
     except OSError as error:
@@ -109,7 +109,7 @@ def _identity_of_description(description: Mapping[str, Any]) -> dict[tuple[str, 
 
 def refuse_unknown_files(output: Path) -> None:
     """Raise `UserError` unless `output` is absent, empty, or holds only a prepared dataset."""
-    with naming_write_errors("output", output):
+    with naming_write_errors("output", output):  # turns an OSError into a `UserError`
         if not output.exists():
             return
         if not output.is_dir():

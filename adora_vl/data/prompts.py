@@ -378,7 +378,7 @@ def conversations(
     Args:
         problems: the text of each row.
         n_images: how many images each row has.
-        system_prompt: of every conversation; None for none.
+        system_prompt: the system prompt of every conversation; None for none.
     """
     if not any(IMAGE_PLACEHOLDER in problem for problem in problems):
         return [conversation(problem, system_prompt) for problem in problems]
@@ -391,7 +391,7 @@ def conversations(
     return all_messages
 
 
-def as_text(messages: Sequence[Message]) -> str:
+def messages_as_text(messages: Sequence[Message]) -> str:
     """Return messages as a text for a person, with `[role]` above each and `<image>` for images."""
     lines = []
     for message in messages:

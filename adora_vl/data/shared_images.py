@@ -68,7 +68,7 @@ class _CopyOnWriteImage(Image.Image):
 
 
 def _make_plain_image(image: Image.Image) -> None:
-    """Make an image a plain one again, of Pillow's own class."""
+    """Change the class of an image to Pillow's `Image`, in place."""
     image.__class__ = Image.Image
 
 

@@ -9,9 +9,9 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.dataset import example_row
 from adora_vl.data.prompts import (
     Message,
-    as_text,
     conversation_with_images,
     lines_for_terminal,
+    messages_as_text,
     read_template,
 )
 from adora_vl.planning import disk, what_fits
@@ -93,14 +93,14 @@ def _render_messages(plan: DryRunPlan, messages: list[Message]) -> str:
     """
     processor = plan.run.prompts.processor
     if processor is None:
-        return as_text(messages)
+        return messages_as_text(messages)
     try:
         prompt_text = processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
         )
         return str(prompt_text)
     except ValueError:  # the processor has no chat template
-        return as_text(messages)
+        return messages_as_text(messages)
 
 
 def config_lines(plan: DryRunPlan) -> list[str]:

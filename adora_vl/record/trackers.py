@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from trl.trainer.utils import strip_images_from_messages
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.data.prompts import as_text
+from adora_vl.data.prompts import messages_as_text
 from adora_vl.rewards.entries import current_column_name
 from adora_vl.training.generation import ScoredGroups, UnscoredGroups
 from adora_vl.utils.errors import UserError
@@ -134,7 +134,8 @@ def add_rows(
         table["extra"][name].extend(values_N.tolist())
     if as_plain_text:
         plain_prompts = [
-            prompt if isinstance(prompt, str) else as_text(prompt) for prompt in table["prompt"]
+            prompt if isinstance(prompt, str) else messages_as_text(prompt)
+            for prompt in table["prompt"]
         ]
         table["prompt"].clear()
         table["prompt"].extend(plain_prompts)
