@@ -140,11 +140,12 @@ def fingerprint(
         text_by_name["rows left out"] = f"{len(left_out_ids)} ({digest[:16]})"
     text_by_name["processes"] = str(processes)
     text_by_name["sharding"] = sharding
-    # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a stream.
-    text_by_name["dataset"] = "+".join(
-        data_hash(Path(text)) if os.path.isdir(text) else str(text)  # noqa: PTH112
-        for text in data
-    )
+    data_texts: list[str] = []
+    for folder_or_text in data:
+        # `Path.is_dir` raises for a text that is too long for a path, such as a stream's columns.
+        is_folder = os.path.isdir(folder_or_text)  # noqa: PTH112
+        data_texts.append(data_hash(Path(folder_or_text)) if is_folder else str(folder_or_text))
+    text_by_name["dataset"] = "+".join(data_texts)
     # The hash is None where neither the model's files nor its commit are known.
     text_by_name["model"] = model_hash(str(model), revision) or f"{model}@{revision}"
     return text_by_name

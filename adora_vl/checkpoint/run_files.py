@@ -278,11 +278,11 @@ def _is_written_by_run(path: Path, name: str, written_record: Mapping[str, Any])
         if "others" in written_record:
             # The run was killed while it saved the model.
             return name not in written_record["others"]
-        entry = written_record["files"].get(name)
-        if entry is None or entry["bytes"] != path.stat().st_size:
+        recorded_file = written_record["files"].get(name)
+        if recorded_file is None or recorded_file["bytes"] != path.stat().st_size:
             return False
         # The file is hashed last, and only if its size is the same, because a model is large.
-        return bool(hash_files(path.parent, [path])[path.name] == entry)
+        return bool(hash_files(path.parent, [path])[path.name] == recorded_file)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         # The file cannot be read, or the record is not as a run writes them.
         return False

@@ -294,7 +294,8 @@ def _recorded_config(settings: Sequence[DataclassInstance]) -> dict[str, Any]:
         for field in dataclasses.fields(dataclass_of_settings):
             if not is_secret(field.name):
                 config[field.name] = getattr(dataclass_of_settings, field.name)
-    return dict(without_secrets(to_json_types(dict(sorted(config.items())))))
+    sorted_config = dict(sorted(config.items()))
+    return dict(without_secrets(to_json_types(sorted_config)))
 
 
 def write_manifest(manifest: Manifest, output_dir: Path) -> None:

@@ -101,12 +101,7 @@ def bind_options(
     for option in options:
         if option in TRAINER_ARGUMENTS:
             raise UserError(f"{key}: {option!r} is given by the trainer; choose another name")
-    parameters = [
-        parameter
-        for parameter in inspect.signature(function).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and parameter.name not in TRAINER_ARGUMENTS
-    ]
+    parameters = _parameters_for_options(function)
     checked_options = list(options)
     if _takes_any_argument(function):
         # `**kwargs` takes an option of any name, so only a probable misspelling is refused.
@@ -116,6 +111,16 @@ def bind_options(
     # TRL logs the reward under this name, which a partial lacks.
     function_with_options.__name__ = name_without_file(entry)  # type: ignore[attr-defined]
     return function_with_options
+
+
+def _parameters_for_options(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a reward function that an option may set: all but the trainer's."""
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        takes_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if takes_name and parameter.name not in TRAINER_ARGUMENTS:
+            parameters.append(parameter)
+    return parameters
 
 
 def _probable_misspellings(

@@ -132,22 +132,28 @@ def _reward_inputs(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Any],
 ) -> RewardInputs:
-    """Return the input of each completion, with the keys of EasyR1 and the columns of verl."""
+    """Return for each completion a mapping that functions of EasyR1 and of verl can be called with.
+
+    Its keys are `response`, `response_length` and `ground_truth` of EasyR1, and `data_source` and
+    `extra_info` of verl.
+    """
     count = len(completions)
     data_sources = columns.get("data_source", [""] * count)
     extra_infos = [_as_mapping(value) for value in columns.get("extra_info", [{}] * count)]
     # Columns that the data set lacks, and token ids that the caller leaves out, have neutral
     # values.
     lengths = [len(ids) for ids in completion_ids] or [0] * count
-    return [
-        {
-            "response": completion_text(completion),
-            "response_length": length,
-            "ground_truth": reference,
-            "data_source": data_source,
-            "extra_info": extra_info,
-        }
-        for completion, length, reference, data_source, extra_info in zip(
-            completions, lengths, answer, data_sources, extra_infos, strict=True
+    reward_inputs: RewardInputs = []
+    for completion, length, reference, data_source, extra_info in zip(
+        completions, lengths, answer, data_sources, extra_infos, strict=True
+    ):
+        reward_inputs.append(
+            {
+                "response": completion_text(completion),
+                "response_length": length,
+                "ground_truth": reference,
+                "data_source": data_source,
+                "extra_info": extra_info,
+            }
         )
-    ]
+    return reward_inputs

@@ -103,11 +103,11 @@ def chain_of_numbers(text: str) -> list[ChainedNumber]:
     # The chain has to end in a number that is worked out, unlike `AB = 3 + 4`.
     if result is None or result.is_unevaluated:
         return []
-    numbers = [
-        ChainedNumber(sign, value)
-        for sign, value in zip(["=", *signs], values, strict=True)
-        if value.kind == "number"
-    ]
+    numbers = []
+    # The first side has no sign before it, and counts as one behind an equals sign.
+    for sign, value in zip(["=", *signs], values, strict=True):
+        if value.kind == "number":
+            numbers.append(ChainedNumber(sign, value))
     all_in_digits = all(re.fullmatch(r"[+-]?[0-9.]+", link.answer.text) for link in numbers)
     is_without_working = len(numbers) == len(sides) and all_in_digits  # `9 = 9`
     return [] if is_without_working else numbers
