@@ -16,7 +16,11 @@ from benchmarks.grading_corpus import cases
 
 REWARDS_FOLDER = Path(explain.__file__).parent
 VERDICT_NAMES = {"correct", "wrong", "unparseable"}
-REASON_FUNCTIONS = {"correct", "wrong", "ParseError"}  # whose first argument is a reason
+REASON_FUNCTIONS = {
+    "correct_result",
+    "wrong_result",
+    "ParseError",
+}  # whose first argument is a reason
 
 
 def run_explain(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
