@@ -50,7 +50,7 @@ def run_python_in(folder: Path, package: Path, *argv: str) -> str:
     The test fails where the command does, or where a user's file was imported.
     """
     environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *argv],
         cwd=folder,
         env=environment,
@@ -59,9 +59,9 @@ def run_python_in(folder: Path, package: Path, *argv: str) -> str:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    assert "a file of the user was run" not in done.stdout + done.stderr
-    return done.stdout
+    assert completed.returncode == 0, f"{completed.stdout[-2000:]}\n{completed.stderr[-3000:]}"
+    assert "a file of the user was run" not in completed.stdout + completed.stderr
+    return completed.stdout
 
 
 def write_modules_of_the_user(folder: Path, kind: str) -> None:

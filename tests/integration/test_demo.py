@@ -20,7 +20,9 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
     `grading/worked` is the share of answers with workings.
     """
     compiles = {"TORCH_COMPILE_DISABLE": "0"}  # as a user's engine does
-    done = run_command(["bash", "setup/demo.sh", str(tmp_path)], timeout=1400, environment=compiles)
+    completed = run_command(
+        ["bash", "setup/demo.sh", str(tmp_path)], timeout=1400, environment=compiles
+    )
     scores = {
         name: json.loads((tmp_path / name / "score.json").read_text())
         for name in ("after-grpo", "after-adora")
@@ -39,12 +41,12 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
     assert 0.3 < logs["grpo"][0]["grading/worked"] < 0.7, "the start knows both ways"
     assert worked_share["grpo"] < 0.1, worked_share
     assert worked_share["adora"] > 0.9, worked_share
-    comparison = done.stdout[done.stdout.index("== 5/5") :]
+    comparison = completed.stdout[completed.stdout.index("== 5/5") :]
     assert "kind = perimeter, usual" in comparison
     assert "kind = perimeter, any" in comparison
     assert f"{tmp_path}/after-adora - {tmp_path}/after-grpo: " in comparison
     assert "warning" not in comparison, "the scores are of other problems or settings"
-    assert "built to show the mechanism" in done.stdout
+    assert "built to show the mechanism" in completed.stdout
     assert (tmp_path / "report.html").stat().st_size > 100_000
     print(comparison)
 

@@ -49,11 +49,11 @@ def doctor_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--model_name_or_path",
         "tiny_perimeter",  # its answers begin with what it sees, those of `tiny` with wording
     ]
-    done = run_command([sys.executable, DOCTOR_SCRIPT, str(output), *argv])
+    completed = run_command([sys.executable, DOCTOR_SCRIPT, str(output), *argv])
     return {
         **json.loads(output.read_text()),
         "table": json.loads(output.with_suffix(".table.json").read_text()),
-        "stdout": done.stdout,
+        "stdout": completed.stdout,
         "run": folder / "run",
     }
 

@@ -134,6 +134,6 @@ def test_both_engines_end_answers_where_the_training_did(
             continue
         assert row["finish_reason"] == "stop"
         assert full_response.startswith(response)
-        # No token stands behind the one that completes the string.
+        # Behind the string comes at most the rest of the token that completes it.
         assert response.find(string) + len(string) > len(response) - 12
         assert len(response) < len(full_response)

@@ -52,8 +52,8 @@ def _metrics_on_fake_card(
         *ONE_UPDATE_A_GENERATION,
     ]
     command += ["--json", str(file), "--", "--adora_recompute", recompute]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert file.is_file(), done.stderr[-2000:]
+    completed = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert file.is_file(), completed.stderr[-2000:]
     return {Path(run["config"]).stem: run for run in json.loads(file.read_text(encoding="utf-8"))}
 
 
@@ -146,8 +146,8 @@ def results_of_two_updates(folder: Path, way: str) -> dict[str, Any]:
         "1",
     ]
     command += ["--way", way, "--json", str(file)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert "No fault of device or dtype." in done.stdout, done.stdout[-2000:]
+    completed = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert "No fault of device or dtype." in completed.stdout, completed.stdout[-2000:]
     figures: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))[0]
     assert figures["updates"] == figures["updates_per_generation"] == 2
     return figures
@@ -188,7 +188,7 @@ with card, card.during("x"):
 
 def test_a_tensor_of_the_host_in_an_operation_of_the_card_is_refused():
     """A value that is looked at has to be on the card, is waited for, and takes memory there."""
-    out = subprocess.run(
+    stdout_lines = subprocess.run(
         [sys.executable, "-c", _HOST_TENSOR_SCRIPT], capture_output=True, text=True, check=True
     ).stdout.split("\n")
-    assert out[:3] == ["refused", "[0, 1, 2, 3, 4, 5] 15.0 512 2", "True"]
+    assert stdout_lines[:3] == ["refused", "[0, 1, 2, 3, 4, 5] 15.0 512 2", "True"]

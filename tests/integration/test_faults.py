@@ -35,11 +35,11 @@ def faulty_run(tmp_path_factory):
         assert data_prep(["synthetic", *argv]) == 0
     # row 14 is read in the second step
     truncate_image(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)
-    out = folder / "out"
+    output_dir = folder / "out"
     # for each start the faults as `name:step` (`-` for none), then further arguments
     starts = [
         f"- --dataset_name {folder / 'damaged'}",
-        f"disk:3 --resume_from_checkpoint {out / 'checkpoint-1'}",
+        f"disk:3 --resume_from_checkpoint {output_dir / 'checkpoint-1'}",
         "sync:4",
         "ratio:4,ratio:5,ratio:6",
         "nan:7,generate:8",
@@ -59,20 +59,24 @@ def faulty_run(tmp_path_factory):
             save_steps=1,
             save_total_limit=9,
             dataset_name=folder / "whole",
-            output_dir=out,
+            output_dir=output_dir,
         ),
         "--adora_stock_step",
         "skip_old_pass",  # else every ratio is 1
         "--adora_self_check",
         "false",  # it would meet the fault first
     ]
-    done = run_command(
+    completed = run_command(
         command, environment={"STARTS": ";".join(starts), "TEST_MARK": mark}, check=False
     )
-    outputs_and_codes = re.split(r"^start \d ended with (\d)$", done.stdout, flags=re.MULTILINE)
-    assert outputs_and_codes[1::2] == ["1"] * len(starts), done.stdout[-3000:] + done.stderr[-2000:]
-    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
-    return out, outputs_and_codes[::2], command_lines_marked_with(mark)
+    outputs_and_codes = re.split(
+        r"^start \d ended with (\d)$", completed.stdout, flags=re.MULTILINE
+    )
+    assert outputs_and_codes[1::2] == ["1"] * len(starts), (
+        completed.stdout[-3000:] + completed.stderr[-2000:]
+    )
+    assert completed.returncode == 1, completed.stdout[-3000:] + completed.stderr[-2000:]
+    return output_dir, outputs_and_codes[::2], command_lines_marked_with(mark)
 
 
 LAST_LINE_PATTERNS = [
@@ -129,20 +133,22 @@ def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(faulty_ru
 
     Weights have moved in no step that was skipped.
     """
-    out, _, _ = faulty_run
-    assert [path.name for path in list_checkpoints(out)] == [
+    output_dir, _, _ = faulty_run
+    assert [path.name for path in list_checkpoints(output_dir)] == [
         f"checkpoint-{step}" for step in range(7, 0, -1)
     ]
-    assert [describe_checkpoint_damage(path) for path in list_checkpoints(out)] == [None] * 7
-    assert not list((out / STAGING_FOLDER).iterdir())
-    history = json.loads((out / "checkpoint-7" / "trainer_state.json").read_text())["log_history"]
+    assert [describe_checkpoint_damage(path) for path in list_checkpoints(output_dir)] == [None] * 7
+    assert not list((output_dir / STAGING_FOLDER).iterdir())
+    history = json.loads((output_dir / "checkpoint-7" / "trainer_state.json").read_text())[
+        "log_history"
+    ]
     assert [entry["step"] for entry in history] == list(range(1, 8))
     assert [entry["adora/skipped_steps"] for entry in history] == [0, 0, 0, 1, 1, 1, 1]
     assert history[0]["adora/ratio_max"] == pytest.approx(1, abs=1e-3)
     assert history[4]["adora/ratio_max"] > 1e5
-    weights_at_2 = load_file(out / "checkpoint-2" / "model.safetensors")
-    weights_at_3 = load_file(out / "checkpoint-3" / "model.safetensors")
-    weights_at_7 = load_file(out / "checkpoint-7" / "model.safetensors")
+    weights_at_2 = load_file(output_dir / "checkpoint-2" / "model.safetensors")
+    weights_at_3 = load_file(output_dir / "checkpoint-3" / "model.safetensors")
+    weights_at_7 = load_file(output_dir / "checkpoint-7" / "model.safetensors")
     assert all(torch.equal(weights_at_3[name], weights_at_7[name]) for name in weights_at_7)
     assert any(not torch.equal(weights_at_2[name], weights_at_3[name]) for name in weights_at_7)
 

@@ -54,10 +54,10 @@ def test_the_package_shows_its_classes_and_stays_light_until_they_are_asked_for(
         "assert {'AdoraGRPOTrainer', 'AdoraGRPOConfig', 'load_problems'} <= set(dir(adora_vl))\n"
         "try:\n    adora_vl.AdoraTrainer\nexcept AttributeError as error:\n    print(error)"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout == "module 'adora_vl' has no attribute 'AdoraTrainer'\n"
+    assert completed.stdout == "module 'adora_vl' has no attribute 'AdoraTrainer'\n"
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_the_documented_lines_train_and_record(tmp_path):
     assert len(ast.parse(lines).body) <= 15  # statements
     script = tmp_path / "own.py"
     script.write_text(lines.replace("runs/python", str(tmp_path / "out")))
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(script)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -79,7 +79,7 @@ def test_the_documented_lines_train_and_record(tmp_path):
         timeout=400,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert completed.returncode == 0, completed.stderr[-3000:]
     metrics = [
         json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     ]

@@ -235,9 +235,11 @@ def project(tmp_path: Path, indexes: PackageIndexes) -> Project:
     return Project(folder, home)
 
 
-def assert_installed(done: subprocess.CompletedProcess[str], project: Project) -> None:
+def assert_installed(completed: subprocess.CompletedProcess[str], project: Project) -> None:
     """Assert that the installer has succeeded, and has marked the environment as complete."""
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{project.log[-3000:]}"
+    assert completed.returncode == 0, (
+        f"{completed.stdout}\n{completed.stderr}\n{project.log[-3000:]}"
+    )
     assert (project.folder / ".venv/.installed").exists()
 
 
@@ -276,13 +278,13 @@ def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_down
 ):
     """The error names a Python that has a build, whether the CPU index is down or never answers."""
     getattr(indexes, failure).add(CPU_HOST)
-    done = project.install("3.12")
-    assert done.returncode == 2
+    completed = project.install("3.12")
+    assert completed.returncode == 2
     reason = {
         "down": "cannot be reached, or lists no torch",
         "silent": f"gave no answer within {CPU_INDEX_LIMIT_S} seconds",
     }[failure]
-    assert done.stderr == (
+    assert completed.stderr == (
         f"error: no torch {PINNED_VERSION_OF['torch']}+cpu for Python 3.12: http://{CPU_HOST}/simple {reason}; the "
         "package registry has it for Python 3.11. Set PYTHON=python3.11, or TORCH_INDEX to an "
         "index that has it\n"
@@ -301,29 +303,29 @@ def test_an_index_without_the_build_is_not_called_unreachable(project, indexes):
     """An index that answers without the build is told from one that does not answer."""
     indexes.hosts[CPU_HOST] = torch_wheels("cpu index", "+cu130", "3.11", "3.12")
     indexes.hosts[EXTRA_HOST] = []
-    done = project.install("3.12")
-    assert done.returncode == 2
+    completed = project.install("3.12")
+    assert completed.returncode == 2
     answers = f"http://{CPU_HOST}/simple does not have it; the package registry does not have it"
-    assert f"{answers}. Set TORCH_INDEX to an index" in done.stderr
+    assert f"{answers}. Set TORCH_INDEX to an index" in completed.stderr
 
 
 def test_torch_index_overrides_the_cpu_index_and_the_registry(project, indexes):
     """The user's index is taken for both packages, and its password is printed nowhere."""
     indexes.hosts[USERS_HOST] = torch_wheels("own", "+cpu", "3.12")
-    done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{USERS_HOST}/simple")
-    assert_installed(done, project)
+    completed = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{USERS_HOST}/simple")
+    assert_installed(completed, project)
     assert project.origin("torch") == "own"
     assert project.origin("torchvision") == "own"
     assert not indexes.projects_asked(CPU_HOST)
-    assert "secret" not in done.stdout + done.stderr + project.log
+    assert "secret" not in completed.stdout + completed.stderr + project.log
 
 
 def test_a_torch_index_without_the_build_is_refused_by_name(project, indexes):
     """The line names the variable and not the address, which has a password."""
     indexes.hosts[USERS_HOST] = torch_wheels("own", "+cpu", "3.11")
-    done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{USERS_HOST}/simple")
-    assert done.returncode == 2
-    assert done.stderr == (
+    completed = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{USERS_HOST}/simple")
+    assert completed.returncode == 2
+    assert completed.stderr == (
         f"error: no torch {PINNED_VERSION_OF['torch']}+cpu for Python 3.12: TORCH_INDEX has it for Python 3.11. "
         "Set PYTHON=python3.11, or TORCH_INDEX to an index that has it\n"
     )
@@ -333,10 +335,10 @@ def test_a_torch_index_without_the_build_is_refused_by_name(project, indexes):
 def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installed(project, indexes):
     """A machine that installs need not be the one that trains."""
     indexes.hosts[EXTRA_HOST] = []
-    done = project.install("3.11", ADORA_DEVICE="gpu")
+    completed = project.install("3.11", ADORA_DEVICE="gpu")
     # The torchvision of this test loads on no machine, so the last check fails; what matters is
     # that it came so far.
-    assert "2/4 build tools and torch: done" in done.stdout, done.stderr
+    assert "2/4 build tools and torch: done" in completed.stdout, completed.stderr
     assert project.origin("torch") == "registry"
     assert not indexes.projects_asked(CPU_HOST)
 
@@ -347,7 +349,9 @@ def test_another_python_than_that_of_the_environment_is_refused(project, indexes
         [interpreter("3.11"), "-m", "venv", "--without-pip", str(project.folder / ".venv")],
         check=True,
     )
-    done = project.install("3.12")
-    assert done.returncode == 2
-    assert "is 3.12, but .venv is of Python 3.11; remove it first (rm -rf .venv)" in done.stderr
+    completed = project.install("3.12")
+    assert completed.returncode == 2
+    assert (
+        "is 3.12, but .venv is of Python 3.11; remove it first (rm -rf .venv)" in completed.stderr
+    )
     assert not indexes.requests

@@ -796,9 +796,13 @@ REFUSED_OBJECTS: list[tuple[dict[str, Any], str]] = [
 
 def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
     """Each wrong object ends in one line that begins with its argument, before a folder is made."""
-    for changed, line_begins_with in REFUSED_OBJECTS:
+    for wrong_arguments, line_begins_with in REFUSED_OBJECTS:
         with subtests.test(line_begins_with):
-            arguments = {"reward_funcs": "accuracy", "train_dataset": equal_rows(8), **changed}
+            arguments = {
+                "reward_funcs": "accuracy",
+                "train_dataset": equal_rows(8),
+                **wrong_arguments,
+            }
             config = parse([*CPU_KEYS, *BATCH_OF_ONE_GROUP, "--output_dir", str(tmp_path / "run")])[
                 1
             ]

@@ -120,23 +120,25 @@ PAIR_CASES: dict[str, PairCase] = {
 }
 
 
-def order_of_turns_in_steps(server: FakeVLLMServer) -> list[str]:
+def order_of_turns_in_steps(server: FakeVLLMServer) -> list[list[str]]:
     """Return, for each sync of the weights, in which order first and later turns were requested.
 
-    For example "first later first". A later turn's prompt has the token ids of the call before it.
+    For example ["first", "later", "first"]: first turns, then later ones, then first ones again. A
+    later turn's prompt has the token ids of the call before it.
     """
-    turns = list[str]()
+    turns_of_steps: list[list[str]] = []
     (call_ids,) = server.turns
+    call_text = str(call_ids).strip("[]")
     for path, body in server.post_requests:
-        if path == "/collective_rpc":
-            turn = "weights"
-        elif str(call_ids)[1:-1] in str(body):
-            turn = "later"
-        else:
-            turn = "first"
-        if path in (*GENERATE_PATHS, "/collective_rpc") and [turn] != turns[-1:]:
-            turns.append(turn)
-    return [step.strip() for step in " ".join(turns).split("weights")[1:]]
+        is_sync = path == "/collective_rpc"
+        if is_sync and (not turns_of_steps or turns_of_steps[-1]):
+            turns_of_steps.append([])
+        if path in GENERATE_PATHS and turns_of_steps:
+            turns = turns_of_steps[-1]
+            turn = "later" if call_text in str(body) else "first"
+            if turns[-1:] != [turn]:
+                turns.append(turn)
+    return turns_of_steps
 
 
 @pytest.fixture
@@ -168,10 +170,12 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
     for name in case.metrics:
         assert any(step.get(name) for step in steps), name
     if pair == "tools + ahead":
-        assert order_of_turns_in_steps(server)[0] == "first later first", (
-            "later turns do not wait for those of the next one"
+        turns_of_first_step, *turns_of_later_steps = order_of_turns_in_steps(server)
+        assert turns_of_first_step == ["first", "later", "first"], (
+            "later turns do not wait for those of the next generation"
         )
-        assert all(step.endswith("later first") for step in order_of_turns_in_steps(server)[:-1])
+        for turns in turns_of_later_steps[:-1]:
+            assert turns[-2:] == ["later", "first"]
     rows = pq.read_table(tmp_path / "whole" / "rollouts").to_pylist()
     assert len({(row["step"], row["id"], row["completion"]) for row in rows}) > 8
     assert_equal_end_after_kill(
@@ -226,9 +230,9 @@ def kill_one_of_two_runs(folder: Path, keys: dict[str, Any]) -> Path:
         "benchmarks.kill_and_resume",
         *cli_arguments(steps=6, kills="backward:5", processes=2, output=folder / "runs"),
     ]
-    done = run_command([*command, "--", *cli_arguments(**keys)])
-    assert "checkpoint-3" in done.stdout
-    assert "weights: all equal" in done.stdout
+    completed = run_command([*command, "--", *cli_arguments(**keys)])
+    assert "checkpoint-3" in completed.stdout
+    assert "weights: all equal" in completed.stdout
     (uninterrupted,) = folder.glob("runs/*/whole")
     return uninterrupted
 

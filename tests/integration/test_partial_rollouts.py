@@ -71,13 +71,13 @@ def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_n
     Answers pause after each 9 tokens, and with a learning rate of 0 all weights are the same. So
     the engine has seen the prompt, the image and the tokens of before when it went on.
     """
-    out = train_with_engine(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=0)
-    rollouts = pd.read_parquet(out / "rollouts")
+    output_dir = train_with_engine(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=0)
+    rollouts = pd.read_parquet(output_dir / "rollouts")
     assert (rollouts["segments"] > 1).mean() > 0.5
     assert rollouts["age"].max() >= 1
-    assert max(read_logged_values(out, "sampling/sampling_logp_difference/max")) < 1e-4
-    assert read_logged_values(out, "adora/unfinished")[0] > 0
-    assert read_logged_values(out, "adora/unfinished")[-1] == 0
+    assert max(read_logged_values(output_dir, "sampling/sampling_logp_difference/max")) < 1e-4
+    assert read_logged_values(output_dir, "adora/unfinished")[0] > 0
+    assert read_logged_values(output_dir, "adora/unfinished")[-1] == 0
 
 
 def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path):
@@ -85,12 +85,14 @@ def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path
 
     Answers pause after each 9 tokens, and the learning rate moves the weights in between.
     """
-    out = train_with_engine(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=1e-3)
-    assert max(read_logged_values(out, "sampling/sampling_logp_difference/max")) > 1e-2, (
+    output_dir = train_with_engine(
+        tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=1e-3
+    )
+    assert max(read_logged_values(output_dir, "sampling/sampling_logp_difference/max")) > 1e-2, (
         "the importance ratio to the engine corrects for these"
     )
-    assert max(read_logged_values(out, "adora/drift")) < 1e-4
-    assert pd.read_parquet(out / "rollouts")["drift"].max() < 1e-4
+    assert max(read_logged_values(output_dir, "adora/drift")) < 1e-4
+    assert pd.read_parquet(output_dir / "rollouts")["drift"].max() < 1e-4
 
 
 def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp_path):
@@ -101,15 +103,15 @@ def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp
     }
     # the policy has no such bias, so it is not compared with the engine
     uncompared = {"adora_self_check": "false", "adora_max_drift": "null"}
-    out = train_with_engine(
+    output_dir = train_with_engine(
         tmp_path,
         adora_rollouts="{budget: 9}",
         max_steps=1,
         generation_kwargs=json.dumps(loops),
         **uncompared,
     )
-    rollouts = pd.read_parquet(out / "rollouts")
+    rollouts = pd.read_parquet(output_dir / "rollouts")
     assert set(rollouts["length"]) == {4}
     assert set(rollouts["segments"]) == {1}
     assert rollouts["truncated"].all()
-    assert read_logged_values(out, "adora/unfinished") == [0]
+    assert read_logged_values(output_dir, "adora/unfinished") == [0]

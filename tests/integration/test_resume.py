@@ -61,7 +61,7 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
         )
         == 0
     )
-    done = run_command(
+    completed = run_command(
         [
             *KILL_AND_RESUME_COMMAND,
             "--kills",
@@ -83,8 +83,8 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
             *MOVING_REFERENCE_AND_ENTROPY,
         ]
     )
-    assert "checkpoint-3" in done.stdout
-    assert "3 steps, the rollouts of 6, weights: all equal" in done.stdout
+    assert "checkpoint-3" in completed.stdout
+    assert "3 steps, the rollouts of 6, weights: all equal" in completed.stdout
     rollouts = pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))
     # the drift of rollouts on distorted images is not measured
     all_unmeasured = (
@@ -130,13 +130,13 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
                 "file",
             ]
         options = ["--kills", "rollout:5", "--processes", str(processes), "--output", str(tmp_path)]
-        done = run_command([*KILL_AND_RESUME_COMMAND, *options, "--", *argv])
+        completed = run_command([*KILL_AND_RESUME_COMMAND, *options, "--", *argv])
         if server:  # it holds the dead run's adapter too, under another name
             with urllib.request.urlopen(f"{server.url}/v1/models") as reply:  # noqa: S310  # loopback
                 models = json.load(reply)["data"]
             assert sum("adora-weights" in model["id"] for model in models) == 3
-    assert "checkpoint-3" in done.stdout
-    assert "6 steps, the rollouts of 6, weights: all equal" in done.stdout
+    assert "checkpoint-3" in completed.stdout
+    assert "6 steps, the rollouts of 6, weights: all equal" in completed.stdout
     if where != "server":
         assert len(list(tmp_path.glob("*/killed/checkpoint-3/pool-*.pt"))) == processes
         assert pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))["segments"].max() > 1
@@ -145,14 +145,14 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
 @pytest.fixture(scope="module")
 def sigterm_run(tmp_path_factory):
     """Send a run a SIGTERM in the middle of its steps; return its folder, exit code and stderr."""
-    out = tmp_path_factory.mktemp("stopped") / "out"
+    output_dir = tmp_path_factory.mktemp("stopped") / "out"
     command = [
         sys.executable,
         "-m",
         "adora_vl.train",
         *cli_arguments(
             config="configs/train/smoke_cpu.yaml",
-            output_dir=out,
+            output_dir=output_dir,
             per_device_train_batch_size=8,
             num_generations=4,
             adora_synthetic_rows=64,
@@ -165,18 +165,18 @@ def sigterm_run(tmp_path_factory):
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True
     )
-    wait_for_steps(out, 2, process)
+    wait_for_steps(output_dir, 2, process)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=200)
-    return out, process.returncode, errors
+    return output_dir, process.returncode, errors
 
 
 def wait_for_steps(
-    out: Path, steps: int, process: subprocess.Popen[str], seconds: float = 300
+    output_dir: Path, steps: int, process: subprocess.Popen[str], seconds: float = 300
 ) -> None:
     """Wait until a process has written the completions of so many steps, or fail."""
     deadline = time.monotonic() + seconds
-    while len(list(out.glob("completions/*.parquet"))) < steps:
+    while len(list(output_dir.glob("completions/*.parquet"))) < steps:
         assert process.poll() is None, process.communicate()[1][-2000:]
         assert time.monotonic() < deadline, f"no {steps} steps within {seconds} s"
         time.sleep(0.2)
@@ -185,22 +185,22 @@ def wait_for_steps(
 @pytest.mark.core
 def test_a_sigterm_saves_and_has_an_exit_code_of_its_own(sigterm_run):
     """The run prints the command that goes on, and leaves a note for whoever started it."""
-    out, code, errors = sigterm_run
+    output_dir, code, errors = sigterm_run
     assert code == EXIT_STOPPED, errors[-2000:]
-    (checkpoint,) = list_checkpoints(out)
+    (checkpoint,) = list_checkpoints(output_dir)
     assert describe_checkpoint_damage(checkpoint) is None
     step = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     assert "SIGTERM: saving after this optimizer step" in errors
     assert f"Stopped after step {step}; the same command goes on from checkpoint-{step}" in errors
-    note = json.loads((out / "stopped.json").read_text())
+    note = json.loads((output_dir / "stopped.json").read_text())
     assert note == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
 
 
 def test_the_export_holds_the_checkpoints_weights_and_loads_offline(sigterm_run, tmp_path):
     """The folder has every file of the shipped model. It is never written over."""
-    out, _, _ = sigterm_run
-    assert export([str(out), str(tmp_path / "model")]) == 0
-    (checkpoint,) = list_checkpoints(out)
+    output_dir, _, _ = sigterm_run
+    assert export([str(output_dir), str(tmp_path / "model")]) == 0
+    (checkpoint,) = list_checkpoints(output_dir)
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
     saved = AutoModelForImageTextToText.from_pretrained(checkpoint).state_dict()
     shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER).state_dict()
@@ -209,7 +209,9 @@ def test_the_export_holds_the_checkpoints_weights_and_loads_offline(sigterm_run,
     assert {p.name for p in PRETRAINED_FOLDER.iterdir()} - {"build.json"} <= {
         p.name for p in (tmp_path / "model").iterdir()
     }
-    assert export([str(out), str(tmp_path / "model")]) == 2  # never over something that is there
+    assert (
+        export([str(output_dir), str(tmp_path / "model")]) == 2
+    )  # never over something that is there
 
 
 def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path):
@@ -219,11 +221,11 @@ def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path
     command += ["configs/accelerate/cpu_zero3.yaml", "-m", "benchmarks.kill_and_resume", "--child"]
     command += smaller_demo_arguments(tmp_path / "out", 100_000, [])
     environment = {**os.environ, "ADORA_KILL": "backward:4:0:1", "TEST_MARK": mark}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400
     )
-    assert done.returncode == 1
-    assert "exitcode  : -9" in done.stderr, done.stderr[-2000:]
+    assert completed.returncode == 1
+    assert "exitcode  : -9" in completed.stderr, completed.stderr[-2000:]
     assert command_lines_marked_with(mark) == []
     (checkpoint,) = list_checkpoints(tmp_path / "out")
     assert checkpoint.name == "checkpoint-3"

@@ -21,7 +21,7 @@ def two_servers() -> Iterator[list[FakeVLLMServer]]:
         server.close()
 
 
-def two_server_arguments(folder, servers, **changed):
+def two_server_arguments(folder, servers, **overrides):
     """Return the arguments of a run of four steps that samples from these servers."""
     return tiny_run_arguments(
         folder,
@@ -36,7 +36,7 @@ def two_server_arguments(folder, servers, **changed):
             "max_steps": 4,
             "save_steps": 4,
             "adora_self_check": "false",
-            **changed,
+            **overrides,
         },
     )
 

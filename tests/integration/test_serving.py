@@ -55,7 +55,7 @@ def fresh_server(running_server):
     return running_server
 
 
-def file_sync_keys(server, **changed):
+def file_sync_keys(server, **overrides):
     """Return the keys of three steps whose weights reach the server by files."""
     return {
         "use_vllm": "true",
@@ -65,14 +65,16 @@ def file_sync_keys(server, **changed):
         "adora_weight_transfer": "file",
         "save_strategy": "no",
         **KEYS_THAT_MOVE_WEIGHTS,
-        **changed,
+        **overrides,
     }
 
 
-def read_drifts(out):
+def read_drifts(output_dir):
     """Return the drift of each step, in nats per token."""
     return [
-        step["adora/drift"] for step in read_metrics(out / METRICS_FILE) if "adora/drift" in step
+        step["adora/drift"]
+        for step in read_metrics(output_dir / METRICS_FILE)
+        if "adora/drift" in step
     ]
 
 
@@ -110,16 +112,16 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
         "what the prompts of the training are held against"
     )
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i"})
-    out = train_tiny_run(
+    output_dir = train_tiny_run(
         tmp_path / "out",
         **file_sync_keys(fresh_server, dataset_name=tmp_path, adora_columns=columns),
     )
-    assert len(read_drifts(out)) == 3
-    assert max(read_drifts(out)) < ROUNDING_DRIFT
-    rollouts = pq.read_table(out / "rollouts").to_pylist()
+    assert len(read_drifts(output_dir)) == 3
+    assert max(read_drifts(output_dir)) < ROUNDING_DRIFT
+    rollouts = pq.read_table(output_dir / "rollouts").to_pylist()
     assert len(rollouts) == 48
     assert len({row["completion"] for row in rollouts}) > 8
-    assert not (out / ".weights").exists(), "no weights are left behind"
+    assert not (output_dir / ".weights").exists(), "no weights are left behind"
 
 
 def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, fresh_server, monkeypatch):
@@ -128,9 +130,9 @@ def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, fresh_serve
     draws = DrawnPictureTools()
     longer = {"max_completion_length": 160, "vllm_max_model_length": 512}
     with draws.in_trainers():
-        out = train_tiny_run(tmp_path / "out", **file_sync_keys(fresh_server, **longer))
-    assert len(read_drifts(out)) == 3
-    assert max(read_drifts(out)) <= ROUNDING_DRIFT
+        output_dir = train_tiny_run(tmp_path / "out", **file_sync_keys(fresh_server, **longer))
+    assert len(read_drifts(output_dir)) == 3
+    assert max(read_drifts(output_dir)) <= ROUNDING_DRIFT
     assert any(seed.endswith("/1") for seed in draws.seeds), "a second turn was answered"
 
 
@@ -144,14 +146,16 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
     for name in ("alone", "again", "merged"):
         if name == "merged":
             monkeypatch.setattr(ServerPool, "all_have_lora", lambda servers: False)
-        out = train_tiny_run(tmp_path / name, **lora)
-        assert len(read_drifts(out)) == 3
-        assert max(read_drifts(out)) < ROUNDING_DRIFT
-        completions_of_runs.append(pq.read_table(out / "rollouts").column("completion").to_pylist())
+        output_dir = train_tiny_run(tmp_path / name, **lora)
+        assert len(read_drifts(output_dir)) == 3
+        assert max(read_drifts(output_dir)) < ROUNDING_DRIFT
+        completions_of_runs.append(
+            pq.read_table(output_dir / "rollouts").column("completion").to_pylist()
+        )
         megabytes_sent.append(
             max(
                 step["adora/sync_mb"]
-                for step in read_metrics(out / METRICS_FILE)
+                for step in read_metrics(output_dir / METRICS_FILE)
                 if "adora/sync_mb" in step
             )
         )
@@ -196,9 +200,9 @@ def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeyp
         **LORA_KEYS,
     }
     with vllm_server(tmp_path, base, ("--dtype", "bfloat16")) as server:
-        out = train_tiny_run(tmp_path / "out", **file_sync_keys(server, **four_bit_keys))
-    assert len(read_drifts(out)) == 3
-    assert max(read_drifts(out)) < 0.05
+        output_dir = train_tiny_run(tmp_path / "out", **file_sync_keys(server, **four_bit_keys))
+    assert len(read_drifts(output_dir)) == 3
+    assert max(read_drifts(output_dir)) < 0.05
 
 
 def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path, fresh_server):

@@ -159,9 +159,9 @@ def stopped_run_by_function_name(tmp_path_factory):
 
     Returns each stopped run by the name of the function that stopped it.
     """
-    out = tmp_path_factory.mktemp("stopping") / "out"
+    output_dir = tmp_path_factory.mktemp("stopping") / "out"
     return {
-        stop_function.__name__: start_and_stop("cpu_zero3", out, stop_function)
+        stop_function.__name__: start_and_stop("cpu_zero3", output_dir, stop_function)
         for stop_function in STOP_FUNCTIONS
     }
 
@@ -190,7 +190,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
     first_run_stopped = next(iter(stopped_run_by_function_name.values()))
     first_saved_step = checkpoint_step(first_run_stopped.saved[0])
     folder = tmp_path_factory.mktemp("machines")
-    out = folder / "out"
+    output_dir = folder / "out"
     config = "configs/accelerate/cpu_zero3.yaml"
     argv = [
         *STOPPING_RUN_ARGUMENTS,
@@ -203,18 +203,18 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
     outputs = []
     codes = []
     with TwoMachines(folder / "lab") as machines:
-        with machines.running(config, out, argv) as script:
-            machines.wait_for_step(script, out, 2)
+        with machines.running(config, output_dir, argv) as script:
+            machines.wait_for_step(script, output_dir, 2)
             machines.pull_the_plug(1)
             time_of_power_loss = time.monotonic()
             codes.append(script.wait(NOTICE_BOUND_S))
             seconds_to_end = time.monotonic() - time_of_power_loss
             outputs.append(machines.output)
-        checkpoint = find_newest_valid_checkpoint(out)[0]
-        last_logged_step = read_metrics(out / METRICS_FILE)[-1]["step"]
-        with machines.running(config, out, argv) as script:
+        checkpoint = find_newest_valid_checkpoint(output_dir)[0]
+        last_logged_step = read_metrics(output_dir / METRICS_FILE)[-1]["step"]
+        with machines.running(config, output_dir, argv) as script:
             # the new run cuts the log back to its checkpoint
-            machines.wait_for_step(script, out, max(last_logged_step + 1, first_saved_step))
+            machines.wait_for_step(script, output_dir, max(last_logged_step + 1, first_saved_step))
             script.terminate()
             codes.append(script.wait(NOTICE_BOUND_S))
             outputs.append(machines.output)
@@ -222,7 +222,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
         seconds_to_end=seconds_to_end,
         outputs=outputs,
         codes=codes,
-        saved=[checkpoint, *list_checkpoints(out)],
+        saved=[checkpoint, *list_checkpoints(output_dir)],
     )
 
 

@@ -55,7 +55,7 @@ def geometry3k_run(geometry3k_raw: Path, tmp_path_factory: pytest.TempPathFactor
     data = folder / "data"
     preparation = cli_arguments(source="intergps", input=geometry3k_raw, output=data)
     assert data_prep(["geometry3k", *preparation]) == 0
-    done = accelerate_launch(
+    completed = accelerate_launch(
         "cpu",
         "--num_processes",
         "1",
@@ -69,7 +69,7 @@ def geometry3k_run(geometry3k_raw: Path, tmp_path_factory: pytest.TempPathFactor
             vllm_max_model_length=1024,
         ),
     )
-    return FinishedRun(folder / "out", done.stdout, done.stderr)
+    return FinishedRun(folder / "out", completed.stdout, completed.stderr)
 
 
 def test_a_run_on_real_problems_prints_what_a_user_has_to_know(geometry3k_run):
@@ -128,8 +128,8 @@ def test_engine_and_trainer_agree_on_real_problems(geometry3k_run):
 
 def test_a_run_on_real_problems_leaves_its_files(geometry3k_run):
     """Tables, model, images and manifest are there."""
-    out = geometry3k_run.folder
-    table = pd.read_parquet(sorted((out / "completions").glob("*.parquet"))[-1])
+    output_dir = geometry3k_run.folder
+    table = pd.read_parquet(sorted((output_dir / "completions").glob("*.parquet"))[-1])
     assert len(table) == 8
     assert {
         "advantage",
@@ -140,10 +140,11 @@ def test_a_run_on_real_problems_leaves_its_files(geometry3k_run):
         "extracted",
     } <= set(table.columns)
     assert (
-        (out / "model.safetensors").is_file() and (out / "preprocessor_config.json").is_file()
-    ) or list(out.glob("*processor*"))
-    assert len(list((out / "rollouts" / "_images").iterdir())) == 4
-    manifest = json.loads((out / "manifest.json").read_text())
+        (output_dir / "model.safetensors").is_file()
+        and (output_dir / "preprocessor_config.json").is_file()
+    ) or list(output_dir.glob("*processor*"))
+    assert len(list((output_dir / "rollouts" / "_images").iterdir())) == 4
+    manifest = json.loads((output_dir / "manifest.json").read_text())
     assert "accelerate launch --config_file " in manifest["command"]
     assert manifest["status"] == "finished"
     assert manifest["data"]["source"] == "geometry3k/intergps"
@@ -175,13 +176,13 @@ def read_complete_record(folder: Path, steps: int, rollouts: int) -> pd.DataFram
 
 def test_lora_reaches_the_engine(tmp_path):
     """The engine agrees with the policy after updates that moved it, with merged adapters."""
-    out = tmp_path / "out"
+    output_dir = tmp_path / "out"
     accelerate_launch(
         "cpu",
         *SMOKE_COMMAND,
         *SMALL_STEPS,
         *cli_arguments(
-            output_dir=out,
+            output_dir=output_dir,
             max_steps=4,
             learning_rate="2e-2",
             adora_synthetic_rows=64,
@@ -197,37 +198,37 @@ def test_lora_reaches_the_engine(tmp_path):
         "--beta",
         "0.01",
     )
-    steps = read_training_log(out)
+    steps = read_training_log(output_dir)
     assert len(steps) == 4
     assert all(step["adora/drift"] < 1e-3 for step in steps), "scored without LoRA's dropout"
     assert max(step["kl"] for step in steps) > 1e-3, "the adapter did not move the policy"
-    assert (out / "merged" / "model.safetensors").is_file()  # what the evaluators load
-    assert export([str(out), str(tmp_path / "exported")]) == 0
-    merged = load_file(out / "merged" / "model.safetensors")
+    assert (output_dir / "merged" / "model.safetensors").is_file()  # what the evaluators load
+    assert export([str(output_dir), str(tmp_path / "exported")]) == 0
+    merged = load_file(output_dir / "merged" / "model.safetensors")
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     assert merged.keys() == exported.keys()
     assert all(torch.equal(merged[name], exported[name]) for name in merged)
-    for card in (out / "README.md", out / "merged" / "README.md"):
+    for card in (output_dir / "README.md", output_dir / "merged" / "README.md"):
         assert "Trained as a LoRA adapter." in card.read_text()
         assert "```python" in card.read_text()
-    adapter = json.loads((out / "adapter_config.json").read_text())
+    adapter = json.loads((output_dir / "adapter_config.json").read_text())
     assert sorted(adapter["target_modules"]) == ["q_proj", "up_proj", "v_proj"]
 
 
 def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path):
     """The training's engine after its last step scores what a fresh one on the export scores."""
     data = tmp_path / "data"
-    out = tmp_path / "out"
+    output_dir = tmp_path / "out"
     assert (
         data_prep(["synthetic", "--output", str(data), "--rows", "64", "--test-rows", "100"]) == 0
     )
-    done = accelerate_launch(
+    completed = accelerate_launch(
         "cpu",
         *SMOKE_COMMAND,
         *SMALL_STEPS,
         *cli_arguments(
             dataset_name=data,
-            output_dir=out,
+            output_dir=output_dir,
             max_steps=2,
             learning_rate="1e-3",
             eval_strategy="steps",
@@ -235,15 +236,15 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
             eval_on_start="true",
         ),
     )
-    lines = [line for line in done.stdout.splitlines() if ": problems " in line]
+    lines = [line for line in completed.stdout.splitlines() if ": problems " in line]
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2"]
     model = tmp_path / "exported"
-    assert export([str(out), str(model)]) == 0
+    assert export([str(output_dir), str(model)]) == 0
     argv = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "eval")]
     run_command([sys.executable, "-m", "eval.problems", *argv, "--max-tokens", "40"])
     score = json.loads((tmp_path / "eval" / "score.json").read_text())
     assert score["total"] == 100
-    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    log = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     logged = [entry["eval_problems_accuracy"] for entry in log if "eval_problems_accuracy" in entry]
     assert logged[-1] == pytest.approx(score["accuracy"])
     assert logged[-1] != logged[0]
@@ -255,7 +256,7 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
     It is evaluated on the way, and the code of its card answers.
     """
     model = tmp_path / "model"
-    out = tmp_path / "out"
+    output_dir = tmp_path / "out"
     build_start(model, TextStart(steps=2, batch_size=4, rows=8), begin_text)  # knows nothing yet
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     run_command(
@@ -266,7 +267,7 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
             *cli_arguments(
                 config="configs/train/smoke_text_cpu.yaml",
                 model_name_or_path=model,
-                output_dir=out,
+                output_dir=output_dir,
                 adora_synthetic_rows=64,
                 per_device_train_batch_size=8,
                 num_generations=4,
@@ -283,7 +284,7 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
             ),
         ]
     )
-    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    log = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in log if "reward" in entry and "loss" in entry]
     assert [
         entry["eval_knights_accuracy"] for entry in log if "eval_knights_accuracy" in entry
@@ -296,20 +297,20 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
     )
     assert steps[0]["grading/unparseable"] == 1.0
     start_weights = load_file(model / "model.safetensors")
-    trained_weights = load_file(out / "model.safetensors")
+    trained_weights = load_file(output_dir / "model.safetensors")
     largest_movement = max(
         (trained_weights[name] - weight).abs().max().item()
         for name, weight in start_weights.items()
     )
     assert largest_movement > 5e-3
-    table = pd.read_parquet(sorted((out / "completions").glob("*.parquet"))[-1])
+    table = pd.read_parquet(sorted((output_dir / "completions").glob("*.parquet"))[-1])
     assert len(table) == 8
     assert table["prompt"].str.contains("knave").all()
-    assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "qwen2"
-    assert AutoTokenizer.from_pretrained(out).chat_template
-    (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
+    assert AutoModelForCausalLM.from_pretrained(output_dir).config.model_type == "qwen2"
+    assert AutoTokenizer.from_pretrained(output_dir).chat_template
+    (code,) = re.findall(r"```python\n(.*?)```", (output_dir / "README.md").read_text(), re.S)
     (tmp_path / "card.py").write_text(code)
-    monkeypatch.chdir(out)
+    monkeypatch.chdir(output_dir)
     namespace = runpy.run_path(str(tmp_path / "card.py"))
     assert namespace["tokens"].shape[1] > namespace["inputs"]["input_ids"].shape[1], (
         "the code of the card answers"
@@ -357,7 +358,7 @@ def test_a_model_that_wants_to_sample_image_tokens_trains(
 
     The forward pass stops on an image token without an image.
     """
-    done = accelerate_launch(
+    completed = accelerate_launch(
         "cpu",
         "-m",
         "adora_vl.train",
@@ -373,4 +374,4 @@ def test_a_model_that_wants_to_sample_image_tokens_trains(
             adora_max_drift="null",
         ),
     )
-    assert "Trained 2 steps" in done.stdout
+    assert "Trained 2 steps" in completed.stdout

@@ -63,34 +63,36 @@ def drift_stopped_run(tmp_path_factory):
     Step 2 has a NaN on one rank, and at step 3 one rank's engine has lost the weights. Returns the
     output folder, the finished process, and the command lines of the processes that still run.
     """
-    out = tmp_path_factory.mktemp("two") / "out"
+    output_dir = tmp_path_factory.mktemp("two") / "out"
     mark = uuid.uuid4().hex
-    done = accelerate_launch(
+    completed = accelerate_launch(
         "cpu_zero3",
         "-m",
         "tests.integration.faulty",
         *SMOKE_RUN_ARGUMENTS,
         *BATCH_OF_TWO_PROCESSES,
         "--output_dir",
-        str(out),
+        str(output_dir),
         "--max_steps",
         "5",
         environment={"FAULTS": "nan:2:1,drift:3:1", "TEST_MARK": mark},
         check=False,
     )
-    assert done.returncode == 1, done.stderr[-3000:]
-    return out, done, command_lines_marked_with(mark)
+    assert completed.returncode == 1, completed.stderr[-3000:]
+    return output_dir, completed, command_lines_marked_with(mark)
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(drift_stopped_run):
     """Step 2 changes no weight, and the log says that it was skipped."""
-    out, _, _ = drift_stopped_run
-    assert [entry["adora/skipped_steps"] for entry in read_training_log(out / "checkpoint-2")] == [
+    output_dir, _, _ = drift_stopped_run
+    assert [
+        entry["adora/skipped_steps"] for entry in read_training_log(output_dir / "checkpoint-2")
+    ] == [
         0,
         1,
     ]
-    first = load_file(out / "checkpoint-1" / "model.safetensors")
-    second = load_file(out / "checkpoint-2" / "model.safetensors")
+    first = load_file(output_dir / "checkpoint-1" / "model.safetensors")
+    second = load_file(output_dir / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
     shipped = load_file(PRETRAINED_FOLDER / "model.safetensors")
     assert any(not torch.equal(first[name], shipped[name]) for name in first)
@@ -98,12 +100,15 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(drift_stopped_r
 
 def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(drift_stopped_run):
     """One line is printed, and no process is left running."""
-    out, done, processes = drift_stopped_run
-    assert done.stderr.count("error: step 3: the engine's log-probabilities are") == 1
-    assert f"go on with --resume_from_checkpoint {out / 'checkpoint-2'}" in done.stderr
-    assert "Traceback (most recent call last)" not in done.stderr.split("error: step 3")[0]
-    assert [path.name for path in list_checkpoints(out)] == ["checkpoint-2", "checkpoint-1"]
-    assert [describe_checkpoint_damage(path) for path in list_checkpoints(out)] == [None, None]
+    output_dir, completed, processes = drift_stopped_run
+    assert completed.stderr.count("error: step 3: the engine's log-probabilities are") == 1
+    assert f"go on with --resume_from_checkpoint {output_dir / 'checkpoint-2'}" in completed.stderr
+    assert "Traceback (most recent call last)" not in completed.stderr.split("error: step 3")[0]
+    assert [path.name for path in list_checkpoints(output_dir)] == ["checkpoint-2", "checkpoint-1"]
+    assert [describe_checkpoint_damage(path) for path in list_checkpoints(output_dir)] == [
+        None,
+        None,
+    ]
     assert processes == []
 
 
@@ -114,16 +119,18 @@ def resumed_folder(drift_stopped_run):
     The second time nothing is left to train, and the final weights are written again. Returns the
     output folder.
     """
-    out, _, _ = drift_stopped_run
+    output_dir, _, _ = drift_stopped_run
     command = ["-m", "adora_vl.train", *SMOKE_RUN_ARGUMENTS, *BATCH_OF_TWO_PROCESSES]
-    command += ["--output_dir", str(out), "--max_steps", "3"]
+    command += ["--output_dir", str(output_dir), "--max_steps", "3"]
     accelerate_launch("cpu_zero3", *command)
-    final_weights = (out / "model.safetensors").read_bytes()
-    (out / "model.safetensors").unlink()  # as if the run had been killed after its last checkpoint
-    done = accelerate_launch("cpu_zero3", *command)
-    assert "checkpoint-3 is the last step: nothing left to train" in done.stdout
-    assert (out / "model.safetensors").read_bytes() == final_weights
-    return out
+    final_weights = (output_dir / "model.safetensors").read_bytes()
+    (
+        output_dir / "model.safetensors"
+    ).unlink()  # as if the run had been killed after its last checkpoint
+    completed = accelerate_launch("cpu_zero3", *command)
+    assert "checkpoint-3 is the last step: nothing left to train" in completed.stdout
+    assert (output_dir / "model.safetensors").read_bytes() == final_weights
+    return output_dir
 
 
 @pytest.mark.core
@@ -266,7 +273,7 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
     """Chance decides which of the two processes meets the refusal first."""
     server = start_server(refuse_key_after_some_answers)
     options = json.dumps({"judge": {"base_url": server.url, "model": "j", "concurrency": 1}})
-    done = accelerate_launch(
+    completed = accelerate_launch(
         "cpu_zero3",
         "-m",
         "adora_vl.train",
@@ -287,7 +294,7 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
         options,
         check=False,
     )
-    (line,) = re.findall(r"^error.*$", done.stderr, flags=re.MULTILINE)
+    (line,) = re.findall(r"^error.*$", completed.stderr, flags=re.MULTILINE)
     newest, *_ = list_checkpoints(tmp_path / "out")
     assert re.fullmatch(
         r"error: step \d: adora_reward: judge: \S+ refuses the key in ADORA_VL_JUDGE_KEY for the "
@@ -297,7 +304,7 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
         line,
     )
     assert describe_checkpoint_damage(newest) is None
-    assert "2" in re.findall(r"exitcode +: (\S+)", done.stderr), (
+    assert "2" in re.findall(r"exitcode +: (\S+)", completed.stderr), (
         "the launcher may end the other before it ends itself"
     )
 
@@ -324,7 +331,7 @@ def model_with_four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None:
     """Gradients are not 0, and most of the weights have moved, in their own dtype."""
-    out = tmp_path / "out"
+    output_dir = tmp_path / "out"
     accelerate_launch(
         "zero2",
         "--cpu",
@@ -335,7 +342,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
         *SMOKE_RUN_ARGUMENTS,
         *BATCH_OF_TWO_PROCESSES,
         *cli_arguments(
-            output_dir=out,
+            output_dir=output_dir,
             use_vllm="false",
             bf16="true",
             dtype="bfloat16",
@@ -344,8 +351,8 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
             max_completion_length=24,
         ),
     )
-    assert max(entry["grad_norm"] for entry in read_training_log(out)) > 0
-    trained_weights = load_file(out / "model.safetensors")
+    assert max(entry["grad_norm"] for entry in read_training_log(output_dir)) > 0
+    trained_weights = load_file(output_dir / "model.safetensors")
     shipped_weights = load_file(PRETRAINED_FOLDER / "model.safetensors")
     assert {weight.dtype for weight in trained_weights.values()} == {torch.bfloat16}
     moved_names = [
@@ -361,7 +368,7 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads
     completions_by_run = []
     shared_memory_before = set(Path("/dev/shm").glob("*cpushm*"))
     for config, processes in (("cpu", 1), ("cpu_zero3", 2)):
-        out = tmp_path / config
+        output_dir = tmp_path / config
         accelerate_launch(
             config,
             "-m",
@@ -369,7 +376,7 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads
             *cli_arguments(
                 config="configs/train/smoke_cpu.yaml",
                 model_name_or_path=model_with_four_heads,
-                output_dir=out,
+                output_dir=output_dir,
                 adora_synthetic_rows=64,
                 per_device_train_batch_size=32 // processes,
                 max_steps=1,
@@ -378,14 +385,14 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads
                 vllm_tensor_parallel_size=processes,
             ),
         )
-        rollouts = pq.read_table(out / "rollouts").to_pylist()
+        rollouts = pq.read_table(output_dir / "rollouts").to_pylist()
         completions_by_run.append(
             {
                 (rollout["group"], rollout["rollout"]): (rollout["id"], rollout["completion"])
                 for rollout in rollouts
             }
         )
-        first_step = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+        first_step = json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[0])
         assert first_step["step"] == 1
         # 2e-7 was measured; processors round differently by small factors, not by 50
         assert first_step["adora/drift"] < 1e-5

@@ -104,13 +104,13 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
     """
     folder = tmp_path / "in"
     write_rows_with_two_images(folder)
-    out = tmp_path / "out"
+    output_dir = tmp_path / "out"
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i", "t": "t"})
-    changed = {
+    keys = {
         "dataset_name": folder,
         "adora_columns": columns,
         "adora_prompt": "{problem}\nLook: {t}",
-        "output_dir": out,
+        "output_dir": output_dir,
         "adora_system_prompt": "think_answer",
         "adora_reward": "accuracy,think_answer_format",
         "max_steps": 2,
@@ -125,7 +125,7 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
         "eval_strategy": "steps",
         "eval_steps": 2,
     }
-    argv = cli_arguments(**changed)
+    argv = cli_arguments(**keys)
     command = [
         sys.executable,
         "-m",
@@ -135,18 +135,18 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
         *argv,
     ]
     run_command(command, environment={"ADORA_VL_HOME": str(tmp_path / "home")})
-    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
+    log = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in log if "reward" in entry and "loss" in entry]
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["adora/drift"] < 1e-3 for step in steps), "engine and trainer saw other prompts"
     assert [
         entry["eval_problems_accuracy"] >= 0 for entry in log if "eval_problems_accuracy" in entry
     ] == [True]
-    rows = pd.read_parquet(out / "rollouts")
+    rows = pd.read_parquet(output_dir / "rollouts")
     assert rows["id"].str.startswith("in/train/").all()
     assert rows["problem"].str.contains("<image>").any()
     assert {"reward/accuracy_reward", "reward/think_answer_format_reward"} <= set(rows.columns)
     assert rows.groupby("id")["images"].first().map(len).eq(2).all()
-    card = (out / "README.md").read_text()
+    card = (output_dir / "README.md").read_text()
     assert "<think> reasoning process here" in card
     assert "{problem} Look: {t}" in card

@@ -94,7 +94,9 @@ class CompareWithStock(TrainerCallback):
         """
         trainer = self.trainer
         micro_batches = self.trainer.update
-        rows = [row for micro in micro_batches for row in micro["rollout_number"].tolist()]
+        rows = [
+            row for micro_batch in micro_batches for row in micro_batch["rollout_number"].tolist()
+        ]
         expected = trainer.stock_gradients(rows)
         largest_norm = max(float(gradient.norm()) for gradient in expected.values())
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -103,10 +105,12 @@ class CompareWithStock(TrainerCallback):
             float((gradients[name] - gradient).norm()) for name, gradient in expected.items()
         )
         old_gaps = []
-        for micro in micro_batches:
-            if "old_per_token_logps" in micro:
-                gaps_BC = (micro["old_per_token_logps"] - self._logps_when_sampled(micro)).abs()
-                old_gaps.append(float((gaps_BC * micro["completion_mask"]).max()))
+        for micro_batch in micro_batches:
+            if "old_per_token_logps" in micro_batch:
+                gaps_BC = (
+                    micro_batch["old_per_token_logps"] - self._logps_when_sampled(micro_batch)
+                ).abs()
+                old_gaps.append(float((gaps_BC * micro_batch["completion_mask"]).max()))
         trainer.updates.append(
             {
                 "rows": rows,
@@ -118,10 +122,10 @@ class CompareWithStock(TrainerCallback):
         )
         trainer.update = []
 
-    def _logps_when_sampled(self, micro):
+    def _logps_when_sampled(self, micro_batch):
         """Return what the policy that sampled gave these rows, (B, C)."""
-        return self.trainer.sampled_logps[micro["rollout_number"]][
-            :, : micro["completion_mask"].size(1)
+        return self.trainer.sampled_logps[micro_batch["rollout_number"]][
+            :, : micro_batch["completion_mask"].size(1)
         ]
 
 

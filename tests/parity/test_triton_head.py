@@ -48,15 +48,15 @@ def test_the_kernels_of_a_gpu_are_as_float64(subtests):
         "triton.runtime.interpreter", reason="Triton's interpreter is not installed"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _DISTANCE_SCRIPT],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    forward, backward, *cases = json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    forward, backward, *cases = json.loads(completed.stdout.splitlines()[-1])
     assert forward == backward == "InterpretedFunction"
     assert len(cases) == 6
     for number, (dtype, logp_distance, *gradient_distances) in enumerate(cases):

@@ -40,10 +40,10 @@ def zoom_call_ids() -> list[list[int]]:
     ]
 
 
-def server_run_arguments(folder: Any, server: FakeVLLMServer, **changed: Any) -> list[str]:
+def server_run_arguments(folder: Any, server: FakeVLLMServer, **overrides: Any) -> list[str]:
     """Return the command-line arguments of a run that samples one step ahead on this server.
 
-    `changed`: keys that are added, or have another value.
+    `overrides`: keys that are added, or have another value.
     """
     return tiny_run_arguments(
         folder,
@@ -60,7 +60,7 @@ def server_run_arguments(folder: Any, server: FakeVLLMServer, **changed: Any) ->
             "max_steps": 4,
             "save_steps": 1,
             "adora_synthetic_rows": 12,
-            **changed,
+            **overrides,
         },
     )
 

@@ -7,13 +7,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from adora_vl.models.families import FAMILIES
 
-FAMILIES_WITH_VISION = [kind for kind, family in FAMILIES.items() if family.vision]
+FAMILIES_WITH_VISION = [model_type for model_type, family in FAMILIES.items() if family.vision]
 
 
-def family_config(kind: str) -> Any:
+def family_config(model_type: str) -> Any:
     """Return Transformers' own defaults for the family, with fewer layers in the vision tower."""
-    config = AutoConfig.for_model(kind)
-    if kind in FAMILIES_WITH_VISION:
+    config = AutoConfig.for_model(model_type)
+    if model_type in FAMILIES_WITH_VISION:
         config.vision_config.depth = 1
         config.vision_config.deepstack_visual_indexes = [0, 0, 0]
         config.vision_config.fullatt_block_indexes = [0]

@@ -28,7 +28,7 @@ GOOD_PROBLEM = {
 
 
 def write_problem_folder(
-    root: Path, split: str = "train", number: int = 7, image: bytes | None = None, **changed: Any
+    root: Path, split: str = "train", number: int = 7, image: bytes | None = None, **overrides: Any
 ) -> Path:
     """Write one problem in the authors' layout, and return its folder.
 
@@ -37,11 +37,11 @@ def write_problem_folder(
         split: the folder in it.
         number: the problem's number, which also draws its picture.
         image: the bytes of the picture, if it is to be another one.
-        changed: fields of `data.json` that differ; one whose value is None is left out.
+        overrides: fields of `data.json` that differ; one whose value is None is left out.
     """
     folder = root / split / str(number)
     folder.mkdir(parents=True)
-    data = {key: value for key, value in {**GOOD_PROBLEM, **changed}.items() if value is not None}
+    data = {key: value for key, value in {**GOOD_PROBLEM, **overrides}.items() if value is not None}
     (folder / "data.json").write_text(json.dumps(data))
     (folder / "img_diagram.png").write_bytes(image or encode_picture(draw_figure(number)))
     return folder

@@ -91,9 +91,9 @@ def run_command(
     }
     environment = {**os.environ, **ours, **(environment or {})}
     if command[0] == sys.executable:
-        done = _run_in_fork(command[1:], environment, timeout)
+        completed = _run_in_fork(command[1:], environment, timeout)
     else:
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             cwd=REPOSITORY,
             env=environment,
@@ -103,10 +103,10 @@ def run_command(
             check=False,
         )
     if check:
-        assert done.returncode == 0, (
-            f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-4000:]}"
+        assert completed.returncode == 0, (
+            f"{' '.join(command)}\n{completed.stdout[-1500:]}\n{completed.stderr[-4000:]}"
         )
-    return done
+    return completed
 
 
 def accelerate_launch(

@@ -79,7 +79,7 @@ class TwoMachines:
         """Make two namespaces with a cable between them, and tell whether that succeeded."""
         first, second = self.hosts
         _remove_orphans()
-        done = all(_run_ip("netns", "add", host) for host in self.hosts)
+        completed = all(_run_ip("netns", "add", host) for host in self.hosts)
         cable = [
             "link",
             "add",
@@ -94,15 +94,15 @@ class TwoMachines:
             "netns",
             second,
         ]
-        done = done and _run_ip(*cable)
+        completed = completed and _run_ip(*cable)
         for number, host in enumerate(self.hosts, 1):
-            done = done and _run_ip(
+            completed = completed and _run_ip(
                 "-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", _CABLE_INTERFACE
             )
-            done = done and all(
+            completed = completed and all(
                 _run_ip("-n", host, "link", "set", link, "up") for link in ("lo", _CABLE_INTERFACE)
             )
-        return done
+        return completed
 
     def __enter__(self) -> TwoMachines:
         self.folder.mkdir(parents=True, exist_ok=True)

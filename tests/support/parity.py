@@ -249,7 +249,7 @@ def run_parity(
         model: the model that is trained.
     """
     output = tmp_path / "result.json"
-    done = accelerate_launch(
+    completed = accelerate_launch(
         config,
         *PARITY_RUN_COMMAND,
         "--model",
@@ -260,4 +260,4 @@ def run_parity(
         check=check,
     )
     result: dict[str, Any] = json.loads(output.read_text()) if output.is_file() else {}
-    return {**result, "returncode": done.returncode, "stderr": done.stderr}
+    return {**result, "returncode": completed.returncode, "stderr": completed.stderr}

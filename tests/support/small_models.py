@@ -77,15 +77,15 @@ def compute_in_float64(model: Any) -> Any:
     return model
 
 
-def small_model(kind: str, attention: str = "sdpa") -> Any:
+def small_model(model_type: str, attention: str = "sdpa") -> Any:
     """Return a model of a family with two layers and random weights, in float64.
 
     Args:
-        kind: the `model_type` of the family, such as "qwen2_5_vl".
+        model_type: that of the family, such as "qwen2_5_vl".
         attention: the implementation of attention, such as "sdpa".
     """
     torch.manual_seed(0)
-    if kind == "qwen2":
+    if model_type == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG))
     else:
         families: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -116,7 +116,7 @@ def small_model(kind: str, attention: str = "sdpa") -> Any:
                 },
             ),
         }
-        config_class, model_class, vision = families[kind]
+        config_class, model_class, vision = families[model_type]
         config = config_class(
             text_config={**TEXT_CONFIG, "rope_parameters": ROPE_PARAMETERS},
             vision_config={**VISION_CONFIG, **vision},

@@ -116,8 +116,8 @@ class FakeRecord:
     def __init__(self) -> None:
         self.measured_rows: list[int] = []  # the rollouts that were compared with the engine
 
-    def add_measured_drift(self, micro: Batch, logps_BC: Tensor) -> None:
-        self.measured_rows += micro["rollout_number"].tolist()
+    def add_measured_drift(self, micro_batch: Batch, logps_BC: Tensor) -> None:
+        self.measured_rows += micro_batch["rollout_number"].tolist()
 
 
 def table_trainer(policy: LogitsTable, **keys: object) -> Any:

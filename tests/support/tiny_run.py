@@ -29,22 +29,22 @@ TINY_RUN_KEYS = {
 }
 
 
-def tiny_run_arguments(output_dir: object, **changed: object) -> list[str]:
+def tiny_run_arguments(output_dir: object, **overrides: object) -> list[str]:
     """Return the command-line arguments of a tiny run: ["--max_steps", "4", ...].
 
-    `changed`: keys that are added, or have another value.
+    `overrides`: keys that are added, or have another value.
     """
-    settings = {**TINY_RUN_KEYS, "output_dir": output_dir, **changed}
+    settings = {**TINY_RUN_KEYS, "output_dir": output_dir, **overrides}
     settings["config"] = Path(__file__).parents[2] / str(settings["config"])
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-def train_tiny_run(folder: Path, **changed: object) -> Path:
+def train_tiny_run(folder: Path, **overrides: object) -> Path:
     """Train a tiny run in this process, which has to succeed, and return its `output_dir`.
 
-    `changed`: keys of the run that are added, or have another value.
+    `overrides`: keys of the run that are added, or have another value.
     """
-    assert main(tiny_run_arguments(folder, **changed)) == 0
+    assert main(tiny_run_arguments(folder, **overrides)) == 0
     return folder
 
 

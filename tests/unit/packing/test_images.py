@@ -388,8 +388,8 @@ def test_a_bank_holds_bytes_and_gives_a_tower_the_processors_numbers(processor):
     assert stored.dtype == torch.uint8
     assert 8 * stored.nbytes == expected.nbytes
     assert torch.equal(bank.pixels([0])[0], expected)
-    changed = bank.store("changed", -expected, grid_3)
-    pixels, _ = bank.pixels([0, int(changed[0])])
+    unprocessed_references = bank.store("changed", -expected, grid_3)
+    pixels, _ = bank.pixels([0, int(unprocessed_references[0])])
     assert torch.equal(pixels, torch.cat([expected, -expected]))
 
 

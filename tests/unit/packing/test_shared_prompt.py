@@ -244,20 +244,21 @@ FAMILIES = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 def test_two_groups_are_as_separate_rows(subtests):
     """Every family of models, with sdpa and with eager attention, gives what padded rows give."""
-    for kind, attention in product(FAMILIES, ("sdpa", "eager")):
-        with subtests.test(f"{kind} {attention}"):
+    for model_type, attention in product(FAMILIES, ("sdpa", "eager")):
+        with subtests.test(f"{model_type} {attention}"):
             assert_packed_is_as_padded(
-                small_model(kind, attention), random_rows(TWO_GROUPS, images=kind != "qwen2")
+                small_model(model_type, attention),
+                random_rows(TWO_GROUPS, images=model_type != "qwen2"),
             )
 
 
 def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
     """The layout of spans is there again when a layer is recomputed in the backward pass."""
-    for kind in FAMILIES:
-        with subtests.test(kind):
-            model = small_model(kind)
+    for model_type in FAMILIES:
+        with subtests.test(model_type):
+            model = small_model(model_type)
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            assert_packed_is_as_padded(model, random_rows(TWO_GROUPS, images=kind != "qwen2"))
+            assert_packed_is_as_padded(model, random_rows(TWO_GROUPS, images=model_type != "qwen2"))
 
 
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
@@ -344,9 +345,9 @@ def test_an_adapter_is_trained_alike():
 
 def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_path, subtests):
     """Plain passes, generation and saved files stay what they were, also after a failed pass."""
-    for kind in FAMILIES:
-        with subtests.test(kind):
-            model = small_model(kind).eval()
+    for model_type in FAMILIES:
+        with subtests.test(model_type):
+            model = small_model(model_type).eval()
             rows = random_rows([(5, [4, 2])], images=False)
             logits_before, tokens_before = logits_and_generated_tokens(model, rows)
             install_split_attention(model)
@@ -370,8 +371,8 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
             assert configured_attention(model.config) == "sdpa"
             another_model = type(model)(model.config)
             assert configured_attention(another_model.config) == "sdpa"
-            model.config.save_pretrained(tmp_path / kind)
-            assert "shared_prompt" not in (tmp_path / kind / "config.json").read_text()
+            model.config.save_pretrained(tmp_path / model_type)
+            assert "shared_prompt" not in (tmp_path / model_type / "config.json").read_text()
             vision = getattr(model.config, "vision_config", None)
             assert vision is None or vision._attn_implementation == "sdpa"
 

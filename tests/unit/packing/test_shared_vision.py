@@ -70,10 +70,10 @@ def pictures() -> list[Tensor]:
     ]
 
 
-def small_model_of(kind: str) -> Any:
+def small_model_of(model_type: str) -> Any:
     """Return a small model of a family in float64, with random weights, by its `model_type`."""
-    if kind != "qwen3_5":
-        return small_model(kind)
+    if model_type != "qwen3_5":
+        return small_model(model_type)
     torch.manual_seed(0)
     rope = {
         "rope_type": "default",
@@ -113,12 +113,12 @@ def small_model_of(kind: str) -> Any:
     return model.double().train()
 
 
-def gradient_bound(kind: str, name: str) -> float:
+def gradient_bound(model_type: str, name: str) -> float:
     """Return how far a gradient may be off by rounding, relative to its norm.
 
-    `kind`: the `model_type`. `name`: of the parameter.
+    `model_type`: that of the model. `name`: that of the parameter.
     """
-    if kind == "qwen3_5":
+    if model_type == "qwen3_5":
         return DECAY_BOUND if "linear_attn" in name else 10 * LINEAR_BOUND
     return VISION_BOUND if "visual." in name else FLOAT64_BOUND
 
@@ -214,17 +214,17 @@ def test_a_batch_of_any_mix_is_as_its_rows_alone(subtests):
 
     That holds for every family, and for a vision tower that is trained or frozen.
     """
-    for kind, frozen in product(VISION_FAMILIES, (False, True)):
-        with subtests.test(f"{kind} {'frozen' if frozen else 'trained'}"):
-            assert_as_separate_rows(kind, frozen)
+    for model_type, frozen in product(VISION_FAMILIES, (False, True)):
+        with subtests.test(f"{model_type} {'frozen' if frozen else 'trained'}"):
+            assert_as_separate_rows(model_type, frozen)
 
 
-def assert_as_separate_rows(kind: str, frozen: bool) -> None:
+def assert_as_separate_rows(model_type: str, frozen: bool) -> None:
     """Assert that a batch with references gives what separate rows with pixels give.
 
     `frozen`: whether the vision tower is not trained.
     """
-    model = small_model_of(kind)
+    model = small_model_of(model_type)
     vision = SharedVision(ImageBanks())
     if frozen:
         model.model.visual.requires_grad_(False)
@@ -236,7 +236,7 @@ def assert_as_separate_rows(kind: str, frozen: bool) -> None:
         vision.image_passes = 0
         row_logps = logps_of_shared_batch(model, vision, PICTURES_OF_ROWS)
         assert vision.image_passes == image_passes, "of eleven pictures three are distinct"
-        logps_bound = LINEAR_BOUND if kind == "qwen3_5" else FLOAT64_BOUND
+        logps_bound = LINEAR_BOUND if model_type == "qwen3_5" else FLOAT64_BOUND
         assert (row_logps - expected).abs().max() <= logps_bound * expected.abs().max()
         shared_gradients = gradients(model, row_logps)
         assert shared_gradients.keys() == reference.keys()
@@ -246,7 +246,7 @@ def assert_as_separate_rows(kind: str, frozen: bool) -> None:
             # A gradient that is next to nothing is compared with a thousandth of the largest.
             scale = max(gradient.norm(), 1e-3 * largest_norm)
             gap = (shared_gradients[name] - gradient).norm()
-            assert gap <= gradient_bound(kind, name) * scale, name
+            assert gap <= gradient_bound(model_type, name) * scale, name
 
 
 @pytest.fixture
@@ -260,9 +260,9 @@ def two_processes(monkeypatch):
 
 def test_rows_without_images_leave_the_tower_at_rest(subtests):
     """Without any image in the batch the tower does not run, so it has no gradients."""
-    for kind in VISION_FAMILIES:
-        with subtests.test(kind):
-            model = small_model_of(kind)
+    for model_type in VISION_FAMILIES:
+        with subtests.test(model_type):
+            model = small_model_of(model_type)
             vision = SharedVision(ImageBanks())
             expected = logps_of_separate_rows(model, [[], []])
             vision.install(model)
@@ -273,9 +273,9 @@ def test_rows_without_images_leave_the_tower_at_rest(subtests):
 
 def test_rows_without_images_among_processes_that_have_them(two_processes, subtests):
     """The tower runs on them too: its gradients, all zero, are reduced with the others'."""
-    for kind in VISION_FAMILIES:
-        with subtests.test(kind):
-            model = small_model_of(kind)
+    for model_type in VISION_FAMILIES:
+        with subtests.test(model_type):
+            model = small_model_of(model_type)
             vision = SharedVision(ImageBanks())
             reference = gradients(model, logps_of_separate_rows(model, [[], []]))
             vision.install(model)
@@ -283,7 +283,9 @@ def test_rows_without_images_among_processes_that_have_them(two_processes, subte
             assert text_gradients.keys() == {name for name, _ in model.named_parameters()}
             for name, gradient in text_gradients.items():
                 right = reference.get(name, torch.zeros_like(gradient))
-                assert (gradient - right).norm() <= gradient_bound(kind, name) * gradient.norm()
+                assert (gradient - right).norm() <= gradient_bound(
+                    model_type, name
+                ) * gradient.norm()
 
 
 def one_of_two(rank: int, port: int) -> None:
@@ -297,8 +299,8 @@ def one_of_two(rank: int, port: int) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
-    for kind in FAMILIES_IN_PARALLEL:
-        model = small_model_of(kind)
+    for model_type in FAMILIES_IN_PARALLEL:
+        model = small_model_of(model_type)
         vision = SharedVision(ImageBanks())
         gradients_of_ranks = []
         for rows in rows_of_ranks:
@@ -316,12 +318,12 @@ def one_of_two(rank: int, port: int) -> None:
             no_gradient = torch.zeros_like(gradient)
             separate = [by_name.get(name, no_gradient) for by_name in gradients_of_ranks]
             expected = torch.stack(separate).mean(dim=0)
-            bound = gradient_bound(kind, name) * max(expected.norm(), 1e-3 * largest_norm)
+            bound = gradient_bound(model_type, name) * max(expected.norm(), 1e-3 * largest_norm)
             assert (gradient - expected).norm() <= bound, name
             if "visual." in name:
                 largest_vision_norm = max(largest_vision_norm, float(gradient.norm()))
         assert largest_vision_norm > 1e-3 * largest_norm, "the vision tower learns too"
-        print(f"{kind} {len(rank_gradients)}")
+        print(f"{model_type} {len(rank_gradients)}")
 
 
 FAMILIES_IN_PARALLEL = ("qwen2_5_vl", "qwen3_vl")
@@ -347,9 +349,9 @@ def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
         for rank in ranks:
             rank.kill()
     expected_lines = []
-    for kind in FAMILIES_IN_PARALLEL:
-        parameter_count = len(list(small_model_of(kind).named_parameters()))
-        expected_lines.append(f"{kind} {parameter_count}")
+    for model_type in FAMILIES_IN_PARALLEL:
+        parameter_count = len(list(small_model_of(model_type).named_parameters()))
+        expected_lines.append(f"{model_type} {parameter_count}")
     for stdout, _ in outputs:
         assert stdout.splitlines() == expected_lines, outputs
 
@@ -366,9 +368,9 @@ def test_a_frozen_tower_runs_as_often_on_a_process_without_images(two_processes,
 
     The first generation has no image on this process, and the second has one.
     """
-    for kind in VISION_FAMILIES:
-        with subtests.test(kind):
-            model = small_model_of(kind)
+    for model_type in VISION_FAMILIES:
+        with subtests.test(model_type):
+            model = small_model_of(model_type)
             vision = SharedVision(ImageBanks())
             model.model.visual.requires_grad_(False)
             calls = count_passes(model.model.visual)
@@ -397,13 +399,13 @@ def test_images_are_divided_into_passes_by_their_patches():
 
 def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, subtests):
     """With room for all patches there is one pass, and with room for one each image has its own."""
-    for kind in VISION_FAMILIES:
-        with subtests.test(kind):
+    for model_type in VISION_FAMILIES:
+        with subtests.test(model_type):
             rows = [[0], [1, 0], [], [2]]
             results = []
             for limit in (16_000, 1):
                 monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_PER_PASS", limit)
-                model = small_model_of(kind)
+                model = small_model_of(model_type)
                 vision = SharedVision(ImageBanks())
                 model.model.visual.requires_grad_(False)
                 calls = count_passes(model.model.visual)

@@ -305,7 +305,7 @@ def vllm_rollout(index: int, parameters: SamplingParams, reason: str) -> SimpleN
 
 
 def engine_with_fake_vllm(
-    monkeypatch: Any, received_requests: list[Any], reasons: list[str], **changed: Any
+    monkeypatch: Any, received_requests: list[Any], reasons: list[str], **overrides: Any
 ) -> Any:
     """Return a colocated engine, for which `LLM.generate` of vLLM is replaced.
 
@@ -316,7 +316,7 @@ def engine_with_fake_vllm(
         monkeypatch: replaces `LLM.generate`.
         received_requests: gets the prompt and the sampling parameters of each request.
         reasons: why the rollouts end, in the order in which they are requested.
-        changed: attributes of the engine that differ.
+        overrides: attributes of the engine that differ.
     """
 
     def generate(self: Any, prompts: Any, sampling_params: Any, **_: Any) -> list[Any]:
@@ -350,7 +350,7 @@ def engine_with_fake_vllm(
         accelerator=SimpleNamespace(process_index=0),
         model=nn.Linear(1, 1),
     )
-    engine.__dict__.update(changed)
+    engine.__dict__.update(overrides)
     return engine
 
 

@@ -153,14 +153,14 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     logps = torch.log(torch.tensor([[8.0, 0.5, 0.25, 9.0], [1.0, 1.0, 1.0, 1.0]]))
     sampling = torch.zeros(2, 4)
     sampling[1] = math.nan
-    micro: Any = {
+    micro_batch: Any = {
         "sampling_per_token_logps": sampling,
         "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
     }
-    assert ratio.needs_ratio(micro)
-    metrics = ratio.add_to_batch(micro, logps)
-    assert not ratio.needs_ratio(micro)
-    ratio_BC = micro["importance_sampling_ratio"]
+    assert ratio.needs_ratio(micro_batch)
+    metrics = ratio.add_to_batch(micro_batch, logps)
+    assert not ratio.needs_ratio(micro_batch)
+    ratio_BC = micro_batch["importance_sampling_ratio"]
     assert torch.allclose(ratio_BC[0, :3], torch.tensor([0.0, 0.5, 0.0]))
     assert (ratio_BC[1] == 1).all()
     value_by_metric = {metric.name.removeprefix("sampling/"): metric.value for metric in metrics}
@@ -170,7 +170,7 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     assert {metric.weight for metric in metrics} == {3}, "the tokens that were compared"
     # Tokens that earlier weights have sampled are corrected as well.
     for stale_counts in ([0, 0], [3, 4]):
-        batch_with_stale_tokens: Any = {**micro, "stale_tokens": torch.tensor(stale_counts)}
+        batch_with_stale_tokens: Any = {**micro_batch, "stale_tokens": torch.tensor(stale_counts)}
         ratio.add_to_batch(batch_with_stale_tokens, logps)
         assert torch.equal(batch_with_stale_tokens["importance_sampling_ratio"], ratio_BC)
 

@@ -140,8 +140,8 @@ def tensors_of_sync(
 def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
     """The other weights are those that the engine has already."""
     model, original = policy_and_original_weights(torch.float32, modules_to_save=["lm_head"])
-    changed = merged_parameters(model, gather_nothing, lambda name: True, changed_only=True)
-    names = [name for name, _ in changed]
+    changed_tensors = merged_parameters(model, gather_nothing, lambda name: True, changed_only=True)
+    names = [name for name, _ in changed_tensors]
     adapted_names = {name for name in original if "q_proj" in name or "up_proj" in name}
     assert sorted(names) == sorted(adapted_names | {"lm_head.weight"})
 
@@ -338,12 +338,16 @@ def test_every_part_of_another_family_is_sent_merged(subtests):
             )
             tensors = tensors_of_sync(model)
             assert tensors.keys() == original.keys()
-            changed = {name for name in tensors if not torch.equal(tensors[name], original[name])}
+            changed_names = {
+                name for name in tensors if not torch.equal(tensors[name], original[name])
+            }
             ends = ("q_proj.weight", "down_proj.weight", "linear_fc2.weight")
-            assert changed == {name for name in original if name.endswith(ends)}
-            assert {component_of(name) for name in changed} == set(COMPONENTS)
+            assert changed_names == {name for name in original if name.endswith(ends)}
+            assert {component_of(name) for name in changed_names} == set(COMPONENTS)
             merged = dict(model.merge_and_unload().named_parameters())
-            assert all(torch.allclose(tensors[name], merged[name], atol=1e-6) for name in changed)
+            assert all(
+                torch.allclose(tensors[name], merged[name], atol=1e-6) for name in changed_names
+            )
 
 
 def test_twenty_syncs_leave_bfloat16_weights_as_they_were():

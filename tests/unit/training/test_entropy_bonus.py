@@ -46,10 +46,10 @@ def divide_like_trl(batch: Any, rows: int) -> list[Any]:
     """Divide a batch into micro-batches of `rows` rows, in order; scalars are copied into each."""
     micro_batches = []
     for first_row in range(0, len(batch["completion_ids"]), rows):
-        micro = {}
+        micro_batch = {}
         for name, value in batch.items():
-            micro[name] = value[first_row : first_row + rows] if value.dim() else value
-        micro_batches.append(micro)
+            micro_batch[name] = value[first_row : first_row + rows] if value.dim() else value
+        micro_batches.append(micro_batch)
     return micro_batches
 
 
@@ -78,10 +78,10 @@ def gradient_of_step(
         micro_batches = divide_like_trl(batch, keys["per_device_train_batch_size"])
     else:
         micro_batches = trainer.parts.micro_batcher.split(batch, FIRST_GENERATION)
-    for number, micro in enumerate(micro_batches, 1):
+    for number, micro_batch in enumerate(micro_batches, 1):
         trainer.accelerator.sync_gradients = number == len(micro_batches)
-        if micro:
-            trainer._compute_loss(policy, micro).backward()
+        if micro_batch:
+            trainer._compute_loss(policy, micro_batch).backward()
     assert policy.logits.grad is not None
     return policy.logits.grad
 
@@ -194,12 +194,12 @@ def test_the_policy_loss_is_what_the_loss_would_be_without_the_bonus():
     The bonus is the mean entropy of 4 tokens: (1 + 2 + 3 + 6) / 4 = 3. The 9 stands at padding.
     """
     config = training_config(entropy_coef=COEFFICIENT, loss_type="dapo")
-    micro: Batch = {"completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
+    micro_batch: Batch = {"completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
     entropies_BC = torch.tensor([[1.0, 2.0, 3.0], [6.0, 9.0, 9.0]])
     policy_loss = 0.7
     loss = torch.tensor((policy_loss - COEFFICIENT * 3.0) / 2, requires_grad=True)
     sums_2 = EntropyBonus(config, batcher=None).policy_loss_sums(
-        micro,
+        micro_batch,
         loss,
         entropies_BC=entropies_BC,
         bonus=TRLBonus(COEFFICIENT, micro_batches_per_step=2),

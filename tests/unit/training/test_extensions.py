@@ -201,18 +201,18 @@ def measure_drift(saw_other_images: list[bool]) -> MeasuredRun:
     policy_logps_BC = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
     engine_logps_BC = torch.tensor([[-1.1, -2.1], [-4.0, -5.0]])
     engine_logps_BC[torch.tensor(saw_other_images)] = math.nan
-    micro: Batch = {
+    micro_batch: Batch = {
         "completion_mask": torch.ones(2, 2),
         "sampling_per_token_logps": engine_logps_BC,
         "stale_tokens": torch.tensor([2 if other else 0 for other in saw_other_images]),
     }
     DriftGuard(context).check(
-        policy_logps_BC, engine_logps_BC, engine_comparison_mask(micro), step=0
+        policy_logps_BC, engine_logps_BC, engine_comparison_mask(micro_batch), step=0
     )
-    metrics = ImportanceRatio(context).add_to_batch(micro, policy_logps_BC)
+    metrics = ImportanceRatio(context).add_to_batch(micro_batch, policy_logps_BC)
     value_by_name = {metric.name: metric.value for metric in metrics}
     return MeasuredRun(
-        ratio_BC=micro["importance_sampling_ratio"], metrics={**logged, **value_by_name}
+        ratio_BC=micro_batch["importance_sampling_ratio"], metrics={**logged, **value_by_name}
     )
 
 

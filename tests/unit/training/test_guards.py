@@ -195,12 +195,12 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
     """The old log-probabilities are 0, so the largest ratio is exp(log 4). The 9 stands at padding."""
     mask_BC = torch.tensor([[1, 1], [1, 0]])
     logps_BC = torch.tensor([[0.0, math.log(4)], [-1.0, 9.0]])
-    micro: Batch = {"old_per_token_logps": torch.zeros(2, 2), "completion_mask": mask_BC}
+    micro_batch: Batch = {"old_per_token_logps": torch.zeros(2, 2), "completion_mask": mask_BC}
     for bound, is_exceeded in ((5.0, False), (3.0, True), (None, False)):
         with subtests.test(f"bound {bound}"):
             log: dict[str, float] = {}
             guard = RatioGuard(step_context(log, adora_max_ratio=bound))
-            loss = guard.loss_or_nan(torch.tensor(2.0), logps_BC, micro).item()
+            loss = guard.loss_or_nan(torch.tensor(2.0), logps_BC, micro_batch).item()
             assert log == {"adora/ratio_max": pytest.approx(4)}
             exceeding_ratio = guard.pop_exceeding_ratio()
             if is_exceeded:
@@ -221,8 +221,11 @@ def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
     log: dict[str, float] = {}
     two_ranks = SimpleNamespace(gather=lambda value: torch.cat([value, torch.tensor([4.0])]))
     guard = RatioGuard(step_context(log, accelerator=two_ranks, adora_max_ratio=3.0))
-    micro: Batch = {"old_per_token_logps": torch.zeros(1, 2), "completion_mask": torch.ones(1, 2)}
-    assert math.isnan(guard.loss_or_nan(torch.tensor(2.0), torch.zeros(1, 2), micro))
+    micro_batch: Batch = {
+        "old_per_token_logps": torch.zeros(1, 2),
+        "completion_mask": torch.ones(1, 2),
+    }
+    assert math.isnan(guard.loss_or_nan(torch.tensor(2.0), torch.zeros(1, 2), micro_batch))
     assert log == {"adora/ratio_max": 4.0}
     assert guard.pop_exceeding_ratio() == 4.0
 

@@ -395,7 +395,10 @@ def batch_of_eight_groups(banks: ImageBanks, letters_with_signal: str) -> Batch:
 
 def rollout_numbers(micro_batches: list[Batch]) -> list[list[int]]:
     """Return the numbers of each micro-batch's rollouts; an empty list for one without work."""
-    return [micro["rollout_number"].tolist() if micro else [] for micro in micro_batches]
+    return [
+        micro_batch["rollout_number"].tolist() if micro_batch else []
+        for micro_batch in micro_batches
+    ]
 
 
 def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all_that_is_theirs():
@@ -411,16 +414,16 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
     # The groups g and e, then d and b.
     assert rollout_numbers(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
     assert log == {"adora/skipped_groups": 0.5, "adora/micro_batches": 2.0}
-    for micro in micro_batches[2:]:
-        numbers = micro["rollout_number"]
+    for micro_batch in micro_batches[2:]:
+        numbers = micro_batch["rollout_number"]
         signs = 1 - 2 * (numbers % 2)  # minus for the second rollout of a group
-        assert micro["advantages"].tolist() == (signs * (numbers + 1)).tolist()
-        assert micro["completion_mask"].sum(dim=1).tolist() == (numbers + 1).tolist()
-        width = micro["completion_ids"].size(1)
+        assert micro_batch["advantages"].tolist() == (signs * (numbers + 1)).tolist()
+        assert micro_batch["completion_mask"].sum(dim=1).tolist() == (numbers + 1).tolist()
+        width = micro_batch["completion_ids"].size(1)
         assert width == int(numbers.max()) + 1, "padding of the whole generation is cut"
-        assert torch.equal(micro["completion_ids"][:, 0], numbers)
-        assert torch.equal(micro["prompt_ids"][:, 0], numbers)
-        starts = micro["pixel_values"].view(4, -1)[:, 0].tolist()
+        assert torch.equal(micro_batch["completion_ids"][:, 0], numbers)
+        assert torch.equal(micro_batch["prompt_ids"][:, 0], numbers)
+        starts = micro_batch["pixel_values"].view(4, -1)[:, 0].tolist()
         letters = [image_letter(banks, start) for start in starts]
         assert letters == [GROUP_LETTERS[number // 2] for number in numbers.tolist()]
 
@@ -455,8 +458,10 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     learned = [row for rows_of_micro_batch in rows for row in rows_of_micro_batch]
     assert sorted(learned) == [*range(8), 14, 15]
     assert [len(rows_of_micro_batch) for rows_of_micro_batch in rows] == [0, 4, 4, 2]
-    for micro in filter(None, micro_batches):
-        assert micro["loss_tokens"] == 2 * micro["completion_mask"].sum(), "those of both ranks"
+    for micro_batch in filter(None, micro_batches):
+        assert micro_batch["loss_tokens"] == 2 * micro_batch["completion_mask"].sum(), (
+            "those of both ranks"
+        )
 
 
 @pytest.mark.parametrize(
@@ -478,9 +483,11 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(
         range(rows)
     )
     grpo = micro_batcher(banks=banks, loss_type="grpo")
-    with_work = [micro for micro in grpo.split(generation, FIRST_GENERATION) if micro]
+    with_work = [
+        micro_batch for micro_batch in grpo.split(generation, FIRST_GENERATION) if micro_batch
+    ]
     assert [len(numbers) for numbers in rollout_numbers(with_work)] == sizes
-    scaled = [float(loss * grpo.loss_weight(micro)) for micro in with_work]
+    scaled = [float(loss * grpo.loss_weight(micro_batch)) for micro_batch in with_work]
     assert scaled == pytest.approx(losses)
     dapo = micro_batcher(banks=banks, loss_type="dapo")
     assert float(loss * dapo.loss_weight(with_work[-1])) == 3.0, "DAPO divides by tokens"
@@ -522,15 +529,15 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
         micro_batches = cutting_batcher.split(
             batch_of_eight_groups(banks, GROUP_LETTERS), FIRST_GENERATION
         )
-        with_work = [micro for micro in micro_batches if micro]
+        with_work = [micro_batch for micro_batch in micro_batches if micro_batch]
         assert len(with_work) == expected_count
         weights: dict[int, float] = {}
-        for micro in with_work:
-            rows = len(micro["advantages"])
+        for micro_batch in with_work:
+            rows = len(micro_batch["advantages"])
             # DAPO divides by the tokens of the generation, the others by the rows of the micro-batch.
             weight_in_mean = 1.0 if loss_type == "dapo" else 1 / rows
-            for number in micro["rollout_number"].tolist():
-                weights[number] = weight_in_mean * float(cutting_batcher.loss_weight(micro))
+            for number in micro_batch["rollout_number"].tolist():
+                weights[number] = weight_in_mean * float(cutting_batcher.loss_weight(micro_batch))
         return weights
 
     separate = weights_of_rows(None, expected_count=4)

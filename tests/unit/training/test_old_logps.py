@@ -165,12 +165,12 @@ def learn_from_generation(
         ends_step = (micro_step + 1) % layout.gradient_accumulation_steps == 0
         trainer.accelerator.sync_gradients = ends_step
         # With two iterations the micro-batches of the generation are gone through again.
-        micro = micro_batches[micro_step % layout.steps_per_generation]
+        micro_batch = micro_batches[micro_step % layout.steps_per_generation]
         # A micro-batch is empty where leaving out groups without signal has left it no rollout.
-        if micro:
+        if micro_batch:
             if breaks_second_update and updates.gradients:
-                micro.pop("old_per_token_logps", None)
-            trainer._compute_loss(policy, micro).backward()
+                micro_batch.pop("old_per_token_logps", None)
+            trainer._compute_loss(policy, micro_batch).backward()
         if ends_step:
             updates.gradients.append(descend(policy))
             if resumes:
@@ -183,7 +183,7 @@ def rollouts_of_second_update(**keys: object) -> list[int]:
     trainer = table_trainer(logits_table(), **keys)
     micro_batches = trainer.parts.micro_batcher.split(make_generation(), FIRST_GENERATION)
     later = micro_batches[trainer.layout.micro_batches_before_update :]
-    return [row for micro in later for row in micro["rollout_number"].tolist()]
+    return [row for micro_batch in later for row in micro_batch["rollout_number"].tolist()]
 
 
 def learn_like_trl(**keys: object) -> GenerationUpdates:
@@ -288,9 +288,9 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
     micro_batches = trainer.parts.micro_batcher.split(batch, FIRST_GENERATION)
     trainer.parts.generation_logps.add_to_later_updates(micro_batches)
     assert trainer.parts.recorder.measured_rows == []
-    for micro in micro_batches[trainer.layout.micro_batches_before_update :]:
-        assert micro["old_per_token_logps"].isnan().all()
-        assert not trainer.parts.generation_logps.importance_ratio.needs_ratio(micro)
+    for micro_batch in micro_batches[trainer.layout.micro_batches_before_update :]:
+        assert micro_batch["old_per_token_logps"].isnan().all()
+        assert not trainer.parts.generation_logps.importance_ratio.needs_ratio(micro_batch)
 
 
 def test_sampling_metrics_are_weighted_by_the_tokens_of_the_rows_with_signal():
@@ -333,8 +333,8 @@ def test_a_rank_without_signal_makes_the_pass_of_the_others():
     old_logps = OldLogps(context, has_dropout=False)
     trainer = table_trainer(logits_table(), **keys)
     micro_batches = trainer.parts.micro_batcher.split(make_generation(), FIRST_GENERATION)
-    for micro in micro_batches:
-        micro["advantages"] = torch.zeros_like(micro["advantages"])
+    for micro_batch in micro_batches:
+        micro_batch["advantages"] = torch.zeros_like(micro_batch["advantages"])
     passes = old_logps.passes_to_make(micro_batches)
     # The two micro-batches of the second update get a pass, each over its first group.
     assert [old_pass.rows for old_pass in passes] == [list(range(GROUP_SIZE))] * 2
@@ -467,6 +467,6 @@ def test_tokens_that_the_engine_was_not_asked_for_have_the_ratio_one():
     The policy's pass has 0 there too, so the ratio of the two is 1.
     """
     old_logps = OldLogps(step_context(**ENGINE_OLD_LOGPS_KEYS), has_dropout=False)
-    micro: Batch = {"sampling_per_token_logps": torch.tensor([[-1.0, torch.nan, -torch.inf]])}
-    old_logps.prepare_loss(micro, 0)
-    assert micro["old_per_token_logps"].tolist() == [[-1.0, 0.0, -torch.inf]]
+    micro_batch: Batch = {"sampling_per_token_logps": torch.tensor([[-1.0, torch.nan, -torch.inf]])}
+    old_logps.prepare_loss(micro_batch, 0)
+    assert micro_batch["old_per_token_logps"].tolist() == [[-1.0, 0.0, -torch.inf]]
