@@ -203,7 +203,10 @@ def start_in_turn(arguments: list[str], starts: list[str]) -> int:
 
 
 def main() -> int:
-    """Run the training command with the faults of the environment variable `FAULTS`."""
+    """Run the training command with the faults of the environment variable `FAULTS`.
+
+    Where `STARTS` is set, run it once for each of its entries, which have their own faults.
+    """
     from adora_vl.train import main as train
 
     if "STARTS" in os.environ:

@@ -128,7 +128,7 @@ def test_the_lines_of_the_steps_are_the_only_progress_that_a_notebook_shows(tmp_
     """Transformers would show a bar and a table of losses below them in a notebook."""
 
     class NotebookProgress(TrainerCallback):
-        """A stand-in for Transformers' class, which needs IPython."""
+        """A fake of Transformers' class, which needs IPython."""
 
     monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", NotebookProgress)
     trainer = build_trainer(tmp_path / "run")

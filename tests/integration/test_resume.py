@@ -220,6 +220,7 @@ def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]
     command += ["configs/accelerate/cpu_zero3.yaml", "-m", "benchmarks.kill_and_resume", "--child"]
     command += smaller_demo_arguments(tmp_path / "out", 100_000, [])
+    # Rank 1 is killed in the backward pass of step 4, without a delay.
     environment = {**os.environ, "ADORA_KILL": "backward:4:0:1", "TEST_MARK": mark}
     completed = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400

@@ -42,7 +42,7 @@ def two_server_arguments(folder, servers, **overrides):
 
 
 def die_after(server: FakeVLLMServer, requests: int) -> None:
-    """Let a server answer so many requests for rollouts and no more.
+    """Let a server die after it has answered so many requests for rollouts.
 
     A step makes four of them, for two servers or for the one that is left.
     """

@@ -43,7 +43,7 @@ def reward_with_a_constant_group(
 def train_two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, Any]:
     """Train two steps of two micro-batches that Transformers samples for, decided by the seed alone.
 
-    settings: keys of the config. Returns losses, gradients, batches and the log.
+    `settings`: keys of the config. Returns losses, gradients, batches and the log.
     """
     processor = load_processor(str(PRETRAINED_FOLDER))
     defaults: dict[str, Any] = {

@@ -37,9 +37,9 @@ HALF_GROUPS_ON_TWO_PROCESSES = (
 
 
 def run_speed_script(folder: Path, config: str, *argv: str) -> dict[str, Any]:
-    """Train with other parts switched on in each step; return the figures of all steps.
+    """Train with other parts switched on in each step, and return the JSON of `speed_run.py`.
 
-    config: of accelerate. words: arguments of speed_run.py.
+    `config`: the accelerate config. `argv`: arguments of the script.
     """
     output = folder / "result.json"
     accelerate_launch(config, SPEED_SCRIPT, "--output", str(output), *argv)

@@ -1,6 +1,6 @@
 """Training runs whose rollouts come from vLLM servers that sample ahead while the policy learns.
 
-A stand-in plays the server: it answers with tokens that depend on the seed of a request.
+The server is a fake, which answers with tokens that depend on the seed of a request.
 """
 
 import shutil
@@ -34,7 +34,7 @@ def reward(completions, **kwargs):
 
 
 def zoom_call_ids() -> list[list[int]]:
-    """Return the only turn that a stand-in server may say, a call of `zoom`, as [its token ids]."""
+    """Return the only turn that a fake server may say, a call of `zoom`, as [its token ids]."""
     return [
         AutoTokenizer.from_pretrained(resolve_model_name("tiny_zoom"))(ZOOM_CALL_TEXT)["input_ids"]
     ]
@@ -81,7 +81,7 @@ def assert_equal_end_after_kill(
     Args:
         uninterrupted: the folder of the run that was not killed.
         killed: a folder that does not exist. It gets the files that the same run has after a kill.
-        server: the stand-in that sampled for the first run, and samples for the resumed one.
+        server: the fake server that sampled for the first run, and samples for the resumed one.
         after: the step after whose checkpoint the run is killed.
         keys: the keys of both runs.
     """

@@ -187,7 +187,9 @@ def _mathvision_row(problem: dict[str, Any]) -> dict[str, Any]:
     """Return the row of MathVision of a problem, whose number decides its kind."""
     number = problem["index"] + 1
     kind = problem["index"] % 4
-    options = [[], [problem["answer"], "200", "300", "400", "500"], list("ABCDE"), []][kind]
+    five_options = [problem["answer"], "200", "300", "400", "500"]
+    options_by_kind: tuple[list[str], ...] = ([], five_options, list("ABCDE"), [])
+    options = options_by_kind[kind]
     return {
         "id": str(number),
         "question": f"{problem['question']}\n<image1>" + (" or <image2>?" if kind == 3 else ""),

@@ -40,7 +40,7 @@ def step_context(
     Args:
         log: where logged metrics go, if a test looks at them. A dictionary keeps the last value of
             each name. A function is called with each name and value.
-        accelerator: the Accelerator, or a stand-in for that of one process among several.
+        accelerator: the Accelerator, or a fake of one process among several.
         save_now: saves a checkpoint; by default a test in which it is called fails.
         state: the trainer's state, by default that of a run that has not begun.
         policy_logps: makes a pass of the policy; by default a test in which it is called fails.

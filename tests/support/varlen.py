@@ -50,12 +50,14 @@ def varlen_attn(
     assert ends_q[-1] == len(query)
     assert ends_k[-1] == len(key) == len(value)
     rows = []
-    for (start, end), (first, last) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
-        queries = query[start:end].transpose(0, 1)
-        keys = key[first:last].transpose(0, 1)
-        values = value[first:last].transpose(0, 1)
-        allowed = torch.ones(end - start, last - first, dtype=torch.bool)
-        allowed = allowed.tril(last - first - end + start)
+    for bounds_q, bounds_k in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        queries = query[slice(*bounds_q)].transpose(0, 1)
+        keys = key[slice(*bounds_k)].transpose(0, 1)
+        values = value[slice(*bounds_k)].transpose(0, 1)
+        query_count = queries.size(1)
+        key_count = keys.size(1)
+        allowed = torch.ones(query_count, key_count, dtype=torch.bool)
+        allowed = allowed.tril(key_count - query_count)
         rows.append(
             F.scaled_dot_product_attention(
                 queries,

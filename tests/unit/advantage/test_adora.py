@@ -649,15 +649,18 @@ def test_the_optimizer_steps_with_the_scaled_rate_and_has_its_own_again():
 
 @pytest.mark.slow
 def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
-    """A training takes each optimizer step with the rate of 1e-3 times the logged factor."""
+    """A training takes each optimizer step with the rate of 1e-3 times the logged factor.
+
+    1e-3 is the learning rate of the tiny run.
+    """
     stock_step = AcceleratedOptimizer.step
     rates = []
 
-    def step_noting_rate(self, *arguments):
+    def record_rate_and_step(self, *arguments):
         rates.append(self.param_groups[0]["lr"])
         return stock_step(self, *arguments)
 
-    monkeypatch.setattr(AcceleratedOptimizer, "step", step_noting_rate)
+    monkeypatch.setattr(AcceleratedOptimizer, "step", record_rate_and_step)
     options = '{"adora": {"assign": "rate", "criteria": ["difficulty"], "tau": 0.25}}'
     folder = train_tiny_run(tmp_path / "run", save_strategy="no", adora_method=options, max_steps=3)
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]

@@ -440,7 +440,7 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
 
 
 class TextReader(SimpleNamespace):
-    """A stand-in for a processor that reads every text as one token."""
+    """A fake processor that reads every text as one token."""
 
     def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[1] for _ in text]}

@@ -78,7 +78,9 @@ PROMPT_SHAPES = st.tuples(
     tokens=st.integers(1, 40),
     longest=st.integers(130, 4000),
 )
-def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shapes, tokens, longest):
+def test_lengthened_prompts_are_the_same_prompts_behind_tokens_of_their_own_text(
+    shapes, tokens, longest
+):
     """A prompt is moved to late positions by words of its own text, which are put before it.
 
     The longest one then ends as late as the engine's context and the tokens of the answer allow.

@@ -45,7 +45,7 @@ from tests.support.sampling_requests import sampling_requests
 from tests.support.step_context import step_context
 
 IMAGE = 290
-VOCABULARY = 300  # of the stand-ins, and of the policy
+VOCABULARY = 300  # of the fake servers, and of the policy
 SAMPLING_ATTRIBUTES: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -80,7 +80,7 @@ def engine_with_servers(
     Args:
         servers: the servers.
         folder: where the files of weights are written.
-        model: the policy; by default a stand-in that no test sends to the servers.
+        model: the policy; by default a fake that no test sends to the servers.
         patience_s: seconds to wait for servers at the start.
         answer_s: seconds in which a server has to answer.
     """
@@ -332,7 +332,7 @@ def small_policy() -> Any:
 def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can_change(
     servers, tmp_path, capsys
 ):
-    """A stand-in notes the names of the weights of each sync, and forgets them when it restarts."""
+    """A fake server has the names of the weights of each sync, until it restarts."""
     model = small_policy()
     everything = sorted(name for name, _ in model.named_parameters())
     trained = [name for name in everything if "visual" not in name or "merger" in name]
@@ -760,7 +760,7 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(server
     config = SimpleNamespace(vllm_server_base_url=address)
     assert server_context_length(config) == 4096
     assert servers[0].logins == {basic}
-    # The second stand-in plays a proxy.
+    # The second fake server plays a proxy.
     monkeypatch.setenv("http_proxy", servers[1].url)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
@@ -783,7 +783,7 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(server
 def test_what_every_server_would_refuse_is_not_asked_of_all(servers, tmp_path):
     """A server that refuses a request has no fault of its own, so none is left out."""
     engine = engine_with_servers(servers, tmp_path / "w")
-    servers[0].post_reply = lambda path, body: None  # the stand-in then replies with error 404
+    servers[0].post_reply = lambda path, body: None  # the fake server then replies with error 404
     with pytest.raises(RolloutError, match="refuses what it is asked: Request failed: 404"):
         sample_on_servers(engine, requests_of_groups(1))
     assert len(engine.server_group.pool.servers_in_use) == 2

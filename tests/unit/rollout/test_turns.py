@@ -52,9 +52,7 @@ TOKENIZER = PROCESSOR.tokenizer
 KEY = StepKey(mode="train", step=0, micro=0)
 END = TOKENIZER.eos_token_id  # <|im_end|>
 IMAGE = PROCESSOR.image_token_id
-TURN_WITH_CALL = (
-    f"{CALL_TAG} 7"  # a turn that calls a tool: the stand-in `Says` looks at no more of it
-)
+TURN_WITH_CALL = f"{CALL_TAG} 7"  # a turn that calls a tool: `FakeTools` look at no more of it
 
 
 def token_ids(text: str) -> list[int]:

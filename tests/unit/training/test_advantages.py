@@ -123,7 +123,8 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
     """The tokens here are characters, and their ids the codes of these.
 
     A stop string before the last token has not ended the answer: vLLM ignores it there where
-    `min_tokens` is set.
+    `min_tokens` is set. A second one at the end does not count either. The token "!" ends an
+    answer.
     """
     stop_criteria = StopCriteria.from_config(
         {0}, {"stop": "</a>", "stop_token_ids": [ord("!")]}, lambda ids: "".join(map(chr, ids))
@@ -217,15 +218,15 @@ def test_the_surprisal_of_a_rollout_is_known_of_all_ranks():
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
 
 
-def test_work_that_the_reward_steps_counts_reaches_the_groups():
-    """A rollout's work is the number of its new claims less its errors, and at least 0.
+def test_the_net_claims_that_the_reward_steps_counts_reach_the_groups():
+    """Net claims are the new true claims of a rollout less its false ones, and at least 0.
 
-    The second problem has no figure, so nothing is counted there and its work is NaN.
+    The second problem has no figure, so nothing is counted there and its net claims are NaN.
     """
     one_rank = SimpleNamespace(process_index=0, num_processes=1, gather=lambda rows: rows)
     methods = AdvantagePipeline({"adora": Adora(criteria=("working",))})
     computer = AdvantageComputer(step_context(accelerator=one_rank), methods, torch.ones(1))
-    # The columns that the reward logs: 3 - 1 = 2 claims of work, and 1 - 2, which counts as 0.
+    # The columns that the reward logs: 3 - 1 = 2 net claims, and 1 - 2, which counts as 0.
     claim_counts = {"new": [3, 1, None, None], "false": [1, 2, None, None]}
     rewards_NF = torch.tensor([[1.0], [0.0], [1.0], [0.0]])
     facts = rollout_facts(rewards_NF).with_logged(extra_columns=claim_counts, logged_metrics={})
@@ -235,7 +236,7 @@ def test_work_that_the_reward_steps_counts_reaches_the_groups():
     assert groups.net_claims_PG[0].tolist() == [2.0, 0.0]
     assert groups.net_claims_PG[1].isnan().all()
     assert groups.has_net_claims_P.tolist() == [True, False]
-    # Without work the second group is compared by length.
+    # Without net claims the second group is compared by length.
     assert assessment.weighting.tas_P.tolist() == [True, False]
     columns = criteria_columns(groups)
     assert columns["work_right"][0] == 2.0

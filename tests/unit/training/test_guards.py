@@ -1,4 +1,7 @@
-"""What goes wrong during a run skips a step, or ends the run with a line that says how to go on."""
+"""What goes wrong during a run skips a step, or ends the run with a line that says how to go on.
+
+The code counts optimizer steps from 0, and messages from 1: step 6 is "step 7" there.
+"""
 
 import errno
 import math
@@ -417,11 +420,11 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
     assert reasons[1] == "not in any known picture format"
     assert "FileNotFoundError" in reasons[2]
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
-    guard.refuse_unusable(rows[:1], 6)
+    guard.refuse_unusable(rows[:1], step=6)
     with pytest.raises(
         RunError, match=rf"^step 7: row row/1: .*[Tt]runcated.*and 2 more rows.* {tmp_path}$"
     ):
-        guard.refuse_unusable(rows, 6)
+        guard.refuse_unusable(rows, step=6)
 
 
 def test_user_code_that_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp_path):
@@ -485,7 +488,7 @@ def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_samp
     )
     user = {"role": "user", "content": "Which?"}
     text: Any = "<|im_end|> of a text"
-    guard.refuse_unusable([{"id": "a", "prompt": [user]}, {"id": "b", "prompt": text}], 6)
+    guard.refuse_unusable([{"id": "a", "prompt": [user]}, {"id": "b", "prompt": text}], step=6)
     # (the prompt, what is wrong with it): each kind of content that a prompt may have
     cases: list[tuple[Any, str]] = [
         (
@@ -501,4 +504,4 @@ def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_samp
     ]
     for prompt, fault in cases:
         with pytest.raises(UserError, match=f"^step 7: row c: its prompt has .*{re.escape(fault)}"):
-            guard.refuse_unusable([{"id": "c", "prompt": prompt}], 6)
+            guard.refuse_unusable([{"id": "c", "prompt": prompt}], step=6)

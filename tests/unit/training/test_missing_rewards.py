@@ -328,17 +328,17 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
         with pytest.raises(
             SharedUserError, match=rf"^step 3: .* refused, and go on with --resume_\w+ {tmp_path}$"
         ):
-            guard.check(2)
+            guard.check(step=2)
 
 
 def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
     """Where some rollouts have a reward the run goes on; where none has, it cannot learn."""
     guard = RewardGuard(step_context(save_now=lambda: tmp_path))
     some_missing = facts_of_rewards([0.0] * 4, [1.0, NAN, NAN, NAN])
-    guard.check_scored(some_missing.missing_reasons, 2)
+    guard.check_scored(some_missing.missing_reasons, step=2)
     all_missing = facts_of_rewards([0.0] * 4, [NAN] * 4, failed=range(4))
     with pytest.raises(RunError) as error:
-        guard.check_scored(all_missing.missing_reasons, 2)
+        guard.check_scored(all_missing.missing_reasons, step=2)
     assert str(error.value) == (
         "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was "
         f"applied. Repair the reward, and go on with --resume_from_checkpoint {tmp_path}"

@@ -366,7 +366,7 @@ def groups_by_generation(run: SimulatedRun) -> list[list[RolloutGroup]]:
 def staged_trainer(run: Any, context: StepContext, scorer: StandInScorer) -> Any:
     """Return a trainer without a policy that goes through the stages of a generation.
 
-    Sampling, the pool and the refill are the real ones. The stages after them are stand-ins: a
+    Sampling, the pool and the refill are the real ones. The stages after them are fakes: a
     scorer, and no weighing.
     """
     trainer: Any = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)
