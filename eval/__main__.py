@@ -28,7 +28,7 @@ examples:
 
 
 def _read_description(benchmark: str) -> str:
-    """Return what `--help` says of a benchmark: the text behind the colon in its module docstring.
+    """Return what `--help` says of a benchmark: the text after the colon in its module docstring.
 
     The file is parsed and not imported, since importing all benchmarks takes long.
     """

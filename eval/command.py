@@ -1,4 +1,4 @@
-"""The verbs of each benchmark, `infer`, `score` and `run`, with their options."""
+"""The subcommands of each benchmark, `infer`, `score` and `run`, with their options."""
 
 import argparse
 import json
@@ -26,13 +26,13 @@ from adora_vl.utils.cli import Parser, exit_code_of, optional, path, read_mappin
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import search_files_beside
 
-HELP_BY_VERB = {
+HELP_BY_SUBCOMMAND = {
     "run": "ask the model, and score its answers",
     "infer": "ask the model alone",
     "score": "score answers that are there",
 }
-# The options without which a verb cannot run.
-_NEEDED_OPTIONS_BY_VERB = {
+# The options without which a subcommand cannot run.
+_REQUIRED_OPTIONS_BY_SUBCOMMAND = {
     "infer": ("model", "data", "output"),
     "score": ("predictions", "output"),
     "run": ("model", "data", "output"),
@@ -41,20 +41,20 @@ _NEEDED_OPTIONS_BY_VERB = {
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command line of a benchmark, read into the options of its verb."""
+    """A command line of a benchmark, read into the options of its subcommand."""
 
-    verb: str
+    subcommand: str
     """`infer`, `score` or `run`."""
-    ask: AskOptions | None = None
+    ask_options: AskOptions | None = None
     """The options of asking the model, for `infer` and `run`."""
-    score: ScoreOptions | None = None
+    score_options: ScoreOptions | None = None
     """The options of scoring, for `score` and `run`, as the benchmark's own `score_options`."""
     predictions: Path | None = None
     """The file that `score` scores. `run` scores the answers that it has asked for itself."""
 
 
 def parse_command(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
-    """Parse the command line of a benchmark into the options of its verb: `infer`, `score` or `run`.
+    """Parse the command line of a benchmark into the options of `infer`, `score` or `run`.
 
     `infer` and `run`, which ask a model, may name a YAML file of options with `--config`. An option
     of the command line takes precedence over one of the file.
@@ -68,27 +68,27 @@ def parse_command(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
     parser = build_parser(benchmark)
     arguments = list(sys.argv[1:] if argv is None else argv)
     options = _parse_with_config_file(parser, arguments, benchmark)
-    # Only the verbs that ask a model have this option.
+    # Only the subcommands that ask a model have this option.
     if getattr(options, "tool_options", None) is not None:
         options.tool_options = parse_tool_options(options.tools, options.tool_options)
-    for name in _NEEDED_OPTIONS_BY_VERB[options.verb]:
+    for name in _REQUIRED_OPTIONS_BY_SUBCOMMAND[options.subcommand]:
         if getattr(options, name) is None:
-            raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
-    if options.verb == "score":
+            raise UserError(f"--{name} is missing; see {parser.prog} {options.subcommand} --help")
+    if options.subcommand == "score":
         return Command(
-            verb=options.verb,
-            score=options_from(benchmark.score_options, options),
+            subcommand=options.subcommand,
+            score_options=options_from(benchmark.score_options, options),
             predictions=options.predictions,
         )
     _fill_in_training_prompts(options)
     score_options: ScoreOptions | None = None
-    if options.verb == "run":
+    if options.subcommand == "run":
         score_options = options_from(benchmark.score_options, options)
     data_options = options_from(benchmark.data_options, options)
     return Command(
-        verb=options.verb,
-        ask=options_from(AskOptions, options, data=data_options),
-        score=score_options,
+        subcommand=options.subcommand,
+        ask_options=options_from(AskOptions, options, data=data_options),
+        score_options=score_options,
     )
 
 
@@ -99,7 +99,7 @@ def _parse_with_config_file(
 
     Args:
         parser: The parser of the benchmark's command.
-        arguments: The arguments of the command line; the first is the verb.
+        arguments: The arguments of the command line; the first is the subcommand.
         benchmark: The benchmark, whose score options `infer` ignores.
     """
     options = parser.parse_args(arguments)
@@ -110,11 +110,11 @@ def _parse_with_config_file(
     search_files_beside(config_file)
     # `infer` ignores the options of scoring, so that one file serves `infer` and `run`.
     ignored_keys: set[str] = set()
-    if options.verb == "infer":
+    if options.subcommand == "infer":
         ignored_keys.update(option_names(benchmark.score_options))
     file_arguments = _read_config_arguments(config_file, options, ignored_keys)
     # argparse keeps the last of two equal options, so those of the file come first.
-    return parser.parse_args([options.verb, *file_arguments, *arguments[1:]])
+    return parser.parse_args([options.subcommand, *file_arguments, *arguments[1:]])
 
 
 def _fill_in_training_prompts(options: Namespace) -> None:
@@ -131,30 +131,32 @@ def _fill_in_training_prompts(options: Namespace) -> None:
 
 
 def build_parser(benchmark: Benchmark) -> Parser:
-    """Build the parser of a benchmark's command, with a subcommand for each verb.
+    """Build the parser of a benchmark's command, with its subcommands.
 
     The options come from the dataclasses `AskOptions`, `data_options` and `score_options`.
     """
     # A benchmark in a file of the user's own is named on the command line by that file.
     name = " FILE.py:NAME" if benchmark.file else f".{benchmark.name}"
     parser = Parser(prog=f"python -m eval{name}")
-    verb_parsers = parser.add_subparsers(dest="verb", required=True, metavar="{run,infer,score}")
-    for verb, help_text in HELP_BY_VERB.items():
+    subparsers = parser.add_subparsers(
+        dest="subcommand", required=True, metavar="{run,infer,score}"
+    )
+    for subcommand, help_text in HELP_BY_SUBCOMMAND.items():
         needed = " ".join(
-            f"--{option} {option.upper()}" for option in _NEEDED_OPTIONS_BY_VERB[verb]
+            f"--{option} {option.upper()}" for option in _REQUIRED_OPTIONS_BY_SUBCOMMAND[subcommand]
         )
-        usage = f"{parser.prog} {verb} {needed} [option ...]"
-        verb_parser = verb_parsers.add_parser(verb, help=help_text, usage=usage)
+        usage = f"{parser.prog} {subcommand} {needed} [option ...]"
+        subparser = subparsers.add_parser(subcommand, help=help_text, usage=usage)
         output_help = "needed: a folder; a run that is there is resumed"
-        if verb == "score":
+        if subcommand == "score":
             output_help = "needed: a folder for score.json, or a file whose name ends in .json"
-        verb_parser.add_argument("--output", type=optional(path), help=output_help)
-        if verb == "score":
-            _add_prediction_options(verb_parser)
+        subparser.add_argument("--output", type=optional(path), help=output_help)
+        if subcommand == "score":
+            _add_prediction_options(subparser)
         else:
-            _add_ask_options(verb_parser, benchmark)
-        if verb != "infer":
-            add_options(verb_parser, benchmark.score_options)
+            _add_ask_options(subparser, benchmark)
+        if subcommand != "infer":
+            add_options(subparser, benchmark.score_options)
     return parser
 
 
@@ -194,21 +196,21 @@ def _add_ask_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> N
 def _read_config_arguments(
     config_file: Path, options: Namespace, ignored_keys: set[str]
 ) -> list[str]:
-    """Turn the keys of a YAML file into arguments of the command line, so that argparse checks both.
+    """Turn the keys of a YAML file into command-line arguments, so that argparse checks both.
 
     The file `max_tokens: 512` gives `["--max-tokens=512"]`.
 
     Args:
         config_file: The YAML file, with an option under each key.
-        options: The parsed options of the verb, with their defaults. Their names are the keys that
-            the file may have.
-        ignored_keys: Options of another verb, which are left out.
+        options: The parsed options of the subcommand, with their defaults. Their names are the
+            keys that the file may have.
+        ignored_keys: Options of another subcommand, which are left out.
 
     Raises `UserError` for an unknown key, and for a list or a mapping where an option takes one
     value.
     """
     content = read_mapping("config", config_file)
-    known_keys = set(vars(options)) - {"verb", "config"}
+    known_keys = set(vars(options)) - {"subcommand", "config"}
     arguments: list[str] = []
     for key, value in content.items():
         if key in ignored_keys:
@@ -275,23 +277,25 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     def run() -> None:
         """Score stored answers, or ask the model and score what it answers."""
         command = parse_command(argv, benchmark)
-        if command.predictions is not None and command.score is not None:
-            write_score(benchmark, command.predictions, command.score)
+        if command.predictions is not None and command.score_options is not None:
+            write_score(benchmark, command.predictions, command.score_options)
             return
-        assert command.ask is not None  # every verb but `score` has these options
+        assert command.ask_options is not None  # every subcommand but `score` has these options
         # Every mistake that can be found without the model is found before it is loaded.
-        check_output(command.ask.output)
+        check_output(command.ask_options.output)
         process_group = join_process_group()
-        settings = check_options(command.ask)
+        settings = check_options(command.ask_options)
         answer_problems(
             benchmark=benchmark,
-            options=command.ask,
+            options=command.ask_options,
             settings=settings,
-            view_problems=load_problems_in_view(benchmark, command.ask),
+            view_problems=load_problems_in_view(benchmark, command.ask_options),
             process_group=process_group,
         )
         # Rank 0 has gathered the answers of all ranks into one file.
-        if command.score is not None and process_group.rank == 0:
-            write_score(benchmark, command.ask.output / PREDICTIONS_FILE, command.score)
+        if command.score_options is not None and process_group.rank == 0:
+            write_score(
+                benchmark, command.ask_options.output / PREDICTIONS_FILE, command.score_options
+            )
 
     return exit_code_of(run, "what was answered is kept, and the same command goes on from there")

@@ -103,7 +103,7 @@ def is_officially_right(answer: str, reference: str, answer_type: str) -> bool:
         reference: The reference answer.
         answer_type: What decides how both are compared: `float`, `multiple choice` or another word.
     """
-    # A number may differ by a thousandth, and may be a multiple of π: `2π` is 6.2832. Words behind
+    # A number may differ by a thousandth, and may be a multiple of π: `2π` is 6.2832. Words after
     # it are ignored, so `12 cm` is 12.
     if answer_type == "float":
         first_word = answer if answer.isdigit() else answer.split(" ")[0]

@@ -25,7 +25,7 @@ check_row = partial(describe_field_fault, types=REQUIRED_COLUMNS)
 _OPTION_LETTERS = "ABCDEFGHI"  # letters that an option may have; the options stand in the picture
 # One letter, or several with commas, `&` or `and` between them.
 _LETTERS_REGEX = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
-# Such letters behind words like `the answers are`, or on a line of their own.
+# Such letters after words like `the answers are`, or on a line of their own.
 _STATED_LETTERS_PATTERN = re.compile(
     r"(?:\b(?i:answers?|choices?|options?)\b[^.\n"
     rf"]{{0,40}}?(?i:\b(?:is|are)\b|[:：])\W*|^\W*)({_LETTERS_REGEX})\W*(?=$|\n"

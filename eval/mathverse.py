@@ -70,7 +70,7 @@ _ANSWER_WORDS_PATTERN = re.compile(
     r"(?:\banswer\b[^.\n:=]{0,40}?(?:\bis\b|[:：=]))\s*:?\s*", re.IGNORECASE
 )
 # What an answer may have around its value: a name before it, as in `Area = 9` and `f(x) = 3x`, and
-# a unit behind it.
+# a unit after it.
 _ANSWER_NAME_PREFIX = re.compile(
     r"^\s*(?:[A-Za-z][A-Za-z. ]*|[A-Za-z](?:_\d)?\s*\([a-z]\)|\(x, ?y\))?\s*=(?!.*=)\s*"
 )
@@ -103,7 +103,7 @@ def read_choices(row: Prediction) -> list[str]:
 
 
 def strip_to_value(answer: str) -> str:
-    r"""Strip an answer to its value, without a name before it or a unit behind it.
+    r"""Strip an answer to its value, without a name before it or a unit after it.
 
     `Area $=9 \mathrm{~cm}^{2}$` becomes `9`.
     """
@@ -334,8 +334,8 @@ def extract_by_rules(row: Prediction) -> Extraction:
         return Extraction(box, "box")
     answer_words = list(_ANSWER_WORDS_PATTERN.finditer(response))
     if answer_words:
-        text_behind = response[answer_words[-1].end() :]
-        rest_of_line = text_behind.split("\n")[0]
+        text_after = response[answer_words[-1].end() :]
+        rest_of_line = text_after.split("\n")[0]
         # The sentence ends at a full stop, unlike the point in `3.5`.
         statement = re.split(r"\.(?:\s|$)", rest_of_line)[0]
         if re.search(r"\w", statement):

@@ -102,7 +102,7 @@ _REMOVED_PARTS = (
     "km",
     "\\!",
 )
-# The parts that it removes last, behind the renaming of fractions.
+# The parts that it removes last, after the renaming of fractions.
 _LAST_REMOVED_PARTS = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "$", "\\%")
 
 
@@ -124,16 +124,16 @@ def official_answer(response: str) -> str:
         beginnings = (f"{letter}\n", f"({letter})\n", f"({letter}) {letter}\n")
         if answer.endswith(endings) or answer.startswith(beginnings):
             answer = letter
-    # A number behind the last `is`.
-    text_behind_is = answer.split("is ")[-1].rstrip(".")
+    # A number after the last `is`.
+    text_after_is = answer.split("is ")[-1].rstrip(".")
     with suppress(ValueError):
-        float(text_behind_is)
-        answer = text_behind_is
+        float(text_after_is)
+        answer = text_after_is
     # The last box, or else a statement. The official code looks for the part `oxed{` of `\boxed{`.
     if "oxed{" not in answer:
         for phrase in _ANSWER_PHRASES:
-            answer = _text_behind_phrase(answer, phrase)
-            answer = _text_behind_phrase(answer, phrase.replace("the", "The"))
+            answer = _text_after_phrase(answer, phrase)
+            answer = _text_after_phrase(answer, phrase.replace("the", "The"))
     elif answer.count("oxed{") > 1:
         answer = "\\boxed{" + answer.split("oxed{")[-1]
     answer = _without_latex(answer)
@@ -145,22 +145,22 @@ def official_answer(response: str) -> str:
     return answer.rstrip(".").lstrip(":").strip()
 
 
-def _text_behind_phrase(answer: str, phrase: str) -> str:
-    """Return the rest of the sentence behind the last occurrence of a phrase in an answer.
+def _text_after_phrase(answer: str, phrase: str) -> str:
+    """Return the rest of the sentence after the last occurrence of a phrase in an answer.
 
     An answer without the phrase only loses its outer spaces.
     """
     if phrase not in answer:
         return answer.strip()
-    text_behind_phrase = answer.split(phrase)[-1].strip()
-    first_line = text_behind_phrase.split("\n")[0]
+    text_after_phrase = answer.split(phrase)[-1].strip()
+    first_line = text_after_phrase.split("\n")[0]
     return first_line.split(". ")[0]
 
 
 def _without_latex(answer: str) -> str:
     """Reduce an answer to the plain expression that the official score compares.
 
-    Only the content of the last box is kept, and of an equation only the text behind the last `=`
+    Only the content of the last box is kept, and of an equation only the text after the last `=`
     or `\\approx`. Letters become lower case, and spaces, units and dollars are removed. The steps
     and their order are those of the official code.
     """
@@ -201,7 +201,7 @@ def _with_latex_fractions(answer: str) -> str:
         spelled_roots = ["\\sqrt" + _with_braces(root, n_arguments=1) for root in roots]
         answer = before_first_root + "".join(spelled_roots)
         before_first_fraction, *fractions = answer.split("\\frac")
-        # A lone character behind `\frac` cannot be its two arguments.
+        # A lone character after `\frac` cannot be its two arguments.
         if all(fraction.startswith("{") or len(fraction) > 1 for fraction in fractions):
             spelled_fractions = [
                 "\\frac" + _with_braces(fraction, n_arguments=2) for fraction in fractions
@@ -223,7 +223,7 @@ def _with_latex_fractions(answer: str) -> str:
 def _with_braces(text: str, n_arguments: int) -> str:
     """Put the arguments of a LaTeX command into braces; each argument is a single character.
 
-    `text` is the text behind the command. With one argument `2+x` becomes `{2}+x`, and with two
+    `text` is the text after the command. With one argument `2+x` becomes `{2}+x`, and with two
     arguments `12` becomes `{1}{2}`. A text that begins with a brace is returned as it is.
     """
     if not text or text.startswith("{"):

@@ -100,7 +100,7 @@ def evaluate_latex(text: str) -> Number | None:
         parser = _Parser(text)
         value = parser.parse_sum()
         next_token = parser.tokens[0]
-        # The text behind the expression is ignored if it begins with one of certain tokens.
+        # The text after the expression is ignored if it begins with one of certain tokens.
         ends_well = _MAY_FOLLOW_EXPRESSION_PATTERN.fullmatch(next_token) is not None
         # `isfinite` raises for an integer that is too large for a float.
         return value if ends_well and math.isfinite(value) else None
@@ -149,7 +149,7 @@ class _Parser:
         return value
 
     def _parse_signed_factors(self, *, allow_functions: bool) -> Number:
-        """Evaluate any number of plus and minus signs, and the factors behind them.
+        """Evaluate any number of plus and minus signs, and the factors after them.
 
         The factors have no signs between them, as in `2x` and `3(4)`.
         """
@@ -193,7 +193,7 @@ class _Parser:
         return value
 
     def _parse_exponent(self) -> Number:
-        """Evaluate the exponent behind `^`: an expression in braces, a number or a constant."""
+        """Evaluate the exponent after `^`: an expression in braces, a number or a constant."""
         if self.tokens[0] == "{":
             return self._parse_group("{")
         return self._parse_atom()

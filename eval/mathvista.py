@@ -151,7 +151,7 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
     The first of these rules that applies decides (vlmeval/utils/matching_util.py):
 
     1. One letter of a choice is among the words, and it is one of the last four words.
-    2. A letter stands behind `answer is`.
+    2. A letter stands after `answer is`.
     3. The text of one choice stands in the answer, which is short.
 
     Unlike the official rules these never guess the nearest choice.

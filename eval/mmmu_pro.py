@@ -80,7 +80,7 @@ def official_letter(response: str, choices: Sequence[str]) -> str | None:
     Source: mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU. The first of these rules that finds a
     letter decides:
 
-    1. The only letter behind the last `Answer:`, as in `So. Answer: B`.
+    1. The only letter after the last `Answer:`, as in `So. Answer: B`.
     2. The last letter in a form such as `(B)` (see `_last_letter_in_form`).
     3. In a response of more than five words, the letter of the option whose text comes last: with
        `a dam` as option B, `It must be a dam, as the water is so high` is B.
@@ -88,9 +88,9 @@ def official_letter(response: str, choices: Sequence[str]) -> str | None:
     Returns None if no rule finds a letter. The official code then draws one at random.
     """
     letters = ascii_uppercase[: len(choices)]
-    _, answer_prefix, text_behind_answer = response.rpartition("Answer:")
+    _, answer_prefix, text_after_answer = response.rpartition("Answer:")
     if answer_prefix:
-        stated_letters = [letter for letter in letters if letter in text_behind_answer]
+        stated_letters = [letter for letter in letters if letter in text_after_answer]
         if len(stated_letters) == 1:
             return stated_letters[0]
     for sign in ",.!?;:'":

@@ -162,8 +162,8 @@ def _compute_leakage(
         options: The score options, which name the predictions without images and, for the leakage,
             those of the language model.
 
-    Returns the metrics by name; None where no predictions without images are named. The keys `MG_95`
-    and `ML_95` have the intervals.
+    Returns the metrics by name; None where no predictions without images are named. The keys
+    `MG_95` and `ML_95` have the intervals.
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")

@@ -191,10 +191,12 @@ def _parse_task(
     output = str(suite_options.output / name)
     arguments = ["run", "--data", data, "--output", output, *benchmark_arguments]
     command = parse_command(arguments, benchmark)
-    assert command.ask is not None  # the verb `run` has both kinds of options
-    assert command.score is not None
-    check_output(command.ask.output)
-    return _SuiteTask(benchmark, ask_options=command.ask, score_options=command.score)
+    assert command.ask_options is not None  # the subcommand `run` has both kinds of options
+    assert command.score_options is not None
+    check_output(command.ask_options.output)
+    return _SuiteTask(
+        benchmark, ask_options=command.ask_options, score_options=command.score_options
+    )
 
 
 def _read_runs(suite_output: Path, tasks: Sequence[_SuiteTask]) -> list[ScoreFile]:
@@ -212,8 +214,8 @@ def table_lines(runs: Sequence[ScoreFile], other_model_runs: Sequence[ScoreFile]
 
     Args:
         runs: The scores of the model, one for each benchmark.
-        other_model_runs: The scores of another model in the same order. They get a row of their own, and
-            a row of the paired differences between the models.
+        other_model_runs: The scores of another model in the same order. They get a row of their
+            own, and a row of the paired differences between the models.
     """
     # A row begins with its name, and has a cell for each benchmark.
     rows: list[list[str]] = [["", *(run.score["benchmark"] for run in runs)]]

@@ -59,19 +59,19 @@ _GROUP_BY_STEP_COUNT = {"2": "two steps", "3": "three steps"}
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """Build the official prompt of a row: the question, its options, and a template to answer by."""
+    """Build the official prompt of a row: the question, its options, and the form of the answer."""
     return _PROMPT_TEMPLATE.format(question=row["question"], option=row["option"])
 
 
 def official_letter(response: str) -> str | None:
     """Extract the letter of a response by the official rule, None if there is none.
 
-    It is the first character behind the last word `Answer`, apart from `<`, `>`, `:` and `.`:
+    It is the first character after the last word `Answer`, apart from `<`, `>`, `:` and `.`:
     `<Answer>: <<B>>` gives `B`. The rule is made for this form of the official prompt. `boxed{B}`
     gives None.
     """
-    text_behind_answer = response.split("Answer")[-1].strip()
-    without_signs = re.sub(r"[<>:.]", "", text_behind_answer).strip()
+    text_after_answer = response.split("Answer")[-1].strip()
+    without_signs = re.sub(r"[<>:.]", "", text_after_answer).strip()
     if not without_signs or without_signs[0] not in "ABCDEFGH":
         return None
     return without_signs[0]

@@ -1,8 +1,8 @@
-"""Asks a model the problems of a benchmark, and stores its answers, as the verb `infer` does.
+"""Asks a model the problems of a benchmark, and stores its answers, as the subcommand `infer` does.
 
 The commands, `eval.suite` and an evaluation during a training come through here: `check_options`
-finds mistakes before anything is loaded, `load_problems_in_view` loads the problems, and `answer_problems` writes the
-answers into a folder.
+finds mistakes before anything is loaded, `load_problems_in_view` loads the problems, and
+`answer_problems` writes the answers into a folder.
 """
 
 import sys

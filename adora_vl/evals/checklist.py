@@ -63,7 +63,7 @@ def _problems_from_marks(problem: Problem) -> list[Problem]:
 
     A mark is for example a right angle, or the length of a segment. The question on it takes the
     place of the problem's question in the prompt. Its id is the id of the problem with a number
-    behind it, such as `geometry3k/test/15#2`.
+    after it, such as `geometry3k/test/15#2`.
     """
     stored_figure = problem.fields.get("figure")
     if not stored_figure:

@@ -138,8 +138,8 @@ def build_problems(dataset: Dataset, prompt_template: Template | None = None) ->
 def _prediction_fields(row: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a row of the dataset that a row of predictions keeps.
 
-    They are its `pid`, `question`, `answer`, `choices` and `metadata`, and the solved `figure` if it
-    has one.
+    They are its `pid`, `question`, `answer`, `choices` and `metadata`, and the solved `figure` if
+    it has one.
     """
     metadata = {key: row[key] for key in ("source", "split") if row.get(key)}
     for key, value in (row.get("meta") or {}).items():

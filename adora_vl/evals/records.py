@@ -86,7 +86,7 @@ class GradedAnswer:
     n_tokens: int | None = None
     sample: int = 0
     # What became of its block of thinking: there was none, it stood before the answer, or no answer
-    # stands behind it.
+    # stands after it.
     thinking: Literal["none", "set_aside", "without_answer"] = "none"
     # The problem that the answer is to, where it is asked in several versions: each has a pid.
     version_of: str | None = None
@@ -151,7 +151,7 @@ class PublishedResults:
     why_not_comparable: Callable[[Mapping[str, Any]], str | None] | None = None
     """Gets a score of ours, and says why it is not comparable with them; None where it is."""
     is_same_data: Callable[[Mapping[str, Any]], bool] | None = None
-    """Tells whether a score of ours is of the same problems; None: the benchmark's name suffices."""
+    """Tells whether a score of ours is of the same problems; None: the benchmark's name does."""
 
 
 class LoadedProblems(NamedTuple):

@@ -22,7 +22,7 @@ from adora_vl.evals.score_differences import paired_difference
 from adora_vl.utils.errors import UserError
 
 VARIANT_SEPARATOR = "~"  # between the id of an original and the number of its variant
-FOLDER_SUFFIX = "-variants"  # behind the name of the folder of the originals
+FOLDER_SUFFIX = "-variants"  # after the name of the folder of the originals
 
 
 class VariantId(NamedTuple):
@@ -64,12 +64,12 @@ def get_original_id(row: Prediction) -> str:
 def add_variants(
     loaded: LoadedProblems, options: DataOptions, prompt: str | None, n_per_problem: int
 ) -> LoadedProblems:
-    """Add variants of the problems, which are the same problems with other numbers, behind them.
+    """Add variants of the problems, which are the same problems with other numbers, after them.
 
     Args:
         loaded: The problems.
         options: Where they were loaded from. The folder of the variants has the same name with
-            `-variants` behind it.
+            `-variants` after it.
         prompt: The template of the prompts, as for the problems.
         n_per_problem: How many variants of each problem are added, from the first on.
 

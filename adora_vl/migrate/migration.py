@@ -133,7 +133,7 @@ class Migration:
         return name
 
     def get_by_our_key(self, key: str) -> Any:
-        """Return the other trainer's value for `key`, which is a key of `key_map`, or its default."""
+        """Return the other trainer's value for `key`, a key of `key_map`, or its default."""
         return self.get(*self.key_map[key])
 
     def get_count(self, name: str, default: int) -> int:
@@ -158,7 +158,7 @@ class Migration:
             value: its value.
             names: the other trainer's names that the value comes from. A name that its config does
                 not have is marked as a default.
-            note: what to say behind the names, in the comment behind the value.
+            note: what to say after the names, in the comment after the value.
         """
         sources = [name if name in self.values else f"{name} (default)" for name in names]
         source_text = ", ".join(sources)
@@ -204,16 +204,16 @@ class Migration:
         For example, `geometry3k@train` and `mine` give ["geometry3k", "mine"] and ["train"].
 
         Returns:
-            for each name the part before the sign, and then the different parts behind the sign.
+            for each name the part before the sign, and then the different parts after the sign.
         """
         names_before: list[str] = []
-        parts_behind: list[str] = []
+        parts_after: list[str] = []
         for name in names:
-            name_before, matched_sign, part_behind = name.partition(sign)
+            name_before, matched_sign, part_after = name.partition(sign)
             names_before.append(name_before)
-            if matched_sign and part_behind not in parts_behind:
-                parts_behind.append(part_behind)
-        return names_before, parts_behind
+            if matched_sign and part_after not in parts_after:
+                parts_after.append(part_after)
+        return names_before, parts_after
 
     def list_unmatched(self) -> None:
         """Add every value that no converter has read to `unmatched`, with what that means."""

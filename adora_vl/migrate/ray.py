@@ -247,7 +247,7 @@ def convert_reward_function(
 
 
 def _convert_kl(migration: Migration) -> None:
-    """Convert the KL term of the loss, and set the key with which TRL's gradient of it is theirs."""
+    """Convert the KL term of the loss, and set the key that makes TRL's gradient of it theirs."""
     has_kl = migration.get_by_our_key("USES_KL") and not migration.get(
         "algorithm.disable_kl", False
     )

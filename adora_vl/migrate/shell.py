@@ -20,7 +20,7 @@ _DEFAULT_REGEX = r"(?::?-(?P<default>(?:[^{}]|\{[^{}]*\})*))?"
 _VARIABLE_PATTERN = re.compile(
     r"\$(?:(?P<plain>[A-Za-z_]\w*)|\{(?P<name>\w+)" + _DEFAULT_REGEX + r"\})"
 )
-# Words behind which another command begins, or the output of this one is sent somewhere.
+# Words after which another command begins, or the output of this one is sent somewhere.
 _END_OF_COMMAND_PATTERN = re.compile(r"^(\||\|\||&|&&|;|\d?>.*|<.*)$")
 # `NAME=(` begins an array, whose words may stand in many lines, and `${NAME[@]}` is all of them.
 _ARRAY_PATTERN = re.compile(r"(?P<name>[A-Za-z_]\w*)=\((?P<first>.*)", re.DOTALL)
@@ -86,7 +86,7 @@ def read_script(text: str, name: str) -> Script:
 def _read_line(script: Script, words: list[str]) -> None:
     """Read a whole line: set its variables, and add its command to those of the script.
 
-    If a line has several commands, only the first is read. Commands behind `|`, `&&` or `;` usually
+    If a line has several commands, only the first is read. Commands after `|`, `&&` or `;` usually
     log or clean up. For example, `LR=1e-6 python train.py --lr $LR | tee log` sets LR, and adds the
     command `python train.py --lr 1e-6`.
 

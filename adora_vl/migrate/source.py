@@ -15,7 +15,7 @@ from adora_vl.utils.errors import UserError
 _KEY_VALUE_PATTERN = re.compile(r"\+{0,2}[\w.]+=")
 # Folders above a script in which the top of its repository is looked for
 _MAX_PARENTS = 4
-# Programs whose first word, such as `rlhf` of `swift rlhf`, is a subcommand; the keys begin behind it
+# Programs whose first word is a subcommand, such as `rlhf` of `swift rlhf`; keys begin after it
 _PROGRAMS_WITH_SUBCOMMAND = ("swift", "megatron", "trl")
 
 
@@ -76,7 +76,7 @@ def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> S
     launcher = list(words[:launcher_length])
     if launcher:
         source.launcher = launcher
-    # `MAX_PIXELS=1003520 swift rlhf ...` sets a variable for the command behind it
+    # `MAX_PIXELS=1003520 swift rlhf ...` sets a variable for the command after it
     variables: dict[str, str] = {}
     for word in launcher:
         name, equals_sign, value = word.partition("=")
@@ -121,7 +121,7 @@ def _read_training_command(source: Source, config: Path, *, nested: bool) -> Non
     script = read_script(text, config.name)
     source.environment = script.variables
     commands = _join_broken_commands(source, script.commands, config.name)
-    # for each command the arguments behind its program, and how many keys are among them
+    # for each command the arguments after its program, and how many keys are among them
     arguments_by_command = [_arguments_of_program(command) for command in commands]
     key_counts = [
         sum(_is_key(word) for word in program_arguments)
@@ -149,8 +149,8 @@ def _read_training_command(source: Source, config: Path, *, nested: bool) -> Non
 def _join_broken_commands(source: Source, commands: list[list[str]], name: str) -> list[list[str]]:
     """Join commands of a script that fell apart, since a line lacks the backslash at its end.
 
-    A "command" such as `--lr 1e-6`, which begins with a key, is the rest of the command before it. A
-    shell would start the training without these keys, which cannot be what the author wants. A
+    A "command" such as `--lr 1e-6`, which begins with a key, is the rest of the command before it.
+    A shell would start the training without these keys, which cannot be what the author wants. A
     remark says so.
 
     Args:
@@ -177,7 +177,7 @@ def _is_key(word: str) -> bool:
 
 
 def _arguments_of_program(words: list[str]) -> list[str]:
-    """Return the arguments of the training program in a command: what is behind its name.
+    """Return the arguments of the training program in a command: what is after its name.
 
         accelerate launch --num_processes 8 train.py --model m   --model m
         python -m verl.trainer.main a.b=1                        a.b=1
@@ -228,7 +228,7 @@ def _apply_arguments(source: Source, words: list[str], *, nested: bool) -> None:
 
     Args:
         source: what was read so far; it is changed.
-        words: the words of the command behind its program.
+        words: the words of the command after its program.
         nested: whether nested mappings become dotted names.
 
     Raises:
@@ -302,7 +302,7 @@ def _is_dotted_key(word: str) -> bool:
 
 
 def _parse_value(words: list[str]) -> Any:
-    """Parse the words behind a key to its value: True for no word, a list for several words.
+    """Parse the words after a key to its value: True for no word, a list for several words.
 
     Raises:
         UserError: the words are a list whose opening bracket is never closed.

@@ -69,7 +69,7 @@ _COLUMNS = {
     "images": "images|image",
 }
 _HUBS = ("hf::", "ms::")  # before an id: the Hugging Face hub, or ModelScope
-# In `owner/name:train` the word behind the colon is a split if it is one of these, else a subset.
+# In `owner/name:train` the word after the colon is a split if it is one of these, else a subset.
 _SPLITS = ("train", "test", "validation", "val")
 # Our name of a part of the model, and whether ms-swift freezes it by default, by the key there.
 _MODEL_PARTS = {

@@ -65,7 +65,7 @@ def differing_settings(a: RunSet, b: RunSet) -> list[DifferingSetting]:
 def difference_over_seeds(
     a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]
 ) -> Difference:
-    """Return the difference of the mean values of two sets of runs, with a 95 % interval over seeds.
+    """Return the difference of the means of two sets of runs, with a 95 % interval over seeds.
 
     The interval is that of a paired t-test where both sets have the same seeds, and Welch's
     otherwise. There is none where a set has one seed, or where all seeds agree.

@@ -99,7 +99,7 @@ class RunSet:
         return {run.seed: value for run, value in zip(self.runs, values, strict=True)}
 
     def setting(self, key: str) -> str:
-        """Return the value of a setting as JSON; `1 or 2` where the runs of the set differ in it."""
+        """Return the value of a setting as JSON; `1 or 2` where the runs of the set differ."""
         value_texts = [
             json.dumps(run.settings.get(key), sort_keys=True, default=str) for run in self.runs
         ]

@@ -63,12 +63,12 @@ class TurnReader:
         return turns
 
     def _call_to_json(self, call_text: str, pictures: Sequence[str]) -> Json:
-        """Return a call of a tool for the page: its text, and at which points of a picture it looks.
+        """Return a call of a tool for the page: its text, and the points of a picture it looks at.
 
         An example is `{"text": "zoom(0, 49, 7, 56)", "picture": "a.png", "points": [(0.0, 0.5),
-        (0.1, 0.6)], "region": True}`. The points are in shares of the picture's width and height, and
-        `region` says whether they are corners of a region. A call without points has None for the
-        picture and the points, and no `region`.
+        (0.1, 0.6)], "region": True}`. The points are in shares of the picture's width and height,
+        and `region` says whether they are corners of a region. A call without points has None for
+        the picture and the points, and no `region`.
 
         Args:
             call_text: what the model wrote. It is shown as it is where it cannot be read as a call.

@@ -265,8 +265,8 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
     # All placeholders `{{NAME}}` are replaced in one pass. If a value contains such a text itself,
     # that text has to stay.
     for part in parts:
-        placeholder, _, text_behind = part.partition("}}")
-        html += value_by_placeholder[placeholder] + text_behind
+        placeholder, _, text_after = part.partition("}}")
+        html += value_by_placeholder[placeholder] + text_after
     return html
 
 

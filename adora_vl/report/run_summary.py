@@ -83,8 +83,8 @@ class GroupSummary:
 def summarise_run(record: Sequence[RecordFile]) -> list[str]:
     """Sum up a run in sentences: what it learned from, ADORA's weights, and how lengths changed.
 
-    An example is `Signal: 120 of 400 recorded groups (30 %) have rewards that differ, and only these
-    are learned from.`
+    An example is `Signal: 120 of 400 recorded groups (30 %) have rewards that differ, and only
+    these are learned from.`
 
     Args:
         record: all files of the record. The sentences are about all steps, also about those that

@@ -335,8 +335,8 @@ def _luck_label(row: Json) -> str | None:
 def _compare_answer_parts(row: Json) -> list[tuple[str, str, str]] | None:
     """Return the parts of an answer beside those of the reference answer, for the page.
 
-    An answer such as `x = 3, y = 4` has several parts. Each becomes a tuple: the part of the answer,
-    that of the reference answer, and why the grader calls them equal or not, a word of the grader.
+    An answer such as `x = 3, y = 4` has several parts. Each becomes a tuple: the part of the
+    answer, that of the reference answer, and the grader's reason why they are equal or not.
 
     The record does not say how the run read its answers (with answer tags, with rounding), so each
     way is tried until one gives the recorded verdict and reason. None if no way does, since today's

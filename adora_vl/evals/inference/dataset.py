@@ -450,7 +450,7 @@ def _rows_from_table(
 
 
 def _data_hash_with_images(loaded: _LoadedRows, image_columns: Sequence[str]) -> str:
-    """Return the hash of the rows, or `HASH+HASH` with the hash of the image files that they name."""
+    """Return the hash of the rows, or `HASH+HASH` where they name image files, with that of these."""
     folder = loaded.folder
     if folder is None:
         return loaded.data_hash

@@ -386,7 +386,7 @@ class TransformersEngine(LocalEngine):
     def _cut_at_end(self, completion_ids: list[int]) -> SamplingResult:
         """Cut a completion of a batch off where it ends, and say why it ended.
 
-        It ends behind its first end-of-sequence token, or behind the token that completes a stop
+        It ends after its first end-of-sequence token, or after the token that completes a stop
         string, whichever comes first; padding follows. A completion without either was cut off by
         the limit on its length.
         """

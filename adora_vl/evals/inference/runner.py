@@ -277,7 +277,7 @@ def _answer_on_rank_0(
             resumed=resumed_count,
             pending=pending_count,
         )
-        # The other ranks read the file of predictions behind this barrier.
+        # The other ranks read the file of predictions after this barrier.
         process_group.barrier("start")
         if process_group.world_size == 1:
             seconds = runner.answer_missing(log, samples)

@@ -24,7 +24,7 @@ from adora_vl.evals.scoring.response_text import (
 )
 from adora_vl.rewards.completion import answer_block, last_boxed
 
-# Words behind which a sentence says its answer, such as `the answer to this is`.
+# Words after which a sentence says its answer, such as `the answer to this is`.
 _ANSWER_WORDS_PATTERN = re.compile(
     r"(?:\banswers?\b(?: to [^.\n]{0,80}?)?(?: \w+)? (?:is|are|would be|should be|must "
     r"be)\b|\banswer\s*[:：]"
@@ -177,7 +177,7 @@ def _index_by_last_box(matcher: ChoiceMatcher, response: str) -> int | None:
 def _index_by_stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the index of the letter that is stated last as the answer, as in `the answer is (B)`.
 
-    A correction behind it, such as `wait, C`, replaces it. In `The answer is A circle` the `A` is
+    A correction after it, such as `wait, C`, replaces it. In `The answer is A circle` the `A` is
     an article if one of the choices is `circle`, and then that is the choice. Returns None without
     a statement.
     """
@@ -195,7 +195,7 @@ def _index_by_stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     if corrected_index is not None:
         return corrected_index
     from_letter_on = text[last_match.end() - 1 :]
-    index_of_text = matcher.index_behind_article(from_letter_on)
+    index_of_text = matcher.index_after_article(from_letter_on)
     return matcher.index_of_letter(last_match) if index_of_text is None else index_of_text
 
 

@@ -12,28 +12,28 @@ from adora_vl.evals.scoring.letter_patterns import letter_patterns
 from adora_vl.evals.scoring.response_text import without_markup
 from adora_vl.rewards import grade
 
-# Words before or behind a letter that call it wrong. ` | ` stands in the place of the letter.
+# Words before or after a letter that call it wrong. ` | ` stands in the place of the letter.
 _CALLED_WRONG_PATTERN = re.compile(
     r"\b(?:incorrect|wrong|false|other)\s+\|"
     r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also "
     r")?(?:incorrect|wrong|false|not)\b",
     re.IGNORECASE,
 )
-# A text that ends in words such as `not` or `rather than the` denies the choice behind it.
+# A text that ends in words such as `not` or `rather than the` denies the choice after it.
 _DENIAL_PATTERN = re.compile(
     r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+(?:(?:an?|the)\s+)?$"
 )
-# Words behind a letter that only suppose it to be right: `answer B would be right if ...`.
+# Words after a letter that only suppose it to be right: `answer B would be right if ...`.
 _SUPPOSITION_PATTERN = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
 # A text with more characters is a sentence and no value. Comparing values takes long.
 _MAX_VALUE_CHARS = 100
-# How many characters before or behind a letter (or a choice) are searched for a list that it is
+# How many characters before or after a letter (or a choice) are searched for a list that it is
 # part of, for a denial, and for words that call it wrong. The bounds keep the search fast.
-_LIST_BEHIND_CHARS = 60
+_LIST_AFTER_CHARS = 60
 _LIST_BEFORE_CHARS = 30
 _DENIAL_CHARS = 20
 _WRONG_BEFORE_CHARS = 15
-_WRONG_BEHIND_CHARS = 40
+_WRONG_AFTER_CHARS = 40
 # What every match of `LetterPatterns.beginning_of_list` ends with. It is tried first, since that
 # pattern is slow.
 _END_OF_LIST_PATTERN = re.compile(
@@ -73,7 +73,7 @@ class ChoiceMatcher:
     def index_of_last_letter(
         self, pattern: re.Pattern[str], text: str, start: int = 0
     ) -> int | None:
-        """Return the index of the last letter that a pattern of letters matches behind `start`.
+        """Return the index of the last letter that a pattern of letters matches after `start`.
 
         A letter that the text calls wrong does not count, nor does one of several, as in `A or C`.
         Returns None if no letter counts.
@@ -93,7 +93,7 @@ class ChoiceMatcher:
         # Each spelling of a letter has its own group in the pattern, and only one of them is set.
         group_number = next(number for number, group in enumerate(match.groups(), 1) if group)
         start, end = match.span(group_number)
-        if self.patterns.rest_of_list.match(text, end, end + _LIST_BEHIND_CHARS) is not None:
+        if self.patterns.rest_of_list.match(text, end, end + _LIST_AFTER_CHARS) is not None:
             return True
         text_before = text[max(0, start - _LIST_BEFORE_CHARS) : start]
         if _END_OF_LIST_PATTERN.search(text_before) is None:
@@ -187,7 +187,7 @@ class ChoiceMatcher:
                 indices.append(index)
         return indices[0] if len(indices) == 1 else None
 
-    def index_behind_article(self, text: str) -> int | None:
+    def index_after_article(self, text: str) -> int | None:
         """Return the index of the choice with whose text `text` begins, where `A` is an article.
 
         In `A circle is right` it is the choice `circle` or `a circle`. If several choices fit, the
@@ -215,7 +215,7 @@ class ChoiceMatcher:
 
         Args:
             text: The text to search.
-            count_denied: Whether a choice behind a word such as `not` counts.
+            count_denied: Whether a choice after a word such as `not` counts.
         """
         text = normalise_choice_text(without_markup(text), keep_end=True)
         mentions: list[tuple[int, int]] = []  # the position of each, and the index of its choice
@@ -248,10 +248,10 @@ def is_called_wrong(text: str, match: re.Match[str]) -> bool:
     supposed in `B would be right if ...`.
     """
     text_before = text[max(0, match.start() - _WRONG_BEFORE_CHARS) : match.start()]
-    text_behind = text[match.end() : match.end() + _WRONG_BEHIND_CHARS]
-    if _SUPPOSITION_PATTERN.match(text_behind):
+    text_after = text[match.end() : match.end() + _WRONG_AFTER_CHARS]
+    if _SUPPOSITION_PATTERN.match(text_after):
         return True
-    rest_of_line = text_behind.split("\n")[0]
+    rest_of_line = text_after.split("\n")[0]
     # The mark stands in the place of the letter, so that one pattern sees both sides of it.
     return _CALLED_WRONG_PATTERN.search(f"{text_before} | {rest_of_line}") is not None
 
@@ -299,7 +299,7 @@ def has_digit_or_pi(text: str) -> bool:
 
 
 def _without_unit(normalised_text: str) -> str:
-    """Strip a normalised text to its number, without a name before it and a unit behind it.
+    """Strip a normalised text to its number, without a name before it and a unit after it.
 
     `x= 5 cm` gives `5`. A text without a digit gives "".
     """

@@ -1,4 +1,4 @@
-"""Makes a score file of a file of predictions, as the verb `score` does.
+"""Makes a score file of a file of predictions, as the subcommand `score` does.
 
 The same score as flat numbers goes into the log of a training.
 """
@@ -88,7 +88,7 @@ def metrics_in_training(
 ) -> dict[str, float]:
     """Score rows during a training, as flat numbers for its log, such as `mathvista_accuracy`.
 
-    The options are the defaults of the benchmark's verb `score`.
+    The options are the defaults of the benchmark's subcommand `score`.
 
     Args:
         benchmark: The benchmark, whose name is the prefix of each number.

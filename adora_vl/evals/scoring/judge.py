@@ -327,8 +327,8 @@ def read_answer_tags(text: object) -> str:
     reply = text_after_thinking(text) if isinstance(text, str) else ""
     if "<answer>" not in reply or "</answer>" not in reply:
         raise EndpointError("the reply has no <answer>...</answer>")
-    text_behind_tag = reply.rsplit("<answer>", 1)[1]
-    answer = text_behind_tag.split("</answer>", 1)[0].strip()
+    text_after_tag = reply.rsplit("<answer>", 1)[1]
+    answer = text_after_tag.split("</answer>", 1)[0].strip()
     if len(answer) > _MAX_ANSWER_CHARS:
         raise EndpointError(f"the report has {len(answer)} characters")
     return "" if answer in ("", _NO_ANSWER_WORD) else answer

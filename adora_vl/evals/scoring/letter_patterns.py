@@ -19,7 +19,7 @@ _ANSWER_WORDS_REGEX = (
     r"\s*[:：=为是–—-]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
     r"(?:not\s+[(（]?[A-Z][)）]?,?\s+but\s+(?:rather\s+)?)?"
 )
-# Words behind which a letter is the answer if it ends its clause: `therefore I think it is B`,
+# Words after which a letter is the answer if it ends its clause: `therefore I think it is B`,
 # `Therefore: B`.
 _CONCLUSION_WORDS_REGEX = (
     r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleaves\b"
@@ -67,7 +67,7 @@ class LetterPatterns(NamedTuple):
     letter_with_verdict: re.Pattern[str]
     """`A: no` and `B is true`, with the group `yes` where the letter is called right."""
     rest_of_list: re.Pattern[str]
-    """The rest of a list behind a letter: ` or C` in `A or C`."""
+    """The rest of a list after a letter: ` or C` in `A or C`."""
     beginning_of_list: re.Pattern[str]
     """The beginning of a list before a letter: `A or ` in `A or C`."""
 
@@ -78,7 +78,7 @@ def letter_patterns(last_letter: str) -> LetterPatterns:
     capital = f"[A-{last_letter}]"
     any_case = f"[A-{last_letter}a-{last_letter.lower()}]"
     bracketed = rf"[(（\[]\s*({any_case})\s*[)）\]]"
-    # In brackets a letter may have any case. A lone capital needs an end behind it, because
+    # In brackets a letter may have any case. A lone capital needs an end after it, because
     # `A` is the article in `A circle`.
     letter = (
         rf"(?:{bracketed}|({capital})(?=\s*(?:[.,:;)!）、。，：で]|\n"

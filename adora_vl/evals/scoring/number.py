@@ -42,7 +42,7 @@ _POWER_OF_TEN_PATTERN = re.compile(
     r"(?<![\w.])(\d+(?:\.\d+)?) ?(?:\\times|\\cdot|[×x*]) ?10 ?\^ ?\{? ?(-?\d+) ?\}?"
 )
 _BRACKETED_LIST_PATTERN = re.compile(r"\[[^\[\]]*\]")
-# Words behind which a sentence says its answer.
+# Words after which a sentence says its answer.
 _ANSWER_WORDS_PATTERN = re.compile(
     r"(?:\b(?:answer|final value|result)\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bwould "
     r"be\b|[:：=])|答案[是为:：]*)[\s:：]*",
@@ -53,7 +53,7 @@ _BOLD_PATTERN = re.compile(r"\*\*([^*\n]+)\*\*")
 _CONCLUSION_WORDS_PATTERN = re.compile(
     r"\b(?:so|therefore|thus|hence|consequently)\b|因此|所以", re.IGNORECASE
 )
-# Verbs and signs behind which a sentence gives its number.
+# Verbs and signs after which a sentence gives its number.
 _VERB_PATTERN = re.compile(
     r"(?:\b(?:is|are|was|were|be|equals?|gives?|get|left "
     r"with|have|has|had|approximately|about|around|total of)\b"
@@ -233,7 +233,7 @@ def _find_candidate_parts(
 
 
 def _find_statements(sentences: list[str]) -> list[str]:
-    """Return the texts behind words such as `the answer is`, and behind a heading `Answer`.
+    """Return the texts after words such as `the answer is`, and after a heading `Answer`.
 
     A text is the rest of the sentence, or the next sentence if the rest is empty: the sentences
     `The answer is 5`, `Answer` and `6 cm` give `5` and `6 cm`.
@@ -282,8 +282,8 @@ def _find_answer_number(sentence: str, question_numbers: set[str]) -> str | None
     - if there are none, number words such as `three`
     - if there are none either, the numbers of the question
 
-    Among these it is the first one behind the last verb or `=` with a number behind it: 7 in
-    `So 3 + 4 = 7 cm`. If no verb has a number behind it, it is the last number.
+    Among these it is the first one after the last verb or `=` with a number after it: 7 in
+    `So 3 + 4 = 7 cm`. If no verb has a number after it, it is the last number.
     """
     sentence = _write_as_decimals(_STEP_HEADING_PATTERN.sub("", sentence))
     sentence = _without_explanation(sentence)
@@ -296,9 +296,9 @@ def _find_answer_number(sentence: str, question_numbers: set[str]) -> str | None
         numbers = _find_number_words(sentence) or in_digits
     positions = [number.position for number in numbers]
     for verb in reversed(list(_VERB_PATTERN.finditer(sentence))):
-        index_behind_verb = bisect_left(positions, verb.end())
-        if index_behind_verb < len(numbers):
-            return numbers[index_behind_verb].text
+        index_after_verb = bisect_left(positions, verb.end())
+        if index_after_verb < len(numbers):
+            return numbers[index_after_verb].text
     return numbers[-1].text if numbers else None
 
 

@@ -3,7 +3,7 @@
 import re
 
 MAX_RESPONSE_CHARS = 50_000  # of the end of a response; a longer one is a loop
-# The beginning of a question that a model asks itself behind its answer, in the words of the
+# The beginning of a question that a model asks itself after its answer, in the words of the
 # prompt. A heading of Markdown, such as `### Final Answer`, is none.
 _NEXT_QUESTION_PATTERN = re.compile(
     r"\n[^\S\n]*(?:Hint: Please answer|(?:###\s*)?(?:Question|Human|User|Instruction|Input)\b\s*:?\s*"

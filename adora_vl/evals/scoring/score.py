@@ -105,7 +105,7 @@ def score_predictions(
     *,
     answer_tags: bool = False,
 ) -> ScoredBenchmark:
-    """Grade predictions by the rules that `options` name, and compute all metrics of the score file.
+    """Grade predictions by the rules that `options` name, and compute the metrics of a score file.
 
     Args:
         benchmark: The benchmark, which grades each answer.
@@ -181,7 +181,7 @@ def grade_rows(
 ) -> tuple[Sequence[Prediction], list[GradedAnswer]]:
     """Grade all rows by a benchmark, without their blocks of thinking.
 
-    Only the part of a response behind `</think>` is graded. If nothing is left, the answer is
+    Only the part of a response after `</think>` is graded. If nothing is left, the answer is
     wrong, even by rules that would guess the nearest choice.
 
     Returns the rows as `benchmark.prepare` made them, without thinking and, for example, with the
@@ -204,7 +204,7 @@ def grade_rows(
 def _record_thinking(graded: GradedAnswer, *, has_answer: bool) -> GradedAnswer:
     """Return the graded answer with its field `thinking` set, for a response that had thinking.
 
-    `has_answer` says whether the response has a text behind its block of thinking. If not, the
+    `has_answer` says whether the response has a text after its block of thinking. If not, the
     answer is wrong.
     """
     if has_answer:
@@ -232,7 +232,7 @@ def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
 
 
 def _remove_thinking(row: Prediction, opens_thinking: bool) -> Prediction:
-    """Return a row whose response is cut to the part behind its block of thinking.
+    """Return a row whose response is cut to the part after its block of thinking.
 
     `opens_thinking` says that all responses begin inside such a block. If it is false, a row may
     still say so in its own field `thinking_opened`.
@@ -274,7 +274,7 @@ class HasRules(Protocol):
 
 
 def describe_rule_set(options: HasRules) -> dict[str, Any]:
-    """Return the `rules` of a score file, for a benchmark with several sets of rules to choose from.
+    """Return the `rules` of a score file, for a benchmark with several sets of rules.
 
     `--rules letter` gives `{"rules": "letter"}`.
     """

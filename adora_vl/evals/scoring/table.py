@@ -69,7 +69,7 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def _repeats_overall(
     metric_by_group: Mapping[str, AccuracyMetric], overall: AccuracyMetric
 ) -> bool:
-    """Return whether a kind has one group with all answers, so that its row would repeat the first."""
+    """Return whether a kind has one group with all answers, whose row would repeat the first."""
     return [metric.get("total") for metric in metric_by_group.values()] == [overall.get("total")]
 
 
@@ -192,8 +192,8 @@ def _answer_lines(score: Score) -> list[str]:
 def step_lines(metrics: Mapping[str, Any]) -> list[str]:
     """Format the metrics of `step_metrics` as lines for the screen.
 
-    They say how many claims of an answer, such as `angle ABC = 40`, are true, and which share of the
-    right answers is right by luck.
+    They say how many claims of an answer, such as `angle ABC = 40`, are true, and which share of
+    the right answers is right by luck.
     """
     lines = [
         f"true claims of an answer: {_number_with_interval(metrics['true'])}",

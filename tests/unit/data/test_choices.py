@@ -104,7 +104,7 @@ def training_prompts(folder: Path, *words: str) -> list[str]:
 def evaluation_options(folder: Path, *words: str) -> Any:
     """The options that name the data of an evaluation with these words."""
     arguments = ["infer", "--model", "tiny", "--data", str(folder), "--output", "o", *words]
-    return parse_evaluation(arguments, BENCHMARK).ask.data
+    return parse_evaluation(arguments, BENCHMARK).ask_options.data
 
 
 def evaluation_prompts(folder: Path, *words: str) -> list[str]:

@@ -350,7 +350,7 @@ def test_a_template_makes_the_prompts_of_training_and_evaluation(
         "--prompt",
         "{tip}: {problem}",
     ]
-    options = parse_evaluation(words, BENCHMARK).ask.data
+    options = parse_evaluation(words, BENCHMARK).ask_options.data
     problems = BENCHMARK.load(options).problems
     assert all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems)
     assert problems
@@ -549,7 +549,7 @@ def test_a_model_is_asked_in_the_words_of_its_training(
 
     def prompts(model: object, *words: str) -> tuple[Any, Any]:
         arguments = ["infer", "--model", str(model), "--data", "d", "--output", "o", *words]
-        options: Any = parse_evaluation(arguments, BENCHMARK).ask
+        options: Any = parse_evaluation(arguments, BENCHMARK).ask_options
         return options.system_prompt, options.data.prompt
 
     for model in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
@@ -581,7 +581,7 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
     ):
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
         arguments = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
-        settings = build_settings(parse_evaluation(arguments, BENCHMARK).ask)
+        settings = build_settings(parse_evaluation(arguments, BENCHMARK).ask_options)
         assert (
             ChatProcessor.from_settings(settings).render([{"role": "user", "content": "x"}])
             == rendered

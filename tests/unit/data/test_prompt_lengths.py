@@ -634,7 +634,7 @@ def test_a_benchmark_knows_the_sizes_of_its_images(
         with subtests.test(name), pytest.MonkeyPatch.context() as patched:
             benchmark = import_module(f"eval.{name}").BENCHMARK
             words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
-            problems = benchmark.load(parse_evaluation(words, benchmark).ask.data).problems
+            problems = benchmark.load(parse_evaluation(words, benchmark).ask_options.data).problems
             expected = [[image.size for image in problem.images()] for problem in problems]
             assert len(problems) == 3
             assert all(len(sizes) == 1 for sizes in expected)

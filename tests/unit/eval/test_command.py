@@ -41,23 +41,23 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     )
     words = ["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"]
     command: Any = parse_command(words, GEOMETRY3K)
-    options = command.ask
+    options = command.ask_options
     assert options.model == "from/file"
     assert options.max_tokens == 7
     assert options.limit == 4
     assert options.seed == 5
     assert options.system_prompt is None
-    assert command.score.rounding is True
+    assert command.score_options.rounding is True
     words = ["run", "--config", str(config), "--no-rounding", *REQUIRED_WORDS]
     command = parse_command(words, GEOMETRY3K)
-    assert command.score.rounding is False
+    assert command.score_options.rounding is False
     command = parse_command(["infer", "--config", str(config), *REQUIRED_WORDS], GEOMETRY3K)
-    assert command.score is None
+    assert command.score_options is None
 
 
 def test_defaults_are_greedy_and_the_trainings_prompt():
     """Without options a model is asked as the training asks it, at temperature 0."""
-    options = parse_command(["infer", *REQUIRED_WORDS], GEOMETRY3K).ask
+    options = parse_command(["infer", *REQUIRED_WORDS], GEOMETRY3K).ask_options
     assert options.temperature == 0.0
     assert options.system_prompt == SYSTEM_PROMPT
     assert options.dtype == "auto"
@@ -67,7 +67,7 @@ def test_defaults_are_greedy_and_the_trainings_prompt():
     command_without_prompt = parse_command(
         ["infer", *REQUIRED_WORDS, "--system-prompt", "none"], GEOMETRY3K
     )
-    assert command_without_prompt.ask.system_prompt is None
+    assert command_without_prompt.ask_options.system_prompt is None
 
 
 def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, case_folder):
@@ -128,9 +128,9 @@ def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case_folder):
             config = folder / "c.yaml"
             config.write_text(f"no_image: {value}\n")
             command: Any = parse_command(["run", *REQUIRED_WORDS, "--config", str(config)], MMSTAR)
-            assert command.ask.data.no_image is without_image
+            assert command.ask_options.data.no_image is without_image
             command = parse_command(["run", *REQUIRED_WORDS, "--no-image"], MMSTAR)
-            assert command.ask.data.no_image is True
+            assert command.ask_options.data.no_image is True
 
 
 @pytest.fixture(scope="module")

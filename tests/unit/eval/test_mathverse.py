@@ -214,7 +214,7 @@ def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path):
 
     def load(*words: str) -> list[Any]:
         command = ["infer", "--model", "m", "--data", str(folder), "--output", "o", *words]
-        return BENCHMARK.load(parse_command(command, BENCHMARK).ask.data).problems
+        return BENCHMARK.load(parse_command(command, BENCHMARK).ask_options.data).problems
 
     assert [problem.fields["problem_version"] for problem in load()] == list(PROBLEM_VERSIONS[:5])
     text_only_problems = load("--split", "testmini_text_only")
@@ -247,7 +247,7 @@ def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     hub_id = "AI4Math/MathVerse"
     words = ["infer", "--model", "m", "--data", hub_id, "--output", "o", "--split", "all"]
-    problems = BENCHMARK.load(parse_command(words, BENCHMARK).ask.data).problems
+    problems = BENCHMARK.load(parse_command(words, BENCHMARK).ask_options.data).problems
     assert len(problems) == 4
     assert requests == [
         (hub_id, "testmini", "testmini"),

@@ -39,11 +39,11 @@ def test_the_command_and_a_training_have_the_same_defaults(name: str) -> None:
     """An evaluation on the way builds its options without a command line."""
     benchmark = find_benchmark(name)
     command = parse_command(["run", "--model", "M", "--data", "D", "--output", "O"], benchmark)
-    assert isinstance(command.ask, AskOptions)
-    assert command.score is not None
-    prompt = getattr(command.ask.data, "prompt", None)
-    assert command.ask.data == default_data_options(benchmark, "D", prompt)
-    assert replace(command.score, output=None) == benchmark.score_options()
+    assert isinstance(command.ask_options, AskOptions)
+    assert command.score_options is not None
+    prompt = getattr(command.ask_options.data, "prompt", None)
+    assert command.ask_options.data == default_data_options(benchmark, "D", prompt)
+    assert replace(command.score_options, output=None) == benchmark.score_options()
 
 
 def test_an_option_without_a_default_is_refused_where_the_benchmark_is_made() -> None:

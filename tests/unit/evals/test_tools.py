@@ -135,7 +135,9 @@ def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
         "--config",
         str(tmp_path / "c.yaml"),
     ]
-    settings = check_options(parse_command([*arguments, "--engine", "transformers"], BENCHMARK).ask)
+    settings = check_options(
+        parse_command([*arguments, "--engine", "transformers"], BENCHMARK).ask_options
+    )
     fingerprint = settings.fingerprint_fields
     assert fingerprint["tools"] == ["line", "two"]
     assert fingerprint["tool_options"]["images"] == 3
@@ -181,7 +183,7 @@ def test_a_conversation_is_that_of_a_rollout(turns, max_tokens, reason, n_calls)
     arguments = ["infer", "--model", str(PRETRAINED_FOLDER), "--data", "D", "--output", "O"]
     arguments += ["--engine", "transformers", "--max-tokens", str(max_tokens)]
     arguments += ["--tools", "line", "--max-tool-calling-iterations", "1"]
-    options = parse_command(arguments, BENCHMARK).ask
+    options = parse_command(arguments, BENCHMARK).ask_options
     engine = ScriptedEngine(check_options(options), *turns)
     picture = Image.new("RGB", (112, 112), "white")
     messages = conversation_with_images("Find x.", 1, None)
@@ -224,7 +226,7 @@ def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
     )
     arguments = ["infer", "--model", str(PRETRAINED_FOLDER), "--data", "D", "--output", "O"]
     arguments += ["--engine", "transformers", "--tools", "line", f"{tmp_path / 'own.py'}:closed"]
-    options = parse_command([*arguments, "--max-tokens", "3000"], BENCHMARK).ask
+    options = parse_command([*arguments, "--max-tokens", "3000"], BENCHMARK).ask_options
     engine = ScriptedEngine(check_options(options), call, "It is 7.")
     picture = Image.new("RGB", (112, 112), "white")
     request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)
