@@ -156,19 +156,14 @@ def split_off_instruction(problem: str) -> ProblemAndInstruction:
     where there are no such sentences, or where nothing stands before them.
     """
     no_instruction = ProblemAndInstruction(problem, instruction="")
+    sentence_starts = [0, *(gap.end() for gap in _SENTENCE_ENDS.finditer(problem))]
     # Go backwards from the last sentence, as long as each one says how to answer.
     instruction_start = len(problem)
-    sentence_end = len(problem)
-    for gap in reversed(list(_SENTENCE_ENDS.finditer(problem))):  # the spaces between sentences
-        sentence = problem[gap.end() : sentence_end]
+    for start in reversed(sentence_starts):
+        sentence = problem[start:instruction_start]
         if sentence.strip() and not _ANSWER_INSTRUCTION.search(sentence):
             break
-        instruction_start = gap.end()
-        sentence_end = gap.start()
-    else:  # no sentence stopped the loop, and the first one may be an instruction too
-        first_sentence = problem[:sentence_end]
-        if not first_sentence.strip() or _ANSWER_INSTRUCTION.search(first_sentence):
-            return no_instruction
+        instruction_start = start
     question = problem[:instruction_start].rstrip()
     instruction = problem[instruction_start:].strip()
     if not question or not _FORMAT_INSTRUCTION.search(instruction):

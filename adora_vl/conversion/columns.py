@@ -93,11 +93,11 @@ class Columns:
 
         For the name `reward_model.ground_truth` it is the column `reward_model`.
         """
-        existing = set(present)
+        present_set = set(present)
         columns = []
         for name in self.table_names:
-            columns += [column for column, _ in _possible_columns(name, existing)]
-        return list(dict.fromkeys(columns))
+            columns += [column for column, _ in _possible_columns(name, present_set)]
+        return list(dict.fromkeys(columns))  # each once
 
     @property
     def features(self) -> Features:
@@ -337,20 +337,19 @@ def class_names(columns: Columns, features: Mapping[str, Any]) -> dict[str, Sequ
 
     Such a column is a `ClassLabel`, or a list of them, in `features`, those of `datasets`.
     """
-    if not features:
-        return {}
-    names = {}
+    names_by_column = {}
     for name in columns.table_names:
         for column, path in _possible_columns(name, features):
             feature: Any = features[column]
+            # Follow a path such as `ground_truth` into the objects of the column, also in lists.
             for key in path.split("."):
                 feature = _feature_of_items(feature)
                 if isinstance(feature, Mapping):
                     feature = feature.get(key, feature)
             feature = _feature_of_items(feature)
             if getattr(feature, "names", None):  # a `ClassLabel` has them
-                names[name] = feature.names
-    return names
+                names_by_column[name] = feature.names
+    return names_by_column
 
 
 def _feature_of_items(feature: object) -> Any:
@@ -407,15 +406,20 @@ def require_columns(columns: Columns, present: Iterable[str], where: str) -> Non
 
     `present` has the names of the table's columns, and `where` is the table in words.
     """
-    names = list(present)
-    existing = set(names)
-    missing = []
+    present_names = list(present)
+    present_set = set(present_names)
+    missing = []  # such as `'awnser'; did you mean 'answer'?`
     for name in columns.table_names:
-        if not any(_possible_columns(name, existing)) and name not in columns.optional:
-            missing.append(f"{name!r:.60}{did_you_mean(name, islice(names, _MAX_COMPARED))}")
+        is_present = any(_possible_columns(name, present_set))
+        if not is_present and name not in columns.optional:
+            hint = did_you_mean(name, islice(present_names, _MAX_COMPARED))
+            missing.append(f"{name!r:.60}{hint}")
     if missing:
-        ellipsis = f", ... ({len(names)} columns)" if len(names) > _MAX_SHOWN else ""
-        has = ", ".join(f"{column:.40}" for column in names[:_MAX_SHOWN]) or "none"
+        shown_names = ", ".join(f"{column:.40}" for column in present_names[:_MAX_SHOWN])
+        ellipsis = ""
+        if len(present_names) > _MAX_SHOWN:
+            ellipsis = f", ... ({len(present_names)} columns)"
         raise UserError(
-            f"columns: {where} has no column {', and none '.join(missing)}; it has {has}{ellipsis}"
+            f"columns: {where} has no column {', and none '.join(missing)}; it has "
+            f"{shown_names or 'none'}{ellipsis}"
         )

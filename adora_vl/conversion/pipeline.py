@@ -135,7 +135,9 @@ def _answer_warnings(row: Row) -> dict[str, str]:
     # The answer to a problem with choices is one of them, so its spelling does not matter.
     if row["choices"] is not None:
         return warnings
-    reference = parse_reference(answer)  # as the grader of the training reads it
+    # As the grader of the training reads it: `kind` is `number` or `text`, say, and `reason` says
+    # why a text is nothing else.
+    reference = parse_reference(answer)
     has_number = re.search(r"[0-9]", answer) is not None
     has_words = re.search("[A-Za-z#]", answer) is not None  # `3 apples` or `#### 5`
     is_letter = _OPTION_LETTER.fullmatch(answer) is not None
