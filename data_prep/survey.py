@@ -211,7 +211,7 @@ def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str
     for size in sizes:
         total += image_tokens(
             size,
-            unit=vision.unit,
+            token_side=vision.unit,
             min_pixels=vision.min_pixels,
             max_pixels=vision.max_pixels,
             row_id=row["id"],

@@ -339,7 +339,9 @@ class CleaningOptions:
             raise UserError(
                 f"min_pixels: {self.min_pixels} is over max_pixels, {self.max_pixels}; lower it"
             )
-        return PixelLimits(min_pixels=self.min_pixels, max_pixels=self.max_pixels, unit=token_side)
+        return PixelLimits(
+            min_pixels=self.min_pixels, max_pixels=self.max_pixels, token_side=token_side
+        )
 
 
 def prepare(

@@ -161,7 +161,7 @@ class PixelLimits:
 
     min_pixels: int | None = None
     max_pixels: int | None = None
-    unit: int = SMALLEST_TOKEN_SIDE  # the side of an image token in pixels
+    token_side: int = SMALLEST_TOKEN_SIDE  # the side of an image token in pixels
 
 
 def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
@@ -224,7 +224,7 @@ def _clean_images(raw: RawProblem, limits: PixelLimits) -> list[Image.Image]:
                 encoded,
                 min_pixels=limits.min_pixels,
                 max_pixels=limits.max_pixels,
-                unit=limits.unit,
+                token_side=limits.token_side,
             )
         except UnreadableImageError as error:
             wrong = f"image {number} ({len(encoded)} bytes) is not usable ({error})"

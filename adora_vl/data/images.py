@@ -62,14 +62,14 @@ def open_picture(source: Any) -> Image.Image:
 
 @lru_cache(maxsize=4096)
 def model_size(
-    width: int, height: int, unit: int, min_pixels: int, max_pixels: int
+    width: int, height: int, token_side: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
     """Return the width and height that a processor with these limits resizes a picture to.
 
     Args:
         width: the picture's width in pixels.
         height: its height.
-        unit: the side of an image token in pixels; the new sides are multiples of it.
+        token_side: the side of an image token in pixels; the new sides are multiples of it.
         min_pixels: the least product of the sides.
         max_pixels: the largest product of the sides.
 
@@ -79,20 +79,20 @@ def model_size(
     # Importing it takes seconds, so it is done only where it is needed.
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-    new_height, new_width = smart_resize(height, width, unit, min_pixels, max_pixels)
+    new_height, new_width = smart_resize(height, width, token_side, min_pixels, max_pixels)
     return int(new_width), int(new_height)
 
 
 def image_tokens(
-    size: tuple[int, int], unit: int, min_pixels: int, max_pixels: int, row_id: object
+    size: tuple[int, int], token_side: int, min_pixels: int, max_pixels: int, row_id: object
 ) -> int:
     """Return how many tokens a picture takes in a prompt, by the processor's own rule.
 
-    A picture of 448 x 280 pixels within the limits, with a `unit` of 28, takes 16 * 10 tokens.
+    A picture of 448 x 280 pixels within the limits, with a token side of 28, takes 16 * 10 tokens.
 
     Args:
         size: the width and height of the picture.
-        unit: the side of an image token in pixels.
+        token_side: the side of an image token in pixels.
         min_pixels: the fewest pixels to which the processor resizes a picture.
         max_pixels: the most.
         row_id: the id of the picture's row, for the error.
@@ -101,14 +101,14 @@ def image_tokens(
         UserError: the processor refuses the picture.
     """
     try:
-        width, height = model_size(*size, unit, min_pixels, max_pixels)
+        width, height = model_size(*size, token_side, min_pixels, max_pixels)
     except ValueError as error:
         raise UserError(
             f"dataset: row {row_id} has an image of {size[0]} x {size[1]} pixels, which the "
             f"model's processor refuses ({error}); remove the row"
         ) from error
-    columns = width // unit
-    rows = height // unit
+    columns = width // token_side
+    rows = height // token_side
     return columns * rows
 
 
@@ -117,7 +117,7 @@ def size_to_store(
     height: int,
     min_pixels: int | None,
     max_pixels: int | None,
-    unit: int = VISION_BY_FAMILY[DEFAULT_FAMILY].unit,
+    token_side: int = VISION_BY_FAMILY[DEFAULT_FAMILY].unit,
 ) -> tuple[int, int]:
     """Return the width and height, in pixels, at which to store a picture.
 
@@ -131,19 +131,19 @@ def size_to_store(
         height: its height.
         min_pixels: the lower limit on the product of the sides; None for no limit.
         max_pixels: the upper limit.
-        unit: the side of an image token in pixels.
+        token_side: the side of an image token in pixels.
 
     Raises:
         ValueError: the processor's rule has no size of this shape within the limits.
     """
     upper_limit = max_pixels or sys.maxsize
     # The processor rounds each side to whole tokens before it compares.
-    rounded_pixels = round(width / unit) * round(height / unit) * unit**2
+    rounded_pixels = round(width / token_side) * round(height / token_side) * token_side**2
     if (min_pixels or 0) <= rounded_pixels <= upper_limit:
         return width, height
-    lower_limit = min_pixels or unit**2  # the processor makes no side shorter than one token
+    lower_limit = min_pixels or token_side**2  # the processor makes no side shorter than one token
     new_width, new_height = model_size(
-        width, height=height, unit=unit, min_pixels=lower_limit, max_pixels=upper_limit
+        width, height=height, token_side=token_side, min_pixels=lower_limit, max_pixels=upper_limit
     )
     if not lower_limit <= new_width * new_height <= upper_limit:
         raise ValueError(f"no size of its shape is within {lower_limit} to {upper_limit} pixels")
@@ -166,7 +166,7 @@ def clean_image(
     encoded: bytes,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
-    unit: int = SMALLEST_TOKEN_SIDE,
+    token_side: int = SMALLEST_TOKEN_SIDE,
 ) -> Image.Image:
     """Return the picture upright, flattened on white, in mode RGB, and within the pixel limits.
 
@@ -174,7 +174,7 @@ def clean_image(
         encoded: the bytes of the picture's file.
         min_pixels: the fewest pixels; a smaller picture is enlarged. None for no limit.
         max_pixels: the most pixels; a larger picture is reduced. None for no limit.
-        unit: the side of an image token in pixels.
+        token_side: the side of an image token in pixels.
 
     Raises:
         UnreadableImageError: as `decoded_image` does, and for a picture with nothing on it.
@@ -182,7 +182,7 @@ def clean_image(
     image = decoded_image(encoded)
     _refuse_degenerate(image)
     try:
-        size = size_to_store(*image.size, min_pixels, max_pixels, unit)
+        size = size_to_store(*image.size, min_pixels, max_pixels, token_side)
     except ValueError as error:
         raise UnreadableImageError(
             reason="image_shape", why=f"{image.width} x {image.height} pixels: {error}"

@@ -159,7 +159,7 @@ def measure_prompts(
                 if size is not None:
                     row_image_tokens += image_tokens(
                         size,
-                        unit=limits.unit,
+                        token_side=limits.unit,
                         min_pixels=limits.low,
                         max_pixels=limits.high,
                         row_id=row_id,

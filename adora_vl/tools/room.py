@@ -244,6 +244,10 @@ def _fewest_picture_tokens(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
     # pixels that it accepts.
     token_side = view.unit
     width, height = model_size(
-        token_side, height=token_side, unit=token_side, min_pixels=view.low, max_pixels=view.high
+        token_side,
+        height=token_side,
+        token_side=token_side,
+        min_pixels=view.low,
+        max_pixels=view.high,
     )
     return (width // token_side) * (height // token_side)

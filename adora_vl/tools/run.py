@@ -495,7 +495,7 @@ class Toolbox:
                 height=height,
                 min_pixels=None,
                 max_pixels=self.options.max_pixels or self.view.high,
-                unit=unit,
+                token_side=unit,
             )
         except ValueError as error:
             raise CallError(f"the picture has {width} x {height} pixels: {error}") from None
