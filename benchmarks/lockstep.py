@@ -24,7 +24,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.peak_memory import ActivationMemory
 from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.training.micro_batch_memory import MicroBatchMemory, SubgroupSize
-from adora_vl.training.micro_batches import order_of_learning
+from adora_vl.training.micro_batches import training_order
 from adora_vl.training.rank_balance import plan_moves
 
 # The tokens of each rank's subgroups, in the order in which they are learned from
@@ -89,7 +89,7 @@ def order_by_length(subgroups: LengthsByRank, rng: random.Random) -> LengthsByRa
     return [
         [
             rank_tokens[number]
-            for number in order_of_learning(
+            for number in training_order(
                 range(len(rank_tokens)), tokens_by_subgroup=rank_tokens, optimizer_steps=1, seed=""
             )
         ]

@@ -209,7 +209,7 @@ class MicroBatchMemory:
         position 0 on.
 
         Args:
-            sizes_by_rank: for each rank the sizes of its subgroups in the order of learning,
+            sizes_by_rank: for each rank the sizes of its subgroups in the training order,
                 equally many on each.
             positions: the consecutive positions in this order that are split.
             max_subgroups: how many subgroups of the greatest possible length memory is planned for.

@@ -33,7 +33,7 @@ from adora_vl.utils.seeding import generator_at
 # Losses that take a mean over the rows of a micro-batch. With fewer rows each row would weigh more.
 LOSSES_WITH_ROW_MEAN = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
 
-# Splits consecutive positions in the order of learning into the micro-batches of a step.
+# Splits consecutive positions in the training order into the micro-batches of a step.
 SplitPositions = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 
@@ -91,7 +91,7 @@ def split_evenly(items: Sequence[int], part_count: int) -> list[list[int]]:
 def plan_micro_batches(
     subgroup_count: int, optimizer_steps: int, micro_batches_per_step: int, split: SplitPositions
 ) -> list[Sequence[int]]:
-    """Return the subgroups of every micro-batch, as their positions in the order of learning.
+    """Return the subgroups of every micro-batch, as their positions in the training order.
 
     Each optimizer step uses as few of its micro-batches as possible. The others are empty and come
     first: the last one triggers the reduction of gradients, so it must not be empty. For example, 5
@@ -122,7 +122,7 @@ def split_by_count(
     """Divide positions evenly into as few micro-batches as possible.
 
     Each gets at most `max_subgroups` subgroups, which are groups or parts of them. A position is the
-    place of a subgroup in the order of learning. For example, the positions 0 to 4 with
+    place of a subgroup in the training order. For example, the positions 0 to 4 with
     `max_subgroups` 2 become [[0, 1], [2, 3], [4]].
 
     If that is more than `max_micro_batches` micro-batches, each of these gets more subgroups
@@ -159,10 +159,10 @@ def tokens_of_subgroups(
     return tokens_by_subgroup
 
 
-def order_of_learning(
+def training_order(
     subgroups: Sequence[int], tokens_by_subgroup: Sequence[int], optimizer_steps: int, seed: str
 ) -> list[int]:
-    """Return the subgroups in the order of learning: the longest of each optimizer step come first.
+    """Return the subgroups in the training order: the longest of each optimizer step come first.
 
     The subgroups of each step are drawn at random, so that each step sees subgroups of all lengths.
     For example, subgroups 0 to 3 with 10, 40, 30 and 20 tokens, in two steps, may become 1 0 and 2
@@ -196,10 +196,9 @@ class MicroBatcher:
     """Divides generations into micro-batches.
 
     A subgroup is the rows that stay in one micro-batch: a group of rollouts, or as large a part of
-    it as divides a micro-batch. It has signal if any of its advantages is not 0. The order of
-    learning is a list of a rank's subgroups, of which consecutive ones become micro-batches.
-    `host_rows` is a copy of a batch's masks and lengths on the CPU, which can be read without
-    waiting for the GPU.
+    it as divides a micro-batch. It has signal if any of its advantages is not 0. The training order
+    is a list of a rank's subgroups, of which consecutive ones become micro-batches. `host_rows` is a
+    copy of a batch's masks and lengths on the CPU, which can be read without waiting for the GPU.
 
     Every rank calls every method, and all get equally many micro-batches with work.
     """
@@ -270,8 +269,8 @@ class MicroBatcher:
             "adora/skipped_groups", 1 - len(subgroups) / (row_count // layout.rows_per_subgroup)
         )
         sizes_by_rank = self._sizes_by_rank(host_rows, subgroups)
-        # The plan has, for each micro-batch, the positions of its subgroups in the order of
-        # learning. It is the same on all ranks.
+        # The plan has, for each micro-batch, the positions of its subgroups in the training order.
+        # It is the same on all ranks.
         plan = plan_micro_batches(
             len(subgroups),
             optimizer_steps=layout.optimizer_steps_per_pass,
@@ -312,7 +311,7 @@ class MicroBatcher:
     def _subgroups_to_learn_from(
         self, host_rows: HostRows, has_signal: Sequence[bool], key: str
     ) -> list[int]:
-        """Return the numbers of this rank's subgroups to learn from, in the order of learning.
+        """Return the numbers of this rank's subgroups to learn from, in the training order.
 
         Subgroups with signal, an advantage other than 0, are chosen first. All ranks learn from
         equally many subgroups: as many as the rank that has most of them with signal. Collective.
@@ -329,7 +328,7 @@ class MicroBatcher:
         )
         # Every optimizer step needs at least one subgroup: an empty one would reduce no gradients.
         min_subgroups = max(most_with_signal, optimizer_steps)
-        return order_of_learning(
+        return training_order(
             choose_subgroups(has_signal, min_subgroups, tokens_by_subgroup),
             tokens_by_subgroup=tokens_by_subgroup,
             optimizer_steps=optimizer_steps,
@@ -339,11 +338,11 @@ class MicroBatcher:
     def _sizes_by_rank(
         self, host_rows: HostRows, subgroups: Sequence[int]
     ) -> list[list[SubgroupSize]]:
-        """Return for each rank the sizes of its subgroups in the order of learning. Collective.
+        """Return for each rank the sizes of its subgroups in the training order. Collective.
 
         Args:
             host_rows: the copy of this rank's rows on the CPU.
-            subgroups: the numbers of this rank's subgroups, in the order of learning.
+            subgroups: the numbers of this rank's subgroups, in the training order.
         """
         size_by_subgroup = subgroup_sizes(
             host_rows, self.layout.rows_per_subgroup, shares_vision=self.config.uses("share_vision")
@@ -359,7 +358,7 @@ class MicroBatcher:
         With a `MicroBatchMemory` a micro-batch is filled up to the memory that is planned for it.
         Otherwise it has at most `per_device_train_batch_size` rows.
 
-        `sizes_by_rank`: for each rank the sizes of its subgroups in the order of learning.
+        `sizes_by_rank`: for each rank the sizes of its subgroups in the training order.
         """
         layout = self.layout
         max_subgroups = layout.micro_batch_rows // layout.rows_per_subgroup

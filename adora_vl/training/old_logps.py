@@ -142,7 +142,7 @@ class OldLogps:
         many.
 
         Args:
-            micro_batches: the micro-batches of the generation in the order of learning. Some are
+            micro_batches: the micro-batches of the generation in the training order. Some are
                 empty, on all ranks alike.
         """
         if self.source is not OldLogpsSource.MICRO_BATCHES:

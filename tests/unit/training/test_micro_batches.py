@@ -22,11 +22,11 @@ from adora_vl.training.micro_batch_memory import MicroBatchMemory
 from adora_vl.training.micro_batches import (
     MicroBatcher,
     choose_subgroups,
-    order_of_learning,
     plan_micro_batches,
     split_by_count,
     split_evenly,
     tokens_of_subgroups,
+    training_order,
 )
 from adora_vl.training.rank_balance import SubgroupMove, carry_out_moves, plan_moves
 from adora_vl.training.schedule import fill_slots
@@ -180,7 +180,7 @@ def test_ranks_find_subgroups_of_the_same_place_by_length_in_each_micro_batch(
     for _ in range(3):  # ranks, whose subgroups have other lengths
         tokens = rng.sample(range(1000), count)
         longest_first = sorted(range(count), key=lambda subgroup: -tokens[subgroup])
-        subgroups = order_of_learning(range(count), tokens, optimizer_steps=steps, seed="seed/12")
+        subgroups = training_order(range(count), tokens, optimizer_steps=steps, seed="seed/12")
         assert sorted(subgroups) == list(range(count))
         length_positions_by_rank.append([longest_first.index(subgroup) for subgroup in subgroups])
     first_rank, *other_ranks = length_positions_by_rank
@@ -198,7 +198,7 @@ def test_the_steps_on_a_generation_see_subgroups_of_all_lengths():
     tokens_by_subgroup = range(8)
     orders = set()
     for step in range(20):
-        order = order_of_learning(range(8), tokens_by_subgroup, optimizer_steps=4, seed=f"0/{step}")
+        order = training_order(range(8), tokens_by_subgroup, optimizer_steps=4, seed=f"0/{step}")
         orders.add(tuple(order))
     assert len(orders) > 10
     first_subgroups = {order[0] for order in orders}
