@@ -157,10 +157,10 @@ def push_to_server(server: Server, folder: str, rank: int) -> Push:
 
     def push(way: Way, tensors: Tensors) -> None:
         if way == "adapter":
-            with adapter_files.written(tensors) as files:
+            with adapter_files.write(tensors) as files:
                 server.read_adapter(files)
         else:
-            with merged_files.written(tensors) as files:
+            with merged_files.write(tensors) as files:
                 server.read_weights(files)
 
     return push

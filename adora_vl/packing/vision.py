@@ -128,7 +128,7 @@ class SharedVision:
         return True
 
     @contextmanager
-    def unshared(self) -> Iterator[None]:
+    def without_sharing(self) -> Iterator[None]:
         """Run the tower in every pass inside the block, over the images of that pass alone.
 
         All ranks then make the same passes, also where one of them has no image.

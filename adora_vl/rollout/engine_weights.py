@@ -134,11 +134,11 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
             lambda pool: pool.update_servers_in_use()
         )
         tensors = self._tensors_for_servers(sends_all=bool(any_missed_last_sync))
-        with self.server_group.weights_written(tensors) as folder:
+        with self.server_group.write_weights(tensors) as folder:
             self.server_group.on_first_rank(lambda pool: pool.read_weights(folder))
 
     @contextmanager
-    def weights_written(self, *, sends_all: bool) -> Iterator[Path]:
+    def write_weights(self, *, sends_all: bool) -> Iterator[Path]:
         """Write the policy's present weights to files, for servers that read them later.
 
         Yields the folder of the files, which exists inside the block. Collective.
@@ -148,7 +148,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         with ExitStack() as stack:
             with self._timed("sync"), engine_call("the weight sync"):
                 tensors = self._tensors_for_servers(sends_all=sends_all)
-                folder = stack.enter_context(self.server_group.weights_written(tensors))
+                folder = stack.enter_context(self.server_group.write_weights(tensors))
             self._engine_has_all_parameters = True
             yield folder
 

@@ -186,7 +186,7 @@ class AsyncServerSampler(VLLMSampler):
             lambda _: self._server_needs_all_weights
         )
         with ExitStack() as stack:
-            folder = stack.enter_context(self.engine.weights_written(sends_all=sends_all))
+            folder = stack.enter_context(self.engine.write_weights(sends_all=sends_all))
             is_first_rank = server_group.pool is not None
             if is_first_rank:
                 # The files outlive this block: `_read_weights` removes them.

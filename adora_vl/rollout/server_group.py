@@ -61,7 +61,7 @@ class ServerGroup:
     weight_files: WeightFiles | None = None  # on the first rank, where weights are sent as files
 
     @contextmanager
-    def weights_written(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Path]:
+    def write_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Path]:
         """Write named tensors to files, and yield their folder, which exists inside the block.
 
         Collective: the first rank writes, and the others only iterate over `tensors`, since each
@@ -72,7 +72,7 @@ class ServerGroup:
             def write(_: ServerPool) -> Path:
                 """Write the files, which the stack removes at the end of the block."""
                 assert self.weight_files is not None
-                return stack.enter_context(self.weight_files.written(tensors))
+                return stack.enter_context(self.weight_files.write(tensors))
 
             def take_part_in_gathering() -> None:
                 """Consume the iterator, whose steps are collective."""

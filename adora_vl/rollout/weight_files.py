@@ -55,7 +55,7 @@ class WeightFiles:
             shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
-    def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
+    def write(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
         """Write named tensors into a new folder, and yield it. It is removed after the block.
 
         A folder with an adapter stays until the next adapter was read. All of `tensors` are

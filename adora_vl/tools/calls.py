@@ -182,7 +182,7 @@ def read_call(call_text: str) -> ToolCall:
         raise CallError("arguments is no object, such as {...}")
     if _is_nested_deeper(arguments, _MAX_ARGUMENT_NESTING):
         raise CallError("the call is nested too deep")
-    return ToolCall(name=clean(call["name"]), arguments=arguments)
+    return ToolCall(name=replace_surrogates(call["name"]), arguments=arguments)
 
 
 def _refuse_constant(word: str) -> NoReturn:
@@ -276,12 +276,12 @@ def error_line(reason: str) -> str:
 
     For example, the reason "no file /home/me/a.png" gives "Error: no file a.png".
     """
-    return clean("Error: " + " ".join(_FOLDER_PATH_PATTERN.sub("", reason).split()))[
+    return replace_surrogates("Error: " + " ".join(_FOLDER_PATH_PATTERN.sub("", reason).split()))[
         :_MAX_ERROR_CHARS
     ]
 
 
-def clean(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return a text that a tokenizer accepts, which is one that UTF-8 can encode.
 
     JSON may contain half of a surrogate pair, such as `\\ud83d`, which is no character. It becomes

@@ -13,7 +13,7 @@ from typing import Any
 from adora_vl.data.prompts import CONTROL_TOKENS, find_control_token
 from adora_vl.rewards.safe_call import copy_argument
 from adora_vl.rollout.rollouts import RolloutGroup
-from adora_vl.tools.calls import clean, run_limited
+from adora_vl.tools.calls import replace_surrogates, run_limited
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import function_name, load_from_file, source_hash
@@ -182,7 +182,7 @@ class Environments:
             raise UserError(
                 f"{message_prefix}: reset returned a {type(result).__name__}; return a text or None"
             )
-        text = clean(result or "")
+        text = replace_surrogates(result or "")
         token = find_control_token(text, self.control_tokens)
         if token is not None:
             raise UserError(

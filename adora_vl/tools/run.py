@@ -37,10 +37,10 @@ from adora_vl.tools.calls import (
     ToolCall,
     build_tool_schema,
     check_arguments,
-    clean,
     error_line,
     find_calls,
     read_call,
+    replace_surrogates,
     run_limited,
 )
 from adora_vl.tools.environments import Environments
@@ -454,11 +454,11 @@ class Toolbox:
         if isinstance(value, Image.Image):
             return self._fit_picture(value)
         if isinstance(value, str):
-            return clean(value)
+            return replace_surrogates(value)
         try:
             if hasattr(value, "item"):  # a number of NumPy or torch
                 value = value.item()
-            return clean(json.dumps(value, ensure_ascii=False))
+            return replace_surrogates(json.dumps(value, ensure_ascii=False))
         except (TypeError, ValueError, RecursionError):
             raise CallError(
                 f"the tool returned a {type(value).__name__}, no text and no picture"

@@ -261,18 +261,18 @@ class BatchBuilder:
             for ids, is_counted in zip(completions, counts_in_loss, strict=True)
         ]
         batch: dict[str, Any] = {
-            "prompt_ids": self._padded(prompts.ids, pad_id, "left"),
-            "prompt_mask": self._padded([[1] * len(ids) for ids in prompts.ids], 0, "left"),
-            "completion_ids": self._padded(completions, pad_id, "right"),
-            "completion_mask": self._padded(completion_mask, 0, "right"),
+            "prompt_ids": self._pad(prompts.ids, pad_id, "left"),
+            "prompt_mask": self._pad([[1] * len(ids) for ids in prompts.ids], 0, "left"),
+            "completion_ids": self._pad(completions, pad_id, "right"),
+            "completion_mask": self._pad(completion_mask, 0, "right"),
         }
         if prompts.images is not None:
             batch |= self._image_fields(prompts, batch["completion_ids"], image_id)
         if policy_mask is not None:
-            batch["tool_mask"] = self._padded(policy_mask, 1, "right")
+            batch["tool_mask"] = self._pad(policy_mask, 1, "right")
         on_device: Batch = self.to_device(batch)
         if logps is not None:
-            logps_BC = self._padded(logps, fill=0.0, side="right", dtype=np.float32)
+            logps_BC = self._pad(logps, fill=0.0, side="right", dtype=np.float32)
             on_device["sampling_per_token_logps"] = logps_BC.to(
                 on_device["prompt_ids"].device, non_blocking=True
             )
@@ -302,17 +302,23 @@ class BatchBuilder:
             types_of_completions_BC = torch.zeros_like(completion_ids_BC)
             if name == "mm_token_type_ids" and image_id is not None:
                 types_of_completions_BC = (completion_ids_BC == image_id).long()
-            types_of_prompts_BP = self._padded(fields[name], 0, "left")
+            types_of_prompts_BP = self._pad(fields[name], 0, "left")
             fields[name] = torch.cat([types_of_prompts_BP, types_of_completions_BC], dim=1)
         return fields
 
-    def _padded(
+    def _pad(
         self, values: Sequence[Any], fill: float, side: str, dtype: type[np.generic] = np.int64
     ) -> Tensor:
-        """Return rows of unequal lengths as one tensor, (B, longest row).
+        """Return rows of unequal lengths as one padded tensor, (B, longest row).
 
-        Shorter rows are padded with `fill` on the `side`, "left" or "right". For example, [1, 2] and
-        [3] with 0 on the left give [[1, 2], [0, 3]]. In a float dtype None becomes NaN.
+        For example, [1, 2] and [3] with 0 on the left give [[1, 2], [0, 3]]. In a float dtype None
+        becomes NaN.
+
+        Args:
+            values: the rows.
+            fill: the value that shorter rows are padded with.
+            side: where they are padded, "left" or "right".
+            dtype: that of the result.
         """
         # NumPy reads a list of numbers a few times as fast as torch.
         rows = [torch.from_numpy(np.array(row, dtype=dtype)) for row in values]

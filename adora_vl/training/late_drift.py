@@ -64,7 +64,7 @@ class LateDriftCheck:
         rollouts = self._pair.join_sampling(prompts, samples)
         # Each pass computes the features of its own images: with sharded weights the ranks have to
         # make the same passes, and one rank may have an image where another has none.
-        with self._pair.images.vision.unshared():
+        with self._pair.images.vision.without_sharing():
             policy_logps_BC = self._pair.policy_logps(rollouts)
             self._drift_guard.check(
                 policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC, samples.step

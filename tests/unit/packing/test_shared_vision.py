@@ -485,7 +485,7 @@ def test_unshared_passes_ask_no_other_process(two_processes, monkeypatch):
         # Zero rows come first, so that there is something to join without a picture.
         no_pixels = torch.zeros(0, 16, dtype=torch.float64)
         pixels = torch.cat([no_pixels, *[pictures()[number] for number in pictures_of_row]])
-        with vision.unshared():
+        with vision.without_sharing():
             model.model.get_image_features(pixels, GRIDS[pictures_of_row])
         collectives_of_process.append([*collectives])
         collectives.clear()

@@ -534,12 +534,12 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
             yield name, torch.zeros(2)
 
     one_line = "adora_weight_transfer: .* cannot be written .*choose another"
-    with pytest.raises(UserError, match=one_line), files.written(tensors()):
+    with pytest.raises(UserError, match=one_line), files.write(tensors()):
         raise AssertionError("nothing was written")
     assert gathered_names == ["a", "b", "c"], "other ranks gather every tensor"
     monkeypatch.setattr("adora_vl.checkpoint.trl_state._MAX_FILE_BYTES", 8)
     shared = tmp_path / "w"
-    with WeightFiles(shared, tmp_path).written(tensors()) as folder:
+    with WeightFiles(shared, tmp_path).write(tensors()) as folder:
         assert len(list(folder.glob("*.safetensors"))) == 3
         assert [path.name for path in shared.iterdir()] == [folder.name]
     # What an earlier start of the same run has left, and a folder of another program.
@@ -548,13 +548,13 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
     (folder_of_killed_run / "lock").touch()
     (shared / "weights-000001").mkdir()
     shared.chmod(0o700)
-    with WeightFiles(shared, tmp_path).written(tensors()):
+    with WeightFiles(shared, tmp_path).write(tensors()):
         pass
     assert [path.name for path in shared.iterdir()] == ["weights-000001"], (
         "what a killed run has left is gone"
     )
     (shared / "weights-000001").rmdir()
-    with WeightFiles(shared, tmp_path).written(tensors()):
+    with WeightFiles(shared, tmp_path).write(tensors()):
         pass
     assert shared.stat().st_mode & 0o777 == 0o700, (
         "a folder that was there stays, with its owner's rights"
@@ -583,7 +583,7 @@ def test_weights_are_read_by_their_user_and_by_a_group_that_was_let_in(
         shared.chmod(mode_of_shared)
     umask_before = os.umask(0o022)
     try:
-        with WeightFiles(shared, tmp_path).written(iter([("w", torch.ones(2))])) as weight_folder:
+        with WeightFiles(shared, tmp_path).write(iter([("w", torch.ones(2))])) as weight_folder:
             expected_mode = 0o700 if mode_of_shared is None else mode_of_shared
             assert shared.stat().st_mode & 0o7777 == expected_mode
             assert weight_folder.stat().st_mode & 0o777 == mode_of_folder
@@ -596,11 +596,11 @@ def test_weights_are_read_by_their_user_and_by_a_group_that_was_let_in(
 def test_two_runs_share_one_folder_of_weights(tmp_path):
     """Each run writes into a subfolder of its own, and the last one to end removes the folder."""
     shared = tmp_path / "w"
-    with WeightFiles(shared, tmp_path / "one").written([("a", torch.zeros(2))]) as first:
-        with WeightFiles(shared, tmp_path / "other").written([("b", torch.ones(2))]) as second:
+    with WeightFiles(shared, tmp_path / "one").write([("a", torch.zeros(2))]) as first:
+        with WeightFiles(shared, tmp_path / "other").write([("b", torch.ones(2))]) as second:
             assert {path.name for path in shared.iterdir()} == {first.name, second.name}
             # A run in a container may have the host name and the output_dir of the first one.
-            with WeightFiles(shared, tmp_path / "one").written([("a", torch.ones(2))]) as third:
+            with WeightFiles(shared, tmp_path / "one").write([("a", torch.ones(2))]) as third:
                 assert first.is_dir()
                 assert load_file(first / "model-00001.safetensors")["a"].sum() == 0
                 assert third != first
