@@ -276,9 +276,9 @@ def error_line(reason: str) -> str:
 
     For example, the reason "no file /home/me/a.png" gives "Error: no file a.png".
     """
-    return replace_surrogates("Error: " + " ".join(_FOLDER_PATH_PATTERN.sub("", reason).split()))[
-        :_MAX_ERROR_CHARS
-    ]
+    without_folders = _FOLDER_PATH_PATTERN.sub("", reason)
+    one_line = " ".join(without_folders.split())
+    return replace_surrogates(f"Error: {one_line}")[:_MAX_ERROR_CHARS]
 
 
 def replace_surrogates(text: str) -> str:
