@@ -27,6 +27,7 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
         name: json.loads((tmp_path / name / "score.json").read_text())
         for name in ("after-grpo", "after-adora")
     }
+
     assert scores["after-grpo"]["total"] == scores["after-adora"]["total"] >= 400
     # the 95 % intervals of the two accuracies do not overlap
     assert scores["after-grpo"]["wilson_95"][1] < scores["after-adora"]["wilson_95"][0]
@@ -138,6 +139,7 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
         ]
     rewards_with_view = rewards["shown"]
     rewards_without_view = rewards["withheld"]
+
     assert len(rewards_with_view) == len(rewards_without_view) == 14
     assert fmean(rewards_with_view[-4:]) > max(0.45, fmean(rewards_with_view[:2]) + 0.1), (
         rewards_with_view

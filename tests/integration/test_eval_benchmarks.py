@@ -118,6 +118,7 @@ def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
         "12",
     ]
     argv += ["--batch-size", "1"]  # on whose make-up rounding depends
+
     assert main(MATHVISTA, [*argv, "--output", str(tmp_path / "one")]) == 0
     accelerate_launch("cpu_zero3", "-m", "eval.mathvista", *argv, "--output", str(tmp_path / "two"))
     of_one_process = tmp_path / "one" / "predictions.jsonl"

@@ -245,6 +245,7 @@ def test_early_stopping_ends_a_run_in_order_with_its_newest_checkpoint(tmp_path)
         callbacks=[EarlyStoppingCallback(early_stopping_patience=1)],
     )
     trainer.train()
+
     assert json.loads((tmp_path / "manifest.json").read_text())["status"] == "finished"
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())

@@ -291,5 +291,6 @@ def test_two_killed_processes_with_tools_and_servers_go_on_to_the_bit(tmp_path, 
         },
     )
     steps = read_step_metrics(uninterrupted)
+
     assert max(step["adora/refilled_groups"] for step in steps) > 0
     assert all(step["adora/called"] > 0 for step in steps)

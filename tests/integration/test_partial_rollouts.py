@@ -111,6 +111,7 @@ def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp
         **uncompared,
     )
     rollouts = pd.read_parquet(output_dir / "rollouts")
+
     assert set(rollouts["length"]) == {4}
     assert set(rollouts["segments"]) == {1}
     assert rollouts["truncated"].all()

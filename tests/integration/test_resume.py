@@ -225,6 +225,7 @@ def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path
     completed = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400
     )
+
     assert completed.returncode == 1
     assert "exitcode  : -9" in completed.stderr, completed.stderr[-2000:]
     assert command_lines_marked_with(mark) == []

@@ -40,6 +40,7 @@ def test_a_turn_that_would_pass_a_servers_context_ends_its_rollout(tmp_path, ser
         "adora_reward": f"{tmp_path / 'mine.py'}:reward",
         "adora_rollouts": "{ahead: 0}",
     }
+
     assert main(server_run_arguments(tmp_path / "out", server, **keys)) == 0
     rows = pq.read_table(tmp_path / "out" / "rollouts").to_pylist()
     # A call whose answer does not fit ends the rollout without it.

@@ -108,6 +108,7 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
         )
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     address = training_config(vllm_server_base_url=f"http://127.0.0.1:9,{fresh_server.url}")
+
     assert server_context_length(address) == 512, (
         "what the prompts of the training are held against"
     )
@@ -160,6 +161,7 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
             )
         )
     alone, again, _ = completions_of_runs
+
     assert alone == again
     assert len(set(alone)) > 8
     sent_alone, sent_again, sent_merged = megabytes_sent
@@ -219,6 +221,7 @@ def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path,
     steps = [
         step for step in read_metrics(tmp_path / "out" / METRICS_FILE) if "adora/drift" in step
     ]
+
     assert len(steps) == 4
     assert max(step["adora/drift"] for step in steps) < ROUNDING_DRIFT
     policy_gaps = [step["sampling/sampling_logp_difference/mean"] for step in steps]
@@ -253,6 +256,7 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
     run_command(
         ["bash", "setup/servers.sh", str(PRETRAINED_FOLDER), *argv], environment=environment
     )
+
     assert max(read_drifts(tmp_path / "out")) < ROUNDING_DRIFT
     assert command_lines_marked_with(mark) == []
 

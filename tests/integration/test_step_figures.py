@@ -83,6 +83,7 @@ def test_the_seconds_of_a_shorter_step_are_its_own(tmp_path):
     )
     steps = read_steps(run)
     epochs = [step["epoch"] for step in steps]
+
     # After three of an epoch's five generations, after all five, and after three of the next five.
     assert epochs == [
         pytest.approx(0.6),

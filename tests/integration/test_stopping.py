@@ -272,6 +272,7 @@ def test_two_machines_learn_what_two_processes_do(
     }
     on_two_machines = {folder.name: folder for folder in run_on_two_machines.saved}
     common_names = sorted(on_one_machine.keys() & on_two_machines.keys())
+
     assert common_names, (sorted(on_one_machine), sorted(on_two_machines))
     shipped_weights = load_file(PRETRAINED_FOLDER / "model.safetensors")
     for name in common_names:

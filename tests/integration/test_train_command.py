@@ -199,6 +199,7 @@ def test_lora_reaches_the_engine(tmp_path):
         "0.01",
     )
     steps = read_training_log(output_dir)
+
     assert len(steps) == 4
     assert all(step["adora/drift"] < 1e-3 for step in steps), "scored without LoRA's dropout"
     assert max(step["kl"] for step in steps) > 1e-3, "the adapter did not move the policy"
@@ -286,6 +287,7 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
     )
     log = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in log if "reward" in entry and "loss" in entry]
+
     assert [
         entry["eval_knights_accuracy"] for entry in log if "eval_knights_accuracy" in entry
     ] == [0.0]

@@ -296,6 +296,7 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
     )
     (line,) = re.findall(r"^error.*$", completed.stderr, flags=re.MULTILINE)
     newest, *_ = list_checkpoints(tmp_path / "out")
+
     assert re.fullmatch(
         r"error: step \d: adora_reward: judge: \S+ refuses the key in ADORA_VL_JUDGE_KEY for the "
         r"model 'j' \(HTTP 401: "

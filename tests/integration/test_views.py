@@ -160,6 +160,7 @@ def test_each_model_is_called_what_it_is(
         *cli_arguments(engine="transformers", model=model, data=folder_with_models / "data"),
     ]
     outputs = []
+
     for view in ("image", "text", "both", "blank"):
         output = str(tmp_path / view)
         arguments = [*argv, "--max-tokens", "40", *cli_arguments(view=view, output=output)]

@@ -137,6 +137,7 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
     run_command(command, environment={"ADORA_VL_HOME": str(tmp_path / "home")})
     log = json.loads((output_dir / "trainer_state.json").read_text())["log_history"]
     steps = [entry for entry in log if "reward" in entry and "loss" in entry]
+
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["adora/drift"] < 1e-3 for step in steps), "engine and trainer saw other prompts"
     assert [

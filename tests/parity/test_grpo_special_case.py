@@ -161,6 +161,7 @@ def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, 
     )
     stock_advantages = stock_result["batches"][0]["advantages"].view(-1, 8)
     our_advantages = ours["batches"][0]["advantages"].view(-1, 8)
+
     assert torch.equal(
         ours["batches"][0]["completion_ids"], stock_result["batches"][0]["completion_ids"]
     )

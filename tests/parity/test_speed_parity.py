@@ -197,6 +197,7 @@ def test_two_zero3_processes_with_groups_without_signal(tmp_path):
         tmp_path, "cpu_zero3", "--float32", *HALF_GROUPS_ON_TWO_PROCESSES, "--only", only
     )
     assert_equal_steps(result, LOSS_BOUND_FLOAT32)
+
     assert sum(result["packed_passes"]) > 0
     assert not result["refused"]
     for norm in values_by_step(result, "norms").values():

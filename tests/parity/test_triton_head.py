@@ -55,6 +55,7 @@ def test_the_kernels_of_a_gpu_are_as_float64(subtests):
         text=True,
         check=False,
     )
+
     assert completed.returncode == 0, completed.stderr[-2000:]
     forward, backward, *cases = json.loads(completed.stdout.splitlines()[-1])
     assert forward == backward == "InterpretedFunction"

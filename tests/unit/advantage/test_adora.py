@@ -218,6 +218,7 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
         "needs_correct": needs_correct,
     }
     attenuated = adora_weights(rewards, lengths, **options)
+
     assert attenuated.tolist() == [pytest.approx(case.attenuated)]
     amplified = adora_weights(
         rewards,
@@ -803,6 +804,7 @@ def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
     unknown_work = [[NAN] * 4] * 2
     groups = with_net_claims(groups_of_rewards(rewards, lengths), unknown_work)
     by_length = weigh_groups(groups, Adora(criteria=("working",)))
+
     assert by_length.weights_P.tolist() == [pytest.approx(0.1), 1.0]
     mode: Any
     for mode, factor in (("attenuation", 0.1), ("amplification", 4.0)):
@@ -836,6 +838,7 @@ def test_controls_act_on_weights_by_net_claims_as_on_those_by_length():
     shuffled = replace(options, assign="random").assign_weights(
         weighting, has_signal_P, seed=1, step=2
     )
+
     assert shuffled.weights_P.sum() == pytest.approx(weighting.weights_P.sum())
     assert not torch.equal(shuffled.weights_P, weighting.weights_P)
     by_rate = replace(options, assign="rate").assign_weights(

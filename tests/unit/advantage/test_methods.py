@@ -190,6 +190,7 @@ def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_
     for _ in range(2000):
         weights.update(losses_M, present_M)
     weights_P = weights.weights_M[bins_P]
+
     assert weights_P.tolist() == pytest.approx([1.62, 1.24, 1.07], abs=0.006)
     rate_P = right / 8
     sample_variance_P = rate_P * (1 - rate_P) * 7 / 8
@@ -269,6 +270,7 @@ def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
     saved_state = json.dumps(stopped.state())
     resumed = AdvantagePipeline({"daro": Daro()})
     resumed.load(json.loads(saved_state))
+
     assert resumed.state() == stopped.state(), "also if it stops before its first batch"
     resumed_steps = advantages_of_steps(resumed, 3, first=5)
     for resumed_step, expected_step in zip(resumed_steps, expected, strict=True):

@@ -385,6 +385,7 @@ def test_a_bank_holds_bytes_and_gives_a_tower_the_processors_numbers(processor):
     bank = ImageBanks(PatchNormalizer(image_processor, settings)).new("train")
     bank.references(entry, torch.device("cpu"))
     _, stored, grid_3 = bank.image(0)
+
     assert stored.dtype == torch.uint8
     assert 8 * stored.nbytes == expected.nbytes
     assert torch.equal(bank.pixels([0])[0], expected)

@@ -604,6 +604,7 @@ def test_groups_as_one_sequence_by_hand():
         groups=[[0, 1], [2]],
         prompt_positions=positions,
     )
+
     assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 2, 8, 9]]
     assert packed.position_ids.shape == (3, 1, 7)
     assert packed.position_ids[2, 0].tolist() == [0, 4, 5, 6, 7, 0, 1]
@@ -654,6 +655,7 @@ def test_the_longest_rollout_is_one_span_with_its_prompt():
     layout = PackedLayout(
         (one_rollout, three_rollouts, no_rollout), torch.zeros(1, dtype=torch.long)
     )
+
     # 4 + 2; 3 + 5, then 2 and 1; 2.
     assert layout.span_lengths == [6, 8, 2, 1, 2]
     # Where spans begin and end: of queries, and of keys, which have the prompt's three once more for

@@ -641,6 +641,7 @@ def test_flash_attention_gets_its_bounds_on_the_device():
         if isinstance(value, Tensor) and value.is_meta
     }
     bounds = {"image_cu_seqlens", "image_cu_window_seqlens"}
+
     assert on_device == {*bounds, "image_window_index", "image_position_ids"}
     assert bounds_by_name["image_max_seqlen"] == 480
     assert bounds_by_name["image_max_window_seqlen"] == 64

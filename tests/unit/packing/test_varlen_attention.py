@@ -156,6 +156,7 @@ def test_gradients_of_a_prompt_s_keys_are_added_up_before_they_are_rounded():
     weights = torch.ones(len(layout.key_positions_K), dtype=torch.bfloat16)
     weights[0] = 256
     (keys_of_spans(keys, layout).flatten() * weights).sum().backward()
+
     assert keys.grad is not None
     assert float(keys.grad[0, 0, 0, 0]) == 256 + 8
 
@@ -208,6 +209,7 @@ def test_the_kernel_is_tried_once_for_its_kind_before_it_is_used(monkeypatch):
     attention = VarlenAttention()
     query = fake_gpu_tensor()
     key = fake_gpu_tensor(heads=2)
+
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         assert attention.supports(query, key, 0.0)

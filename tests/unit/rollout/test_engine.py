@@ -65,6 +65,7 @@ def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(
     flat = FlatLogprobs()
     flat.extend(positions)
     expected = [value if math.isfinite(value) else -math.inf for value in values]
+
     assert logps_of_tokens(positions, tokens) == expected
     assert logps_of_tokens(flat, tokens) == expected
 
@@ -187,6 +188,7 @@ def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(mon
         {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}
     )
     parameters = SamplingParams(**engine.generation_kwargs).repetition_detection
+
     assert parameters is not None
     assert parameters.max_pattern_size == 2
     assert check_sequence_repetition([7, 1, 2, 1, 2, 1, 2], parameters), "1, 2 three times"
@@ -374,6 +376,7 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     # The rows are numbers 2 to 8, so groups of four begin at the third row and at the seventh.
     numbers: dict[str, Any] = {"first": 2, "generations": 4, "limit": 2}
     requests = sampling_requests(prompts, images_of_rows, **numbers)
+
     assert [len(request) for request in merge_requests(requests)] == [2, 2, 1, 1, 1]
     requests_of_one_group = [replace(request, group=0) for request in requests]
     assert [len(request) for request in merge_requests(requests_of_one_group)] == [4, 1, 2], (
@@ -419,6 +422,7 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
         for tokens, group, seed, limit in rollouts
     ]
     answers = engine.sample(requests, {**engine.sampling_settings, "temperature": 0.5})
+
     # vLLM expands the image token itself.
     assert [vllm_prompt["prompt_token_ids"] for vllm_prompt, _ in received_requests] == [
         [START, IMAGE, END, 1, *tokens] for tokens, *_ in rollouts[:4]
@@ -597,6 +601,7 @@ def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
     settings: dict[str, Any] = {"suppress_tokens": [7, 3]}
     config = GenerationConfig()
     prompt_tokens.never_sample([3, 1], settings, config)
+
     assert settings["suppress_tokens"] == config.suppress_tokens == [1, 3, 7]
     settings = {}
     config = GenerationConfig()

@@ -157,6 +157,7 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
         "sampling_per_token_logps": sampling,
         "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
     }
+
     assert ratio.needs_ratio(micro_batch)
     metrics = ratio.add_to_batch(micro_batch, logps)
     assert not ratio.needs_ratio(micro_batch)

@@ -154,6 +154,7 @@ def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(servers, tm
     engine = engine_with_servers(servers, tmp_path / "w")
     requests = requests_of_groups(5)
     results = sample_on_servers(engine, requests)
+
     # Five groups are five requests, of two rollouts each.
     assert [len(received_requests(server)) for server in servers] == [3, 2]
     assert {sent["n"] for server in servers for sent in received_requests(server)} == {2}
@@ -339,6 +340,7 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
     engine = engine_with_servers(servers, tmp_path / "w", model)
     engine.sync_weights()
     engine.sync_weights()
+
     assert len(trained) < len(everything)
     assert not (tmp_path / "w").exists()
     assert [server.weights for server in servers] == [[everything, trained]] * 2
@@ -371,6 +373,7 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
     for server in servers:
         server.lora = {"max_lora_rank": 8}
     engine = engine_with_servers(servers, tmp_path / "w", model)
+
     assert (
         "serves stand-in, to which the adapter goes alone; it has to be " in capsys.readouterr().out
     )
@@ -755,6 +758,7 @@ def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(server
     address = servers[0].url.replace("//", "//me:pass%40word@")
     (server,) = connect([address], 0, 0.0)
     basic = f"Basic {b64encode(b'me:pass@word').decode()}"
+
     assert server.base_url == servers[0].url
     assert servers[0].logins == {basic}
     config = SimpleNamespace(vllm_server_base_url=address)

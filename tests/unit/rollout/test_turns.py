@@ -252,6 +252,7 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     after = answer_last_turn(
         FakeTools("Picture 2: ", picture, " of <|image_pad|> and<|im_end|>"), before
     )
+
     assert after.segments[0] == before.segments[0]
     assert not after.has_ended
     missing_end = "" if end else "<|im_end|>"
@@ -321,6 +322,7 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
         (answer_last_turn(tools, turn_with_call, max_length=50), "room", False),
         (answer_last_turn(tools, turn_with_call, context_length=150), "room", False),
     ]
+
     for rollout, reason, has_end in cases:
         assert rollout.finish_reason == reason
         assert stop_criteria.rollout_has_stopped(rollout, "") is has_end
@@ -389,6 +391,7 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(picture
     facts = scorer.score(built, scores, group_size=3, step=0)
     assessment = computer.assess(facts, group_size=3, step=0)
     batch = built.batch
+
     assert assessment.groups.rewards_PG.tolist() == [[0, 1, 0]]
     # The first rollout's length leaves out the tool's tokens, and counts two tokens that end turns.
     wrong_length, right_length, _ = assessment.groups.lengths_PG[0].tolist()

@@ -388,6 +388,7 @@ def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change
     engine._dist = SimpleNamespace(gather_params=lambda _: nullcontext())
     engine.settings = EngineSettings()
     first = dict(engine._iter_named_params())
+
     assert first.keys() == original.keys()
     assert all(torch.equal(first[name], merged[name]) for name in merged)
     engine._engine_has_all_parameters = True

@@ -159,6 +159,7 @@ def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_the
     log = train_one_step(tmp_path, **keys).state.log_history[0]
     record = pd.read_parquet(next((tmp_path / "rollouts").glob("*.parquet")))
     is_learned_B = learned_batches[0]["completion_mask"].any(dim=1)
+
     assert 0 < is_learned_B.sum() < 32, "some of the 32 answers are cut off, and some are not"
     assert (~is_learned_B).tolist() == record["truncated"].tolist()
     assert log["completions/clipped_ratio"] == pytest.approx(record["truncated"].mean())
@@ -211,6 +212,7 @@ def test_the_surprisal_of_a_rollout_is_known_of_all_ranks():
     }
     measured = rollout_facts(torch.tensor([[1.0], [0.0]]), surprisal_N=surprisal(batch))
     facts = RolloutFacts.gather_from_ranks(measured, two_ranks)
+
     assert facts.length_N.tolist() == [0, 0, -1, -1], "this rank's zeros, and one less"
     assert facts.has_no_end_N.dtype == torch.bool
     groups = computer.assess(facts, group_size=2, step=0).groups
@@ -232,6 +234,7 @@ def test_the_net_claims_that_the_reward_steps_counts_reach_the_groups():
     facts = rollout_facts(rewards_NF).with_logged(extra_columns=claim_counts, logged_metrics={})
     assessment = computer.assess(facts, group_size=2, step=0)
     groups = assessment.groups
+
     assert groups.net_claims_PG is not None
     assert groups.net_claims_PG[0].tolist() == [2.0, 0.0]
     assert groups.net_claims_PG[1].isnan().all()
@@ -375,6 +378,7 @@ def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_
     )
     (batch,) = learned_batches
     largest_P = batch["advantages"].view(8, 4).amax(dim=1)
+
     assert largest_P.max() == largest_P[largest_P > 0].min(), "all weigh alike"
     assert (largest_P > 0).sum() > 3, "more groups have signal than before the refill"
     assert batch["num_items_in_batch"] == batch["completion_mask"].sum()

@@ -182,6 +182,7 @@ def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
     batch = make_generation(ROWS)
     _, entropy_BC = policy.scores(batch["prompt_ids"][:, 0], batch["completion_ids"])
     (-COEFFICIENT * entropy_BC.sum() / (quantile * tokens)).backward()
+
     assert policy.logits.grad is not None
     is_chosen_BC = bonus.abs().sum(dim=2) > 0
     assert 0.15 < is_chosen_BC.sum() / tokens < 0.35
@@ -204,5 +205,6 @@ def test_the_policy_loss_is_what_the_loss_would_be_without_the_bonus():
         entropies_BC=entropies_BC,
         bonus=TRLBonus(COEFFICIENT, micro_batches_per_step=2),
     )
+
     assert sums_2.tolist() == [pytest.approx(4 * policy_loss), 4.0]
     assert not sums_2.requires_grad

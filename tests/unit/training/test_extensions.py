@@ -108,6 +108,7 @@ def test_the_extension_of_the_page_is_one(user_folder):
     generation = Generation(key=StepKey(mode="train", step=0, micro=0), group_size=4)
     advantages: Any = None
     extension.after_weighing(generation, batch, advantages)
+
     assert batch["advantages"].tolist() == [1, 0, 1, 1]
     assert log == {"longest/left_out": 0.25}
 

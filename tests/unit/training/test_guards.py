@@ -199,6 +199,7 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
     mask_BC = torch.tensor([[1, 1], [1, 0]])
     logps_BC = torch.tensor([[0.0, math.log(4)], [-1.0, 9.0]])
     micro_batch: Batch = {"old_per_token_logps": torch.zeros(2, 2), "completion_mask": mask_BC}
+
     for bound, is_exceeded in ((5.0, False), (3.0, True), (None, False)):
         with subtests.test(f"bound {bound}"):
             log: dict[str, float] = {}
@@ -409,6 +410,7 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
             {"bytes": png}, {"bytes": png[:50]}, {"bytes": b"no image"}, {"path": str(deleted_file)}
         )
     )
+
     assert isinstance(dataset, Dataset)
     assert dataset["id"][:2] == ["row/0", "row/1"]
     deleted_file.unlink()

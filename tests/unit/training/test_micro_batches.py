@@ -145,6 +145,7 @@ def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
     subgroup_count = min(optimizer_steps + extra_subgroups, micro_batch_count * max_subgroups)
     cut = partial(split_by_count, max_micro_batches=micro_batches, max_subgroups=max_subgroups)
     plan = plan_micro_batches(subgroup_count, optimizer_steps, micro_batches, cut)
+
     assert len(plan) == micro_batch_count
     planned_subgroups = [
         subgroup for subgroups_of_micro_batch in plan for subgroup in subgroups_of_micro_batch
@@ -303,6 +304,7 @@ def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
     chosen = batch_rows.chosen_groups(
         batch, further, group_numbers=[0, 1, 4], group_size=1, pad_id=77
     )
+
     assert chosen["prompt_ids"].tolist() == [[0, 0, 7, 8], [0, 5, 6, 7], [0, 5, 6, 7]]
     assert chosen["completion_ids"].tolist()[2] == [4, 77, 77, 77]
     assert chosen["completion_mask"].tolist()[2] == [1, 0, 0, 0]
@@ -411,6 +413,7 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
     log = dict[str, float]()
     generation = batch_of_eight_groups(banks, letters_with_signal="bdeg")
     micro_batches = micro_batcher(banks=banks, log=log).split(generation, FIRST_GENERATION)
+
     # The groups g and e, then d and b.
     assert rollout_numbers(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
     assert log == {"adora/skipped_groups": 0.5, "adora/micro_batches": 2.0}
@@ -486,6 +489,7 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(
     with_work = [
         micro_batch for micro_batch in grpo.split(generation, FIRST_GENERATION) if micro_batch
     ]
+
     assert [len(numbers) for numbers in rollout_numbers(with_work)] == sizes
     scaled = [float(loss * grpo.loss_weight(micro_batch)) for micro_batch in with_work]
     assert scaled == pytest.approx(losses)

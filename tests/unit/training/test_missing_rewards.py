@@ -226,6 +226,7 @@ def test_metrics_and_signal_leave_out_rollouts_without_a_reward():
     groups = Groups(rewards_PG, lengths_PG, truncated_PG=torch.zeros_like(lengths_PG).bool())
     weighting = weigh_groups(groups)
     metrics = adora_metrics(weighting)
+
     assert metrics["pass_rate"] == 0.5
     assert metrics["no_correct_share"] == 0.0
     assert metrics["tds_share"] == 1.0

@@ -287,6 +287,7 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     micro_batches = trainer.parts.micro_batcher.split(batch, FIRST_GENERATION)
     trainer.parts.generation_logps.add_to_later_updates(micro_batches)
+
     assert trainer.parts.recorder.measured_rows == []
     for micro_batch in micro_batches[trainer.layout.micro_batches_before_update :]:
         assert micro_batch["old_per_token_logps"].isnan().all()

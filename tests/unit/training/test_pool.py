@@ -654,6 +654,7 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
         resumed_run.learned = run.learned
         run = resumed_run
     run.train()
+
     assert groups_by_generation(run) == groups_by_generation(uninterrupted)
     groups = [group for groups in groups_by_generation(uninterrupted) for group in groups]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -970,6 +971,7 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in positions]
     all_generations = [Generation(key=key, group_size=GROUP_SIZE) for key in keys]
     remaining = [generations.count_remaining(generation) for generation in all_generations]
+
     assert remaining == [6, 5, 4, 3, 2, 1], "each counts itself"
     for first, generation in enumerate(all_generations):
         for number in range(first, len(keys)):
@@ -1074,6 +1076,7 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
     run = SimulatedRun(steps=12, budget=20).train(until=5)
     run.pool.save(tmp_path)
     waiting = len(run.pool.state.waiting_groups)
+
     assert 2 * GROUPS_PER_GENERATION < waiting <= 4 * GROUPS_PER_GENERATION, (
         "one generation has no room for them, and four have"
     )
@@ -1170,6 +1173,7 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     )
     PoolState(waiting_groups=(group,)).save(tmp_path, rank=0)
     (loaded,) = PoolState.load(tmp_path, rank=0, num_ranks=1).waiting_groups
+
     assert loaded == group
     assert not loaded.complete
     whole, part = loaded.rollouts
@@ -1224,6 +1228,7 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(refill,
     run = SimulatedRun(steps=3, budget=None, refill=refill, has_signal=has_signal)
     learned = run.sample_next()
     row_numbers = learned.row_numbers
+
     assert len(row_numbers) == GROUPS_PER_GENERATION
     assert all(has_signal(number, 0) for number in row_numbers)
     assert [row["id"] for row in learned.rows[::GROUP_SIZE]] == [f"0/{row}" for row in row_numbers]

@@ -186,6 +186,7 @@ def test_as_few_layers_as_fit_into_the_free_memory():
             assert activation_memory.peak_bytes(PASS_SIZE, count - 1) > free_bytes, (
                 "fewer do not fit"
             )
+
     assert counts == sorted(counts, reverse=True), "more memory, fewer layers"
     assert counts[0] == layers
     assert counts[-1] == 0
@@ -325,6 +326,7 @@ def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batche
             parameter.grad = 2 * gradient
     policy.metrics["loss"].append(7.0)  # of a micro-batch before this one
     policy.switch.run_with_retry(policy.train_micro_batch, policy.means.snapshot)
+
     assert policy.passes == 2
     assert len(policy.metrics["loss"]) == 2, "the loss of the pass that failed is taken back"
     assert "out of the card's memory with 0 of 4 layers" in capsys.readouterr().out

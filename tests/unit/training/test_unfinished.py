@@ -36,6 +36,7 @@ def test_images_and_micro_batches_are_read_back_into_a_new_bank(tmp_path):
     # One patch of an evaluation is there already, so the restored ones are numbered from 1.
     new_banks.new("eval").store("another", patches[:1], torch.tensor([1, 1, 1]))
     restored = UnfinishedGeneration(context, new_banks).load(tmp_path)
+
     assert restored is not None
     assert restored.micro_step == 1
     learned, remaining = restored.micro_batches
@@ -69,6 +70,7 @@ def test_a_resumed_run_forgets_the_restored_micro_batches_at_its_next_generation
     )
     trainer._sample_generation = lambda rows: [{"completion_ids": "new"}, {}]
     trainer.restore("checkpoint-1")
+
     assert trainer._prepare_inputs([]) == {"completion_ids": "restored"}
     trainer._step = 2  # the number of the next generation's first micro-batch
     assert trainer._prepare_inputs([]) == {"completion_ids": "new"}
