@@ -51,7 +51,7 @@ def running_server(tmp_path_factory):
 @pytest.fixture
 def fresh_server(running_server):
     """Give the server the tiny model's own weights back, and return it."""
-    running_server.give_back_weights()
+    running_server.restore_weights()
     return running_server
 
 
@@ -167,7 +167,7 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
     sent_alone, sent_again, sent_merged = megabytes_sent
     assert sent_alone == sent_again
     assert sent_alone < sent_merged / 50
-    fresh_server.give_back_weights()
+    fresh_server.restore_weights()
 
 
 def test_a_server_that_still_has_the_adapter_before_stops_the_run(

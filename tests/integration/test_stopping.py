@@ -205,7 +205,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
     with TwoMachines(folder / "lab") as machines:
         with machines.running(config, output_dir, argv) as script:
             machines.wait_for_step(script, output_dir, 2)
-            machines.pull_the_plug(1)
+            machines.kill_machine(1)
             time_of_power_loss = time.monotonic()
             codes.append(script.wait(NOTICE_BOUND_S))
             seconds_to_end = time.monotonic() - time_of_power_loss

@@ -68,7 +68,7 @@ class Browser:
         self.requests.clear()
         self.page.goto(path.as_uri() + fragment)
         self.wait("document.readyState === 'complete' && !document.getElementById('status')")
-        assert self.js(_VALUES_WITHOUT_WORDS_SCRIPT) == [], "nobody has put these in words"
+        assert self.evaluate(_VALUES_WITHOUT_WORDS_SCRIPT) == [], "nobody has put these in words"
 
     def wait(self, condition: str) -> None:
         """Wait until a JavaScript expression is true, at most 30 seconds.
@@ -77,7 +77,7 @@ class Browser:
         evaluate it by itself.
         """
         for _ in range(600):
-            if self.js(condition):
+            if self.evaluate(condition):
                 return
             self.page.wait_for_timeout(50)
         raise AssertionError(f"never came true: {condition}; errors: {self.errors}")
@@ -90,11 +90,11 @@ class Browser:
             self.page.wait_for_timeout(50)
         raise AssertionError(f"no error with {text!r}: {self.errors}")
 
-    def js(self, expression: str) -> Any:
+    def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""
         return self.page.evaluate(expression)
 
-    def texts(self, selector: str) -> list[str]:
+    def all_texts(self, selector: str) -> list[str]:
         """Return the text of each element; non-breaking spaces become plain ones."""
         contents: list[str] = self.page.locator(selector).evaluate_all(
             "nodes => nodes.map(node => node.textContent)"
@@ -103,7 +103,7 @@ class Browser:
 
     def text(self, selector: str) -> str:
         """Return the text of the first element."""
-        return self.texts(selector)[0]
+        return self.all_texts(selector)[0]
 
     def click(self, selector: str) -> None:
         """Click with the mouse in the middle of the first element."""
@@ -113,7 +113,7 @@ class Browser:
         """Press a key in the element that has the focus."""
         self.page.keyboard.press(key)
 
-    def put(self, selector: str, value: str) -> None:
+    def fill(self, selector: str, value: str) -> None:
         """Set the value of a text field or a selection, with the events of typing or choosing."""
         field = self.page.locator(selector)
         if field.evaluate("node => node.tagName") == "SELECT":
@@ -121,7 +121,7 @@ class Browser:
         else:
             field.fill(value)
 
-    def look(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
+    def set_viewport(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         """Set the size of the window, and whether the user prefers a dark page."""
         self.page.set_viewport_size({"width": width, "height": height})
         self.page.emulate_media(color_scheme="dark" if dark else "light")

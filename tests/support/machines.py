@@ -179,7 +179,7 @@ class TwoMachines:
         """Return what both machines have printed since the last start."""
         return (self.folder / "said").read_text(errors="replace")
 
-    def pull_the_plug(self, number: int) -> None:
+    def kill_machine(self, number: int) -> None:
         """End every process of a machine, as a loss of its power does."""
         self.kill(f"TEST_MACHINE={self.mark}-{self.hosts[number]}")
 

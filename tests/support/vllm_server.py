@@ -89,7 +89,7 @@ class RunningVLLMServer:
         )
         urllib.request.urlopen(request, timeout=60).close()  # noqa: S310
 
-    def give_back_weights(self) -> None:
+    def restore_weights(self) -> None:
         """Load the tiny model's own weights again, whatever weights a test has sent."""
         self.post(
             "collective_rpc",

@@ -156,7 +156,7 @@ def test_nothing_runs_in_a_real_browser(
     assert_attack_runs_unescaped(ATTACK, browser, tmp_path)
     browser.open(attacked_page)
     rendered = browser.page.content()
-    assert browser.js("document.title") == "data: 6 rows"
+    assert browser.evaluate("document.title") == "data: 6 rows"
     assert "owned</title>" not in rendered
     assert rendered.count("<article>") == 6
     assert "<script" not in rendered
@@ -175,7 +175,7 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(
     unescaped_page.write_text(attacked_page.read_text().replace("</h1>", f"</h1>{ATTACK}"))
     browser.open(unescaped_page)
     browser.wait_for_error("Content Security Policy")
-    assert browser.js("document.title") == "data: 6 rows"
+    assert browser.evaluate("document.title") == "data: 6 rows"
 
 
 def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:

@@ -52,15 +52,15 @@ def test_texts_of_a_model_do_nothing(browser, attacked_page, tmp_path):
     assert browser.text(".rollout .text") == ATTACKING_HTML
     assert browser.text(".problem .text") == ATTACKING_HTML
     assert browser.text("h3 code") == ATTACKING_HTML
-    assert ATTACKING_HTML in browser.texts("#other-figure option")
-    browser.put("#other-figure", ATTACKING_HTML)
+    assert ATTACKING_HTML in browser.all_texts("#other-figure option")
+    browser.fill("#other-figure", ATTACKING_HTML)
     browser.click("#follow")
     assert browser.text("#charts figcaption") == ATTACKING_HTML
-    assert "training report" in browser.js("document.title")
+    assert "training report" in browser.evaluate("document.title")
     assert browser.errors == []
     # one element, the script of the page itself
     active_elements = "document.querySelectorAll('iframe, script:not(#data), #charts img')"
-    assert browser.js(f"{active_elements}.length") == 1
+    assert browser.evaluate(f"{active_elements}.length") == 1
     assert requests_to_elsewhere(browser) == []
 
 
@@ -79,12 +79,12 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked_page
     )
     browser.open(forgotten)
     browser.wait_for_error("Content Security Policy")
-    assert "training report" in browser.js("document.title")
+    assert "training report" in browser.evaluate("document.title")
     refused = (
         "(() => { try { document.body.innerHTML = '<p>'; return 'taken' } catch (e) { return "
         "e.name } })()"
     )
-    assert browser.js(refused) == "TypeError"
+    assert browser.evaluate(refused) == "TypeError"
 
 
 def test_a_person_finds_a_group(browser, page_of_two_runs):
@@ -92,15 +92,15 @@ def test_a_person_finds_a_group(browser, page_of_two_runs):
 
     The counts are those of `write_run`: 12 steps x 2 groups and 60 x 1.
     """
-    browser.look()
+    browser.set_viewport()
     browser.open(page_of_two_runs)
     # such as `12 of 84`: the groups that the filter shows, of all
     count = lambda: browser.text("#count").split(" groups")[0]  # noqa: E731
     assert count() == "84 of 84"
-    assert len(browser.texts("#list button")) == 50
+    assert len(browser.all_texts("#list button")) == 50
     assert browser.text("#page-number") == "1 of 2"
     browser.click("#page-on")
-    assert len(browser.texts("#list button")) == 34
+    assert len(browser.all_texts("#list button")) == 34
     assert browser.text("#page-number") == "2 of 2"
     # a field of the filter, what is put into it, how many of the 84 groups it shows
     for field, value, expected in (
@@ -120,13 +120,13 @@ def test_a_person_finds_a_group(browser, page_of_two_runs):
         ("text", "step 60:", 1),
         ("text", "find X in 1", 12),
     ):
-        browser.put(f"#filter-{field}", value)
+        browser.fill(f"#filter-{field}", value)
         assert count() == f"{expected} of 84", (field, value)
         browser.click("#filters button[type=reset]")
         browser.wait("document.getElementById('count').textContent.startsWith('84 of')")
 
-    browser.put("#filter-weight", "tds")
-    browser.put("#filter-from", "7")
+    browser.fill("#filter-weight", "tds")
+    browser.fill("#filter-from", "7")
     assert count() == "6 of 84"
     assert browser.text("#detail h3") == "Step 7, adora problem/1"
     browser.click("#list li:nth-child(3) button")
@@ -135,12 +135,12 @@ def test_a_person_finds_a_group(browser, page_of_two_runs):
         "Attenuated to 0.1: TDS, the longest right rollout is longer than the mean of the "
         "finished wrong ones."
     )  # the record's word is shown, and so is what it rests on
-    assert browser.texts(".rollout .verdict") == ["✓ right", "✗ wrong", "✗ wrong", "✗ wrong"]
-    assert browser.texts(".problem .choices li") == ["(A) 5", "(B) 7"], (
+    assert browser.all_texts(".rollout .verdict") == ["✓ right", "✗ wrong", "✗ wrong", "✗ wrong"]
+    assert browser.all_texts(".problem .choices li") == ["(A) 5", "(B) 7"], (
         "as the prompt has them, and formulas printed"
     )
     assert "1.5 → 0.15" in browser.text(".rollout .facts")
-    assert browser.js("document.querySelector('#detail img').naturalWidth") == 60
+    assert browser.evaluate("document.querySelector('#detail img').naturalWidth") == 60
 
     browser.click("#follow")  # the problem of the group through all steps
     assert count() == "12 of 84"
@@ -153,29 +153,29 @@ def test_a_person_finds_a_group(browser, page_of_two_runs):
 def test_the_keyboard_is_enough(browser, page_of_two_runs):
     """`j` and `k` go to the next and last group, `f` follows a problem, arrows read a chart."""
     browser.open(page_of_two_runs)
-    browser.put("#filter-run", "0")
+    browser.fill("#filter-run", "0")
     browser.press("j")
     browser.press("j")
     assert browser.text("#detail h3") == "Step 2, adora problem/0"
     browser.press("k")
     assert browser.text("#detail h3") == "Step 1, adora problem/1"
-    assert browser.js("document.activeElement.getAttribute('aria-current')") == "true"
+    assert browser.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
     browser.press("f")
     assert browser.text("#count").startswith("12 of 84")
-    browser.js("document.querySelector('.plot').focus()")
+    browser.evaluate("document.querySelector('.plot').focus()")
     browser.press("ArrowLeft")
     assert browser.text(".reading") == "step 60: grpo 6"
     for _ in range(60 - 7):
         browser.press("ArrowLeft")
     assert browser.text(".reading") == "step 7: adora 0.7, grpo 0.7"
     browser.press("Enter")
-    assert browser.js("document.getElementById('filter-from').value") == "7"
-    browser.js("document.getElementById('filter-text').focus()")
+    assert browser.evaluate("document.getElementById('filter-from').value") == "7"
+    browser.evaluate("document.getElementById('filter-text').focus()")
     browser.press("j")  # letters in a field are text
-    assert browser.js("document.getElementById('filter-text').value") == "j"
+    assert browser.evaluate("document.getElementById('filter-text').value") == "j"
     browser.click("#filters button[type=reset]")
     browser.wait("document.getElementById('count').textContent.startsWith('84 of')")
-    browser.js("document.getElementById('filter-from').focus()")
+    browser.evaluate("document.getElementById('filter-from').focus()")
     heading = browser.text("#detail h3")
     browser.press("j")
     assert browser.text("#detail h3") == heading
@@ -197,19 +197,19 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
         browser.text(".result")
         == "Held-out accuracy, geometry3k 10 % → 40 % (first and last evaluation)"
     )
-    titles = browser.texts("#charts figcaption")
+    titles = browser.all_texts("#charts figcaption")
     assert {"Loss", "KL to the reference", "Gradient norm", "Held-out accuracy, geometry3k"} <= set(
         titles
     )
-    assert browser.js("document.getElementById('smoothing').value") == "5"
+    assert browser.evaluate("document.getElementById('smoothing').value") == "5"
     faint_count = (
         "document.querySelectorAll('#charts figure')[{}].querySelectorAll('path.faint').length"
     )
-    assert browser.js(faint_count.format(0)) == 1
+    assert browser.evaluate(faint_count.format(0)) == 1
     evaluation_chart = titles.index("Held-out accuracy, geometry3k")
-    assert browser.js(faint_count.format(evaluation_chart)) == 0, "means over evaluations lag"
-    browser.put("#smoothing", "1")
-    assert browser.js("document.querySelectorAll('#charts path.faint').length") == 0
+    assert browser.evaluate(faint_count.format(evaluation_chart)) == 0, "means over evaluations lag"
+    browser.fill("#smoothing", "1")
+    assert browser.evaluate("document.querySelectorAll('#charts path.faint').length") == 0
 
 
 def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
@@ -223,12 +223,12 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
         file.write_text("\n".join(map(json.dumps, [*read_metrics(file), *evaluations])))
     browser.open(write_report_page(tmp_path / "page.html", run))
     assert "Held-out accuracy, geometry3k_image 60 %" in browser.text(".result")
-    titles = browser.texts("#charts figcaption")
+    titles = browser.all_texts("#charts figcaption")
     assert [title for title in titles if title.startswith("Held-out")] == [
         "Held-out accuracy, geometry3k"
     ]
     chart = f"#charts figure:nth-child({titles.index('Held-out accuracy, geometry3k') + 1})"
-    browser.js(f"document.querySelector('{chart} .plot').focus()")
+    browser.evaluate(f"document.querySelector('{chart} .plot').focus()")
     browser.press("ArrowLeft")
     reading = browser.text(f"{chart} .reading")
     assert all(
@@ -238,9 +238,9 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
         f"new Set([...document.querySelectorAll('{chart} svg path')].map(n => "
         "n.getAttribute('class'))).size"
     )
-    assert browser.js(colours) == 4
+    assert browser.evaluate(colours) == 4
     browser.open(write_report_page(tmp_path / "two.html", run, other_run))
-    titles = browser.texts("#charts figcaption")
+    titles = browser.all_texts("#charts figcaption")
     held_out_titles = [title for title in titles if title.startswith("Held-out")]
     assert len(held_out_titles) == 4, "one of each view"
 
@@ -259,14 +259,14 @@ def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(brow
     (ahead / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     expected = {"Age of the rollouts in generations", "Seconds waited"}
     browser.open(write_report_page(tmp_path / "ahead.html", ahead))
-    titles = browser.texts("#charts figcaption")
+    titles = browser.all_texts("#charts figcaption")
     assert expected <= set(titles)
     waits = f"#charts figure:nth-child({titles.index('Seconds waited') + 1})"
-    browser.js(f"document.querySelector('{waits} .plot').focus()")
+    browser.evaluate(f"document.querySelector('{waits} .plot').focus()")
     browser.press("ArrowLeft")
     assert browser.text(f"{waits} .reading") == "step 3: by the trainer 1.5 s, by the servers 0.5 s"
     browser.open(write_report_page(tmp_path / "other.html", other_run))
-    assert not expected & set(browser.texts("#charts figcaption"))
+    assert not expected & set(browser.all_texts("#charts figcaption"))
     assert not any(title in browser.text("#charts > .missing") for title in expected)
 
 
@@ -281,7 +281,7 @@ def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path)
         browser.open(write_report_page(tmp_path / "page.html", run))
         ticks = "[...document.querySelectorAll('#charts .tick[text-anchor=end]')]"
         title = browser.text("#charts figcaption")
-        axis[title] = browser.js(f"{ticks}.map(node => node.textContent)")
+        axis[title] = browser.evaluate(f"{ticks}.map(node => node.textContent)")
     shares = ("Share of TDS prompts", "Pass rate", "Held-out accuracy, geometry3k")
     full_axis = ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
     assert {title: axis[title] for title in shares} == dict.fromkeys(shares, full_axis)
@@ -299,20 +299,20 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
         "extracted": r"\sqrt{12}",
         "completion": long,
     }
-    browser.look()
+    browser.set_viewport()
     browser.open(
         write_report_page(
             tmp_path / "page.html", write_recorded_run(tmp_path / "adora", 1, **texts)
         )
     )
     sources = "[...document.querySelectorAll('{} .formula')].map(node => node.title)"
-    assert browser.js(sources.format(".problem .text")) == [
+    assert browser.evaluate(sources.format(".problem .text")) == [
         r"$\frac{x}{2} < 5$",
         r"\overline { C H }",
     ]
-    assert browser.js(sources.format(".gold")) == [r"2 \sqrt { 3 }"]
-    assert set(browser.js(sources.format(".rollout"))) == {r"\sqrt{12}"}
-    above, below = browser.js(
+    assert browser.evaluate(sources.format(".gold")) == [r"2 \sqrt { 3 }"]
+    assert set(browser.evaluate(sources.format(".rollout"))) == {r"\sqrt{12}"}
+    above, below = browser.evaluate(
         "[...document.querySelector('mfrac').children].map(n => n.getBoundingClientRect()).map(r "
         "=> [r.top, r.bottom])"
     )
@@ -321,19 +321,19 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
         "what is not understood stays"
     )
     browser.click(".rollout button")  # the rest of a long text
-    assert browser.js("document.querySelectorAll('.rollout msub').length") == 1
+    assert browser.evaluate("document.querySelectorAll('.rollout msub').length") == 1
     browser.click("#source")
     assert browser.text(".problem .text") == problem
     assert browser.text(".gold") == texts["answer"]
-    assert browser.js("document.querySelectorAll('math').length") == 0
+    assert browser.evaluate("document.querySelectorAll('math').length") == 0
     assert (
-        browser.js(
+        browser.evaluate(
             "document.activeElement.id + document.activeElement.getAttribute('aria-pressed')"
         )
         == "sourcetrue"
     )
     browser.press("Enter")
-    assert browser.js("document.querySelectorAll('.problem math').length") == 3
+    assert browser.evaluate("document.querySelectorAll('.problem math').length") == 3
     assert browser.errors == []
 
 
@@ -352,19 +352,19 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     text = " ".join(attacks)
     answers = {"answer": attacks[0][1:-1], "extracted": attacks[1]}
     fields: dict[str, Any] = dict.fromkeys(("problem", "completion"), text) | answers
-    browser.look()
+    browser.set_viewport()
     browser.open(
         write_report_page(
             tmp_path / "page.html", write_recorded_run(tmp_path / "adora", 1, **fields)
         )
     )
-    assert browser.js("document.querySelectorAll('.formula').length") > 4, (
+    assert browser.evaluate("document.querySelectorAll('.formula').length") > 4, (
         "some of it is a formula, and harmless"
     )
     browser.click(".problem math mi")
     forbidden = ".formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])"
-    assert browser.js(f"document.querySelectorAll('{forbidden}').length") == 0
-    assert "training report" in browser.js("document.title")
+    assert browser.evaluate(f"document.querySelectorAll('{forbidden}').length") == 0
+    assert "training report" in browser.evaluate("document.title")
     assert browser.errors == []
     assert requests_to_elsewhere(browser) == []
     browser.click("#source")
@@ -375,25 +375,25 @@ def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page_of_two_ru
     """The address opens a group of step 11, which has a diagram."""
     browser.open(page_of_two_runs, "#run=0&step=11&id=problem%2F1")
     size = "document.querySelector('{} img').getBoundingClientRect().width"
-    small = browser.js(size.format(".diagram"))
+    small = browser.evaluate(size.format(".diagram"))
     browser.click(".diagram")
-    assert browser.js(size.format("#enlarged")) > 2 * small
+    assert browser.evaluate(size.format("#enlarged")) > 2 * small
     browser.press("Escape")
-    assert not browser.js("document.getElementById('enlarged').open")
+    assert not browser.evaluate("document.getElementById('enlarged').open")
     browser.click(".diagram")
     browser.click("#enlarged button")
-    assert not browser.js("document.getElementById('enlarged').open")
+    assert not browser.evaluate("document.getElementById('enlarged').open")
     assert browser.errors == []
 
 
 def test_the_first_screen_says_what_a_run_did_and_why(browser, page_of_two_runs, tmp_path):
     """The rollouts come before the curves, and a name is not repeated."""
     run = write_recorded_run(tmp_path / "lonely", 20)
-    browser.look(width=1400, height=900)
+    browser.set_viewport(width=1400, height=900)
     browser.open(write_report_page(tmp_path / "one.html", run))
     assert browser.text("h1") == "lonely"
     assert "lonely" not in browser.text("#runs")
-    assert browser.texts(".story li") == [
+    assert browser.all_texts(".story li") == [
         "Signal: 20 of 40 recorded groups (50 %) have rewards that differ, and only these are "
         "learned from.",
         "Weights: 20 of these groups (100 %) were attenuated. They held 100 % of all |advantage| "
@@ -403,13 +403,13 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page_of_two_runs,
     ]
 
     top_of = "document.querySelector('{}').getBoundingClientRect().top"
-    assert browser.js(top_of.format(".rollout")) < 900, "a rollout is on the first screen"
-    assert browser.js(f"{top_of.format('#groups')} < {top_of.format('#curves')}")
+    assert browser.evaluate(top_of.format(".rollout")) < 900, "a rollout is on the first screen"
+    assert browser.evaluate(f"{top_of.format('#groups')} < {top_of.format('#curves')}")
     assert "temporarily disadvantageous" in browser.text("#groups .hint")
-    assert not browser.js("document.querySelector('#filter-run').getClientRects().length")
+    assert not browser.evaluate("document.querySelector('#filter-run').getClientRects().length")
     browser.open(page_of_two_runs)
     assert browser.text("h1") == "2 runs"
-    assert browser.texts("#runs h2") == ["adora", "grpo"]
+    assert browser.all_texts("#runs h2") == ["adora", "grpo"]
 
 
 def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_path):
@@ -420,19 +420,19 @@ def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_p
     lines = [{**line, **figures} for line in read_metrics(file)]
     file.write_text("\n".join(map(json.dumps, lines)))
     browser.open(write_report_page(tmp_path / "page.html", run))
-    titles = browser.texts("#charts figcaption")
+    titles = browser.all_texts("#charts figcaption")
     assert "Pass rate" in titles
     assert "Accuracy in training" not in titles
     assert browser.text("#charts .equal") == "Accuracy in training is equal to pass rate."
-    assert "accuracy" not in browser.texts("#figures th")
-    assert len(browser.texts("#charts .how")) == len(titles)
-    legends = browser.texts("#charts .legend")
+    assert "accuracy" not in browser.all_texts("#figures th")
+    assert len(browser.all_texts("#charts .how")) == len(titles)
+    legends = browser.all_texts("#charts .legend")
     assert legends == ["rightwrong"], "a single line needs no legend"
     lines[-1]["grading/correct"] = 0.6
     file.write_text("\n".join(map(json.dumps, lines)))
     browser.open(write_report_page(tmp_path / "page.html", run))
-    assert "Accuracy in training" in browser.texts("#charts figcaption")
-    assert browser.texts("#charts .equal") == []
+    assert "Accuracy in training" in browser.all_texts("#charts figcaption")
+    assert browser.all_texts("#charts .equal") == []
 
 
 def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(browser, tmp_path):
@@ -441,7 +441,7 @@ def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(br
     run = write_recorded_run(tmp_path / "adora", 3, problem=problem)
     browser.open(write_report_page(tmp_path / "page.html", run))
     assert browser.text("#list .line2") == "Find the length of the side…"
-    assert browser.js("document.querySelector('#list img').naturalWidth") == 60
+    assert browser.evaluate("document.querySelector('#list img').naturalWidth") == 60
     assert browser.text(".problem .text") == problem.removeprefix("<image>")
     orders = {
         "step": ["1 0", "1 1", "2 0", "2 1", "3 0", "3 1"],
@@ -457,8 +457,8 @@ def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(br
         ".join(' '))"
     )
     for order, expected in orders.items():
-        browser.put("#filter-sort", order)
-        assert browser.js(steps_and_problems) == expected, order
+        browser.fill("#filter-sort", order)
+        assert browser.evaluate(steps_and_problems) == expected, order
     browser.click("#filters button[type=reset]")
     browser.wait("document.getElementById('filter-sort').value === 'step'")
 
@@ -482,18 +482,18 @@ def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, t
     # zoom(0, 20, 30, 40) of a picture of 60 x 40, which this model sees at that size
     box = "['x', 'y', 'width', 'height'].map(name => document.querySelector('{} rect').getAttribute(name))"
     for boxes in (".problem .places", ".call .places"):
-        assert browser.js(box.format(boxes)) == ["0", "50", "50", "50"]
+        assert browser.evaluate(box.format(boxes)) == ["0", "50", "50", "50"]
     width = "document.querySelector('.problem {}').getBoundingClientRect().width"
-    assert browser.js(width.format(".places")) == browser.js(width.format("img"))
+    assert browser.evaluate(width.format(".places")) == browser.evaluate(width.format("img"))
     for choice, expected in (
         ("called", 4),
         ("none", 0),
         ("failed", 0),
     ):
-        browser.put("#filter-calls", choice)
+        browser.fill("#filter-calls", choice)
         assert browser.text("#count").startswith(f"{expected} of 4"), choice
     browser.open(write_report_page(tmp_path / "blind.html", tmp_path / "blind"))
-    assert not browser.js("document.querySelector('#filter-calls').getClientRects().length")
+    assert not browser.evaluate("document.querySelector('#filter-calls').getClientRects().length")
 
 
 def test_an_address_leads_back_to_its_group(browser, page_of_two_runs):
@@ -501,7 +501,7 @@ def test_an_address_leads_back_to_its_group(browser, page_of_two_runs):
     browser.open(page_of_two_runs, "#run=0&step=11&id=problem%2F1")
     assert browser.text("#detail h3") == "Step 11, adora problem/1"
     browser.press("j")
-    assert browser.js("location.hash") == "#run=1&step=11&id=problem%2F0"
+    assert browser.evaluate("location.hash") == "#run=1&step=11&id=problem%2F0"
 
 
 def test_a_print_has_the_groups_of_the_filter_and_the_figures_and_no_buttons(
@@ -511,30 +511,30 @@ def test_a_print_has_the_groups_of_the_filter_and_the_figures_and_no_buttons(
     browser.open(
         write_report_page(tmp_path / "short.html", write_recorded_run(tmp_path / "short", 2))
     )
-    assert browser.js("document.querySelector('#table').open"), "no curve has anything to see"
+    assert browser.evaluate("document.querySelector('#table').open"), "no curve has anything to see"
     browser.open(page_of_two_runs)
     browser.page.emulate_media(media="print")
-    browser.js("dispatchEvent(new Event('beforeprint'))")
+    browser.evaluate("dispatchEvent(new Event('beforeprint'))")
     hidden = (
         "[...document.querySelectorAll('form, nav, .buttons, .keys')].every(n => "
         "n.getClientRects().length === 0)"
     )
-    assert browser.js(hidden)
-    assert browser.js("document.querySelector('#figures').getClientRects().length") == 1
-    assert len(browser.texts("#printed article")) == 20
+    assert browser.evaluate(hidden)
+    assert browser.evaluate("document.querySelector('#figures').getClientRects().length") == 1
+    assert len(browser.all_texts("#printed article")) == 20
     assert browser.text("#printed .hint") == "The first 20 of 84 groups of the filter."
-    assert browser.js("document.querySelector('#detail').getClientRects().length") == 0
-    browser.js("dispatchEvent(new Event('afterprint'))")
+    assert browser.evaluate("document.querySelector('#detail').getClientRects().length") == 0
+    browser.evaluate("dispatchEvent(new Event('afterprint'))")
     browser.page.emulate_media(media="screen")
-    browser.put("#filter-weight", "tds")
-    browser.put("#filter-from", "9")
-    browser.js("dispatchEvent(new Event('beforeprint'))")
-    headings = browser.texts("#printed h3")
+    browser.fill("#filter-weight", "tds")
+    browser.fill("#filter-from", "9")
+    browser.evaluate("dispatchEvent(new Event('beforeprint'))")
+    headings = browser.all_texts("#printed h3")
     assert headings == [f"Step {step}, adora problem/1" for step in (9, 10, 11, 12)]
-    ids = browser.js("[...document.querySelectorAll('[id]')].map(node => node.id)")
+    ids = browser.evaluate("[...document.querySelectorAll('[id]')].map(node => node.id)")
     assert len(ids) == len(set(ids))
-    browser.js("dispatchEvent(new Event('afterprint'))")
-    assert browser.texts("#printed article") == []
+    browser.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert browser.all_texts("#printed article") == []
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -542,14 +542,16 @@ def test_it_is_legible_on_a_phone_and_in_the_dark(browser, page_of_two_runs, dar
     """No sideways scrolling at 360 pixels, every field has a label, and contrasts of 4.5 and more
     (WCAG AA).
     """
-    browser.look(width=360, height=740, dark=dark)
+    browser.set_viewport(width=360, height=740, dark=dark)
     browser.open(page_of_two_runs, "#run=0&step=11&id=problem%2F1")
-    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
-    assert browser.js(
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.evaluate(
         "[...document.querySelectorAll('input, select')].every(n => n.labels.length === 1)"
     )
-    assert browser.js("[...document.querySelectorAll('img')].every(n => n.hasAttribute('alt'))")
-    colours = browser.js(
+    assert browser.evaluate(
+        "[...document.querySelectorAll('img')].every(n => n.hasAttribute('alt'))"
+    )
+    colours = browser.evaluate(
         "['h1', '.hint', '.reading', '.legend li', '.facts dt', '.verdict.wrong', "
         "'.verdict.correct', '.badge', 'code', '.rollout .text', '#list button', '.line2'].map(s "
         "=> { const n = document.querySelector(s); let b = n; while "
@@ -579,10 +581,10 @@ def contrast(text_color: str, background: str) -> float:
 def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     """The page shows what the runs' own files say."""
     path = write_report_page(tmp_path / "page.html", adora_run, grpo_run)
-    browser.look()
+    browser.set_viewport()
     browser.open(path)
     assert browser.text("#count") == f"{2 * 4 * TINY_RUN_STEPS} of {2 * 4 * TINY_RUN_STEPS} groups."
-    browser.js("document.querySelector('.plot').focus()")
+    browser.evaluate("document.querySelector('.plot').focus()")
     browser.press("ArrowLeft")
     last_lines = [
         read_metrics(run / "metrics.jsonl")[TINY_RUN_STEPS - 1] for run in (adora_run, grpo_run)
@@ -591,7 +593,7 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
         float(text) for text in re.findall(r"(?:adora|grpo) ([\d.]+)", browser.text(".reading"))
     ]
     assert rewards == pytest.approx([line["reward"] for line in last_lines], abs=1e-3)
-    titles = browser.texts("figcaption")
+    titles = browser.all_texts("figcaption")
     assert {
         "Pass rate",
         "Entropy, nats per token",
@@ -601,9 +603,9 @@ def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     assert "Not logged by these runs: KL to the reference; Drift of engine" in browser.text(
         "#charts > .missing"
     )
-    browser.put("#filter-run", "1")
+    browser.fill("#filter-run", "1")
     assert browser.text(".why").startswith("GRPO, weight 1; ADORA's criteria say ")
-    assert browser.js("document.querySelector('#detail img').naturalWidth") > 0
+    assert browser.evaluate("document.querySelector('#detail img').naturalWidth") > 0
     assert browser.errors == []
 
 
@@ -622,11 +624,11 @@ def test_claims_are_coloured_and_a_legend_says_what_the_colours_mean(browser, tm
     }
     run = write_recorded_run(tmp_path / "run", 1, **texts)
     browser.open(write_report_page(tmp_path / "page.html", run))
-    assert browser.texts(".rollout .claim")[:3] == ["AD = 6", "BD = 12", "the area is 60"]
+    assert browser.all_texts(".rollout .claim")[:3] == ["AD = 6", "BD = 12", "the area is 60"]
     legend = ["false", "true and new", "the answer itself, true"]
-    assert browser.texts(".legend .claim") == legend
+    assert browser.all_texts(".legend .claim") == legend
     browser.open(
         write_report_page(tmp_path / "plain.html", write_recorded_run(tmp_path / "without", 1))
     )
-    assert browser.texts(".legend .claim") == []
+    assert browser.all_texts(".legend .claim") == []
     assert browser.errors == []
