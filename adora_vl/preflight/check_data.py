@@ -51,8 +51,14 @@ def check_rows(
     dry run or the doctor names by keys. A dry run whose data set is not on this machine assumes the
     lengths of the prompts instead.
 
-    `layout`: the sizes of the batches. Raises `UserError` for rows that cannot be trained on, and
-    for too few.
+    Args:
+        request: What the user asks for.
+        layout: The sizes of the batches.
+        model: The model, of which only the config is loaded.
+        prompts: The processor, the tools and the limits on a prompt's length.
+        context: Where the run takes place, and the messages for the user.
+
+    Raises `UserError` for rows that cannot be trained on, and for too few.
     """
     script_args = request.script_args
     if script_args is None:  # from Python
@@ -148,7 +154,12 @@ def _data_with_assumed_lengths(
 ) -> DataInfo:
     """Assume the lengths of prompts for a dry run whose data set is not on this machine.
 
-    `missing`: the first of the `folders` that is not here.
+    Args:
+        folders: The folders of the data sets.
+        missing: The first of them that is not here.
+        model: The model, of which only the config is loaded.
+        prompts: The processor, the tools and the limits on a prompt's length.
+        context: Where the run takes place, and the messages for the user.
     """
     assumed_lengths, explanation = assume_lengths(
         prompts.overlong.pixels, sees_images=sees_images(model.config)
@@ -169,8 +180,16 @@ def _load_command_data(
 ) -> DataInfo:
     """Load the rows that a command names, without those whose prompts are too long.
 
-    `script_args`: the command's keys of data and rewards. Raises `UserError`, also for images that
-    the model cannot read, and for overlong prompts where the config refuses them.
+    Args:
+        request: What the user asks for.
+        script_args: The command's keys of data and rewards.
+        folders: The folders of the data sets.
+        model: The model, of which only the config is loaded.
+        prompts: The processor, the tools and the limits on a prompt's length.
+        context: Where the run takes place, and the messages for the user.
+
+    Raises `UserError`, also for images that the model cannot read, and for overlong prompts where
+    the config refuses them.
     """
 
     def rows_with_room(dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:
@@ -252,8 +271,16 @@ def check_evaluations(
 ) -> EvaluationPlan | None:
     """Load the problems that are evaluated during training; None if there are none.
 
-    If TRL evaluates a data set of Python code, only the size of its batches is checked. Raises
-    `UserError`.
+    If TRL evaluates a data set of Python code, only the size of its batches is checked.
+
+    Args:
+        request: What the user asks for.
+        layout: The sizes of the batches.
+        prompts: The processor, the tools and the limits on a prompt's length.
+        data: The rows to train on.
+        context: Where the run takes place, and the messages for the user.
+
+    Raises `UserError` for problems that cannot be evaluated.
     """
     config = request.config
     if request.trl_evaluates:

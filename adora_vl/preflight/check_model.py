@@ -192,9 +192,16 @@ def check_parts(
     """Check how the model is loaded and which of its parts are trained.
 
     The loading is about the attention kernel and the arguments of `from_pretrained`. The training
-    is about frozen parts, layers with an adapter, and the reference model of a KL term.
+    is about frozen parts, layers with an adapter, and the reference model of a KL term. Notes for
+    the user name the keys that do nothing with this model.
 
-    Notes for the user name the keys that do nothing with this model. Raises `UserError`.
+    Args:
+        request: What the user asks for.
+        layout: The sizes of the batches.
+        model: The model, of which only the config is loaded.
+        context: Where the run takes place, and the messages for the user.
+
+    Raises `UserError` for a key that does not fit the model.
     """
     config = request.config
     model_args = request.model.model_args

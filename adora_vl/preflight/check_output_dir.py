@@ -33,7 +33,14 @@ def check_output_dir(
     because `train` locks it later. This is the last check, because the run is compared with a
     checkpoint by its config, and earlier checks still change the config.
 
-    `code_hashes`: a hash of each file of the user's own code. Raises `UserError`.
+    Args:
+        request: What the user asks for.
+        model: The model, of which only the config is loaded.
+        data: The rows to train on.
+        code_hashes: A hash of each file of the user's own code.
+        context: Where the run takes place, and the messages for the user.
+
+    Raises `UserError` for a folder of another run.
     """
     if not context.on_this_machine:
         return OutputInfo(folder=None, start=StartPoint(checkpoint=None))
@@ -68,8 +75,14 @@ def compute_fingerprint_of_run(
 ) -> Fingerprint:
     """Return everything that influences the steps of a run, as text by name.
 
-    A run resumes from a checkpoint only if their fingerprints are equal. `code_hashes`: a hash of
-    each file of the user's own code.
+    A run resumes from a checkpoint only if their fingerprints are equal.
+
+    Args:
+        request: What the user asks for.
+        model: The model, of which only the config is loaded.
+        data: The rows to train on.
+        code_hashes: A hash of each file of the user's own code.
+        context: Where the run takes place.
     """
     script_args = request.script_args
     loaded_model = request.model.loaded

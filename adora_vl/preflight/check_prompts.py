@@ -105,7 +105,13 @@ def _overlong_prompts(
     A line is printed if nothing limits the length, or if the model's image tokens cannot be
     counted.
 
-    `pixel_limits`: the smallest and largest image that the processor resizes to.
+    Args:
+        request: What the user asks for.
+        model: The model, of which only the config is loaded.
+        context: Where the run takes place.
+        processor: The model's; None where a dry run cannot reach it.
+        system_prompt: That of a command; None from Python, where the rows have it.
+        pixel_limits: The smallest and largest image that the processor resizes to.
     """
     prints_lines = request.is_main_process and not context.dry_run
     # Why image tokens cannot be counted; empty if they can. All ranks have the same model, so that

@@ -128,7 +128,16 @@ def check_user_code(
 
     A judge is asked too. An error here would otherwise come after the weights are loaded and
     answers are sampled. A note for the user names tools that answer the same call differently.
-    Raises `UserError`.
+
+    Args:
+        request: What the user asks for.
+        rewards: The reward functions.
+        tools: The tools and environments.
+        prompts: The processor, the tools and the limits on a prompt's length.
+        data: The rows to train on.
+        context: Where the run takes place, and the messages for the user.
+
+    Raises `UserError` for code that fails.
     """
     config = request.config
     rows = _first_rows(rewards, tools, prompts, data)
@@ -164,8 +173,9 @@ def _first_rows(
 ) -> list[dict[str, Any]]:
     """Return the first two rows of the data, for trying the user's rewards and tools on them.
 
-    Empty if there are none to try, or no data. Raises `UserError` for rows that cannot be read, and
-    for columns that a reward function needs and the data lacks.
+    The list is empty if the user has none to try, or if the data set is not here. Raises
+    `UserError` for rows that cannot be read, and for columns that a reward function needs and the
+    data lacks.
     """
     if data.train_dataset is None:
         return []
