@@ -125,8 +125,9 @@ def _resolve_model(request: RunRequest, context: RunContext) -> ModelInfo:
 def _read_config(name: str, revision: str | None, context: RunContext) -> PretrainedConfig:
     """Read the config of a model, from a folder or the hub.
 
-    A dry run that cannot reach the hub may use a config that this package ships, and says so.
-    Raises `UserError` for a config that cannot be read.
+    `name`: the folder or hub id. `revision`: that on the hub. A dry run that cannot reach the hub
+    may use a config that this package ships, and says so. Raises `UserError` for a config that
+    cannot be read.
     """
     if context.dry_run:
         model_config, note_on_shipped_config = config_for_planning(name, revision)

@@ -197,6 +197,8 @@ def _context_limit(
 ) -> ContextLimit | None:
     """Return the limit on the tokens of a prompt with its answer; None if nothing limits them.
 
+    A key, the config of the model, or a vLLM server limits them.
+
     A vLLM server has a limit of its own. Collective then: rank 0 asks the server, and broadcasts
     its reply.
     """

@@ -44,7 +44,7 @@ class _Box(NamedTuple):
 
 
 def last_boxed(response: str) -> str | None:
-    r"""Return the content of the last complete box in the final part, or None without one.
+    r"""Return the content of the last complete box behind the thinking, else None.
 
     Outer spaces are removed. A box inside a block of thinking is a draft (`text_after_thinking`).
     If boxes are nested, the outermost complete box counts, because what stands beside an inner box
@@ -138,7 +138,7 @@ def last_adjacent_boxes(response: str, answer_tags: bool, with_names: bool = Fal
     gives `2` and `3`.
 
     Args:
-        response: the whole response, or its final part, the text behind its thinking.
+        response: the whole response, or the text behind its thinking.
         answer_tags: whether boxes before the last `<answer>` block are ignored.
         with_names: whether the names before the boxes are included if all have one, as `AB = 4` for
             `AB is \boxed{4}`.

@@ -359,8 +359,15 @@ def _parse_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answ
 def _parse_braces(text: str, text_inside: str, *, has_backslash: bool, depth: int) -> Answer:
     r"""Parse a set in `\{\}`, or in plain braces, for which `has_backslash` is false.
 
-    `\{5\}` is a set of one value, while `{5}` is the value 5, and `{1, 2}` is a set again. Raises
-    `ParseError` for a set of sets, and for a set of anything but values and points.
+    `\{5\}` is a set of one value, while `{5}` is the value 5, and `{1, 2}` is a set again.
+
+    Args:
+        text: the whole text, with its braces.
+        text_inside: the text between them.
+        has_backslash: whether the braces are `\{\}`.
+        depth: how many lists, sets and tuples stand around the text.
+
+    Raises `ParseError` for a set of sets, and for a set of anything but values and points.
     """
     inner_answer = _parse_by_separators(text_inside, depth + 1)
     # Plain braces make a set only around a list, whose kind is `unordered`.
@@ -429,6 +436,12 @@ def _parse_plus_minus(text: str) -> Answer | None:
 
 def _parse_named_tuple(text: str, names_text: str, values_text: str, depth: int) -> Answer:
     """Parse a tuple whose parts have names: `(x, y) = (3, 4)` has the parts `x = 3` and `y = 4`.
+
+    Args:
+        text: the whole equation.
+        names_text: its left side, `(x, y)`.
+        values_text: its right side, `(3, 4)`.
+        depth: how many lists, sets and tuples stand around the text.
 
     Raises `ParseError` if the right side is no tuple with as many parts as there are names.
     """

@@ -330,7 +330,7 @@ def parse_answer_for(reference: Answer, response: str, content: str, answer_tags
 
     Args:
         reference: the reference answer, from `parse_reference`.
-        response: the final part of the response.
+        response: the response without its thinking.
         content: the content of its last box or `<answer>` block.
         answer_tags: as in `grade`.
     """

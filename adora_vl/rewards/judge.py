@@ -110,8 +110,9 @@ class JudgeReward:
     ) -> list[float | EndpointError]:
         """Return one score per completion, or the error of its call.
 
-        The judge reads the final part of each reply. A reply that is nothing but thinking scores 0
-        without a call. The columns `problem` and `answer` of the data set are read if they exist.
+        The judge reads what stands behind the thinking of each reply. A reply that is nothing but
+        thinking scores 0 without a call. `thinking_opened` says whether each prompt ends in
+        `<think>`. The columns `problem` and `answer` of the data set are read if they exist.
         Logs the shares `judge/failed` and `judge/cached`.
 
         Raises `UserError` where the endpoint would answer no later call, as after a refused key.

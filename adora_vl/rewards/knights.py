@@ -153,7 +153,8 @@ def _grade_and_log_responses(
     """Return each response with its verdict; the verdicts also go into the record and the log.
 
     `grade_response` returns the verdict on a response by its reference answer, and the answer that
-    it has read. The other arguments are those of TRL. Raises `UserError` where the data set has no
+    it has read. `thinking_opened` says whether each prompt ends in `<think>`. The other arguments
+    are those that TRL passes to a reward function. Raises `UserError` where the data set has no
     column `answer`.
     """
     if answer is None:

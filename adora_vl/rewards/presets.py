@@ -129,7 +129,11 @@ def preset_function(preset: str, grader: Grader, *, logs: bool) -> RewardFunctio
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """Grade the completions by their reference answers, and return the preset's rewards."""
+        """Grade the completions by their reference answers, and return the preset's rewards.
+
+        The arguments are those that TRL passes, and the columns of the data set. `thinking_opened`
+        says whether each prompt ends in `<think>`.
+        """
         references = _build_references(answer, choices, len(completions))
         texts = response_texts(completions, thinking_opened)
         answers = [text_after_thinking(text) for text in texts]

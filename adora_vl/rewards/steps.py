@@ -195,6 +195,9 @@ class StepsReward:
     ) -> list[float | None]:
         """Return one reward per completion; None where its row has no figure with possible claims.
 
+        The arguments are those that TRL passes, and the columns of the data set. `thinking_opened`
+        says whether each prompt ends in `<think>`.
+
         It adds the columns `new`, `false` and `steps` to the record, and logs the shares
         `steps/figures`, `steps/new`, `steps/false`, `steps/unread` and `steps/lucky`, and
         milliseconds per completion, `steps/ms`. Raises `UserError` where the column `figure` is
@@ -234,7 +237,14 @@ class StepsReward:
         answer: Sequence[str] | None,
         choices: Sequence[Sequence[str] | None] | None,
     ) -> list[bool | None]:
-        """Return whether each answer is right; None without a figure or a reference answer."""
+        """Return whether each answer is right; None without a figure or a reference answer.
+
+        Args:
+            responses: the completions as text.
+            checks: the check of each one's claims; None where its row has no figure.
+            answer: the column of reference answers; None if the data set has none.
+            choices: the column with the values of A, B, C, ...; None if the data set has none.
+        """
         if answer is None:
             return [None] * len(responses)
         choices_of_rows = choices or [None] * len(responses)

@@ -25,8 +25,8 @@ _INVISIBLE_CATEGORIES = ("Z", "C", "M")
 def text_after_thinking(response: str, thinking_opened: bool = False) -> str:
     """Return the part of a response that is its answer: what stands behind the last `</think>`.
 
-    Nothing is left where a block was opened and not closed. A response without a block is its own
-    final part, so that readers may call this again on what it returns.
+    Nothing is left where a block was opened and not closed. A response without a block is returned
+    whole, so that this may be called again on what it returns.
 
     Args:
         response: the whole text that the model has sampled.
