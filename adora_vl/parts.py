@@ -301,7 +301,7 @@ class StepParts:
             metrics_by_mode=trainer._metrics,
             table=trainer._logs,
             function_names=trainer.reward_func_names,
-            tie_notice=TieNotice(self.advantage_computer.pipeline.adora_options, speaks=is_main),
+            tie_notice=TieNotice(self.advantage_computer.pipeline.adora_options, prints=is_main),
             assess=self.advantage_computer.assess,
             synced_bytes=(
                 (lambda: trainer.vllm_generation.bytes_sent) if trainer.use_vllm else None

@@ -55,8 +55,8 @@ def resolve_keys(plan: DryRunPlan) -> dict[str, Any]:
     """
     value_by_key = changed_keys(plan)
     for key in _key_values(plan):
-        # `__init__` does not take a derived field, or the field has another value than its default
-        # though the user has not changed it.
+        # The keys that the user has changed are there already. Of the others a key is derived if it
+        # is no argument of `__init__`, or if it has another value than its default.
         is_derived = not (key.field.init and key.is_default)
         if not is_derived:
             value_by_key.setdefault(key.field.name, key.value)

@@ -76,19 +76,19 @@ class TieNotice:
     MAX_TIE_SHARE = 0.1
     MIN_GROUPS = 50
 
-    def __init__(self, options: Adora, *, speaks: bool) -> None:
+    def __init__(self, options: Adora, *, prints: bool) -> None:
         """Start the count.
 
         Args:
             options: the options of the run's ADORA. Their mode is `off` in a run without ADORA.
-            speaks: whether this is the first rank, which alone prints.
+            prints: whether this is the first rank, which alone prints.
         """
         # The criterion `working` compares numbers of true steps instead of tokens. They are small,
         # so their ties are common, and no reason for a notice.
         compares_length = "working" not in options.criteria
         # With `plain` the factor is always 1, so no group loses weight by a tie.
         attenuates = options.mode == "attenuation" and not options.plain
-        self._is_silent = not (speaks and attenuates and compares_length)
+        self._is_silent = not (prints and attenuates and compares_length)
         self._groups_that_may_tie = 0
         self._tied_groups = 0
 

@@ -176,11 +176,13 @@ def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     """Return the verdict where at least one side is no number: an expression, formula or text."""
     answer_unknowns = unknown_names(answer.tree or ())
     reference_unknowns = unknown_names(reference.tree or ())
+    # A number or an expression has a tree, and a text has none.
     have_trees = bool(answer.tree and reference.tree)
-    # If both sides are expressions with the same unknowns, they are compared as such. Otherwise the
-    # reference answer may be a formula, in which each letter is a quantity.
+    are_alike = have_trees and answer_unknowns == reference_unknowns
+    # Expressions with the same unknowns are compared as they are. Otherwise the reference answer may
+    # be a formula such as `2ab`, in which each letter is a quantity.
     reference_formula = _parse_reference_formula(reference, answer)
-    if reference_formula and not (have_trees and answer_unknowns == reference_unknowns):
+    if reference_formula and not are_alike:
         return _compare_formulas(answer, reference_formula)
     if not answer.tree or not reference.tree:
         return wrong_result(answer.reason or "different_text")

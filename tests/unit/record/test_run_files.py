@@ -461,8 +461,8 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
     tie = [6, 6, 6]  # the lengths of a right rollout and of two wrong ones
     shorter = [5, 9, 9]
 
-    def printed_by_notice(*generations: AdoraWeighting, speaks: bool = True, **options: Any) -> str:
-        notice = TieNotice(Adora(**options), speaks=speaks)
+    def printed_by_notice(*generations: AdoraWeighting, prints: bool = True, **options: Any) -> str:
+        notice = TieNotice(Adora(**options), prints=prints)
         for weighting in generations:
             notice.count(weighting)
         return capsys.readouterr().err
@@ -476,7 +476,7 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
     assert line.startswith("8 of 60 attenuated groups are ties")
     assert "adora.ties: keep" in line
     assert printed_by_notice(seldom, seldom, seldom) == "", "fewer than a tenth"
-    for silent in ({"mode": "off"}, {"factor": 1.0}, {"speaks": False}):
+    for silent in ({"mode": "off"}, {"factor": 1.0}, {"prints": False}):
         assert printed_by_notice(often, often, **silent) == "", silent
 
 
