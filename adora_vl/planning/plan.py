@@ -93,12 +93,12 @@ class DryRunPlan:
 
         None if it is not known, or if the tokens of images cannot be counted for this model.
         """
-        return self.run.prompts.overlong.limit
+        return self.run.prompts.length_filter.limit
 
     @property
     def checks(self) -> list[LengthCheck]:
         """The length checks of training and evaluation prompts; none without a data set."""
-        return self.run.prompts.overlong.checks if self.rows is not None else []
+        return self.run.prompts.length_filter.checks if self.rows is not None else []
 
     @property
     def max_image_tokens(self) -> int:
@@ -188,7 +188,7 @@ def _zoom_notes(run: ResolvedRun) -> list[str]:
     for sizes_of_row in stored_image_sizes(run.data.train_dataset.data.table):
         image_sizes += [size for size in sizes_of_row if size is not None]
     # Larger images are shrunk to this number of pixels.
-    max_pixels = run.prompts.overlong.pixels.high
+    max_pixels = run.prompts.length_filter.pixels.high
     larger_sizes = [(width, height) for width, height in image_sizes if width * height > max_pixels]
     consequence = ""
     if not larger_sizes:

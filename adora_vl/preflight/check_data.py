@@ -129,9 +129,9 @@ def _check_python_data(request: RunRequest, model: ModelInfo, prompts: PromptInf
         )
         # This measures the prompts and refuses overlong ones. Rows of Python code are never left
         # out, so the numbers of the rows that it returns are not needed.
-        prompts.overlong.prompts_to_train_on(python_inputs.iterate_prompts(train), len(train))
+        prompts.length_filter.prompts_to_train_on(python_inputs.iterate_prompts(train), len(train))
     return DataInfo(
-        train_dataset=train, eval_dataset=evaluated, prompt_lengths=prompts.overlong.lengths
+        train_dataset=train, eval_dataset=evaluated, prompt_lengths=prompts.length_filter.lengths
     )
 
 
@@ -162,7 +162,7 @@ def _data_with_assumed_lengths(
         context: Where the run takes place, and the messages for the user.
     """
     assumed_lengths, explanation = assume_lengths(
-        prompts.overlong.pixels, sees_images=sees_images(model.config)
+        prompts.length_filter.pixels, sees_images=sees_images(model.config)
     )
     context.messages.unchecked.append(
         f"the dataset {missing!r} is not here, so rows and prompts are not known; {explanation}"
@@ -209,11 +209,11 @@ def _load_command_data(
             )
         # Counting the tokens of few rows is fast, so their counts are not kept on the disk.
         if len(dataset) < MIN_CACHED_ROWS:
-            return prompts.overlong.rows_to_train_on(dataset, texts)
+            return prompts.length_filter.rows_to_train_on(dataset, texts)
         sources = [data_hash(Path(folder), script_args.dataset_train_split) for folder in folders]
         # Collective: the first rank of each machine counts, and the others read its counts.
         with request.config.main_process_first(desc="counting the tokens of the prompts"):
-            return prompts.overlong.rows_to_train_on(dataset, texts, sources)
+            return prompts.length_filter.rows_to_train_on(dataset, texts, sources)
 
     # The system prompt describes the tools too.
     script_with_tools = copy(script_args)
@@ -229,8 +229,8 @@ def _load_command_data(
     return DataInfo(
         folders=folders,
         train_dataset=train,
-        prompt_lengths=prompts.overlong.lengths,
-        left_out_ids=tuple(prompts.overlong.left_out),
+        prompt_lengths=prompts.length_filter.lengths,
+        left_out_ids=tuple(prompts.length_filter.left_out),
     )
 
 
@@ -250,7 +250,7 @@ def check_tool_reply_room(config: AdoraGRPOConfig, prompts: PromptInfo, data: Da
         completion_key="max_completion_length",
         max_completion=config.max_completion_length,
         # A server's limit takes precedence over the key, as it does when rollouts are sampled.
-        context=prompts.overlong.limit if config.use_vllm else None,
+        context=prompts.length_filter.limit if config.use_vllm else None,
         shortest_prompt=min(prompt_lengths, default=None),
         fewest_pictures=python_inputs.fewest_images(data.train_dataset),
     )
@@ -296,7 +296,7 @@ def check_evaluations(
             raise
         context.messages.unchecked.append(f"the problems of the evaluations are not known: {error}")
         return None
-    return drop_overlong_problems(plan, prompts.overlong) if plan is not None else None
+    return drop_overlong_problems(plan, prompts.length_filter) if plan is not None else None
 
 
 def _check_evaluation_batches(config: AdoraGRPOConfig, processes: int) -> None:

@@ -88,11 +88,13 @@ def check_prompts(
         processor=processor,
         toolbox=toolbox,
         system_prompt=system_prompt,
-        overlong=_overlong_prompts(request, model, context, processor, system_prompt, pixel_limits),
+        length_filter=_build_length_filter(
+            request, model, context, processor, system_prompt, pixel_limits
+        ),
     )
 
 
-def _overlong_prompts(
+def _build_length_filter(
     request: RunRequest,
     model: ModelInfo,
     context: RunContext,

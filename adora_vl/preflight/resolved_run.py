@@ -89,14 +89,14 @@ class PromptInfo:
 
     `processor`: the model's; None where a dry run cannot reach it. `toolbox`: the tools that the
     model may call; None for a run without tools. `system_prompt`: that of a command, with a
-    description of the tools; None from Python, where the rows have it. `overlong`: measures the
-    prompts, and has the limits of pixels and tokens.
+    description of the tools; None from Python, where the rows have it. `length_filter`: measures
+    the prompts, and has the limits of pixels and tokens.
     """
 
     processor: ProcessorMixin | None
     toolbox: Toolbox | None
     system_prompt: str | None
-    overlong: OverlongPrompts
+    length_filter: OverlongPrompts
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
