@@ -14,7 +14,7 @@ SLEEPING_ENGINE_BYTES = (
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class EngineMemorySettings:
     """Settings of a colocated vLLM engine that its memory depends on."""
 
     utilization: float  # share of the GPU's memory: vllm_gpu_memory_utilization
@@ -53,7 +53,7 @@ def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: 
     return text.layers * values_per_layer * dtype_bytes
 
 
-def engine_memory(shape: ModelShape, engine: EngineSettings, gpu_bytes: int) -> EngineMemory:
+def engine_memory(shape: ModelShape, engine: EngineMemorySettings, gpu_bytes: int) -> EngineMemory:
     """Predict how vLLM divides its share of a GPU with `gpu_bytes` of memory."""
     weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
     if shape.four_bit_parameters:

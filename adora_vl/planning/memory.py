@@ -25,7 +25,7 @@ from adora_vl.packing.shared_prompt import sharing_pays
 from adora_vl.planning.engine_memory import (
     SLEEPING_ENGINE_BYTES,
     EngineMemory,
-    EngineSettings,
+    EngineMemorySettings,
     engine_memory,
 )
 from adora_vl.training.model_states import ModelStateBytes, dtypes_of, predict_state_bytes
@@ -72,7 +72,7 @@ class MemorySetup:
     recompute: Recompute = "all"  # which layers gradient checkpointing recomputes
     has_padding_mask: bool = True  # SDPA needs one, flash attention does not
     has_reference: bool = False  # a reference model for the KL term
-    engine: EngineSettings | None = None  # None: no engine shares this GPU
+    engine: EngineMemorySettings | None = None  # None: no engine shares this GPU
     on_gpu: bool = True
     # Micro-batches of an optimizer step. From the second on all gradients exist already.
     micro_batches: int = 2

@@ -20,7 +20,7 @@ from adora_vl.data.prompt_lengths import PromptLengths, stored_image_sizes
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
-from adora_vl.planning.engine_memory import EngineSettings
+from adora_vl.planning.engine_memory import EngineMemorySettings
 from adora_vl.planning.memory import (
     MAX_IMAGE_TOKENS,
     MemoryPrediction,
@@ -310,7 +310,7 @@ def _engine_settings(
     shape: ModelShape,
     longest_prompt: int,
     sequences_per_generation: int,
-) -> EngineSettings | None:
+) -> EngineMemorySettings | None:
     """Return what the memory of a run's vLLM engine depends on.
 
     None without an engine that shares the GPU with the trainer.
@@ -331,7 +331,7 @@ def _engine_settings(
         cpu_cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
     # Without the key, no rollout is longer than the longest prompt with a whole completion.
     max_length = config.vllm_max_model_length or longest_prompt + config.max_completion_length
-    return EngineSettings(
+    return EngineMemorySettings(
         utilization=config.vllm_gpu_memory_utilization,
         dtype_bytes=_DTYPE_BYTES[dtype] if dtype else shape.weight_bytes,
         max_length=max_length,

@@ -29,7 +29,11 @@ from adora_vl.planning.disk import (
     max_run_folder_bytes,
     predict_checkpoint_bytes,
 )
-from adora_vl.planning.engine_memory import EngineSettings, cache_bytes_per_token, engine_memory
+from adora_vl.planning.engine_memory import (
+    EngineMemorySettings,
+    cache_bytes_per_token,
+    engine_memory,
+)
 from adora_vl.planning.memory import (
     MemorySetup,
     SharedComputation,
@@ -346,14 +350,14 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
     )
     memory = engine_memory(
         shape_of_7b,
-        EngineSettings(utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128),
+        EngineMemorySettings(utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128),
         80 * GIB,
     )
     assert memory.cache == int(0.4 * 80 * GIB) - 2 * shape_of_7b.total_parameters - memory.workspace
     assert memory.concurrent_rollouts == memory.cache // (56 * 1024 * 8192)
     too_small = engine_memory(
         shape_of_7b,
-        EngineSettings(utilization=0.2, dtype_bytes=2, max_length=8192, max_sequences=128),
+        EngineMemorySettings(utilization=0.2, dtype_bytes=2, max_length=8192, max_sequences=128),
         80 * GIB,
     )
     assert too_small.concurrent_rollouts == 0
@@ -362,7 +366,7 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
 @pytest.fixture(scope="module")
 def plan_recipe(shape_of_7b) -> MemorySetup:
     """adora_7b_geo3k.yaml on configs/accelerate/zero3_offload.yaml with prompts of 1,580 tokens."""
-    engine = EngineSettings(
+    engine = EngineMemorySettings(
         utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128, sleep=True
     )
     return MemorySetup(
