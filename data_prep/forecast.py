@@ -205,10 +205,9 @@ class _RightShares(NamedTuple):
 def _right_shares_by_length(groups: Groups, has_signal_P: torch.Tensor) -> list[_RightShares]:
     """Return the shares of right answers among the longest and shortest ones of each group.
 
-    Groups without a signal, or whose answers all have the same length, are left out, and so are
-    answers without a score.
     For example, a group has answers of 50, 50 and 20 tokens, of which the second one alone is
-    right. Its shares are 0.5 for the longest and 0 for the shortest.
+    right. Its shares are 0.5 for the longest and 0 for the shortest. Groups without a signal, or
+    whose answers all have the same length, are left out, and so are answers without a score.
     """
     shares: list[_RightShares] = []
     for group in has_signal_P.nonzero()[:, 0].tolist():

@@ -143,7 +143,10 @@ class _DiagramDrawing:
     """
 
     def __init__(self, form: LogicForm) -> None:
-        """Scale the points of a logic form into the picture, and begin an empty canvas."""
+        """Scale the points of a logic form into the picture, and make an empty canvas.
+
+        `form` has the lines, circles and facts of the diagram, and the coordinates of its points.
+        """
         import matplotlib as mpl  # not for every command of this package
 
         self.form = form
@@ -300,9 +303,9 @@ class _DiagramDrawing:
         angle = self._angle_at(names)
         self._draw_arcs(names, arcs)
         # Closer to the corner than this the text would not fit between the sides.
-        half_text = 0.5 * (self._text_width(text) + 0.02)
-        between_sides = half_text / max(0.1, abs(math.sin(angle.turn / 2)))
-        min_distance = max(nearest, min(0.16, between_sides))
+        half_width = 0.5 * (self._text_width(text) + 0.02)
+        fitting_distance = half_width / max(0.1, abs(math.sin(angle.turn / 2)))
+        min_distance = max(nearest, min(0.16, fitting_distance))
         shorter_side = min(
             abs(self.point_by_name[name] - angle.corner) for name in (names[0], names[2])
         )

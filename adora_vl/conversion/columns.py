@@ -179,8 +179,8 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
 
     The mapping has options such as `decimal_comma` too. Every name that is neither ours nor an
     option becomes an extra column: {problem: question, answer: label, level: grade} has the extra
-    column `level`, from the table's column `grade`.
-    `key` is the option or key of a config that has the mapping; error messages begin with it.
+    column `level`, from the table's column `grade`. `key` is the option or key of a config that has
+    the mapping; error messages begin with it.
 
     Raises `UserError` for a missing problem or answer, a wrong value of an option, a value that
     names no column or too many, and a name that an extra column cannot have.

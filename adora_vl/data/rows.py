@@ -113,10 +113,10 @@ def require_sound_rows(rows: Iterable[Row], where: str) -> None:
 
 
 def rows_without_pixels(table: pa.Table) -> Iterator[Row]:
-    """Yield the rows of a table of our schema for `fault_in_row`, without the bytes of images.
+    """Yield the rows of a table for a check by `fault_in_row`, without the bytes of images.
 
-    In place of an image a row has True, or None for an image with neither bytes nor a path.
-    Thousands of rows take a fraction of a second.
+    The table has our schema. In place of an image a row has True, or None for an image with neither
+    bytes nor a path. Thousands of rows take a fraction of a second.
     """
     names = [name for name in (*_TEXT_COLUMNS, "choices") if name in table.column_names]
     columns = {name: table[name].to_pylist() for name in names}
