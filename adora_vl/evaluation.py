@@ -391,7 +391,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             min_pixels=args.min_pixels,
             max_pixels=args.max_pixels,
             revision=self.revision,
-            template=args.chat_template_kwargs,
+            chat_template_kwargs=args.chat_template_kwargs,
             processor=self.pair.processor,
         )
         engine = SamplerEngine(

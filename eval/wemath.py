@@ -185,7 +185,7 @@ def _summary(
         ]
         shares |= _diagnosis_shares(diagnoses, [problem.id for problem in complete], name)
         # The score is the mean of the points of the problems. A diagnosis has 0, 0.5 or 1 points.
-        points_by_id = _points_of_problems(complete, diagnoses)
+        points_by_id = _points_by_problem(complete, diagnoses)
         mean = mean_with_interval(list(points_by_id.values()), list(points_by_id))
         scores[name] = {"accuracy": mean["value"], "interval_95": mean["interval_95"]}
         score_text = percent_with_interval(mean["value"], mean["interval_95"])
@@ -262,7 +262,7 @@ def _has_all_parts(correctness: PartCorrectness) -> bool:
 _POINTS_BY_DIAGNOSIS = {"CM": 1.0, "IG": 0.5, "IK": 0.0, "RM": 0.0}
 
 
-def _points_of_problems(
+def _points_by_problem(
     problem_samples: Iterable[_ProblemSample], diagnoses: Sequence[str]
 ) -> dict[str, float]:
     """Return the points of each problem in We-Math's score, by its id: the mean over its samples.

@@ -114,7 +114,8 @@ def _convert_old_logps(migration: Migration) -> None:
     enabled_names = [name for name in _BYPASS_MODES if migration.get(name, False)]
     if not enabled_names:
         return
-    # bypass mode needs these from verl's engine, and ours returns them with every rollout
+    # Bypass mode needs these from verl's engine, and ours returns them with every rollout. The key
+    # is read only so that it is not listed as one without a counterpart.
     migration.get(f"{_ROLLOUT}calculate_log_probs", True)
     migration.set_key("adora_rollouts", {"old_logps": "engine"}, *enabled_names)
     migration.keys.pop("vllm_importance_sampling_mode", None)

@@ -107,7 +107,8 @@ def _read_groups(record_file: RecordFile) -> Iterable[GroupSummary]:
 
 def _summarise_group(rows: Sequence[Mapping[str, Any]]) -> GroupSummary:
     """Sum up one group from the recorded rows of its rollouts."""
-    # step, weight and `tds` are the same in all rows of a group
+    # These are the same in all rows of a group: its step, its weight, and whether it counts as
+    # temporarily disadvantageous (`tds`).
     first_row = rows[0]
     # Whether the rewards differ is decided without the rollouts that have no reward.
     rewarded_rows = [row for row in rows if row["reward"] is not None]

@@ -63,7 +63,7 @@ class ChatProcessor:
         max_pixels: int | None = None,
         revision: str | None = None,
         *,
-        template: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         processor: ProcessorMixin | PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Load the configuration and the processor of a model.
@@ -73,7 +73,7 @@ class ChatProcessor:
             min_pixels: The least pixels of an image; None: the model's own limit.
             max_pixels: The most pixels of an image; None: the model's own limit.
             revision: The revision on the hub.
-            template: Arguments of the chat template.
+            chat_template_kwargs: Arguments of the chat template.
             processor: A trainer's processor, in place of the model's own.
 
         Raises `UserError` for a model that cannot be loaded, and for pixel limits that it cannot
@@ -84,7 +84,7 @@ class ChatProcessor:
         from adora_vl.rollout.prompt_tokens import never_sampled_ids
 
         self._load(model, revision, processor)
-        self._template = template or {}
+        self._chat_template_kwargs = chat_template_kwargs or {}
         model_limits = pixel_limits(self._image_processor)
         if not self.text_only and model_limits is None:
             raise UserError(
@@ -151,7 +151,7 @@ class ChatProcessor:
             min_pixels=settings.min_pixels,
             max_pixels=settings.max_pixels,
             revision=settings.revision,
-            template=settings.template,
+            chat_template_kwargs=settings.chat_template_kwargs,
         )
 
     def check_vllm(self, model: str, dtype: str) -> None:
@@ -183,7 +183,7 @@ class ChatProcessor:
                 {**message, "content": _join_text_parts(message["content"])} for message in messages
             ]
         text: str = self.processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **self._template
+            messages, add_generation_prompt=True, tokenize=False, **self._chat_template_kwargs
         )
         return text
 

@@ -81,9 +81,9 @@ class EndpointEngine:
         program = self._client.name_server_program()
         # The settings of the engine that go into the fingerprint of a run. The program is left out,
         # and so not compared later, if the server was too busy to tell it.
-        self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
+        self.resolved_settings: dict[str, Any] = {"base_url": settings.endpoint.url}
         if program is not None:
-            self.resolved["server"] = program or UNKNOWN_SERVER
+            self.resolved_settings["server"] = program or UNKNOWN_SERVER
         # The fields of each call beside the messages and the seed.
         self._body: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
@@ -95,8 +95,8 @@ class EndpointEngine:
             self._body |= PLAIN_SAMPLING
         else:
             self._pending_note = _note_on_server_defaults(settings.endpoint, program)
-        if settings.template:
-            self._body["chat_template_kwargs"] = dict(settings.template)
+        if settings.chat_template_kwargs:
+            self._body["chat_template_kwargs"] = dict(settings.chat_template_kwargs)
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
         """Return the replies to requests in their order, with None for a call that failed.

@@ -71,19 +71,19 @@ def build_settings(options: EngineOptions) -> AnswerEngineSettings:
     # The name of a model on a server is no folder and no hub id, so it is not checked.
     model = check_model(options.model) if endpoint is None else options.model
     training_config = read_training_config(model)
-    template_arguments = training_config.get("chat_template_kwargs") or {}
-    if template_arguments:
+    chat_template_kwargs = training_config.get("chat_template_kwargs") or {}
+    if chat_template_kwargs:
         print(
-            f"chat_template_kwargs: those of the model's training, {template_arguments}",
+            f"chat_template_kwargs: those of the model's training, {chat_template_kwargs}",
             file=sys.stderr,
         )
-    stop = _stop_of_training(training_config, is_server=endpoint is not None)
+    stop = _read_stop_parameters(training_config, is_server=endpoint is not None)
     settings = options_from(
         AnswerEngineSettings,
         options,
         model=model,
         endpoint=endpoint,
-        template=template_arguments,
+        chat_template_kwargs=chat_template_kwargs,
         stop_strings=stop.strings,
         stop_token_ids=stop.token_ids,
     )
@@ -94,7 +94,7 @@ def build_settings(options: EngineOptions) -> AnswerEngineSettings:
     return replace(settings, toolbox=toolbox, system_prompt=system_prompt)
 
 
-def _stop_of_training(training_config: Mapping[str, Any], *, is_server: bool) -> StopParameters:
+def _read_stop_parameters(training_config: Mapping[str, Any], *, is_server: bool) -> StopParameters:
     """Return the stop strings and tokens of the model's training, and say so on stderr.
 
     For a server there are none, and a line says that: a server would cut the stop string off the
@@ -171,7 +171,7 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
     check_answer_limits(
         toolbox,
         processor=chat.processor,
-        template_arguments=settings.template,
+        template_arguments=settings.chat_template_kwargs,
         limits=conversation,
     )
     for line in nondeterminism_warnings(toolbox):

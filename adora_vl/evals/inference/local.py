@@ -233,13 +233,13 @@ class LocalEngine(ConversationEngine):
             batch_size=settings.batch_size or default_batch_size,
         )
         # The settings of the engine that go into the fingerprint of a run.
-        self.resolved = chat.resolved_settings(settings.dtype)
+        self.resolved_settings = chat.resolved_settings(settings.dtype)
         toolbox = settings.toolbox
         if toolbox is not None:
             self.tool_loop = ToolLoop(
                 toolbox,
                 processor=chat.processor,
-                template=settings.template,
+                template=settings.chat_template_kwargs,
                 count_image_tokens=chat.image_token_count,
                 max_answers=settings.max_tool_calling_iterations,
                 decode=chat.decode,

@@ -169,7 +169,7 @@ class AnswerEngineSettings(SamplingOptions):
     """The tools that the model may call between its turns."""
     max_tool_calling_iterations: int = 3
     """The number of turns whose calls are answered."""
-    template: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """The arguments of the chat template in the model's training."""
     stop_strings: tuple[str, ...] = ()
     """The strings that ended an answer in the model's training (`stop` of `generation_kwargs`)."""
@@ -190,8 +190,8 @@ class AnswerEngineSettings(SamplingOptions):
             fields["tool_options"] = vars(self.toolbox.options)
             if tools.hashes:
                 fields["tool_files"] = dict(tools.hashes)
-        if self.template:
-            fields["chat_template_kwargs"] = dict(self.template)
+        if self.chat_template_kwargs:
+            fields["chat_template_kwargs"] = dict(self.chat_template_kwargs)
         if self.stop_strings:
             fields["stop"] = list(self.stop_strings)
         if self.stop_token_ids:

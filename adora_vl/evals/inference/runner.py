@@ -158,7 +158,9 @@ class _RankRunner:
         # The libraries print much while they load a model.
         with StartupLog(self.output / STARTUP_LOG, first=is_rank_0):
             engine = self.build(self.settings)
-        resolved_settings = getattr(engine, "resolved", None)  # an engine of a trainer has none
+        resolved_settings = getattr(
+            engine, "resolved_settings", None
+        )  # an engine of a trainer has none
         if not resolved_settings:
             return engine
         path = self.output / FINGERPRINT_FILE

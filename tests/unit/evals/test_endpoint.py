@@ -73,7 +73,7 @@ def test_a_server_whose_defaults_are_not_known_is_told_of_once(
     engine.generate([question])
 
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
-    assert engine.resolved["server"] == known_as
+    assert engine.resolved_settings["server"] == known_as
     if note is None:
         assert notes == []
         return
@@ -89,7 +89,7 @@ def test_a_server_that_was_too_busy_to_tell_its_program_is_no_other_server(capsy
     engine = EndpointEngine(
         AnswerEngineSettings(model="qwen", engine="openai", max_tokens=8, endpoint=endpoint)
     )
-    assert engine.resolved == {"base_url": closed_port_url}
+    assert engine.resolved_settings == {"base_url": closed_port_url}
     with pytest.raises(UserError, match="base_url"):
         engine.generate([AnswerRequest([{"role": "user", "content": "2 + 3?"}], [])])
     assert "did not reply when it was asked for its models" in capsys.readouterr().err

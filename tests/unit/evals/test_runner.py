@@ -53,7 +53,7 @@ class RecordingEngine:
     batch_size = 2
 
     def __init__(self, dies_after: int | None = None) -> None:
-        self.resolved: dict[str, str] = {}
+        self.resolved_settings: dict[str, str] = {}
         self.requests: list[AnswerRequest] = []
         self.built: list[AnswerEngineSettings] = []
         self._dies_after = dies_after
@@ -223,7 +223,7 @@ def test_settings_that_the_engine_finds_are_those_of_the_answers_before(tmp_path
 
     def engine_with(**resolved: str) -> RecordingEngine:
         engine = RecordingEngine()
-        engine.resolved = resolved
+        engine.resolved_settings = resolved
         return engine
 
     server = {"base_url": "http://a:1/v1", "server": "vllm"}
