@@ -19,11 +19,18 @@ from adora_vl.config.dry_run_options import split_dry_run_options
 from adora_vl.config.help import asks_for_help, help_text
 from adora_vl.prepare import prepare
 from adora_vl.utils import errors
-from adora_vl.utils.cli import USUAL_IMPORT_S, announce_imports
+from adora_vl.utils.cli import (
+    USUAL_IMPORT_S,
+    announce_imports,
+    exit_code_of,
+    exit_code_of_broken_pipe,
+    flushing_stdout,
+)
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, naming_write_errors
 from adora_vl.utils.interrupts import EXIT_INTERRUPTED
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave_process, watch_launcher
+from adora_vl.utils.outputs import outlive_readers
 from adora_vl.utils.secrets import masked_text, without_secrets
 from adora_vl.utils.versions import check_versions
 
@@ -369,24 +376,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: done. 1: the run failed, or a dry run does not fit; one line names the step and the checkpoint
     to go on from, after the traceback of its cause. 2: the user's input is wrong, in one line.
-    75: stopped by a signal, with a checkpoint. 130: interrupted outside the training.
+    75: stopped by a signal, with a checkpoint. 130: interrupted outside the training. 141: nobody
+    reads what a dry run prints; a training goes on then.
     """
     argv = sys.argv[1:] if arguments is None else arguments
     watch_launcher()
     try:
         if asks_for_help(argv):
-            print(help_text(argv))
-            return 0
+            return exit_code_of(lambda: print(help_text(argv)), "nothing was done")
         check_versions(use_vllm=False)
         # Without `--dry-run` the options are None, and all arguments are those of the training.
         options, training_arguments = split_dry_run_options(argv)
         cli_args = parse_command(argv if options is None else training_arguments)
+        if options is None:
+            outlive_readers()
         announce_imports(USUAL_IMPORT_S)
         if options is None:
             return train(cli_args)
         from adora_vl.planning.dry_run import dry_run
 
-        return dry_run(cli_args, options)
+        with flushing_stdout():
+            return dry_run(cli_args, options)
     except UserError as error:
         print_user_error(error)
         return 2
@@ -404,6 +414,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("interrupted outside the training; checkpoints are as they were", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return exit_code_of_broken_pipe()
 
 
 if __name__ == "__main__":

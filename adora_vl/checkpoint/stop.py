@@ -22,9 +22,9 @@ from adora_vl.utils.files import replace_file
 from adora_vl.utils.launch import (
     SHORT_SHUTDOWN_WARNING,
     kills_too_early,
-    mute_lost_outputs,
     under_elastic,
 )
+from adora_vl.utils.outputs import mute_lost_outputs
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
 # A file in the output_dir of a stopped run, because launchers replace the exit code by their own.

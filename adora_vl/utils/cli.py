@@ -7,7 +7,8 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -16,6 +17,7 @@ import yaml
 
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.interrupts import EXIT_INTERRUPTED
+from adora_vl.utils.outputs import OUTPUT_DESCRIPTORS, redirect_to_null
 from adora_vl.utils.secrets import masked_text
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -48,9 +50,9 @@ def exit_code_of(command: Callable[[], None], interrupt_note: str, *, speaks: bo
         the output on, as behind `| head`.
     """
     try:
-        command()
         # If nobody reads the output on, this raises the BrokenPipeError inside of the `try`.
-        sys.stdout.flush()
+        with flushing_stdout():
+            command()
     except UserError as error:
         one_line = " ".join(str(error).split())
         lines = error.lines if isinstance(error, MistakesError) else [one_line]
@@ -61,10 +63,57 @@ def exit_code_of(command: Callable[[], None], interrupt_note: str, *, speaks: bo
         print(f"interrupted; {interrupt_note}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Python flushes once more when it ends, which has to succeed.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        return exit_code_of_broken_pipe()
     return 0
+
+
+@contextmanager
+def flushing_stdout() -> Iterator[None]:
+    """Make a context that writes out at its end what was printed within it.
+
+    Otherwise Python would do so when it ends, where an error is no exit code any more.
+
+    Raises:
+        BrokenPipeError: nobody reads the output any more.
+        UserError: it cannot be written, as to a file on a full disk.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError:
+        # A long text is written before the end. If that has failed, one more line fails too.
+        _flush_stdout(last="\n")
+        raise
+    _flush_stdout()
+
+
+def _flush_stdout(last: str = "") -> None:
+    """Write out what was printed and then `last`, with the errors of `flushing_stdout`."""
+    if sys.stdout is None:  # closed from the beginning: `>&-`
+        return
+    try:
+        print(last, end="", flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        # What is still in the buffer would fail once more when Python ends.
+        redirect_to_null(sys.stdout.fileno())
+        raise UserError(
+            f"stdout: what is printed cannot be written ({error.strerror}); make room there, or "
+            "send it to another place"
+        ) from error
+
+
+def exit_code_of_broken_pipe() -> int:
+    """Return the exit code of a command that printed to a pipe which nobody reads any more.
+
+    Python flushes its outputs once more when it ends, which has to succeed. So they write to
+    /dev/null from now on.
+    """
+    for descriptor in OUTPUT_DESCRIPTORS:
+        redirect_to_null(descriptor)
+    return EXIT_BROKEN_PIPE
 
 
 def amount(count: int, noun: str) -> str:

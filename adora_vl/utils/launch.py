@@ -7,7 +7,6 @@ from __future__ import annotations
 import atexit
 import os
 import random
-import select
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from adora_vl.utils.errors import RunError, UserError
+from adora_vl.utils.outputs import OUTPUT_DESCRIPTORS, flush_outputs
 from adora_vl.utils.versions import installed_version
 
 # Ports below those that Linux and macOS give to connections
@@ -321,29 +321,6 @@ def watch_parent() -> None:
     threading.Thread(target=hang_up_without_it, name="launcher-watch", daemon=True).start()
 
 
-# stdout and stderr
-_OUTPUT_DESCRIPTORS = (1, 2)
-# What `poll` says of an output whose reader is gone
-_READER_GONE_EVENTS = select.POLLERR | select.POLLHUP
-
-
-def mute_lost_outputs() -> None:
-    """Redirect stdout or stderr to /dev/null if its reader is gone, such as a closed terminal.
-
-    Otherwise the next line would end the run with an `OSError`. The descriptors are replaced, since
-    tqdm and loggers use the stream objects that they were created with.
-    """
-    outputs = select.poll()
-    for descriptor in _OUTPUT_DESCRIPTORS:
-        # no event is asked for, since errors are reported always
-        outputs.register(descriptor, 0)
-    for descriptor, events in outputs.poll(0):
-        if events & _READER_GONE_EVENTS:
-            null_device = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null_device, descriptor)
-            os.close(null_device)
-
-
 def leave_process(code: int) -> NoReturn:
     """End the process with an exit code as `sys.exit` does, without the interpreter's finalization.
 
@@ -404,8 +381,8 @@ class StartupLog:
         self._first_byte = os.fstat(log_descriptor).st_size
         # what was printed before belongs on the screen
         flush_outputs()
-        self._screen_descriptors = [os.dup(descriptor) for descriptor in _OUTPUT_DESCRIPTORS]
-        for descriptor in _OUTPUT_DESCRIPTORS:
+        self._screen_descriptors = [os.dup(descriptor) for descriptor in OUTPUT_DESCRIPTORS]
+        for descriptor in OUTPUT_DESCRIPTORS:
             os.dup2(log_descriptor, descriptor)
         os.close(log_descriptor)
         return self
@@ -416,7 +393,7 @@ class StartupLog:
         flush_outputs()
         # The lists have unequal lengths in a second call, which has no copies to close.
         for descriptor, screen_descriptor in zip(
-            _OUTPUT_DESCRIPTORS, self._screen_descriptors, strict=False
+            OUTPUT_DESCRIPTORS, self._screen_descriptors, strict=False
         ):
             os.dup2(screen_descriptor, descriptor)
             os.close(screen_descriptor)
@@ -442,11 +419,3 @@ class StartupLog:
                 head = f"The last of what the libraries have said ({self.path} has all of it):"
                 last_lines = lines[-_SHOWN_LINES:]
                 print("\n".join([head, *last_lines]), file=sys.stderr, flush=True)
-
-
-def flush_outputs() -> None:
-    """Write out what Python holds in the buffers of stdout and stderr."""
-    for stream in (sys.stdout, sys.stderr):
-        # a stream may be closed, or None
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()

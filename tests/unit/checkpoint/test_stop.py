@@ -224,7 +224,7 @@ def test_a_process_that_no_launcher_started_outlives_its_shell(monkeypatch):
 
 TALKER_CODE = """
 import sys
-from adora_vl.utils.launch import mute_lost_outputs
+from adora_vl.utils.outputs import mute_lost_outputs
 mute_lost_outputs()
 print("heard", flush=True)
 sys.stdin.readline()

@@ -1,0 +1,122 @@
+"""What becomes of stdout and stderr when nobody reads them any more, or never did."""
+
+import errno
+import io
+import os
+import select
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+# stdout and stderr
+OUTPUT_DESCRIPTORS = (1, 2)
+# What `poll` says of an output whose reader is gone
+_READER_GONE_EVENTS = select.POLLERR | select.POLLHUP
+# What a write says then: of a pipe, and of a terminal
+_READER_GONE_ERRORS = (errno.EPIPE, errno.EIO)
+
+
+def mute_lost_outputs() -> None:
+    """Redirect stdout or stderr to /dev/null if its reader is gone, such as a closed terminal.
+
+    Otherwise the next line would end the run with an `OSError`. The descriptors are replaced, since
+    tqdm and loggers use the stream objects that they were created with.
+    """
+    outputs = select.poll()
+    for descriptor in OUTPUT_DESCRIPTORS:
+        # no event is asked for, since errors are reported always
+        outputs.register(descriptor, 0)
+    for descriptor, events in outputs.poll(0):
+        if events & _READER_GONE_EVENTS:
+            redirect_to_null(descriptor)
+
+
+def redirect_to_null(descriptor: int) -> None:
+    """Let a descriptor of this process, such as 1 for stdout, write to /dev/null from now on."""
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    # Where the descriptor was closed, it may be the one that `open` has returned.
+    if null_device != descriptor:
+        os.dup2(null_device, descriptor)
+        os.close(null_device)
+
+
+def flush_outputs() -> None:
+    """Write out what Python holds in the buffers of stdout and stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        # a stream may be closed, or None
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+class _LossyFile(io.FileIO):
+    """An output whose writes never raise: what cannot be written is lost.
+
+    When the reader of a pipe or the terminal is gone, the descriptor writes to /dev/null from then
+    on, and stderr says so once. On a full disk only this piece is lost, since space may come back.
+    """
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]  # any buffer, as in io.FileIO
+        """Write to the output, and return the number of bytes that are done with."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno in _READER_GONE_ERRORS:
+                redirect_to_null(self.fileno())
+                _say_lost(self.fileno())
+            return memoryview(data).nbytes
+
+
+def _say_lost(descriptor: int) -> None:
+    """Say on stderr that the reader of stdout is gone. Nobody can be told that stderr's is."""
+    if descriptor != 1:
+        return
+    line = (
+        "stdout has no reader any more (a closed pipe or terminal): the run goes on without it; "
+        "metrics.jsonl in output_dir has the figures\n"
+    )
+    # Not by `print`, since this may be called within one.
+    with suppress(OSError):
+        os.write(2, line.encode())
+
+
+def outlive_readers() -> None:
+    """Let this process go on when nobody reads its stdout or stderr any more.
+
+    Python raises `BrokenPipeError` at the next line, for instance when `train | head` has ended, or
+    the program that writes the log. That suits a command that only prints, and not a run of hours,
+    whose files can still be written. An output that was closed from the beginning (`>&-`) writes to
+    /dev/null, since the next file that is opened would get its number, and all that is printed.
+
+    This has to be called before loggers and progress bars are created, which keep the stream that
+    they begin with.
+    """
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream: TextIO | None = getattr(sys, name)
+        if stream is None:
+            redirect_to_null(descriptor)
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), encoding="utf-8"))
+        elif _writes_to(stream, descriptor):
+            stream.flush()
+            setattr(sys, name, _lossy_stream(stream, descriptor))
+
+
+def _writes_to(stream: TextIO, descriptor: int) -> bool:
+    """Return whether a stream is the usual one of a descriptor, and not a test's or a notebook's."""
+    try:
+        return stream.fileno() == descriptor
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _lossy_stream(stream: TextIO, descriptor: int) -> TextIO:
+    """Return a stream of text like the given one, whose writes never raise."""
+    file = _LossyFile(descriptor, "w", closefd=False)
+    # `python -u` and PYTHONUNBUFFERED leave out the buffer below the text.
+    is_unbuffered = isinstance(getattr(stream, "buffer", None), io.FileIO)
+    return io.TextIOWrapper(
+        file if is_unbuffered else io.BufferedWriter(file),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=bool(getattr(stream, "line_buffering", False)),
+        write_through=is_unbuffered,
+    )

@@ -1,0 +1,118 @@
+"""What commands do when nobody reads what they print: a training goes on, the others end quietly."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+
+from adora_vl.utils.cli import EXIT_BROKEN_PIPE, exit_code_of
+from tests.support.paths import REPOSITORY
+
+# Prints a line; then more, when its stdin has ended.
+PRINT_TWICE = """
+import sys
+from adora_vl.utils.outputs import outlive_readers
+outlive_readers()
+print("read", flush=True)
+sys.stdin.read()
+for number in range(3):
+    print("not read", flush=True)
+    sys.stderr.write("an error line\\n")
+print("the end", file=sys.stderr)
+"""
+PRINT_ONCE = """
+import sys
+from adora_vl.utils.outputs import outlive_readers
+outlive_readers()
+print("a line")
+open("first file", "w").write("its content")
+"""
+
+
+class Ended(NamedTuple):
+    """A process that has ended."""
+
+    exit_code: int
+    stderr: str
+
+
+def run_python(words: Sequence[str], redirection: str, folder: str = ".") -> Ended:
+    """Run Python with these words in a shell that redirects its output, such as `>&-`."""
+    command = f'cd "$0" && exec "$@" {redirection}'
+    done = subprocess.run(
+        ["bash", "-c", command, folder, sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return Ended(done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_a_training_goes_on_when_its_pipe_is_closed(options):
+    with subprocess.Popen(
+        [sys.executable, *options, "-c", PRINT_TWICE],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "read\n"
+        process.stdout.close()
+        process.stdin.close()
+        lines = process.stderr.read().splitlines()
+    assert process.returncode == 0
+    assert lines.pop(0).startswith("stdout has no reader any more (a closed pipe or terminal)")
+    assert lines == ["an error line"] * 3 + ["the end"], "stdout's end is told once"
+
+
+def test_a_training_goes_on_when_the_disk_of_its_log_is_full():
+    assert run_python(["-c", PRINT_TWICE], "> /dev/full").exit_code == 0
+
+
+def test_no_file_gets_what_is_printed_to_an_output_that_was_closed_before(tmp_path):
+    ended = run_python(["-c", PRINT_ONCE], ">&- 2>&-", folder=str(tmp_path))
+    assert ended.exit_code == 0
+    assert (tmp_path / "first file").read_text() == "its content"
+
+
+COMMANDS = [
+    ["-m", "adora_vl"],
+    ["-m", "adora_vl.train", "--help"],
+    ["-m", "eval"],
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[1:]))
+def test_a_command_that_only_prints_ends_without_a_traceback(words):
+    # The reader ends before the command prints.
+    unread = run_python(words, "| true; exit ${PIPESTATUS[0]}")
+    assert unread == Ended(EXIT_BROKEN_PIPE, "")
+    closed = run_python(words, ">&-")
+    assert closed == Ended(0, "")
+    full = run_python(words, "> /dev/full")
+    assert full.exit_code == 2
+    assert full.stderr.startswith(
+        "error: stdout: what is printed cannot be written (No space left on device); make room"
+    )
+    assert full.stderr.count("\n") == 1
+
+
+def test_a_reader_that_has_gone_is_an_exit_code_of_its_own(monkeypatch):
+    redirected: list[int] = []
+    monkeypatch.setattr("adora_vl.utils.cli.redirect_to_null", redirected.append)
+
+    def print_to_nobody() -> None:
+        raise BrokenPipeError
+
+    assert exit_code_of(print_to_nobody, "nothing was done") == EXIT_BROKEN_PIPE
+    assert redirected == [1, 2]
