@@ -10,6 +10,7 @@ from adora_vl.checkpoint.store import read_checkpoint_manifest
 from adora_vl.checkpoint.trl_state import LossSums, SyncedReferenceModel
 from adora_vl.record import trackers
 from adora_vl.rewards.entries import current_column_name
+from adora_vl.training.optimizer_steps import SkipBadSteps
 from adora_vl.training.pool import Pool
 from adora_vl.training.unfinished import RestoredGeneration, UnfinishedGeneration
 from adora_vl.types import Batch
@@ -29,6 +30,8 @@ class CheckpointState:
     """A reference model that TRL moves."""
     loss_sums: LossSums
     """Transformers' sums of losses."""
+    skip_bad_steps: SkipBadSteps
+    """Counts the bad steps in a row, after which a run stops."""
     metrics: dict[str, list[float]]
     """TRL's metrics of the training since the last log, by name."""
     table: dict[str, Any]
@@ -46,6 +49,7 @@ class CheckpointState:
             **self.loss_sums.metadata(),
             "methods": self.pipeline.state(),
             "metrics": {name: list(values) for name, values in self.metrics.items()},
+            "bad_steps_in_a_row": self.skip_bad_steps.bad_steps_to_save(),
         }
 
     def save(
@@ -82,6 +86,7 @@ class CheckpointState:
         self.pool.load(checkpoint)
         self.moving_reference.load(checkpoint)
         self.loss_sums.load(checkpoint)
+        self.skip_bad_steps.bad_steps_in_a_row = manifest.get("bad_steps_in_a_row", 0)
         unfinished = self.unfinished_generation.load(checkpoint)
         if unfinished is not None:
             trackers.restore_table(unfinished.table, self.table, self.function_names)

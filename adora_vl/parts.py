@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils.generic import is_flash_attention_requested
 from trl import GRPOTrainer
 
+from adora_vl.checkpoint.callback_states import EpochEnd
 from adora_vl.checkpoint.trl_state import LossSums, SyncedReferenceModel
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.checkpoint_state import CheckpointState
@@ -378,6 +379,11 @@ class StepParts:
         )
 
     @cached_property
+    def epoch_end(self) -> EpochEnd:
+        """Lets the checkpoint of an epoch's last step wait for the figures of the epoch."""
+        return EpochEnd()
+
+    @cached_property
     def checkpoint_state(self) -> CheckpointState:
         """Saves and restores what a checkpoint has beside TRL's own state.
 
@@ -391,6 +397,7 @@ class StepParts:
             unfinished_generation=UnfinishedGeneration(self.context, self.images.banks),
             moving_reference=self._moving_reference,
             loss_sums=LossSums(trainer),
+            skip_bad_steps=self.skip_bad_steps,
             metrics=trainer._metrics["train"],
             table=trainer._logs,
             function_names=trainer.reward_func_names,
@@ -431,6 +438,7 @@ class StepParts:
             progress.ProgressLine(),
             metrics.MetricsFile(),
             self.skip_bad_steps,
+            self.epoch_end,
             RefuseWrongBuffers(models_by_role),
         ]
         if self.clocks.memory is not None:

@@ -33,9 +33,15 @@ from transformers import (
 )
 from transformers import trainer as transformers_trainer
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
+from adora_vl.checkpoint.callback_states import (
+    ENDED_KEY,
+    restore_callback_states,
+    was_ended_by_callback,
+)
 from adora_vl.checkpoint.run_files import recording_saved_files
 from adora_vl.checkpoint.store import read_checkpoint_manifest
 from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
@@ -629,12 +635,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         try:
             if is_main:
                 print("\n".join(run.lines_before_start()), flush=True)
-            if run.finished_checkpoint is not None:
-                output = self._load_finished_run(run.finished_checkpoint)
+            last_checkpoint = self._last_checkpoint()
+            if last_checkpoint is not None:
+                output = self._load_finished_run(last_checkpoint)
                 self.manifest = run.manifest()
                 if is_main:
                     output_dir = Path(self.args.output_dir)
-                    metadata = read_checkpoint_manifest(run.finished_checkpoint)
+                    metadata = read_checkpoint_manifest(last_checkpoint)
                     write_missing_end_of_metrics(output_dir, metadata, self.state)
                     mark_finished(self.manifest, output_dir, steps=self.state.global_step)
                 return output
@@ -694,20 +701,33 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 raise RunError(f"step {steps_done()}: {reason_to_stop}")
         return output
 
+    def _last_checkpoint(self) -> Path | None:
+        """Return the checkpoint to resume from if the run has ended there; else None.
+
+        It has made its last step, or a callback such as early stopping ended it.
+        """
+        start = self.run.output.start.checkpoint
+        if self.run.finished_checkpoint is not None or start is None:
+            return self.run.finished_checkpoint
+        checkpoint = Path(start)
+        callbacks = self.callback_handler.callbacks
+        restore_callback_states(callbacks, _read_state(checkpoint).stateful_callbacks)
+        return checkpoint if was_ended_by_callback(checkpoint, callbacks) else None
+
     def _load_finished_run(self, checkpoint: Path) -> TrainOutput:
         """Load the weights and state of a finished run's last checkpoint, in place of training.
 
         This is for a run from Python, whose caller goes on with the model. Raises `UserError` with
         DeepSpeed, whose checkpoints cannot be loaded here.
         """
+        finding = f"{checkpoint} is the last step: nothing left to train"
+        if self.run.finished_checkpoint is None:
+            finding = f"a callback ended the run at {checkpoint}: nothing left to train"
         if self.is_deepspeed_enabled:
-            raise UserError(
-                f"{checkpoint} is the last step: nothing left to train; `python -m "
-                "adora_vl.export` loads it"
-            )
+            raise UserError(f"{finding}; `python -m adora_vl.export` loads it")
         self._load_from_checkpoint(str(checkpoint))
         self.state = _read_state(checkpoint)
-        print(f"{checkpoint} is the last step: nothing left to train")
+        print(finding)
         return TrainOutput(self.state.global_step, 0.0, {})
 
     # -------------------------------------------------------------- data, log, and the engine's end
@@ -794,6 +814,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         trl_save_checkpoint = super()._save_checkpoint
         state = self.parts.checkpoint_state
+        # A signal or an error stops the training only after its checkpoint is written.
+        ended = self.control.should_training_stop
+        self.parts.epoch_end.note_save(self.state.global_step, ended=ended)
         metadata = state.unfinished_generation.metadata_to_save(
             self._first_micro_step, self._metadata()
         )
@@ -802,7 +825,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             """Write all files into the folder, and return what its manifest says of the run."""
             trl_save_checkpoint(model, trial)
             self._forget_best_checkpoint(folder)
-            return state.save(folder, metadata, self._first_micro_step, self._buffered_inputs)
+            saved_metadata = state.save(
+                folder, metadata, self._first_micro_step, self._buffered_inputs
+            )
+            return {**saved_metadata, ENDED_KEY: ended}
 
         self.parts.checkpoint_writer.write(self.state.global_step, write_files)
 
@@ -867,6 +893,25 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             restore_weights(model, folder)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_callback_state(self) -> None:
+        """Restore the states of callbacks from the checkpoint, whose state is `self.state` now.
+
+        Stock TRL leaves this to Transformers, which does it only with
+        `restore_callback_states_from_checkpoint: true`. It replaces the callbacks by others with the
+        arguments of then, and cannot save again if there is a callback with a state that the
+        checkpoint does not know. Ours restores the states in every run, since early stopping would
+        count anew.
+        """
+        callbacks = self.callback_handler.callbacks
+        restore_callback_states(callbacks, self.state.stateful_callbacks)
+        # Transformers expects an entry for each callback with a state when it saves.
+        exportable = [
+            item for item in (*callbacks, self.control) if isinstance(item, ExportableState)
+        ]
+        self.state.stateful_callbacks = TrainerState(
+            stateful_callbacks=exportable
+        ).stateful_callbacks
 
     def restore(self, checkpoint: str) -> None:
         """Restore what a checkpoint has beside TRL's own state, which `train` restores."""

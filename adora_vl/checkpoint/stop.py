@@ -108,7 +108,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Have the trainer save and stop if any rank has received a signal.
+        """Have the trainer save, and then stop, if any rank has received a signal.
 
         Collective: the ranks decide together, because a signal may reach them in different steps.
         """
@@ -119,6 +119,19 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         if bool(gather(has_signal).any()):
             self.stopped = True
             control.should_save = True
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Stop the training once the checkpoint is written.
+
+        Not before: a checkpoint notes whether the training has ended, and this one is to go on.
+        """
+        if self.stopped:
             control.should_training_stop = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

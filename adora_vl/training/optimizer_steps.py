@@ -51,6 +51,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self.accelerator = context.accelerator
         self.bad_steps_in_a_row = 0
         self.reason: str | None = None  # why the run has stopped, if it has
+        self._weights_are_lost = False
 
     def on_pre_optimizer_step(
         self,
@@ -104,10 +105,22 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
                 "applied them (its check_grad_overflow is off?); go on from the newest "
                 "checkpoint"
             )
+            self._weights_are_lost = True
             control.should_save = False
             control.should_training_stop = True
             return
         self._count(control, is_bad=is_bad)
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Keep Transformers from saving lost weights, which it would do with `save_strategy: epoch`."""
+        if self._weights_are_lost:
+            control.should_save = False
 
     def _count(self, control: TrainerControl, *, is_bad: bool) -> None:
         """Count a step, and let the run save and stop after too many bad ones in a row.
@@ -137,7 +150,27 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
             f"Likely causes: {causes}"
         )
         control.should_save = True
-        control.should_training_stop = True
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        """Stop the training once the checkpoint of a run that cannot go on is written.
+
+        Not before: a checkpoint notes whether the training has ended, and this one is to go on.
+        """
+        if self.reason is not None:
+            control.should_training_stop = True
+
+    def bad_steps_to_save(self) -> int:
+        """Return the bad steps in a row for a checkpoint.
+
+        A run that has stopped for them begins to count anew, since its cause may be mended.
+        """
+        return self.bad_steps_in_a_row if self.reason is None else 0
 
 
 class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

@@ -1,12 +1,17 @@
 """What becomes of stdout and stderr when nobody reads them any more, or never did."""
 
+from __future__ import annotations
+
 import errno
 import io
 import os
 import select
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 # stdout and stderr
 OUTPUT_DESCRIPTORS = (1, 2)
@@ -55,7 +60,7 @@ class _LossyFile(io.FileIO):
     on, and stderr says so once. On a full disk only this piece is lost, since space may come back.
     """
 
-    def write(self, data: bytes) -> int:  # type: ignore[override]  # any buffer, as in io.FileIO
+    def write(self, data: ReadableBuffer, /) -> int:
         """Write to the output, and return the number of bytes that are done with."""
         try:
             return super().write(data)

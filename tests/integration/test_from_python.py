@@ -118,10 +118,16 @@ def reward_every_second_completion(completions, **kwargs):
     return [float(number % 2) for number in range(len(completions))]
 
 
-def build_trainer(folder, rows=EIGHT_ROWS, **keys):
+def build_trainer(folder, rows=EIGHT_ROWS, callbacks=(), **keys):
     """Build a trainer of the tiny model from Python, with these keys of the config."""
     args = AdoraGRPOConfig(str(folder), **{**TWO_STEPS, **keys})
-    return AdoraGRPOTrainer("tiny", reward_every_second_completion, args, Dataset.from_list(rows))
+    return AdoraGRPOTrainer(
+        "tiny",
+        reward_every_second_completion,
+        args,
+        Dataset.from_list(rows),
+        callbacks=list(callbacks),
+    )
 
 
 def test_the_lines_of_the_steps_are_the_only_progress_that_a_notebook_shows(tmp_path, monkeypatch):
@@ -251,6 +257,100 @@ def test_early_stopping_ends_a_run_in_order_with_its_newest_checkpoint(tmp_path)
     state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert (state["best_global_step"], state["best_model_checkpoint"]) == (1, None)
     assert state["best_metric"] == pytest.approx(0.4)
+
+
+class Killed(BaseException):
+    """Ends a process where it stands, as far as a test can tell."""
+
+
+class KillAfterSave(TrainerCallback):
+    """Ends the process once the checkpoint of a step is written."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Killed
+
+
+def stopping_early(folder: Path, *callbacks: TrainerCallback, patience: int = 2) -> Any:
+    """Return a trainer whose reward falls from step to step, so that early stopping ends the run.
+
+    Step 1 is the best. With a patience of 2 the run ends at step 3.
+    """
+    keys = {
+        **TWO_STEPS,
+        "max_steps": 6,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "per_device_eval_batch_size": 8,
+        "metric_for_best_model": "reward",
+        "greater_is_better": True,
+    }
+    return AdoraGRPOTrainer(
+        "tiny",
+        reward_that_falls,
+        AdoraGRPOConfig(str(folder), **keys),
+        Dataset.from_list(EIGHT_ROWS),
+        eval_dataset=Dataset.from_list(EIGHT_ROWS[:2]),
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=patience), *callbacks],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 3])
+def test_early_stopping_ends_a_killed_run_where_it_ends_an_unkilled_one(tmp_path, step):
+    """The run is killed after its second evaluation, and after the third, which ends it.
+
+    The checkpoint of that step is there already in either case. So the resumed run has one step
+    left to make, or none.
+    """
+    with pytest.raises(Killed):
+        stopping_early(tmp_path, KillAfterSave(step)).train()
+    resumed = stopping_early(tmp_path)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 3
+    assert json.loads((tmp_path / "manifest.json").read_text())["status"] == "finished"
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["best_global_step"] == 1
+    rollouts = pq.read_table(tmp_path / "rollouts").to_pylist()
+    assert {row["step"] for row in rollouts} == {1, 2, 3}
+    # The same call ends at once, and more patience goes on.
+    assert stopping_early(tmp_path).train(resume_from_checkpoint=True).global_step == 3
+    patient = stopping_early(tmp_path, patience=3)
+    assert patient.train(resume_from_checkpoint=True).global_step == 4
+
+
+def epoch_figures(checkpoint: Path) -> list[Any]:
+    """Return the figures of each line that a run has logged until a checkpoint.
+
+    They are the step, the loss and the reward. The line of the end of a run, without a loss, is
+    left out.
+    """
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    lines = [line for line in state["log_history"] if "loss" in line]
+    return [
+        (
+            line["step"],
+            line["loss"],
+            line["reward"],
+        )
+        for line in lines
+    ]
+
+
+@pytest.mark.slow
+def test_an_epochs_figures_are_logged_though_the_run_is_killed_at_its_end(tmp_path):
+    """Eight rows, two a step, are four steps an epoch, after which the checkpoint is written."""
+    keys = {"max_steps": 8, "save_steps": 4, "logging_strategy": "epoch"}
+    with pytest.raises(Killed):
+        build_trainer(tmp_path / "killed", callbacks=[KillAfterSave(4)], **keys).train()
+    build_trainer(tmp_path / "killed", **keys).train(resume_from_checkpoint=True)
+    build_trainer(tmp_path / "unkilled", **keys).train()
+    killed_lines = epoch_figures(tmp_path / "killed" / "checkpoint-8")
+    unkilled_lines = epoch_figures(tmp_path / "unkilled" / "checkpoint-8")
+    assert [step for step, *_ in unkilled_lines] == [4, 8]
+    assert killed_lines == unkilled_lines
 
 
 def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):

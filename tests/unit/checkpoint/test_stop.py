@@ -133,6 +133,9 @@ def test_a_signal_to_another_rank_stops_this_one_after_the_same_step(monkeypatch
         run.on_step_end(None, STATE_AT_START, control)
         assert run.stopped == stops
         assert control.should_save == stops
+        # The checkpoint is of a run that goes on, so the training stops after it.
+        assert not control.should_training_stop
+        run.on_save(None, STATE_AT_START, control)
         assert control.should_training_stop == stops
 
 

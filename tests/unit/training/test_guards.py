@@ -100,7 +100,20 @@ def test_bad_steps_in_a_row_save_and_stop():
     training.step(math.nan, 1.0)
     assert "2 steps in a row" in str(training.guard.reason)
     assert training.control.should_save
+    # The checkpoint is of a run that goes on, so the training stops after it.
+    assert not training.control.should_training_stop
+    nothing: Any = None
+    training.guard.on_save(nothing, nothing, training.control)
     assert training.control.should_training_stop
+
+
+def test_a_checkpoint_has_the_bad_steps_in_a_row_until_the_run_has_stopped_for_them():
+    training = GuardedTraining()
+    assert training.guard.bad_steps_to_save() == 0
+    training.step(math.nan, 1.0)
+    assert training.guard.bad_steps_to_save() == 1
+    training.step(math.nan, 1.0)
+    assert training.guard.bad_steps_to_save() == 0
 
 
 def test_the_reason_of_a_stop_names_a_ratio_that_exploded():
@@ -158,6 +171,8 @@ def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_ch
     stopped = two_deepspeed_steps(math.inf, skipped=True)
     assert "2 steps in a row" in str(stopped.guard.reason)
     assert stopped.control.should_save
+    nothing: Any = None
+    stopped.guard.on_save(nothing, nothing, stopped.control)
     assert stopped.control.should_training_stop
     patient = two_deepspeed_steps(math.inf, skipped=True, max_bad_steps=3)
     assert patient.guard.reason is None
@@ -172,6 +187,11 @@ def test_what_deepspeed_has_applied_is_not_saved():
     stopped = two_deepspeed_steps(math.nan, skipped=False)
     assert "are not finite and DeepSpeed has applied them" in str(stopped.guard.reason)
     assert stopped.control.should_training_stop
+    assert not stopped.control.should_save
+    # Transformers asks for a checkpoint at the end of an epoch.
+    stopped.control.should_save = True
+    nothing: Any = None
+    stopped.guard.on_epoch_end(nothing, nothing, stopped.control)
     assert not stopped.control.should_save
 
 
