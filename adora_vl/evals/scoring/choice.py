@@ -174,6 +174,21 @@ def _index_by_last_box(matcher: ChoiceMatcher, response: str) -> int | None:
     return None if box is None else matcher.index_by_short_text(box)
 
 
+def _index_by_whole_statement(matcher: ChoiceMatcher, text: str) -> int | None:
+    """Return the index of the choice whose text is all that is stated as the answer.
+
+    The text of a choice may have several sentences or lines, or begin with a letter as `A -> B`
+    does. Returns None if something else is stated, or nothing.
+    """
+    statements = list(_ANSWER_WORDS_PATTERN.finditer(text))
+    if not statements:
+        return None
+    statement = normalise_choice_text(text[statements[-1].end() :])
+    if not statement or statement not in matcher.normalised_choices:
+        return None
+    return matcher.normalised_choices.index(statement)
+
+
 def _index_by_stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the index of the letter that is stated last as the answer, as in `the answer is (B)`.
 
@@ -367,6 +382,7 @@ _NamedRules = tuple[tuple[str, Callable[[ChoiceMatcher, str], int | None]], ...]
 _STATEMENT_RULES: _NamedRules = (
     ("exact", _index_by_whole_text),
     ("box", _index_by_last_box),
+    ("stated_text", _index_by_whole_statement),
     ("stated_letter", _index_by_stated_letter),
     ("stated_text", _index_by_stated_text),
 )

@@ -15,7 +15,8 @@ _WRAPPER_COMMAND_PATTERN = re.compile(
 )
 # Markup that has no meaning for an answer.
 _MARKUP_PATTERN = re.compile(
-    r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\\[()\[\]]|\*+|`+|\^?\{?\\circ\}?|°|~"
+    r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\[,;:! ]|\\?\$|\\[()\[\]]|\*+|`+"
+    r"|\^?\{?\\circ(?![A-Za-z])\}?|°|~"
 )
 _SENTENCE_END_PATTERN = re.compile(r"(?<=[.!?。！？])\s+|[。！？]|\n+")
 # Words that say that there is no answer.
