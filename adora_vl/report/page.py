@@ -14,7 +14,7 @@ from xml.etree.ElementTree import Element
 from adora_vl.record.shown_metrics import page_metrics
 from adora_vl.report.run_view import ROLLOUT_FIELDS, RunView
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import replace_file
+from adora_vl.utils.files import replace_file, unwritable_error
 
 # What is taken for a formula in a text. The page searches with the same expression, so that both
 # find the same formulas: it means the same in Python and JavaScript. Every repetition has a bound,
@@ -339,6 +339,4 @@ def write_page(page: str, path: Path) -> None:
             )
         replace_file(path, page)
     except OSError as error:
-        raise UserError(
-            f"--output: {str(path)!r} cannot be written ({error.strerror}); choose another name"
-        ) from error
+        raise unwritable_error("--output", path, error) from error

@@ -149,7 +149,8 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(
         RunError, match="^output_dir: .*manifest.json' cannot be written .No space left on device"
     ):
         write_manifest(manifest, tmp_path)
-    with pytest.raises(UserError, match="^--output: .* cannot be written .No space left on device"):
+    message = "^--output: .* cannot be written .No space left on device.; free some space, or"
+    with pytest.raises(UserError, match=message):
         write_page("<html>", tmp_path / "r.html")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr("adora_vl.export.copy_model", no_room)
