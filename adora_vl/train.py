@@ -78,7 +78,7 @@ def load_trainer(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
     if run.request.is_main_process:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
     try:
-        with StartupLog(log, first=run.request.is_main_process):
+        with StartupLog(log, first=run.request.is_main_process, option="output_dir"):
             return build_trainer(run)
     except (UserError, RunError, RolloutError):
         raise
@@ -255,7 +255,7 @@ def train(cli_args: CliArgs) -> int:
     trainer = load_trainer(run, output_dir / STARTUP_LOG)
     stop = StopOnSignal()
     trainer.callback_handler.callbacks.insert(0, stop)
-    startup = StartupLog(output_dir / STARTUP_LOG)
+    startup = StartupLog(output_dir / STARTUP_LOG, option="output_dir")
     release_output_at_train_begin(trainer, startup)
     start_time = time.perf_counter()
     with stop, startup:

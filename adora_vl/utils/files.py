@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, BinaryIO
 
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import SpokenError, UserError
 
 _DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT)
 # What safetensors and torch say when the disk is full: torch's writer says how far it came, and not
@@ -360,14 +360,19 @@ def remove_partial(folder: Path) -> None:
 
 @contextmanager
 def naming_write_errors(option: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` inside the block into a `UserError` that says what to do.
+    """Turn an error of writing inside the block into a `UserError` that says what to do.
 
     `option` names what the user can change, and `path` is what is written to, for the message.
     """
     try:
         yield
-    except OSError as error:
-        raise unwritable_error(option, path, error) from error
+    except SpokenError:  # it says already what is wrong
+        raise
+    # Where the disk is full, safetensors and torch raise errors that are no `OSError`.
+    except Exception as error:
+        if isinstance(error, OSError) or disk_is_full(error):
+            raise unwritable_error(option, path, error) from error
+        raise
 
 
 def unwritable_error(option: str, path: Path, error: Exception) -> UserError:

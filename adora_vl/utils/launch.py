@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from adora_vl.utils.errors import RunError, UserError
+from adora_vl.utils.files import disk_is_full, unwritable_error
 from adora_vl.utils.outputs import OUTPUT_DESCRIPTORS, flush_outputs
 from adora_vl.utils.versions import installed_version
 
@@ -352,18 +353,21 @@ class StartupLog:
     That includes what compiled code writes: the descriptors are replaced, since loggers and
     progress bars use the streams that they were created with. Where the file cannot be opened,
     everything stays on the screen. If the block ends with an error that is not the user's, the last
-    lines of the file are shown.
+    lines of the file are shown. Where the disk is full, a library fails that prints something, and
+    a `UserError` says so.
     """
 
-    def __init__(self, path: Path, *, first: bool = False) -> None:
+    def __init__(self, path: Path, *, first: bool = False, option: str = "output") -> None:
         """Create the log.
 
         Args:
             path: the file, which all processes of a run share.
             first: whether this is the first process, which empties the file; the others add to it.
+            option: what the user names the folder of the file by, for a message.
         """
         self.path = path
         self.first = first
+        self.option = option
         # copies of the descriptors of the screen while the log is open; empty before and after
         self._screen_descriptors: list[int] = []
         # size of the file when this process opened it
@@ -412,6 +416,13 @@ class StartupLog:
         needs_explanation = isinstance(error, Exception) and not isinstance(error, UserError)
         if not was_open or not needs_explanation:
             return
+        if disk_is_full(error):
+            # It may be another disk, such as that of the hub's cache: then this file can grow.
+            try:
+                with self.path.open("ab") as file:
+                    file.write(b"\n")
+            except OSError as write_error:
+                raise unwritable_error(self.option, self.path, write_error) from error
         with suppress(OSError):
             output = self.path.read_bytes()[self._first_byte :].decode(errors="replace")
             lines = [line for line in output.splitlines() if line.strip()]

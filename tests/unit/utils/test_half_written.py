@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from adora_vl.data.dataset import load_split
 from adora_vl.evals.inference.predictions import PredictionLog, sort_rows
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import naming_write_errors
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
@@ -153,6 +155,18 @@ def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
     assert len(str(caught.value).splitlines()) == 1
     assert folder_contents(prepared_folder) == before
     assert load_split(prepared_folder / "data", "train").num_rows == 2
+
+
+def test_an_error_of_safetensors_on_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """It is no `OSError`. What says already what is wrong, and what is no fault of the disk, stays."""
+    full = SafetensorError("I/O error: No space left on device (os error 28)")
+    message = "cannot be written .*; free some space"
+    with pytest.raises(UserError, match=message), naming_write_errors("output", tmp_path):
+        raise full
+    for error in (UserError("OUT: 'x' is full; No space left"), SafetensorError("wrong header")):
+        with pytest.raises(type(error)) as caught, naming_write_errors("output", tmp_path):
+            raise error
+        assert caught.value is error
 
 
 def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(

@@ -65,6 +65,20 @@ def test_a_mistake_and_an_error_after_the_start_stand_alone(inside, tmp_path):
     assert not any("line 2" in line for line in errors[-1:])
 
 
+def test_a_library_that_prints_on_a_full_disk_is_one_line():
+    """Writing to /dev/full always fails, as on a full disk."""
+    _, errors = run_loading_code(Path("/dev/full"), "sys.stderr.write('x'); sys.stderr.flush()")
+    message = "output: '/dev/full' cannot be written (No space left on device); free some space, or"
+    assert message in errors[-1]
+
+
+def test_another_full_disk_is_not_taken_for_that_of_the_file(tmp_path):
+    inside = "raise OSError(28, 'No space left on device', '/cache')"
+    _, errors = run_loading_code(tmp_path / "log", inside)
+    assert errors[-1] == "OSError: [Errno 28] No space left on device: '/cache'"
+    assert str(tmp_path / "log") in errors[0]
+
+
 def test_a_file_that_cannot_be_opened_leaves_everything_on_the_screen(tmp_path):
     output, errors = run_loading_code(tmp_path / "nowhere" / "log", "pass")
     assert "theirs, printed" in output
