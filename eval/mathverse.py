@@ -397,7 +397,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
 
 
 def _describe_rules(options: ExtractionOptions) -> dict[str, Any]:
-    """Describe the rules of a score, and the judge where one was asked."""
+    """Return the `rules` of a score file: in words, and the judge where one was asked."""
     extraction = describe_extraction(options)
     if extraction["judge"]:
         rules = "ours, and a judge where they do not find a free answer right"

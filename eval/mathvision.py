@@ -419,7 +419,7 @@ def _summary(
 
 
 def _describe_rules(options: MathVisionScoreOptions) -> dict[str, Any]:
-    """Describe the rules of a score; the official ones have an extraction of their own."""
+    """Return the `rules` of a score file; the official ones have an extraction of their own."""
     if options.rules == "official":
         return {"rules": options.rules}
     return {"rules": options.rules, **describe_extraction(options)}

@@ -389,7 +389,7 @@ def _summary(
 
 
 def _describe_rules(options: MathVistaScoreOptions) -> dict[str, Any]:
-    """Describe the rules of a score, and how its answers were extracted."""
+    """Return the `rules` of a score file: by which an answer is right, and how it was extracted."""
     return {
         "rules": options.rules,
         "ignore_empty_extractions": options.ignore_empty_extractions,

@@ -87,7 +87,7 @@ def grade(row: Prediction, options: GraderOptions) -> RowGrade:
 
 
 def _rules(options: GraderOptions) -> dict[str, Any]:
-    """Describe the rules of a score; `answer_tags` is left out if it is off."""
+    """Return the `rules` of a score file; `answer_tags` is left out if it is off."""
     rules = {"rounding": options.rounding}
     if options.answer_tags:
         rules["answer_tags"] = True

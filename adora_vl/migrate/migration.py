@@ -127,13 +127,13 @@ class Migration:
             return int(number) if number.is_integer() else number
         return value
 
-    def their_key(self, key: str) -> str:
-        """Return the other trainer's name for `key`, which is a key of `key_map`."""
+    def mapped_name(self, key: str) -> str:
+        """Return the other trainer's name that `key_map` has under a key."""
         name, _ = self.key_map[key]
         return name
 
-    def get_by_our_key(self, key: str) -> Any:
-        """Return the other trainer's value for `key`, a key of `key_map`, or its default."""
+    def get_mapped(self, key: str) -> Any:
+        """Return the other trainer's value, or its default, of the name that `key_map` has."""
         return self.get(*self.key_map[key])
 
     def get_count(self, name: str, default: int) -> int:

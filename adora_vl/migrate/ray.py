@@ -48,8 +48,8 @@ def convert_direct_keys(migration: Migration) -> None:
         is_our_key = key.islower()
         if is_our_key and not key.startswith("lora_"):
             migration.copy_key(key, name, default)
-    if not migration.get_by_our_key("model_name_or_path"):
-        model_name = migration.their_key("model_name_or_path")
+    if not migration.get_mapped("model_name_or_path"):
+        model_name = migration.mapped_name("model_name_or_path")
         migration.add_remark(f"model missing: {model_name} is not set; write model_name_or_path")
     migration.set_key("use_vllm", True, note="rollouts by vLLM")
     migration.set_key("vllm_mode", "colocate", note="in the training's processes")
@@ -72,22 +72,22 @@ def convert_lora(migration: Migration) -> None:
     The key `LORA_RANK` of `migration.key_map` is 0 without an adapter. `LORA_EXCLUDED` is a regular
     expression of the layers without adapter; only verl has it.
     """
-    rank = migration.get_by_our_key("LORA_RANK")
+    rank = migration.get_mapped("LORA_RANK")
     targets_name, all_linear = migration.key_map["lora_target_modules"]
     targets = migration.get(targets_name, all_linear)
     # read in any case, so that it is not listed as a key without a counterpart
-    alpha = migration.get_by_our_key("lora_alpha")
+    alpha = migration.get_mapped("lora_alpha")
     excluded_layers = ""
     if "LORA_EXCLUDED" in migration.key_map:
-        excluded_name = migration.their_key("LORA_EXCLUDED")
+        excluded_name = migration.mapped_name("LORA_EXCLUDED")
         excluded_layers = str(migration.get(excluded_name) or "")
     if not rank:
         return
     excludes_vision = "visual" in excluded_layers
-    rank_name = migration.their_key("LORA_RANK")
+    rank_name = migration.mapped_name("LORA_RANK")
     migration.set_key("use_peft", True, rank_name)
     migration.set_key("lora_r", rank, rank_name)
-    migration.set_key("lora_alpha", alpha, migration.their_key("lora_alpha"))
+    migration.set_key("lora_alpha", alpha, migration.mapped_name("lora_alpha"))
     migration.set_key("lora_dropout", 0.0, note="theirs has none")
     if excluded_layers and not excludes_vision:
         migration.add_remark(
@@ -127,9 +127,9 @@ def convert_batches(migration: Migration) -> GenerationLayout:
     processes = migration.get_count("trainer.n_gpus_per_node", 8)
     gpus = processes * migration.get_count("trainer.nnodes", 1)
     names = migration.key_map
-    prompts_name = migration.their_key("PROMPTS_PER_GENERATION")
+    prompts_name = migration.mapped_name("PROMPTS_PER_GENERATION")
     prompts_per_generation = migration.get_count(*names["PROMPTS_PER_GENERATION"])
-    minibatch_name = migration.their_key("PROMPTS_PER_STEP")
+    minibatch_name = migration.mapped_name("PROMPTS_PER_STEP")
     prompts_per_step = migration.get_count(*names["PROMPTS_PER_STEP"])
     group_size = migration.get_count(*names["num_generations"])
     micro_batch_size = migration.get_count(*names["per_device_train_batch_size"])
@@ -168,8 +168,8 @@ def convert_loss(migration: Migration) -> None:
         migration.add_remark(
             f"method: {_ESTIMATOR}: {estimator} became grpo; docs/methods.md has all"
         )
-    averaging_name = migration.their_key("LOSS_AVERAGING")
-    averaging = migration.get_by_our_key("LOSS_AVERAGING")
+    averaging_name = migration.mapped_name("LOSS_AVERAGING")
+    averaging = migration.get_mapped("LOSS_AVERAGING")
     if averaging in _LOSS_TYPE_BY_AVERAGING:
         migration.set_key("loss_type", _LOSS_TYPE_BY_AVERAGING[averaging], averaging_name)
     else:
@@ -189,16 +189,16 @@ def _convert_policy_loss(migration: Migration) -> None:
     EasyR1 and verl have one key for the ratio and one for the averaging. TRL's `loss_type` says
     both. A loss that TRL lacks becomes the clipped loss, and a remark says so.
     """
-    name = migration.their_key("POLICY_LOSS")
-    loss = str(migration.get_by_our_key("POLICY_LOSS"))
+    name = migration.mapped_name("POLICY_LOSS")
+    loss = str(migration.get_mapped("POLICY_LOSS"))
     if loss in _CLIPPED_LOSSES:
         return
     if loss in _SEQUENCE_LOSSES:
         migration.set_key("importance_sampling_level", "sequence", name)
         migration.set_key("loss_type", "grpo", name, note="GSPO, a mean over answers")
     elif loss == "cispo":
-        bound_name = migration.their_key("epsilon_high")
-        cap = 1 + migration.get_by_our_key("epsilon_high")
+        bound_name = migration.mapped_name("epsilon_high")
+        cap = 1 + migration.get_mapped("epsilon_high")
         # Theirs is how far the ratio may exceed 1, TRL's key is the largest ratio itself. TRL's CISPO
         # has no lower bound, and no second bound (`delta`).
         migration.set_key(
@@ -248,19 +248,19 @@ def convert_reward_function(
 
 def _convert_kl(migration: Migration) -> None:
     """Convert the KL term of the loss, and set the key that makes TRL's gradient of it theirs."""
-    has_kl = migration.get_by_our_key("USES_KL") and not migration.get(
-        "algorithm.disable_kl", False
-    )
-    coefficient = migration.get_by_our_key("KL_COEF")
-    estimator = migration.get_by_our_key("KL_ESTIMATOR")
+    has_kl = migration.get_mapped("USES_KL") and not migration.get("algorithm.disable_kl", False)
+    coefficient = migration.get_mapped("KL_COEF")
+    estimator = migration.get_mapped("KL_ESTIMATOR")
     beta = coefficient if has_kl else 0.0
-    migration.set_key("beta", beta, migration.their_key("USES_KL"), migration.their_key("KL_COEF"))
+    migration.set_key(
+        "beta", beta, migration.mapped_name("USES_KL"), migration.mapped_name("KL_COEF")
+    )
     if not has_kl:
         return
     note = "theirs does not weight the KL by the ratio of policies, TRL does by default"
     migration.set_key("use_bias_correction_kl", False, note=note)
     if estimator != "low_var_kl":
-        estimator_name = migration.their_key("KL_ESTIMATOR")
+        estimator_name = migration.mapped_name("KL_ESTIMATOR")
         migration.unmatched[estimator_name] = (
             f"{estimator}: TRL estimates the KL as low_var_kl does"
         )
@@ -352,8 +352,8 @@ def _convert_warmup(migration: Migration, layout: GenerationLayout) -> None:
 
     The keys `WARMUP_STEPS` and `WARMUP_SHARE` of `migration.key_map` are the length of the warm-up.
     """
-    steps_name = migration.their_key("WARMUP_STEPS")
-    share_name = migration.their_key("WARMUP_SHARE")
+    steps_name = migration.mapped_name("WARMUP_STEPS")
+    share_name = migration.mapped_name("WARMUP_SHARE")
     steps = migration.get(steps_name, -1)
     share = migration.get(share_name, 0.0)
     if steps > 0:
@@ -363,7 +363,7 @@ def _convert_warmup(migration: Migration, layout: GenerationLayout) -> None:
     else:
         return
     if migration.keys["lr_scheduler_type"].value == "constant":
-        schedule_name = migration.their_key("lr_scheduler_type")
+        schedule_name = migration.mapped_name("lr_scheduler_type")
         note = "theirs warms up, TRL's constant does not"
         migration.set_key("lr_scheduler_type", "constant_with_warmup", schedule_name, note=note)
 
@@ -374,7 +374,7 @@ def _remark_evaluation(migration: Migration, layout: GenerationLayout) -> None:
     An evaluation of this package needs a folder of problems that data_prep has prepared. The other
     trainer's steps from one evaluation to the next are -1 for none.
     """
-    every = int(migration.get_by_our_key("STEPS_PER_EVALUATION"))
+    every = int(migration.get_mapped("STEPS_PER_EVALUATION"))
     files = to_words(migration.get("data.val_files", []))
     evaluates_at_start = bool(migration.get("trainer.val_before_train", True))
     if not files and every <= 0:

@@ -82,7 +82,7 @@ def convert_verl(migration: Migration) -> LaunchPlan:
     migration.defaults = read_yaml(_DEFAULTS_FILE, nested=True)
     convert_direct_keys(migration)
     # Newer versions call `warmup_style` so; they take the older name where a config has both.
-    if migration.their_key("lr_scheduler_type") not in migration.values:
+    if migration.mapped_name("lr_scheduler_type") not in migration.values:
         migration.copy_key("lr_scheduler_type", f"{_ACTOR}optim.lr_scheduler_type")
     convert_lora(migration)
     convert_loss(migration)

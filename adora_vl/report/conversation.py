@@ -26,8 +26,8 @@ class TurnReader:
         """Create the reader for the folder of a run and the settings of its record.
 
         In a run with tools the settings have `view`, the size at which the model sees a picture.
-        Records of older versions lack it. Their calls are shown as text, and not drawn into the
-        picture.
+        Records of older versions lack it, so that calls of tools are shown as text, and not drawn
+        into the picture.
         """
         self._folder = folder
         view = settings.get("view")

@@ -125,12 +125,12 @@ def load_run(folder: Path, max_rollouts: int) -> RunView:
 
 def _load_once(folder: Path, max_rollouts: int) -> RunView:
     """Read a run as `load_run` does; raise `FileNotFoundError` where a file vanishes meanwhile."""
-    record_parts = list_record_files(folder / ROLLOUTS_FOLDER)
-    record_paths = [part.path for part in record_parts]
+    record_files = list_record_files(folder / ROLLOUTS_FOLDER)
+    record_paths = [record_file.path for record_file in record_files]
     # The page is passed on to others, so no link may bring a file from outside into it.
     refuse_links_out("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE, *record_paths)
     metrics = read_metrics(folder / METRICS_FILE)
-    if not metrics and not record_parts:
+    if not metrics and not record_files:
         fault = "is no folder"
         if folder.is_dir():
             fault = f"has neither {METRICS_FILE} nor {ROLLOUTS_FOLDER}/"
@@ -144,32 +144,34 @@ def _load_once(folder: Path, max_rollouts: int) -> RunView:
     warning = no_signal_warning(metrics)
     if warning is not None:
         view.notes.append(f"Warning: {warning}.")
-    if record_parts:
-        view.summary = summarise_run(record_parts)
-        _add_groups(view, folder, record_parts, max_rollouts)
+    if record_files:
+        view.summary = summarise_run(record_files)
+        _add_groups(view, folder, record_files, max_rollouts)
     else:
         view.notes.append("No rollouts were recorded.")
     return view
 
 
 def _add_groups(
-    view: RunView, folder: Path, record_parts: list[RecordFile], max_rollouts: int
+    view: RunView, folder: Path, record_files: list[RecordFile], max_rollouts: int
 ) -> None:
     """Add recorded groups to `view`, with a note where not all of them are shown.
 
     Args:
         view: what is shown of the run; it is changed.
         folder: the output_dir of the run.
-        record_parts: the files of its record.
+        record_files: the files of its record.
         max_rollouts: how many rollouts are shown at most; whole steps are left out for it.
     """
-    rollouts_by_step = _count_rollouts(record_parts)
+    rollouts_by_step = _count_rollouts(record_files)
     steps = _choose_spread_steps(rollouts_by_step, max_rollouts)
-    for part in record_parts:
-        part_steps = [step for step in steps if part.first_step <= step <= part.last_step]
-        if not part_steps:
+    for record_file in record_files:
+        file_steps = [
+            step for step in steps if record_file.first_step <= step <= record_file.last_step
+        ]
+        if not file_steps:
             continue
-        table = read_record_file(part).filter(pc.field("step").isin(part_steps))
+        table = read_record_file(record_file).filter(pc.field("step").isin(file_steps))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS_METADATA_KEY, b"{}"))
         turn_reader = TurnReader(folder, settings)
         # The rows of a group follow one another.
@@ -186,11 +188,11 @@ def _add_groups(
         )
 
 
-def _count_rollouts(record_parts: list[RecordFile]) -> dict[int, int]:
+def _count_rollouts(record_files: list[RecordFile]) -> dict[int, int]:
     """Return how many rollouts of each step are recorded, by step."""
     rollouts_by_step: dict[int, int] = {}
-    for part in record_parts:
-        step_column = read_record_file(part, ["step"])["step"]
+    for record_file in record_files:
+        step_column = read_record_file(record_file, ["step"])["step"]
         for entry in pc.value_counts(step_column).to_pylist():
             step = entry["values"]
             rollouts_by_step[step] = rollouts_by_step.get(step, 0) + entry["counts"]
