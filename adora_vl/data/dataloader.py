@@ -20,8 +20,9 @@ from adora_vl.data.shared_images import ImageWithDigest, as_image_with_digest
 def with_upright_rgb_images(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return copies of rows whose pictures are as a person sees them: upright, in RGB, on white.
 
-    Every row of a run passes here, whoever has read it. A picture becomes an `ImageWithDigest`, or an
-    `UnreadableImage` if no model could see it. A picture that is in several rows stays one object.
+    Every row of a run passes here, whoever has read it. A picture becomes an `ImageWithDigest`, or
+    an `UnreadableImage` if no model could see it. A picture that is in several rows stays one
+    object.
     """
     converted_by_id: dict[int, Any] = {}  # by Python's id of the picture object
 
@@ -160,7 +161,7 @@ class NoPrefetch:
     """The interface of a prefetch, which reads nothing ahead."""
 
     def start(self) -> None:
-        """Start reading ahead: a generation is complete, and the policy is about to learn from it."""
+        """Start reading ahead, when a generation is complete and about to be learned from."""
 
     def finish(self) -> None:
         """Finish before a generation, which has the cache for itself, and at the end."""
@@ -316,7 +317,7 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         return self._orders[epoch]
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the numbers of the present epoch's rows, each as often as TRL's sampler repeats it."""
+        """Yield the numbers of the epoch's rows, each as often as TRL's sampler repeats it."""
         if self.shuffle:
             self.generator = torch.Generator()
             # A large prime, so that the epochs of runs with neighbouring seeds have other orders.

@@ -128,9 +128,9 @@ def private_shared_memory() -> Iterator[None]:
 def with_image_digests(prompt: dict[str, Any]) -> dict[str, Any]:
     """Return a prompt for vLLM whose images vLLM neither copies nor hashes.
 
-    A `ImageWithDigest` never changes, and has a digest of its pixels. vLLM gets the digest as the image's
-    identity (`multi_modal_uuids`), and the image in `MediaWithBytes`, which it does not copy. A
-    prompt with any other image stays as it is, since such an image may still be changed.
+    An `ImageWithDigest` never changes, and has a digest of its pixels. vLLM gets the digest as the
+    image's identity (`multi_modal_uuids`), and the image in `MediaWithBytes`, which it does not
+    copy. A prompt with any other image stays as it is, since such an image may still be changed.
 
     `prompt`: vLLM's dict, with the images at `["multi_modal_data"]["image"]`.
     """
