@@ -10,8 +10,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.command import parse_command
-from adora_vl.doctor import __main__ as command
-from adora_vl.doctor import checks as versions
+from adora_vl.doctor import __main__ as doctor_command
+from adora_vl.doctor import checks as checks_module
 from adora_vl.doctor.checks import (
     check_builds,
     check_compilers,
@@ -46,6 +46,7 @@ IMAGE_TOKEN = 12
 
 
 def test_the_installed_stack_is_healthy():
+    """No check of the versions fails for the packages that run this test."""
     assert is_healthy(
         [
             *check_libraries(),
@@ -56,7 +57,8 @@ def test_the_installed_stack_is_healthy():
 
 
 def test_a_version_outside_of_its_range(subtests, monkeypatch):
-    cases = [
+    """A version of TRL out of its range fails the check, which names the command that mends it."""
+    cases = [  # version, whether the run needs it, status, words of the remedy
         ("1.16.3", True, Status.PASSED, ""),
         ("1.16.0+cpu", True, Status.PASSED, ""),
         ("1.15.2", True, Status.FAILED, "pip install 'trl<1.17,>=1.16'"),
@@ -66,15 +68,16 @@ def test_a_version_outside_of_its_range(subtests, monkeypatch):
     ]
     for version, needed, status, remedy in cases:
         with subtests.test(f"{version!r:.80} {needed} {status}"):
-            monkeypatch.setattr(versions, "installed_version", {"trl": version}.get)
+            monkeypatch.setattr(checks_module, "installed_version", {"trl": version}.get)
             check = check_version("trl", needed=needed)
             assert check.status is status
             assert remedy in check.remedy
 
 
 def test_either_build_of_vllm_is_looked_at(monkeypatch):
+    """vLLM's GPU build, of an old version, is found and refused; what is not used is skipped."""
     only_gpu = {"vllm": "0.22.0"}.get
-    monkeypatch.setattr(versions, "installed_version", only_gpu)
+    monkeypatch.setattr(checks_module, "installed_version", only_gpu)
     monkeypatch.setattr("adora_vl.utils.versions.installed_version", only_gpu)
     check, *other_checks = check_optional_libraries(
         use_vllm=True, use_peft=False, use_deepspeed=False
@@ -86,7 +89,8 @@ def test_either_build_of_vllm_is_looked_at(monkeypatch):
 
 
 def test_builds_that_do_not_suit_the_machine(subtests):
-    cases: list[Any] = [
+    """The builds of torch and vLLM have to be for the CPU or for CUDA, as the run is."""
+    cases: list[Any] = [  # facts of the machine, status, words of the remedy
         ({"use_cpu": True, "gpus": 0, "cuda": None, "vllm_is_cpu_build": True}, Status.PASSED, ""),
         (
             {"use_cpu": False, "gpus": 1, "cuda": "13.0", "vllm_is_cpu_build": False},
@@ -117,10 +121,12 @@ def test_builds_that_do_not_suit_the_machine(subtests):
 
 
 def test_a_torchvision_for_another_torch(monkeypatch):
-    def broken(name: str) -> None:
+    """A torchvision whose import fails is reported with the error's words and a remedy."""
+
+    def fail_to_import(name: str) -> None:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(versions, "import_module", broken)
+    monkeypatch.setattr(checks_module, "import_module", fail_to_import)
     check = check_torchvision()
     assert check.status is Status.FAILED
     assert "nms" in check.detail
@@ -128,8 +134,10 @@ def test_a_torchvision_for_another_torch(monkeypatch):
 
 
 def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
+    """DeepSpeed needs ninja and a C++ compiler, Triton a C compiler and Python's headers."""
     headers = tmp_path / "Python.h"
     headers.touch()
+    # programs that are missing, whether DeepSpeed and Triton are used, status, words of the remedy
     cases: list[Any] = [
         ((), True, False, Status.PASSED, ""),
         (("ninja",), True, False, Status.FAILED, "pip install ninja"),
@@ -149,6 +157,8 @@ def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
             )
             assert check.status is status
             assert remedy in check.remedy
+
+    # the compiler that the variable CC names is the one that Triton takes
     path_by_program = {name: f"/bin/{name}" for name in all_programs}
     monkeypatch.setenv("CC", "mycc -m64")
     check_on_gpu = check_compilers(
@@ -156,6 +166,7 @@ def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
     )
     assert "/bin/mycc" in check_on_gpu.detail
     assert "gcc" not in check_on_gpu.detail
+
     headers.unlink()
     check_without_headers = check_compilers(
         deepspeed=False,
@@ -168,7 +179,8 @@ def test_what_a_run_compiles_with(subtests, tmp_path, monkeypatch):
 
 
 def test_a_driver_that_is_too_old_for_torch(subtests):
-    cases = [
+    """CUDA 13 needs a driver of branch 580; without CUDA or a driver the check is skipped."""
+    cases = [  # CUDA version of torch, version of the driver, status
         (None, None, Status.SKIPPED),
         ("13.0", None, Status.SKIPPED),
         ("13.0", "570.133.20", Status.FAILED),
@@ -181,23 +193,26 @@ def test_a_driver_that_is_too_old_for_torch(subtests):
 
 
 def gold_row(answer: object, choices: list[str] | None = None) -> dict[str, object]:
+    """Return a data set's row with this gold answer, as the checks of golds and rewards read it."""
     return {"id": "geometry/7", "answer": answer, "choices": choices}
 
 
 def test_golds_that_can_be_graded_and_broken_ones(subtests):
+    """A gold that the grader cannot read fails the check, and the line names its row."""
     for answer in ["60", "2\\sqrt{221}", "\\frac{39}{4}", "100\\pi", "A"]:
         with subtests.test(answer):
             choices = ["30", "60", "90", "120"] if answer == "A" else None
             assert check_golds([gold_row(answer, choices)] * 8).status is Status.PASSED
-    for broken in ["\\frac{", "", None, "x = ", "see the figure \\sqrt{"]:
-        with subtests.test(f"{broken!r:.80}"):
-            check = check_golds([gold_row("60"), gold_row(broken)])
+    for unreadable in ["\\frac{", "", None, "x = ", "see the figure \\sqrt{"]:
+        with subtests.test(f"{unreadable!r:.80}"):
+            check = check_golds([gold_row("60"), gold_row(unreadable)])
             assert check.status is Status.FAILED
             assert "geometry/7" in check.detail
             assert "python -m data_prep" in check.remedy
 
 
 def test_a_grader_that_accepts_anything(monkeypatch):
+    """A grader that finds a wrong number correct fails the check of the golds."""
     monkeypatch.setattr(
         "adora_vl.doctor.checks.grade",
         lambda *_, **__: SimpleNamespace(verdict="correct", reason="same_number"),
@@ -208,23 +223,24 @@ def test_a_grader_that_accepts_anything(monkeypatch):
 
 
 def test_a_reward_that_cannot_tell_right_from_wrong(subtests):
-    cases = [
+    """A correct answer must get more than `adora_correct_above`, and a wrong one must not."""
+    cases = [  # preset rewards, their weights, `adora_correct_above`, status
         (["boxed_accuracy"], None, 0.5, Status.PASSED),
-        (
-            ["boxed_accuracy"],
-            None,
-            0.1,
-            Status.PASSED,
-        ),  # what a wrong answer in a box gets is not above it
+        # what a wrong answer in a box gets is not above it
+        (["boxed_accuracy"], None, 0.1, Status.PASSED),
         (["accuracy", "format"], [0.9, 0.1], 0.5, Status.PASSED),
-        (["accuracy", "format"], None, 0.5, Status.FAILED),  # a wrong answer in a box gets 1.0
+        # a wrong answer in a box gets 1.0
+        (["accuracy", "format"], None, 0.5, Status.FAILED),
         (["boxed_accuracy"], None, 1.0, Status.FAILED),
         (["format"], None, 0.5, Status.FAILED),
     ]
-    for presets, weights, above, status in cases:
-        with subtests.test(f"{presets!r:.80} {weights!r:.80} {above}"):
+    for presets, weights, reward_of_correct, status in cases:
+        with subtests.test(f"{presets!r:.80} {weights!r:.80} {reward_of_correct}"):
             check = check_rewards(
-                [gold_row("60"), gold_row("5")], choose_rewards(presets).functions, weights, above
+                [gold_row("60"), gold_row("5")],
+                choose_rewards(presets).functions,
+                weights,
+                reward_of_correct,
             )
             assert check.status is status
             assert status is Status.PASSED or "adora_correct_above" in check.remedy
@@ -238,6 +254,7 @@ def test_a_reward_that_does_not_apply_to_a_row_adds_nothing_to_its_sum():
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
+    """A new folder can be written and is not left behind; one below a file cannot."""
     assert check_writable(tmp_path / "a" / "b").status is Status.PASSED
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
     (tmp_path / "file").write_text("")
@@ -247,14 +264,22 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def test_a_disk_without_room_fails_with_the_remedy(tmp_path):
-    assert check_room(tmp_path / "run", 10**6, 10**5, 2).status is Status.PASSED
-    check = check_room(tmp_path / "run", 10**18, 10**5, 2)
+    """A run that needs 1 MB fits on this disk, and one that needs 10¹⁸ bytes does not."""
+    checkpoint_bytes = 10**5
+    checkpoints = 2
+    small_run = check_room(tmp_path / "run", 10**6, checkpoint_bytes, checkpoints)
+    assert small_run.status is Status.PASSED
+    check = check_room(tmp_path / "run", 10**18, checkpoint_bytes, checkpoints)
     assert check.status is Status.FAILED
     assert "save_total_limit" in check.remedy
     assert "2 checkpoints" in check.detail
 
 
-def read_prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
+def prompts_of_token_ids(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
+    """Return prompts, a row for each list of token ids.
+
+    An image has 4×4 patches unless `grids` says otherwise.
+    """
     grid = torch.tensor(grids or [[1, 4, 4]] * len(ids))
     names = [f"row {n}" for n in range(len(ids))]
     images = [[None]] * len(ids)
@@ -269,16 +294,19 @@ def examination_of(engine: object, *, vllm_mode: str = "colocate") -> Examinatio
         processor=SimpleNamespace(image_token_id=IMAGE_TOKEN),
     )
     models = {"policy": SmallEngine(), "reference": None}
-    return Examination(pair, read_prompts([1, *[IMAGE_TOKEN] * 4, 2]), models=models)
+    return Examination(pair, prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2]), models=models)
 
 
 def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
+    """4×4 patches, merged 2×2, are 4 features, and need 4 image tokens in the prompt."""
     assert (
-        check_features(read_prompts([1, *[IMAGE_TOKEN] * 4, 2]), IMAGE_TOKEN, merge=2).status
+        check_features(
+            prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2]), IMAGE_TOKEN, merge=2
+        ).status
         is Status.PASSED
     )
     check = check_features(
-        read_prompts([1, *[IMAGE_TOKEN] * 4, 2], [1, IMAGE_TOKEN, 2]), IMAGE_TOKEN, merge=2
+        prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2], [1, IMAGE_TOKEN, 2]), IMAGE_TOKEN, merge=2
     )
     assert check.status is Status.FAILED
     assert check.name == FEATURES_CHECK
@@ -287,6 +315,7 @@ def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
 
 
 def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
+    """The two checks of the prompts pass, and the engine's eight are skipped with the reason."""
     for engine, why in [
         (None, "samples itself"),
         (SimpleNamespace(), "server"),
@@ -301,6 +330,7 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
 
 
 def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
+    """A check that raises has failed, with the error's words; those after it are skipped."""
     monkeypatch.setattr(
         Examination,
         "check_agreement",
@@ -310,10 +340,10 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
         Examination, "check_distant_agreement", lambda self: passed(DISTANT_CHECK, "1e-06")
     )
 
-    def broken(self: Examination, *, vision: bool) -> Check:
+    def raise_error(self: Examination, *, vision: bool) -> Check:
         raise RuntimeError("Encoder cache miss")
 
-    monkeypatch.setattr(Examination, "check_after_change", broken)
+    monkeypatch.setattr(Examination, "check_after_change", raise_error)
     checks = examine_in_order(examination_of(SimpleNamespace(model_runner="V1")), merge=2)
     assert [check.status for check in checks[5:]] == [
         Status.PASSED,
@@ -326,7 +356,7 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
 
 def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
     """Sleep mode needs a GPU, so only the order of the calls to the engine is tested here."""
-    monkeypatch.setattr(Examination, "bound", 0.01)
+    monkeypatch.setattr(Examination, "bound", 0.01)  # nats between engine and policy
     for mean, status in ((1e-6, Status.PASSED), (2.0, Status.FAILED)):
         events: list[object] = []
         llm = SimpleNamespace(sleep=lambda level, events=events: events.append(level))
@@ -341,13 +371,15 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
 
         monkeypatch.setattr(Examination, "compare", compare)
         check = examination_of(generation).check_after_sleep()
-        assert events == [2, "sleep"]
+        assert events == [2, "sleep"], "put to sleep at level 2, and then compared"
         assert generation._llm_weights_sleeping
         assert check.status is status
         assert status is Status.PASSED or "vllm_enable_sleep_mode: false" in check.remedy
 
 
 class SmallEngine(torch.nn.Module):
+    """Stands for a vision-language model: a projector and two decoder layers, a matrix each."""
+
     def __init__(self) -> None:
         super().__init__()
         self.visual = torch.nn.ModuleDict({"merger": torch.nn.Linear(4, 4)})
@@ -357,24 +389,27 @@ class SmallEngine(torch.nn.Module):
 
 
 def test_a_changed_weight_comes_back_to_the_bit():
+    """A weight is always changed from its first value, and restored even after an error."""
     model = SmallEngine()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     name, parameter = choose_parameter(model, vision=False)
     assert name == "model.layers.1.weight"
     with pytest.raises(RuntimeError, match="inside"), changeable_weight(parameter) as change:
         change(0.3)
-        once = parameter.detach().clone()
+        changed_by_0_3 = parameter.detach().clone()
         change(3.0)
         change(0.3)
-        assert torch.equal(parameter, once)
+        assert torch.equal(parameter, changed_by_0_3)
         assert not torch.equal(parameter, before[name])
         raise RuntimeError("inside")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    zero = torch.nn.Parameter(torch.zeros(2, 8))  # LoRA's second factor
-    with changeable_weight(zero) as change:
+
+    # LoRA's second factor is zero at the start, and no factor would change it
+    lora_second_factor = torch.nn.Parameter(torch.zeros(2, 8))
+    with changeable_weight(lora_second_factor) as change:
         change(1.0)
-        assert zero.abs().sum() > 0
-    assert zero.abs().sum() == 0
+        assert lora_second_factor.abs().sum() > 0
+    assert lora_second_factor.abs().sum() == 0
 
 
 def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
@@ -382,7 +417,7 @@ def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
 
     Ten times the weight of those moved no answer of a fresh model by 0.1 nats.
     """
-    for kind, last in [
+    for kind, last_layer in [  # model type, and the projector's last matrix
         ("qwen2_5_vl", "mlp.2"),
         ("qwen3_vl", "linear_fc2"),
         ("qwen3_5", "linear_fc2"),
@@ -391,15 +426,20 @@ def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
             config = build_config(AutoTokenizer.from_pretrained(PRETRAINED_FOLDER), kind)
             with torch.device("meta"):
                 model = AutoModelForImageTextToText.from_config(config)
-            assert choose_parameter(model, vision=True)[0] == f"model.visual.merger.{last}.weight"
+            assert (
+                choose_parameter(model, vision=True)[0]
+                == f"model.visual.merger.{last_layer}.weight"
+            )
             freeze(model, ["projector"])
-            assert choose_parameter(model, vision=True)[0].startswith("model.visual.blocks.2.")
+            last_block = "model.visual.blocks.2."
+            assert choose_parameter(model, vision=True)[0].startswith(last_block)
     model = SmallEngine()
     model.visual.requires_grad_(False)
     assert choose_parameter(model, vision=True) is None
 
 
 def test_the_table_has_the_remedy_below_the_failure():
+    """The last line of the table counts; a failure cannot be made without a remedy."""
     lines = table(
         [passed("a", "good"), failed("bb", "bad", "mend it"), skipped("c", "no sleep mode")]
     ).splitlines()
@@ -412,13 +452,16 @@ def test_the_table_has_the_remedy_below_the_failure():
 
 
 def test_the_exit_code_and_the_json_say_whether_a_check_failed(monkeypatch, tmp_path, capsys):
+    """The command ends with 1 if a check has failed, and writes the checks as JSON."""
     for checks, code in (
         ([passed("a", "b")], 0),
         ([failed("a", "b", "c")], 1),
     ):
-        monkeypatch.setattr(command, "diagnose", lambda words, checks=checks: checks)
+        monkeypatch.setattr(doctor_command, "diagnose", lambda words, checks=checks: checks)
         assert (
-            command.main(["--model_name_or_path", "tiny", "--json", str(tmp_path / "d.json")])
+            doctor_command.main(
+                ["--model_name_or_path", "tiny", "--json", str(tmp_path / "d.json")]
+            )
             == code
         )
         assert json.loads((tmp_path / "d.json").read_text())[0]["status"] == checks[0].status
@@ -426,8 +469,9 @@ def test_the_exit_code_and_the_json_say_whether_a_check_failed(monkeypatch, tmp_
 
 
 def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(monkeypatch):
+    """With TRL 9.9, only the version is reported: the run is not read and no model is loaded."""
     monkeypatch.setattr(
-        versions,
+        checks_module,
         "installed_version",
         lambda name: "9.9" if name == "trl" else installed_version(name),
     )
@@ -435,7 +479,7 @@ def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(m
         monkeypatch.setattr(
             f"adora_vl.preflight.{step}", lambda *_, **__: pytest.fail("looked at the run")
         )
-    checks = command.diagnose(
+    checks = doctor_command.diagnose(
         parse_command(["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny"])
     )
     assert [check.name for check in checks if check.status is Status.FAILED] == ["version of trl"]

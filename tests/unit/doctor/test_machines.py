@@ -25,7 +25,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_la
 
 from adora_vl.builtin import builtin_data
 from adora_vl.builtin.tiny_text import TextStart
-from adora_vl.checkpoint import fingerprint as ranks
+from adora_vl.checkpoint import fingerprint as fingerprint_module
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import (
     RankView,
@@ -57,8 +57,10 @@ TWO_MACHINES_CONFIG = CONFIGS / "accelerate" / "zero3_nodes.yaml"
 def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
     """A process can tell it by the environment variables that accelerate sets."""
 
-    def note_after_launch(*words: str) -> str:
-        launch = ["--config_file", str(CONFIGS / "accelerate" / "cpu.yaml"), *words, "train.py"]
+    def warning_after_launch(*arguments: str) -> str:
+        """Return what `fewer_than_asked` says of a start with these options of accelerate."""
+        # as `accelerate launch` itself does it, up to the start of the process
+        launch = ["--config_file", str(CONFIGS / "accelerate" / "cpu.yaml"), *arguments, "train.py"]
         args, _, _ = _validate_launch_command(launch_command_parser().parse_args(launch))
         _, environment = prepare_simple_launcher_cmd_env(args)
         return fewer_than_asked(environment)
@@ -71,18 +73,19 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
         ]:
             del os.environ[name]  # what a trainer of another test has left
         assert (
-            note_after_launch()
+            warning_after_launch()
             == ""
             == fewer_than_asked({})
             == fewer_than_asked({"MASTER_ADDR": "127.0.0.1"})
         )
-        assert note_after_launch("--num_processes", "2").startswith(
+        assert warning_after_launch("--num_processes", "2").startswith(
             "accelerate was asked for several processes and has started one"
         )
 
 
 def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
-    cases = [
+    """The file is for 2 machines with 8 processes each; another number of machines keeps the 8."""
+    cases: list[Any] = [  # options of the command, expected sharding
         ({}, Sharding(processes=16, stage=3, machines=2)),
         ({"machines": 4}, Sharding(processes=32, stage=3, machines=4)),
         ({"machines": 1}, Sharding(processes=8, stage=3)),
@@ -94,7 +97,8 @@ def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
 
 
 def test_what_several_machines_could_not_start_from_is_refused(case_folder):
-    cases = [
+    """Each case replaces one line of the config of two machines, and is refused."""
+    cases = [  # line of the config, what replaces it, words of the error
         (
             "main_process_port: 29500",
             "main_process_port: 0",
@@ -123,11 +127,13 @@ def test_what_several_machines_could_not_start_from_is_refused(case_folder):
 
 
 def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
+    """16 processes, 4 on each machine, are 4 machines; DeepSpeed's stage is 2 unless it is said."""
     environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true"}
     assert sharding_from_environment(environment) == Sharding(processes=16, stage=2, machines=4)
 
 
 def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
+    """The variable that accelerate sets for FSDP is enough to refuse the run."""
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     for context in (
         lambda: RunContext.of_launch("ignore"),
@@ -137,15 +143,13 @@ def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
             context()
 
 
+# what the scripts in `setup/` add for two machines with 8 processes each
 OPTIONS_FOR_TWO_MACHINES = [
-    "--num_machines",
-    "2",
-    "--num_processes",
-    "16",
-    "--main_process_port",
-    "29500",
+    *("--num_machines", "2"),
+    *("--num_processes", "16"),
+    *("--main_process_port", "29500"),
+    *("--deepspeed_multinode_launcher", "standard"),
 ]
-OPTIONS_FOR_TWO_MACHINES += ["--deepspeed_multinode_launcher", "standard"]
 
 
 def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
@@ -155,35 +159,37 @@ def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
     """
     for file, options in (("zero3_nodes", []), ("zero3_offload", OPTIONS_FOR_TWO_MACHINES)):
         with subtests.test(file):
-            words = [
-                "--config_file",
-                str(CONFIGS / "accelerate" / f"{file}.yaml"),
+            arguments = [
+                *("--config_file", str(CONFIGS / "accelerate" / f"{file}.yaml")),
                 *options,
-                "--machine_rank",
-                "1",
+                *("--machine_rank", "1"),
+                *("--main_process_ip", "10.0.0.1"),
+                *("-m", "adora_vl.train"),
             ]
-            words += ["--main_process_ip", "10.0.0.1", "-m", "adora_vl.train"]
-            args, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+            args, defaults, _ = _validate_launch_command(
+                launch_command_parser().parse_args(arguments)
+            )
             args.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
             command, _ = prepare_deepspeed_cmd_env(args)
             assert command is None, "a command would be DeepSpeed's launcher"
             assert args.nnodes == "2"
             assert args.nproc_per_node == "8"
             assert args.node_rank == 1
-            meets_at = (
+            meeting_point = (
                 (args.master_addr, args.master_port)
                 if args.same_network
                 else args.rdzv_endpoint.split(":")
             )
-            assert (*meets_at, args.rdzv_backend) == ("10.0.0.1", "29500", "static")
-            assert args.shutdown_timeout == 3600
+            assert (*meeting_point, args.rdzv_backend) == ("10.0.0.1", "29500", "static")
+            assert args.shutdown_timeout == 3600, "seconds, as in the config's file"
 
 
 # -------------------------------------------------------------------------------------- the dry run
 
 
 def test_a_dry_run_for_four_machines(capsys):
-    words = [
+    """The plan counts 4 × 8 processes and says what several machines share."""
+    arguments = [
         "--config",
         str(CONFIGS / "train" / "adora_7b_geo3k.yaml"),
         "--dry-run",
@@ -191,7 +197,7 @@ def test_a_dry_run_for_four_machines(capsys):
         "80",
     ]
     offload = CONFIGS / "accelerate" / "zero3_offload.yaml"
-    assert main([*words, "--accelerate-config", str(offload), "--machines", "4"]) == 0
+    assert main([*arguments, "--accelerate-config", str(offload), "--machines", "4"]) == 0
     output = capsys.readouterr().out
     assert "4 machines with 8 processes each, started by setup/slurm/train.sbatch" in output
     assert "32 processes on 4 machines, DeepSpeed ZeRO-3, optimizer in host memory" in output
@@ -199,20 +205,23 @@ def test_a_dry_run_for_four_machines(capsys):
     assert "output_dir must be on a disk that all of them share" in output
 
 
-def parse_config(*words):
-    return parse(["--use_cpu", "true", "--bf16", "false", *words])[1]
+def parse_config(*arguments):
+    """Return the config of a run on the CPU with these arguments added."""
+    return parse(["--use_cpu", "true", "--bf16", "false", *arguments])[1]
 
 
 def test_an_engine_lies_on_one_machine_and_one_machine_saves():
+    """An engine's tensor parallel size has to divide one machine's processes; only one saves."""
     config = parse_config(
         "--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_tensor_parallel_size", "4"
     )
-    check_several_machines(config, processes=16, machines=4)
+    check_several_machines(config, processes=16, machines=4)  # 4 processes a machine
     with pytest.raises(
         UserError,
         match="vllm_tensor_parallel_size: 4 does not divide the 2 processes of one machine",
     ):
         check_several_machines(config, processes=8, machines=4)
+
     config = parse_config("--save_on_each_node", "true")
     check_several_machines(config, processes=2, machines=1)
     with pytest.raises(UserError, match="save_on_each_node: true is not supported"):
@@ -225,11 +234,12 @@ def test_an_engine_lies_on_one_machine_and_one_machine_saves():
 @pytest.fixture
 def single_rank(monkeypatch):
     """The only rank: what is gathered from all ranks is what this one has."""
-    monkeypatch.setattr(ranks, "gather_object", lambda mine: mine)
+    monkeypatch.setattr(fingerprint_module, "gather_object", lambda mine: mine)
 
 
 def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, single_rank):
-    (tmp_path / f"{ranks._SHARED_FILE_PREFIX}of-a-start-that-was-killed").touch()
+    """The file of this start is found and removed, and that of a start that was killed as well."""
+    (tmp_path / f"{fingerprint_module._SHARED_FILE_PREFIX}of-a-start-that-was-killed").touch()
     token = create_token_file(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [token]
     check_ranks(
@@ -244,30 +254,34 @@ def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, sin
 
 def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
     """It is refused even if its disk has such a file too, from a start of its own."""
-    ours = tmp_path / "ours"
-    theirs = tmp_path / "theirs"
-    ours.mkdir(), theirs.mkdir()
-    token = create_token_file(ours)
-    create_token_file(theirs)
+    own_disk = tmp_path / "ours"
+    other_disk = tmp_path / "theirs"
+    own_disk.mkdir(), other_disk.mkdir()
+    token = create_token_file(own_disk)
+    create_token_file(other_disk)
     with pytest.raises(
         UserError, match="is not the folder that rank 0 has on .*a disk that they share"
     ):
-        check_ranks(theirs, token, rank0_fingerprint={}, rank_fingerprint={}, patience_s=0)
+        check_ranks(other_disk, token, rank0_fingerprint={}, rank_fingerprint={}, patience_s=0)
 
 
 def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
+    """The file appears after 0.3 s, within the 30 s of patience, and no error is raised."""
     token = create_token_file(tmp_path)
     (tmp_path / token).unlink()
-    late = threading.Timer(0.3, (tmp_path / token).touch)
-    late.start()
+    late_write = threading.Timer(0.3, (tmp_path / token).touch)
+    late_write.start()
     check_ranks(tmp_path, token, rank0_fingerprint={}, rank_fingerprint={}, patience_s=30)
-    late.join()
+    late_write.join()
 
 
 def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, single_rank):
+    """The message has the machine, its rank and the first difference, from rank 0's value on."""
     token = create_token_file(tmp_path)
-    named = rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
-    with pytest.raises(UserError, match=named):
+    message_naming_the_rank = (
+        rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
+    )
+    with pytest.raises(UserError, match=message_naming_the_rank):
         check_ranks(
             tmp_path,
             token,
@@ -278,13 +292,17 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, sing
 
 
 def test_the_first_rank_that_differs_is_named():
-    fine = RankView(machine="one", shares_folder=True, differences=[])
-    different = RankView(machine="two", shares_folder=True, differences=["dataset: a -> b"])
-    assert describe_rank_mismatch([fine, fine], Path("out")) is None
-    problem = describe_rank_mismatch([fine, different], Path("out"))
+    """Other settings and another folder are each said of the first rank that has them."""
+    equal_rank = RankView(machine="one", shares_folder=True, differences=[])
+    rank_with_other_data = RankView(
+        machine="two", shares_folder=True, differences=["dataset: a -> b"]
+    )
+    assert describe_rank_mismatch([equal_rank, equal_rank], Path("out")) is None
+    problem = describe_rank_mismatch([equal_rank, rank_with_other_data], Path("out"))
     assert "on two (rank 1) the run is not the one of rank 0: dataset: a -> b;" in problem
     problem = describe_rank_mismatch(
-        [fine, fine, RankView(machine="two", shares_folder=False, differences=[])], Path("out")
+        [equal_rank, equal_rank, RankView(machine="two", shares_folder=False, differences=[])],
+        Path("out"),
     )
     assert problem.startswith(
         "output_dir: 'out' on two (rank 2) is not the folder that rank 0 has on one;"
@@ -295,26 +313,28 @@ def test_the_first_rank_that_differs_is_named():
 
 
 def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch):
+    """Two threads stand for two machines that ask at once; the second waits for the model."""
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     built = []
-    meet = threading.Barrier(2)
-    inside = threading.Barrier(2)
+    both_ready = threading.Barrier(2)
+    both_building = threading.Barrier(2)
     plan = asdict(TextStart())
 
     def build(folder: Path, *_: Any) -> None:
+        """Note the folder, and write a finished model of the current plan into it."""
         built.append(folder)
         with contextlib.suppress(threading.BrokenBarrierError):
-            inside.wait(0.5)  # for the other one, who must not come
+            both_building.wait(0.5)  # seconds for the other thread, which must not come here
         folder.mkdir(exist_ok=True)
         (folder / "model.safetensors").touch()
         (folder / "build.json").write_text(json.dumps({"plan": plan}))
 
-    def ask() -> None:
-        meet.wait()
+    def resolve_tiny_text() -> None:
+        both_ready.wait()
         builtin_data.resolve_model("tiny_text")
 
     monkeypatch.setattr(builtin_data, "build_start", build)
-    threads = [threading.Thread(target=ask) for _ in range(2)]
+    threads = [threading.Thread(target=resolve_tiny_text) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -323,7 +343,9 @@ def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch)
 
 
 def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, subtests):
+    """A folder whose `build.json` has another plan or none is built again, once."""
     plan = asdict(TextStart())
+    # contents of `build.json`: another plan, no plan, no dictionary, and no such file
     cases: list[Any] = [{"plan": {"steps": 250, "slips": 0.5}}, {"parameters": 1}, ["plan"], None]
     for number, facts in enumerate(cases):
         with subtests.test(f"{facts!r:.80}"):
@@ -340,7 +362,7 @@ def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, su
                 (folder / "build.json").write_text(json.dumps({"plan": plan}))
 
             monkeypatch.setattr(builtin_data, "build_start", build)
-            for _ in range(2):
+            for _ in range(2):  # the second time it is up to date
                 assert builtin_data.resolve_model("tiny_text") == str(folder)
             assert built == [folder], "once, and not again"
 
@@ -367,19 +389,20 @@ def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monke
     """Also where the list of the folder's files stays what it was, as a client of NFS may have it."""
     checkpoint = stage_checkpoint(tmp_path)
     monkeypatch.setattr(store, "file_names_below", lambda folder: ["mine"])
-    late = threading.Timer(0.3, (checkpoint / "theirs").write_text, ["2"])
-    late.start()
+    late_write = threading.Timer(0.3, (checkpoint / "theirs").write_text, ["2"])
+    late_write.start()
     publish_checkpoint(
         checkpoint,
         final=tmp_path / "checkpoint-3",
         metadata={"step": 3},
         written_files={"mine", "theirs"},
     )
-    late.join()
+    late_write.join()
     assert read_checkpoint_manifest(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
 
 
 def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path, monkeypatch):
+    """The other machine's file `theirs` never appears: an error, and no checkpoint-3."""
     monkeypatch.setattr(store, "appears_in_time", lambda path: path.exists())
     with pytest.raises(FileNotFoundError, match="a file of another machine does not appear here"):
         publish_checkpoint(
@@ -393,6 +416,7 @@ def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path
 
 # --------------------------------------------------------------------------- a machine that is lost
 
+# the errors of torch's process groups when another process is gone
 GLOO_CLOSED = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:39113"
 GLOO_RESET = (
     "[/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.2]:62169: Connection reset by peer. "
@@ -405,34 +429,35 @@ NCCL_EXITED = (
 
 
 def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path, subtests):
-    for number, words in enumerate((GLOO_CLOSED, GLOO_RESET, NCCL_EXITED)):
-        with subtests.test(words):
+    """The errors of gloo and NCCL become one line in the training, in a save and in the command."""
+    for number, arguments in enumerate((GLOO_CLOSED, GLOO_RESET, NCCL_EXITED)):
+        with subtests.test(arguments):
 
-            def lose(*_: object, words: str = words) -> Any:
-                raise RuntimeError(f"{words}\nframe #0: c10d::ProcessGroup")
+            def lose_contact(*_: object, arguments: str = arguments) -> Any:
+                raise RuntimeError(f"{arguments}\nframe #0: c10d::ProcessGroup")
 
-            lost = pytest.raises(
+            run_error_expected = pytest.raises(
                 RunError,
                 match="step 4: another process has ended, or its machine cannot be reached",
             )
             with (
-                lost,
+                run_error_expected,
                 errors_with_step(lambda: 3, lambda: "the same command goes on from checkpoint-3"),
             ):
-                lose()
+                lose_contact()
             writer = CheckpointWriter(
                 tmp_path / str(number), keep=None, accelerator=Accelerator(cpu=True)
             )
             with pytest.raises(
                 RunError, match="checkpoint-3 could not be written .*cannot be reached"
             ) as caught:
-                writer.write(3, lose)
+                writer.write(3, lose_contact)
             assert len(str(caught.value).splitlines()) == 1
-            monkeypatch.setattr("adora_vl.train.train", lose)
+            monkeypatch.setattr("adora_vl.train.train", lose_contact)
             assert main(["--config", "configs/train/smoke_cpu.yaml"]) == 1
             last = capsys.readouterr().err.splitlines()[-1]
             assert last.startswith("error: outside the training: another process has ended")
-            assert words in last
+            assert arguments in last
     assert not lost_contact_message(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not lost_contact_message(ValueError("Connection closed by peer"))
 
@@ -447,12 +472,12 @@ def write_program(folder: Path, name: str, text: str) -> None:
 
 
 def run_script(
-    name: str, *words: str, folder: Path, **environment: str
+    name: str, *arguments: str, folder: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script of `setup/` in a folder whose programs are found first."""
     path = f"{folder}:{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", str(REPOSITORY / "setup" / name), *words],
+        ["bash", str(REPOSITORY / "setup" / name), *arguments],
         cwd=folder,
         env={"PATH": path, **environment},
         capture_output=True,
@@ -462,8 +487,8 @@ def run_script(
     )
 
 
-def launch_words(host: str, port: int) -> str:
-    """Return the words that the first of two machines starts its launcher with, joined by `|`."""
+def printed_launch(host: str, port: int) -> str:
+    """Return the arguments of the first of two machines' launcher, each followed by `|`."""
     return (
         "launch|--config_file|configs/accelerate/zero3_nodes.yaml|--deepspeed_multinode_launcher|standard|"
         f"--num_machines|2|--num_processes|16|--main_process_ip|{host}|--main_process_port|{port}|--machine_rank|0|"
@@ -480,7 +505,7 @@ SLURM_VARIABLES = {
 
 
 @pytest.fixture
-def run_slurm(tmp_path):
+def slurm_folder(tmp_path):
     """Write stand-ins for Slurm's commands into a folder, and return the folder.
 
     `srun` starts one task for each of two nodes, one after the other. `scontrol requeue` writes the
@@ -496,78 +521,88 @@ def run_slurm(tmp_path):
     return tmp_path
 
 
-def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stopped(run_slurm):
+def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stopped(slurm_folder):
+    """A run that leaves `stopped.json` ends with 75, and its job is queued again."""
     write_program(
-        run_slurm,
+        slurm_folder,
         "launch",
         'printf "%s|" "$@"; echo; mkdir -p out; echo {} >out/stopped.json; exit 1',
     )
-    words = ["--config", "a b.yaml", "--output_dir", "out"]
+    arguments = ["--config", "a b.yaml", "--output_dir", "out"]
     process = run_script(
         "slurm/train.sbatch",
-        *words,
-        folder=run_slurm,
-        SLURM_SUBMIT_DIR=str(run_slurm),
+        *arguments,
+        folder=slurm_folder,
+        SLURM_SUBMIT_DIR=str(slurm_folder),
         LAUNCH="./launch",
         **SLURM_VARIABLES,
     )
     first, second, *_ = process.stdout.splitlines()
-    assert first == launch_words("n1", 22345)
+    assert first == printed_launch("n1", 22345)  # 20000 + the last digits of job 12345
     assert second == first.replace("--machine_rank|0", "--machine_rank|1")
     assert process.returncode == 75
-    assert (run_slurm / "requeued").read_text() == "12345\n"
+    assert (slurm_folder / "requeued").read_text() == "12345\n"
 
 
-def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(run_slurm):
+def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm_folder):
     """An optimizer in host memory would work on the one thread that accelerate gives."""
-    write_program(run_slurm, "launch", "echo threads $OMP_NUM_THREADS")
-    omp = "OMP_NUM_THREADS"
-    variables = {"SLURM_SUBMIT_DIR": str(run_slurm), "LAUNCH": "./launch", **SLURM_VARIABLES}
+    write_program(slurm_folder, "launch", "echo threads $OMP_NUM_THREADS")
+    threads_variable = "OMP_NUM_THREADS"
+    variables = {"SLURM_SUBMIT_DIR": str(slurm_folder), "LAUNCH": "./launch", **SLURM_VARIABLES}
     for name, cores, threads in (
-        ("SLURM_CPUS_ON_NODE", "96", 12),
-        ("SLURM_CPUS_ON_NODE", "4", 1),
-        (omp, "5", 5),
+        ("SLURM_CPUS_ON_NODE", "96", 12),  # 96 cores among 8 processes
+        ("SLURM_CPUS_ON_NODE", "4", 1),  # fewer cores than processes
+        (threads_variable, "5", 5),  # the user's own number
     ):
         process = run_script(
             "slurm/train.sbatch",
             "--output_dir",
             "out",
-            folder=run_slurm,
+            folder=slurm_folder,
             **variables,
             **{name: cores},
         )
         assert process.stdout.split() == ["threads", str(threads)] * 2, process.stderr
-    write_program(run_slurm, "ssh", 'shift 3; eval "$*"')
-    write_program(run_slurm, "nproc", "echo 64")
-    for changed, threads in (
-        ({}, 16),
+
+    write_program(slurm_folder, "ssh", 'shift 3; eval "$*"')
+    write_program(slurm_folder, "nproc", "echo 64")
+    for extra_variables, threads in (
+        ({}, 16),  # 64 cores among 4 processes
         ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3),
     ):
-        environment = {"HOSTS": "one", "LAUNCH": "./launch", "PROCESSES_PER_NODE": "4", **changed}
+        environment = {
+            "HOSTS": "one",
+            "LAUNCH": "./launch",
+            "PROCESSES_PER_NODE": "4",
+            **extra_variables,
+        }
         process = run_script(
             "ssh/train.sh",
             "--output_dir",
             "out",
-            folder=run_slurm,
+            folder=slurm_folder,
             **environment,
         )
         assert process.stdout.split() == ["one:", "threads", str(threads)], process.stderr
 
 
-def test_a_slurm_job_that_fails_is_not_queued_again(run_slurm):
+def test_a_slurm_job_that_fails_is_not_queued_again(slurm_folder):
     """A note that an earlier stop has left does not count: the job would be queued for ever."""
-    (run_slurm / "out").mkdir()
-    (run_slurm / "out" / "stopped.json").touch()
-    write_program(run_slurm, "launch", "exit 1")
-    environment = {**SLURM_VARIABLES, "SLURM_SUBMIT_DIR": str(run_slurm), "LAUNCH": "./launch"}
-    process = run_script("slurm/train.sbatch", "--output_dir=out", folder=run_slurm, **environment)
+    (slurm_folder / "out").mkdir()
+    (slurm_folder / "out" / "stopped.json").touch()
+    write_program(slurm_folder, "launch", "exit 1")
+    environment = {**SLURM_VARIABLES, "SLURM_SUBMIT_DIR": str(slurm_folder), "LAUNCH": "./launch"}
+    process = run_script(
+        "slurm/train.sbatch", "--output_dir=out", folder=slurm_folder, **environment
+    )
     assert process.returncode == 1
-    assert not (run_slurm / "requeued").exists()
+    assert not (slurm_folder / "requeued").exists()
+
     process = run_script(
         "slurm/train.sbatch",
         "--config",
         "a.yaml",
-        folder=run_slurm,
+        folder=slurm_folder,
         **environment,
     )
     assert process.returncode == 2
@@ -575,6 +610,7 @@ def test_a_slurm_job_that_fails_is_not_queued_again(run_slurm):
 
 
 def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
+    """Port 0 would become another port on each machine; the script ends with 2."""
     process = run_script(
         "ssh/train.sh",
         "--output_dir",
@@ -588,67 +624,75 @@ def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
 
 
 @pytest.fixture
-def run_ssh(tmp_path):
-    """A folder with a program `ssh` that runs the command for each host on this machine."""
+def ssh_folder(tmp_path):
+    """Write a program `ssh` that runs each host's command on this machine; return its folder."""
     write_program(tmp_path, "ssh", 'shift 2; export HOST="$1"; exec bash -c "$2"')
     return tmp_path
 
 
-def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(run_ssh):
-    write_program(run_ssh, "launch", 'printf "%s|" "$HOST" "$NCCL_SOCKET_IFNAME" "$@"; echo')
+def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(ssh_folder):
+    """The machines' launchers differ in the rank only, and have the variables of ENVIRONMENT."""
+    write_program(ssh_folder, "launch", 'printf "%s|" "$HOST" "$NCCL_SOCKET_IFNAME" "$@"; echo')
     environment = {
         "HOSTS": "one two",
         "LAUNCH": "./launch",
         "ENVIRONMENT": "NCCL_SOCKET_IFNAME=eth1",
     }
     process = run_script(
-        "ssh/train.sh", "--config", "a b.yaml", "--output_dir", "out", folder=run_ssh, **environment
+        "ssh/train.sh",
+        "--config",
+        "a b.yaml",
+        "--output_dir",
+        "out",
+        folder=ssh_folder,
+        **environment,
     )
     first, second = sorted(process.stdout.splitlines())
     assert process.returncode == 0, process.stderr
-    assert first == "one: one|eth1|" + launch_words("one", 29500)
+    assert first == "one: one|eth1|" + printed_launch("one", 29500)  # the script's port
     assert second == first.replace("one: one", "two: two").replace(
         "--machine_rank|0", "--machine_rank|1"
     )
 
 
-def test_over_ssh_a_machine_that_fails_ends_the_others(run_ssh):
+def test_over_ssh_a_machine_that_fails_ends_the_others(ssh_folder):
     """The others would wait for its processes; they are given GRACE seconds, and then killed."""
-    write_program(run_ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
+    write_program(ssh_folder, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
     environment = {"HOSTS": "one two", "LAUNCH": "./launch", "GRACE": "0"}
     process = run_script(
         "ssh/train.sh",
         "--output_dir",
         "out",
-        folder=run_ssh,
+        folder=ssh_folder,
         **environment,
     )
     assert process.returncode == 3
     assert "two ended with 3; the others have 0 seconds to end" in process.stderr
 
 
-def test_over_ssh_a_stopped_run_ends_with_75(run_ssh):
-    write_program(run_ssh, "launch", "mkdir -p out; touch out/stopped.json; exit 1")
+def test_over_ssh_a_stopped_run_ends_with_75(ssh_folder):
+    """A run that leaves `stopped.json` ends with 75, as in a Slurm job."""
+    write_program(ssh_folder, "launch", "mkdir -p out; touch out/stopped.json; exit 1")
     process = run_script(
-        "ssh/train.sh", "--output_dir", "out", folder=run_ssh, HOSTS="one two", LAUNCH="./launch"
+        "ssh/train.sh", "--output_dir", "out", folder=ssh_folder, HOSTS="one two", LAUNCH="./launch"
     )
     assert process.returncode == 75
 
 
-def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(run_ssh):
+def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh_folder):
     """The launcher has not left its number yet when the script is told to stop."""
-    write_program(run_ssh, "launch", "exec sleep 300")
+    write_program(ssh_folder, "launch", "exec sleep 300")
     write_program(
-        run_ssh,
+        ssh_folder,
         "ssh",
         'shift 2; case "$2" in *launch*) touch starting; sleep 1 ;; esac; exec bash -c "$2"',
     )
     script = subprocess.Popen(
         ["bash", str(REPOSITORY / "setup" / "ssh" / "train.sh"), "--output_dir", "out"],
-        cwd=run_ssh,
-        env={"PATH": f"{run_ssh}:{os.environ['PATH']}", "HOSTS": "one", "LAUNCH": "./launch"},
+        cwd=ssh_folder,
+        env={"PATH": f"{ssh_folder}:{os.environ['PATH']}", "HOSTS": "one", "LAUNCH": "./launch"},
     )
-    while not (run_ssh / "starting").exists():
+    while not (ssh_folder / "starting").exists():
         assert script.poll() is None
         time.sleep(0.02)
     script.terminate()
@@ -680,7 +724,8 @@ def test_programs_of_an_environment_that_was_not_activated_are_found(
 
 
 def test_a_single_process_takes_the_first_gpu_that_the_user_shows_it(monkeypatch, subtests):
-    cases = [
+    """With several processes, or with no GPU shown, CUDA_VISIBLE_DEVICES stays what it was."""
+    cases = [  # CUDA_VISIBLE_DEVICES, number of processes, CUDA_VISIBLE_DEVICES afterwards
         (None, "1", "0"),
         ("3", "1", "3"),
         ("2,3", "1", "2"),
@@ -708,8 +753,9 @@ def test_a_port_is_free_and_no_connection_will_be_given_it(monkeypatch):
     ports = {free_port() for _ in range(20)}
     range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first_of_range = int(range_file.read_text().split()[0]) if range_file.exists() else 32_768
-    assert len(ports) > 10
+    assert len(ports) > 10, "of 20 that were drawn; some may be equal"
     assert max(ports) < first_of_range
+
     with socket.socket() as listener, socket.socket() as closed:
         listener.bind(("127.0.0.1", 0))
         closed.bind(("127.0.0.1", 0))
