@@ -111,12 +111,12 @@ def _compare_with_marks(
     for claim in claims:
         if claim.verdict == "unread":
             continue
-        number = _mark_around_claim(claim, spans)
-        if number is None:
+        mark_number = _mark_around_claim(claim, spans)
+        if mark_number is None:
             reading.counts["alarm"] += 1
             reading.faults.append(f"{name}: {claim.claim.words!r} is not marked")
         else:
-            claims_by_mark[number].append(claim)
+            claims_by_mark[mark_number].append(claim)
     for span, marked_claims in zip(spans, claims_by_mark, strict=True):
         letter = span.letter
         allowed_verdicts = _ALLOWED_VERDICTS_BY_MARK[letter]
@@ -144,18 +144,19 @@ def _compare_with_marks(
 def _mark_around_claim(checked: CheckedClaim, spans: list[MarkedSpan]) -> int | None:
     """Return the number of the mark that a claim overlaps most, or None.
 
-    It has to overlap more than half of the shorter of both.
+    It has to overlap at least 0.6 of the shorter of both.
     """
     claim = checked.claim
+    smallest_share = 0.6
     best_number: int | None = None
     best_overlap = 0
-    for number, span in enumerate(spans):
+    for mark_number, span in enumerate(spans):
         overlap = min(span.end, claim.end) - max(span.start, claim.start)
         if overlap > best_overlap:
-            best_number = number
+            best_number = mark_number
             best_overlap = overlap
     if best_number is None:
         return None
     best_span = spans[best_number]
     shorter_length = min(best_span.end - best_span.start, claim.end - claim.start)
-    return best_number if best_overlap >= 0.6 * shorter_length else None
+    return best_number if best_overlap >= smallest_share * shorter_length else None

@@ -24,6 +24,7 @@ BROKEN_FORM_COUNT = 150
 
 @pytest.fixture(scope="module")
 def records() -> dict:
+    """Return Geometry3K's annotations by problem, from the folder `shared` beside the checkout."""
     if not FORMS_FILE.is_file():
         pytest.skip(
             f"the logic forms of Geometry3K are not beside this checkout ({FORMS_FILE.name} in ../shared/data)"
@@ -31,25 +32,28 @@ def records() -> dict:
     return json.loads(gzip.decompress(FORMS_FILE.read_bytes()))
 
 
-def _is_same_value(name: str, records: dict) -> None:
-    status, how, value = STORED_VERDICT_BY_NAME[name]
+def assert_stored_verdict(name: str, records: dict) -> None:
+    """Solve one problem, and compare status, basis and value with the stored verdict."""
+    status, basis, value = STORED_VERDICT_BY_NAME[name]
     result = solve_form(read_form_from_record(records[name]))
-    assert (result.status, result.basis) == (status, how), (name, result.why)
+    assert (result.status, result.basis) == (status, basis), (name, result.why)
     if value is None:
         assert result.value is None, name
-    elif how != "rounded":
+    elif basis != "rounded":
         assert result.value == pytest.approx(value, rel=1e-6, abs=1e-6), name
 
 
 def test_some_verdicts_are_the_stored_ones(records: dict) -> None:
+    """Every 30th problem; all of them are a slow test."""
     for name in list(STORED_VERDICT_BY_NAME)[::30]:
-        _is_same_value(name, records)
+        assert_stored_verdict(name, records)
 
 
 @pytest.mark.slow
 def test_all_verdicts_are_the_stored_ones(records: dict) -> None:
+    """The engine's verdict on each problem is the stored one."""
     for name in STORED_VERDICT_BY_NAME:
-        _is_same_value(name, records)
+        assert_stored_verdict(name, records)
 
 
 _SCRIPT_OF_ANOTHER_MACHINE = """
@@ -65,30 +69,38 @@ for name in sys.argv[2:]:
 
 @pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_older_processor_says_the_same(records: dict, step: int) -> None:
-    # Other kernels of linear algebra, no wide instructions, two threads: the last bits differ.
+    """Other kernels of linear algebra, no wide instructions, two threads: the last bits differ."""
     names = list(STORED_VERDICT_BY_NAME)[::step]
-    wide = ("AVX2", "FMA3", "AVX512F", "AVX512CD", "AVX512_SKX", "AVX512_CLX", "AVX512_CNL")
-    changed = {
+    wide_instructions = (
+        "AVX2",
+        "FMA3",
+        "AVX512F",
+        "AVX512CD",
+        "AVX512_SKX",
+        "AVX512_CLX",
+        "AVX512_CNL",
+    )
+    older_processor = {
         "OPENBLAS_CORETYPE": "Prescott",
-        "NPY_DISABLE_CPU_FEATURES": " ".join([*wide, "AVX512_ICL"]),
+        "NPY_DISABLE_CPU_FEATURES": " ".join([*wide_instructions, "AVX512_ICL"]),
         "OMP_NUM_THREADS": "2",
     }
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", _SCRIPT_OF_ANOTHER_MACHINE, str(FORMS_FILE), *names],
-        env=os.environ | changed,
+        env=os.environ | older_processor,
         capture_output=True,
         text=True,
         check=True,
     )
-    for line in ran.stdout.splitlines():
-        name, status, how, value = json.loads(line)
-        assert [status, how] == STORED_VERDICT_BY_NAME[name][:2], name
-        if value is not None and how != "rounded":
+    for line in process.stdout.splitlines():
+        name, status, basis, value = json.loads(line)
+        assert [status, basis] == STORED_VERDICT_BY_NAME[name][:2], name
+        if value is not None and basis != "rounded":
             assert value == pytest.approx(STORED_VERDICT_BY_NAME[name][2], rel=1e-6, abs=1e-6), name
-    assert len(ran.stdout.splitlines()) == len(names)
+    assert len(process.stdout.splitlines()) == len(names)
 
 
-def _break_form(record: dict, rng: random.Random) -> dict:
+def break_form(record: dict, rng: random.Random) -> dict:
     """Return an annotation with facts lost, doubled, swapped or cut, and places that are none."""
     record = copy.deepcopy(record)
     facts = record["facts"]
@@ -142,9 +154,10 @@ def _break_form(record: dict, rng: random.Random) -> dict:
 
 @pytest.mark.parametrize("count", [12, pytest.param(BROKEN_FORM_COUNT, marks=pytest.mark.slow)])
 def test_no_broken_form_raises(records: dict, count: int) -> None:
+    """`count` annotations with random damage get a verdict that says why in one line."""
     rng = random.Random(11)
     for _ in range(count):
         name = rng.choice(sorted(records))
-        result = solve_form(read_form_from_record(_break_form(records[name], rng)))
+        result = solve_form(read_form_from_record(break_form(records[name], rng)))
         assert result.why
         assert "\n" not in result.why

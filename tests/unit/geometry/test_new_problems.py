@@ -22,7 +22,8 @@ NAMED_PROBLEMS = [
 ]
 
 
-def _check_problem(problem: dict) -> None:
+def assert_answer_of_problem(problem: dict) -> None:
+    """Solve one problem of the files, and compare its status and value with the stored ones."""
     form = (
         read_form_from_text(problem["text"])
         if "text" in problem
@@ -38,7 +39,8 @@ def _check_problem(problem: dict) -> None:
     "problem", [p for _, p in NAMED_PROBLEMS[::8]], ids=[n for n, _ in NAMED_PROBLEMS[::8]]
 )
 def test_some_new_problems_have_their_answers(problem: dict) -> None:
-    _check_problem(problem)
+    """Every eighth problem; all of them are a slow test."""
+    assert_answer_of_problem(problem)
 
 
 @pytest.mark.slow
@@ -46,7 +48,8 @@ def test_some_new_problems_have_their_answers(problem: dict) -> None:
     "problem", [p for _, p in NAMED_PROBLEMS], ids=[name for name, _ in NAMED_PROBLEMS]
 )
 def test_all_new_problems_have_their_answers(problem: dict) -> None:
-    _check_problem(problem)
+    """Each of the 200 problems has the status and the value of its file."""
+    assert_answer_of_problem(problem)
 
 
 SCHOOL_PROBLEMS = json.loads(Path(__file__).with_name("school_problems.json").read_text())

@@ -38,10 +38,12 @@ from tests.support.geometry_forms import logic_form, on_circle
     ],
 )
 def test_values_are_read_as_written(text: str, value: float) -> None:
+    """LaTeX, powers, products without a sign and degrees have the value that they mean."""
     assert number_in_text(text) == pytest.approx(value)
 
 
 def test_a_value_with_letters_is_a_tree() -> None:
+    """`parse_expression` returns nested quantities; a value with letters has no number."""
     difference = minus(times(Constant(2.0), Unknown("x")), Unknown("y"))
     assert parse_expression("3(2x - y)^2") == times(Constant(3.0), power(difference, 2.0))
     assert number_in_text("3(2*4 - 3)^2") == 75.0
@@ -50,6 +52,7 @@ def test_a_value_with_letters_is_a_tree() -> None:
 
 @pytest.mark.parametrize("text", [r"\sqrt{-4}", "(-8)^{1/3}", "(2 - 6)^{0.5}"])
 def test_a_root_of_a_negative_number_is_no_value(text: str) -> None:
+    """An even root of a negative number is refused, however it is written."""
     assert number_in_text(text) is None
     with pytest.raises(ExpressionError, match="root of a negative number"):
         parse_expression(text)
@@ -59,6 +62,7 @@ def test_a_root_of_a_negative_number_is_no_value(text: str) -> None:
     "text", ["", "2x+", "(2", "2)", "9^99", "10000000000", "(" * 40 + "1" + ")" * 40, "#"]
 )
 def test_what_is_no_value_is_refused(text: str) -> None:
+    """Broken, huge and deeply nested expressions raise `ExpressionError`."""
     with pytest.raises(ExpressionError):
         parse_expression(text)
 
@@ -79,10 +83,12 @@ def test_what_is_no_value_is_refused(text: str) -> None:
     ],
 )
 def test_exact_forms(value: float, written: str | None) -> None:
+    """A value is written with fraction, root or π; None where no short form has it."""
     assert short_form(value) == written
 
 
 def test_rounding_is_that_of_schools() -> None:
+    """Halves are rounded up, as the decimal digits have it, and no zero has a minus."""
     assert [round_as_in_school(value, 2) for value in (2.005, 1.0, -0.001, 2.675)] == [
         "2.01",
         "1.00",
@@ -93,6 +99,7 @@ def test_rounding_is_that_of_schools() -> None:
 
 
 def test_brackets_close_and_are_bounded() -> None:
+    """A term with open brackets or nested too deeply is None; a good one is read back the same."""
     assert parse_term("Equals(LengthOf(Line(A, B)), 5") is None
     assert parse_term("A" * 3 + "(" * 3) is None
     assert parse_term("Line(" * (MAX_DEPTH + 2) + "A" + ")" * (MAX_DEPTH + 2)) is None
@@ -102,10 +109,11 @@ def test_brackets_close_and_are_bounded() -> None:
 
 
 def test_a_form_is_read_back() -> None:
-    asked = logic_form(
+    """A form that is stored as a record and read again is the same form."""
+    form = logic_form(
         {"A": 1 + 2j, "B": 0j}, ["AB"], ["Equals(LengthOf(Line(A, B)), 5)"], "Find(x)"
     )
-    assert read_form_from_record(form_as_record(asked)) == asked
+    assert read_form_from_record(form_as_record(form)) == form
 
 
 CIRCLE_FACTS = [
@@ -128,31 +136,39 @@ CIRCLE_FACTS = [
 
 @pytest.mark.parametrize("start", range(4))
 def test_derivatives_are_those_of_the_residuals(start: int) -> None:
-    at = {"A": 0j, "B": 100 + 5j, "C": 40 + 70j, "E": 55 + 2j, "O": 48 + 20j}
-    reading = read_facts(logic_form(at, ["AB", "BC", "CA", "CE"], CIRCLE_FACTS, "Find(x)", ["O"]))
+    """Slopes are compared with central differences, for a figure near the picture.
+
+    The facts are of each kind that has residuals.
+    """
+    points = {"A": 0j, "B": 100 + 5j, "C": 40 + 70j, "E": 55 + 2j, "O": 48 + 20j}
+    reading = read_facts(
+        logic_form(points, ["AB", "BC", "CA", "CE"], CIRCLE_FACTS, "Find(x)", ["O"])
+    )
     assert not reading.unread
     problem = FigureProblem(reading)
-    v = problem.starts.near_picture(start) + np.random.default_rng(start).normal(
+    unknowns = problem.starts.near_picture(start) + np.random.default_rng(start).normal(
         0, 0.01, problem.system.count
     )
-    _, slopes = problem.system.residuals(v)
-    for number in range(len(v)):
-        step = 1e-6 * max(1.0, abs(v[number]))
-        ahead, behind = v.copy(), v.copy()
+    _, slopes = problem.system.residuals(unknowns)
+
+    for number in range(len(unknowns)):  # an unknown at a time
+        step = 1e-6 * max(1.0, abs(unknowns[number]))
+        ahead, behind = unknowns.copy(), unknowns.copy()
         ahead[number] += step
         behind[number] -= step
-        measured = (problem.system.residuals(ahead)[0] - problem.system.residuals(behind)[0]) / (
-            2 * step
-        )
-        assert slopes[:, number] == pytest.approx(measured, abs=1e-6, rel=1e-5)
+        difference_quotient = (
+            problem.system.residuals(ahead)[0] - problem.system.residuals(behind)[0]
+        ) / (2 * step)
+        assert slopes[:, number] == pytest.approx(difference_quotient, abs=1e-6, rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
+    """The triangle has `angle`, 2x and x + 9 degrees: x = (171 - angle) / 3, at any tilt."""
     random.seed(seed)
-    tilt, angle = random.uniform(0, 360), random.randint(25, 65)
-    turn = np.exp(1j * math.radians(tilt))
-    at = {
+    tilt_in_degrees, angle = random.uniform(0, 360), random.randint(25, 65)
+    turn = np.exp(1j * math.radians(tilt_in_degrees))
+    points = {
         name: complex(place * turn)
         for name, place in {"A": 0j, "B": 9 + 0j, "C": 2 + 6j, "D": 12 + 6j}.items()
     }
@@ -162,19 +178,20 @@ def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
         "Equals(MeasureOf(Angle(A, C, B)), 2x)",
         "Equals(MeasureOf(Angle(C, B, A)), x+9)",
     ]
-    for asked, wanted in (
+    for question, expected in (
         ("Find(x)", (171 - angle) / 3),
         ("Find(MeasureOf(Angle(A, C, D)))", 180 - angle),
     ):
-        reading = read_facts(logic_form(at, ["AB", "CD", "AC", "BC"], facts, asked))
-        assert AngleChase(reading).value() == pytest.approx(wanted)
+        reading = read_facts(logic_form(points, ["AB", "CD", "AC", "BC"], facts, question))
+        assert AngleChase(reading).value() == pytest.approx(expected)
 
 
 def test_shapes_without_names_are_found_in_the_picture() -> None:
-    at = {"A": 0j, "B": 90 + 0j, "C": 120 + 50j, "D": 30 + 50j, "E": 30 + 0j}
+    """`$` in the question is the parallelogram of the drawing, in whose edge AB E lies."""
+    points = {"A": 0j, "B": 90 + 0j, "C": 120 + 50j, "D": 30 + 50j, "E": 30 + 0j}
     drawing = Drawing(
         logic_form(
-            at,
+            points,
             ["AB", "BC", "CD", "DA", "DE"],
             ["PointLiesOnLine(E, Line(A, B))"],
             "Find(AreaOf(Parallelogram($)))",
@@ -190,13 +207,14 @@ def test_shapes_without_names_are_found_in_the_picture() -> None:
 
 
 def test_a_circle_that_the_picture_calls_otherwise_is_its_only_one() -> None:
-    at = {"A": 0j, "P": 50 + 0j, "M": 50 + 70j}
+    """The question says circle O, and the picture's only circle is A: O is another name of A."""
+    points = {"A": 0j, "P": 50 + 0j, "M": 50 + 70j}
     facts = [
         *on_circle("A", "P"),
         "Equals(LengthOf(Line(M, P)), 16)",
         "Equals(LengthOf(Line(A, P)), x)",
     ]
-    asked = ["Tangent(Line(M,P),Circle(O))", "Equals(LengthOf(Line(M,O)),20)", "Find(x)"]
-    reading = read_facts(logic_form(at, ["AP", "MP", "AM"], facts, asked, ["A"]))
+    statements = ["Tangent(Line(M,P),Circle(O))", "Equals(LengthOf(Line(M,O)),20)", "Find(x)"]
+    reading = read_facts(logic_form(points, ["AP", "MP", "AM"], facts, statements, ["A"]))
     assert reading.drawing.centre_by_alias == {"O": "A"}
     assert not reading.unread

@@ -46,6 +46,7 @@ ANSWERED_PROBLEMS = (
 
 @pytest.mark.parametrize(("text", "value"), ANSWERED_PROBLEMS)
 def test_what_facts_determine_is_answered(text: str, value: float) -> None:
+    """Each problem has the value that a school book's theorem gives it."""
     result = solve_form(read_form_from_text(text))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(value, rel=1e-6)
@@ -61,6 +62,7 @@ def test_what_facts_determine_is_answered(text: str, value: float) -> None:
     ],
 )
 def test_what_facts_leave_free_is_open(text: str) -> None:
+    """A quantity that the facts do not fix is open, without a value."""
     result = solve_form(read_form_from_text(text))
     assert (result.status, result.value) == ("open", None), result.why
 
@@ -78,6 +80,7 @@ def test_what_facts_leave_free_is_open(text: str) -> None:
     ],
 )
 def test_what_excludes_itself_is_a_conflict(text: str) -> None:
+    """Facts that no figure fulfils are a conflict."""
     result = solve_form(read_form_from_text(text))
     assert result.status == "conflict", result.why
 
@@ -91,13 +94,14 @@ def test_what_excludes_itself_is_a_conflict(text: str) -> None:
     ],
 )
 def test_of_two_solutions_without_a_drawing_both_are_named(text: str) -> None:
+    """Two figures fit the facts, and no place of a point chooses."""
     result = solve_form(read_form_from_text(text))
     assert result.status == "ambiguous", result.why
     assert "two figures fit" in result.why, result.why
 
 
 @pytest.mark.parametrize(
-    ("places", "text", "value"),
+    ("points", "text", "value"),
     [
         (
             "A at 0, 100. B at 100, 100. C at 90, 50.",
@@ -128,15 +132,16 @@ def test_of_two_solutions_without_a_drawing_both_are_named(text: str) -> None:
     ],
 )
 def test_a_drawing_chooses_also_where_it_is_not_to_scale(
-    places: str, text: str, value: float
+    points: str, text: str, value: float
 ) -> None:
-    result = solve_form(read_form_from_text(f"{places} {text}"))
+    """The places of the points choose the solution that is nearer to what is drawn."""
+    result = solve_form(read_form_from_text(f"{points} {text}"))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(value, rel=1e-6)
 
 
 def test_points_without_places_lie_between_as_the_words_say() -> None:
-    # Two crossing lines through four points each; most random starts have some point outside.
+    """Two crossing lines through four points each; most random starts have some point outside."""
     text = (
         "AG and BH meet at P. AG and CK meet at Q. BH ∥ CK. D on PQ. angle APB = 70, find angle AQC"
     )
@@ -145,7 +150,7 @@ def test_points_without_places_lie_between_as_the_words_say() -> None:
 
 
 def test_a_figure_that_was_not_found_is_no_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
-    # So few steps that no start arrives: nothing is known, and nothing is said to be excluded.
+    """With so few steps no start arrives: nothing is known, and nothing is said to be excluded."""
     monkeypatch.setattr("adora_vl.geometry.solve._MAX_STEPS", 1)
     monkeypatch.setattr("adora_vl.geometry.solve._LETTER_STEPS", 1)
     monkeypatch.setattr("adora_vl.geometry.conflict._exclude_each_other", lambda *_: False)

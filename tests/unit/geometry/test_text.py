@@ -60,6 +60,7 @@ from adora_vl.utils.errors import UserError
     ],
 )
 def test_sentences_are_solved(text: str, answer: str | None) -> None:
+    """Each problem in sentences gets the answer that is worked out by hand; None: no answer."""
     result = solve_form(read_form_from_text(text))
     if answer is None:
         assert result.status != "answered"
@@ -83,6 +84,7 @@ SENTENCES_WITH_SQUARES = [
 
 @pytest.mark.parametrize("equation", SENTENCES_WITH_SQUARES)
 def test_a_square_binds_closer_than_a_product_or_a_minus(equation: str) -> None:
+    """AB = 5 fulfils each equation only if it is read with the precedence of school books."""
     result = solve_form(read_form_from_text(f"right angle ABC, BC = 3\n{equation}\nfind AB"))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(5.0)
@@ -95,6 +97,7 @@ SENTENCE_CASES = json.loads(Path(__file__).with_name("sentences.json").read_text
     ("text", "facts"), SENTENCE_CASES, ids=[text for text, _ in SENTENCE_CASES]
 )
 def test_each_turn_of_speech_says_its_facts(text: str, facts: list[str]) -> None:
+    """`sentences.json` has sentences, each with the facts of the logic form that it states."""
     assert list(read_form_from_text(f"{text.rstrip('.')}. find x").facts) == facts
 
 
@@ -120,6 +123,7 @@ def test_each_turn_of_speech_says_its_facts(text: str, facts: list[str]) -> None
     ],
 )
 def test_sentences_that_determine_nothing(text: str, status: str) -> None:
+    """Too few facts are open, contradictory ones a conflict, and two figures that fit ambiguous."""
     assert solve_form(read_form_from_text(text)).status == status
 
 
@@ -152,29 +156,31 @@ def test_a_sum_or_an_area_says_how_large_a_drawn_figure_is(text: str, status: st
 
 
 def test_a_place_chooses_of_two_figures() -> None:
+    """Two triangles fit the lengths and the angle; the places choose the shorter AC."""
     facts = (
         "triangle ABC. A at 10, 100. B at 150, 20. C at 110, 100. AB = 7, angle BAC = 30, BC = "
         "4, find AC"
     )
-    asked = read_form_from_text(facts)
-    assert asked.points["B"] == (150.0, 20.0)
-    result = solve_form(asked)
+    form = read_form_from_text(facts)
+    assert form.points["B"] == (150.0, 20.0)
+    result = solve_form(form)
     assert result.status == "answered"
     assert result.value == pytest.approx(4.125686, abs=1e-6)
 
 
 def test_a_text_and_its_logic_form_are_one_problem() -> None:
-    asked = read_form_from_text("triangle ABC, AB = 5, angle ABC = 2x+4\nfind x")
-    assert asked.facts == (
+    """Facts and question in words are read as those of the logic form."""
+    form = read_form_from_text("triangle ABC, AB = 5, angle ABC = 2x+4\nfind x")
+    assert form.facts == (
         "Triangle(A, B, C)",
         "Equals(LengthOf(Line(A, B)), 5)",
         "Equals(MeasureOf(Angle(A, B, C)), 2x+4)",
     )
-    assert asked.question == ("Find(x)",)
+    assert form.question == ("Find(x)",)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words_of_error"),
     [
         (
             "triangle ABC\nAB paralel CD, find AB",
@@ -198,10 +204,11 @@ def test_a_text_and_its_logic_form_are_one_problem() -> None:
         ("x" * (MAX_TEXT + 1), "characters, over"),
     ],
 )
-def test_a_slip_is_named_with_its_place(text: str, said: str) -> None:
+def test_a_slip_is_named_with_its_place(text: str, words_of_error: str) -> None:
+    """A text that cannot be read is refused in one line that says what is wrong."""
     with pytest.raises(UserError) as raised:
         read_form_from_text(text)
-    assert said in str(raised.value)
+    assert words_of_error in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -210,6 +217,7 @@ def test_a_slip_is_named_with_its_place(text: str, said: str) -> None:
     ["(" * 500, "AB = " + "(" * 300 + ", find AB", "find " * 50, "find AB" + "+AB" * 2000, "=,=;="],
 )
 def test_no_text_makes_it_raise_anything_else(text: str) -> None:
+    """A deep, long or empty text is solved or refused with a `UserError` of one line."""
     try:
         solve_form(read_form_from_text(text))
     except UserError as error:
@@ -217,7 +225,7 @@ def test_no_text_makes_it_raise_anything_else(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "plain"),
+    ("value", "value_without_unit"),
     [
         ("5 cm", "5"),
         ("5cm^2", "5"),
@@ -229,13 +237,17 @@ def test_no_text_makes_it_raise_anything_else(text: str) -> None:
         ("5m", "5*m"),
     ],
 )
-def test_a_unit_behind_a_number_is_no_letter(value: str, plain: str) -> None:
-    assert parse_expression(value) == parse_expression(plain)
+def test_a_unit_behind_a_number_is_no_letter(value: str, value_without_unit: str) -> None:
+    """A unit is dropped; "5m" without a space may be a letter, and is a product."""
+    assert parse_expression(value) == parse_expression(value_without_unit)
 
 
 def test_given_arcs_without_a_common_end_lie_beside_each_other() -> None:
-    crossing = "circle O: A, B, C, D. AB and CD meet at E. arc AC = 80. arc BD = 60. find angle AEC"
-    assert solve_form(read_form_from_text(crossing)).value == pytest.approx(70)
+    """The chords' angle is half of 80 + 60 only if neither arc holds the other."""
+    crossing_chords = (
+        "circle O: A, B, C, D. AB and CD meet at E. arc AC = 80. arc BD = 60. find angle AEC"
+    )
+    assert solve_form(read_form_from_text(crossing_chords)).value == pytest.approx(70)
     # With a common end the one may hold the other, and only a drawing says so.
-    shared = "circle O: A, B, C. arc AB = 60. arc AC = 100. find arc BC"
-    assert solve_form(read_form_from_text(shared)).status == "ambiguous"
+    arcs_with_common_end = "circle O: A, B, C. arc AB = 60. arc AC = 100. find arc BC"
+    assert solve_form(read_form_from_text(arcs_with_common_end)).status == "ambiguous"

@@ -25,11 +25,8 @@ from tests.support.geometry_forms import (
     on_circle,
 )
 
-TRIANGLE_PLACES = {"A": 0j, "B": 100 + 0j, "C": 30 + 60j}
+TRIANGLE_POINTS = {"A": 0j, "B": 100 + 0j, "C": 30 + 60j}
 TRIANGLE_SIDES = ("AB", "BC", "CA")
-
-angles = st.floats(35, 75)
-sizes = st.floats(3, 30)
 
 
 @given(st.floats(2, 20), st.floats(2, 20), st.floats(25, 150))
@@ -37,171 +34,198 @@ sizes = st.floats(3, 30)
 def test_two_sides_and_their_angle_give_the_third(
     first: float, second: float, angle: float
 ) -> None:
-    at = {"A": complex(first), "B": 0j, "C": second * cmath.exp(1j * math.radians(angle))}
+    """A triangle is drawn from two sides and their angle; the third side is as long as drawn."""
+    points = {"A": complex(first), "B": 0j, "C": second * cmath.exp(1j * math.radians(angle))}
     facts = [
-        measured_length(at, "A", "B"),
-        measured_length(at, "B", "C"),
-        measured_angle(at, "A", "B", "C"),
+        measured_length(points, "A", "B"),
+        measured_length(points, "B", "C"),
+        measured_angle(points, "A", "B", "C"),
     ]
-    result = solve_form(logic_form(at, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, C)))"))
+    result = solve_form(logic_form(points, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, C)))"))
     assert (result.status, result.basis) == ("answered", "facts")
-    assert result.value == pytest.approx(abs(at["A"] - at["C"]), rel=1e-6)
+    assert result.value == pytest.approx(abs(points["A"] - points["C"]), rel=1e-6)
 
 
 @given(st.floats(3, 9), st.floats(3, 9), st.floats(40, 140), st.floats(0.2, 0.8))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_a_parallelogram_is_solved_from_a_picture_that_is_not_to_scale(
-    wide: float, side: float, angle: float, squeezed: float
+    width: float, side: float, angle: float, height_scale: float
 ) -> None:
+    """The picture is flattened by `height_scale`; the diagonal is as long as the facts have it."""
     corner = side * cmath.exp(1j * math.radians(angle))
-    at = {"A": 0j, "B": complex(wide), "C": wide + corner, "D": corner}
+    points = {"A": 0j, "B": complex(width), "C": width + corner, "D": corner}
     facts = [
-        measured_length(at, "A", "B"),
-        measured_length(at, "A", "D"),
-        measured_angle(at, "D", "A", "B"),
+        measured_length(points, "A", "B"),
+        measured_length(points, "A", "D"),
+        measured_angle(points, "D", "A", "B"),
     ]
-    drawn = {
-        name: complex(100 * place.real, 100 * squeezed * place.imag) for name, place in at.items()
+    drawn_points = {
+        name: complex(100 * place.real, 100 * height_scale * place.imag)
+        for name, place in points.items()
     }
-    asked = ["Parallelogram(A,B,C,D)", "Find(LengthOf(Line(A, C)))"]
-    result = solve_form(logic_form(drawn, ("AB", "BC", "CD", "DA", "AC"), facts, asked))
+    form = ["Parallelogram(A,B,C,D)", "Find(LengthOf(Line(A, C)))"]
+    result = solve_form(logic_form(drawn_points, ("AB", "BC", "CD", "DA", "AC"), facts, form))
     assert result.status == "answered"
-    assert result.value == pytest.approx(abs(at["C"]), rel=1e-6)
+    assert result.value == pytest.approx(abs(points["C"]), rel=1e-6)
 
 
 @given(st.floats(2, 10), st.floats(1.3, 3))
 @settings(max_examples=20, deadline=None, derandomize=True)
-def test_a_tangent_is_as_long_as_the_right_triangle_has_it(radius: float, far: float) -> None:
-    outside = radius * far
-    touching = radius * cmath.exp(1j * math.acos(1 / far))
-    at = {"O": 0j, "P": complex(outside), "T": touching}
+def test_a_tangent_is_as_long_as_the_right_triangle_has_it(
+    radius: float, distance_in_radii: float
+) -> None:
+    """The tangent, the radius and the way to the centre are a right triangle."""
+    outer_distance = radius * distance_in_radii
+    tangent_point = radius * cmath.exp(1j * math.acos(1 / distance_in_radii))
+    points = {"O": 0j, "P": complex(outer_distance), "T": tangent_point}
     facts = [
         *on_circle("O", "T"),
         f"Equals(RadiusOf(Circle(O)), {radius:.10f})",
-        measured_length(at, "O", "P"),
+        measured_length(points, "O", "P"),
         "Tangent(Line(P, T), Circle(O))",
     ]
     result = solve_form(
-        logic_form(at, ("OP", "PT", "OT"), facts, "Find(LengthOf(Line(P, T)))", ["O"])
+        logic_form(points, ("OP", "PT", "OT"), facts, "Find(LengthOf(Line(P, T)))", ["O"])
     )
     assert result.status == "answered"
-    assert result.value == pytest.approx(math.sqrt(outside**2 - radius**2), rel=1e-6)
+    assert result.value == pytest.approx(math.sqrt(outer_distance**2 - radius**2), rel=1e-6)
 
 
-def _draw_crossing_chords(seed: int) -> tuple[LogicForm, float]:
-    """Two chords that meet inside a circle, with three of their four parts given."""
+def draw_crossing_chords(seed: int) -> tuple[LogicForm, float]:
+    """Return a form and the length that it asks for.
+
+    Two chords meet inside a circle; three of their four parts are given, and the fourth is asked
+    for.
+    """
     rng = random.Random(seed)
     ends = sorted(rng.uniform(0, 2 * math.pi) for _ in range(4))
+    # four ends in random places of the circle, each at least 0.5 radians from the next one
     while min(b - a for a, b in zip(ends, [*ends[1:], ends[0] + 2 * math.pi], strict=True)) < 0.5:
         ends = sorted(rng.uniform(0, 2 * math.pi) for _ in range(4))
-    at = {name: 50 * cmath.exp(1j * turn) for name, turn in zip("ABCD", ends, strict=True)}
-    first = at["C"] - at["A"]
-    second = at["D"] - at["B"]
-    share = ((at["B"] - at["A"]).conjugate() * second).imag / (first.conjugate() * second).imag
-    at |= {"E": at["A"] + share * first, "O": 0j}
+    points = {
+        name: 50 * cmath.exp(1j * turn_and_scale)
+        for name, turn_and_scale in zip("ABCD", ends, strict=True)
+    }
+    first = points["C"] - points["A"]
+    second = points["D"] - points["B"]
+    share_of_first = ((points["B"] - points["A"]).conjugate() * second).imag / (
+        first.conjugate() * second
+    ).imag
+    # E: where the chords AC and BD meet; O: the centre
+    points |= {"E": points["A"] + share_of_first * first, "O": 0j}
     facts = [
         *on_circle("O", *"ABCD"),
         "PointLiesOnLine(E, Line(A, C))",
         "PointLiesOnLine(E, Line(B, D))",
-        *(measured_length(at, "E", name) for name in "ABC"),
+        *(measured_length(points, "E", name) for name in "ABC"),
     ]
     lines = ("AC", "BD", "AE", "EC", "BE", "ED")
-    return logic_form(at, lines, facts, "Find(LengthOf(Line(E, D)))", ["O"]), abs(at["E"] - at["D"])
+    return logic_form(points, lines, facts, "Find(LengthOf(Line(E, D)))", ["O"]), abs(
+        points["E"] - points["D"]
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_parts_of_chords(seed: int) -> None:
-    asked, wanted = _draw_crossing_chords(seed)
-    result = solve_form(asked)
+    """The fourth part of two crossing chords is as long as drawn."""
+    form, expected = draw_crossing_chords(seed)
+    result = solve_form(form)
     assert result.status == "answered"
-    assert result.value == pytest.approx(wanted, rel=1e-6)
+    assert result.value == pytest.approx(expected, rel=1e-6)
 
 
-# Nothing that a problem does not speak of changes what is said of it.
+# --------------------------------------- what a problem does not speak of does not change its answer
 
 
-def _rename_points(asked: LogicForm, names: dict[str, str]) -> LogicForm:
-    def new(text: str) -> str:
+def rename_points(form: LogicForm, names: dict[str, str]) -> LogicForm:
+    """Return the form with the letters A to E replaced by others, in points, facts and question."""
+
+    def renamed(text: str) -> str:
         return re.sub(r"\b[A-E]\b", lambda match: names[match[0]], text)
 
     return LogicForm(
-        lines=tuple((names[start], names[end]) for start, end in asked.lines),
-        circles=asked.circles,
-        points={names.get(name, name): place for name, place in asked.points.items()},
-        facts=tuple(new(fact) for fact in asked.facts),
-        question=tuple(new(part) for part in asked.question),
+        lines=tuple((names[start], names[end]) for start, end in form.lines),
+        circles=form.circles,
+        points={names.get(name, name): place for name, place in form.points.items()},
+        facts=tuple(renamed(fact) for fact in form.facts),
+        question=tuple(renamed(part) for part in form.question),
     )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_turned_mirrored_scaled_renamed_and_shuffled_forms_say_the_same(seed: int) -> None:
-    asked, wanted = _draw_crossing_chords(seed)
+    """A moved picture, other names and facts in another order or twice change no answer."""
+    form, expected = draw_crossing_chords(seed)
     rng = random.Random(seed)
-    turn = cmath.exp(1j * rng.uniform(0, 6)) * rng.uniform(0.3, 4)
+    turn_and_scale = cmath.exp(1j * rng.uniform(0, 6)) * rng.uniform(0.3, 4)
 
-    def moved(x: float, y: float) -> tuple[float, float]:
-        place = complex(x, y) * turn + 77
+    def moved_point(x: float, y: float) -> tuple[float, float]:
+        """Return a place of the picture, turned and scaled by a random factor and shifted by 77."""
+        place = complex(x, y) * turn_and_scale + 77
         return place.real, place.imag
 
-    shuffled = list(asked.facts)
+    shuffled = list(form.facts)
     rng.shuffle(shuffled)
     forms = [
-        replace(asked, points={name: moved(*place) for name, place in asked.points.items()}),
-        replace(asked, points={name: (-x, y) for name, (x, y) in asked.points.items()}),
-        replace(asked, facts=tuple(shuffled)),
-        replace(asked, facts=(*asked.facts, *asked.facts)),
-        _rename_points(asked, dict(zip("ABCDE", "CEADB", strict=True))),
+        replace(form, points={name: moved_point(*place) for name, place in form.points.items()}),
+        replace(form, points={name: (-x, y) for name, (x, y) in form.points.items()}),
+        replace(form, facts=tuple(shuffled)),
+        replace(form, facts=(*form.facts, *form.facts)),
+        rename_points(form, dict(zip("ABCDE", "CEADB", strict=True))),
     ]
-    for changed in forms:
-        result = solve_form(changed)
+    for other_form in forms:
+        result = solve_form(other_form)
         assert (result.status, result.basis) == ("answered", "facts")
-        assert result.value == pytest.approx(wanted, rel=1e-6)
+        assert result.value == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answer() -> None:
-    at = TRIANGLE_PLACES
+    """Redundant facts leave the answer; without a needed one it is the same answer or none."""
+    points = TRIANGLE_POINTS
     needed = [
-        measured_length(at, "A", "B"),
-        measured_length(at, "B", "C"),
-        measured_angle(at, "A", "B", "C"),
+        measured_length(points, "A", "B"),
+        measured_length(points, "B", "C"),
+        measured_angle(points, "A", "B", "C"),
     ]
-    more = [measured_angle(at, "B", "A", "C"), measured_length(at, "A", "C")]
-    wanted = angle_in_degrees(at, "A", "C", "B")
-    asked = "Find(MeasureOf(Angle(A, C, B)))"
-    for facts in (needed, [*needed, more[0]], [*needed, *more]):
-        result = solve_form(logic_form(at, TRIANGLE_SIDES, facts, asked))
+    redundant = [measured_angle(points, "B", "A", "C"), measured_length(points, "A", "C")]
+    expected = angle_in_degrees(points, "A", "C", "B")
+    form = "Find(MeasureOf(Angle(A, C, B)))"
+    for facts in (needed, [*needed, redundant[0]], [*needed, *redundant]):
+        result = solve_form(logic_form(points, TRIANGLE_SIDES, facts, form))
         assert result.status == "answered"
-        assert result.value == pytest.approx(wanted, abs=1e-6)
+        assert result.value == pytest.approx(expected, abs=1e-6)
     for number in range(3):
         facts = needed[:number] + needed[number + 1 :]
-        result = solve_form(logic_form(at, TRIANGLE_SIDES, facts, asked))
-        assert result.status != "answered" or result.value == pytest.approx(wanted, abs=1e-6)
+        result = solve_form(logic_form(points, TRIANGLE_SIDES, facts, form))
+        assert result.status != "answered" or result.value == pytest.approx(expected, abs=1e-6)
 
 
-# The kinds of what can be said
+# --------------------------------------------------------- open, assumed, contradictory, two figures
 
 
 def test_open_where_a_side_may_be_anything() -> None:
+    """Two sides of a triangle do not determine the third, and the engine says what is free."""
     facts = ["Equals(LengthOf(Line(A, B)), 5)", "Equals(LengthOf(Line(B, C)), 7)"]
     result = solve_form(
-        logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, C)))")
+        logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, C)))")
     )
     assert (result.status, result.value, result.basis) == ("open", None, "")
     assert "AC free" in result.why
 
 
 def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
-    right = {"A": 0j, "B": 90 + 0j, "C": 60j}
+    """A right angle that is drawn and not stated gives an answer whose basis is `looks`."""
+    right_triangle_points = {"A": 0j, "B": 90 + 0j, "C": 60j}
     facts = ["Equals(LengthOf(Line(A, B)), 4)", "Equals(LengthOf(Line(A, C)), 3)"]
-    asked = logic_form(right, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(B, C)))")
-    result = solve_form(asked)
+    form = logic_form(right_triangle_points, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(B, C)))")
+    result = solve_form(form)
     assert (result.status, result.basis, result.answer) == ("open", "looks", "5")
     assert result.assumed == ("angle BAC is a right angle",)
-    assert solve_form(asked, looks=False).value is None
+    assert solve_form(form, looks=False).value is None
 
 
 @pytest.mark.parametrize(
-    ("facts", "named"),
+    ("facts", "named_facts"),
     [
         (
             ("LengthOf(Line(A, B)), 5", "LengthOf(Line(B, C)), 2", "LengthOf(Line(C, A)), 9"),
@@ -219,11 +243,12 @@ def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
     ],
 )
 def test_facts_that_exclude_each_other_are_named(
-    facts: tuple[str, ...], named: tuple[str, ...]
+    facts: tuple[str, ...], named_facts: tuple[str, ...]
 ) -> None:
+    """Sides that close no triangle, angles that sum to 190, and two lengths of one line."""
     result = solve_form(
         logic_form(
-            TRIANGLE_PLACES,
+            TRIANGLE_POINTS,
             TRIANGLE_SIDES,
             [f"Equals({fact})" for fact in facts],
             "Find(MeasureOf(Angle(A, B, C)))",
@@ -231,27 +256,30 @@ def test_facts_that_exclude_each_other_are_named(
     )
     assert result.status == "conflict"
     assert result.why.startswith("no figure")
-    assert all(name in result.why for name in named)
+    assert all(name in result.why for name in named_facts)
 
 
-# AC = 8, BC = 5 and sin A = 3/5 fit two triangles, AB = 6.4 + 1.4 and 6.4 - 1.4: angle B is acute in
-# the one and obtuse in the other, as the drawing has it.
 @pytest.mark.parametrize(
     ("drawn_C", "expected_AB"), [(150 + 60j, 6.4 - 1.4), (60 + 60j, 6.4 + 1.4)]
 )
 def test_of_two_solutions_the_drawing_chooses(drawn_C: complex, expected_AB: float) -> None:
+    """AC = 8, BC = 5 and sin A = 3/5 fit two triangles, with AB = 6.4 + 1.4 and AB = 6.4 - 1.4.
+
+    Angle B is acute in the one and obtuse in the other, as the drawing has it.
+    """
     facts = [
         "Equals(LengthOf(Line(A, C)), 8)",
         "Equals(LengthOf(Line(B, C)), 5)",
         f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
     ]
-    at = {"A": 0j, "B": 110 + 0j, "C": drawn_C}
-    result = solve_form(logic_form(at, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"))
+    points = {"A": 0j, "B": 110 + 0j, "C": drawn_C}
+    result = solve_form(logic_form(points, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"))
     assert result.status == "answered"
     assert result.value == pytest.approx(expected_AB, rel=1e-6)
 
 
 def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:
+    """The two triangles of the test above, without places of the points, are ambiguous."""
     facts = [
         "Equals(LengthOf(Line(A, C)), 8)",
         "Equals(LengthOf(Line(B, C)), 5)",
@@ -259,7 +287,7 @@ def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:
     ]
     result = solve_form(
         replace(
-            logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"),
+            logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"),
             points={},
         )
     )
@@ -268,6 +296,7 @@ def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:
 
 
 def test_angles_decide_where_lengths_contradict_them() -> None:
+    """The third angle is 180 - 50 - 60 degrees, although no such triangle has BC = 10 AB."""
     facts = [
         "Equals(MeasureOf(Angle(C, A, B)), 50)",
         "Equals(MeasureOf(Angle(A, B, C)), 60)",
@@ -275,20 +304,21 @@ def test_angles_decide_where_lengths_contradict_them() -> None:
         "Equals(LengthOf(Line(B, C)), 50)",
     ]
     result = solve_form(
-        logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(MeasureOf(Angle(B, C, A)))")
+        logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, facts, "Find(MeasureOf(Angle(B, C, A)))")
     )
     assert (result.status, result.basis, result.answer) == ("answered", "angles", "70")
 
 
 def test_a_length_that_would_be_negative_is_no_answer() -> None:
-    line = {"A": 0j, "B": 60 + 0j, "C": 100 + 0j}
+    """B lies between A and C, and AB = 9 is longer than AC = 5: BC would be -4."""
+    collinear_points = {"A": 0j, "B": 60 + 0j, "C": 100 + 0j}
     facts = [
         "PointLiesOnLine(B, Line(A, C))",
         "Equals(LengthOf(Line(A, B)), 9)",
         "Equals(LengthOf(Line(A, C)), 5)",
     ]
     assert solve_form(
-        logic_form(line, ("AC", "AB", "BC"), facts, "Find(LengthOf(Line(B, C)))")
+        logic_form(collinear_points, ("AC", "AB", "BC"), facts, "Find(LengthOf(Line(B, C)))")
     ).status in (
         "conflict",
         "collapsed",
@@ -296,27 +326,29 @@ def test_a_length_that_would_be_negative_is_no_answer() -> None:
 
 
 def test_a_letter_may_be_negative() -> None:
+    """AB = 2 - x = 10 makes x = -8; only lengths have to be positive."""
     facts = ["Equals(LengthOf(Line(A, B)), 2-x)", "Equals(LengthOf(Line(A, B)), 10)"]
-    assert solve_form(logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)")).answer == "-8"
+    assert solve_form(logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, facts, "Find(x)")).answer == "-8"
 
 
 def test_a_double_root_is_an_answer() -> None:
-    # PQ = 6 - x, QR = 6 + x and both similar triangles: x is 0, where the equation x^2 = 0 touches.
+    """x² - 6x + 14 = 5 is (x - 3)² = 0, which touches zero at 3 and does not change its sign."""
     facts = ["Equals(LengthOf(Line(A, B)), x^2-6x+14)", "Equals(LengthOf(Line(A, B)), 5)"]
-    assert solve_form(logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)")).answer == "3"
+    assert solve_form(logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, facts, "Find(x)")).answer == "3"
 
 
-# Bad input
+# ------------------------------------------------------------------------------------------ bad input
 
 
 def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() -> None:
+    """The facts that can be read are used, and the others are listed in `unread`."""
     facts = [
         "Equals(LengthOf(Line(A, B)), 5)",
         "Perpendiculr(Line(A, B), Line(B, C))",
         "Equals(LengthOf(Line(A, B), 3",
     ]
     result = solve_form(
-        logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))")
+        logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))")
     )
     assert result.answer == "5"
     assert result.unread[0].startswith("fact 3, ")
@@ -326,7 +358,7 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed_fields", "words_of_error"),
     [
         ({"question": ()}, "asks for nothing"),
         ({"question": ("Find(Beauty(A))",)}, "no measure"),
@@ -340,22 +372,25 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
         ),
     ],
 )
-def test_what_cannot_be_read_says_why(changed: dict, said: str) -> None:
-    asked = logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, [], "Find(LengthOf(Line(A, B)))")
-    result = solve_form(replace(asked, **changed))
+def test_what_cannot_be_read_says_why(changed_fields: dict, words_of_error: str) -> None:
+    """A form with no question, an unknown measure or too much text or points is `unread`."""
+    form = logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, [], "Find(LengthOf(Line(A, B)))")
+    result = solve_form(replace(form, **changed_fields))
     assert result.status == "unread"
-    assert said in result.why
+    assert words_of_error in result.why
 
 
 @pytest.mark.parametrize(
     "value", ["9^9^9^9", "x^{x^{x}}", "1/0", r"\sqrt{-1}", "(" * 300, "-5", "x/(x-x)", "1e400", ""]
 )
 def test_no_value_makes_it_raise_or_hang(value: str) -> None:
+    """A huge, undefined, nested or empty value ends in a verdict; which one is not tested."""
     facts = [f"Equals(LengthOf(Line(A, B)), {value})", "Equals(LengthOf(Line(B, C)), x)"]
-    solve_form(logic_form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)"))
+    solve_form(logic_form(TRIANGLE_POINTS, TRIANGLE_SIDES, facts, "Find(x)"))
 
 
 def test_the_engine_imports_numpy_alone() -> None:
+    """A new process that imports the engine has loaded none of the heavy packages."""
     code = (
         "import sys, adora_vl.geometry.verdict, adora_vl.geometry.text; "
         "print(sorted({'torch', 'PIL', 'datasets', 'scipy', 'matplotlib'} & set(sys.modules)))"
