@@ -26,6 +26,7 @@ class DoorsEnvironment:
         DoorsEnvironment.count += 1
 
     def reset(self, answer, images, **row):
+        """Begin with a random number, and return it with the row's answer for the prompt."""
         images[0].paste("red", (0, 0, 9, 9))  # this is a copy of the row's image
         self.opened = []
         self.behind = random.randrange(10**9)
@@ -74,6 +75,7 @@ def call_open(toolbox, rollout, door):
 
 
 def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_alike():
+    """Three problems of two rollouts each have six environments, which are used again."""
     DoorsEnvironment.count = 0
     random_state = random.getstate()
     environments = build_environments(DoorsEnvironment, 10.0)
@@ -92,6 +94,7 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
     first_group, second_group, third_group = reset_groups
     first_rollout, second_rollout = first_group.rollouts
     drawn_numbers = [group.rollouts[0].environment.behind for group in reset_groups]
+
     # The text of `reset` is appended to the prompt, also where it is a list of parts.
     assert first_group.row["prompt"] == [
         {"role": "user", "content": f"Which? x: {drawn_numbers[0]}."}
@@ -100,11 +103,13 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         {"type": "text", "text": f" x: {drawn_numbers[1]}."}
     ]
     assert third_group.row == new_groups[2].row
+
     # Rollouts of a problem begin alike, and nothing outside of the environments changes.
     assert first_rollout.environment.behind == second_rollout.environment.behind
     assert len(set(drawn_numbers)) == 3
     assert random.getstate() == random_state
     assert new_groups[0].row["images"][0].getpixel((0, 0))[0] == 0
+
     # Each rollout plays in its own environment.
     assert [
         call_open(toolbox, first_rollout, 3),
@@ -122,30 +127,33 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         1.0,
     ]
     assert environments.reward_function().__name__ == "DoorsEnvironment"
+
     # The environments of a generation are used again in the next one.
     assert DoorsEnvironment.count == 6
     environments.reset_for_groups([rollout_group(3, "Which?")], 7, begins_generation=False)
     first_group_again, *_ = environments.reset_for_groups(new_groups, 7, begins_generation=True)
-    assert DoorsEnvironment.count == 8, "they are used again"
+    assert DoorsEnvironment.count == 8, "6, and 2 for the fourth problem: they are used again"
     assert first_group_again.row == first_group.row, "they are used again"
     assert first_group_again.rollouts[0].environment is first_rollout.environment
     assert not first_rollout.environment.opened
 
 
-async def later(self):
+async def async_reward(self):
+    """Stands for a reward that has to be awaited."""
     return 0.0
 
 
 def environment_class_with(**methods):
+    """Return a class like `DoorsEnvironment` whose methods of these names call the functions."""
     return type(
         "Own",
         (DoorsEnvironment,),
-        {name: lambda self, do=do, **row: do() for name, do in methods.items()},
+        {name: lambda self, method=method, **row: method() for name, method in methods.items()},
     )
 
 
 @pytest.mark.parametrize(
-    ("entry", "why"),
+    ("entry", "reason"),
     [
         ("own.py", "'own.py' names no class; write FILE.py:CLASS"),
         (3, "3 is no class"),
@@ -158,7 +166,7 @@ def environment_class_with(**methods):
             "Bare has no public method that a model could call",
         ),
         (
-            type("Late", (DoorsEnvironment,), {"get_reward": later}),
+            type("Late", (DoorsEnvironment,), {"get_reward": async_reward}),
             "Late.get_reward is async; write a plain method",
         ),
         (
@@ -179,14 +187,17 @@ def environment_class_with(**methods):
         ),
     ],
 )
-def test_what_is_no_environment_is_refused(entry, why):
-    with pytest.raises(UserError, match=f"^environment_factory: {why}"):
+def test_what_is_no_environment_is_refused(entry, reason):
+    """An entry that is no class, or whose object misbehaves, is refused with its name and why."""
+    with pytest.raises(UserError, match=f"^environment_factory: {reason}"):
         build_environments(entry, 10.0).reset_for_groups(
             [rollout_group(0, "Which?")], 7, begins_generation=True
         )
 
 
 def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_named():
+    """Both environments of a problem are asked the same, and have to answer the same."""
+
     class Dice(DoorsEnvironment):
         def throw(self) -> float:
             """Throw."""

@@ -21,8 +21,10 @@ from adora_vl.tools.tries import nondeterminism_warnings
 from adora_vl.utils.call_guards import OverdueError
 from adora_vl.utils.errors import UserError
 
-SMALL_VIEW = View(56 * 56, 56 * 56, 28)
+# what the model sees of a picture: its fewest and most pixels, and the side of an image token
+VIEW_OF_56_PIXELS = View(56 * 56, 56 * 56, 28)
 VIEW_IN_THOUSANDTHS = View(256**2, 4096**2, 32, relative=True)
+LONGEST_TEXT = 2000  # characters of an answer, `max_text` by default
 
 
 def picture_with_black_corner():
@@ -32,16 +34,18 @@ def picture_with_black_corner():
     return image
 
 
-def build_toolbox(*tools, view=SMALL_VIEW, **options):
+def build_toolbox(*tools, view=VIEW_OF_56_PIXELS, **options):
+    """Return a toolbox of these tools, or of all built-in ones, with options of the run."""
     return Toolbox(choose_tools(tools or [*BUILT_IN_TOOLS]), ToolOptions(**options), view)
 
 
 def tool_call(name, **arguments):
+    """Return a call of a tool as a model of the family Qwen writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def answer_of(toolbox, text, images=None):
-    """Return what comes back to the model, as one text and its pictures."""
+def response_to(toolbox, text, images=None):
+    """Return what the calls in a text bring back: a text with <image> for each picture, and those."""
     answer = toolbox.answer(
         text, [picture_with_black_corner()] if images is None else images, seed="0", is_last=False
     )
@@ -51,19 +55,22 @@ def answer_of(toolbox, text, images=None):
 
 
 def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_family():
-    for view, call in (
-        (SMALL_VIEW, tool_call("zoom", x1=49, y1=49, x2=56, y2=56)),
+    """The black corner is cut out whole, by pixels and by thousandths of the picture."""
+    for view, call in (  # the last eighth of both sides, in either kind of coordinates
+        (VIEW_OF_56_PIXELS, tool_call("zoom", x1=49, y1=49, x2=56, y2=56)),
         (VIEW_IN_THOUSANDTHS, tool_call("zoom", x1=875, y1=875, x2=1000, y2=1000)),
     ):
-        text, [region] = answer_of(build_toolbox(view=view), call)
+        text, [region] = response_to(build_toolbox(view=view), call)
         assert text == "Picture 1: <image>"
         assert region.size == (56, 56)
         assert region.getextrema() == ((0, 0),) * 3
     assert "thousandths" in json.dumps(build_toolbox(view=VIEW_IN_THOUSANDTHS).schemas)
-    text, [region] = answer_of(build_toolbox(), tool_call("zoom", x1=0, y1=0, x2=1, y2=2))
+
+    text, [region] = response_to(build_toolbox(), tool_call("zoom", x1=0, y1=0, x2=1, y2=2))
     assert min(region.size) == 28  # no picture is smaller than an image token
+
     # The second of two calls in a turn draws on the picture that the first one has returned.
-    text, [first, second] = answer_of(
+    text, [first, second] = response_to(
         build_toolbox(max_pixels=448 * 448),
         tool_call("line", x1=0, y1=0, x2=50, y2=50)
         + tool_call("mark", x=9, y=9, label="A", picture=1),
@@ -113,11 +120,13 @@ def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_fam
     ],
 )
 def test_our_tools_answer_with_the_value_or_say_what_is_wrong(name, arguments, answer):
-    assert answer_of(build_toolbox(), tool_call(name, **arguments))[0].startswith(answer)
+    """Each call of a built-in tool has the value, or an error of one line."""
+    assert response_to(build_toolbox(), tool_call(name, **arguments))[0].startswith(answer)
 
 
 def test_ten_thousand_broken_calls_are_one_line_each():
-    draw = random.Random(0)
+    """Randomly changed calls give a value or a short error, and never raise one."""
+    rng = random.Random(0)
     toolbox = build_toolbox()
     complete_calls = [
         tool_call("zoom", x1=0, y1=0, x2=7, y2=7),
@@ -129,17 +138,18 @@ def test_ten_thousand_broken_calls_are_one_line_each():
         '<tool_call>{"name": "mark", "arguments": {"x": 1, "y": 1, "label": '
         '"\\ud800"}}</tool_call>',
     ]
+
     # Each text is a call in which up to five random places were changed.
     letters = '{}[]",:0123456789.eE-+\\u\x00\n ABCzé😀<>/'
     slowest = 0.0
     for _ in range(10_000):
-        text = draw.choice(complete_calls)
-        for _ in range(draw.randrange(1, 6)):
-            position = draw.randrange(len("<tool_call>"), len(text) + 1)
-            change = draw.choice(
-                [draw.choice(letters), "", draw.choice(letters) * draw.randrange(1, 300)]
+        text = rng.choice(complete_calls)
+        for _ in range(rng.randrange(1, 6)):
+            position = rng.randrange(len("<tool_call>"), len(text) + 1)
+            change = rng.choice(
+                [rng.choice(letters), "", rng.choice(letters) * rng.randrange(1, 300)]
             )
-            text = text[:position] + change + text[position + draw.randrange(0, 4) :]
+            text = text[:position] + change + text[position + rng.randrange(0, 4) :]
         start_time = time.process_time()
         answer = toolbox.answer(
             text, [picture_with_black_corner()] if "zoom" in text else [], seed="0", is_last=False
@@ -211,18 +221,20 @@ def misbehave(how: str, images: list):
     ],
 )
 def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, misbehaviour, answer):
+    """A tool that hangs, exits, forks or edits its picture is answered; the picture stays."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(HOSTILE_TOOLS_FILE)
     images = [picture_with_black_corner()]
     toolbox = build_toolbox("own.py:misbehave", seconds=1)
     assert "images" not in json.dumps(toolbox.schemas)
-    text, pictures = answer_of(toolbox, tool_call("misbehave", how=misbehaviour), images)
+    text, pictures = response_to(toolbox, tool_call("misbehave", how=misbehaviour), images)
     assert text.startswith(answer)
     assert text.count("\n") == answer.count("\n")
     assert len(images) == 1
     assert images[0].getpixel((0, 0)) == (255, 255, 255)
     assert all(
-        shown_picture.width * shown_picture.height <= SMALL_VIEW.high for shown_picture in pictures
+        shown_picture.width * shown_picture.height <= VIEW_OF_56_PIXELS.high
+        for shown_picture in pictures
     )
     assert "own.py" in toolbox.tool_set.hashes
 
@@ -240,6 +252,8 @@ class ValueThatRaises:
 
 
 class SpeechlessError(Exception):
+    """An error that raises another one when it is made a text."""
+
     def __str__(self):
         raise ValueError("no words")
 
@@ -249,22 +263,29 @@ class ToolPanic(BaseException):
 
 
 class EndlessList(list):
+    """A list whose iteration never ends."""
+
     def __iter__(self):
         while True:
             yield ""
 
 
 class BrokenMapping(dict):
+    """A dictionary that cannot be asked."""
+
     def get(self, *_):
         raise RuntimeError("closed")
 
 
 class UnreadablePicture(Image.Image):
+    """A picture whose file cannot be read any more."""
+
     def load(self):
         raise OSError("the file is gone")
 
 
 def cyclic_list():
+    """Return a list that contains itself."""
     value: list[Any] = []
     value.append(value)
     return value
@@ -311,59 +332,62 @@ def odd_values():
 
 
 def test_whatever_a_tool_returns_is_an_answer():
+    """Each of the odd values becomes a text of at most 2,000 characters, or pictures in RGB."""
     next_values = iter(())
 
-    def odd():
+    def return_next_value():
         """BrokenMapping."""
         return next(next_values)
 
-    odd.__annotations__["return"] = str
-    toolbox = build_toolbox(odd)
+    return_next_value.__annotations__["return"] = str
+    toolbox = build_toolbox(return_next_value)
     for value in odd_values():
         next_values = iter([value])
-        text, pictures = answer_of(toolbox, tool_call("odd"))
+        text, pictures = response_to(toolbox, tool_call("return_next_value"))
         assert text.count("\n") == 0 or not text.startswith("Error: ")
         text.encode()
-        assert len(text) <= 2000
+        assert len(text) <= LONGEST_TEXT
         for picture in pictures:
             assert picture.mode == "RGB"
-            assert min(picture.size) >= 28
+            assert min(picture.size) >= VIEW_OF_56_PIXELS.unit
 
 
 def test_whatever_a_tool_raises_is_an_answer():
+    """Errors of every base class, also those that end a program, are one line to the model."""
     errors = [ToolPanic("p"), SpeechlessError(), StopIteration(3), SystemExit(1), OverdueError()]
     next_errors = iter(errors)
 
-    def raising() -> str:
+    def raise_next_error() -> str:
         """Raise."""
         raise next(next_errors)
 
-    toolbox = build_toolbox(raising)
+    toolbox = build_toolbox(raise_next_error)
     for _ in errors:
-        text, _ = answer_of(toolbox, tool_call("raising"))
+        text, _ = response_to(toolbox, tool_call("raise_next_error"))
         assert text.startswith("Error: ")
         assert "\n" not in text
 
 
-def random_value(draw, depth=0):
-    """Return a random value that JSON can hold, also one that no tool is made for."""
-    kind = draw.randrange(10 if depth < 4 else 8)
-    if kind == 8:
-        return [random_value(draw, depth + 1) for _ in range(draw.randrange(4))]
-    if kind == 9:
-        return {
-            draw.choice("abxy"): random_value(draw, depth + 1) for _ in range(draw.randrange(4))
-        }
+def random_value(rng, depth=0):
+    """Return a random value that JSON can hold, also one that no tool is made for.
+
+    `depth`: how many lists and dictionaries are around it; below four there may be more.
+    """
+    type_number = rng.randrange(10 if depth < 4 else 8)
+    if type_number == 8:
+        return [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+    if type_number == 9:
+        return {rng.choice("abxy"): random_value(rng, depth + 1) for _ in range(rng.randrange(4))}
     return [
         None,
-        draw.random() < 0.5,
-        draw.randrange(-5, 70),
-        draw.uniform(-1e3, 1e3),
-        draw.choice([1e308, -1e308, 5e-324, -0.0]),
-        10 ** draw.randrange(1, 400) * draw.choice([1, -1]),
-        draw.choice(["", "0", "a" * 3000, "\ud800", "<|im_end|>", "\x00", "-" * 400, "picture"]),
-        draw.choice([0, 1, 56, 57]),
-    ][kind]
+        rng.random() < 0.5,
+        rng.randrange(-5, 70),
+        rng.uniform(-1e3, 1e3),
+        rng.choice([1e308, -1e308, 5e-324, -0.0]),
+        10 ** rng.randrange(1, 400) * rng.choice([1, -1]),
+        rng.choice(["", "0", "a" * 3000, "\ud800", "<|im_end|>", "\x00", "-" * 400, "picture"]),
+        rng.choice([0, 1, 56, 57]),
+    ][type_number]
 
 
 def test_whatever_a_model_writes_into_a_call_is_an_answer():
@@ -379,25 +403,26 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
         return f"{a:>5}{b.x}"
 
     anything.__annotations__ |= {"a": Any, "b": list[dict[str, float]]}
-    draw = random.Random(1)
+    rng = random.Random(1)
     toolbox = build_toolbox(*BUILT_IN_TOOLS, anything)
     names = [*BUILT_IN_TOOLS, "anything"]
     for _ in range(3000):
-        name = draw.choice(names)
+        name = rng.choice(names)
         parameters = toolbox._schema_by_name[name]["function"]["parameters"]["properties"]
-        argument_names = [*parameters, "more"] if draw.random() < 0.1 else [*parameters]
-        arguments = {key: random_value(draw) for key in argument_names if draw.random() < 0.9}
+        argument_names = [*parameters, "more"] if rng.random() < 0.1 else [*parameters]
+        arguments = {key: random_value(rng) for key in argument_names if rng.random() < 0.9}
         text = json.dumps({"name": name, "arguments": arguments})
-        if draw.random() < 0.2:
-            text = text.replace("[", "[" * draw.choice([9, 600, 990]), 1)
+        if rng.random() < 0.2:
+            text = text.replace("[", "[" * rng.choice([9, 600, 990]), 1)
         answer = toolbox.answer(
             f"<tool_call>{text}</tool_call>", [picture_with_black_corner()], seed="0", is_last=False
         )
         [call] = answer.calls
         assert call.failed == call.text.startswith("Error: ")
         assert call.name.encode() is not None
-        assert len(call.text) <= 2000
+        assert len(call.text) <= LONGEST_TEXT
         assert "\n" not in call.text
+
     long_number = "1" * 400
     for inside in (
         f'"x1": {long_number}',
@@ -405,76 +430,82 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
         f'"x1": {"[" * 600}{"]" * 600}',
     ):
         text = f'{{"name": "zoom", "arguments": {{{inside}, "y1": 0, "x2": 5, "y2": 5}}}}'
-        assert answer_of(toolbox, f"<tool_call>{text}")[0].startswith("Error: ")
+        assert response_to(toolbox, f"<tool_call>{text}")[0].startswith("Error: ")
 
 
-@pytest.mark.parametrize("kind", ["transparent", "16 bits", "floats", "on its side"])
-def test_a_picture_of_a_tool_is_shown_as_a_person_sees_it(kind):
-    drawn = Image.new("RGBA", (84, 56), (0, 0, 0, 0))
-    ImageDraw.Draw(drawn).line((0, 0, 83, 55), fill=(0, 0, 0, 255), width=3)
-    grey = np.linspace(0, 1, 84 * 56).reshape(56, 84)
+@pytest.mark.parametrize("how_stored", ["transparent", "16 bits", "floats", "on its side"])
+def test_a_picture_of_a_tool_is_shown_as_a_person_sees_it(how_stored):
+    """Transparency is white, any range of grey is 0 to 255, and a turned photo is upright."""
+    diagonal_line = Image.new("RGBA", (84, 56), (0, 0, 0, 0))
+    ImageDraw.Draw(diagonal_line).line((0, 0, 83, 55), fill=(0, 0, 0, 255), width=3)
+    grey_ramp = np.linspace(0, 1, 84 * 56).reshape(56, 84)
     stream = io.BytesIO()
     tags = Image.Exif()
-    tags[ExifTags.Base.Orientation] = 6
-    drawn.convert("RGB").save(stream, "JPEG", exif=tags)
+    tags[ExifTags.Base.Orientation] = 6  # to be turned by 90 degrees
+    diagonal_line.convert("RGB").save(stream, "JPEG", exif=tags)
     pictures = {
-        "transparent": drawn,
-        "16 bits": Image.fromarray((grey * 65535).astype(np.uint16)),
-        "floats": Image.fromarray(grey.astype(np.float32)),
+        "transparent": diagonal_line,
+        "16 bits": Image.fromarray((grey_ramp * 65535).astype(np.uint16)),
+        "floats": Image.fromarray(grey_ramp.astype(np.float32)),
         "on its side": Image.open(stream),
     }
 
     def show() -> Image.Image:
         """Show."""
-        return pictures[kind]
+        return pictures[how_stored]
 
-    _, [picture] = answer_of(build_toolbox(show, max_pixels=84 * 84), tool_call("show"))
-    assert picture.size == ((56, 84) if kind == "on its side" else (84, 56))
+    _, [picture] = response_to(build_toolbox(show, max_pixels=84 * 84), tool_call("show"))
+    assert picture.size == ((56, 84) if how_stored == "on its side" else (84, 56))
     values = np.asarray(picture.convert("L")).astype(int)
-    if kind == "transparent":
+    if how_stored == "transparent":
         assert values.max() == 255
         assert values.min() == 0
-        assert (values == 255).mean() > 0.8
-    elif kind != "on its side":
-        assert abs(values - grey * 255).max() <= 1
-    pictures[kind].load()
-    assert picture is not pictures[kind]
+        assert (values == 255).mean() > 0.8, "all but the line"
+    elif how_stored != "on its side":
+        assert abs(values - grey_ramp * 255).max() <= 1
+    pictures[how_stored].load()
+    assert picture is not pictures[how_stored]
 
 
 def test_what_a_tool_draws_on_is_its_own_and_what_it_returned_is_the_answers():
+    """Neither the row's picture nor an answer that was given changes when a tool draws."""
     images = [picture_with_black_corner()]
     bytes_before = images[0].tobytes()
-    drawn_on = []
+    pictures_seen_by_tool = []
 
     def draw(images: list) -> Image.Image:
         """Draw."""
         images[0].load()[0, 0] = (1, 2, 3)
-        drawn_on.append(images[0])
+        pictures_seen_by_tool.append(images[0])
         return images[0]
 
     toolbox = build_toolbox(draw, max_pixels=448 * 448)
-    _, [answer_picture] = answer_of(toolbox, tool_call("draw"), images)
+    _, [answer_picture] = response_to(toolbox, tool_call("draw"), images)
     assert images[0].tobytes() == bytes_before
     assert answer_picture.getpixel((0, 0)) == (1, 2, 3)
-    drawn_on[0].putpixel((0, 0), (9, 9, 9))
+    pictures_seen_by_tool[0].putpixel((0, 0), (9, 9, 9))
     assert answer_picture.getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_no_text_of_a_tool_may_have_a_token_of_the_models_own():
+    """A docstring with such a token is refused; "<end>" is one because the toolbox is told so."""
+
     def look() -> str:
         """Look at <|image_pad|>."""
 
-    def other() -> str:
+    def look_elsewhere() -> str:
         """Look at <end>."""
 
     with pytest.raises(UserError, match=r"^tools: 'look' has the model's own token <.image_pad"):
         build_toolbox(look)
-    with pytest.raises(UserError, match="^tools: 'other' has the model's own token <end>"):
-        Toolbox(choose_tools([other]), ToolOptions(), SMALL_VIEW, ("<end>",))
+    with pytest.raises(UserError, match="^tools: 'look_elsewhere' has the model's own token <end>"):
+        Toolbox(choose_tools([look_elsewhere]), ToolOptions(), VIEW_OF_56_PIXELS, ("<end>",))
 
 
 def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
-    def machine(sides: int) -> float:
+    """Seeded generators are seeded for the call; the machine's own randomness and clock are not."""
+
+    def draws_from_the_machine(sides: int) -> float:
         """Throw.
 
         Args:
@@ -482,7 +513,7 @@ def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
         """
         return np.random.default_rng().random()
 
-    def shown(way: str) -> Image.Image:
+    def draws_from_the_clock(way: str) -> Image.Image:
         """Show.
 
         Args:
@@ -490,7 +521,7 @@ def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
         """
         return Image.effect_noise((56, 56), time.perf_counter_ns() % 97 + 1)
 
-    def named(sides: int) -> float:
+    def draws_from_seeded_generators(sides: int) -> float:
         """Throw.
 
         Args:
@@ -498,7 +529,7 @@ def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
         """
         return random.random() + float(np.random.random()) + float(torch.rand(()))
 
-    def refuses(value: float) -> str:
+    def always_raises(value: float) -> str:
         """Refuse.
 
         Args:
@@ -506,20 +537,32 @@ def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
         """
         raise ValueError("never")
 
-    def looks(images: list) -> str:
+    def reads_the_picture(images: list) -> str:
         """Look."""
         return str(images[0].size)
 
     lines = nondeterminism_warnings(
-        build_toolbox(machine, shown, named, refuses, looks, "zoom"), [picture_with_black_corner()]
+        build_toolbox(
+            draws_from_the_machine,
+            draws_from_the_clock,
+            draws_from_seeded_generators,
+            always_raises,
+            reads_the_picture,
+            "zoom",
+        ),
+        [picture_with_black_corner()],
     )
-    assert [line.split("'")[1] for line in lines] == ["machine", "shown"]
+    assert [line.split("'")[1] for line in lines] == [
+        "draws_from_the_machine",
+        "draws_from_the_clock",
+    ]
     assert all("answers the same call in two ways" in line for line in lines)
 
 
 def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not(
     tmp_path, monkeypatch
 ):
+    """A tool's random numbers depend on seed and call; the run's generators stay as they were."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(HOSTILE_TOOLS_FILE)
     toolbox = build_toolbox("own.py:misbehave")
@@ -528,7 +571,7 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
     answers = [toolbox.answer(call * 2, [], seed=seed, is_last=False) for seed in ("a", "a", "b")]
     texts = [[call_of_answer.text for call_of_answer in answer.calls] for answer in answers]
     assert texts[0] == texts[1]
-    assert len({*texts[0], *texts[2]}) == 4
+    assert len({*texts[0], *texts[2]}) == 4, "two calls for each of two seeds"
     assert states_before == (
         random.getstate(),
         str(np.random.get_state()),
@@ -537,6 +580,7 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
 
 
 def test_calls_that_are_too_many_and_the_last_turn_are_said():
+    """Of nine calls those over the limit are refused; the last turn says that it is the last."""
     toolbox = build_toolbox()
     call = tool_call("calculate", expression="1+1")
     answer = toolbox.answer(call * 9, [], seed="0", is_last=True)
@@ -565,6 +609,7 @@ def test_calls_that_are_too_many_and_the_last_turn_are_said():
     ],
 )
 def test_a_tool_that_no_model_can_be_told_of_is_refused(tmp_path, monkeypatch, source, why):
+    """A tool needs type hints, a docstring and named parameters, and may not be async."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(source)
     with pytest.raises(UserError, match=f"^tools: 'own.py:f'.*{why}"):
@@ -574,6 +619,7 @@ def test_a_tool_that_no_model_can_be_told_of_is_refused(tmp_path, monkeypatch, s
 
 
 def test_the_system_prompt_has_the_schemas_in_the_words_of_qwen():
+    """The tools stand below the user's prompt; without tools the prompt stays as it is."""
     system_prompt = with_tools("Think.", build_toolbox("calculate").schemas)
     assert system_prompt.startswith(
         "Think.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
