@@ -23,6 +23,7 @@ from tests.support.hub_cache import copy_into_hub_cache
 from tests.support.launch import accelerate_launch
 from tests.support.tiny_run import tiny_run_arguments, train_tiny_run
 
+# of a new adapter on top
 LORA_KEYS = {
     "use_peft": "true",
     "lora_r": 2,
@@ -33,6 +34,7 @@ LORA_KEYS = {
 
 
 def test_a_save_that_fails_leaves_the_reference_adapter_to_the_policy():
+    """The reference's adapter is hidden during a save, and is back after an error too."""
     policy: Any = SimpleNamespace(peft_config={"default": "trained", "ref": "reference"})
     with pytest.raises(OSError, match="disk"), without_reference_adapter(policy):
         assert policy.peft_config == {"default": "trained"}
@@ -40,7 +42,7 @@ def test_a_save_that_fails_leaves_the_reference_adapter_to_the_policy():
     assert policy.peft_config == {"default": "trained", "ref": "reference"}
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Load the model in a folder, and return its weights by name."""
     return dict(AutoModelForImageTextToText.from_pretrained(folder).state_dict())
 
@@ -52,69 +54,94 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 
 @pytest.fixture(scope="module")
-def sft(tmp_path_factory):
+def sft_folder(tmp_path_factory):
     """Write an adapter of the tiny model, as supervised fine-tuning leaves it; return its folder."""
     return sft_adapter(tmp_path_factory.mktemp("sft") / "adapter")
 
 
-def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, capsys):
-    run = train_tiny_run(tmp_path / "run", model_name_or_path=sft, beta=0.1, max_steps=2)
-    log = json.loads((run / "trainer_state.json").read_text())["log_history"]
+def test_an_adapter_goes_on_training_and_is_its_own_reference(sft_folder, tmp_path, capsys):
+    """A run from an adapter trains it, with its start as the reference, and is exported."""
+    run_folder = train_tiny_run(
+        tmp_path / "run", model_name_or_path=sft_folder, beta=0.1, max_steps=2
+    )
+    log = json.loads((run_folder / "trainer_state.json").read_text())["log_history"]
     assert log[0]["kl"] == 0, "the policy starts as its reference, and moves away from it"
     assert log[1]["kl"] > 0, "the policy starts as its reference, and moves away from it"
-    before = load_file(sft / "adapter_model.safetensors")
-    after = load_file(run / "adapter_model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(not torch.equal(before[name], after[name]) for name in before)
-    reference = load_file(run / "ref" / "adapter_model.safetensors")
-    for name, tensor in before.items():  # the head's too
+    adapter_before = load_file(sft_folder / "adapter_model.safetensors")
+    adapter_after = load_file(run_folder / "adapter_model.safetensors")
+    assert adapter_before.keys() == adapter_after.keys()
+    assert all(
+        not torch.equal(adapter_before[name], adapter_after[name]) for name in adapter_before
+    )
+    reference = load_file(run_folder / "ref" / "adapter_model.safetensors")
+    for name, tensor in adapter_before.items():  # the head's too
         assert torch.equal(tensor, reference[name]), name
-    model = json.loads((run / "manifest.json").read_text())["model"]
-    assert model["name"] == str(sft)
+    model = json.loads((run_folder / "manifest.json").read_text())["model"]
+    assert model["name"] == str(sft_folder)
     assert model["base"] == str(PRETRAINED_FOLDER)
     assert " on " in model["fingerprint"]
     assert "goes on training" in capsys.readouterr().out
-    assert export([str(run), str(tmp_path / "out")]) == 0
-    assert largest_difference(weights_of(tmp_path / "out"), weights_of(run / "merged")) < 1e-6
-    assert export([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
-    served = capsys.readouterr().out
-    assert f"vllm serve {tmp_path / 'out'}" in served
-    assert "vLLM serves it merged alone" in served  # it has a head
-    another_adapter = sft_adapter(tmp_path / "other", modules_to_save=None, r=5)
-    manifest = (run / "manifest.json").read_bytes()
+
+    # what is exported
+    assert export([str(run_folder), str(tmp_path / "out")]) == 0
     assert (
-        main(tiny_run_arguments(run, model_name_or_path=another_adapter, beta=0.1, max_steps=3))
+        largest_difference(load_weights(tmp_path / "out"), load_weights(run_folder / "merged"))
+        < 1e-6
+    )
+    assert export([str(run_folder), str(tmp_path / "adapter"), "--adapter"]) == 0
+    printed = capsys.readouterr().out
+    assert f"vllm serve {tmp_path / 'out'}" in printed
+    assert "vLLM serves it merged alone" in printed  # it has a head
+
+    # an adapter of another start does not go on in this folder
+    another_adapter = sft_adapter(tmp_path / "other", modules_to_save=None, r=5)
+    manifest = (run_folder / "manifest.json").read_bytes()
+    assert (
+        main(
+            tiny_run_arguments(
+                run_folder, model_name_or_path=another_adapter, beta=0.1, max_steps=3
+            )
+        )
         == 2
     )
     assert "of another run: model: " in capsys.readouterr().err
-    assert (run / "manifest.json").read_bytes() == manifest
+    assert (run_folder / "manifest.json").read_bytes() == manifest
     assert export([str(another_adapter), str(tmp_path / "plain"), "--adapter"]) == 0
-    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert words[2:5] == ["vllm", "serve", str(PRETRAINED_FOLDER)]
+    arguments = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert arguments[2:5] == ["vllm", "serve", str(PRETRAINED_FOLDER)]
     adapter = f"policy={tmp_path / 'plain'}"
-    assert words[-5:] == ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", adapter]
+    # 8: the smallest rank of vLLM's that holds the adapter's rank of 5
+    assert arguments[-5:] == ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", adapter]
 
 
-def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, tmp_path, capsys):
-    run = train_tiny_run(tmp_path / "run", model_name_or_path=sft, max_steps=2, **LORA_KEYS)
+def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(
+    sft_folder, tmp_path, capsys
+):
+    """With keys of LoRA the adapter is merged into its base, and a new one is trained on top."""
+    run_folder = train_tiny_run(
+        tmp_path / "run", model_name_or_path=sft_folder, max_steps=2, **LORA_KEYS
+    )
     assert "is merged into its base" in capsys.readouterr().out
-    new = json.loads((run / "adapter_config.json").read_text())
-    assert new["r"] == 2
-    assert new["base_model_name_or_path"] == str(sft)
-    assert not list(sft.glob("tokenizer*"))
-    assert export([str(sft), str(tmp_path / "start")]) == 0
+    new_config = json.loads((run_folder / "adapter_config.json").read_text())
+    assert new_config["r"] == 2
+    assert new_config["base_model_name_or_path"] == str(sft_folder)
+
+    assert not list(sft_folder.glob("tokenizer*"))
+    assert export([str(sft_folder), str(tmp_path / "start")]) == 0
     assert load_processor(str(tmp_path / "start")).chat_template, (
         "the base's, as the adapter has none"
     )
-    assert export([str(run), str(tmp_path / "out")]) == 0
-    start = weights_of(tmp_path / "start")
-    out = weights_of(tmp_path / "out")
-    assert largest_difference(out, weights_of(run / "merged")) < 1e-6
+    assert export([str(run_folder), str(tmp_path / "out")]) == 0
+    start = load_weights(tmp_path / "start")
+    out = load_weights(tmp_path / "out")
+    assert largest_difference(out, load_weights(run_folder / "merged")) < 1e-6
     assert largest_difference(out, start) > 1e-6
     changed_names = {name for name in out if not torch.equal(out[name], start[name])}
     assert changed_names == {name for name in out if ".q_proj.w" in name}
-    again = train_tiny_run(tmp_path / "again", model_name_or_path=run, max_steps=2, learning_rate=0)
-    assert largest_difference(weights_of(again / "merged"), out) < 1e-6, (
+    second_run = train_tiny_run(
+        tmp_path / "again", model_name_or_path=run_folder, max_steps=2, learning_rate=0
+    )
+    assert largest_difference(load_weights(second_run / "merged"), out) < 1e-6, (
         "an adapter whose base is an adapter goes on training too"
     )
 
@@ -122,40 +149,44 @@ def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, 
 def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
     tmp_path, capsys, monkeypatch
 ):
+    """The commits of adapter and base are pinned, in the run's manifest and in what it exports."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     copy_into_hub_cache("somebody/tiny", PRETRAINED_FOLDER, v1="1" * 40)  # there is no main of it
     copy_into_hub_cache(
         "somebody/sft", sft_adapter(tmp_path / "other", "somebody/nobody"), main="2" * 40
     )
-    sft = sft_adapter(tmp_path / "sft", "somebody/tiny", revision="v1", modules_to_save=None)
-    copy_into_hub_cache("somebody/sft", sft, v2="3" * 40)
+    sft_folder = sft_adapter(tmp_path / "sft", "somebody/tiny", revision="v1", modules_to_save=None)
+    copy_into_hub_cache("somebody/sft", sft_folder, v2="3" * 40)
     run_keys = {
         "model_name_or_path": "somebody/sft",
         "model_revision": "v2",
         "learning_rate": 0,
         "max_steps": 1,
     }
-    run = train_tiny_run(tmp_path / "run", **run_keys)
-    new = train_tiny_run(tmp_path / "new", **run_keys, **LORA_KEYS)
-    before = load_file(sft / "adapter_model.safetensors")
-    after = load_file(run / "adapter_model.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    pinned = f"{'3' * 40} on {'1' * 40}"
+    run_folder = train_tiny_run(tmp_path / "run", **run_keys)
+    new_run_folder = train_tiny_run(tmp_path / "new", **run_keys, **LORA_KEYS)
+    adapter_before = load_file(sft_folder / "adapter_model.safetensors")
+    adapter_after = load_file(run_folder / "adapter_model.safetensors")
+    assert all(torch.equal(adapter_before[name], adapter_after[name]) for name in adapter_before)
+    pinned_fingerprint = f"{'3' * 40} on {'1' * 40}"
     for folder, base in (
-        (run, ("somebody/tiny", "1" * 40)),
-        (new, ("somebody/sft", "3" * 40)),
+        (run_folder, ("somebody/tiny", "1" * 40)),
+        (new_run_folder, ("somebody/sft", "3" * 40)),
     ):
         manifest = json.loads((folder / "manifest.json").read_text())
-        assert manifest["model"]["fingerprint"] == pinned
+        assert manifest["model"]["fingerprint"] == pinned_fingerprint
         assert manifest["model"]["base"] == "somebody/tiny"
         config = json.loads((folder / "adapter_config.json").read_text())
         assert (config["base_model_name_or_path"], config["revision"]) == base, (
             "of what is merged into it later"
         )
         assert export([str(folder), str(folder / "out")]) == 0
-    assert largest_difference(weights_of(run / "out"), weights_of(new / "out")) < 1e-6
-    assert export([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert (
+        largest_difference(load_weights(run_folder / "out"), load_weights(new_run_folder / "out"))
+        < 1e-6
+    )
+    assert export([str(run_folder), str(tmp_path / "adapter"), "--adapter"]) == 0
     assert (
         f"vllm serve somebody/tiny --generation-config vllm --host 127.0.0.1 --revision {'1' * 40} "
         in (capsys.readouterr().out)
@@ -167,8 +198,11 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, LORA_KEYS], ids=["goes on", "is merged"])
-def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys, sft, tmp_path):
-    run_keys = {"model_name_or_path": sft, "beta": 0.1, "max_steps": 2, **keys}
+def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(
+    keys, sft_folder, tmp_path
+):
+    """A run whose weights ZeRO-3 divides logs the metrics of a run without DeepSpeed."""
+    run_keys = {"model_name_or_path": sft_folder, "beta": 0.1, "max_steps": 2, **keys}
     train_tiny_run(tmp_path / "whole", **run_keys)
     accelerate_launch(
         "cpu_zero3",
@@ -180,14 +214,16 @@ def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys,
     )
     whole_log = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())["log_history"]
     parts_log = json.loads((tmp_path / "parts" / "trainer_state.json").read_text())["log_history"]
-    for whole_entry, entry in zip(whole_log[:2], parts_log[:2], strict=True):
-        for figure in ("reward", "entropy", "grad_norm", "kl"):
-            assert entry[figure] == pytest.approx(whole_entry[figure], rel=1e-3, abs=1e-6), figure
+    for whole_entry, parts_entry in zip(whole_log[:2], parts_log[:2], strict=True):
+        for metric in ("reward", "entropy", "grad_norm", "kl"):
+            assert parts_entry[metric] == pytest.approx(whole_entry[metric], rel=1e-3, abs=1e-6), (
+                metric
+            )
     assert whole_log[0]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
-    ("change", "keys", "line"),
+    ("adapter_change", "keys", "beginning_of_error"),
     [
         (
             {},
@@ -214,23 +250,27 @@ def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys,
     ],
 )
 def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(
-    change, keys, line, tmp_path, capsys, monkeypatch
+    adapter_change, keys, beginning_of_error, tmp_path, capsys, monkeypatch
 ):
+    """A change of a good adapter's config, or missing weights, ends the command with one error.
+
+    SFT stands for the adapter's folder.
+    """
     monkeypatch.setattr("adora_vl.utils.hub.why_no_hub", lambda: "the hub does not answer")
     folder = sft_adapter(tmp_path / "sft")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["target_modules"] == TEXT_MODULES_PATTERN
-    if change is None:
+    if adapter_change is None:
         (folder / "adapter_model.safetensors").unlink()
     else:
-        text = json.dumps({**config, **change}).replace("SFT", str(folder))
+        text = json.dumps({**config, **adapter_change}).replace("SFT", str(folder))
         (folder / "adapter_config.json").write_text(text)
-    words = tiny_run_arguments(tmp_path / "run", model_name_or_path=folder, **keys)
-    assert main(words) == 2
+    arguments = tiny_run_arguments(tmp_path / "run", model_name_or_path=folder, **keys)
+    assert main(arguments) == 2
     errors = [
         printed_line
         for printed_line in capsys.readouterr().err.splitlines()
         if printed_line.startswith("error: ")
     ]
     assert len(errors) == 1, errors
-    assert errors[0].startswith(f"error: {line.replace('SFT', str(folder))}"), errors
+    assert errors[0].startswith(f"error: {beginning_of_error.replace('SFT', str(folder))}"), errors

@@ -17,7 +17,7 @@ from trl import ModelConfig
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.data import images as pixels
+from adora_vl.data import images as images_module
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.models import families
 from adora_vl.models.check import PARTS_THAT_NEED_FAMILY, check_family
@@ -29,13 +29,14 @@ from tests.support.tiny_run import train_tiny_run
 
 
 def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
-    for kind in FAMILIES_WITH_VISION:
-        with subtests.test(kind):
-            vision = families.FAMILIES[kind].vision
-            config = AutoConfig.for_model(kind).vision_config
+    """It is patch size times merge size, and the bounds of pixels are whole image tokens."""
+    for family in FAMILIES_WITH_VISION:
+        with subtests.test(family):
+            vision = families.FAMILIES[family].vision
+            config = AutoConfig.for_model(family).vision_config
             assert vision is not None
             assert vision.unit == config.patch_size * config.spatial_merge_size
-            assert pixels.VISION_BY_FAMILY[kind] is vision
+            assert images_module.VISION_BY_FAMILY[family] is vision
             assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
             assert (families.DEEPSTACK_FIELD in vision.features) == bool(
                 getattr(config, "deepstack_visual_indexes", None)
@@ -53,16 +54,16 @@ PROJECTOR_MODULES_BY_FAMILY = {
 
 def test_every_parameter_is_in_its_part(subtests):
     """The modules that Transformers builds decide: all of `visual` but its mergers is the tower."""
-    for kind in FAMILIES_WITH_VISION:
-        with subtests.test(kind):
-            model = build_on_meta(family_config(kind)).model
+    for family in FAMILIES_WITH_VISION:
+        with subtests.test(family):
+            model = build_on_meta(family_config(family)).model
             parts: set[str] = set()
             for name, _ in model.named_parameters():
                 module, submodule, *_ = name.split(".")
                 expected = "vision_tower"
                 if module == "language_model":
                     expected = "language_model"
-                elif submodule in PROJECTOR_MODULES_BY_FAMILY[kind]:
+                elif submodule in PROJECTOR_MODULES_BY_FAMILY[family]:
                     expected = "projector"
                 assert families.component_of(f"model.{name}") == expected, name
                 parts.add(expected)
@@ -73,25 +74,28 @@ def test_every_parameter_is_in_its_part(subtests):
 
 
 def test_what_can_share_a_prompt():
-    shared = {kind for kind in families.FAMILIES if families.shares_prompts(family_config(kind))}
-    assert shared == {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}, (
+    """Families whose layers all have full attention share prompts; others do not."""
+    families_that_share = {
+        family for family in families.FAMILIES if families.shares_prompts(family_config(family))
+    }
+    assert families_that_share == {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}, (
         "Qwen3.5 has layers of linear attention"
     )
-    sliding = family_config("qwen2")
-    sliding.layer_types = ["full_attention", "sliding_attention"]
-    assert not families.shares_prompts(sliding)
+    sliding_config = family_config("qwen2")
+    sliding_config.layer_types = ["full_attention", "sliding_attention"]
+    assert not families.shares_prompts(sliding_config)
     assert not families.shares_prompts(LlamaConfig())
     assert can_share_prompts(build_on_meta(family_config("qwen3_vl")).config)
 
 
-def notes_of_check(config: Any, **changed: Any) -> list[str]:
+def notes_on_family(config: Any, **changed_keys: Any) -> list[str]:
     """Check the family of a model with this config, and return the notes for the user.
 
-    `changed`: keys of the run that are not as by default.
+    `changed_keys`: keys of the run that are not as by default.
     """
-    settings = {"output_dir": "x", "use_cpu": True, "bf16": False, "report_to": "none", **changed}
+    keys = {"output_dir": "x", "use_cpu": True, "bf16": False, "report_to": "none", **changed_keys}
     return check_family(
-        ModelConfig(model_name_or_path="some/model"), AdoraGRPOConfig(**settings), config
+        ModelConfig(model_name_or_path="some/model"), AdoraGRPOConfig(**keys), config
     )
 
 
@@ -99,55 +103,57 @@ STOCK_IMAGE_KEYS: dict[str, Any] = {"adora_stock_step": [*PARTS_THAT_NEED_FAMILY
 
 
 def test_a_known_family_says_nothing_but_what_is_off():
+    """Only Qwen3.5, whose linear attention cannot share a prompt, has a note."""
     assert all(
-        notes_of_check(AutoConfig.for_model(kind)) == []
-        for kind in families.FAMILIES
-        if kind != "qwen3_5"
+        notes_on_family(AutoConfig.for_model(family)) == []
+        for family in families.FAMILIES
+        if family != "qwen3_5"
     )
-    (line,) = notes_of_check(AutoConfig.for_model("qwen3_5"))
-    assert "linear attention" in line
-    assert "share_prompt" in line
+    (note,) = notes_on_family(AutoConfig.for_model("qwen3_5"))
+    assert "linear attention" in note
+    assert "share_prompt" in note
 
 
 def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
     """Transformers interleaves whatever the config says, so only the engine is off, by up to 0.03
     nats.
     """
-    for kind in ("qwen3_vl", "qwen3_5"):
-        with subtests.test(kind):
-            config = AutoConfig.for_model(kind)
-            assert notes_of_check(config, use_vllm=False) == notes_of_check(
-                AutoConfig.for_model(kind)
+    for family in ("qwen3_vl", "qwen3_5"):
+        with subtests.test(family):
+            config = AutoConfig.for_model(family)
+            assert notes_on_family(config, use_vllm=False) == notes_on_family(
+                AutoConfig.for_model(family)
             )
             with pytest.raises(
                 UserError, match=r"mrope_interleaved in the rope_parameters .* set it to true"
             ):
-                notes_of_check(config, use_vllm=True)
+                notes_on_family(config, use_vllm=True)
             config.text_config.rope_parameters = {
                 "rope_type": "default",
                 "rope_theta": 1e4,
                 "mrope_interleaved": True,
             }
-            if kind == "qwen3_5":
+            if family == "qwen3_5":
                 with pytest.raises(
                     UserError,
                     match="use_vllm: true, but on a CPU vLLM computes the linear attention",
                 ):
-                    notes_of_check(config, use_vllm=True)
+                    notes_on_family(config, use_vllm=True)
             else:
-                assert notes_of_check(config, use_vllm=True) == []
+                assert notes_on_family(config, use_vllm=True) == []
 
 
 def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
+    """LLaVA is refused with the keys that train it the way of stock TRL, and noted with them."""
     with pytest.raises(
         UserError, match=r"'some/model' has model_type llava.*qwen3_vl.*stock_step: .*CONTRIBUTING"
     ):
-        notes_of_check(LlavaConfig())
+        notes_on_family(LlavaConfig())
     with pytest.raises(UserError, match=r"set .*adora_freeze: \[\] to train"):
-        notes_of_check(LlavaConfig(), adora_freeze=["projector"], **STOCK_IMAGE_KEYS)
-    (line,) = notes_of_check(LlavaConfig(), **STOCK_IMAGE_KEYS)
-    assert "the way of stock TRL" in line
-    assert "\n" not in line
+        notes_on_family(LlavaConfig(), adora_freeze=["projector"], **STOCK_IMAGE_KEYS)
+    (note,) = notes_on_family(LlavaConfig(), **STOCK_IMAGE_KEYS)
+    assert "the way of stock TRL" in note
+    assert "\n" not in note
 
 
 def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
@@ -180,9 +186,10 @@ def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, monkey
 
 
 def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
-    (line,) = notes_of_check(LlamaConfig())
-    assert "model_type llama" in line
-    assert "everything else works" in line
+    """Llama has no images, so that only sharing prompts is off, and one note says so."""
+    (note,) = notes_on_family(LlamaConfig())
+    assert "model_type llama" in note
+    assert "everything else works" in note
 
 
 @pytest.mark.slow
@@ -191,35 +198,36 @@ def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
     the way it says.
     """
     monkeypatch.delitem(families.FAMILIES, "qwen2_5_vl")
-    settings: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "max_steps": 1,
         "per_device_train_batch_size": 4,
         "adora_stock_step": "skip_old_pass",
         "save_strategy": "no",
     }
     with pytest.raises(AssertionError):
-        train_tiny_run(tmp_path / "refused", **settings)
+        train_tiny_run(tmp_path / "refused", **keys)
     assert (
         "has model_type qwen2_5_vl, which is not among the known families"
         in capsys.readouterr().err
     )
     train_tiny_run(
         tmp_path / "run",
-        **{**settings, "adora_stock_step": f"skip_old_pass,{','.join(PARTS_THAT_NEED_FAMILY)}"},
+        **{**keys, "adora_stock_step": f"skip_old_pass,{','.join(PARTS_THAT_NEED_FAMILY)}"},
     )
     assert "the way of stock TRL" in capsys.readouterr().out
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-def fresh_tiny_model() -> Any:
+def build_random_tiny_model() -> Any:
     """Return a tiny model with random weights."""
     return build_model(build_processor(["Find x."]).tokenizer)
 
 
 def test_one_key_freezes_one_part_and_no_other(subtests):
+    """Each of `COMPONENTS`, frozen, has all frozen parameters, and the others are trained."""
     for component in families.COMPONENTS:
         with subtests.test(component):
-            model = fresh_tiny_model()
+            model = build_random_tiny_model()
             count_by_component = families.freeze(model, [component])
             frozen_names = []
             for name, parameter in model.named_parameters():
@@ -232,8 +240,9 @@ def test_one_key_freezes_one_part_and_no_other(subtests):
 
 
 def test_building_leaves_the_callers_random_state_alone():
+    """The numbers that torch draws next are those without a model built in between."""
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    fresh_tiny_model()
+    build_random_tiny_model()
     assert torch.equal(torch.rand(3), expected)

@@ -67,9 +67,10 @@ class TrainedFamily:
 
 
 @pytest.fixture(scope="module", params=[kind for kind in TINY_FAMILIES if kind != DEFAULT_FAMILY])
-def trained(
+def trained_family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> TrainedFamily:
+    """Train a tiny model of each family but the default one, for `STEPS` steps."""
     folder = tmp_path_factory.mktemp(request.param)
     build_tiny_model(folder / "model", WarmStart(steps=0), request.param)
     with contextlib.redirect_stdout(io.StringIO()) as stream:
@@ -78,52 +79,60 @@ def trained(
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drawn_problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Draw one problem to train on and two to evaluate on; return their folder."""
     folder = tmp_path_factory.mktemp("data") / "drawn"
     assert data_prep(["synthetic", "--output", str(folder), "--rows", "1", "--test-rows", "2"]) == 0
     return folder
 
 
-def moved_parameters(before: Path, after: Path) -> Mapping[str, list[bool]]:
-    """Tell for each part of the model whether each tensor has changed."""
+def tensors_changed_by_part(before: Path, after: Path) -> Mapping[str, list[bool]]:
+    """Return, for each part of the model, whether each of its tensors has changed."""
     weights_before = load_file(before / "model.safetensors")
     weights_after = load_file(after / "model.safetensors")
     assert weights_before.keys() == weights_after.keys()
     assert all(torch.isfinite(tensor).all() for tensor in weights_after.values())
-    changed: dict[str, list[bool]] = {part: [] for part in COMPONENTS}
+    changed_by_part: dict[str, list[bool]] = {part: [] for part in COMPONENTS}
     for name, tensor in weights_before.items():
-        changed[component_of(name)].append(not torch.equal(tensor, weights_after[name]))
-    return changed
+        changed_by_part[component_of(name)].append(not torch.equal(tensor, weights_after[name]))
+    return changed_by_part
 
 
 @pytest.mark.slow
-def test_the_frozen_part_stays_and_the_others_move(trained):
-    parts = moved_parameters(trained.model, trained.run)
-    assert not any(parts["projector"])
-    assert len(parts["projector"]) == (18 if trained.kind == "qwen3_vl" else 6)
-    assert sum(parts["vision_tower"]) > 0.8 * len(parts["vision_tower"]), (
+def test_the_frozen_part_stays_and_the_others_move(trained_family):
+    """The projector is frozen; the language model moves whole, and most of the vision tower."""
+    changed_by_part = tensors_changed_by_part(trained_family.model, trained_family.run)
+    assert not any(changed_by_part["projector"])
+    # Qwen3-VL has two deepstack mergers besides the merger, each with six tensors.
+    assert len(changed_by_part["projector"]) == (18 if trained_family.kind == "qwen3_vl" else 6)
+    assert sum(changed_by_part["vision_tower"]) > 0.8 * len(changed_by_part["vision_tower"]), (
         "a key's bias moves nothing"
     )
-    assert all(parts["language_model"])
+    assert all(changed_by_part["language_model"])
 
 
 @pytest.mark.slow
-def test_what_a_family_cannot_share_is_said_in_one_line(trained):
-    note = FAMILIES[trained.kind].note
-    assert trained.printed.count(f"{trained.model}: {note}\n") == bool(note)
+def test_what_a_family_cannot_share_is_said_in_one_line(trained_family):
+    """A family's note is printed once, and a family without one prints none."""
+    family_note = FAMILIES[trained_family.kind].note
+    assert trained_family.printed.count(f"{trained_family.model}: {family_note}\n") == bool(
+        family_note
+    )
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_bit(trained, tmp_path):
-    again = shutil.copytree(trained.run, tmp_path / "again")
-    shutil.rmtree(again / f"checkpoint-{STEPS}")
-    (again / "model.safetensors").unlink()
-    train_tiny_run(again, model_name_or_path=trained.model, **RUN_KEYS)
-    assert comparable_results(again) == comparable_results(trained.run)
+def test_a_killed_run_goes_on_to_the_bit(trained_family, tmp_path):
+    """Without its last checkpoint and model, the run ends with the results that it had."""
+    interrupted_run = shutil.copytree(trained_family.run, tmp_path / "again")
+    shutil.rmtree(interrupted_run / f"checkpoint-{STEPS}")
+    (interrupted_run / "model.safetensors").unlink()
+    train_tiny_run(interrupted_run, model_name_or_path=trained_family.model, **RUN_KEYS)
+    assert comparable_results(interrupted_run) == comparable_results(trained_family.run)
 
 
-def score(model: Path, data: Path, output: Path) -> dict[str, Any]:
-    words = [
+def score_model(model: Path, data: Path, output: Path) -> dict[str, Any]:
+    """Evaluate a model on the two problems with Transformers, and return what `score.json` says."""
+    arguments = [
         "run",
         "--model",
         str(model),
@@ -134,31 +143,36 @@ def score(model: Path, data: Path, output: Path) -> dict[str, Any]:
         "--engine",
         "transformers",
     ]
-    assert evaluate(BENCHMARK, [*words, "--max-tokens", "8"]) == 0
+    assert evaluate(BENCHMARK, [*arguments, "--max-tokens", "8"]) == 0
     result: dict[str, Any] = json.loads((output / "score.json").read_text())
     return result
 
 
 @pytest.mark.slow
-def test_a_run_and_its_adapter_are_evaluated(trained, data, tmp_path):
-    assert score(trained.run, data, tmp_path / "whole")["total"] == 2
-    settings = {**RUN_KEYS, "adora_freeze": "[]", **LORA_KEYS}
-    adapted = train_tiny_run(tmp_path / "lora", model_name_or_path=trained.model, **settings)
-    parts = moved_parameters(trained.model, adapted / "merged")
-    assert any(parts["language_model"])
-    assert not any(parts["projector"])
-    assert not any(parts["vision_tower"])
-    assert score(adapted, data, tmp_path / "adapted")["total"] == 2
+def test_a_run_and_its_adapter_are_evaluated(trained_family, drawn_problems, tmp_path):
+    """A whole model is scored, and a LoRA run with its merged model."""
+    assert score_model(trained_family.run, drawn_problems, tmp_path / "whole")["total"] == 2
+    lora_run_keys = {**RUN_KEYS, "adora_freeze": "[]", **LORA_KEYS}
+    adapted_run = train_tiny_run(
+        tmp_path / "lora", model_name_or_path=trained_family.model, **lora_run_keys
+    )
+    changed_by_part = tensors_changed_by_part(trained_family.model, adapted_run / "merged")
+    assert any(changed_by_part["language_model"])
+    assert not any(changed_by_part["projector"])
+    assert not any(changed_by_part["vision_tower"])
+    assert score_model(adapted_run, drawn_problems, tmp_path / "adapted")["total"] == 2
 
 
 @pytest.fixture(scope="module")
 def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train the tiny model with LoRA for one step; return the run's folder."""
     return train_tiny_run(tmp_path_factory.mktemp("lora") / "run", **{**LORA_KEYS, "max_steps": 1})
 
 
-def test_the_evaluation_of_a_lora_run(lora_run, data, tmp_path, capsys):
+def test_the_evaluation_of_a_lora_run(lora_run, drawn_problems, tmp_path, capsys):
+    """Its merged model is used, and the run's folder gains no file that is not the run's."""
     capsys.readouterr()
-    result = score(lora_run, data, tmp_path / "eval")
+    result = score_model(lora_run, drawn_problems, tmp_path / "eval")
     stderr = capsys.readouterr().err
     assert (
         f"{lora_run} holds a LoRA adapter; its merged model is used: {lora_run / 'merged'}\n"
@@ -173,10 +187,19 @@ def test_the_evaluation_of_a_lora_run(lora_run, data, tmp_path, capsys):
 
 
 def test_without_the_merged_model_one_line_says_how_to_make_it(lora_run, tmp_path, capsys):
+    """The error names the command that exports the run."""
     run = shutil.copytree(lora_run, tmp_path / "run")
     shutil.rmtree(run / "merged")
-    words = ["run", "--model", str(run), "--data", "nowhere", "--output", str(tmp_path / "eval")]
-    assert evaluate(BENCHMARK, words) == 2
+    arguments = [
+        "run",
+        "--model",
+        str(run),
+        "--data",
+        "nowhere",
+        "--output",
+        str(tmp_path / "eval"),
+    ]
+    assert evaluate(BENCHMARK, arguments) == 2
     stderr = capsys.readouterr().err
     assert stderr.count("\n") == 1
     assert "adora_vl.export" in stderr
@@ -184,6 +207,7 @@ def test_without_the_merged_model_one_line_says_how_to_make_it(lora_run, tmp_pat
 
 
 def test_the_adapter_of_a_language_model_is_exported_too(tmp_path):
+    """A model without images has, exported, the logits of base and adapter."""
     sizes = {
         "hidden_size": 16,
         "intermediate_size": 32,
@@ -193,9 +217,11 @@ def test_the_adapter_of_a_language_model_is_exported_too(tmp_path):
     base = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, num_key_value_heads=2, **sizes))
     base.save_pretrained(tmp_path / "base")
     base.name_or_path = str(tmp_path / "base")
-    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    adapted.save_pretrained(tmp_path / "run")
+    adapted_model = get_peft_model(
+        base, LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    adapted_model.save_pretrained(tmp_path / "run")
     assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     ids = torch.arange(8)[None]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.allclose(exported(ids).logits, adapted(ids).logits, atol=1e-5)
+    assert torch.allclose(exported(ids).logits, adapted_model(ids).logits, atol=1e-5)

@@ -30,7 +30,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.rollout.llm import PolicyLLM
 from tests.support.adapters import TEXT_MODULES_PATTERN, sft_adapter
-from tests.support.launch import run_command as in_a_process
+from tests.support.launch import run_command as run_in_process
 from tests.support.tiny_run import tiny_run_arguments, train_tiny_run
 
 INIT_KWARGS = {"dtype": torch.bfloat16, "device_map": None}
@@ -38,33 +38,37 @@ FOUR_BIT_KEYS = {"load_in_4bit": "true", "dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """Return the folder where bases in 4 bits are kept."""
+def adora_home(tmp_path_factory):
+    """Keep bases in 4 bits in a folder of this module's tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ADORA_VL_HOME", str(tmp_path_factory.mktemp("home")))
         yield
 
 
 @pytest.fixture(scope="module")
-def sft(tmp_path_factory):
+def sft_folder(tmp_path_factory):
     """Write an adapter of single layers with a rank of their own, which vLLM's reader passes over."""
     ranks: dict[str, Any] = {"rank_pattern": {"up_proj": 12}, "alpha_pattern": {"up_proj": 6}}
     return sft_adapter(tmp_path_factory.mktemp("sft") / "adapter", modules_to_save=None, **ranks)
 
 
 @pytest.fixture(scope="module")
-def base(home):
+def base_folder(adora_home):
+    """Return the folder of the tiny model in 4 bits, with its scales quantized too."""
     return four_bit_folder(str(PRETRAINED_FOLDER), "main", ModelConfig(use_bnb_nested_quant=True))
 
 
 def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_head_stay_whole(
-    base, sft
+    base_folder, sft_folder
 ):
-    model = load_merged(base, (), INIT_KWARGS)
+    """Only the language model's linear layers are in 4 bits, and LoRA on top gets gradients."""
+    model = load_merged(base_folder, (), INIT_KWARGS)
     prevent_repacking(model)
-    four = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
-    assert len(four) == 7 * 3
-    assert not any("visual" in name or "lm_head" in name for name in four)
+    four_bit_layers = {
+        name for name, module in model.named_modules() if isinstance(module, Linear4bit)
+    }
+    assert len(four_bit_layers) == 7 * 3, "the linear layers of three decoder layers"
+    assert not any("visual" in name or "lm_head" in name for name in four_bit_layers)
     config = config_for_planning(str(PRETRAINED_FOLDER))[0]
     shape = model_shape(
         config, dtype="bfloat16", four_bit_bytes=four_bit_parameter_bytes(nested=True)
@@ -72,7 +76,7 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert shape.base_bytes(2) == pytest.approx(parameter_bytes, rel=0.01)
     assert shape.base_bytes(2) < 2 * shape.total_parameters
-    policy = PeftModel.from_pretrained(model, sft, is_trainable=True)
+    policy = PeftModel.from_pretrained(model, sft_folder, is_trainable=True)
     ids = torch.arange(20, 40)[None]
     policy.eval()
     with torch.no_grad():
@@ -80,26 +84,32 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     policy.train()
     policy(input_ids=ids, labels=ids).loss.backward()
     assert all(
-        trained.grad is not None and trained.grad.abs().sum() > 0
-        for trained in policy.parameters()
-        if trained.requires_grad
+        parameter.grad is not None and parameter.grad.abs().sum() > 0
+        for parameter in policy.parameters()
+        if parameter.requires_grad
     )
 
 
 @pytest.mark.slow
 def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out(
-    home, sft, tmp_path
+    adora_home, sft_folder, tmp_path
 ):
+    """Engine and policy agree, only the adapter is sent, and the export is near the policy."""
     run = tmp_path / "run"
-    keys = {
+    run_keys = {
         "max_steps": 2,
-        "model_name_or_path": sft,
+        "model_name_or_path": sft_folder,
         "beta": 0.1,
         "learning_rate": 0.1,
         **FOUR_BIT_KEYS,
     }
-    done = in_a_process(
-        [sys.executable, "-m", "adora_vl.train", *tiny_run_arguments(run, use_vllm="true", **keys)]
+    process = run_in_process(
+        [
+            sys.executable,
+            "-m",
+            "adora_vl.train",
+            *tiny_run_arguments(run, use_vllm="true", **run_keys),
+        ]
     )
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
     assert all(0 < entry["adora/drift"] < 0.05 for entry in log[:2]), [
@@ -109,17 +119,18 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
         "the adapter alone is sent, at every step"
     )
     assert log[0]["kl"] == 0 < log[1]["kl"]
-    before = load_file(sft / "adapter_model.safetensors")
-    after = load_file(run / "adapter_model.safetensors")
+    adapter_before = load_file(sft_folder / "adapter_model.safetensors")
+    adapter_after = load_file(run / "adapter_model.safetensors")
     assert all(
-        not torch.equal(before[name], after[name]) and after[name].dtype == torch.float32
-        for name in before
+        not torch.equal(adapter_before[name], adapter_after[name])
+        and adapter_after[name].dtype == torch.float32
+        for name in adapter_before
     )
-    assert f"adora_vl.export {run} {run / 'merged'}" in done.stdout
-    assert f"Model         {run}  (the adapter alone, as after 4 bits" in done.stdout
-    base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert f"adora_vl.export {run} {run / 'merged'}" in process.stdout
+    assert f"Model         {run}  (the adapter alone, as after 4 bits" in process.stdout
+    base_folder = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert export([str(run), str(tmp_path / "out")]) == 0
-    policy = PeftModel.from_pretrained(load_merged(base, (), INIT_KWARGS), run)
+    policy = PeftModel.from_pretrained(load_merged(base_folder, (), INIT_KWARGS), run)
     prevent_repacking(policy)
     assert load_processor(str(tmp_path / "out")).chat_template, "as the evaluators load it"
     names = [
@@ -127,89 +138,100 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
         for folder in (tmp_path / "out", PRETRAINED_FOLDER)
     ]
     assert names[0] == names[1], "named as in the model's own files"
-    plain = PeftModel.from_pretrained(
+    whole_base_policy = PeftModel.from_pretrained(
         AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER), run
     )
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").float()
     ids = torch.arange(20, 60)[None]
     with torch.no_grad():
-        trained = policy.eval()(input_ids=ids).logits.softmax(-1)
-        written = exported.eval()(input_ids=ids).logits.softmax(-1)
-        plain_probs = plain.eval()(input_ids=ids).logits.softmax(-1)
-    assert 5 * (trained - written).abs().sum() < (trained - plain_probs).abs().sum(), (
-        "by the base that it was trained on"
-    )
+        policy_probs = policy.eval()(input_ids=ids).logits.softmax(-1)
+        exported_probs = exported.eval()(input_ids=ids).logits.softmax(-1)
+        whole_base_probs = whole_base_policy.eval()(input_ids=ids).logits.softmax(-1)
+    assert (
+        5 * (policy_probs - exported_probs).abs().sum()
+        < (policy_probs - whole_base_probs).abs().sum()
+    ), "by the base that it was trained on"
 
 
-def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(home, tmp_path):
-    new = {
+def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(adora_home, tmp_path):
+    """A run of two steps and one that was resumed after the first have the same adapter."""
+    new_adapter_keys = {
         **FOUR_BIT_KEYS,
         "use_peft": "true",
         "lora_dropout": 0,
         "lora_target_modules": TEXT_MODULES_PATTERN,
         "bnb_4bit_quant_type": "fp4",
     }
-    uninterrupted = train_tiny_run(tmp_path / "a", max_steps=2, save_steps=1, **new)
-    halved = train_tiny_run(tmp_path / "b", max_steps=1, save_steps=1, **new)
-    train_tiny_run(halved, max_steps=2, save_steps=1, **new)
+    uninterrupted = train_tiny_run(tmp_path / "a", max_steps=2, save_steps=1, **new_adapter_keys)
+    interrupted = train_tiny_run(tmp_path / "b", max_steps=1, save_steps=1, **new_adapter_keys)
+    train_tiny_run(interrupted, max_steps=2, save_steps=1, **new_adapter_keys)
     expected = load_file(uninterrupted / "adapter_model.safetensors")
-    resumed = load_file(halved / "adapter_model.safetensors")
+    resumed = load_file(interrupted / "adapter_model.safetensors")
     assert expected.keys() == resumed.keys()
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
 def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the_policy_s(
-    base, sft, monkeypatch
+    base_folder, sft_folder, monkeypatch
 ):
+    """The engine's own scaling is 1, and what it does with tensors leaves the policy alone."""
     from vllm.lora.lora_model import LoRAModel
 
     from adora_vl.rollout import weight_sync
 
-    policy = PeftModel.from_pretrained(load_merged(base, (), INIT_KWARGS), sft, is_trainable=True)
-    layers = {
+    policy = PeftModel.from_pretrained(
+        load_merged(base_folder, (), INIT_KWARGS), sft_folder, is_trainable=True
+    )
+    lora_layers = {
         name: layer
         for name, layer in policy.named_modules()
         if "default" in getattr(layer, "lora_A", ())
     }
-    before = {name: layer.lora_B["default"].weight.clone() for name, layer in layers.items()}
-    got: dict[str, Any] = {}
+    values_before = {
+        name: layer.lora_B["default"].weight.clone() for name, layer in lora_layers.items()
+    }
+    received: dict[str, Any] = {}
 
-    class Manager:
+    class SilentManager:
         modules: Mapping[str, Any] = MappingProxyType({})
 
         def __getattr__(self, name: str) -> Any:
             return lambda adapter: None
 
-    def take(number, tensors, helper, **options):
-        got.update({name: tensor.clone() for name, tensor in tensors.items()})
+    def receive_adapter(number, tensors, helper, **options):
+        received.update({name: tensor.clone() for name, tensor in tensors.items()})
         assert helper.vllm_lora_scaling_factor == 1
         for tensor in tensors.values():
             tensor.mul_(2)  # as vLLM does with what is on its device
         return SimpleNamespace(loras={})
 
-    monkeypatch.setattr(LoRAModel, "from_lora_tensors", take)
-    lora = SimpleNamespace(
-        _adapter_manager=Manager(), lora_config=SimpleNamespace(lora_dtype=None, max_lora_rank=16)
+    monkeypatch.setattr(LoRAModel, "from_lora_tensors", receive_adapter)
+    lora_worker = SimpleNamespace(
+        _adapter_manager=SilentManager(),
+        lora_config=SimpleNamespace(lora_dtype=None, max_lora_rank=16),
     )
     monkeypatch.setattr(
         weight_sync,
         "_model_runner",
-        lambda llm: SimpleNamespace(lora_manager=lora, get_model=object),
+        lambda llm: SimpleNamespace(lora_manager=lora_worker, get_model=object),
     )
     sent = weight_sync.adapter_tensors(policy, lambda parameters: nullcontext())
     count = weight_sync.push_adapter(SimpleNamespace(adapter=SimpleNamespace(lora_int_id=1)), sent)
-    assert count == 2 * len(layers) == len(got)
+    assert count == 2 * len(lora_layers) == len(received)
     scalings = set()
-    for name, layer in layers.items():
-        assert torch.equal(layer.lora_B["default"].weight, before[name]), (
+    for name, layer in lora_layers.items():
+        assert torch.equal(layer.lora_B["default"].weight, values_before[name]), (
             "ten syncs would have grown it a thousandfold"
         )
-        assert torch.equal(got[f"{name}.lora_B.weight"], before[name] * layer.scaling["default"])
+        assert torch.equal(
+            received[f"{name}.lora_B.weight"], values_before[name] * layer.scaling["default"]
+        )
         scalings.add(layer.scaling["default"])
-    assert scalings == {8 / 4, 6 / 12}
+    assert scalings == {8 / 4, 6 / 12}, "alpha / r, of most layers and of `up_proj`"
 
 
 def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkeypatch):
+    """The policy's base is on the host while the engine is awake; the engine sleeps at level 1."""
     events: list[Any] = []
     monkeypatch.setattr(LLM, "sleep", lambda self, level: events.append(level))
     monkeypatch.setattr(

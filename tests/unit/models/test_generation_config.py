@@ -18,7 +18,7 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError
 
 
-def model_with(tmp_path: Path, **settings: Any) -> Path:
+def copy_model_with_generation_config(tmp_path: Path, **settings: Any) -> Path:
     """Return a model folder whose generation config has further settings."""
     folder = tmp_path / "model"
     shutil.copytree(PRETRAINED_FOLDER, folder)
@@ -40,7 +40,8 @@ def model_with(tmp_path: Path, **settings: Any) -> Path:
 def test_a_model_that_says_how_to_sample_but_not_whether_can_be_saved(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    folder = model_with(tmp_path, **settings)
+    """Settings of sampling make `do_sample` true where it is missing or contradicts them."""
+    folder = copy_model_with_generation_config(tmp_path, **settings)
 
     check_generation_config(str(folder), None)
     load_model(str(folder), {"device_map": None}).save_pretrained(tmp_path / "checkpoint")
@@ -53,7 +54,8 @@ def test_a_model_that_says_how_to_sample_but_not_whether_can_be_saved(
 
 
 def test_a_run_from_such_a_model_is_saved(tmp_path: Path) -> None:
-    folder = model_with(tmp_path, temperature=0.7, repetition_penalty=1.05)
+    """A trainer saves the model with the settings that it came with."""
+    folder = copy_model_with_generation_config(tmp_path, temperature=0.7, repetition_penalty=1.05)
     config = AdoraGRPOConfig(
         str(tmp_path / "run"), use_cpu=True, bf16=False, num_generations=8, report_to="none"
     )
@@ -67,7 +69,7 @@ def test_a_run_from_such_a_model_is_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings, fault",
+    "settings, words_of_error",
     [
         ({"early_stopping": True}, "`early_stopping`: `num_beams` is set to"),
         ({"temperature": 0.7, "length_penalty": 2.0}, "`length_penalty`"),
@@ -75,9 +77,10 @@ def test_a_run_from_such_a_model_is_saved(tmp_path: Path) -> None:
     ],
 )
 def test_one_that_no_checkpoint_can_have_is_refused_before_the_run(
-    tmp_path: Path, settings: dict[str, Any], fault: str
+    tmp_path: Path, settings: dict[str, Any], words_of_error: str
 ) -> None:
-    folder = model_with(tmp_path, **settings)
+    """A config that Transformers would refuse to save is refused with its file and its fault."""
+    folder = copy_model_with_generation_config(tmp_path, **settings)
 
     with pytest.raises(UserError) as refused:
         check_generation_config(str(folder), None)
@@ -86,14 +89,17 @@ def test_one_that_no_checkpoint_can_have_is_refused_before_the_run(
     assert message.startswith(
         f"model_name_or_path: generation_config.json of {str(folder)!r} could"
     )
-    assert fault in message
+    assert words_of_error in message
     assert message.endswith("; correct it")
 
 
 def test_weights_of_several_ranks_are_exported_with_the_generation_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = model_with(tmp_path, eos_token_id=[2, 0], repetition_penalty=1.05)
+    """An export out of a ZeRO checkpoint keeps the model's generation config."""
+    checkpoint = copy_model_with_generation_config(
+        tmp_path, eos_token_id=[2, 0], repetition_penalty=1.05
+    )
     whole_weights = load_model(str(checkpoint), {"device_map": None}).state_dict()
     (checkpoint / "model.safetensors").unlink()
     monkeypatch.setattr(
@@ -109,6 +115,7 @@ def test_weights_of_several_ranks_are_exported_with_the_generation_config(
 
 
 def test_a_model_without_a_generation_config_is_fine(tmp_path: Path) -> None:
+    """A folder with only `config.json` raises nothing."""
     (tmp_path / "config.json").write_text("{}")
 
     check_generation_config(str(tmp_path), None)

@@ -19,7 +19,7 @@ LORA_RANK = 4
 THREE_LAYER_CONFIG = {**TEXT_CONFIG, "num_hidden_layers": 3}
 
 
-def adapted_policy(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+def policy_with_adapter(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """Return a language model with an adapter that changes its answers."""
     torch.manual_seed(2)
     model = Qwen2ForCausalLM(Qwen2Config(**THREE_LAYER_CONFIG, use_cache=False)).to(dtype)
@@ -42,6 +42,7 @@ def outputs_and_gradients(model: Any) -> tuple[Tensor, list[Tensor]]:
 
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
 def test_outputs_and_gradients_are_those_of_peft(subtests):
+    """The loss is equal to the bit, and the gradients to twelve digits, for each option of LoRA."""
     cases: dict[str, dict[str, Any]] = {
         "float64": {},
         "dropout": {"lora_dropout": 0.3},
@@ -50,21 +51,25 @@ def test_outputs_and_gradients_are_those_of_peft(subtests):
     }
     for name, options in cases.items():
         with subtests.test(name):
-            stock = adapted_policy(**options)
-            ours = copy.deepcopy(stock)
-            assert compute_branches_first(ours) == 3
-            loss, gradients = outputs_and_gradients(ours)
-            stock_loss, stock_gradients = outputs_and_gradients(stock)
+            stock_policy = policy_with_adapter(**options)
+            changed_policy = copy.deepcopy(stock_policy)
+            assert compute_branches_first(changed_policy) == 3
+            loss, gradients = outputs_and_gradients(changed_policy)
+            stock_loss, stock_gradients = outputs_and_gradients(stock_policy)
             assert torch.equal(loss, stock_loss)
             for gradient, stock_gradient in zip(gradients, stock_gradients, strict=True):
                 torch.testing.assert_close(gradient, stock_gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_bfloat16_has_the_dtype_and_the_sum_of_peft():
-    stock = adapted_policy(torch.bfloat16)
-    ours = copy.deepcopy(stock)
-    compute_branches_first(ours)
-    layers = [model.base_model.model.model.layers[0].mlp.down_proj for model in (stock, ours)]
+    """A layer's output in bfloat16 is PEFT's to the bit."""
+    stock_policy = policy_with_adapter(torch.bfloat16)
+    changed_policy = copy.deepcopy(stock_policy)
+    compute_branches_first(changed_policy)
+    layers = [
+        model.base_model.model.model.layers[0].mlp.down_proj
+        for model in (stock_policy, changed_policy)
+    ]
     values = torch.randn(5, THREE_LAYER_CONFIG["intermediate_size"], dtype=torch.bfloat16)
     results = [layer(values) for layer in layers]
     assert results[1].dtype == torch.bfloat16
@@ -73,60 +78,66 @@ def test_bfloat16_has_the_dtype_and_the_sum_of_peft():
 
 def test_the_base_product_is_not_computed_again():
     """The backward pass lacks one product a layer, for the small one of the adapter's rank."""
-    stock = adapted_policy()
-    ours = copy.deepcopy(stock)
-    compute_branches_first(ours)
-    counts = []
-    for model in (stock, ours):
+    stock_policy = policy_with_adapter()
+    changed_policy = copy.deepcopy(stock_policy)
+    compute_branches_first(changed_policy)
+    flops = []
+    for model in (stock_policy, changed_policy):
         with FlopCounterMode(display=False) as counter:
             outputs_and_gradients(model)
-        counts.append(counter.get_total_flops())
-    base = (
+        flops.append(counter.get_total_flops())
+    # a multiplication and an addition for each pair of numbers, in one layer
+    base_product_flops = (
         2
         * TOKEN_IDS.numel()
         * THREE_LAYER_CONFIG["intermediate_size"]
         * THREE_LAYER_CONFIG["hidden_size"]
     )
-    branch = 2 * TOKEN_IDS.numel() * LORA_RANK * THREE_LAYER_CONFIG["hidden_size"]
-    assert counts[0] - counts[1] == 3 * (base - branch)
+    branch_product_flops = 2 * TOKEN_IDS.numel() * LORA_RANK * THREE_LAYER_CONFIG["hidden_size"]
+    assert flops[0] - flops[1] == 3 * (base_product_flops - branch_product_flops)
 
 
 def test_what_is_no_plain_adapter_stays_with_peft(subtests):
+    """DoRA, adapters that are switched off or merged, and other layers are left alone."""
     with subtests.test("DoRA"):
-        stock = adapted_policy(use_dora=True)
-        ours = copy.deepcopy(stock)
-        compute_branches_first(ours)
-        assert torch.equal(outputs_and_gradients(ours)[0], outputs_and_gradients(stock)[0])
+        stock_policy = policy_with_adapter(use_dora=True)
+        changed_policy = copy.deepcopy(stock_policy)
+        compute_branches_first(changed_policy)
+        assert torch.equal(
+            outputs_and_gradients(changed_policy)[0], outputs_and_gradients(stock_policy)[0]
+        )
     with subtests.test("switched off and merged"):
-        ours = adapted_policy(torch.float32)
-        compute_branches_first(ours)
-        with ours.disable_adapter():
-            off = ours(input_ids=TOKEN_IDS).logits
-        on = ours(input_ids=TOKEN_IDS).logits
-        assert not torch.allclose(off, on)
-        ours.merge_adapter()
-        torch.testing.assert_close(ours(input_ids=TOKEN_IDS).logits, on)
+        changed_policy = policy_with_adapter(torch.float32)
+        compute_branches_first(changed_policy)
+        with changed_policy.disable_adapter():
+            logits_without_adapter = changed_policy(input_ids=TOKEN_IDS).logits
+        logits_with_adapter = changed_policy(input_ids=TOKEN_IDS).logits
+        assert not torch.allclose(logits_without_adapter, logits_with_adapter)
+        changed_policy.merge_adapter()
+        torch.testing.assert_close(changed_policy(input_ids=TOKEN_IDS).logits, logits_with_adapter)
     with subtests.test("another projection"):
-        assert compute_branches_first(adapted_policy(target_modules=["q_proj"])) == 0
+        assert compute_branches_first(policy_with_adapter(target_modules=["q_proj"])) == 0
 
 
 def test_a_copy_computes_with_its_own_weights():
-    ours = adapted_policy()
-    compute_branches_first(ours)
-    copied = copy.deepcopy(ours)
-    before = ours(input_ids=TOKEN_IDS).logits
+    """Zeroed weights of a deep copy change the copy's logits and not the original's."""
+    changed_policy = policy_with_adapter()
+    compute_branches_first(changed_policy)
+    copied = copy.deepcopy(changed_policy)
+    before = changed_policy(input_ids=TOKEN_IDS).logits
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
-    assert torch.equal(ours(input_ids=TOKEN_IDS).logits, before)
+    assert torch.equal(changed_policy(input_ids=TOKEN_IDS).logits, before)
     assert copied(input_ids=TOKEN_IDS).logits.abs().max() == 0
 
 
-@pytest.mark.parametrize("number", ["0.20.1", "0.22.0", "1.0"])
-def test_another_version_of_peft_keeps_its_order(number, monkeypatch):
+@pytest.mark.parametrize("peft_version", ["0.20.1", "0.22.0", "1.0"])
+def test_another_version_of_peft_keeps_its_order(peft_version, monkeypatch):
+    """An untested version of PEFT is left as it is, and a note says which one was tested."""
     assert untested_peft_notes() == []
-    monkeypatch.setattr(lora_branch, "installed_version", lambda name: number)
-    assert compute_branches_first(adapted_policy()) == 0
+    monkeypatch.setattr(lora_branch, "installed_version", lambda name: peft_version)
+    assert compute_branches_first(policy_with_adapter()) == 0
     (note,) = untested_peft_notes()
-    assert note.startswith(f"peft {number} is installed")
+    assert note.startswith(f"peft {peft_version} is installed")
     assert note.endswith("pip install 'peft<0.22,>=0.21'")

@@ -29,63 +29,66 @@ SMALL_LORA_KEYS = {
 }
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_linear_layer_of_the_language_model_is_adapted_and_no_other(kind):
-    config = family_config(kind)
-    keys = ModelConfig(use_peft=True, lora_r=2)
-    peft_config = make_lora_config(keys)
-    [note] = choose_layers(peft_config, keys, config)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_linear_layer_of_the_language_model_is_adapted_and_no_other(family):
+    """Neither the vision tower, the projector nor the output head has an adapter."""
+    config = family_config(family)
+    model_config = ModelConfig(use_peft=True, lora_r=2)
+    peft_config = make_lora_config(model_config)
+    [note] = choose_layers(peft_config, model_config, config)
     assert ", ".join(language_layer_names(config)) in note
     model = build_on_meta(config)
-    head = model.get_output_embeddings()
-    linear = {
+    output_head = model.get_output_embeddings()
+    linear_layers = {
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, nn.Linear) and module is not output_head
     }
-    expected = {name for name in linear if component_of(f"{name}.weight") == LANGUAGE_MODEL}
+    expected = {name for name in linear_layers if component_of(f"{name}.weight") == LANGUAGE_MODEL}
     with torch.device("meta"):
         adapted = get_peft_model(model, deepcopy(peft_config), autocast_adapter_dtype=False)
-    layers = {
+    adapted_layers = {
         name.removeprefix("base_model.model.")
         for name, module in adapted.named_modules()
         if hasattr(module, "lora_A")
     }
     assert expected
-    assert layers == expected
+    assert adapted_layers == expected
     assert (
-        keys.lora_target_modules
+        model_config.lora_target_modules
         == peft_config.target_modules
         == layers_pattern(language_layer_names(config))
     )
 
 
 def test_named_layers_and_parameters_stay_as_they_are():
+    """Where the user names layers or parameters, nothing is chosen and nothing is noted."""
     config = family_config("qwen2")
-    for named in (
+    for layer_choice in (
         {"lora_target_modules": ["q_proj"]},
         {"lora_target_parameters": ["q_proj.weight"]},
     ):
-        keys = ModelConfig(use_peft=True, **named)
-        peft_config = make_lora_config(keys)
+        model_config = ModelConfig(use_peft=True, **layer_choice)
+        peft_config = make_lora_config(model_config)
         before = peft_config.to_dict()
-        assert choose_layers(peft_config, keys, config) == []
+        assert choose_layers(peft_config, model_config, config) == []
         assert peft_config.to_dict() == before
     assert make_lora_config(ModelConfig()) is None
     assert choose_layers(None, ModelConfig(), config) == []
 
 
 def test_the_command_the_dry_run_and_python_choose_the_same(tmp_path, capsys):
-    line = f"every linear layer of the language model: {', '.join(TINY_LAYER_NAMES)}"
+    """A run, its dry run and a trainer built in Python adapt the layers of one pattern."""
+    note_on_layers = f"every linear layer of the language model: {', '.join(TINY_LAYER_NAMES)}"
     pattern = layers_pattern(TINY_LAYER_NAMES)
     assert main(tiny_run_arguments(tmp_path / "run", **SMALL_LORA_KEYS)) == 0
-    assert line in capsys.readouterr().out
+    assert note_on_layers in capsys.readouterr().out
     adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert adapter["target_modules"] == pattern
     assert pattern in json.dumps(manifest).replace("\\\\", "\\")
     assert main([*tiny_run_arguments(tmp_path / "dry", **SMALL_LORA_KEYS), "--dry-run"]) == 0
-    assert line in " ".join(capsys.readouterr().out.split())
+    assert note_on_layers in " ".join(capsys.readouterr().out.split())
 
     user_config = LoraConfig(r=2, lora_dropout=0.0)
     trainer = AdoraGRPOTrainer(
@@ -103,7 +106,7 @@ def test_the_command_the_dry_run_and_python_choose_the_same(tmp_path, capsys):
 
 
 def make_rows():
-    """Eight problems in TRL's form, with a picture each."""
+    """Return eight problems in TRL's form, with a picture each."""
     from datasets import Dataset
     from PIL import Image
 

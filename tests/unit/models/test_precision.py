@@ -26,13 +26,14 @@ ROTARY_BUFFERS = [
 ]
 
 
-def tiny_model() -> Qwen2_5_VLForConditionalGeneration:
+def load_tiny_model() -> Qwen2_5_VLForConditionalGeneration:
     """Load the shipped tiny model."""
     return Qwen2_5_VLForConditionalGeneration.from_pretrained(
         PRETRAINED_FOLDER, dtype=torch.float32
     )
 
 
+# casts as a user's script or a library does them
 CAST_BY_DTYPE = {
     "bfloat16": lambda model: model.to(torch.bfloat16),
     "float16": lambda model: model.half(),
@@ -43,14 +44,15 @@ CAST_BY_DTYPE = {
 
 
 def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
-    for (cast_name, cast), lora in product(CAST_BY_DTYPE.items(), (False, True)):
+    """A cast rounds the rotary buffers; they are restored to the bit and in their own dtype."""
+    for (cast_name, cast_model), lora in product(CAST_BY_DTYPE.items(), (False, True)):
         with subtests.test(f"{cast_name} {lora}"):
-            model = tiny_model()
+            model = load_tiny_model()
             if lora:
                 model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
             expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
             assert describe_wrong_buffers(model) == []
-            cast(model)
+            cast_model(model)
             weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
             assert len(describe_wrong_buffers(model)) == len(ROTARY_BUFFERS)
             restored = restore_buffers(model)
@@ -83,16 +85,17 @@ ROPE_SCALINGS = [
     distance=st.integers(1, 8000),
 )
 def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, scaling, distance):
+    """The angle of position `distance` is the one before the cast, for each way of scaling."""
     rope = {**scaling, "rope_theta": theta}
     config = Qwen2Config(
         hidden_size=4 * half, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope
     )
     rotary = Qwen2RotaryEmbedding(config)
     expected = rotary.inv_freq.double() * distance
-    holder = nn.ModuleDict({"rotary": rotary}).to(torch.bfloat16)
-    restore_buffers(holder)
+    module_in_bfloat16 = nn.ModuleDict({"rotary": rotary}).to(torch.bfloat16)
+    restore_buffers(module_in_bfloat16)
     assert torch.equal(rotary.inv_freq.double() * distance, expected)
-    assert describe_wrong_buffers(holder) == []
+    assert describe_wrong_buffers(module_in_bfloat16) == []
 
 
 class BuiltFromMoreThanItsConfig(nn.Module):
@@ -110,40 +113,43 @@ class BuiltFromMoreThanItsConfig(nn.Module):
 
 
 def test_a_rotary_module_of_a_kind_that_we_cannot_build_is_refused_and_not_guessed():
+    """Its buffer is reported as wrong, and stays as the cast has left it."""
     model = nn.ModuleDict({"own": BuiltFromMoreThanItsConfig(4, scale=2.0)})
     assert describe_wrong_buffers(model) == []
-    before = copy.deepcopy(model).to(torch.bfloat16)
+    cast_copy = copy.deepcopy(model).to(torch.bfloat16)
     model.to(torch.bfloat16)
     assert describe_wrong_buffers(model) == ["own.inv_freq is bfloat16, not float32"]
     assert restore_buffers(model) == []
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), cast_copy.buffers(), strict=True))
 
 
 def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
-    for role, moment in product(
+    """A policy or reference that was cast ends the run, at its begin or before an update."""
+    for role, event in product(
         ("policy", "reference"), ("on_train_begin", "on_pre_optimizer_step")
     ):
-        with subtests.test(f"{role} {moment}"):
-            models = {"policy": tiny_model(), "reference": tiny_model()}
+        with subtests.test(f"{role} {event}"):
+            models = {"policy": load_tiny_model(), "reference": load_tiny_model()}
             guard = RefuseWrongBuffers(models)
             guard.on_train_begin(args=None, state=None, control=None)
             models[role].to(torch.bfloat16)
-            hook = getattr(guard, moment)
+            hook = getattr(guard, event)
             with pytest.raises(RunError) as refusal:
                 hook(args=None, state=None, control=None)
             text = str(refusal.value)
+            # the tiny model has four rotary buffers
             assert text.startswith(
                 f"before the first step: {role}: {ROTARY_BUFFERS[0]} is bfloat16, not float32 (and 3 more)"
             )
             assert "\n" not in text
             assert precision.CAST_REMEDY in text
-    without_reference = RefuseWrongBuffers({"policy": tiny_model(), "reference": None})
+    without_reference = RefuseWrongBuffers({"policy": load_tiny_model(), "reference": None})
     without_reference.on_train_begin(args=None, state=None, control=None)
 
 
 def test_nothing_of_it_is_saved(tmp_path):
     """Computed buffers are computed when a model is loaded, so no saved model has rounded ones."""
-    model = tiny_model().to(torch.bfloat16)
+    model = load_tiny_model().to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     assert not [name for name in model.state_dict() if "inv_freq" in name]
     loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
