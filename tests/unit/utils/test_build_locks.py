@@ -17,24 +17,25 @@ def abandoned_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create the lock of a build that was killed long ago, where torch would leave it."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    build = tmp_path / "shm_comm"
-    build.mkdir()
-    for file in (build / "build.ninja", build / "lock"):
+    build_folder = tmp_path / "shm_comm"
+    build_folder.mkdir()
+    for file in (build_folder / "build.ninja", build_folder / "lock"):
         file.touch()
         os.utime(file, (TIME_LONG_AGO, TIME_LONG_AGO))
-    os.utime(build, (TIME_LONG_AGO, TIME_LONG_AGO))
-    return build / "lock"
+    os.utime(build_folder, (TIME_LONG_AGO, TIME_LONG_AGO))
+    return build_folder / "lock"
 
 
 def test_the_folder_is_the_one_in_which_torch_builds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """`builds_folder` follows torch's variables, as torch itself does."""
     from torch.utils.cpp_extension import _get_build_directory
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    build = Path(_get_build_directory("an_operator", verbose=False))
-    assert build.parent.parent == launch.builds_folder()
+    build_folder = Path(_get_build_directory("an_operator", verbose=False))
+    assert build_folder.parent.parent == launch.builds_folder()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
     assert Path(_get_build_directory("an_operator", verbose=False)).parent == launch.builds_folder()
 
@@ -42,6 +43,7 @@ def test_the_folder_is_the_one_in_which_torch_builds(
 def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(
     abandoned_lock: Path, capfd: pytest.CaptureFixture[str]
 ):
+    """No wait is needed, and the build's other files stay."""
     launch.release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
     assert not abandoned_lock.exists()
     assert abandoned_lock.with_name("build.ninja").exists()
@@ -61,31 +63,33 @@ def test_the_lock_of_a_build_that_goes_on_stays(abandoned_lock: Path):
     assert launch.build_was_killed(abandoned_lock) is True
 
 
-@pytest.mark.parametrize("written", ["lock", "operator.o"])
+@pytest.mark.parametrize("name_of_new_file", ["lock", "operator.o"])
 def test_a_build_elsewhere_is_waited_for_while_it_writes(
-    abandoned_lock: Path, capfd: pytest.CaptureFixture[str], written: str
+    abandoned_lock: Path, capfd: pytest.CaptureFixture[str], name_of_new_file: str
 ):
     """A lock without a builder here may be another machine's, which shares the home folder."""
-    new = abandoned_lock.with_name(written)
-    new.touch()
-    os.utime(new)
+    new_file = abandoned_lock.with_name(name_of_new_file)
+    new_file.touch()
+    os.utime(new_file)
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
+        """Note the wait, and let all files be old afterwards."""
         waits.append(seconds)
-        for file in (new, abandoned_lock, abandoned_lock.parent):
+        for file in (new_file, abandoned_lock, abandoned_lock.parent):
             os.utime(file, (TIME_LONG_AGO, TIME_LONG_AGO))
 
     launch.release_killed_builds(sleep=sleep)
     assert len(waits) == 1
     assert not abandoned_lock.exists()
-    first, second = capfd.readouterr().err.splitlines()
-    assert first.startswith("waiting up to 180 s for a build of shm_comm")
-    assert f"rm {abandoned_lock}" in first
-    assert second.startswith("removed")
+    waiting_line, removal_line = capfd.readouterr().err.splitlines()
+    assert waiting_line.startswith("waiting up to 180 s for a build of shm_comm")
+    assert f"rm {abandoned_lock}" in waiting_line
+    assert removal_line.startswith("removed")
 
 
 def test_a_lock_that_its_owner_gives_back_is_waited_for(abandoned_lock: Path):
+    """A lock of this moment is waited for, and its owner removes it."""
     os.utime(abandoned_lock)
     launch.release_killed_builds(sleep=lambda _: abandoned_lock.unlink())
     assert not abandoned_lock.exists()
@@ -110,8 +114,9 @@ def test_the_other_ranks_leave_the_removal_to_the_first(
 
 
 def test_only_a_run_with_deepspeed_looks(abandoned_lock: Path, monkeypatch: pytest.MonkeyPatch):
+    """Only DeepSpeed builds operators, so that other runs leave the lock alone."""
     monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
-    for under_deepspeed, stays in (
+    for under_deepspeed, lock_stays in (
         (None, True),
         ("false", True),
         ("true", False),
@@ -119,4 +124,4 @@ def test_only_a_run_with_deepspeed_looks(abandoned_lock: Path, monkeypatch: pyte
         if under_deepspeed:
             monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", under_deepspeed)
         launch.prepare_engine_environment()
-        assert abandoned_lock.exists() is stays
+        assert abandoned_lock.exists() is lock_stays

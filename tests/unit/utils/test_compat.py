@@ -36,15 +36,16 @@ ATTRIBUTE_SETTERS = ("setattr", "delattr", "__setattr__")
 
 
 @cache
-def _sources() -> list[tuple[str, ast.Module]]:
+def parsed_sources() -> list[tuple[str, ast.Module]]:
+    """Return the path and the tree of each file of `adora_vl` and `eval`, but for compat.py."""
     paths = [path for top in ("adora_vl", "eval") for path in sorted((ROOT / top).rglob("*.py"))]
     return [
         (str(p.relative_to(ROOT)), ast.parse(p.read_text())) for p in paths if p.name != "compat.py"
     ]
 
 
-def _attributes_set_in(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """List the targets and the values that an assignment sets."""
+def targets_and_values(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield each target of an assignment with the value that it gets."""
     for target in node.targets:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             yield from zip(target.elts, node.value.elts, strict=True)
@@ -52,26 +53,28 @@ def _attributes_set_in(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield target, node.value
 
 
-def _changes_of_others(tree: ast.Module) -> Iterator[str]:
+def changes_of_others(tree: ast.Module) -> Iterator[str]:
     """Yield how a module changes other objects: the attributes to which it assigns code.
 
     Attributes of `self` do not count. A call such as `setattr` is yielded as `setattr`, and an
     import of `mock` as `mock`.
     """
     definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    values = {
+    names_of_values = {
         node.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    code = {node.name for node in ast.walk(tree) if isinstance(node, definitions)} - values
+    names_of_code = {
+        node.name for node in ast.walk(tree) if isinstance(node, definitions)
+    } - names_of_values
     for node in ast.walk(tree):
         assigned: Iterable[tuple[ast.expr, ast.expr]] = (
-            _attributes_set_in(node) if isinstance(node, ast.Assign) else []
+            targets_and_values(node) if isinstance(node, ast.Assign) else []
         )
         for target, value in assigned:
             is_code = isinstance(value, ast.Lambda) or (
-                isinstance(value, ast.Name) and value.id in code
+                isinstance(value, ast.Name) and value.id in names_of_code
             )
             if (
                 is_code
@@ -89,16 +92,20 @@ def _changes_of_others(tree: ast.Module) -> Iterator[str]:
 
 
 def test_no_library_is_changed_anywhere_else():
-    changes = {path: {*_changes_of_others(tree)} for path, tree in _sources()}
+    """Outside of compat.py, only the files named above set attributes of other objects."""
+    changes = {path: {*changes_of_others(tree)} for path, tree in parsed_sources()}
     allowed = {path: {"setattr"} for path in FILES_THAT_SET_KEYS}
     allowed[SHARED_IMAGES_FILE] = {"__class__"}
     allowed[INTERRUPTS_FILE] = {"excepthook"}
-    past = {path: names for path, names in changes.items() if names - allowed.get(path, set())}
-    assert past == {}, "make it a Patch in adora_vl/utils/compat.py"
+    forbidden_changes = {
+        path: names for path, names in changes.items() if names - allowed.get(path, set())
+    }
+    assert forbidden_changes == {}, "make it a Patch in adora_vl/utils/compat.py"
     assert any(changes.values())
 
 
 def test_every_way_to_change_a_library_is_noticed():
+    """Each line changes a library, and has to be found by `changes_of_others`."""
     sources = (
         "inner.get_image_features = ours",
         "self.llm.generate = lambda: 1",
@@ -107,9 +114,11 @@ def test_every_way_to_change_a_library_is_noticed():
         "object.__setattr__(config, 'x', 1)",
         "from unittest.mock import patch",
     )
-    ours = "def ours(): ...\n"
+    definition_of_ours = "def ours(): ...\n"
     assert [
-        source for source in sources if not [*_changes_of_others(ast.parse(ours + source))]
+        source
+        for source in sources
+        if not [*changes_of_others(ast.parse(definition_of_ours + source))]
     ] == []
 
 
@@ -122,7 +131,8 @@ def test_no_function_of_ours_is_patched():
     ] == []
 
 
-def _exists_in_library(patch):
+def exists_in_library(patch):
+    """Tell whether what a patch replaces is in the installed library."""
     owner = pydoc.locate(patch.owner)
     if owner is None or hasattr(owner, patch.name) or not inspect.isclass(owner):
         return hasattr(owner, patch.name)
@@ -131,23 +141,25 @@ def _exists_in_library(patch):
 
 
 def test_what_is_replaced_is_there_in_the_installed_version_and_replaced_somewhere():
+    """A patch of what is gone, or that nothing uses, has to be removed."""
     assert [
         f"{patch.owner}.{patch.name}"
         for patch in PATCH_BY_NAME.values()
-        if not _exists_in_library(patch)
+        if not exists_in_library(patch)
     ] == []
-    used = {
+    used_names = {
         ast.unparse(node)
-        for _, tree in _sources()
+        for _, tree in parsed_sources()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
     }
-    assert [name for name in PATCH_BY_NAME if f"compat.{name}" not in used] == [], (
+    assert [name for name in PATCH_BY_NAME if f"compat.{name}" not in used_names] == [], (
         "nothing uses it: remove it"
     )
 
 
 def test_every_patch_is_in_the_table_of_what_a_new_version_makes_superfluous():
+    """CONTRIBUTING.md has a row for each patch."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     for name, patch in PATCH_BY_NAME.items():
         row = rf"^\| `{name}`: `{patch.name}` of `{re.escape(patch.owner)}` \| .+ \| .+ \|$"
@@ -155,33 +167,36 @@ def test_every_patch_is_in_the_table_of_what_a_new_version_makes_superfluous():
 
 
 def test_every_correction_is_where_the_page_says():
+    """The functions that CONTRIBUTING.md names as corrections can be imported."""
     rows = re.findall(
         r"^\| `(adora_vl\.[\w.]+:\w+)` \| .+ \| .+ \|$",
         (ROOT / "CONTRIBUTING.md").read_text(),
         re.M,
     )
     assert rows
-    assert [where for where in rows if pydoc.locate(where.replace(":", ".")) is None] == []
+    assert [target for target in rows if pydoc.locate(target.replace(":", ".")) is None] == []
 
 
 def test_a_patch_lasts_for_its_block_and_leaves_nothing_behind():
+    """Objects and modules are as before, even after an error; a missing name is an error."""
+
     class Library:
         def call(self) -> str:
             return "stock"
 
     patch = compat.Patch("library", "call")
-    thing = Library()
+    patched_object = Library()
     module = SimpleNamespace(call="stock")
     with (
         pytest.raises(RuntimeError),
-        patch.replaced_by(lambda: "ours", on=thing),
+        patch.replaced_by(lambda: "ours", on=patched_object),
         patch.replaced_by("ours", on=module),
     ):
-        assert thing.call() == "ours"
+        assert patched_object.call() == "ours"
         assert module.call == "ours"
         raise RuntimeError
-    assert thing.call() == "stock"
+    assert patched_object.call() == "stock"
     assert module.call == "stock"
-    assert "call" not in vars(thing), "it would be saved and copied with the object"
+    assert "call" not in vars(patched_object), "it would be saved and copied with the object"
     with pytest.raises(AttributeError), patch.replaced_by("ours", on=SimpleNamespace()):
         pass

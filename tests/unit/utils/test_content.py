@@ -26,13 +26,13 @@ def hashed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     that new files are old enough to be remembered.
     """
     names: list[str] = []
-    digest = hashlib.file_digest
+    real_digest = hashlib.file_digest
 
-    def noted(file: Any, kind: Any) -> Any:
+    def note_and_digest(file: Any, kind: Any) -> Any:
         names.append(Path(file.name).name)
-        return digest(file, kind)
+        return real_digest(file, kind)
 
-    monkeypatch.setattr(hashing, "hashlib", SimpleNamespace(file_digest=noted))
+    monkeypatch.setattr(hashing, "hashlib", SimpleNamespace(file_digest=note_and_digest))
     monkeypatch.setattr(
         hashing, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 60 * 10**9)
     )
@@ -43,6 +43,7 @@ def hashed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(
     tmp_path, hashed_files
 ):
+    """The first, a middle and the last byte of 3 MiB are changed, one after the other."""
     file = tmp_path / "model.safetensors"
     content = bytearray(THREE_MIB)
     hashes = set()
@@ -60,15 +61,16 @@ def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(
 
 
 def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, hashed_files):
+    """Hashes are remembered in a file; what stands there and is no hash is computed again."""
     (tmp_path / "a").write_bytes(bytes(THREE_MIB))
-    first = content_hash([tmp_path / "a"])
+    hash_before = content_hash([tmp_path / "a"])
     hashing._hashes_in_file.cache_clear()  # as a new process
-    assert content_hash([(tmp_path / "a")]) == first
+    assert content_hash([(tmp_path / "a")]) == hash_before
     assert hashed_files == ["a"]
-    memory = tmp_path / "home" / "content.jsonl"
-    memory.write_text(memory.read_text().replace('"answer": "', '"answer": "nonsense'))
+    hashes_file = tmp_path / "home" / "content.jsonl"
+    hashes_file.write_text(hashes_file.read_text().replace('"answer": "', '"answer": "nonsense'))
     hashing._hashes_in_file.cache_clear()
-    assert content_hash([tmp_path / "a"]) == first, "what is no hash is not believed"
+    assert content_hash([tmp_path / "a"]) == hash_before, "what is no hash is not believed"
     assert hashed_files == ["a", "a"], "what is no hash is not believed"
 
 
@@ -81,6 +83,7 @@ def test_a_file_that_was_just_written_is_read_again(tmp_path, hashed_files, monk
 
 
 def test_a_torn_line_does_not_take_the_next_answer_with_it(tmp_path):
+    """The file ends in the middle of a line, and what is put in next can be read."""
     file = tmp_path / "kept.jsonl"
     file.write_bytes(
         b'{"key": "a", "answer": "1"}\n{"key": "b", "answer": 2}\n[1]\n\xff{"key": "c", "ans'

@@ -9,6 +9,8 @@ from adora_vl.utils.daemon_threads import run_on_daemon_threads
 
 
 def test_each_job_has_its_own_outcome():
+    """A job that ends the process in a pool raises in its own future only."""
+
     def end_process() -> None:
         """Raise what a pool of `multiprocessing` never returns from."""
         raise SystemExit(3)
@@ -21,6 +23,7 @@ def test_each_job_has_its_own_outcome():
 
 
 def test_ctrl_c_ends_the_wait_and_begins_no_further_job():
+    """One of five jobs has begun when it interrupts the main thread."""
     script = """
 import os, signal, threading
 from adora_vl.utils.daemon_threads import run_on_daemon_threads
@@ -35,7 +38,7 @@ try:
 except KeyboardInterrupt:
     print(len(begun))
 """
-    finished = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], timeout=120, check=True, capture_output=True, text=True
     )
-    assert finished.stdout == "1\n"
+    assert process.stdout == "1\n"

@@ -45,7 +45,7 @@ USERS_ALLOCATOR_SETTING = "max_split_size_mb:64"
 
 
 @pytest.mark.parametrize(
-    ("way", "variables", "expected"),
+    ("prepare_code", "variables", "expected"),
     [
         (PREPARE_BY_COMMAND, {}, OUR_ALLOCATOR_SETTING),
         (
@@ -57,19 +57,21 @@ USERS_ALLOCATOR_SETTING = "max_split_size_mb:64"
     ],
     ids=["command", "command, set by the user", "Python"],
 )
-def test_torch_reads_it_unless_the_user_has_set_another(way, variables, expected):
+def test_torch_reads_it_unless_the_user_has_set_another(prepare_code, variables, expected):
+    """A process prepares a run, and prints the allocator's settings that torch has read."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES
     } | variables
-    script = textwrap.dedent(way) + textwrap.dedent(SHOW_ALLOCATOR_SETTINGS)
-    done = subprocess.run(
+    script = textwrap.dedent(prepare_code) + textwrap.dedent(SHOW_ALLOCATOR_SETTINGS)
+    process = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == f"torch has {expected}"
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.stdout.splitlines()[-1] == f"torch has {expected}"
 
 
 def test_what_the_environment_says_of_it():
+    """Any of torch's variables may switch it on; the first that is set counts."""
     assert segments_expand(
         {ALLOCATOR_VARIABLES[1]: "max_split_size_mb:64, expandable_segments: True"}
     )

@@ -28,12 +28,13 @@ Write = Callable[[Path], int | None]
 
 
 def prediction_row(pid: str) -> dict[str, str]:
+    """Return a prediction that is correct, with a long response."""
     return {"pid": pid, "answer": "5", "response": "so \\boxed{5} " + "because " * 20}
 
 
 def write_drawn_data(folder: Path) -> int:
     """Run `data_prep synthetic` in a folder, and return its exit code."""
-    words = [
+    arguments = [
         "--rows",
         "3",
         "--test-rows",
@@ -42,12 +43,12 @@ def write_drawn_data(folder: Path) -> int:
         str(folder / "out"),
         "--overwrite",
     ]
-    return data_prep(["synthetic", *words])
+    return data_prep(["synthetic", *arguments])
 
 
 def write_cleaned_data(folder: Path) -> int:
     """Run `data_prep geometry3k` on the raw data in a folder, and return its exit code."""
-    words = [
+    arguments = [
         "--source",
         "intergps",
         "--input",
@@ -56,10 +57,11 @@ def write_cleaned_data(folder: Path) -> int:
         str(folder / "out"),
         "--overwrite",
     ]
-    return data_prep(["geometry3k", *words])
+    return data_prep(["geometry3k", *arguments])
 
 
 def write_page_of_data(folder: Path) -> int:
+    """Write a page on the prepared data in a folder, and return the exit code."""
     return data_prep(["inspect", str(folder / "data"), "--html", str(folder / "page.html")])
 
 
@@ -78,11 +80,13 @@ def write_score(folder: Path) -> int:
 
 
 def append_prediction(folder: Path) -> None:
+    """Append two predictions to those in a folder."""
     with PredictionLog(folder / "p.jsonl") as log:
         log.append([prediction_row("3"), prediction_row("4")])
 
 
 def sort_predictions(folder: Path) -> None:
+    """Sort the two predictions in a folder into the other order."""
     sort_rows(folder / "p.jsonl", [("2", 0), ("1", 0)])
 
 
@@ -98,16 +102,17 @@ def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "out")])
         == 0
     )
-    code = data_prep(
+    exit_code = data_prep(
         ["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "data")]
     )
-    assert code == 0
+    assert exit_code == 0
     assert write_page_of_data(folder) == write_score(folder) == 0
     return folder
 
 
 @pytest.fixture
 def copied_folder(prepared_folder: Path, tmp_path: Path) -> Path:
+    """Return a copy of `prepared_folder` for one test."""
     return Path(shutil.copytree(prepared_folder, tmp_path / "place"))
 
 
@@ -125,22 +130,30 @@ def copied_folder(prepared_folder: Path, tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("size", [0, 700])
 def test_what_was_there_stays_and_nothing_is_left_over(write, size, copied_folder, capsys):
-    before = folder_contents(copied_folder)
-    size = max(size, len(before["p.jsonl"] or b"") + 50) if write is append_prediction else size
+    """No file may be longer than `size` bytes: the command ends with one line and no new file.
+
+    Predictions are longer from the start, and so is what may be written of them.
+    """
+    contents_before = folder_contents(copied_folder)
+    size = (
+        max(size, len(contents_before["p.jsonl"] or b"") + 50)
+        if write is append_prediction
+        else size
+    )
     size = min(size, 300) if write is sort_predictions else size
     with limit_file_size(size):
         try:
-            code = write(copied_folder)
+            exit_code = write(copied_folder)
             stderr = capsys.readouterr().err
         except UserError as error:
-            code = 2
+            exit_code = 2
             stderr = f"error: {error}\n"
-    assert code == 2
+    assert exit_code == 2
     errors = [line for line in stderr.splitlines() if "%|" not in line]
     assert len(errors) == 1, stderr
     assert errors[0].startswith("error: "), stderr
     assert "cannot be written" in errors[0], stderr
-    assert folder_contents(copied_folder) == before
+    assert folder_contents(copied_folder) == contents_before
 
 
 def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
@@ -148,12 +161,14 @@ def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
 ):
     """Training and evaluation read a prepared folder through it."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    before = folder_contents(prepared_folder)
-    full = pytest.raises(UserError, match="^dataset: .* cache of `datasets`, .*; make room there")
-    with limit_file_size(200), full as caught:
+    contents_before = folder_contents(prepared_folder)
+    full_disk_error = pytest.raises(
+        UserError, match="^dataset: .* cache of `datasets`, .*; make room there"
+    )
+    with limit_file_size(200), full_disk_error as caught:
         load_split(prepared_folder / "data", "train")
     assert len(str(caught.value).splitlines()) == 1
-    assert folder_contents(prepared_folder) == before
+    assert folder_contents(prepared_folder) == contents_before
     assert load_split(prepared_folder / "data", "train").num_rows == 2
 
 
@@ -190,8 +205,9 @@ def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
     "output", ["file", "file/below", "", "x" * 300], ids=["file", "below a file", "empty", "long"]
 )
 def test_an_output_that_cannot_be_is_one_line(output, copied_folder, capsys):
+    """Every command refuses an output that is a file, below one, empty or too long a name."""
     (copied_folder / "file").write_text("mine")
-    before = folder_contents(copied_folder)
+    contents_before = folder_contents(copied_folder)
     path = str(copied_folder / output) if output else ""
     commands = [
         lambda: data_prep(["synthetic", "--rows", "1", "--test-rows", "0", "--output", path]),
@@ -220,20 +236,21 @@ def test_an_output_that_cannot_be_is_one_line(output, copied_folder, capsys):
         stderr = capsys.readouterr().err
         assert stderr.count("\n") == 1, stderr
         assert "output" in stderr, stderr
-        assert folder_contents(copied_folder) == before
+        assert folder_contents(copied_folder) == contents_before
 
 
 def test_a_score_replaces_nothing_but_a_score(copied_folder, capsys):
-    words = ["score", "--predictions", str(copied_folder / "p.jsonl"), "--output"]
+    """Another JSON file and the predictions are not overwritten; new names, and a folder, are."""
+    arguments = ["score", "--predictions", str(copied_folder / "p.jsonl"), "--output"]
     (copied_folder / "notes.json").write_text('{"years": "of work"}')
-    before = folder_contents(copied_folder)
+    contents_before = folder_contents(copied_folder)
     for name in ("notes.json", "p.jsonl"):
-        assert evaluate(BENCHMARK, [*words, str(copied_folder / name)]) == 2
-        assert folder_contents(copied_folder) == before
+        assert evaluate(BENCHMARK, [*arguments, str(copied_folder / name)]) == 2
+        assert folder_contents(copied_folder) == contents_before
     capsys.readouterr()
-    assert evaluate(BENCHMARK, [*words, str(copied_folder / "new")]) == 0
+    assert evaluate(BENCHMARK, [*arguments, str(copied_folder / "new")]) == 0
     assert json.loads((copied_folder / "new" / "score.json").read_text())["total"] == 2
-    assert evaluate(BENCHMARK, [*words, str(copied_folder / "new" / "other.json")]) == 0
+    assert evaluate(BENCHMARK, [*arguments, str(copied_folder / "new" / "other.json")]) == 0
     assert sorted(path.name for path in (copied_folder / "new").iterdir()) == [
         "other.json",
         "score.json",

@@ -19,31 +19,37 @@ ROOT = Path(__file__).parents[3]
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def http_threads() -> int:
+def count_http_threads() -> int:
+    """Return how many threads of HTTP clients are alive."""
     return sum(thread.name == "http" for thread in threading.enumerate())
 
 
 def test_calls_go_over_as_many_connections_as_there_are_workers(start_server):
+    """61 calls of four workers need at most four connections."""
     server = start_server(lambda body, call: completion_reply("hi"))
     client = ChatClient(Endpoint(server.url, "m", workers=4))
     for _ in range(3):
         assert len(client.map_in_threads(lambda _: client.chat(HELLO), range(20))) == 20
     assert client.chat(HELLO).text == "hi"
-    assert len(server.requests) == 61
+    assert len(server.requests) == 3 * 20 + 1
     assert server.connections <= 4
 
 
 def test_an_attempt_that_fails_leaves_its_connection_usable(start_server):
+    """Five calls of three attempts each go over one connection."""
     server = start_server(lambda body, call: (503, b"busy") if call % 3 else completion_reply("hi"))
     client = ChatClient(Endpoint(server.url, "m", wait_s=0.001))
     for _ in range(5):
         assert client.chat(HELLO).text == "hi"
-    assert len(server.requests) == 15
+    assert len(server.requests) == 5 * 3
     assert server.connections == 1
 
 
 def test_a_call_that_took_too_long_is_not_read_by_the_next_one(start_server):
+    """The reply of the first call comes after its 0.2 s, and the second call gets its own."""
+
     def answer(body, call):
+        """Reply to the first call after half a second, and to others at once."""
         if call == 1:
             time.sleep(0.5)
         return completion_reply(f"reply {call}")
@@ -55,15 +61,17 @@ def test_a_call_that_took_too_long_is_not_read_by_the_next_one(start_server):
 
 
 def test_a_client_without_user_ends_its_thread(start_server):
+    """A thread begins with the first call, and ends when the client is collected."""
     gc.collect()  # the clients of other tests
-    before = http_threads()
+
+    threads_before = count_http_threads()
     client = ChatClient(Endpoint(start_server(lambda body, call: completion_reply("hi")).url, "m"))
-    assert http_threads() == before, "nothing is connected before the first call"
+    assert count_http_threads() == threads_before, "nothing is connected before the first call"
     client.chat(HELLO)
-    assert http_threads() == before + 1
+    assert count_http_threads() == threads_before + 1
     del client
     gc.collect()
-    assert http_threads() == before
+    assert count_http_threads() == threads_before
 
 
 def test_cookies_are_not_sent_back(monkeypatch, start_server):
@@ -90,10 +98,11 @@ def test_cookies_are_not_sent_back(monkeypatch, start_server):
 
 
 @pytest.fixture
-def hang_up() -> Iterator[Callable[[int], tuple[str, list[int]]]]:
-    """A function that starts a server, and returns its address and how often it was connected to.
+def start_server_that_hangs_up() -> Iterator[Callable[[int], tuple[str, list[int]]]]:
+    """Return a function that starts a server which hangs up.
 
-    It answers a number of requests on each connection, reads another one, and hangs up.
+    The function returns the server's address, and a list with an entry for each connection. The
+    server answers `requests_answered` requests on each connection, reads another one, and hangs up.
     """
     listeners: list[socket.socket] = []
 
@@ -106,7 +115,7 @@ def hang_up() -> Iterator[Callable[[int], tuple[str, list[int]]]]:
                 return
             received += part
 
-    def start(answered: int) -> tuple[str, list[int]]:
+    def start(requests_answered: int) -> tuple[str, list[int]]:
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
         connections: list[int] = []
@@ -117,7 +126,7 @@ def hang_up() -> Iterator[Callable[[int], tuple[str, list[int]]]]:
                 while True:
                     with closing(listener.accept()[0]) as connection:
                         connections.append(len(connections))
-                        for _ in range(answered):
+                        for _ in range(requests_answered):
                             read_request(connection)
                             head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n"
                             connection.sendall(head.encode() + body)
@@ -131,15 +140,17 @@ def hang_up() -> Iterator[Callable[[int], tuple[str, list[int]]]]:
         listener.close()
 
 
-def test_a_kept_connection_that_the_server_closes_costs_no_attempt(hang_up):
-    url, connections = hang_up(1)
+def test_a_kept_connection_that_the_server_closes_costs_no_attempt(start_server_that_hangs_up):
+    """Each of three calls has one attempt; two of them find their connection closed."""
+    url, connections = start_server_that_hangs_up(1)
     client = ChatClient(Endpoint(url, "m", attempts=1), budget=3)
     assert [client.chat(HELLO).text for _ in range(3)] == ["hi"] * 3
     assert len(connections) == 3
 
 
-def test_a_new_connection_that_the_server_closes_is_a_failed_attempt(hang_up):
-    url, connections = hang_up(0)
+def test_a_new_connection_that_the_server_closes_is_a_failed_attempt(start_server_that_hangs_up):
+    """Nothing was answered on it, so that it is counted and tried again."""
+    url, connections = start_server_that_hangs_up(0)
     with pytest.raises(EndpointError, match=r"Server disconnected .* \(attempt 2\)"):
         ChatClient(Endpoint(url, "m", attempts=2, wait_s=0.001)).chat(HELLO)
     assert len(connections) == 2
@@ -187,11 +198,12 @@ except KeyboardInterrupt:
 
 
 def test_loops_forks_interrupts_and_ends_leave_nothing_open(start_server):
+    """A process calls in a loop and after a fork, is interrupted, and ends without a warning."""
     server = start_server(lambda body, call: completion_reply("hi"))
     slow_server = start_server(lambda body, call: None)
     warnings = ["-W", "always", "-W", "ignore::DeprecationWarning"]  # of a fork with threads
-    began = time.monotonic()
-    ended = subprocess.run(
+    start_time = time.monotonic()
+    process = subprocess.run(
         [sys.executable, *warnings, "-c", SCRIPT, server.url, slow_server.url],
         cwd=ROOT,
         capture_output=True,
@@ -199,7 +211,7 @@ def test_loops_forks_interrupts_and_ends_leave_nothing_open(start_server):
         timeout=60,
         check=False,
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-    assert time.monotonic() - began < 15
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
+    assert time.monotonic() - start_time < 15
     assert len(server.requests) == 5
     assert server.connections == 2, "the forked process has its own"

@@ -51,12 +51,14 @@ dripped_bytes: list[int] = []  # an entry for each byte
 
 
 def hang(connection: socket.socket) -> None:
+    """Read a request and never answer."""
     connection.recv(1)
     while connection.recv(4096):
         pass
 
 
 def drip_bytes(connection: socket.socket) -> None:
+    """Send a byte every 20 ms, without end."""
     with contextlib.suppress(OSError):
         while True:
             connection.sendall(b"H")
@@ -69,6 +71,7 @@ def close_at_once(connection: socket.socket) -> None:
 
 
 def answer_unavailable(connection: socket.socket) -> None:
+    """Answer a request with HTTP 503."""
     connection.recv(4096)
     connection.sendall(
         b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -77,14 +80,18 @@ def answer_unavailable(connection: socket.socket) -> None:
 
 
 def answer_well(connection: socket.socket) -> None:
+    """Answer a request with HTTP 200."""
     connection.recv(4096)
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
     connection.close()
 
 
 @contextlib.contextmanager
-def serve_as(answer: Answer) -> Iterator[tuple[str, list[object]]]:
-    """A server on loopback: its address, and a list that gets an entry for each connection."""
+def serve_connections(answer: Answer) -> Iterator[tuple[str, list[object]]]:
+    """Serve on loopback, each connection by `answer`.
+
+    Yield the address, and a list that gets an entry for each connection.
+    """
     connections: list[object] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -101,12 +108,12 @@ def serve_as(answer: Answer) -> Iterator[tuple[str, list[object]]]:
 
 @pytest.fixture
 def use_address_as_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """A function that makes an address the model hub, as for a process that has just started.
+    """Return a function that makes an address the hub, as for a process that has just started.
 
     The hub is waited for one second instead of five.
     """
 
-    def use_as_hub(address: str) -> None:
+    def set_hub(address: str) -> None:
         """Make this address the hub, which is not known to answer or not."""
         hub.why_no_hub.cache_clear()
         monkeypatch.setattr(constants, "ENDPOINT", address)
@@ -120,14 +127,15 @@ def use_address_as_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[st
 
     monkeypatch.setattr(hub, "_HUB_TIMEOUT_S", 1.0)
     get_session()  # the first one reads certificates, which takes a busy machine long
-    yield use_as_hub
+    yield set_hub
     hub.why_no_hub.cache_clear()
 
 
 def test_a_hub_that_does_not_work_is_asked_once(use_address_as_hub: Callable[[str], None]) -> None:
+    """Three loads of a model that is nowhere connect at most once, and each says so."""
     for answer in (hang, drip_bytes, close_at_once, answer_unavailable):
         dripped_bytes.clear()
-        with serve_as(answer) as (address, connections):
+        with serve_connections(answer) as (address, connections):
             use_address_as_hub(address)
             for _ in range(3):
                 with pytest.raises(
@@ -141,7 +149,8 @@ def test_a_hub_that_does_not_work_is_asked_once(use_address_as_hub: Callable[[st
 
 
 def test_a_hub_that_works_is_used(use_address_as_hub: Callable[[str], None]) -> None:
-    with serve_as(answer_well) as (address, _):
+    """A hub that answers is not passed over, and nothing is said of a local copy."""
+    with serve_connections(answer_well) as (address, _):
         use_address_as_hub(address)
         assert not hub.why_no_hub()
         assert not hub.looks_only_on_this_machine("nobody/nothing")
@@ -149,7 +158,8 @@ def test_a_hub_that_works_is_used(use_address_as_hub: Callable[[str], None]) -> 
 
 
 def test_a_folder_and_an_offline_machine_ask_nobody(use_address_as_hub, monkeypatch, tmp_path):
-    with serve_as(answer_well) as (address, connections):
+    """A path, or HF_HUB_OFFLINE, is enough to look on this machine only."""
+    with serve_connections(answer_well) as (address, connections):
         use_address_as_hub(address)
         assert hub.looks_only_on_this_machine(str(tmp_path))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -163,7 +173,7 @@ def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
     """One question for config, processor and tokenizer together; what ships here stands in for the
     config.
     """
-    with serve_as(hang) as (address, connections):
+    with serve_connections(hang) as (address, connections):
         use_address_as_hub(address)
         assert main(
             [
@@ -181,49 +191,52 @@ def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
 
 @pytest.fixture
 def cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The tiny model as the hub's library keeps a model that it has loaded before."""
+    """Keep the tiny model as the hub's library keeps one that it has loaded; return its name."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return copy_into_hub_cache("somebody/tiny", PRETRAINED_FOLDER, main="0" * 40)
 
 
 def test_the_revision_that_is_named_is_the_one_that_is_loaded(cached_model: str) -> None:
     """Config and processor: an older commit has two layers more and another chat template."""
-    home = Path(constants.HF_HUB_CACHE) / "models--somebody--tiny"
-    older = shutil.copytree(home / "snapshots" / ("0" * 40), home / "snapshots" / ("1" * 40))
-    (home / "refs" / "v1").write_text("1" * 40)
-    (older / "chat_template.jinja").write_text("older")
-    config = json.loads((older / "config.json").read_text())
+    model_folder = Path(constants.HF_HUB_CACHE) / "models--somebody--tiny"
+    older_folder = shutil.copytree(
+        model_folder / "snapshots" / ("0" * 40), model_folder / "snapshots" / ("1" * 40)
+    )
+    (model_folder / "refs" / "v1").write_text("1" * 40)
+    (older_folder / "chat_template.jinja").write_text("older")
+    config = json.loads((older_folder / "config.json").read_text())
     config["vision_config"]["depth"] += 2
-    (older / "config.json").write_text(json.dumps(config))
-    newest = load.load_config(cached_model, None)
-    named = load.load_config(cached_model, "v1")
-    assert named.vision_config.depth == newest.vision_config.depth + 2
+    (older_folder / "config.json").write_text(json.dumps(config))
+    newest_config = load.load_config(cached_model, None)
+    older_config = load.load_config(cached_model, "v1")
+    assert older_config.vision_config.depth == newest_config.vision_config.depth + 2
     assert load.load_processor(cached_model, "v1").chat_template == "older"
     assert load.load_processor(cached_model).chat_template != "older"
 
 
 def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch, tmp_path):
+    """The command, its dry run and a trainer built in Python load the processor of `v1`."""
     revisions: list[str | None] = []
 
-    def asks(name: str, revision: str | None = None) -> None:
+    def note_revision(name: str, revision: str | None = None) -> None:
         revisions.append(revision)
         raise UserError("not loaded here")
 
-    monkeypatch.setattr("adora_vl.preflight.check_prompts.load_processor", asks)
-    words = tiny_run_arguments(
+    monkeypatch.setattr("adora_vl.preflight.check_prompts.load_processor", note_revision)
+    arguments = tiny_run_arguments(
         tmp_path / "run", model_name_or_path=PRETRAINED_FOLDER, model_revision="v1"
     )
-    config = parse(words)[1]
+    config = parse(arguments)[1]
     config.model_init_kwargs = {"revision": "v1"}
     rows = Dataset.from_list([{"prompt": "Say so."}] * 4)
-    ways: list[Callable[[], object]] = [
-        lambda: prepare(parse_command(words)),
-        lambda: make_plan(parse_command(words), DryRunOptions()),
+    entry_points: list[Callable[[], object]] = [
+        lambda: prepare(parse_command(arguments)),
+        lambda: make_plan(parse_command(arguments), DryRunOptions()),
         lambda: AdoraGRPOTrainer(str(PRETRAINED_FOLDER), "accuracy", config, rows),
     ]
-    for way in ways:
+    for enter in entry_points:
         with pytest.raises(UserError, match="not loaded here"):
-            way()
+            enter()
     assert revisions == ["v1"] * 3
 
 
@@ -236,7 +249,7 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
-    with serve_as(answer) as (address, connections):
+    with serve_connections(answer) as (address, connections):
         use_address_as_hub(address)
         run = prepare(
             parse_command(tiny_run_arguments(tmp_path / "run", model_name_or_path=cached_model))
@@ -278,7 +291,7 @@ def test_data_of_a_hub_that_does_not_work_is_one_line(
             ["infer", "--model", str(PRETRAINED_FOLDER), "--data", "somebody/mathvista", *output],
         ),
     ]
-    with serve_as(answer) as (address, connections):
+    with serve_connections(answer) as (address, connections):
         for command in commands:
             use_address_as_hub(address)
             assert command() == 2

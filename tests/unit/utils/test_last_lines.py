@@ -4,6 +4,7 @@ is one line.
 
 import errno
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -36,9 +37,9 @@ NO_SPACE_ERROR = OSError(errno.ENOSPC, "No space left on device")
 def test_a_path_of_any_letters_can_be_copied_into_a_shell(name):
     folder = Path("runs") / name
     assert shlex.split(view_command(folder))[-1] == str(folder)
-    words = shlex.split(evaluate_command(folder, "DATA", folder / "eval", 40))
-    assert str(folder) in words
-    assert str(folder / "eval") in words
+    arguments = shlex.split(evaluate_command(folder, "DATA", folder / "eval", 40))
+    assert str(folder) in arguments
+    assert str(folder / "eval") in arguments
 
 
 @pytest.mark.parametrize(
@@ -49,14 +50,15 @@ def test_the_evaluation_is_not_a_file_of_the_users(monkeypatch, tmp_path, file, 
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
-    words = shlex.split(evaluate_command(Path("run"), "DATA", Path("out"), 40))
+    arguments = shlex.split(evaluate_command(Path("run"), "DATA", Path("out"), 40))
     if is_named:
-        assert words[1:3] == ["-m", "eval.problems"]
+        assert arguments[1:3] == ["-m", "eval.problems"]
     else:
-        assert words[:3] == ["adora-vl", "eval", "problems"]
+        assert arguments[:3] == ["adora-vl", "eval", "problems"]
 
 
 def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):
+    """The python_command's path is relative to the folder where the user is, and short."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
@@ -72,20 +74,24 @@ def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):
 
 
 def test_a_lora_run_is_resolved_to_its_merged_model(tmp_path, capsys):
-    run = tmp_path / "a run"
-    (run / "merged").mkdir(parents=True)
-    (run / "adapter_config.json").write_text("{}")
-    for ask in (resolve_model, check_model):
+    """Without the merged model the error has the command that makes it; with it, both use it."""
+    run_folder = tmp_path / "a run"
+    (run_folder / "merged").mkdir(parents=True)
+    (run_folder / "adapter_config.json").write_text("{}")
+    for resolve in (resolve_model, check_model):
         with pytest.raises(
             UserError, match=r"^model: .* LoRA adapter alone; .*adora_vl.export '.*a run' OUT`"
         ):
-            ask(str(run))
-    (run / "merged" / "config.json").write_text("{}")
-    assert resolve_model(str(run)) == check_model(str(run)) == str(run / "merged")
+            resolve(str(run_folder))
+    (run_folder / "merged" / "config.json").write_text("{}")
+    assert (
+        resolve_model(str(run_folder)) == check_model(str(run_folder)) == str(run_folder / "merged")
+    )
     assert capsys.readouterr().err.count("its merged model is used: ") == 2
 
 
 def test_tiny_is_the_same_model_in_training_and_evaluation():
+    """The word `tiny` is the shipped model for both."""
     assert check_model("tiny") == resolve_model("tiny") == str(PRETRAINED_FOLDER)
 
 
@@ -96,6 +102,7 @@ def test_an_option_of_another_command_is_not_proposed(capsys):
 
 
 def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
+    """`adora-vl` is the only script; a mistake in its arguments is exit code 2."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts.keys() == {"adora-vl"}
     for target in scripts.values():
@@ -113,13 +120,13 @@ def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
 
     Another one speaks where it is not ended meanwhile, as it is if all find it.
     """
-    waits: list[float] = []
+    sleeps: list[float] = []
     stock_sleep = time.sleep
 
     def note_sleep_of_main_thread(seconds: float) -> None:
         # threads that other tests have left behind go on sleeping
         if threading.current_thread() is threading.main_thread():
-            waits.append(seconds)
+            sleeps.append(seconds)
         else:
             stock_sleep(seconds)
 
@@ -133,17 +140,19 @@ def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
             monkeypatch.setenv(name, value)
         assert train(["--learning_rte", "1"]) == 2
         assert capsys.readouterr().err.startswith(f"error{suffix}: ")
-        assert len(waits) == int(rank), "the second rank waits once"
+        assert len(sleeps) == int(rank), "the second rank waits once"
 
 
-def no_room(*args: object, **kwargs: object) -> None:
+def raise_no_space(*args: object, **kwargs: object) -> None:
+    """Stand for a function that writes to a full disk."""
     raise NO_SPACE_ERROR
 
 
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(
     monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(Path, "replace", no_room)
+    """A manifest, a page and an export whose last move fails leave no file."""
+    monkeypatch.setattr(Path, "replace", raise_no_space)
     manifest = {"status": "running", "starts": [{"checkpoint": None}]}
     with pytest.raises(
         RunError, match="^output_dir: .*manifest.json' cannot be written .No space left on device"
@@ -153,7 +162,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(
     with pytest.raises(UserError, match=message):
         write_page("<html>", tmp_path / "r.html")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr("adora_vl.export.copy_model", no_room)
+    monkeypatch.setattr("adora_vl.export.copy_model", raise_no_space)
     capsys.readouterr()
     assert export([str(PRETRAINED_FOLDER), str(tmp_path / "out")]) == 2
     assert "error: OUT: " in capsys.readouterr().err
@@ -161,6 +170,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(
 
 
 def test_a_place_that_export_cannot_write_to_is_refused(tmp_path, capsys, monkeypatch):
+    """Below a file, nowhere and in /proc no model can be written: one line each."""
     monkeypatch.chdir(tmp_path)
     Path("a_file").write_text("")
     for output in ("a_file/out", "", "/proc/nowhere/out"):
@@ -182,6 +192,6 @@ def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        assert process.wait(60) == 141
+        assert process.wait(60) == 128 + signal.SIGPIPE
         assert process.stderr.read() == ""
         process.stderr.close()

@@ -26,16 +26,22 @@ said.set()
 """
 
 
-def output_of_script(ending: str, library: str = "torch") -> tuple[int, list[str]]:
-    words = [sys.executable, "-c", _LEAVING_SCRIPT.format(ending=ending, library=library)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, done.stdout.splitlines()
+def run_ending_script(ending: str, library: str = "torch") -> tuple[int, list[str]]:
+    """Return the exit code and the printed lines of a process that ends by this function.
+
+    `library`: what it has imported.
+    """
+    command = [sys.executable, "-c", _LEAVING_SCRIPT.format(ending=ending, library=library)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return process.returncode, process.stdout.splitlines()
 
 
 def test_everything_of_an_exit_but_finalization_happens():
-    usual = output_of_script("sys.exit")
-    assert usual == (3, ["last words", "thread ended", "exit function ran", "finalized"])
-    assert output_of_script("leave_process") == (3, usual[1][:-1])
-    assert output_of_script("leave_process", library="json") == usual, (
+    """Threads and exit functions are waited for; only the last line of `sys.exit` is missing."""
+    output_of_exit = run_ending_script("sys.exit")
+    # 3: the exit code that the script is given
+    assert output_of_exit == (3, ["last words", "thread ended", "exit function ran", "finalized"])
+    assert run_ending_script("leave_process") == (3, output_of_exit[1][:-1])
+    assert run_ending_script("leave_process", library="json") == output_of_exit, (
         "without torch, as where only the help was asked for"
     )

