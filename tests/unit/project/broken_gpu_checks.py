@@ -13,20 +13,24 @@ from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line
 
 
 def fine(setting: Setting) -> Iterator[CheckLine]:
+    """Yield one line, which is fine."""
     yield at_most_line("one", 1.0, 2.0, "s", "a test")
 
 
 def out_of_memory(setting: Setting) -> Iterator[CheckLine]:
+    """Yield one line, and run out of memory, with an error of two lines."""
     yield at_most_line("one", 1.0, 2.0, "s", "a test")
     raise torch.OutOfMemoryError("tried to allocate\n 80 GiB")
 
 
 def killed(setting: Setting) -> Iterator[CheckLine]:
+    """Yield one line, and kill the process."""
     yield at_most_line("one", 1.0, 2.0, "s", "a test")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def visible(setting: Setting) -> Iterator[CheckLine]:
+    """Yield one line that repeats CUDA_VISIBLE_DEVICES."""
     yield skipped_line("cards", os.environ.get("CUDA_VISIBLE_DEVICES", "all of them"))
 
 
@@ -43,6 +47,7 @@ def killed_while_it_compiles(setting: Setting) -> Iterator[CheckLine]:
 
 
 def finds_compiled(setting: Setting) -> Iterator[CheckLine]:
+    """Yield one line with the names of the compiled operators."""
     yield skipped_line(
         "compiled",
         " ".join(sorted(path.name for path in Path(os.environ["TORCH_EXTENSIONS_DIR"]).iterdir())),
@@ -50,5 +55,6 @@ def finds_compiled(setting: Setting) -> Iterator[CheckLine]:
 
 
 def hangs(setting: Setting) -> Iterator[CheckLine]:
+    """Never come to the first line."""
     threading.Event().wait()
     yield at_most_line("never", 1.0, 2.0, "s", "a test")

@@ -37,6 +37,7 @@ from tests.support.paths import REPOSITORY
 
 
 def test_a_chain_is_what_its_form_asks_for():
+    """Without slips, the computed chain is the problem's own, and is graded as right."""
     no_slips = [False] * 5
     for problem in task.draw_chain_problems(200, task.Regime(5), "x"):
         form = task.read_chain_form(problem.prompt)
@@ -49,19 +50,21 @@ def test_a_chain_is_what_its_form_asks_for():
 def test_families_differ_in_the_answer_alone():
     """The prompts of both are drawn from one distribution in front of the last operand."""
     count = 4000
-    of_a = task.draw_chain_problems(count, task.Regime(2), "A", "A")
-    of_b = task.draw_chain_problems(count, task.Regime(2), "B", "B")
-    assert {problem.answer for problem in of_a} == set(task.ANSWERS_OF_FAMILY_A)
-    assert {problem.answer for problem in of_b} == set(range(10))
-    for position in (5, 6, 7, 12, 13):  # every sign and operand, the last one too
-        counts_a = Counter(problem.prompt[position] for problem in of_a)
-        counts_b = Counter(problem.prompt[position] for problem in of_b)
+    problems_of_a = task.draw_chain_problems(count, task.Regime(2), "A", "A")
+    problems_of_b = task.draw_chain_problems(count, task.Regime(2), "B", "B")
+    assert {problem.answer for problem in problems_of_a} == set(task.ANSWERS_OF_FAMILY_A)
+    assert {problem.answer for problem in problems_of_b} == set(range(10))
+    # places of every sign and operand in a prompt, the last one too
+    for position in (5, 6, 7, 12, 13):
+        counts_a = Counter(problem.prompt[position] for problem in problems_of_a)
+        counts_b = Counter(problem.prompt[position] for problem in problems_of_b)
         for character in counts_a | counts_b:
             difference = abs(counts_a[character] - counts_b[character])
             assert difference / count < 0.05, (position, character)
 
 
 def test_a_label_tells_the_family_where_the_regime_says_so():
+    """Labelled prompts begin with "two" or "ten", and others with "any"."""
     labels = {"A": "two: ", "B": "ten: "}
     for problem in task.draw_chain_problems(50, task.Regime(3, labelled=True), "x"):
         label = labels[problem.family]
@@ -71,24 +74,25 @@ def test_a_label_tells_the_family_where_the_regime_says_so():
 
 
 def test_the_teacher_guesses_half_of_the_time_and_slips_as_often_as_it_should():
+    """Guesses are right as often as 1 of 2 answers or of 10 is; a chain has five steps."""
     rng = random.Random(0)
     regime = task.Regime(5)
     count = 6000
-    rights_of_chains = []
-    rights_of_guesses: dict[str, list[bool]] = {"A": [], "B": []}
+    chain_outcomes = []
+    guess_outcomes_by_family: dict[str, list[bool]] = {"A": [], "B": []}
     for _ in range(count):
         problem = draw_chain_problem(rng, regime)
         text = task.teacher_answer(rng, problem)
         is_right = task.is_right(text, problem)
         if task.is_chain(text):
-            rights_of_chains.append(is_right)
+            chain_outcomes.append(is_right)
         else:
-            rights_of_guesses[problem.family].append(is_right)
+            guess_outcomes_by_family[problem.family].append(is_right)
     no_slip_in_five = (1 - task.SLIP_RATE) ** 5
-    assert len(rights_of_chains) / count == pytest.approx(0.5, abs=0.03)
-    assert statistics.fmean(rights_of_chains) == pytest.approx(no_slip_in_five, abs=0.02)
-    assert statistics.fmean(rights_of_guesses["A"]) == pytest.approx(0.5, abs=0.04)
-    assert statistics.fmean(rights_of_guesses["B"]) == pytest.approx(0.1, abs=0.04)
+    assert len(chain_outcomes) / count == pytest.approx(0.5, abs=0.03)
+    assert statistics.fmean(chain_outcomes) == pytest.approx(no_slip_in_five, abs=0.02)
+    assert statistics.fmean(guess_outcomes_by_family["A"]) == pytest.approx(0.5, abs=0.04)
+    assert statistics.fmean(guess_outcomes_by_family["B"]) == pytest.approx(0.1, abs=0.04)
 
 
 def test_with_hidden_slips_most_honest_chains_are_graded_wrong():
@@ -112,10 +116,11 @@ def test_with_hidden_slips_most_honest_chains_are_graded_wrong():
 
 
 def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
+    """The reward `digit` looks at the end alone; a wrong end is wrong for each reward."""
     problem = task.draw_chain_problems(1, task.Regime(2), "x")[0]
-    broken = problem.chain.replace("=", "=0", 1)
-    assert not task.is_right(broken, problem)
-    assert task.is_right(broken, problem, "digit")
+    chain_with_wrong_step = problem.chain.replace("=", "=0", 1)
+    assert not task.is_right(chain_with_wrong_step, problem)
+    assert task.is_right(chain_with_wrong_step, problem, "digit")
     wrong_digit = (problem.answer + 1) % 10
     wrong_end = problem.chain[:-1] + str(wrong_digit)
     for reward in task.REWARD_NAMES:
@@ -125,12 +130,14 @@ def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
 
 
 def test_the_tests_of_a_difference_know_its_unit():
+    """4.303 is Student's t for three values; one value has no interval."""
     assert t_half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
     assert scanned.mean_and_interval([1.0, -1.0]).startswith("+0.0 [")
     assert scanned.mean_and_interval([1.0]) == "-"
 
 
 def first_trial(settings: task.ExperimentSettings, arm: str = "adora") -> task.Trial:
+    """Return the trial of the first recipe with seed 0."""
     return task.Trial("R2", next(iter(settings.recipes)), 0, arm, engine=False)
 
 
@@ -147,6 +154,7 @@ TINY_TEACHING = task.TeachingPlan(
 
 @pytest.mark.slow
 def test_a_run_of_the_experiment_ends_with_a_figure_for_each_step(tmp_path):
+    """Two steps are trained, evaluated before and after, and stored for the next call."""
     settings = replace(
         task.read_settings(),
         start=TINY_TEACHING,
@@ -156,17 +164,19 @@ def test_a_run_of_the_experiment_ends_with_a_figure_for_each_step(tmp_path):
         eval_problems=4,
         eval_every=2,
     )
-    job = first_trial(settings)
-    result = train_or_read(settings, job, tmp_path)
+    trial = first_trial(settings)
+    result = train_or_read(settings, trial, tmp_path)
     assert [point["step"] for point in result["held_out"]] == [0, 2]
     assert len(result["steps"]) == 2
-    assert {**result, **asdict(job)} == result
+    assert {**result, **asdict(trial)} == result
     assert all("chains" in step for step in result["steps"])
     first, *points = result_lines(result)
     assert first == "adora:"
     assert len(points) == 2
     assert points[1].startswith("  step 2: accuracy ")
-    assert train_or_read(replace(settings, steps=9), job, tmp_path) == result, "what is there stays"
+    assert train_or_read(replace(settings, steps=9), trial, tmp_path) == result, (
+        "what is there stays"
+    )
 
 
 def are_equal_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -175,27 +185,32 @@ def are_equal_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Te
 
 
 def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
+    """A start without learning is the arithmetic model; one is made anew only for another plan."""
     plan = TINY_TEACHING
-    arithmetic = tmp_path / "arithmetic"
-    starts = [tmp_path / str(seed) for seed in (0, 1)]
-    build_arithmetic(arithmetic, plan)
+    arithmetic_folder = tmp_path / "arithmetic"
+    start_folders = [tmp_path / str(seed) for seed in (0, 1)]
+    build_arithmetic(arithmetic_folder, plan)
     without_learning = replace(plan, learning_rate=0.0)
-    build_start(starts[0], arithmetic, plan, 0)
-    build_start(starts[1], arithmetic, without_learning, 1)
-    base = load_file(arithmetic / "model.safetensors")
-    taught = load_file(starts[0] / "model.safetensors")
-    untaught = load_file(starts[1] / "model.safetensors")
-    assert are_equal_weights(base, untaught)
-    assert not are_equal_weights(base, taught)
-    before = (arithmetic / "model.safetensors").stat().st_mtime_ns
+    build_start(start_folders[0], arithmetic_folder, plan, 0)
+    build_start(start_folders[1], arithmetic_folder, without_learning, 1)
+    base_weights = load_file(arithmetic_folder / "model.safetensors")
+    taught_weights = load_file(start_folders[0] / "model.safetensors")
+    untaught_weights = load_file(start_folders[1] / "model.safetensors")
+    assert are_equal_weights(base_weights, untaught_weights)
+    assert not are_equal_weights(base_weights, taught_weights)
+    mtime_before = (arithmetic_folder / "model.safetensors").stat().st_mtime_ns
     build_arithmetic(tmp_path / "another", plan, 1)
-    assert hash_of_weights(tmp_path / "another") != hash_of_weights(arithmetic)
-    build_arithmetic(arithmetic, plan)
-    build_start(starts[0], tmp_path / "nowhere", plan, 0)
-    assert (arithmetic / "model.safetensors").stat().st_mtime_ns == before, "what is there stays"
-    build_start(starts[0], arithmetic, replace(plan, steps=4), 0)
-    longer = load_file(starts[0] / "model.safetensors")
-    assert not are_equal_weights(longer, taught), "of another plan it is made anew"
+    assert hash_of_weights(tmp_path / "another") != hash_of_weights(arithmetic_folder)
+    build_arithmetic(arithmetic_folder, plan)
+    build_start(start_folders[0], tmp_path / "nowhere", plan, 0)
+    assert (arithmetic_folder / "model.safetensors").stat().st_mtime_ns == mtime_before, (
+        "what is there stays"
+    )
+    build_start(start_folders[0], arithmetic_folder, replace(plan, steps=4), 0)
+    longer_taught_weights = load_file(start_folders[0] / "model.safetensors")
+    assert not are_equal_weights(longer_taught_weights, taught_weights), (
+        "of another plan it is made anew"
+    )
 
 
 TWO_STEPS = {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}
@@ -220,9 +235,10 @@ CHANGE_AND_DIFFERENCE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 
 
 def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts(tmp_path):
-    """Such a run has no table of TRL's, and where nothing was recorded nothing would be compared."""
+    """TRL writes no table of such a run, and where nothing was recorded nothing would be compared."""
 
-    def digest(seconds: float, text: str) -> dict[str, str]:
+    def rollouts_digest(seconds: float, text: str) -> dict[str, str]:
+        """Record one turn of a tool, and return the digests of what is recorded."""
         turn = {
             "by": "tool",
             "text": text,
@@ -240,23 +256,24 @@ def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts
 
     assert hash_recorded_rollouts(tmp_path) == {}
     (tmp_path / ROLLOUTS_FOLDER).mkdir()
-    facts = digest(0.5, "7")
-    assert list(facts) == ["step 1"]
-    assert digest(0.6, "7") == facts, "how long a tool takes depends on the machine"
-    assert digest(0.5, "8") != facts
-    nothing = {**RESULTS_OF_RUN, "rollouts": {}}
-    assert describe_differences(nothing, nothing)[0].startswith(
+    first_digest = rollouts_digest(0.5, "7")
+    assert list(first_digest) == ["step 1"]
+    assert rollouts_digest(0.6, "7") == first_digest, "how long a tool takes depends on the machine"
+    assert rollouts_digest(0.5, "8") != first_digest
+    results_without_rollouts = {**RESULTS_OF_RUN, "rollouts": {}}
+    assert describe_differences(results_without_rollouts, results_without_rollouts)[0].startswith(
         "no rollouts, because none were recorded"
     )
 
 
 def test_a_killed_run_is_compared_figure_by_figure():
+    """Each change of equal results is named in one line."""
     assert describe_differences(RESULTS_OF_RUN, copy.deepcopy(RESULTS_OF_RUN)) == []
     differences = []
-    for change, _ in CHANGE_AND_DIFFERENCE:
-        changed: dict[str, Any] = copy.deepcopy(RESULTS_OF_RUN)
-        change(changed)
-        differences.append(describe_differences(RESULTS_OF_RUN, changed))
+    for change_results, _ in CHANGE_AND_DIFFERENCE:
+        changed_results: dict[str, Any] = copy.deepcopy(RESULTS_OF_RUN)
+        change_results(changed_results)
+        differences.append(describe_differences(RESULTS_OF_RUN, changed_results))
     assert differences == [[line] for _, line in CHANGE_AND_DIFFERENCE]
     for _, owner, name in map(patched_place_of_phase, KILL_PHASES):
         # `getattr` would find a method of `type` itself in any class.
@@ -264,6 +281,7 @@ def test_a_killed_run_is_compared_figure_by_figure():
 
 
 def test_answers_have_the_median_and_some_are_at_the_limit():
+    """Eight lengths with the median 400 and the limit 1024, or all 400."""
     lengths = answer_lengths(400, 1024, 8, equal=False)
     assert lengths == sorted(lengths)
     assert lengths[-1] == 1024
@@ -272,9 +290,9 @@ def test_answers_have_the_median_and_some_are_at_the_limit():
     assert answer_lengths(400, 1024, 8, equal=True) == [400] * 8
 
 
-def scanned_run(place, accuracy):
+def scanned_run(trial_place, accuracy):
     """Return a run as it is stored: at a place of the plan, 40 % right at first, `accuracy` later."""
-    case, start, seed, arm = place
+    case, start, seed, arm = trial_place
     held_out = []
     for step, share in ((0, 0.4), (40, accuracy)):
         held_out.append({"step": step, "accuracy": share, "usual": share, "any": share})
@@ -301,12 +319,12 @@ def test_a_seed_of_the_scanned_digits_counts_if_it_is_whole():
     runs = []
     for case, start, seed, method in order:
         if seed < 2:
-            gain = 0.1 if method == "adora" else 0.0
-            accuracy = 0.4 + seed / 10 + start / 100 + gain
+            adora_gain = 0.1 if method == "adora" else 0.0
+            accuracy = 0.4 + seed / 10 + start / 100 + adora_gain
             runs.append(scanned_run((case, start, seed, method), accuracy))
     whole_runs = len(runs)
-    of_a_seed_that_is_not_whole = scanned_run(order[whole_runs], 0.0)
-    tables = scanned.tables(plan, [*runs, of_a_seed_that_is_not_whole])
+    run_of_incomplete_seed = scanned_run(order[whole_runs], 0.0)
+    tables = scanned.tables(plan, [*runs, run_of_incomplete_seed])
     assert tables.startswith(f"{whole_runs} runs of commit abc; ")
     assert "\nlong is better: 2 of 5 seeds are whole" in tables
     assert "| `grpo`, GRPO | 4 | 46.5 (41.5 to 51.5) | 46.0 / 47.0 |" in tables
@@ -316,6 +334,10 @@ def test_a_seed_of_the_scanned_digits_counts_if_it_is_whole():
 
 
 def test_no_scanned_picture_is_in_both_splits(monkeypatch):
+    """Each of two digits has five pictures: four to train on and one to test.
+
+    Without scikit-learn, the error says how to install it.
+    """
     images = torch.arange(640).view(10, 8, 8).numpy() % 17
     digits = SimpleNamespace(images=images, target=[3] * 5 + [4] * 5)
     datasets = SimpleNamespace(load_digits=lambda: digits)
@@ -339,6 +361,7 @@ def test_no_scanned_picture_is_in_both_splits(monkeypatch):
 
 
 def test_a_killed_run_is_judged_by_the_distance_of_two_others(tmp_path, capsys):
+    """Twice the distance of two equal runs is noise, and ten times is not."""
     weights = {"first": 1.0, "second": 1.001, "near": 1.002, "far": 1.01}
     folders = {name: tmp_path / name for name in weights}
     for name, value in weights.items():
@@ -354,12 +377,13 @@ def test_a_killed_run_is_judged_by_the_distance_of_two_others(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_step_of_stock_trl_and_ours_are_measured_on_the_same_gradients(tmp_path):
+    """Both ways learn from the same rollouts in float32, so that their gradient norms are equal."""
     case = "P 700, C 400 long-tailed"
     command = [sys.executable, "-m", "benchmarks.step", "--tiny", "--turns", "1"]
     command += ["--cases", case, "--dtype", "float32", "--output", str(tmp_path)]
     subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
     measured = json.loads((tmp_path / "step.json").read_text())[case]
-    norms = [measured["turns"][way][0]["grad_norm"] for way in ("stock", "ours")]
+    norms = [measured["turns"][step_way][0]["grad_norm"] for step_way in ("stock", "ours")]
     # Both ways learn from the same rollouts in float32; a gradient that differs is not of rounding.
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert norms[0] > 0

@@ -17,7 +17,7 @@ OUR_FOLDERS_PATTERN = "adora_vl|benchmarks|configs|data_prep|docs|eval|notebooks
 
 
 @cache
-def _anchors(page: Path) -> set[str]:
+def anchors_of_headings(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     titles = [
@@ -27,7 +27,8 @@ def _anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
 
-def _broken_links(page: Path, text: str) -> list[str]:
+def broken_links(page: Path, text: str) -> list[str]:
+    """Return the links in a page's text whose file or heading does not exist."""
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if link.startswith(("http://", "https://")):
@@ -35,15 +36,16 @@ def _broken_links(page: Path, text: str) -> list[str]:
         name, _, anchor = link.partition("#")
         target = page.parent / name if name else page
         if not target.exists() or (
-            anchor and target.suffix == ".md" and anchor not in _anchors(target)
+            anchor and target.suffix == ".md" and anchor not in anchors_of_headings(target)
         ):
             broken.append(link)
     return broken
 
 
-def _missing_names(text: str) -> list[str]:
-    """Paths below our top folders and modules behind `python -m` that are nowhere; `NAME.yaml` is
-    any name. A paragraph that names a commit speaks of the files of that commit.
+def missing_names(text: str) -> list[str]:
+    """Return the paths below our top folders and the modules behind `python -m` that are nowhere.
+
+    `NAME.yaml` is any name. A paragraph that names a commit speaks of the files of that commit.
     """
     text = "\n\n".join(
         part for part in text.split("\n\n") if not EARLIER_COMMIT_PATTERN.search(part)
@@ -52,21 +54,22 @@ def _missing_names(text: str) -> list[str]:
         rf"(?<![\w./-])((?:{OUR_FOLDERS_PATTERN})/[\w./-]*\.(?:py|yaml|md|ipynb|sh|json))\b", text
     )
     modules = re.findall(rf"-m ((?:{OUR_FOLDERS_PATTERN})(?:\.\w+)*)", text)
-    places = {module: ROOT / module.replace(".", "/") for module in modules}
+    path_by_module = {module: ROOT / module.replace(".", "/") for module in modules}
     return [
         path for path in paths if not (ROOT / path).exists() and not Path(path).stem.isupper()
     ] + [
         module
-        for module, module_path in places.items()
+        for module, module_path in path_by_module.items()
         if not (module_path.with_suffix(".py").exists() or (module_path / "__main__.py").exists())
     ]
 
 
 def test_what_a_page_links_to_and_names_exists():
+    """Code blocks have no links, but may name files and modules."""
     missing = {}
     for page in PAGES:
         text = page.read_text()
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-        missing[str(page.relative_to(ROOT))] = _broken_links(page, prose) + _missing_names(text)
+        missing[str(page.relative_to(ROOT))] = broken_links(page, prose) + missing_names(text)
     assert len(PAGES) > 10
     assert {page: names for page, names in missing.items() if names} == {}

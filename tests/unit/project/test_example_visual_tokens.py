@@ -34,7 +34,7 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     }
     processor = Qwen2VLImageProcessor()
     images = SimpleNamespace(banks=ImageBanks(), image_processor=processor, may_be_shown=True)
-    visual = started_extension(
+    extension = started_extension(
         "visual_tokens.py:VisualTokens",
         log,
         keys=keys,
@@ -45,7 +45,7 @@ def test_visual_tokens_weigh_a_batch_by_hand():
     batch: Any = {"completion_mask": ones, "advantages": torch.tensor([1.0, -2.0, 3.0])}
     batch["num_images"] = [1, 1, 0]
     advantages: Any = SimpleNamespace(has_signal_N=torch.ones(3, dtype=torch.bool))
-    visual.after_weighing(generation_of_step(0), batch, advantages)
+    extension.after_weighing(generation_of_step(0), batch, advantages)
     # Two rollouts, at 0 and 1 of the range: 0.9 and 0.9 + 0.1 / 0.5.
     expected = [
         [1.1, 0, 1.1, 0],
@@ -65,42 +65,49 @@ def test_visual_tokens_weigh_a_batch_by_hand():
 
 
 def test_a_rollout_is_scaled_by_its_place_among_those_with_an_image():
-    scale = load_example("visual_tokens.py:rollout_scale")
+    """The most dependent is scaled as far above 1 as the least below; without an image by 1."""
+    rollout_scale = load_example("visual_tokens.py:rollout_scale")
     dependencies = torch.tensor([math.nan, 0.1, 0.3])
-    assert scale(dependencies, dependencies, 0.5).tolist() == pytest.approx([1.0, 0.5, 1.5])
-    far = torch.full((200,), 0.02)
-    far[3] = 2.0
-    assert scale(far, far, 0.9).max().item() == pytest.approx(2.5), "however far one is"
+    assert rollout_scale(dependencies, dependencies, 0.5).tolist() == pytest.approx([1.0, 0.5, 1.5])
+    one_far_dependency = torch.full((200,), 0.02)
+    one_far_dependency[3] = 2.0
+    assert rollout_scale(one_far_dependency, one_far_dependency, 0.9).max().item() == pytest.approx(
+        2.5
+    ), "however far one is"
 
 
 def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
+    """Patches are hidden by the group's key, in pixels as in references to stored images."""
     half_black = load_example("visual_tokens.py:half_black")
     blackened = load_example("visual_tokens.py:blackened")
     black_patch = load_example("visual_tokens.py:black_patch")
     processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 84)
     first_inputs = processor([noise_picture(0, (84, 56))], return_tensors="pt")
     second_inputs = processor([noise_picture(1, (84, 56))], return_tensors="pt")
-    first = first_inputs["pixel_values"]
-    second = second_inputs["pixel_values"]
-    black_D = black_patch(processor, first.size(1))
+    first_patches = first_inputs["pixel_values"]
+    second_patches = second_inputs["pixel_values"]
+    black_D = black_patch(processor, first_patches.size(1))
     black = processor([Image.new("RGB", (84, 56))], return_tensors="pt")["pixel_values"]
     assert torch.equal(black, black_D.expand_as(black))
-    hidden_R = (blackened(first.repeat(50, 1), black_D, "42") == black_D).all(dim=1)
+    hidden_R = (blackened(first_patches.repeat(50, 1), black_D, "42") == black_D).all(dim=1)
     # 0.05 is 3.5 standard deviations of 1,200 draws.
     assert hidden_R.float().mean().item() == pytest.approx(0.5, abs=0.05)
     grid = first_inputs["image_grid_thw"]
-    pixels: Any = {"pixel_values": first.repeat(2, 1), "image_grid_thw": grid.repeat(2, 1)}
+    pixels: Any = {"pixel_values": first_patches.repeat(2, 1), "image_grid_thw": grid.repeat(2, 1)}
     with half_black(ImageBanks(), processor, pixels, "x") as pixels_now:
-        assert torch.equal(*pixels_now.split(len(first)))
-        assert not torch.equal(pixels_now[: len(first)], first)
+        assert torch.equal(*pixels_now.split(len(first_patches)))
+        assert not torch.equal(pixels_now[: len(first_patches)], first_patches)
     banks = ImageBanks()
     bank = banks.new("train")
-    references_of = [
-        bank.store(f"image{n}", pixels, grid[0]) for n, pixels in enumerate((first, second))
+    references_by_image = [
+        bank.store(f"image{n}", pixels, grid[0])
+        for n, pixels in enumerate((first_patches, second_patches))
     ]
-    order = [0, 0, 1, 0]  # two rollouts of one image, one of another, and the first again
+    image_order = [0, 0, 1, 0]  # two rollouts of one image, one of another, and the first again
     references: Any = {
-        "pixel_values": torch.cat([references_of[number] for number in order]),
+        "pixel_values": torch.cat(
+            [references_by_image[image_number] for image_number in image_order]
+        ),
         "image_grid_thw": grid.repeat(4, 1),
     }
     with half_black(banks, processor, references, "42/1/0") as pixels_now:
@@ -110,16 +117,17 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
         starts = pixels_now.view(4, -1)[:, 0].tolist()
         assert starts[0] == starts[1] == starts[3] != starts[2], "an image is passed once"
         assert torch.equal(
-            training_bank.pixels(starts[:1])[0], blackened(first, black_D, "42/1/0/image0")
+            training_bank.pixels(starts[:1])[0], blackened(first_patches, black_D, "42/1/0/image0")
         )
     assert banks.of_training() is bank
-    nothing: Any = {}
-    with half_black(banks, processor, nothing, "x") as pixels_now:
+    text_batch: Any = {}
+    with half_black(banks, processor, text_batch, "x") as pixels_now:
         assert pixels_now is None
 
 
 @pytest.mark.slow
 def test_a_run_learns_from_the_tokens_that_depend_on_the_image(tmp_path):
+    """The logged share is at least that of the option, and the dependency is positive."""
     extension = f"{{{example_entry('visual_tokens.py:VisualTokens')}: {{share: 0.4}}}}"
     keys = {"adora_extensions": extension, "save_strategy": "no"}
     folder = train_tiny_run(tmp_path / "run", **keys)

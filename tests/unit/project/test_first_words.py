@@ -16,12 +16,17 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_package_lists_its_commands(capsys):
+    """Each listed command can be run by `python -m`; a slip is answered with the nearest name."""
     assert main([]) == 0
     printed = capsys.readouterr().out
     for name in DESCRIPTION_BY_COMMAND:
         assert f"python -m {name} " in printed
-        runs = find_spec(name) if "." in name else None
-        main_file = find_spec(f"{name}.__main__") if runs is None or _is_package(name) else runs
+        module_spec = find_spec(name) if "." in name else None
+        main_file = (
+            find_spec(f"{name}.__main__")
+            if module_spec is None or is_package(name)
+            else module_spec
+        )
         assert main_file is not None
         assert main_file.origin is not None
         assert "__main__" in Path(main_file.origin).read_text() or main_file.name.endswith("main__")
@@ -30,6 +35,7 @@ def test_the_package_lists_its_commands(capsys):
 
 
 def test_a_command_is_run_by_its_name_also_beside_a_folder_of_the_same_name(tmp_path):
+    """`adora_vl eval` is ours, though the user's folder has `eval/__main__.py`."""
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "__main__.py").write_text("print('of the user')")
     result = subprocess.run(
@@ -44,13 +50,14 @@ def test_a_command_is_run_by_its_name_also_beside_a_folder_of_the_same_name(tmp_
     assert result.stdout == ""
 
 
-def _is_package(name: str) -> bool:
+def is_package(name: str) -> bool:
     """Tell whether a module is a folder, which runs by its `__main__`."""
     spec = find_spec(name)
     return spec is not None and spec.submodule_search_locations is not None
 
 
 def test_one_line_is_said_before_the_imports(monkeypatch, capsys):
+    """It is said by the first process, and only where torch is not imported yet."""
     monkeypatch.setitem(sys.modules, "torch", object())
     announce_imports(15)
     assert capsys.readouterr().err == "", "the libraries are there"
@@ -66,6 +73,7 @@ def test_one_line_is_said_before_the_imports(monkeypatch, capsys):
 
 
 def test_the_notebooks_open_what_the_demo_leaves():
+    """Each run that a notebook names is one that `setup/demo.sh` writes."""
     script = (ROOT / "setup/demo.sh").read_text()
     [folder] = re.findall(r'^out="\$\{1:-(.+)\}"$', script, re.M)
     run_folders = {f"../{folder}/{run}" for run in re.findall(r'\$out/(\w+)"', script)}
@@ -77,8 +85,10 @@ def test_the_notebooks_open_what_the_demo_leaves():
             for node in ast.walk(ast.parse(code))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
-        named = {text for text in texts if text.startswith("../runs/")}
-        named.discard("../runs/first_training")  # made by the notebook of this name itself
-        assert named <= run_folders, (
-            f"{notebook.name}: {named - run_folders} is not what setup/demo.sh writes"
+        paths_of_notebook = {text for text in texts if text.startswith("../runs/")}
+        paths_of_notebook.discard(
+            "../runs/first_training"
+        )  # made by the notebook of this name itself
+        assert paths_of_notebook <= run_folders, (
+            f"{notebook.name}: {paths_of_notebook - run_folders} is not what setup/demo.sh writes"
         )

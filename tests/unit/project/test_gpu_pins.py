@@ -9,10 +9,13 @@ check_gpu_pins = load_module(REPOSITORY / "setup" / "check_gpu_pins.py")
 PINNED_VERSIONS = check_gpu_pins.pins(check_gpu_pins.CONSTRAINTS.read_text())
 
 
-def pip_report(**needs: list[str]) -> dict[str, object]:
+def pip_report(**requirements_by_package: list[str]) -> dict[str, object]:
     """Return a report of pip's with every pin, and what some of the packages need."""
     packages = {**PINNED_VERSIONS, "cuda-toolkit": "13.0.3"}
-    requires = {"torch": ["cuda-toolkit==13.0.3; platform_system == 'Linux'"], **needs}
+    requires = {
+        "torch": ["cuda-toolkit==13.0.3; platform_system == 'Linux'"],
+        **requirements_by_package,
+    }
     items = [
         {
             "metadata": {
@@ -27,21 +30,23 @@ def pip_report(**needs: list[str]) -> dict[str, object]:
     return {"install": items}
 
 
-def find_faults(content: dict[str, object]) -> list[str]:
+def find_faults(report: dict[str, object]) -> list[str]:
+    """Return what is wrong with the pins in a report of pip's."""
     lines: list[str] = check_gpu_pins.describe_broken_pins(
-        check_gpu_pins.read_report(content), "3.12"
+        check_gpu_pins.read_report(report), "3.12"
     )
     return lines
 
 
 def test_pins_that_agree_have_no_fault():
+    """A report with every pin has no fault; vLLM and torch are among the pins."""
     assert find_faults(pip_report()) == []
     assert PINNED_VERSIONS["vllm"]
     assert PINNED_VERSIONS["torch"]
 
 
 @pytest.mark.parametrize(
-    ("need", "fault"),
+    ("requirement", "fault"),
     [
         (
             "trl>=99",
@@ -53,27 +58,31 @@ def test_pins_that_agree_have_no_fault():
         ("Import_Linter", None),
     ],
 )
-def test_a_need_that_is_not_met_is_named(need, fault):
-    assert find_faults(pip_report(peft=[need])) == ([] if fault is None else [fault])
+def test_a_need_that_is_not_met_is_named(requirement, fault):
+    """Needs of other Pythons and extras do not count, and names are compared as pip does."""
+    assert find_faults(pip_report(peft=[requirement])) == ([] if fault is None else [fault])
 
 
 def test_a_torch_for_cpus_is_no_torch_for_a_card():
+    """A torch that needs no CUDA toolkit is a build for CPUs."""
     (fault,) = find_faults(pip_report(torch=[]))
     assert fault.startswith(f"torch-{PINNED_VERSIONS['torch']}.whl needs no CUDA")
 
 
 def test_a_pin_that_is_missed_or_needed_by_nothing_is_named():
-    content = pip_report()
-    items = content["install"]
+    """One package has another version, and one that is pinned is not installed."""
+    report = pip_report()
+    items = report["install"]
     assert isinstance(items, list)
     items[0]["metadata"]["version"] = "0.0.1"
     del items[-2]
-    changed, missing = sorted(find_faults(content), key=lambda line: "nothing" in line)
-    assert " is 0.0.1, and " in changed
-    assert missing.endswith("is pinned, and nothing needs it")
+    changed_pin, superfluous_pin = sorted(find_faults(report), key=lambda line: "nothing" in line)
+    assert " is 0.0.1, and " in changed_pin
+    assert superfluous_pin.endswith("is pinned, and nothing needs it")
 
 
 def test_a_python_that_is_not_here_is_none(tmp_path, monkeypatch):
+    """On an empty PATH no interpreter is found."""
     monkeypatch.setenv("PATH", str(tmp_path))
     programs = check_gpu_pins.interpreters(("3.99",))
     assert programs == {"3.99": None}

@@ -36,7 +36,7 @@ exec {python} "$@"
 def run_installer(
     folder: Path, device: str, python: str, *programs: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Return the script in its own folder, with these programs alone on PATH, and this Python."""
+    """Run `setup/install.sh` in its folder, with these programs alone on PATH, and this Python."""
     (folder / "setup").mkdir()
     for file in ("install.sh", "constraints-cpu.txt", "constraints-gpu.txt"):
         shutil.copy(REPOSITORY / "setup" / file, folder / "setup")
@@ -69,6 +69,7 @@ def run_installer(
 
 
 def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case_folder):
+    """The error names what to install, and there is no environment."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     cases = [
         (
@@ -93,11 +94,11 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case_fold
             f"Python.h of Python {version} on a GPU (Debian: apt-get install python",
         ),
     ]
-    for name, python, programs, environment, words in cases:
+    for name, python, programs, environment, words_of_error in cases:
         with case_folder(name) as folder:
-            done = run_installer(folder, "gpu", python, *programs, **environment)
-            assert done.returncode == 2, done.stderr
-            assert words in done.stderr, done.stderr
+            process = run_installer(folder, "gpu", python, *programs, **environment)
+            assert process.returncode == 2, process.stderr
+            assert words_of_error in process.stderr, process.stderr
             assert not (folder / ".venv").exists()
 
 
@@ -106,14 +107,14 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case_fold
 )
 def test_with_what_it_needs_it_goes_on(device, programs, tmp_path):
     """The script goes on as far as the environment, which a stand-in refuses to make."""
-    done = run_installer(tmp_path, device, PYTHON_THAT_STOPS_AT_VENV, *programs)
-    assert "Triton needs" not in done.stderr
-    assert "1/4 environment" in done.stdout + done.stderr
+    process = run_installer(tmp_path, device, PYTHON_THAT_STOPS_AT_VENV, *programs)
+    assert "Triton needs" not in process.stderr
+    assert "1/4 environment" in process.stdout + process.stderr
 
 
 def test_a_torch_for_cpus_is_refused_for_a_gpu_and_taken_back(tmp_path):
     """Where pip knows an index of CPU builds, their `+cpu` is the newer of two equal versions."""
-    done = run_installer(tmp_path, "gpu", PYTHON_WITH_CPU_TORCH, "gcc")
-    assert done.returncode == 1
-    assert "the torch that pip chose has no CUDA; set TORCH_INDEX" in done.stderr
+    process = run_installer(tmp_path, "gpu", PYTHON_WITH_CPU_TORCH, "gcc")
+    assert process.returncode == 1
+    assert "the torch that pip chose has no CUDA; set TORCH_INDEX" in process.stderr
     assert "uninstall -y torch torchvision" in (tmp_path / "pip.log").read_text()

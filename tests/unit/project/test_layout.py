@@ -14,13 +14,13 @@ def test_every_room_has_a_floor():
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ][0]
-    named = {name for layer in contract["layers"] for name in re.split(r" [|:] ", layer)}
-    rooms = {
+    layer_names = {name for layer in contract["layers"] for name in re.split(r" [|:] ", layer)}
+    room_names = {
         f"adora_vl.{path.stem}"
         for path in (ROOT / "adora_vl").iterdir()
         if (path.suffix == ".py" or (path / "__init__.py").is_file()) and path.stem != "__init__"
     }
-    assert named == rooms | {"data_prep", "eval"}
+    assert layer_names == room_names | {"data_prep", "eval"}
 
 
 def test_no_two_public_classes_have_the_same_name():
@@ -40,12 +40,12 @@ def test_no_test_imports_another_test():
     imports = re.compile(
         r"^\s*(?:from|import) (tests\.(?!support\b)[\w.]*\btest_\w+)", re.MULTILINE
     )
-    borrowed = {}
+    test_imports_by_file = {}
     for path in (ROOT / "tests").rglob("*.py"):
         modules = imports.findall(path.read_text())
         if modules:
-            borrowed[path.relative_to(ROOT).as_posix()] = modules
-    assert borrowed == {}
+            test_imports_by_file[path.relative_to(ROOT).as_posix()] = modules
+    assert test_imports_by_file == {}
 
 
 def test_no_part_of_a_step_gets_the_whole_trainer():
@@ -63,10 +63,10 @@ def test_no_part_of_a_step_gets_the_whole_trainer():
         not in ("super", "getattr", "LossSums", "StepParts", "_to_device")
     ]
     assert calls
-    handed_over = [
+    calls_with_trainer = [
         ast.unparse(call)
         for call in calls
         for argument in [*call.args, *(keyword.value for keyword in call.keywords)]
         if ast.unparse(argument) in ("self", "trainer", "self._trainer")
     ]
-    assert handed_over == []
+    assert calls_with_trainer == []

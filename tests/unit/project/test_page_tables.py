@@ -31,10 +31,13 @@ for title, body in re.findall(
         ROWS_BY_TABLE[title] = rows
 
 
-def dry_run(folder, words):
-    """The GiB of three phases with the largest batch, and the most of all."""
+def gib_of_dry_run(folder, arguments):
+    """Return what a dry run prints of memory: three phases and the largest batch, and the peak.
+
+    In GiB, with texts as the tables have them.
+    """
     all_layers = ["--adora_recompute", "all"]  # the least memory
-    train([*words.split(), *all_layers, "--dry-run", "--json", str(folder / "dry_run.json")])
+    train([*arguments.split(), *all_layers, "--dry-run", "--json", str(folder / "dry_run.json")])
     result = json.loads((folder / "dry_run.json").read_text())
     phases = (
         result["phases"].get(name, {})
@@ -48,43 +51,51 @@ def dry_run(folder, words):
 
 
 def prediction_tables(folder, recipes, larger_models):
-    four = (
+    """Compare each row of the tables of predicted memory with a dry run of its recipe."""
+    keys_of_four_gpus = (
         TEXT_OF_PAGES.split("**Four GPUs.**")[1]
         .split("adora_7b_geo3k.yaml ")[1]
         .split(" --vllm")[0]
     )
     names = {"7B": "7b_geo3k", "3B, LoRA (1)": "3b_24gb", "3B, LoRA": "3b_1gpu_lora"}
     for gpus, model, launcher, card, share, *gib, _, batch, _ in recipes:
-        words = (
+        arguments = (
             f"--config configs/train/adora_{names[model]}.yaml --vllm_gpu_memory_utilization "
             f"{share} --processes "
         )
-        words += (
+        arguments += (
             f"{gpus} --accelerate-config configs/accelerate/{launcher.split('`')[1]}.yaml "
             f"--card-gib {card} "
         )
-        words += (four if gpus == "4" else "") + (" --beta 0" if "beta" in launcher else "")
-        assert dry_run(folder, words)[0] == [*(cell.split()[0] for cell in gib), batch], words
+        arguments += (keys_of_four_gpus if gpus == "4" else "") + (
+            " --beta 0" if "beta" in launcher else ""
+        )
+        assert gib_of_dry_run(folder, arguments)[0] == [
+            *(cell.split()[0] for cell in gib),
+            batch,
+        ], arguments
     (command,) = re.findall(
         r"python -m adora_vl.train ((?:.*\\\n)*.*--machines 4.*)\n", TEXT_OF_PAGES
     )
     for model, machines, _, parallel, *printed in larger_models:
-        words = (
+        arguments = (
             command.replace("\\\n", "")
             .replace("-32B-", f"-{model}-")
             .replace("size 4", f"size {parallel}")
         )
-        assert dry_run(folder, words.replace("machines 4", f"machines {machines}"))[0] == printed, (
-            words
-        )
+        assert (
+            gib_of_dry_run(folder, arguments.replace("machines 4", f"machines {machines}"))[0]
+            == printed
+        ), arguments
 
 
 def policy_step(folder, rows):
-    figures = {
-        way: {"backward": 1.0, "data": 9.0, "step_bytes_outside_head": 1.0}
-        for way in step.STEP_WAYS
+    """Compare the row's form with `page_row`, and each ratio with the seconds beside it."""
+    figures_by_way = {
+        step_way: {"backward": 1.0, "data": 9.0, "step_bytes_outside_head": 1.0}
+        for step_way in step.STEP_WAYS
     }
-    printed = step.page_row(figures, 697, step.answer_lengths(400, 1024, 8, equal=False))
+    printed = step.page_row(figures_by_way, 697, step.answer_lengths(400, 1024, 8, equal=False))
     assert printed == f"| 697 | {rows[1][1]} | 1 | 1 | **1.00** | 1.00 |"
     for _, _, *cells, _ in rows:  # the ratio of rounded seconds
         for stock, ours, ratio in zip(
@@ -105,48 +116,54 @@ def simulated_card(folder, flops, memory):
 
 
 def ranks_in_lockstep(folder, rows):
+    """Compare each row with the simulated micro-batches and ratios of its case."""
     for case, row in zip(lockstep.MEASURED_CASES, rows, strict=False):
         generation = lockstep.simulate_filled(case)
-        without = lockstep.simulate(case, lockstep.move_groups)
-        figures = (generation.micro_batches, generation.lockstep_ratio, without)
+        ratio_without_filling = lockstep.simulate(case, lockstep.move_groups)
+        figures = (generation.micro_batches, generation.lockstep_ratio, ratio_without_filling)
         assert row[0].startswith(f"{case.prompt:,}, {case.mean:,}, {case.longest:,}")
         assert row[1:] == [f"{figure:.2f}" for figure in figures]
 
 
 def grader_tables(folder, rows):
-    right = [grading.grade_by_ours(case) == (case.label == "correct") for case in cases()]
+    """Compare the row of our grader, and the sentences on the others, with the labelled cases."""
+    correct = [grading.grade_by_ours(case) == (case.label == "correct") for case in cases()]
     counts = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
-    assert counts[0] == [sum(right), 0, 0, 0, 0, 0]
-    assert {sum(row) for row in counts} == {len(right)}
-    assert f"right in all {len(right):,} of our labelled cases" in TEXT_OF_PAGES
+    assert counts[0] == [sum(correct), 0, 0, 0, 0, 0]
+    assert {sum(row) for row in counts} == {len(correct)}
+    assert f"right in all {len(correct):,} of our labelled cases" in TEXT_OF_PAGES
     assert f"is right in {rows[3][1]},\n  and hung in {rows[4][5]} (" in TEXT_OF_PAGES
 
 
-def rows_that_lack(tables_text, tables):
+def rows_not_printed(tables_text, tables):
     """The rows of pages that a command does not print."""
     printed = tables_text.replace("**", "")
     return [row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in printed]
 
 
 def scanned_digits_tables(folder, *tables):
+    """Compare each row with the tables of the stored runs."""
     plan = yaml.safe_load(scanned.PLAN.read_text())
     tables_text = scanned.tables(plan, scanned.read_runs(scanned.STORED_RUNS))
-    assert rows_that_lack(tables_text, tables) == []
+    assert rows_not_printed(tables_text, tables) == []
 
 
 def work_or_length(folder, *tables):
-    """The verdict, too, is that of the plan's rule on the stored runs."""
+    """Compare each row, and the verdict of the plan's rule, with the stored runs."""
     plan = yaml.safe_load(working.PLAN.read_text())
     runs = scanned.read_runs(working.STORED_RUNS)
     tables_text = working.tables(plan, runs)
-    assert rows_that_lack(tables_text, tables) == []
+    assert rows_not_printed(tables_text, tables) == []
     verdict = working.verdict_of_rule(working.runs_of_whole_blocks(plan, runs))
     assert f"By the plan's rule: **{verdict}**" in TEXT_OF_PAGES
 
 
 def before_training(folder, plain, demo, budget):
-    """Another processor may answer a problem or two otherwise."""
-    for model, words, cells in (
+    """Compare the accuracies before training with an evaluation, within a point.
+
+    Another processor may answer a problem or two otherwise.
+    """
+    for model, arguments, cells in (
         ("tiny", ["600"], [plain[0][1], budget[0][5]]),
         ("tiny_perimeter", ["400", "--families", "perimeter"], [demo[0][1], budget[-1][5]]),
     ):
@@ -158,7 +175,7 @@ def before_training(folder, plain, demo, budget):
                 "--rows",
                 "8",
                 "--test-rows",
-                *words,
+                *arguments,
             ]
         )
         options = [
@@ -172,11 +189,16 @@ def before_training(folder, plain, demo, budget):
             f"{folder}/{model}-data",
         ]
         evaluate(["geometry3k", "run", *options, "--output", f"{folder}/{model}"])
-        right = 100 * json.loads((folder / model / "score.json").read_text())["accuracy"]
-        assert [float(cell) for cell in cells] == pytest.approx([right, right], abs=1), model
+        accuracy_in_percent = (
+            100 * json.loads((folder / model / "score.json").read_text())["accuracy"]
+        )
+        assert [float(cell) for cell in cells] == pytest.approx(
+            [accuracy_in_percent, accuracy_in_percent], abs=1
+        ), model
 
 
 def small_card_table(folder, rows):
+    """Compare the rows of 12 and 24 GB with what the command prints."""
     printed = [*what_fits.table_rows((12, 24))][2:]
     assert [f"| {' | '.join(row)} |" for row in rows if row[0] in ("12", "24")] == printed
 
@@ -245,6 +267,7 @@ TABLES_NOT_COMPARED = {
 
 
 def test_every_table_of_figures_is_compared():
+    """Each table on the pages is compared by a check, or is named in `TABLES_NOT_COMPARED`."""
     assert ROWS_BY_TABLE.keys() - TABLES_NOT_COMPARED == {
         title for titles in TABLE_HEADS_BY_CHECK.values() for title in titles
     }
@@ -252,5 +275,6 @@ def test_every_table_of_figures_is_compared():
 
 @pytest.mark.parametrize("check", TABLE_HEADS_BY_CHECK)
 def test_a_cheap_part_is_what_the_command_prints(check, tmp_path, monkeypatch):
+    """Each check gets the rows of its tables, and compares those that take seconds."""
     monkeypatch.chdir(REPOSITORY)
     check(tmp_path, *(ROWS_BY_TABLE[title] for title in TABLE_HEADS_BY_CHECK[check]))

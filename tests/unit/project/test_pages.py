@@ -22,36 +22,43 @@ from adora_vl.data.prompts import SYSTEM_PROMPT
 from tests.support.endpoint_server import completion_reply
 
 ROOT = Path(__file__).parents[3]
-TEXT = (ROOT / "docs" / "architecture.md").read_text()
+ARCHITECTURE_TEXT = (ROOT / "docs" / "architecture.md").read_text()
 
 
-def _section(title: str) -> str:
-    return TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0]
+def section_of_page(title: str) -> str:
+    """Return the text of the page of the architecture under this heading."""
+    return ARCHITECTURE_TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0]
 
 
-def _place(path: str) -> Path | None:
+def resolve_path(path: str) -> Path | None:
     """Resolve a path of the page, which is below the repository or below `adora_vl/`."""
     return next((home / path for home in (ROOT, ROOT / "adora_vl") if (home / path).exists()), None)
 
 
-def _defined(path: Path) -> set[str]:
+def names_defined_in(path: Path) -> set[str]:
     """Return the classes, functions and variables of a file, at any depth."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
-    named = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    return named | {
+    names_of_code = {
+        node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+    return names_of_code | {
         node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
 
 
 def test_a_name_is_in_the_file_that_the_page_gives_for_it():
-    stations = re.findall(r"^\| \d+ \| `([^`]+)` \| `([^`]+)` \|", TEXT, re.MULTILINE)
-    pairs = [(path, name) for name, path in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", TEXT)]
-    places = [(_place(path), name) for path, name in stations + pairs]
-    elsewhere = [
-        (file, name) for file, name in places if file is None or name not in _defined(file)
+    """The page's table of stations, and its sentences, name more than 30 files with a name each."""
+    stations = re.findall(r"^\| \d+ \| `([^`]+)` \| `([^`]+)` \|", ARCHITECTURE_TEXT, re.MULTILINE)
+    pairs = [
+        (path, name)
+        for name, path in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", ARCHITECTURE_TEXT)
+    ]
+    places = [(resolve_path(path), name) for path, name in stations + pairs]
+    names_not_found = [
+        (file, name) for file, name in places if file is None or name not in names_defined_in(file)
     ]
     assert len(pairs) > 30
-    assert elsewhere == []
+    assert names_not_found == []
     assert 10 <= len(stations) < 15
     assert len({path for path, _ in stations}) == len(stations)
 
@@ -62,12 +69,14 @@ def test_the_rooms_stand_in_the_order_of_their_floors():
         "contracts"
     ][0]
     floors = [re.split(r" [|:] ", layer) for layer in contract["layers"]]
-    listed = re.findall(r"^\| `([\w.]+)/?` \|", _section("What stands where"), re.MULTILINE)
-    rooms = [name.removesuffix(".py") for name in listed]
+    listed_paths = re.findall(
+        r"^\| `([\w.]+)/?` \|", section_of_page("What stands where"), re.MULTILINE
+    )
+    rooms = [name.removesuffix(".py") for name in listed_paths]
     for floor in floors:
-        beside = {name.removeprefix("adora_vl.") for name in floor}
-        assert set(rooms[: len(floor)]) == beside, (
-            f"the page has {rooms[: len(floor)]} where {beside} should stand"
+        room_names = {name.removeprefix("adora_vl.") for name in floor}
+        assert set(rooms[: len(floor)]) == room_names, (
+            f"the page has {rooms[: len(floor)]} where {room_names} should stand"
         )
         rooms = rooms[len(floor) :]
     assert rooms == []
@@ -78,14 +87,15 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TRAINING_NOTEBOOK = ROOT / "notebooks" / "first_training.ipynb"
 
 
-def _code_cells(notebook: Path) -> list[dict[str, Any]]:
+def code_cells(notebook: Path) -> list[dict[str, Any]]:
+    """Return the code cells of a notebook."""
     cells = json.loads(notebook.read_text())["cells"]
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-def _run_cells(notebook: Path, script: Path) -> None:
+def run_cells(notebook: Path, script: Path) -> None:
     """Run the code cells of a notebook in their order, as one script."""
-    texts = ["".join(cell["source"]) for cell in _code_cells(notebook)]
+    texts = ["".join(cell["source"]) for cell in code_cells(notebook)]
     script.write_text(
         "\n".join(f"# code cell {number}\n{text}" for number, text in enumerate(texts))
     )
@@ -101,8 +111,8 @@ def test_a_notebook_runs(path, adora_run, grpo_run, monkeypatch, capsys, tmp_pat
     monkeypatch.setenv("ADORA_RUN", str(adora_run))
     monkeypatch.setenv("ADORA_RUN_GRPO", str(grpo_run))
     monkeypatch.chdir(path.parent)
-    assert 4 <= len(_code_cells(path)) <= 12
-    _run_cells(path, tmp_path / f"{path.stem}.py")
+    assert 4 <= len(code_cells(path)) <= 12
+    run_cells(path, tmp_path / f"{path.stem}.py")
     assert capsys.readouterr().out
 
 
@@ -113,7 +123,7 @@ def test_the_notebook_that_trains_ends_with_a_better_model(monkeypatch, tmp_path
     folder = tmp_path / "notebooks"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    _run_cells(TRAINING_NOTEBOOK, folder / "first_training.py")
+    run_cells(TRAINING_NOTEBOOK, folder / "first_training.py")
     accuracy = {}
     for name in ("before", "after"):
         score = json.loads((tmp_path / "runs" / "first_training" / name / "score.json").read_text())
@@ -125,7 +135,7 @@ def test_the_notebook_that_trains_ends_with_a_better_model(monkeypatch, tmp_path
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_shows_what_its_cells_print(path):
     """A page that is read without running it has tables and pictures, and nothing of a machine."""
-    outputs = [output for cell in _code_cells(path) for output in cell["outputs"]]
+    outputs = [output for cell in code_cells(path) for output in cell["outputs"]]
     assert outputs, "run setup/run_notebooks.py"
     assert all(output["output_type"] != "error" for output in outputs)
     assert all(output.get("name") != "stderr" for output in outputs)
@@ -137,22 +147,23 @@ def test_a_notebook_shows_what_its_cells_print(path):
 def test_the_request_of_the_page_arrives_with_its_image_and_the_trainings_prompt(
     tmp_path, start_server
 ):
+    """The code of docs/evaluation.md is run against a stand-in server."""
     pytest.importorskip("openai")  # comes with vLLM
     server = start_server(lambda body, call: completion_reply("so x = 5", finish_reason="stop"))
-    (block,) = re.findall(
+    (code_block,) = re.findall(
         r"```python\n(import base64.*?)```",
         (ROOT / "docs" / "evaluation.md").read_text(),
         re.DOTALL,
     )
     PIL.Image.new("RGB", (56, 56), "red").save(tmp_path / "problem.png")
-    (tmp_path / "request.py").write_text(block.replace("http://127.0.0.1:8000/v1", server.url))
-    words = [sys.executable, "request.py"]
+    (tmp_path / "request.py").write_text(code_block.replace("http://127.0.0.1:8000/v1", server.url))
+    command = [sys.executable, "request.py"]
     environment = {**os.environ, "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    process = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.stdout == "so x = 5\n", done.stderr[-2000:]
+    assert process.stdout == "so x = 5\n", process.stderr[-2000:]
     system, user = server.requests[0]["messages"]
     assert system["content"] == SYSTEM_PROMPT
-    sent = user["content"][0]["image_url"]["url"].partition(",")[2]
-    assert base64.b64decode(sent) == (tmp_path / "problem.png").read_bytes()
+    sent_image = user["content"][0]["image_url"]["url"].partition(",")[2]
+    assert base64.b64decode(sent_image) == (tmp_path / "problem.png").read_bytes()

@@ -65,7 +65,7 @@ def sentences_of(text: str) -> list[str]:
     return [sentence for group in split for sentence in group if sentence]
 
 
-def count_of(text: str) -> Count:
+def count_words_and_figures(text: str) -> Count:
     """Count what a page has."""
     sentences = sentences_of(text)
     figures = [
@@ -80,6 +80,7 @@ def count_of(text: str) -> Count:
 
 
 def test_a_page_is_counted_without_its_tables_and_code():
+    """Names with numbers are no figures; four numbers in the sentences are."""
     text = (
         "# 12 heads\n\nTRL 1.16 has 7B models of 2026, and `x = 3` is code. It took 0.5 to 12 s.\n\n"
         "| 1 | 2 |\n\n```\n3 4\n```\n\n- one entry of [a list 5](page.md#6)\n- another (7,000)\n"
@@ -89,13 +90,13 @@ def test_a_page_is_counted_without_its_tables_and_code():
         "one entry of a list 5",
         "another (7,000)",
     ]
-    assert count_of(text) == Count(words=25, sentences=4, figures=4)
+    assert count_words_and_figures(text) == Count(words=25, sentences=4, figures=4)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_is_short_to_read(page):
     """A longer sentence is divided, and a figure goes into a table or into benchmarks/README.md."""
-    count = count_of(page.read_text())
+    count = count_words_and_figures(page.read_text())
     assert count.words_in_a_sentence <= MOST_WORDS_A_SENTENCE
     if page.stem not in PAGES_WITHOUT_LIMIT:
         assert count.figures_in_a_hundred_words <= MOST_FIGURES_A_SENTENCE

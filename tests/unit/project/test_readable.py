@@ -33,6 +33,7 @@ CODE_WITH_AND_WITHOUT_BY_KIND: dict[str, tuple[str, str]] = {
 
 
 def test_each_kind_is_told_from_what_is_close_to_it():
+    """The first source of each pair counts once, and the second does not."""
     assert CODE_WITH_AND_WITHOUT_BY_KIND.keys() == readable.COUNTER_BY_KIND.keys()
     for kind, sources in CODE_WITH_AND_WITHOUT_BY_KIND.items():
         counts = [
@@ -44,6 +45,7 @@ def test_each_kind_is_told_from_what_is_close_to_it():
 
 @pytest.fixture
 def project_folder(tmp_path: Path) -> Path:
+    """Make a repository with one room, whose file has a tuple assignment and a vague name."""
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "adora_vl" / "room").mkdir(parents=True)
     (tmp_path / "adora_vl" / "room" / "one.py").write_text("a, b = 1, 2\nfound = 3\n")
@@ -53,28 +55,30 @@ def project_folder(tmp_path: Path) -> Path:
 def test_a_count_that_rises_fails_with_its_room_and_place_and_none_is_written_down(
     project_folder, capsys
 ):
+    """Limits begin as a room is, go down with it, and rise only with `--allow`."""
     limits = project_folder / "limits.json"
 
-    def run(*words: str) -> tuple[int, list[str], Any]:
-        code = readable.main(list(words), project_folder, limits)
-        return code, capsys.readouterr().err.splitlines(), json.loads(limits.read_text())
+    def run(*arguments: str) -> tuple[int, list[str], Any]:
+        """Run the command, and return its exit code, its lines of stderr and the limits."""
+        exit_code = readable.main(list(arguments), project_folder, limits)
+        return exit_code, capsys.readouterr().err.splitlines(), json.loads(limits.read_text())
 
-    code, faults, before = run("--update")
-    assert (code, faults) == (0, []), "a new room begins as it is"
-    assert before == {"adora_vl/room": {"tuple_assign": 1, "vague_name": 1, "crowding": 50}}
+    exit_code, faults, limits_before = run("--update")
+    assert (exit_code, faults) == (0, []), "a new room begins as it is"
+    assert limits_before == {"adora_vl/room": {"tuple_assign": 1, "vague_name": 1, "crowding": 50}}
     (project_folder / "adora_vl" / "room" / "two.py").write_text("groups = 3\nc, d = 1, 2\n")
-    for words in ((), ("--update",)):
-        code, faults, now = run(*words)
-        assert code == 1, "a limit does not rise"
-        assert now == before, "a limit does not rise"
+    for arguments in ((), ("--update",)):
+        exit_code, faults, limits_now = run(*arguments)
+        assert exit_code == 1, "a limit does not rise"
+        assert limits_now == limits_before, "a limit does not rise"
         assert "readable: adora_vl/room: tuple_assign is 2, at most 1" in faults[0]
         assert "adora_vl/room/two.py:2" in faults[0]
     (project_folder / "adora_vl" / "room" / "one.py").write_text("groups = 3\n\n\n")
     (project_folder / "adora_vl" / "room" / "two.py").write_text("c, d = 1, 2\n\n\n")
-    code, faults, now = run("--update")
-    assert code == 0
+    exit_code, faults, limits_now = run("--update")
+    assert exit_code == 0
     assert faults == []
-    assert now["adora_vl/room"].get("vague_name", 0) == 0
+    assert limits_now["adora_vl/room"].get("vague_name", 0) == 0
     (project_folder / "adora_vl" / "room" / "one.py").write_text("found = 3\n\n\n")
     assert run()[0] == 1
     assert run("--allow", "adora_vl/room")[0] == 0

@@ -16,7 +16,7 @@ CARD_PLAN = yaml.safe_load(scanned.CARD_PLAN.read_text())
 
 
 def finished_run(seed, arm, *, accuracy, worked, loss=0.08):
-    """A line of runs.jsonl, with what the verdict and the tables read."""
+    """Return a line of runs.jsonl, with what the verdict and the tables read."""
     held_out = [
         {"step": step, "accuracy": value, "usual": value, "any": value}
         for step, value in ((0, 0.4), (20, 0.4), (40, accuracy))
@@ -36,7 +36,7 @@ def finished_run(seed, arm, *, accuracy, worked, loss=0.08):
 
 
 def pair_of_runs(seed, *, ahead, workings, loss=0.08):
-    """Both arms of a seed, with ADORA so far ahead."""
+    """Return the runs of both arms of a seed, with ADORA so far ahead of GRPO."""
     grpo = finished_run(
         seed,
         "grpo",
@@ -55,6 +55,7 @@ def pair_of_runs(seed, *, ahead, workings, loss=0.08):
 
 
 def test_the_two_arms_of_a_seed_come_one_after_the_other():
+    """Seed 0 is run with GRPO and then with ADORA; pilot seeds are others."""
     order = scanned.runs_in_order(CARD_PLAN, pilot=False)
     assert [trial[2:] for trial in order[:2]] == [(0, "grpo"), (0, "adora")]
     assert not set(CARD_PLAN["pilot"]["seeds"]) & set(CARD_PLAN["seeds"])
@@ -62,19 +63,19 @@ def test_the_two_arms_of_a_seed_come_one_after_the_other():
 
 def test_both_plans_differ_in_what_the_size_asks_for_alone():
     """The task, the arms and the number of rollouts are those of a million parameters."""
-    small = yaml.safe_load(scanned.PLAN.read_text())
+    small_plan = yaml.safe_load(scanned.PLAN.read_text())
     for key in ("pixels", "rows"):
-        assert CARD_PLAN[key] == small[key]
-    assert CARD_PLAN["cases"][CASE]["one_digit"] == small["cases"][CASE]["one_digit"]
-    assert {arm: small["arms"][arm] for arm in CARD_PLAN["arms"]} == CARD_PLAN["arms"]
-    changed = {
-        key for key in CARD_PLAN["train"] if CARD_PLAN["train"][key] != small["train"].get(key)
+        assert CARD_PLAN[key] == small_plan[key]
+    assert CARD_PLAN["cases"][CASE]["one_digit"] == small_plan["cases"][CASE]["one_digit"]
+    assert {arm: small_plan["arms"][arm] for arm in CARD_PLAN["arms"]} == CARD_PLAN["arms"]
+    changed_keys = {
+        key for key in CARD_PLAN["train"] if CARD_PLAN["train"][key] != small_plan["train"].get(key)
     }
-    assert changed == {"learning_rate", "adora_vllm_enforce_eager"}
+    assert changed_keys == {"learning_rate", "adora_vllm_enforce_eager"}
 
 
 @pytest.mark.parametrize(
-    ("ahead", "workings", "begins"),
+    ("ahead", "workings", "beginning_of_verdict"),
     [
         (0.2, 0.7, "a gain: ADORA is +20.0 points of accuracy"),
         (0.2, 0.3, "no gain: "),
@@ -82,38 +83,47 @@ def test_both_plans_differ_in_what_the_size_asks_for_alone():
         (-0.1, 0.7, "no gain: ADORA is -10.0 points"),
     ],
 )
-def test_a_gain_is_accuracy_and_workings(ahead, workings, begins):
+def test_a_gain_is_accuracy_and_workings(ahead, workings, beginning_of_verdict):
+    """20 points of accuracy and 0.7 of workings are a gain; less of either is not."""
     runs = [run for seed in (0, 1) for run in pair_of_runs(seed, ahead=ahead, workings=workings)]
-    assert scanned.verdict(CARD_PLAN, runs).startswith(begins)
+    assert scanned.verdict(CARD_PLAN, runs).startswith(beginning_of_verdict)
     assert scanned.verdict(CARD_PLAN, runs).endswith("in 2 seeds")
 
 
 def test_a_start_that_cannot_read_answers_nothing():
+    """A start with a loss of 0.2 in reading has no verdict, whatever the gain."""
     runs = pair_of_runs(0, ahead=0.3, workings=0.8, loss=0.2)
     assert scanned.verdict(CARD_PLAN, runs).startswith("no answer: the start's loss")
 
 
 def test_half_a_seed_does_not_count():
+    """A seed with GRPO alone changes neither the verdict nor the count of whole seeds."""
     whole_seed = pair_of_runs(0, ahead=0.2, workings=0.7)
-    half = finished_run(1, "grpo", accuracy=0.9, worked=0.9)
-    assert scanned.verdict(CARD_PLAN, [*whole_seed, half]) == scanned.verdict(CARD_PLAN, whole_seed)
-    assert scanned.verdict(CARD_PLAN, [half]) == "no answer: no seed is whole"
-    assert "1 of 3 seeds are whole" in scanned.tables(CARD_PLAN, [*whole_seed, half])
+    half_a_seed = finished_run(1, "grpo", accuracy=0.9, worked=0.9)
+    assert scanned.verdict(CARD_PLAN, [*whole_seed, half_a_seed]) == scanned.verdict(
+        CARD_PLAN, whole_seed
+    )
+    assert scanned.verdict(CARD_PLAN, [half_a_seed]) == "no answer: no seed is whole"
+    assert "1 of 3 seeds are whole" in scanned.tables(CARD_PLAN, [*whole_seed, half_a_seed])
 
 
 def test_a_size_of_the_command_goes_before_that_of_the_plan():
-    small = yaml.safe_load(scanned.PLAN.read_text())
-    assert scanned.size_of(small) is None
-    assert scanned.with_model_size(small, {"width": None}) == small
-    assert scanned.size_of(scanned.with_model_size(small, {"layers": 5})) == ModelSize(layers=5)
-    wider = scanned.with_model_size(CARD_PLAN, {"width": 512, "dtype": "float32"})
-    assert scanned.size_of(wider) == ModelSize(width=512, layers=7, dtype="float32")
+    """A size that is given replaces that of the plan, and must be a multiple of 32."""
+    small_plan = yaml.safe_load(scanned.PLAN.read_text())
+    assert scanned.size_of(small_plan) is None
+    assert scanned.with_model_size(small_plan, {"width": None}) == small_plan
+    assert scanned.size_of(scanned.with_model_size(small_plan, {"layers": 5})) == ModelSize(
+        layers=5
+    )
+    wider_plan = scanned.with_model_size(CARD_PLAN, {"width": 512, "dtype": "float32"})
+    assert scanned.size_of(wider_plan) == ModelSize(width=512, layers=7, dtype="float32")
     assert scanned.size_of(CARD_PLAN) == ModelSize(width=640, layers=7, dtype="bfloat16")
     with pytest.raises(UserError, match="width: 100 is no multiple of 32"):
         scanned.with_model_size(CARD_PLAN, {"width": 100})
 
 
 def test_a_start_of_each_size_has_a_folder_of_its_own(tmp_path):
+    """Seed 1's folder has width, layers and dtype in its name, if the plan has a size."""
     plans: list[dict[str, Any]] = [
         CARD_PLAN,
         scanned.with_model_size(CARD_PLAN, {"width": 512}),
@@ -132,13 +142,15 @@ def test_a_start_of_each_size_has_a_folder_of_its_own(tmp_path):
     ],
 )
 def test_the_machine_and_the_dtype_decide_the_same_keys_of_each_arm(size, device, keys):
+    """`machine_keys` sets CPU or GPU, and bf16 by the model's dtype."""
     assert scanned.machine_keys(size, device) == keys
 
 
 def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps(tmp_path):
-    before = copy.deepcopy(CARD_PLAN)
+    """The plan itself is not changed, and the reward tells a group's answers apart."""
+    plan_before = copy.deepcopy(CARD_PLAN)
     plan = scanned.rehearsal_of(CARD_PLAN, tmp_path)
-    assert before == CARD_PLAN
+    assert plan_before == CARD_PLAN
     assert plan["model"] == CARD_PLAN["model"]
     assert (
         scanned.runs_in_order(plan, pilot=False)
@@ -150,13 +162,14 @@ def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps(tmp_path):
 
 
 def test_no_run_begins_that_would_not_end_in_time():
+    """A run is taken to last as long as the longest one before, 50 s."""
     assert not scanned.is_too_late([], remaining=-1.0), "the first run always begins"
     assert not scanned.is_too_late([40.0, 50.0], remaining=51.0)
     assert scanned.is_too_late([40.0, 50.0], remaining=49.0)
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "beginning_of_error"),
     [
         (["--card"], "error: --card: no GPU is visible"),
         (["--card", "--layers", "0"], "error: layers: 0 is no depth"),
@@ -164,11 +177,14 @@ def test_no_run_begins_that_would_not_end_in_time():
         (["--tables", "nowhere.jsonl"], "error: --tables: nowhere.jsonl is no file"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_one_line(words, named, capsys, monkeypatch):
+def test_what_cannot_be_run_is_refused_in_one_line(
+    arguments, beginning_of_error, capsys, monkeypatch
+):
+    """Without a GPU, with a wrong size or without the file, the command ends with 2."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert scanned.main(words) == 2
+    assert scanned.main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(named)
+    assert line.startswith(beginning_of_error)
 
 
 def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monkeypatch):
@@ -188,6 +204,6 @@ def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monke
     weights = load_file(folder / "model.safetensors")
     assert {str(tensor.dtype) for tensor in weights.values()} == {"torch.bfloat16"}
     assert len(json.loads((folder / "build.json").read_text())["final_losses"]) == 2
-    written = (folder / "model.safetensors").stat().st_mtime_ns
+    mtime_before = (folder / "model.safetensors").stat().st_mtime_ns
     scanned.build_start(folder, plan, 1)
-    assert (folder / "model.safetensors").stat().st_mtime_ns == written, "what is there stays"
+    assert (folder / "model.safetensors").stat().st_mtime_ns == mtime_before, "what is there stays"
