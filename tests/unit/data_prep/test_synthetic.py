@@ -20,7 +20,7 @@ from adora_vl.data.dataset import Row, read_manifest, stored_rows
 from adora_vl.data.images import diagram_hash
 from adora_vl.rewards import canonical_gold, grade, verify_gold
 from adora_vl.rewards.answer import parse_value
-from adora_vl.synthetic import generated as prepare
+from adora_vl.synthetic import generated as generated_module
 from adora_vl.synthetic import knights
 from adora_vl.synthetic.drawing import STYLES, Canvas, Point
 from adora_vl.synthetic.families import PLAIN_FAMILY_BY_NAME
@@ -37,42 +37,48 @@ TEST_ROWS = 40
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare `ROWS` training rows and `TEST_ROWS` test rows; return their folder."""
     output = tmp_path_factory.mktemp("synthetic") / "data"
     prepare_drawn(output, describe_synthetic(rows=ROWS, test_rows=TEST_ROWS))
     return output
 
 
-def _rows(folder: Path) -> list[Row]:
+def rows_of_folder(folder: Path) -> list[Row]:
+    """Return the rows of both splits of a prepared folder."""
     return [*stored_rows(folder, "train"), *stored_rows(folder, "test")]
 
 
-def _diagrams(folder: Path, split: str) -> set[str]:
+def diagram_hashes(folder: Path, split: str) -> set[str]:
+    """Return the hashes of a split's diagrams."""
     images = (row["images"][0]["bytes"] for row in stored_rows(folder, split))
     return {diagram_hash(Image.open(io.BytesIO(encoded))) for encoded in images}
 
 
-def test_the_same_arguments_give_the_samefiles(prepared: Path, tmp_path: Path) -> None:
+def test_the_same_arguments_give_the_samefiles(prepared_folder: Path, tmp_path: Path) -> None:
+    """Two preparations with equal arguments have equal bytes in every file."""
     prepare_drawn(tmp_path / "again", describe_synthetic(rows=ROWS, test_rows=TEST_ROWS))
-    assert file_contents(prepared) == file_contents(tmp_path / "again")
+    assert file_contents(prepared_folder) == file_contents(tmp_path / "again")
 
 
 def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(
-    prepared: Path, tmp_path: Path
+    prepared_folder: Path, tmp_path: Path
 ) -> None:
-    train = _diagrams(prepared, "train")
-    held_out = _diagrams(prepared, "test")
+    """Three seeds and sizes together have no diagram in both splits."""
+    train = diagram_hashes(prepared_folder, "train")
+    held_out = diagram_hashes(prepared_folder, "test")
     for seed in (1, 2):
         output = tmp_path / str(seed)
         prepare_drawn(output, describe_synthetic(rows=ROWS, test_rows=TEST_ROWS + seed, seed=seed))
-        train |= _diagrams(output, "train")
-        held_out |= _diagrams(output, "test")
+        train |= diagram_hashes(output, "train")
+        held_out |= diagram_hashes(output, "test")
     assert len(train) == 3 * ROWS, "another seed gives other diagrams"
     assert train.isdisjoint(held_out)
 
 
-def test_every_row_is_sound(prepared: Path) -> None:
-    rows = _rows(prepared)
+def test_every_row_is_sound(prepared_folder: Path) -> None:
+    """Golds are canonical, solutions correct, pictures 56 pixels wide and in their split."""
+    rows = rows_of_folder(prepared_folder)
     assert len({row["id"] for row in rows}) == ROWS + TEST_ROWS
     assert {row["meta"]["family"] for row in rows} == set(PLAIN_FAMILY_BY_NAME)
     for row in rows:
@@ -90,23 +96,23 @@ def test_every_row_is_sound(prepared: Path) -> None:
 
 def test_workings_of_one_answer_differ_in_length_by_wording() -> None:
     """Else the length of an answer counts its digits, and ADORA's criterion attenuates by that."""
-    words: dict[tuple[str, str, str], set[int]] = {}
+    word_counts: dict[tuple[str, str, str], set[int]] = {}
     for row in generate(600):
         meta = row["meta"]
         for name in ("solution", "slip"):
             digits_alike = re.sub(r"\d+", "0", meta[name])
-            words.setdefault((meta["family"], meta["kind"], name), set()).add(
+            word_counts.setdefault((meta["family"], meta["kind"], name), set()).add(
                 len(digits_alike.split())
             )
-    assert len(words) == 14, words
-    assert all(len(lengths) >= 2 for lengths in words.values()), words
+    assert len(word_counts) == 14, word_counts  # kinds of workings and slips, of all families
+    assert all(len(lengths) >= 2 for lengths in word_counts.values()), word_counts
 
 
 def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A model of the tiny one's size can count the sides of such a polygon."""
-    pictures = _watched(monkeypatch)
+    pictures = record_drawings(monkeypatch)
     dots = list[Point]()
     monkeypatch.setattr(Canvas, "dot", lambda self, centre: dots.append(centre))
     for number in range(20):
@@ -115,12 +121,14 @@ def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(
         (corners,) = pictures[-1].lines
         assert list(corners) == dots
         (x, y), (u, v) = sorted(corners, key=lambda corner: -corner[1])[:2]
+        # the lowest side is tilted by at most four degrees
         assert abs(v - y) <= math.tan(math.radians(4.01)) * abs(u - x)
 
 
 def test_wrong_arguments_end_with_code_2_one_line_and_no_output(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
+    """Each option is refused with what would be right, before a file is written."""
     cases = [
         ({"--families": "circel"}, "did you mean 'circle'?"),
         (
@@ -132,9 +140,9 @@ def test_wrong_arguments_end_with_code_2_one_line_and_no_output(
         ({"--styles": "blod"}, "unknown style 'blod'; did you mean 'bold'?"),
         ({"--choices": "1"}, "--choices: '1' is not a whole number from 2 to 8"),
     ]
-    for changed, expected in cases:
-        with case_folder(f"{changed!r:.80}") as folder:
-            options = {"--output": str(folder / "out"), "--rows": "4", **changed}
+    for options_of_case, expected in cases:
+        with case_folder(f"{options_of_case!r:.80}") as folder:
+            options = {"--output": str(folder / "out"), "--rows": "4", **options_of_case}
             assert (
                 main(["synthetic", *[word for option in options.items() for word in option]]) == 2
             )
@@ -146,50 +154,57 @@ def test_wrong_arguments_end_with_code_2_one_line_and_no_output(
 
 
 def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(tmp_path, monkeypatch):
+    """A folder is kept while it is whole and has the rows that are asked for.
+
+    A lost file, another number of rows or older drawing code makes it anew.
+    """
     folder = tmp_path / "parent" / "data"
 
-    def ensured(rows: int = 4) -> int:
-        """When the folder was made."""
+    def ensure_and_read_time(rows: int = 4) -> int:
+        """Ensure the folder, and return when it was made."""
         assert ensure_drawn(folder, describe_synthetic(rows=rows, test_rows=2)) == folder
         return (folder / "manifest.json").stat().st_mtime_ns
 
-    first = ensured()
-    assert ensured() == first
-    (lost,) = folder.glob("data/test-*")
-    lost.unlink()
-    assert ensured() != first
-    assert lost.is_file()
-    ensured(rows=5)
+    time_of_first = ensure_and_read_time()
+    assert ensure_and_read_time() == time_of_first
+    (lost_file,) = folder.glob("data/test-*")
+    lost_file.unlink()
+    assert ensure_and_read_time() != time_of_first
+    assert lost_file.is_file()
+    ensure_and_read_time(rows=5)
     manifest = read_manifest(folder)
     assert manifest is not None
     assert manifest["counts"] == {"train": 5, "test": 2}
-    older = ensured(rows=5)
+    time_of_older = ensure_and_read_time(rows=5)
     monkeypatch.setattr("adora_vl.synthetic.generated.SYNTHETIC_REVISION", "another")
-    assert ensured(rows=5) != older, "of older drawing code"
+    assert ensure_and_read_time(rows=5) != time_of_older, "of older drawing code"
 
 
 # What the revisions stand for. Where this test fails, equal arguments give other rows than before.
 # If so intended, the revision in adora_vl/synthetic/generated.py has to change too, so that no run
 # resumes on data that changed under it.
-_ROWS_OF = {
-    prepare.SYNTHETIC_REVISION: "02b6374e669f8045b791dbca52d34f0204cd0a220b642bc1436b3c7495f32235",
-    prepare.KNIGHTS_REVISION: "9577b2e7929d3d0b5131ddfa636eaa6dd0d44b594e340ac1a3bda7828f089798",
+DIGEST_BY_REVISION = {
+    generated_module.SYNTHETIC_REVISION: "02b6374e669f8045b791dbca52d34f0204cd0a220b642bc1436b3c7495f32235",
+    generated_module.KNIGHTS_REVISION: "9577b2e7929d3d0b5131ddfa636eaa6dd0d44b594e340ac1a3bda7828f089798",
 }
 
 
 def test_a_revision_stands_for_the_same_rows() -> None:
+    """Rows of both splits, a level and choices, and of knights, have the digests above."""
     drawn = [
         *generate(200, split="train", seed=1, size=56),
         *generate(50, split="test", size=112, level=2, choices=4),
     ]
     digests = {
-        prepare.SYNTHETIC_REVISION: _digest(drawn),
-        prepare.KNIGHTS_REVISION: _digest(knights.generate(100, split="test", seed=1)),
+        generated_module.SYNTHETIC_REVISION: digest_of_rows(drawn),
+        generated_module.KNIGHTS_REVISION: digest_of_rows(
+            knights.generate(100, split="test", seed=1)
+        ),
     }
-    assert digests == _ROWS_OF
+    assert digests == DIGEST_BY_REVISION
 
 
-def _digest(rows: Iterable[Any]) -> str:
+def digest_of_rows(rows: Iterable[Any]) -> str:
     """Hash texts and pixels.
 
     Pillow draws alike on every processor; another Pillow may not, so the pins decide.
@@ -205,17 +220,17 @@ def _digest(rows: Iterable[Any]) -> str:
 
 
 # A digest for each family and level, of the code that drew each family by itself.
-_DRAWN_PROBLEMS = json.loads(Path(__file__).with_name("drawn_problems.json").read_text())
-_PINNED_TEXTS = ("question", "answer", "solution", "slip", "goal", "shapes", "kind")
+DIGESTS_OF_PROBLEMS = json.loads(Path(__file__).with_name("drawn_problems.json").read_text())
+PINNED_TEXTS = ("question", "answer", "solution", "slip", "goal", "shapes", "kind")
 
 
-def _digest_of_problems(family: str, level: int) -> str:
+def digest_of_problems(family: str, level: int) -> str:
     """Hash texts and pixels of a family's problems, and how far they moved the generator."""
     digest = hashlib.sha256()
     for seed, style in enumerate(("plain", "plain", "board")):
         rng = random.Random(seed)
         problem = FAMILY_BY_NAME[family](rng, 224, level, STYLES[style])
-        texts = [getattr(problem, name) for name in _PINNED_TEXTS]
+        texts = [getattr(problem, name) for name in PINNED_TEXTS]
         digest.update(repr(texts).encode())
         digest.update(problem.image.tobytes())
         # One draw more or less would change each row that follows.
@@ -226,11 +241,12 @@ def _digest_of_problems(family: str, level: int) -> str:
 @pytest.mark.parametrize("family", FAMILY_BY_NAME)
 def test_every_family_draws_the_same_problems_as_ever(family: str) -> None:
     """Where this fails on purpose, `SYNTHETIC_REVISION` has to change with the digests."""
-    digests = {str(level): _digest_of_problems(family, level) for level in LEVELS}
-    assert digests == _DRAWN_PROBLEMS[family]
+    digests = {str(level): digest_of_problems(family, level) for level in LEVELS}
+    assert digests == DIGESTS_OF_PROBLEMS[family]
 
 
 def test_what_is_drawn_never_replaces_another_dataset(tmp_path: Path) -> None:
+    """A folder with data of Geometry3K is refused, and not drawn over."""
     prepare_drawn(tmp_path / "data", describe_synthetic(rows=2, test_rows=0))
     manifest = tmp_path / "data" / "manifest.json"
     manifest.write_text(
@@ -243,7 +259,7 @@ def test_what_is_drawn_never_replaces_another_dataset(tmp_path: Path) -> None:
 def test_the_rows_that_the_shipped_tiny_model_learned_from_never_change() -> None:
     """A change here means `make tiny-model`."""
     assert (
-        _digest(generate(10, seed=1000))
+        digest_of_rows(generate(10, seed=1000))
         == "7aa6d9d3d9289cc165e85378fc043423056cb59e5cae9faee469e7848b2fbad7"
     )
 
@@ -251,6 +267,7 @@ def test_the_rows_that_the_shipped_tiny_model_learned_from_never_change() -> Non
 def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_right(
     subtests: pytest.Subtests,
 ) -> None:
+    """25 problems of each level; each of the four letters is right in some problem."""
     for level in LEVELS:
         with subtests.test(f"{level}"):
             rows = list(
@@ -269,9 +286,9 @@ def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_ri
                 assert grade(row["meta"]["solution"], row["answer"]).verdict == "correct", row
                 assert len(row["choices"]) == 4
                 boxes = [f"\\boxed{{{choice}}}" for choice in row["choices"]]
-                right = [grade(box, row["answer"]).verdict == "correct" for box in boxes]
-                assert right.count(True) == 1
-                assert right.index(True) == "ABCD".index(row["answer_raw"])
+                is_correct = [grade(box, row["answer"]).verdict == "correct" for box in boxes]
+                assert is_correct.count(True) == 1
+                assert is_correct.index(True) == "ABCD".index(row["answer_raw"])
                 letters.add(row["answer_raw"])
                 assert split_of(row["images"][0]) == "train", "no diagram of the test split"
             assert letters == set("ABCD")
@@ -279,6 +296,7 @@ def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_ri
 
 
 def test_styles_change_the_picture_and_nothing_else() -> None:
+    """One problem in each style has another diagram, and the same question and answer."""
     pictures = {}
     for style in STYLES:
         problem = FAMILY_BY_NAME["triangle_angle"](random.Random(1), 168, 2, STYLES[style])
@@ -288,6 +306,7 @@ def test_styles_change_the_picture_and_nothing_else() -> None:
 
 
 def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path) -> None:
+    """Families take turns in the rows, and the manifest has the options."""
     command = [
         "synthetic",
         "--output",
@@ -310,7 +329,7 @@ def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path
         "4",
     ]
     assert main([*command, "--seed", "3"]) == 0
-    rows = _rows(tmp_path / "out")
+    rows = rows_of_folder(tmp_path / "out")
     assert [row["meta"]["family"] for row in rows[:3]] == [
         "triangle_angle",
         "circle",
@@ -324,7 +343,7 @@ def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path
     assert manifest["arguments"]["styles"] == ["board", "pencil"]
 
 
-class _Drawn:
+class DrawnPicture:
     """One picture as the drawing calls tell it: labels with their places, and right angles."""
 
     def __init__(self) -> None:
@@ -336,13 +355,15 @@ class _Drawn:
         return {text: at for text, at in self.labels if re.fullmatch("[A-Z]", text)}
 
     def numbers(self) -> list[int]:
+        """Return the labels that are numbers or degrees, as numbers."""
         return [int(text.rstrip("°")) for text, _ in self.labels if re.fullmatch(r"\d+°?", text)]
 
     def values(self) -> list[str]:
+        """Return the labels that are no letters."""
         return [text for text, _ in self.labels if not re.fullmatch("[A-Z]", text)]
 
     def at_side(self, ends: str) -> str:
-        """The value that stands nearest to the middle between two letters."""
+        """Return the value that stands nearest to the middle between two letters."""
         points = self.points()
         x, y = points[ends[0]]
         u, v = points[ends[1]]
@@ -350,53 +371,59 @@ class _Drawn:
         return min(self._others(), key=lambda label: math.dist(label[1], middle))[0]
 
     def at_corner(self, letter: str) -> str:
-        """The value that stands nearest to a letter."""
+        """Return the value that stands nearest to a letter."""
         return min(self._others(), key=lambda label: math.dist(label[1], self.points()[letter]))[0]
 
     def _others(self) -> list[tuple[str, Point]]:
         return [label for label in self.labels if not re.fullmatch("[A-Z]", label[0])]
 
 
-def _watched(monkeypatch: pytest.MonkeyPatch) -> list[_Drawn]:
-    """The pictures from now on, in the order in which they are begun."""
-    pictures: list[_Drawn] = []
-    start = Canvas.__init__
-    label = Canvas.label
-    line = Canvas.line
+def record_drawings(monkeypatch: pytest.MonkeyPatch) -> list[DrawnPicture]:
+    """Return a list of the pictures that are drawn from now on, in the order of their beginning.
 
-    def begun(self: Canvas, *arguments: Any) -> None:
-        self.drawn = _Drawn()  # type: ignore[attr-defined]
+    A label that cannot be seen fails the test.
+    """
+    pictures: list[DrawnPicture] = []
+    original_init = Canvas.__init__
+    original_label = Canvas.label
+    original_line = Canvas.line
+
+    def begin_picture(self: Canvas, *arguments: Any) -> None:
+        self.drawn = DrawnPicture()  # type: ignore[attr-defined]
         pictures.append(self.drawn)  # type: ignore[attr-defined]
-        start(self, *arguments)
+        original_init(self, *arguments)
 
-    def labelled(self: Canvas, text: str, centre: Point) -> None:
+    def record_label(self: Canvas, text: str, centre: Point) -> None:
         before = self.picture()
-        label(self, text, centre)
+        original_label(self, text, centre)
         assert self.picture() != before, f"{text} cannot be seen"
         self.drawn.labels.append((text, centre))  # type: ignore[attr-defined]
 
-    def lined(self: Canvas, *points: Point, closed: bool = False) -> None:
+    def record_line(self: Canvas, *points: Point, closed: bool = False) -> None:
         self.drawn.lines.append(points)  # type: ignore[attr-defined]
-        line(self, *points, closed=closed)
+        original_line(self, *points, closed=closed)
 
-    monkeypatch.setattr(Canvas, "__init__", begun)
-    monkeypatch.setattr(Canvas, "label", labelled)
-    monkeypatch.setattr(Canvas, "line", lined)
+    monkeypatch.setattr(Canvas, "__init__", begin_picture)
+    monkeypatch.setattr(Canvas, "label", record_label)
+    monkeypatch.setattr(Canvas, "line", record_line)
     return pictures
 
 
-def _solved_for_x(text: str, value: float) -> float:
-    """x in `3x + 10 = value`."""
+def solve_for_x(text: str, value: float) -> float:
+    """Return x in an equation such as `3x + 10 = value`."""
     match = re.fullmatch(r"(\d*)x(?: ([+-]) (\d+))?", text)
     assert match, text
     added = int(match[3] or 0) * (-1 if match[2] == "-" else 1)
     return (value - added) / int(match[1] or 1)
 
 
-def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
-    """The answer from the question and what is drawn alone, by other formulas where there are any."""
+def recompute_answer(family: str, question: str, drawn: DrawnPicture) -> float:
+    """Return the answer that follows from the question and what is drawn alone.
+
+    Other formulas than those of the drawing code are used, where there are any.
+    """
     numbers = drawn.numbers()
-    asked_x = "x" in question
+    asks_for_x = "x" in question
     if family == "isosceles":
         return 90 - numbers[0] / 2
     if family == "polygon":
@@ -411,7 +438,7 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
     if family == "circle":
         return 2 * numbers[0] * (math.pi if "circumference" in question else 1)
     if family == "right_triangle_side":
-        if asked_x:  # x at A C is opposite of the angle at B, the right angle is at C
+        if asks_for_x:  # x at A C is opposite of the angle at B, the right angle is at C
             angle = math.radians(int(drawn.at_corner("B").rstrip("°")))
             return int(drawn.at_side("AB")) * (
                 math.sin(angle) if drawn.at_side("AC") == "x" else math.cos(angle)
@@ -420,15 +447,19 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
             return math.hypot(int(drawn.at_side("AC")), int(drawn.at_side("BC")))
         return math.sqrt(int(drawn.at_side("AB")) ** 2 - int(drawn.at_side("AC")) ** 2)
     if family == "triangle_angle":
-        if not asked_x:
+        if not asks_for_x:
             return 180 - sum(numbers)
         first_text, second_text = [text for text in drawn.values() if "x" in text]
-        at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (first_text, second_text)]
-        return (180 - numbers[0] - sum(at_0)) / (_factor(first_text) + _factor(second_text))
+        values_at_0 = [
+            -solve_for_x(text, 0) * factor_of_x(text) for text in (first_text, second_text)
+        ]
+        return (180 - numbers[0] - sum(values_at_0)) / (
+            factor_of_x(first_text) + factor_of_x(second_text)
+        )
     if family == "inscribed_arc":
-        if asked_x:
+        if asks_for_x:
             (text,) = [text for text in drawn.values() if "x" in text]
-            return _solved_for_x(text, numbers[0] / 2)
+            return solve_for_x(text, numbers[0] / 2)
         return numbers[0] / 2 if "angle" in question else 2 * numbers[0]
     if family == "parallel_segment":
         if sides := re.search(r"A D = (\d+), A B = (\d+), and A E = (\d+)", question):
@@ -438,17 +469,18 @@ def _recomputed(family: str, question: str, drawn: _Drawn) -> float:
         ae = int(drawn.at_side("AE"))
         ed = int(drawn.at_side("ED"))
         bc = ab / ae * ed
-        return _solved_for_x(drawn.at_side("BC"), bc) if asked_x else bc
+        return solve_for_x(drawn.at_side("BC"), bc) if asks_for_x else bc
     assert family == "parallelogram_side"
     left_text = drawn.at_side("AB")
-    right = drawn.at_side("CD")
-    if right.isdigit():
-        return _solved_for_x(left_text, int(right))
-    at_0 = [-_solved_for_x(text, 0) * _factor(text) for text in (left_text, right)]
-    return (at_0[1] - at_0[0]) / (_factor(left_text) - _factor(right))
+    right_text = drawn.at_side("CD")
+    if right_text.isdigit():
+        return solve_for_x(left_text, int(right_text))
+    values_at_0 = [-solve_for_x(text, 0) * factor_of_x(text) for text in (left_text, right_text)]
+    return (values_at_0[1] - values_at_0[0]) / (factor_of_x(left_text) - factor_of_x(right_text))
 
 
-def _factor(text: str) -> int:
+def factor_of_x(text: str) -> int:
+    """Return the factor of x in a text such as `3x + 10`."""
     match = re.match(r"(\d*)x", text)
     assert match, text
     return int(match[1] or 1)
@@ -458,7 +490,7 @@ def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtes
     """Every number that is needed is drawn, or stands in the question, apart from the others and
     inside.
     """
-    pictures = _watched(monkeypatch)
+    pictures = record_drawings(monkeypatch)
     for family, level in product(
         FAMILY_BY_NAME.keys() - {"corners"}, LEVELS
     ):  # that one is no figure
@@ -468,10 +500,10 @@ def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtes
                 problem = FAMILY_BY_NAME[family](
                     random.Random(f"{family}{level}{number}"), 224, level, STYLES["plain"]
                 )
-                written = parse_value(problem.answer).number
-                assert written is not None
-                recomputed = _recomputed(family, problem.question, pictures[-1])
-                assert math.isclose(float(written.value), recomputed, rel_tol=1e-9), (
+                parsed_answer = parse_value(problem.answer).number
+                assert parsed_answer is not None
+                recomputed = recompute_answer(family, problem.question, pictures[-1])
+                assert math.isclose(float(parsed_answer.value), recomputed, rel_tol=1e-9), (
                     problem.question,
                     pictures[-1].labels,
                 )

@@ -61,11 +61,11 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
     def note_before(name: str, note: Callable[..., None]) -> None:
         original = getattr(Canvas, name)
 
-        def noted(canvas: Canvas, *words: object, **options: object) -> object:
-            note(*words)
-            return original(canvas, *words, **options)
+        def note_and_draw(canvas: Canvas, *arguments: object, **options: object) -> object:
+            note(*arguments)
+            return original(canvas, *arguments, **options)
 
-        monkeypatch.setattr(Canvas, name, noted)
+        monkeypatch.setattr(Canvas, name, note_and_draw)
 
     def note_circle(centre: Point, radius: float) -> None:
         notes.circles += 1
@@ -80,7 +80,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
     return notes
 
 
-def solved(sentences: tuple[str, ...]) -> str:
+def solve_sentences(sentences: tuple[str, ...]) -> str:
     """Solve a problem in the text form, and return its answer in its short form."""
     result = solve_form(read_form_from_text("\n".join(sentences)))
     assert result.status == "answered", (sentences, result.why)
@@ -89,7 +89,7 @@ def solved(sentences: tuple[str, ...]) -> str:
 
 def assert_solved(problem: SyntheticProblem) -> None:
     """Assert that the text form of a problem determines its answer."""
-    answer = solved(problem.sentences)
+    answer = solve_sentences(problem.sentences)
     result = grade(f"\\boxed{{{answer}}}", problem.answer)
     assert result.verdict == "correct", (problem.sentences, answer, problem.answer)
 
@@ -99,6 +99,7 @@ def assert_solved(problem: SyntheticProblem) -> None:
 def test_a_lettered_problem_is_solved_from_the_sentences_it_is_drawn_from(
     name: str, level: int
 ) -> None:
+    """The engine's answer is the problem's, and both ask for the same letters."""
     for seed in SEEDS:
         problem = LETTERED_FAMILY_BY_NAME[name](random.Random(seed), SIZE, level, PLAIN)
         assert_solved(problem)
@@ -111,59 +112,61 @@ def test_a_lettered_problem_is_solved_from_the_sentences_it_is_drawn_from(
 # What the picture of a plain family says of its text form.
 
 
-def isosceles(drawing: Drawing) -> list[str]:
-    """The apex angle is written."""
+def sentences_of_isosceles(drawing: Drawing) -> list[str]:
+    """Return the sentence of the apex angle, which is written."""
     (apex,) = drawing.texts
     return [f"angle BAC = {apex}"]
 
 
-def polygon(drawing: Drawing) -> list[str]:
-    """Dots stand at the corners, and show how many there are."""
+def sentences_of_polygon(drawing: Drawing) -> list[str]:
+    """Return the sentence of the corners, at which dots show how many there are."""
     return [f"regular polygon {'ABCDEFGHIJKL'[: drawing.dots]}"]
 
 
-def right_triangle(drawing: Drawing) -> list[str]:
-    """Both legs have a label."""
+def sentences_of_right_triangle(drawing: Drawing) -> list[str]:
+    """Return the sentences of the legs, which both have a label."""
     down, across = drawing.texts
     return ["right angle ABC", f"AB = {down}", f"BC = {across}"]
 
 
-def crossing(drawing: Drawing) -> list[str]:
-    """The angle above is written, and x stands below or at the right."""
+def sentences_of_crossing(drawing: Drawing) -> list[str]:
+    """Return the sentences of the angle above, which is written, and of x, below or right."""
     above, unknown = drawing.labels
     is_below = unknown[1][1] > 0.7
     return [f"angle AED = {above[0]}", "find angle CEB" if is_below else "find angle DEB"]
 
 
-def circle(drawing: Drawing) -> list[str]:
-    """The radius is drawn with its length."""
+def sentences_of_circle(drawing: Drawing) -> list[str]:
+    """Return the sentences of the radius, which is drawn with its length."""
     (radius,) = drawing.texts
     return ["circle O: A", f"radius O = {radius}"]
 
 
-SEEN_IN_PICTURE = {
-    "isosceles": isosceles,
-    "polygon": polygon,
-    "right_triangle": right_triangle,
-    "crossing": crossing,
-    "circle": circle,
+SENTENCES_SEEN_BY_FAMILY = {
+    "isosceles": sentences_of_isosceles,
+    "polygon": sentences_of_polygon,
+    "right_triangle": sentences_of_right_triangle,
+    "crossing": sentences_of_crossing,
+    "circle": sentences_of_circle,
 }
 
 
 def test_each_plain_family_is_compared_with_its_picture() -> None:
-    assert set(SEEN_IN_PICTURE) == set(PLAIN_FAMILY_BY_NAME)
+    """No plain family is missing in the table above."""
+    assert set(SENTENCES_SEEN_BY_FAMILY) == set(PLAIN_FAMILY_BY_NAME)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", SEEN_IN_PICTURE)
+@pytest.mark.parametrize("name", SENTENCES_SEEN_BY_FAMILY)
 def test_a_plain_problem_is_solved_from_what_its_picture_shows(
     drawing: Drawing, name: str, level: int
 ) -> None:
+    """What the picture shows is in the text form, and the engine solves that."""
     solved_kinds = set()
     for seed in (*SEEDS, *range(10, 16)):
         drawing.clear()
         problem = PLAIN_FAMILY_BY_NAME[name](random.Random(seed), SIZE, level, PLAIN)
-        assert set(SEEN_IN_PICTURE[name](drawing)) <= set(problem.sentences)
+        assert set(SENTENCES_SEEN_BY_FAMILY[name](drawing)) <= set(problem.sentences)
         if seed in SEEDS or problem.kind not in solved_kinds:
             assert_solved(problem)
         solved_kinds.add(problem.kind)
@@ -171,12 +174,13 @@ def test_a_plain_problem_is_solved_from_what_its_picture_shows(
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_last_digit_of_a_perimeter_is_that_of_the_figure(drawing: Drawing, level: int) -> None:
+    """The sides in picture and question are those of the text form, whose answer has the digit."""
     problem = perimeter_digit(random.Random(level), SIZE, level)
     sides = [*drawing.texts, *re.findall(r"\d+", problem.question)]
     names = ("AB", "BC", "CD", "DA")
-    shown = {f"{name} = {side}" for name, side in zip(names, sides, strict=True)}
-    assert shown <= set(problem.sentences)
-    assert problem.answer == solved(problem.sentences)[-1]
+    shown_sentences = {f"{name} = {side}" for name, side in zip(names, sides, strict=True)}
+    assert shown_sentences <= set(problem.sentences)
+    assert problem.answer == solve_sentences(problem.sentences)[-1]
 
 
 KITE = {
@@ -200,6 +204,7 @@ def test_a_form_that_no_family_has_is_drawn_as_it_is_said(drawing: Drawing) -> N
 
 
 def test_a_line_that_a_sentence_names_first_is_drawn(drawing: Drawing) -> None:
+    """The diagonal AC is no side, and is drawn when its length is said."""
     form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
     drawing.clear()
     form.say("AC = 9")
@@ -207,6 +212,7 @@ def test_a_line_that_a_sentence_names_first_is_drawn(drawing: Drawing) -> None:
 
 
 def test_what_is_only_noted_is_not_drawn(drawing: Drawing) -> None:
+    """`note` adds sentences, and leaves the picture as it is."""
     form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
     drawing.clear()
     form.note("AB = 7", "find AC")
@@ -216,6 +222,7 @@ def test_what_is_only_noted_is_not_drawn(drawing: Drawing) -> None:
 
 
 def test_labels_that_would_touch_are_refused() -> None:
+    """A second label of the side AB has no room."""
     form = DrawnForm(random.Random(1), SIZE, PLAIN, KITE, "ABCD kite")
     form.say("AB = 9")
     with pytest.raises(ClutteredError):
@@ -226,8 +233,10 @@ def test_rows_with_figures_can_be_paid_for_true_steps(tmp_path: Path) -> None:
     """What the option adds is what the reward `steps` reads; without it the columns stay as ever."""
     families = ("inscribed_arc", "corners")
     for name, options in {"plain": {}, "figures": {"figures": True}}.items():
-        drawn = describe_synthetic(rows=4, test_rows=1, size=SIZE, families=families, **options)
-        prepare_drawn(tmp_path / name, drawn)
+        dataset_description = describe_synthetic(
+            rows=4, test_rows=1, size=SIZE, families=families, **options
+        )
+        prepare_drawn(tmp_path / name, dataset_description)
     plain_rows = list(stored_rows(tmp_path / "plain", "train"))
     rows = list(stored_rows(tmp_path / "figures", "train"))
     for plain_row, row in zip(plain_rows, rows, strict=True):
