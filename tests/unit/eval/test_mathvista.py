@@ -296,7 +296,7 @@ def test_an_item_counts_for_each_of_its_skills_and_twice_for_id_if_it_is_in_both
 
 
 def test_more_answers_to_the_same_problems_do_not_narrow_an_interval() -> None:
-    """That holds for the overall cell, for the benchmark's own, and for those of groups."""
+    """The overall cell, the benchmark's own and those of groups keep the width of their intervals."""
     task = "geometry problem solving"
     rows = []
     for index in range(6):

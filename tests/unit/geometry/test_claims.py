@@ -92,7 +92,7 @@ def count_steps(claims: list[CheckedClaim]) -> int:
     "name", ["published_claims_2", "published_claims", "written_claims", "new_claims"]
 )
 def test_claims_of_marked_texts_are_read_as_people_read_them(name: str) -> None:
-    """Of the claims that are read 98 % are rightly read, and of the marks 95 % are found.
+    """98 % of the claims that are read are rightly read, and 95 % of the marks are found.
 
     `published_claims_2` and `new_claims` were marked before the grammar had ever read their texts.
     """

@@ -56,7 +56,7 @@ BROKEN_CHECKS_MODULE = "tests.unit.project.broken_gpu_checks"
 
 @pytest.mark.parametrize("name", CHECKS_FOR_A_GPU_ENGINE)
 def test_what_a_cpu_engine_lacks_is_skipped_with_its_reason(name):
-    """Such a check has one line, which is skipped and says what a CPU engine lacks."""
+    """The check has one line, which is skipped and says what a CPU engine lacks."""
     (line,) = run_check_on_cpu(name)
     assert line.verdict is CheckResult.SKIPPED
     assert line.note.startswith("a CPU engine has ")

@@ -1,6 +1,4 @@
-"""Of each table of figures on the pages, a cheap row or column is what the command prints that made
-the table.
-"""
+"""A cheap row or column of each table of figures on the pages is what the table's command prints."""
 
 import json
 import re

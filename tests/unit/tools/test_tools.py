@@ -580,7 +580,7 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
 
 
 def test_calls_that_are_too_many_and_the_last_turn_are_said():
-    """Of nine calls those over the limit are refused; the last turn says that it is the last."""
+    """Calls over the limit of a turn are refused, and the last turn says that it is the last."""
     toolbox = build_toolbox()
     call = tool_call("calculate", expression="1+1")
     answer = toolbox.answer(call * 9, [], seed="0", is_last=True)
