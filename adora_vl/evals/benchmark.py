@@ -107,13 +107,14 @@ def load_checked_problems(benchmark: Benchmark, options: DataOptions) -> LoadedP
 def default_data_options(benchmark: Benchmark, data: str, prompt: str | None) -> DataOptions:
     """Return the options with which a benchmark loads data during a training.
 
-    Its own options have their defaults.
+    Options that only this benchmark has keep their defaults.
 
     Args:
         benchmark: The benchmark.
         data: The folder, file or hub id of the data.
         prompt: The template of the prompts, for a benchmark with such an option; others ignore it.
     """
+    # `fingerprint` names the data options of a benchmark on which an answer depends.
     kwargs = {"prompt": prompt} if "prompt" in benchmark.fingerprint else {}
     return benchmark.data_options(data=data, split=benchmark.split, **kwargs)
 

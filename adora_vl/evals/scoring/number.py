@@ -312,10 +312,10 @@ def _find_number_words(text: str) -> list[_NumberMatch]:
 
 
 def _without_explanation(sentence: str) -> str:
-    """Remove what explains the number of a sentence, and words in brackets: both may have others.
+    """Remove the explanation of a sentence's number, and words in brackets.
 
-    `x is 60, which is a third of 180` becomes `x is 60`. If no number would be left, only one of
-    both is removed, or else the whole sentence is returned.
+    Both may have other numbers: `x is 60, which is a third of 180` becomes `x is 60`. If no number
+    would be left, only one of both is removed, or else the whole sentence is returned.
     """
     before_explanation = _EXPLANATION_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
     for shorter_sentence in (
