@@ -249,7 +249,7 @@ def _noun_of_coloured_part(colour: str, part: Term) -> str:
 def _noun_of_single_measure(head: str, part_noun: str) -> str | None:
     """Return a measure of one part as a noun: `the area of circle A` for `AreaOf(Circle(A))`.
 
-    `head` is `AreaOf` then, and `part_noun` is `circle A`. Returns None for a measure without words.
+    `head` is `AreaOf` then, and `part_noun` is `circle A`. Returns None for one without words.
     """
     if head == "RatioOf":
         return f"{part_noun} as a fraction"

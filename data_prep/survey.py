@@ -397,7 +397,7 @@ def left_out_lines(manifest: Manifest) -> list[str]:
     return lines
 
 
-# The lines of a table on one property: {"Circle": ["12", "3"]} has a label and a cell for each split.
+# The lines of a table on one property. {"Circle": ["12", "3"]} has a label and a cell a split.
 _TableBlock = dict[str, list[str]]
 
 

@@ -143,7 +143,7 @@ def with_decimal_points(text: str, row_error: MakeRowError) -> str:
     brackets: list[str] = []
 
     def protect_brackets(match: re.Match[str]) -> str:
-        """Return brackets with a `;` or `|` as they are; keep others in the list, and return NUL."""
+        """Return brackets with a `;` or `|` as they are; keep others in a list, and return NUL."""
         if re.search(r"(?<!\\);|\|", match[0]):
             return match[0]
         brackets.append(match[0])

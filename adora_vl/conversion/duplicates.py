@@ -212,8 +212,8 @@ def _contradiction_error(row: Row, contradiction: Contradiction) -> RowError:
         row_id=refused_row.row_id,
         reason="contradiction",
         wrong=(
-            f"its question and pictures are those of {other_row.origin} ({other_row.row_id}), where "
-            f"the answer is {shown(other_row.gold)} and not {shown(refused_row.gold)}"
+            f"its question and pictures are those of {other_row.origin} ({other_row.row_id}), "
+            f"where the answer is {shown(other_row.gold)} and not {shown(refused_row.gold)}"
         ),
         remedy=f"correct one of them, or remove {refused_row.origin}",
         original_files=[image["bytes"] for image in row["images"]],

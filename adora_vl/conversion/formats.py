@@ -101,7 +101,7 @@ def open_table(path: Path, columns: Columns) -> Table:
         names = class_names(columns, {**_features_from_card(path), **features})
 
     def read_chosen_columns() -> PositionedRecords:
-        """Yield each row with its position and only its wanted columns, or what is wrong with it."""
+        """Yield each row with its position and its wanted columns, or what is wrong with it."""
         with _user_errors_for(path):
             for position, record in table.read_records():
                 if isinstance(record, dict):
@@ -151,7 +151,7 @@ def row_count(path: Path) -> int:
 
 
 def _open_dataset(path: Path) -> Any:
-    """Return an Arrow file, or the folder of `save_to_disk` that `path` stands in, as a `Dataset`."""
+    """Return an Arrow file, or the folder of `save_to_disk` around `path`, as a `Dataset`."""
     from datasets import Dataset, load_from_disk
 
     try:
@@ -165,7 +165,7 @@ def _open_dataset(path: Path) -> Any:
 
 
 def _open_arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
-    """Open a table of Parquet or Arrow; return it with the `Features` that `datasets` wrote into it.
+    """Open a table of Parquet or Arrow; return it with the `Features` that it has of `datasets`.
 
     Features are the types of the columns by their names, {} where the file has none.
     """
@@ -329,7 +329,10 @@ def _csv_rows(
                 bad_record = BadRecord(
                     reason="not_a_row",
                     wrong=f"the line has {len(row)} cells and the header {len(header)}",
-                    remedy=f"quote cells that have a {delimiter_name} or a line break in {ROW_LOCATION}",
+                    remedy=(
+                        f"quote cells that have a {delimiter_name} or a line break in "
+                        f"{ROW_LOCATION}"
+                    ),
                     original=delimiter.join(row).encode("utf-8", "replace"),
                 )
                 yield position, bad_record
@@ -404,7 +407,7 @@ def _filled_rows(sheet: ReadOnlyWorksheet) -> Iterator[tuple[int, list[Any]]]:
 
 
 def _cell_value(cell: ReadOnlyCell) -> Any:
-    """Return the value of a cell as Excel shows it: `50%` for 0.5 in per cent, 15 digits at most."""
+    """Return the value of a cell as Excel shows it: `50%` for 0.5 in per cent, up to 15 digits."""
     value = cell.value
     if isinstance(value, str):
         return value.strip()

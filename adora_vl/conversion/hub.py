@@ -133,8 +133,8 @@ def _chosen_splits(name: str, hub_splits: list[str], splits: Mapping[str, str]) 
     Args:
         name: the id of the data set.
         hub_splits: all its splits.
-        splits: those that the user has chosen, in the form of the result. If it is empty, the splits
-            with a usual name are read.
+        splits: those that the user has chosen, in the form of the result. If it is empty, the
+            splits with a usual name are read.
 
     Raises:
         UserError: the data set lacks a chosen split, or none of its splits has a usual name.
@@ -153,8 +153,8 @@ def _chosen_splits(name: str, hub_splits: list[str], splits: Mapping[str, str]) 
     for hub_split in splits.values():
         if hub_split not in hub_splits:
             raise UserError(
-                f"splits: {name!r} has no split {hub_split!r}{did_you_mean(hub_split, hub_splits)}; "
-                f"it has {', '.join(hub_splits)}"
+                f"splits: {name!r} has no split {hub_split!r}{did_you_mean(hub_split, hub_splits)}"
+                f"; it has {', '.join(hub_splits)}"
             )
     return dict(splits)
 

@@ -47,7 +47,7 @@ class PictureError(ValueError):
 
 @dataclass(frozen=True)
 class ImageSource:
-    """Where the paths of pictures in a table lead: to files on disk, or to those of a hub's data set.
+    """Where the paths of pictures in a table lead: to files on disk, or of a data set on the hub.
 
     Without folders there are no files on disk, as in a stream from the hub.
     """
@@ -267,8 +267,8 @@ def resolve_path(name: str, source: ImageSource) -> Path:
         unquoted_path = _path_in_root(unquote(name).replace("\\", "/"), source)
     except PictureError:
         return literal_path
-    # All existing paths, relative to the folder, that fit the first components of the path. They are
-    # made longer by one component at a time.
+    # All existing paths, relative to the folder, that fit the first components of the path. They
+    # are made longer by one component at a time.
     matches = [Path()]
     for component in Path(os.path.relpath(unquoted_path, folder)).parts:
         longer_matches = []

@@ -54,7 +54,7 @@ class CleanedRow:
     def row_error(self, reason: str, wrong: str, remedy: str) -> RowError:
         """Return the error of a fault of this row, which then goes to the file of unusable rows.
 
-        `reason` is the broken rule in one word, `wrong` says what is wrong, and `remedy` what to do.
+        `reason` is the broken rule in one word. `wrong` says what is wrong, `remedy` what to do.
         """
         record = {name: self.row[name] for name in ("problem", "answer", "answer_raw", "choices")}
         return RowError(
@@ -184,7 +184,7 @@ class Deduplicator:
         # What the manifest says of leaks: two counts, and the first rows as examples.
         self.leaks: dict[str, Any] = {"found": 0, "dropped": 0, "rows": []}
         # What the manifest says of usable rows, by the keys of `WARNING_TEXTS`: how many rows have
-        # the warning, and the first of them, as {"percent": {"rows": 2, "example": "geo/train/17"}}.
+        # the warning, and the first of them: {"percent": {"rows": 2, "example": "geo/train/17"}}.
         self.warnings: dict[str, dict[str, Any]] = {}
         self.rows_read = 0
 
@@ -494,8 +494,8 @@ def _keep_unusable_rows(
     """
     if (read_manifest(quarantine_folder) or {}).get("counts"):
         raise UserError(
-            f"output: {str(quarantine_folder)!r} holds a dataset, where the refused rows should go; "
-            "move it away"
+            f"output: {str(quarantine_folder)!r} holds a dataset, where the refused rows should "
+            "go; move it away"
         ) from None
     with complete_or_absent(quarantine_folder) as folder:
         quarantine.move_to(folder)

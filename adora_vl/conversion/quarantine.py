@@ -99,8 +99,8 @@ class Quarantine:
                 reason_lines.append(f"{reason}: {amount(count, 'row')}, the first is {first_fault}")
         raise MistakesError(
             [
-                f"input: {self.unusable_count} of {rows} rows ({share:.1%}) cannot be used, over the "
-                f"{allowed_share * 100:g}% allowed",
+                f"input: {self.unusable_count} of {rows} rows ({share:.1%}) cannot be used, over "
+                f"the {allowed_share * 100:g}% allowed",
                 *reason_lines,
                 f"all of them are in {quarantine_folder / QUARANTINE_NAME}; {remedy}",
             ]

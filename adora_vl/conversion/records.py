@@ -232,8 +232,8 @@ def _row_warnings(
 ) -> dict[str, str]:
     """Return what the user should know of a record that is used all the same.
 
-    The keys are those of `WARNING_TEXTS`, the texts that are printed, and the values are what stands
-    there as an example: {"parts": "geo/train/17"}. `placed` is the text of the problem with
+    The keys are those of `WARNING_TEXTS`, the texts that are printed, and the values are what
+    stands there as an example: {"parts": "geo/train/17"}. `placed` is the text of the problem with
     `<image>` where its images stand.
     """
     warnings = {}

@@ -298,8 +298,8 @@ def describe_missing_files(names: Iterable[str]) -> str | None:
     for (stem, total), names_in_set in sorted(names_by_file_set.items()):
         if len(names_in_set) > total:
             return (
-                f"has {len(names_in_set)} files {stem}-*-of-{total:05}*.parquet, which are {total} by "
-                "their names; remove those of an older download"
+                f"has {len(names_in_set)} files {stem}-*-of-{total:05}*.parquet, which are {total} "
+                "by their names; remove those of an older download"
             )
         if len(names_in_set) < total:
             return (

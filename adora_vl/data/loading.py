@@ -250,7 +250,7 @@ def script_arguments_for_fingerprint(script_args: Any, table: pa.Table) -> Any:
 
 
 def draw_mixture(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list[int]:
-    """Return random indices of rows in concatenated data sets, in which each row comes once or more.
+    """Return random indices of rows in concatenated data sets, each at least once.
 
     Rows of a data set that is too small for its share are repeated.
 

@@ -67,7 +67,7 @@ class LengthCheck:
         `error_or_drop` is the value of `adora_overlong_prompts`; None where rows come from
         Python, which cannot be left out.
 
-        Raises `UserError` for prompts that are too long unless it is `drop`, and where none is left.
+        Raises `UserError` for prompts that are too long unless it is `drop`, or if none is left.
         """
         too_long = set(self.too_long_indices)
         if too_long and error_or_drop != "drop":
@@ -175,7 +175,7 @@ class LengthCheck:
 
 
 class OverlongPrompts:
-    """Keeps the prompts of a run that leave room for an answer; refuses or leaves out the others."""
+    """Keeps the prompts that leave room for an answer, and refuses or leaves out the others."""
 
     def __init__(
         self,

@@ -75,8 +75,8 @@ def _fault_in_text(text: str, image_count: int | None = None) -> str | None:
     if image_count is None or placeholder_count in (0, image_count):
         return None
     return (
-        f"has {placeholder_count} {IMAGE_PLACEHOLDER} with {amount(image_count, 'image')}; give one "
-        "for each image, or none to have them before the text"
+        f"has {placeholder_count} {IMAGE_PLACEHOLDER} with {amount(image_count, 'image')}; give "
+        "one for each image, or none to have them before the text"
     )
 
 
