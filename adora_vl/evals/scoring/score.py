@@ -32,6 +32,7 @@ from adora_vl.evals.scoring.statistics import (
 from adora_vl.evals.scoring.steps import step_metrics
 from adora_vl.rewards.completion import REFLECTIVE_WORD_REGEX, reflective_words
 from adora_vl.rewards.thinking import closes_unopened_block, text_after_thinking
+from adora_vl.utils.cli import quantile
 
 
 def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | None:
@@ -41,13 +42,11 @@ def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | N
     """
     if not token_counts:
         return None
-    sorted_counts = sorted(token_counts)
-    index_of_p90 = min(len(sorted_counts) - 1, int(0.9 * len(sorted_counts)))
     return {
-        "mean": statistics.fmean(sorted_counts),
-        "median": statistics.median(sorted_counts),
-        "p90": sorted_counts[index_of_p90],
-        "max": sorted_counts[-1],
+        "mean": statistics.fmean(token_counts),
+        "median": statistics.median(token_counts),
+        "p90": quantile(token_counts, 0.9),
+        "max": max(token_counts),
     }
 
 

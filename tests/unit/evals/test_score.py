@@ -23,6 +23,7 @@ from adora_vl.evals.scoring.files import metrics_in_training, score_predictions_
 from adora_vl.evals.scoring.score import (
     answer_metrics,
     grade_row,
+    length_statistics,
     summarise_grades,
 )
 from adora_vl.evals.scoring.statistics import (
@@ -212,6 +213,11 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
         }
     }
     assert score["verdicts"] == {"correct": 2, "wrong": 2, "unparseable": 1, "failed": 1}
+
+
+def test_nine_of_ten_lengths_are_not_above_the_90th_percentile() -> None:
+    lengths = length_statistics([70, 10, 50, 100, 90, 30, 20, 80, 60, 40])
+    assert lengths == {"mean": 55.0, "median": 55.0, "p90": 90, "max": 100}
 
 
 def test_equal_samples_make_no_interval_of_answers_narrower() -> None:
