@@ -30,6 +30,7 @@ from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserErr
 from adora_vl.utils.files import disk_is_full, naming_write_errors
 from adora_vl.utils.interrupts import EXIT_INTERRUPTED
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave_process, watch_launcher
+from adora_vl.utils.open_files import open_files_message
 from adora_vl.utils.outputs import outlive_readers
 from adora_vl.utils.secrets import masked_text, without_secrets
 from adora_vl.utils.versions import check_versions
@@ -84,6 +85,9 @@ def load_trainer(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
         raise
     # Model, engine, optimizer and trackers each raise exceptions of their own.
     except Exception as error:
+        open_files_line = open_files_message(error)
+        if open_files_line:
+            raise UserError(open_files_line) from error
         refused_keys = [key for key in init_kwargs if key in str(error)]
         if refused_keys and isinstance(error, TypeError | ValueError):
             key = refused_keys[0]

@@ -108,7 +108,7 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
 
 
 def environment_checks(request: RunRequest) -> list[Check]:
-    """Check the libraries that only some runs need, the NVIDIA driver, and the compilers."""
+    """Check the libraries that only some runs need, driver, compilers, and limit of open files."""
     import torch
 
     from adora_vl.config.sharding import sharding_from_environment
@@ -136,7 +136,7 @@ def environment_checks(request: RunRequest) -> list[Check]:
     cuda = None if config.use_cpu else torch.version.cuda
     driver = checks.check_driver(cuda=cuda, driver=checks.driver_version())
     compilers = checks.check_compilers(deepspeed=uses_deepspeed, triton=cuda is not None)
-    return [*libraries, builds, driver, compilers]
+    return [*libraries, builds, driver, compilers, checks.check_open_files()]
 
 
 def checks_without_weights(run: ResolvedRun) -> list[Check]:

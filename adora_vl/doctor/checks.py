@@ -15,6 +15,11 @@ from adora_vl.rewards.steps import FIGURE_COLUMN
 from adora_vl.utils.checks import Check, failed, passed, skipped
 from adora_vl.utils.cli import amount
 from adora_vl.utils.files import GIB, closest_existing
+from adora_vl.utils.open_files import (
+    MORE_OPEN_FILES_REMEDY,
+    NEEDED_OPEN_FILES,
+    allow_needed_open_files,
+)
 from adora_vl.utils.versions import (
     installed_version,
     installed_vllm,
@@ -247,6 +252,16 @@ def check_driver(*, cuda: str | None, driver: str | None) -> Check:
             f"update it to R{oldest} or newer",
         )
     return passed(title, f"{driver} (CUDA {cuda} needs {oldest} or newer)")
+
+
+def check_open_files() -> Check:
+    """Check that this process may open as many files as the engine and other ranks need."""
+    title = "open files"
+    limit = allow_needed_open_files()
+    detail = f"{limit} allowed (ulimit -n), {NEEDED_OPEN_FILES} needed"
+    if limit < NEEDED_OPEN_FILES:
+        return failed(title, detail, MORE_OPEN_FILES_REMEDY)
+    return passed(title, detail)
 
 
 def check_writable(folder: Path) -> Check:

@@ -16,6 +16,7 @@ from adora_vl.utils.cli import enum_value
 from adora_vl.utils.convert import check_finite
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import why_no_hub
+from adora_vl.utils.open_files import check_open_files
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
@@ -46,10 +47,12 @@ def check_batches(config: AdoraGRPOConfig, sharding: Sharding) -> BatchLayout:
 def check_machine(config: AdoraGRPOConfig, context: RunContext) -> None:
     """Raise `UserError` if this machine lacks the optimizer, the trackers or access to the hub.
 
-    A dry run for another machine does not check them.
+    The same holds if it allows too few open files. A dry run for another machine checks none of it.
     """
     if not context.on_this_machine:
         return
+    if config.use_vllm or context.sharding.processes > 1:
+        check_open_files()
     check_optimizer(config)
     check_trackers(config.report_to)
     # Checked here, since Transformers creates the repository only after the weights are loaded.

@@ -1,10 +1,13 @@
-"""What Ctrl-C ends a command with where its `main` does not catch it, as while it is imported."""
+"""How a command ends at Ctrl-C, or without files left to open, where its `main` does not catch it."""
 
 import sys
 from pathlib import Path
 from types import TracebackType
 
+from adora_vl.utils.open_files import open_files_message
+
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+EXIT_FAILED = 1
 # The folders of this project. Its code is known by where it lies, since a user may have packages and
 # folders of these names.
 PROJECT_FOLDERS = tuple(
@@ -31,17 +34,23 @@ def end_commands_in_one_line() -> None:
     """Let Ctrl-C end a command of this project in one line, and not in a traceback.
 
     Each command catches Ctrl-C in its `main`. This is for the seconds before that, in which Python
-    imports the command. A process that runs anything else keeps its `sys.excepthook`.
+    imports the command. A limit of open files that is reached anywhere is one line too. A process
+    that runs anything else keeps its `sys.excepthook`.
     """
     earlier_hook = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print one line for Ctrl-C in a command of ours; call the earlier hook for all else."""
-        if not issubclass(kind, KeyboardInterrupt) or not _runs_command_of_ours():
+        """Print one line for such an end of a command of ours; call the earlier hook for others."""
+        open_files_line = open_files_message(error)
+        is_interrupt = issubclass(kind, KeyboardInterrupt)
+        if not (is_interrupt or open_files_line) or not _runs_command_of_ours():
             earlier_hook(kind, error, trace)
             return
-        print("interrupted", file=sys.stderr)
         # If the hook raises SystemExit, Python ends with its exit code.
+        if open_files_line:
+            print(f"error: {open_files_line}", file=sys.stderr)
+            raise SystemExit(EXIT_FAILED)
+        print("interrupted", file=sys.stderr)
         raise SystemExit(EXIT_INTERRUPTED)
 
     sys.excepthook = hook

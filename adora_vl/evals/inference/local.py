@@ -263,7 +263,9 @@ class VLLMEngine(LocalEngine):
             )
         from adora_vl.rollout.engine_settings import disable_tf32_of_float32_engine, machine_options
         from adora_vl.utils.launch import prepare_engine_environment
+        from adora_vl.utils.open_files import check_open_files
 
+        check_open_files()
         prepare_engine_environment()  # before the import: vLLM reads its environment there
         from adora_vl.rollout.llm import PolicyLLM
 
