@@ -379,6 +379,7 @@ def test_a_judge_that_has_moved_is_the_same_run():
     """Its address and the number of calls at once do not change what it says; its model does."""
 
     def fingerprint_with_judge(**options: Any) -> dict[str, str]:
+        """Return the fingerprint of a run with a judge, whose options are these."""
         judge = {"base_url": "http://a:8123/v1", "model": "j", **options}
         keys = AdoraScriptArguments(adora_reward=["accuracy", {"judge": judge}])
         return fingerprint(
@@ -563,6 +564,7 @@ def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
     """A run without a budget goes on from a checkpoint older than the key."""
 
     def fingerprint_with_budget(budget: int | None, staleness: int = 4) -> dict[str, str]:
+        """Return the fingerprint of a run with this budget of tokens, None for none."""
         keys = AdoraKeys(adora_rollouts=RolloutOptions(budget=budget, staleness=staleness))
         return fingerprint(
             keys,

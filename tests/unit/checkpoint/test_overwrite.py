@@ -249,8 +249,8 @@ def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
 
 
 def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
-    run = write_run(tmp_path)
     """Its model would be replaced by that of another training."""
+    run = write_run(tmp_path)
     with pytest.raises(
         UserError,
         match="^output_dir: .* holds a finished run; choose another output_dir, or start anew with --overwrite_output_d"
@@ -401,6 +401,7 @@ MAKE_USERS_FILE: dict[str, Callable[[Path], object]] = {
 
 
 def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished_run, tmp_path):
+    """It is found before the run, and where it appears only before the old run is moved."""
     for number, (name, make_users_file) in enumerate(MAKE_USERS_FILE.items()):
         run = shutil.copytree(finished_run, tmp_path / str(number) / "run")
         make_users_file(run)
@@ -419,6 +420,7 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished_r
 @pytest.mark.slow
 @pytest.mark.core
 def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monkeypatch):
+    """Foreign files are named before the weights are loaded; without them the old run goes."""
     for name in ("README.md", "config.json", "rollouts/own.parquet", "checkpoint-7"):
         MAKE_USERS_FILE[name](run)
     before = folder_contents(run)
@@ -529,6 +531,7 @@ def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_pat
 
 
 def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_more(run, capsys):
+    """The same command changes no weights and no rollouts, and removes `stopped.json`."""
     mark_stopped(run, TINY_RUN_STEPS)
     before = {
         path: content
@@ -688,6 +691,7 @@ def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved
 
 
 def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
+    """Neither has files of the user, and through a link the run itself is moved aside."""
     # as users copy: with other times
     subprocess.run(["cp", "-r", str(run), str(tmp_path / "copy")], check=True)
     assert list_users_files(tmp_path / "copy") == []

@@ -383,6 +383,7 @@ def test_a_command_that_is_interrupted_says_so_in_one_line(module, tmp_path):
 
 
 def test_the_installed_command_is_interrupted_in_one_line(tmp_path):
+    """Ctrl-C during its imports ends the script as any command, without a traceback."""
     entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     for name, entry_point in entry_points.items():
         module, _, function = entry_point.partition(":")

@@ -63,6 +63,7 @@ def test_help_answers_at_once():
 
 
 def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
+    """At most 45 lines of 100 characters, which name keys that exist."""
     text = help_text(["--config", "nowhere.yaml", "--help"])
     assert len(text.splitlines()) <= 45  # the lines of a screen
     assert max(map(len, text.splitlines())) <= 100

@@ -347,6 +347,7 @@ def test_a_name_of_a_place_is_not_empty_and_a_mapping_is_one():
 
 
 def test_a_key_of_trl_that_the_annotated_config_explains_has_a_range():
+    """A value out of its range is refused, and no explained number or text is without a range."""
     for key, value in MISTAKES_IN_TRL_KEYS.items():
         assert is_refusal(error_of(key, str(value)), key), key
     assert is_refusal(error_of("seed", 2**32), "seed"), "numpy takes a seed below 2**32"

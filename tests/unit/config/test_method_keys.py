@@ -295,6 +295,7 @@ def defaults_of(name: str) -> dict[str, object]:
 
 
 def test_the_documentation_lists_every_method_with_its_options():
+    """The row of a method in docs/methods.md has each option with its default, as YAML has it."""
     lines = (Path(__file__).parents[3] / "docs" / "methods.md").read_text().splitlines()
     yaml_word_by_python = {"True": "true", "False": "false", "None": "null"}
     missing = []

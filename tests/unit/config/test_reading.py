@@ -263,6 +263,7 @@ def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces
 def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_criteria_of_the_recipe(
     tmp_path,
 ):
+    """ADORA's criteria stay, without weights, unless the new method names ADORA or is a mapping."""
     path = tmp_path / "c.yaml"
     path.write_text("adora_method: {adora: {criteria: [difficulty], tau: 0.3, factor: 0.2}}")
     # ADORA without its weights, so that both runs log the same metrics of the groups

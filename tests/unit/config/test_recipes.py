@@ -61,6 +61,7 @@ def test_every_shipped_config_is_in_the_pairs():
 
 
 def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
+    """Each recipe, with its number of processes, has valid keys and whole generations of rows."""
     for name, launcher in ACCELERATE_CONFIG_BY_RECIPE.items():
         with subtests.test(name):
             script, config, model = parse_recipe(name)
@@ -92,6 +93,7 @@ def test_each_config_s_header_names_its_accelerate_config():
 
 
 def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps():
+    """The recipes on 8 processes have the paper's batches, and save once per epoch."""
     for name in ("adora_7b_geo3k", "grpo_7b_geo3k", "adora_qwen3_vl_8b_geo3k"):
         config = parse_recipe(name)[1]
         plan = build_batch_layout(config, 8)
@@ -244,6 +246,7 @@ def defaults_in_comments() -> dict[str, str]:
 
 
 def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the_code():
+    """The file and its comments have the same keys, and a comment the default of the code."""
     text_by_key = defaults_in_comments()
     keys = {
         name

@@ -326,6 +326,7 @@ def test_arguments_of_an_optimizer_are_pairs_of_names_and_finite_numbers() -> No
 
 
 def test_partial_rollouts_want_two_whole_groups_on_each_process() -> None:
+    """With a budget, half a group on each of two processes, which TRL allows, is refused."""
     keys = cpu_config(
         adora_rollouts={"budget": 100},
         use_vllm=True,

@@ -318,7 +318,10 @@ def test_the_dry_run_shows_it_in_the_words_of_the_models_template(
 def test_the_card_of_a_model_shows_how_choices_were_asked(
     data_with_choices: Path, drawn_data: Path
 ) -> None:
+    """The model card has the lines of the choices only for data with choices."""
+
     def card(folder: Path) -> str:
+        """Return the model card of a training on this data set."""
         script, config, model = parse([*CPU, "--dataset_name", str(folder)])
         manifest = run_manifest(
             script,

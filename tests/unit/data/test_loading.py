@@ -119,6 +119,7 @@ def test_a_resume_sees_another_data_set_share_prompt_or_order(
     """Each of these settings is in the fingerprint of a run, under its key."""
 
     def run_fingerprint(*words: object) -> dict[str, str]:
+        """Return the fingerprint of a training with these arguments."""
         script = script_arguments(*words)
         return fingerprint(
             script,
@@ -308,6 +309,7 @@ def test_a_folder_is_read_by_its_name_and_no_neighbour_with_it(tmp_path: Path, n
 
 
 def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> None:
+    """A folder whose files have changed is converted again."""
     (tmp_path / "in").mkdir()
 
     def converted_counts(**tables: int) -> Any:
@@ -442,6 +444,7 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
 def test_two_data_sets_with_one_id_are_told_apart_by_name(
     large_and_small: list[Path], tmp_path: Path
 ) -> None:
+    """Two sets with the name `large` share the id of their first row, which is refused."""
     source = write_user_jsonl(tmp_path / "in", [{"q": "Again?", "a": 1}])
     assert run_convert(source, tmp_path / "again", "--name", "large", columns=COLUMNS) == 0
     script = script_arguments("--dataset_name", large_and_small[0], tmp_path / "again")
@@ -470,6 +473,7 @@ def test_the_system_prompt_is_of_a_file_or_of_the_format(tmp_path: Path) -> None
 
 
 def test_manifest_page_and_card_name_every_data_set(large_and_small: list[Path]) -> None:
+    """A mixture of two sets is shown with both names and their shares."""
     script, config, model = parse(
         [*CPU, "--dataset_name", *map(str, large_and_small), "--adora_mixture", "0.7", "0.3"]
     )

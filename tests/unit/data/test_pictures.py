@@ -56,6 +56,7 @@ def grey_picture(mode: str) -> Image.Image:
 def test_any_kind_of_picture_becomes_the_same_rgb(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
+    """A grey of 102 of 255 is that in RGB, whatever mode it was stored in."""
     for mode in ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"]:
         with subtests.test(mode):
             picture = grey_picture(mode)
@@ -156,6 +157,7 @@ def test_premultiplied_grey_is_put_on_white() -> None:
 
 
 def test_a_broken_picture_that_code_hands_over_is_refused_by_its_kind() -> None:
+    """A cut file, too many pixels and numbers that are none each have their reason."""
     line_file = encoded_as(transparent_line(), "PNG")
     no_numbers = np.full((30, 40), np.nan, np.float32)
     broken_pictures = [
@@ -522,6 +524,7 @@ def stored_cases() -> list[StoredCase]:
 def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothing_else(
     subtests: pytest.Subtests,
 ) -> None:
+    """A file with another orientation, mode or metadata is stored anew."""
     for case in stored_cases():
         with subtests.test(case.name):
             stream = io.BytesIO()
@@ -553,6 +556,7 @@ def test_what_stands_behind_a_png_is_not_stored() -> None:
 
 
 def test_a_picture_that_was_resized_is_stored_as_a_new_png() -> None:
+    """The stored pixels are those of the smaller picture."""
     picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
     smaller = picture.resize((21, 15))
 

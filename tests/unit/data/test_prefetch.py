@@ -155,6 +155,7 @@ def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
 
 
 def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins():
+    """Two pictures of 60 bytes exceed 100 bytes; and `finish` ends it after the current one."""
     processed = ProcessedRows()
     processed.size = 60
     rows = DistinctRows(RecordingDataset(8))
@@ -203,6 +204,7 @@ def test_what_follows_is_what_the_sampler_gives_next(subtests):
 
 
 def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state():
+    """A sampler that was asked draws the rows of one that was not."""
     sampler = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
     undisturbed = EpochRepeatSampler(range(9), 2, 3, 1, True, 7)
     states_before = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
@@ -300,6 +302,7 @@ def test_rows_are_drawn_by_data_seed_where_it_is_set():
     """Transformers does so too; otherwise seed decides."""
 
     def order(**seeds: Any) -> list[int]:
+        """Return the order of 64 rows in a training with these seeds."""
         trainer = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)
         trainer.args = AdoraGRPOConfig(
             use_cpu=True, bf16=False, output_dir="nowhere", max_steps=10, **seeds

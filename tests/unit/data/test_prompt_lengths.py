@@ -357,6 +357,7 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
     calls: list[int] = []
 
     def numbers_of(identity: str, source: str, texts: Sequence[str], high: int = 100) -> list[int]:
+        """Return the numbers of the rows that are short enough, with this tokenizer and data."""
         limits = ResizeLimits(1, high, 1)
         overlong = OverlongPrompts(
             limit, recording_counter(identity, calls), limits, "drop", prints_warnings=False
@@ -491,6 +492,7 @@ def test_a_resume_sees_the_same_rows(data_with_long_prompts: Path) -> None:
     """The rows that are left out are in the fingerprint of a run, which a resumed run has to have."""
 
     def run_fingerprint(left_out: list[str], policy: str = "drop") -> dict[str, str]:
+        """Return the fingerprint of a training that leaves out these rows."""
         script = parse([*CPU, "--output_dir", "nowhere", "--adora_overlong_prompts", policy])[0]
         return fingerprint(
             script,

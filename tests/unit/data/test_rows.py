@@ -135,6 +135,7 @@ def test_a_table_says_the_same_as_its_rows_and_copies_no_picture(rows, data):
 
 
 def test_the_first_broken_row_is_named_and_the_others_are_counted():
+    """A row is named by its id, or by its number where it has none."""
     rows = [SOUND, {**SOUND, "id": "made/train/2", "answer": None}, {**SOUND, "id": None}]
     with pytest.raises(
         UserError, match=r"^data: row made/train/2: answer: null .* \(and 1 more such rows\)$"

@@ -135,6 +135,7 @@ def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
 def test_another_keep_asks_nothing_again_and_another_dataset_is_not_replaced(
     drawn_data, solving_model, tmp_path, capsys
 ):
+    """The stored answers serve for other bounds; another temperature would need others."""
     output = tmp_path / "hard"
     assert run_filter(drawn_data, output) == 0
     assert len(read_split_rows(output)) == 4  # with the default, 0.1:0.9
@@ -154,6 +155,7 @@ def test_another_keep_asks_nothing_again_and_another_dataset_is_not_replaced(
 def test_a_run_that_was_killed_asks_for_the_rest_alone(
     drawn_data, solving_model, tmp_path, monkeypatch
 ):
+    """Six problems are asked four times each; 12 of the 24 answers are kept after the kill."""
     output = tmp_path / "hard"
     solving_model.dies_after = 10
     with pytest.raises(RuntimeError, match="killed"):
@@ -235,6 +237,7 @@ def test_answers_of_the_evaluation_can_be_used(drawn_data, solving_model, tmp_pa
 
 
 def test_answers_that_are_not_those_of_the_split_are_refused(drawn_data, solving_model, tmp_path):
+    """Predictions without answers, with too few or of another split are named."""
     assert run_filter(drawn_data, tmp_path / "hard") == 0
     lines = (samples_folder(tmp_path / "hard") / "predictions.jsonl").read_text().splitlines()
     broken = {
@@ -301,6 +304,7 @@ def test_what_does_not_fit_is_one_line(drawn_data, solving_model, capsys, case_f
 def test_the_dataset_itself_and_what_we_did_not_make_are_left_alone(
     drawn_data, solving_model, tmp_path, capsys
 ):
+    """Output and input must differ, and the input be a prepared data set."""
     assert run_filter(drawn_data, drawn_data) == 2
     assert "is the dataset to filter" in capsys.readouterr().err
     assert run_filter(tmp_path, tmp_path / "out") == 2

@@ -366,6 +366,7 @@ def values_not_refused_by_name(
 
 
 def test_help_says_something_of_every_option():
+    """No option of any command is without a help text."""
     silent_options = [
         f"{name} {action.option_strings or action.metavar}"
         for name, _, parser, _ in commands()
@@ -399,6 +400,7 @@ def test_nonsense_in_a_file_names_the_key(benchmark, tmp_path, monkeypatch, caps
 def test_a_file_that_is_no_config_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
+    """A broken or missing file, or a folder, is one line."""
     for content in (b"\xff\xfe", b"a: [", b"- 1", b"", b"&a [*a, *a]", b"[" * 3000):
         with case_folder(content) as folder:
             (folder / "c.yaml").write_bytes(content)

@@ -102,6 +102,7 @@ FORM_RECORD: dict[str, Any] = {
 
 
 def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
+    """Without any one of its facts, the form has other words and another picture."""
     words = facts_in_words(read_form_from_record(FORM_RECORD), "Find x.")
     full_drawing = draw_form(read_form_from_record(FORM_RECORD))
     assert words is not None
@@ -187,6 +188,7 @@ def test_problems_are_redrawn_from_logic_forms(
 
 
 def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
+    """The gold of letter B is its choice, unless a choice is itself a letter."""
     write_half_transparent_problem(tmp_path / "raw", "val", 2101)
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
     row = read_only_row(tmp_path / "out", "validation")
@@ -216,6 +218,7 @@ def test_problems_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 
 
 def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> None:
+    """A picture that is stored turned is shown upright, in the size that the model will see."""
     folder = write_half_transparent_problem(tmp_path / "raw")
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
@@ -433,6 +436,7 @@ def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) 
 
 
 def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> None:
+    """Five of 30 rows: the first ones, or a sample that depends on the seed alone."""
     for number in range(30):
         write_problem_folder(tmp_path / "raw", number=number)
 
@@ -537,6 +541,7 @@ def test_the_splits_of_a_zip_are_those_of_its_folders(case_folder: CaseFolder) -
 
 
 def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(tmp_path, capsys):
+    """`val.zip` is the split of its name; an unknown name, no zip and no problems are refused."""
     write_zip(tmp_path / "val.zip", ["5"], tmp_path)
     assert row_count_by_split(tmp_path / "val.zip") == {"validation": 1}
     write_zip(tmp_path / "some.zip", ["5"], tmp_path)

@@ -177,6 +177,7 @@ def commits(tmp_path: Path) -> dict[str, dict[str, bytes]]:
 def test_the_manifest_has_the_full_commit_of_what_was_read(
     tmp_path: Path, commits: dict[str, Any]
 ) -> None:
+    """A revision or the newest commit is read, and written down in full."""
     requests: list[str] = []
     with hub_with_commits(commits, requests) as endpoint:
         client = HubClient(endpoint, tmp_path)
@@ -213,6 +214,7 @@ def test_the_manifest_has_the_full_commit_of_what_was_read(
 def test_a_hub_id_is_streamed_at_one_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Every request for the data has the same revision."""
     files = str(write_hub_parquet(tmp_path) / "data" / "*.parquet")
     requests: list[tuple[Any, ...]] = []
 
@@ -246,6 +248,7 @@ def test_a_hub_id_is_streamed_at_one_commit(
 
 
 def test_a_data_set_of_the_hub_without_a_table_is_one_line(tmp_path, monkeypatch, capsys):
+    """A repository without Parquet files is refused."""
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda *names, **options: str(tmp_path / "nothing")
     )

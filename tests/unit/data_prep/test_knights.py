@@ -48,6 +48,7 @@ def sentence_holds(words: str, knight: dict[str, bool]) -> bool:
 
 
 def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
+    """All 2ⁿ assignments of n people are tried on the sentences of the text, and one fits."""
     for people in range(2, 9):
         with subtests.test(f"{people}"):
             for row in generate(12, people=(people, people), seed=people):
@@ -74,6 +75,7 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
 
 
 def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
+    """The text decides the split, and a quarter of all texts are of the test split."""
     assert list(generate(30, seed=4)) == list(generate(30, seed=4))
     train = {row["problem"] for row in generate(200, split="train", people=(3, 4))}
     test = {row["problem"] for row in generate(200, split="test", people=(3, 4))}
@@ -92,6 +94,7 @@ def test_equal_arguments_give_equal_rows_and_splits_share_no_puzzle():
 
 
 def test_the_benchmark_scores_by_number_of_people(tmp_path):
+    """Problems of three and four people have a score of their own."""
     main(
         [
             "knights",
@@ -216,6 +219,7 @@ BROKEN_RECORD_AND_REASON: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case_folder):
+    """The second of two rows is broken in one way each."""
     for kind in BROKEN_RECORD_AND_REASON:
         with case_folder(kind) as folder:
             changed, words = BROKEN_RECORD_AND_REASON[kind]
@@ -229,6 +233,7 @@ def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case_f
 
 
 def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
+    """Repeated puzzles, other columns and what is no table are refused."""
     assert prepare_puzzles(tmp_path, puzzle_record(), puzzle_record()) == 2
     assert "row 1 of" in (stderr := capsys.readouterr().err)
     assert "the same puzzle as row 0" in stderr
@@ -273,6 +278,7 @@ def test_options_of_the_other_source_are_refused(capsys, case_folder):
     reason="ADORA's own puzzles are not beside this checkout (kk in ../shared/data)",
 )
 def test_adoras_own_puzzles_are_read(tmp_path):
+    """The published files have 100 puzzles of three people and 100 of seven."""
     words = [
         "knights",
         "--source",

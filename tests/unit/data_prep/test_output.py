@@ -86,6 +86,7 @@ def test_an_empty_folder_is_filled_and_the_same_dataset_made_again(tmp_path: Pat
 
 
 def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
+    """Other arguments than the folder's are named, and `--overwrite` replaces it."""
     assert prepare_synthetic(tmp_path / "out") == 0
     before = file_contents(tmp_path / "out")
     # the words of a command, by the difference that its error names
@@ -123,6 +124,7 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
 def test_a_folder_that_is_not_ours_is_refused_and_kept(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
+    """A folder without our manifest stays as it is."""
     for manifest in [None, "{", "[]", '{"made_by": "somebody else"}']:
         with case_folder(f"{manifest!r:.80}") as folder:
             output = folder / "out"
@@ -167,6 +169,7 @@ def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_pa
 
 
 def test_rows_are_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 rows, at most 64 in a batch, are two row groups in their order."""
     # 64 rows are one batch then, since a picture has about 200 bytes
     monkeypatch.setattr("adora_vl.data.dataset._MAX_GROUP_IMAGE_BYTES", 64 * 1000)
     monkeypatch.setattr("adora_vl.data.dataset._MAX_GROUP_ROWS", 64)
@@ -228,6 +231,7 @@ def wait_until(condition: object, process: subprocess.Popen[bytes]) -> None:
 def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
     tmp_path: Path,
 ) -> None:
+    """The new output is written beside the old one, and a killed one is removed later."""
     output = tmp_path / "out"
     write_problem_folder(tmp_path / "raw")
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0

@@ -354,14 +354,14 @@ def test_pictures_inside_of_a_conversation(case_folder: CaseFolder) -> None:
 def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else(
     case_folder: CaseFolder,
 ) -> None:
-    picture = {"type": "image_url", "image_url": {"url": "pics/1.png"}}
-    mark = {"type": "image"}
-    text = {"type": "text", "text": " or "}
-    system = {"role": "system", "content": [{"type": "image", "image": "pics/3.png"}]}
     """Pictures of the system message are none of the question; a bare mark takes the next image.
 
     `fine` has a row, and the numbers of its pictures. A picture from elsewhere is refused.
     """
+    picture = {"type": "image_url", "image_url": {"url": "pics/1.png"}}
+    mark = {"type": "image"}
+    text = {"type": "text", "text": " or "}
+    system = {"role": "system", "content": [{"type": "image", "image": "pics/3.png"}]}
     fine = [
         (
             conversation_row(

@@ -171,6 +171,7 @@ def test_a_text_is_answered_with_a_picture(
 def test_bad_input_is_one_line_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, message: str
 ) -> None:
+    """A file that cannot be read is named, and no output is begun."""
     (tmp_path / name).write_text(content)
     assert main(["solve", str(tmp_path / name), "--output", str(tmp_path / "out.jsonl")]) == 2
     error = capsys.readouterr().err
@@ -223,6 +224,7 @@ def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path
 
 
 def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
+    """A solved figure is read back as it was; with a moved point it is refused."""
     solved = solve_form(
         logic_form(
             {"A": 0j, "B": 300 + 0j, "C": 190j},
@@ -299,6 +301,7 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
 def test_problems_without_enough_variants_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The command prints how many problems got fewer variants than were asked for."""
     folder = tmp_path / "geo"
     write_split(
         [{**row, "facts": None, "figure": row["id"]} for row in generate(3, size=112)],

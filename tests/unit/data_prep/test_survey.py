@@ -133,6 +133,7 @@ def attacked_page(tmp_path: Path) -> Path:
 
 
 def test_the_page_is_self_contained_and_holds_texts_as_text(attacked_page: Path) -> None:
+    """No tag, attribute or address of the hostile data is in the page."""
     page = TagsOfPage(attacked_page.read_text())
     allowed_tags = (
         "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol "
@@ -274,6 +275,7 @@ def test_inspect_leaves_out_what_no_row_has(
 def test_inspect_of_something_else_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A folder without a data set, or no folder, is refused."""
     for folder in (tmp_path, tmp_path / "none"):
         assert main(["inspect", str(folder)]) == 2
         error = capsys.readouterr().err

@@ -59,6 +59,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
     notes = Drawing()
 
     def note_before(name: str, note: Callable[..., None]) -> None:
+        """Replace a method of `Canvas` by one that notes its arguments first."""
         original = getattr(Canvas, name)
 
         def note_and_draw(canvas: Canvas, *arguments: object, **options: object) -> object:

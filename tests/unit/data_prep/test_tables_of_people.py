@@ -190,6 +190,7 @@ def test_a_bare_number_beside_choices_needs_a_meaning(case_folder: CaseFolder) -
 
 
 def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_path: Path) -> None:
+    """Each answer of a table becomes its gold, or its row is refused."""
     # the gold of each answer; None where it is refused
     golds: dict[str, str | None] = {
         r"5$\sqrt{2}$": r"5\sqrt{2}",
@@ -357,6 +358,7 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
 
 @pytest.mark.slow
 def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_path: Path) -> None:
+    """JPEG files of a phone are converted with a workbook and with JSON lines; one is trained on."""
     photos = make_pictures(tmp_path / "in")
     names = [f"IMG_{n}.jpg" for n in range(30)]
     for n, name in enumerate(names):
@@ -473,6 +475,7 @@ def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> Non
 
 
 def test_a_draft_is_no_answer_and_boxes_in_a_row_are_several(tmp_path: Path) -> None:
+    """Only the last boxes count, and adjacent ones are a list."""
     # the gold of each answer
     golds = {
         r"<think>\boxed{4}?</think> so \boxed{5}": "5",

@@ -301,6 +301,7 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
 
 
 def test_what_is_too_long_says_whether_fewer_pixels_would_help():
+    """A smaller image is proposed only where the image is what does not fit."""
     chat = ChatProcessor(str(PRETRAINED_FOLDER), max_pixels=560 * 560)
     large_image = Image.new("RGB", (560, 560))  # 400 tokens
     small_image = Image.new("RGB", (28, 28))  # 1 token

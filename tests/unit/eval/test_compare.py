@@ -356,6 +356,7 @@ def test_four_views_say_whether_a_model_sees_or_reasons(
 
 
 def test_only_views_of_one_model_are_compared_as_views(tmp_path, capsys):
+    """Views of two models, and one view twice, have no sentence on guessing without looking."""
     files = write_view_scores(tmp_path, {"image": 2 * MANY_RIGHT, "blank": "0" * 20})
     other_model = write_score_file(
         tmp_path / "other.json", 2 * MANY_RIGHT, **fingerprint_with(model="n")
@@ -367,6 +368,7 @@ def test_only_views_of_one_model_are_compared_as_views(tmp_path, capsys):
 
 
 def test_views_of_mathverse_come_with_its_own_versions(tmp_path, capsys):
+    """Two views are compared with the versions of the problems, and one alone is not."""
     groups = {"version": {"Text Lite": {"accuracy": 0.25}}}
     files = []
     for view in ("blank", "image"):

@@ -263,6 +263,7 @@ def prediction(
 
 
 def test_strict_is_our_grader_behind_our_extraction(tmp_path, subtests):
+    """Each prediction is graded by the official rules and by the strict ones."""
     choices = ["1", "2", "3", "4", "5"]
     # A prediction, and whether it is right by the official and by the strict rules.
     cases = [

@@ -123,6 +123,7 @@ def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.
 
 @needs_published_data
 def test_the_split_of_adoras_table_has_447_and_553_items_on_the_annotations_of_today() -> None:
+    """The published annotations have 447 geometry problems, and 553 others."""
     annotations = json.loads((PUBLISHED_DATA / "testmini.json").read_text())
     rows = [
         {"pid": pid, "response": "", "extraction": "", **row} for pid, row in annotations.items()
@@ -357,6 +358,7 @@ def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFi
 def test_rows_without_a_stored_extraction_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The stored extraction is asked for, and the one row has none."""
     words = benchmark_data.score_arguments(
         tmp_path, [prediction(pid="77")], "--extraction", "stored"
     )

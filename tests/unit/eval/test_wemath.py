@@ -161,6 +161,7 @@ def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_p
 
 
 def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
+    """The right answer of each response is B, by We-Math's rules and by ours."""
     cases = {  # response: right by the official rules, and by ours
         "<Thought process>: <<A is 3 < 5>> <Answer>: <<B>>": (True, True),
         "<Answer>: <B. ②>": (True, True),

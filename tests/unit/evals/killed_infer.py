@@ -30,6 +30,7 @@ class SlowEngine:
         self._seconds = seconds
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
+        """Answer after some time, with the question, the seed and 500 letters."""
         time.sleep(self._seconds)
         return [
             Reply(

@@ -142,6 +142,7 @@ def test_other_data_has_another_hash(tmp_path):
 
 
 def test_each_row_that_lacks_a_field_has_a_line(tmp_path):
+    """Two of four rows lack fields, and the error names each row with its fields."""
     rows = mathvista_rows(4)
     write_mathvista(tmp_path, rows, "json")
     file = tmp_path / "testmini.json"
@@ -265,6 +266,7 @@ def test_a_question_may_stand_in_its_picture(tmp_path):
 
 
 def test_a_split_is_not_taken_from_the_file_of_another(tmp_path):
+    """A file of no split is read; one that is named after another split is not."""
     folder = write_mathvista(tmp_path, mathvista_rows())
     (table,) = folder.rglob("*.parquet")
     table.rename(folder / "mathvista.parquet")

@@ -291,6 +291,7 @@ def test_a_report_of_no_answer_is_none(tmp_path, start_server):
 def test_a_judge_that_is_not_named_is_the_users_mistake(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The judge's extraction needs an address over HTTP and a model."""
     for words, message in [
         ([], "--judge-url is missing"),
         (["--judge-url", "http://localhost:1"], "--judge-model is missing"),

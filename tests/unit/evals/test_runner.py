@@ -162,6 +162,7 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     """The file is then in the order of a run that had all samples from the start."""
 
     def ask_for(output: Path, samples: int) -> InferenceSummary:
+        """Ask for so many samples of each of the five problems."""
         return infer(
             FIVE_PROBLEMS,
             output,

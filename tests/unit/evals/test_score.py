@@ -87,6 +87,7 @@ def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
 
 
 def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> None:
+    """The interval of 95 % for a share, against a published table; it is exact at the ends."""
     cases = [
         # Newcombe, Statistics in Medicine 17 (1998), table I, method 3 (Wilson without continuity
         # correction).
@@ -107,6 +108,7 @@ def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> 
 
 
 def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
+    """McNemar's test, the test by sign flips and pass@k, each by hand."""
     # McNemar's test is the exact binomial one.
     assert mcnemar_p(5, 5) == mcnemar_p(0, 0) == 1.0
     assert mcnemar_p(0, 10) == pytest.approx(2 / 1024)
@@ -299,6 +301,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
 
 
 def test_the_form_of_a_reference_answer_is_known(subtests: pytest.Subtests) -> None:
+    """A gold is an integer, decimal, fraction, radical, multiple of π, letter or other."""
     cases = [
         ("70", None, "integer"),
         ("-3", None, "integer"),
@@ -375,6 +378,7 @@ def test_published_forms_of_predictions_are_read(tmp_path: Path) -> None:
 def test_fields_change_their_names_in_any_order_and_a_wrong_name_is_refused(
     tmp_path: Path,
 ) -> None:
+    """The columns `gold` and `answer` are read as answer and response, in either order."""
     rows = [{"pid": "1", "answer": "said", "gold": "right"}]
     path = write_jsonl_rows(tmp_path / "other.jsonl", rows)
     for words in (["answer=gold", "response=answer"], ["response=answer", "answer=gold"]):
@@ -388,6 +392,7 @@ def test_fields_change_their_names_in_any_order_and_a_wrong_name_is_refused(
 
 
 def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) -> None:
+    """The error names the row, and says what is wrong with it."""
     path = tmp_path / "p.jsonl"
     first_line = json.dumps(prediction("1", ""))
     with pytest.raises(UserError, match="no file"):
@@ -476,6 +481,11 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
 def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     tmp_path, monkeypatch, capsys, geometry3k_raw
 ):
+    """The view `text` has a diagram's facts in words, and `both` the picture too.
+
+    One of the six problems of the raw data (`geometry3k_raw`) loses its facts, so these two views
+    leave it out.
+    """
     image_counts_by_view: dict[str, list[int]] = {}
     texts_by_view: dict[str, list[str]] = {}
 
@@ -490,11 +500,6 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
                 texts.append(str(request.messages[-1]["content"]))
             return [Reply("12", 1, "stop", 9) for _ in requests]
 
-    """With the view `text` a model gets the facts of a diagram in words, and with `both` the picture too.
-
-    One of the six problems of the raw data (`geometry3k_raw`) loses its facts, so these two views
-    leave it out.
-    """
     raw = shutil.copytree(geometry3k_raw, tmp_path / "raw")
     (raw / "train").rename(raw / "test")
     (raw / "test" / "12" / "logic_form.json").unlink()

@@ -54,6 +54,7 @@ def test_an_exported_model_is_asked_with_the_prompts_of_its_training(
 def test_what_is_exported_once_more_still_knows_its_prompts(
     run_folder: Path, tmp_path: Path
 ) -> None:
+    """An export of an export has the prompts of the training."""
     export(run_folder, tmp_path / "first")
 
     export(tmp_path / "first", tmp_path / "second")
@@ -115,6 +116,7 @@ def test_a_merged_model_that_is_copied_away_still_knows_its_prompts(
 
 
 def test_a_model_of_unknown_training_is_exported_without_prompts(tmp_path: Path) -> None:
+    """The shipped model has no prompts of a training, so that the defaults are used."""
     exported = tmp_path / "exported"
 
     export(PRETRAINED_FOLDER, exported)

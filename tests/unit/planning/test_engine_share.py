@@ -126,6 +126,7 @@ def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
 
 
 def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
+    """Weights in bfloat16 are warned of; `auto` is the tiny model's own dtype, float32."""
     # the tiny model's own is float32
     for dtype, warns in (
         ("bfloat16", True),

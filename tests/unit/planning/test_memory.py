@@ -156,6 +156,7 @@ def test_freezing_and_lora_leave_fewer_to_train():
 
 
 def test_sharding_is_read_from_the_shipped_files():
+    """Each config of accelerate has its number of processes, its stage and its offloading."""
     shardings = {path.stem: sharding_from_file(path) for path in ACCELERATE_CONFIGS.glob("*.yaml")}
     assert shardings["cpu"] == shardings["gpu1"] == Sharding(processes=1)
     assert shardings["zero2"] == Sharding(processes=8, stage=2)
@@ -171,6 +172,7 @@ def test_sharding_is_read_from_the_shipped_files():
 
 
 def test_sharding_is_read_from_what_accelerate_launch_tells():
+    """Its environment variables have the same; without them there is one process."""
     environment = {
         "WORLD_SIZE": "4",
         "ACCELERATE_USE_DEEPSPEED": "true",

@@ -55,6 +55,8 @@ def test_a_model_object_is_another_one_where_any_of_its_numbers_is(model):
 
 
 def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(model):
+    """Five variants of a model have five hashes, and an equal adapter has an equal one."""
+
     def with_adapter(alpha: int) -> Any:
         adapter = LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"])
         torch.manual_seed(0)

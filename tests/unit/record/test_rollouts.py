@@ -192,6 +192,7 @@ def test_a_crash_between_a_merge_and_its_deletions_leaves_nothing_twice(tmp_path
 
 
 def test_a_crash_while_writing_leaves_only_whole_files(tmp_path, monkeypatch):
+    """A write of step 2 that dies half-way leaves the four rollouts of step 1."""
     write_step(tmp_path, 1)
 
     def dies(table, stream, **_):
@@ -229,6 +230,7 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
 
 
 def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
+    """Ten files of a step each are cut to those that fit, and at least the newest."""
     for number in range(1, 11):
         write_step(tmp_path, number)
     oldest_file = record_files.list_record_files(tmp_path)[0].path
@@ -300,6 +302,7 @@ def scored_rollouts(
 
 
 def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
+    """Segments of the model and of tools become turns, with the call that a tool answered."""
     context = step_context(output_dir=str(tmp_path))
     recorder = Recorder(context, decode=lambda tokens: f"said {[*tokens]}")
     recorder.record.start(0)

@@ -766,6 +766,7 @@ def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_r
 
 
 def test_a_run_with_tools_is_evaluated_with_them(tmp_path):
+    """The proposed command has the run's tools and their options."""
     config = AdoraGRPOConfig(
         output_dir=str(tmp_path),
         use_cpu=True,

@@ -73,6 +73,7 @@ def rollout_pair(
 
 
 def test_signal_and_weights_are_those_of_the_groups_whose_rewards_differ(tmp_path: Path) -> None:
+    """Three of four groups have a signal, and one of the three is weighted by 0.1."""
     no_signal = rollout_pair(rewards=(1.0, 1.0), weight=0.1)
     full_weight = rollout_pair(rewards=(1.0, 0.0))
     tenth_weight = rollout_pair(rewards=(1.0, 0.0), weight=0.1)
@@ -243,6 +244,7 @@ def tool_calls(reader: TurnReader, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_page_has_no_placeholder_and_no_raw_call(tmp_path: Path) -> None:
+    """A problem with an image and a zoom is shown without the mark and the call's text."""
     settings = {**ADORA_SETTINGS, "view": VIEW_LIMITS}
     run = write_recorded_run(
         tmp_path / "run",

@@ -77,6 +77,7 @@ def test_a_sum_of_unit_vectors_answers_only_a_point_of_two_or_three_numbers(
 def test_one_value_more_less_or_other_makes_a_list_wrong(
     values: list[str], data: st.DataObject
 ) -> None:
+    """A list is right only with all values of the gold and no other, each as often."""
     gold = ", ".join(values)
     position = data.draw(st.integers(0, len(values) - 1))
     rest = values[:position] + values[position + 1 :]
@@ -427,6 +428,7 @@ def test_the_table_of_forms_on_the_page_is_true() -> None:
 
 
 def test_the_explanation_names_every_part_and_every_reason_has_a_rule() -> None:
+    """Parts of an answer are compared one by one; `RULE_IN_WORDS` has all reasons of the cases."""
     lines = "\n".join(explain_grade(r"\boxed{CD = 5, AB = 4.1}", "AB = 4, CD = 5"))
     assert "CD=5 against CD=5: same_part" in lines
     assert "AB=4.1 against -: different_part" in lines

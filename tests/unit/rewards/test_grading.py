@@ -107,6 +107,7 @@ def test_every_verdict_of_the_labelled_corpus_is_its_label() -> None:
 
 
 def test_the_corpus_is_large_and_has_both_sides() -> None:
+    """More than 300 cases are correct and 300 wrong, and no name or case comes twice."""
     labels = Counter(case.label for case in LABELLED_CASES)
     assert min(labels[label] for label in LABELS) > 10
     assert labels["correct"] > 300

@@ -69,6 +69,7 @@ def test_an_expression_is_said_to_be_compared_at_points(capsys: pytest.CaptureFi
 
 
 def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """A zero-width space is printed as its code; without a box there is no line of the answer."""
     _, lines, _ = run_explain(capsys, "--gold", "12", "--response", "\\boxed{1\u200b2}")
     assert lines["extracted"] == r"1\u200b2"
     assert lines["answer"] == "-  [unreadable: hidden_characters]"
@@ -102,6 +103,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, words, message):
 def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Only with `--answer-tags` is `<answer>12</answer>` an answer without a box."""
     words = ["--gold", "12", "--response", "<answer>12</answer>"]
     _, lines_with_tags, _ = run_explain(capsys, *words, "--answer-tags")
     _, lines_without, _ = run_explain(capsys, *words)

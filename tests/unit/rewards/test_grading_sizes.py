@@ -231,6 +231,7 @@ def draw_expression(rng: random.Random, depth: int) -> str:
 
 
 def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_right() -> None:
+    """Drawn golds are spelled in another way, or changed in value, by a drawn template."""
     rng = random.Random(20)
     right_count = 0
     wrong_count = 0

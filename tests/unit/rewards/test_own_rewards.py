@@ -56,6 +56,10 @@ def load_rewards(tmp_path):
     numbers = iter(range(1000))  # so that every file of a test is another module
 
     def load(body: str, *entries: str, options: Any = None) -> RewardSet:
+        """Write a file of rewards, and choose the entries from it.
+
+        FILE in an entry stands for the file. `options`: of a function, by its name.
+        """
         file = tmp_path / f"own_{next(numbers)}.py"
         file.write_text(textwrap.dedent(body))
         options_by_name = dict(options or {})
@@ -227,6 +231,7 @@ def test_a_file_that_cannot_be_loaded_is_one_line_with_its_line(load_rewards, su
 
 
 def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(load_rewards, subtests):
+    """A column that a function needs must exist, and an option may not have a column's name."""
     for name, options, message in [
         (
             "picky",
@@ -609,6 +614,7 @@ def test_a_function_that_edits_arrays_sets_and_the_log_edits_its_own():
     def edits(
         points: Any, weights: Any, tags: Any, trainer_state: Any, environments: Any, **_: Any
     ):
+        """Change each kind of value in place, as a careless reward might."""
         points[0][:] = 1
         weights[0].fill_(1)
         tags[0].add("b")

@@ -74,6 +74,7 @@ def call_as_trl(function: Any, completions: list[Any], **columns: Any) -> list[f
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_rewards_of_a_preset_in_every_form_of_completion(preset: str) -> None:
+    """Messages, messages of parts, and strings get the same rewards."""
     parts: list[Any] = [
         [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
         for text in FIVE_RESPONSES
@@ -89,6 +90,7 @@ def test_rewards_of_a_preset_in_every_form_of_completion(preset: str) -> None:
 
 
 def test_every_preset_is_covered_and_named_for_trl() -> None:
+    """The table above has each preset, and TRL logs it by the name of its function."""
     assert set(REWARDS_BY_PRESET) == set(PRESETS)
     assert [reward_function(preset).__name__ for preset in PRESETS] == [
         f"{preset}_reward" for preset in PRESETS
@@ -180,6 +182,7 @@ def test_rounding_is_off_unless_asked_for() -> None:
 
 
 def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two presets need the same grades, which are computed and logged for the first one."""
     graded_texts: list[str] = []
 
     def counting(responses: list[str], golds: list[str], **options: Any) -> Any:
@@ -277,6 +280,7 @@ def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
 
 
 def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
+    """System prompt or template may ask for `<answer>` tags, and only `think_answer` does."""
     assert set(SYSTEM_PROMPTS) == {"boxed", "think", "think_answer"}
     assert all("\\boxed{" in prompt for prompt in SYSTEM_PROMPTS.values())
     assert [name for name, prompt in SYSTEM_PROMPTS.items() if asks_for_answer_tags(prompt)] == [
@@ -366,6 +370,7 @@ def test_words_of_reflection_are_those_that_every_pattern_finds_by_itself(words,
 
 
 def test_words_of_reflection_are_counted_once_each_and_as_whole_words() -> None:
+    """ "waiting", "waiter" and "checks" are no such words, and "re-check" is not "check" as well."""
     text = (
         "Wait, I re-check it. Double-checked. However, waiting is no mistake; a waiter checks. "
         "Let me see: hold on."

@@ -85,6 +85,7 @@ def test_a_row_without_a_figure_has_no_reward(figure_json: str) -> None:
 
 
 def test_with_gate_a_wrong_answer_earns_nothing(figure_json: str) -> None:
+    """The gold is 60: true working, false working and a bare answer are right, and 61 is wrong."""
     reward = StepsReward(gate=True)
     wrong = TRUE_WORKING.replace("60", "61")
     rewards = call_reward(
@@ -204,6 +205,7 @@ def test_the_gate_pays_no_box_of_a_draft(figure_json: str) -> None:
 
 
 def test_mistakes_are_refused_with_a_remedy(figure_json: str) -> None:
+    """Missing columns, broken figures and wrong options each have their message."""
     with pytest.raises(UserError, match="needs the column 'figure'"):
         StepsReward()(["AB = 13"], answer=["60"])
     with pytest.raises(UserError, match="is no solved figure"):

@@ -94,6 +94,7 @@ THINKING_FORMS = [  # a response, whether its prompt ended in `<think>`, think_f
 def test_the_form_of_thinking_is_that_of_prompt_and_response(
     response: str, thinking_opened: bool, think: float, think_answer: float
 ) -> None:
+    """Both rewards of form take the opening tag from the prompt where it has one."""
     functions = choose_rewards(["think_format", "think_answer_format"]).functions
     rewards = [
         function(completions=[response], thinking_opened=[thinking_opened])
@@ -212,6 +213,7 @@ def test_every_reward_function_is_given_which_prompts_open_the_block() -> None:
 
 
 def test_an_explanation_says_that_thinking_was_set_aside(capsys) -> None:
+    """With `--thinking-opened` all 13 characters are thinking, and no box is left to grade."""
     words = ["--gold", "35", "--response", r"so \boxed{35}"]
     assert explain.main(words) == 0
     assert "thinking" not in capsys.readouterr().out

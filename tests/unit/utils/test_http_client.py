@@ -116,12 +116,14 @@ def start_server_that_hangs_up() -> Iterator[Callable[[int], tuple[str, list[int
             received += part
 
     def start(requests_answered: int) -> tuple[str, list[int]]:
+        """Start the server, and return its address and the list of its connections."""
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
         connections: list[int] = []
         body = completion_reply("hi")[1]
 
         def serve() -> None:
+            """Answer, read one request more and hang up, on each connection."""
             with suppress(OSError):
                 while True:
                     with closing(listener.accept()[0]) as connection:

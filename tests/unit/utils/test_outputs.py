@@ -55,6 +55,7 @@ def run_python(words: Sequence[str], redirection: str, folder: str = ".") -> End
 
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
 def test_a_training_goes_on_when_its_pipe_is_closed(options):
+    """The process prints, waits, and prints again after the reader has gone."""
     with subprocess.Popen(
         [sys.executable, *options, "-c", PRINT_TWICE],
         cwd=REPOSITORY,
@@ -94,6 +95,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: " ".join(words[1:]))
 def test_a_command_that_only_prints_ends_without_a_traceback(words):
+    """A reader that has gone, a closed output and a full disk each have their exit code."""
     # The reader ends before the command prints.
     unread = run_python(words, "| true; exit ${PIPESTATUS[0]}")
     assert unread == Ended(EXIT_BROKEN_PIPE, "")
@@ -108,6 +110,7 @@ def test_a_command_that_only_prints_ends_without_a_traceback(words):
 
 
 def test_a_reader_that_has_gone_is_an_exit_code_of_its_own(monkeypatch):
+    """A `BrokenPipeError` is caught, and both outputs go nowhere from then on."""
     redirected: list[int] = []
     monkeypatch.setattr("adora_vl.utils.cli.redirect_to_null", redirected.append)
 

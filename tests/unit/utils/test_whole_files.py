@@ -297,6 +297,7 @@ with replacing_file(folder / "manifest.json") as file, replacing_folder(folder /
 
 
 def test_the_next_start_removes_what_a_killed_run_has_left(folder_with_old_files):
+    """The user's files with similar names stay."""
     contents_before = folder_contents(folder_with_old_files)
     (folder_with_old_files / ".mine.partial").write_text("the user's")
     (folder_with_old_files / ".mine.partial-download").write_text("the user's")
