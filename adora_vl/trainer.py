@@ -495,7 +495,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             return torch.zeros((), device=self.args.device)
         # TRL's step calls `_prepare_inputs` again, which returns the same micro-batch. What it logs
         # is averaged over the micro-batches of the step, weighed by their tokens or rows.
-        with self._means.joining(micro_batch):
+        with self._means.combine_logged(micro_batch):
             return run_with_retry(trl_step, self._means.snapshot)
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:

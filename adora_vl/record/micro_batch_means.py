@@ -13,7 +13,7 @@ from adora_vl.types import Batch
 _MEANS_OVER_TOKENS = ("entropy", "kl")
 # The same, but with a ratio for each rollout (`importance_sampling_level: sequence`) a mean over
 # rollouts.
-_MEANS_OF_RATIOS = (
+_RATIO_MEANS = (
     "clip_ratio/low_mean",
     "clip_ratio/high_mean",
     "clip_ratio/region_mean",
@@ -26,7 +26,7 @@ _EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")
 _POLICY_LOSS = "policy_loss"
 
 
-class _Part(NamedTuple):
+class _WeightedValue(NamedTuple):
     """A metric of some of the rollouts."""
 
     value: float
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
 
 
 class MicroBatchMeans:
-    """Joins the metrics of the micro-batches of an optimizer step.
+    """Combines the metrics of the micro-batches of an optimizer step into one value each.
 
     TRL logs the mean over its micro-batches, which have equally many rollouts of any length. Ours
     have unequal numbers, and rollouts of similar lengths share one. In the mean over them a token
@@ -51,18 +51,18 @@ class MicroBatchMeans:
                 of the log.
         """
         self._metrics = metrics
-        self._parts_by_name: dict[str, list[_Part]] = {}
+        self._weighted_values_by_name: dict[str, list[_WeightedValue]] = {}
         # Names of metrics that weigh a micro-batch by its rollouts. All others weigh it by the
         # tokens that the loss counts. For some the config decides.
-        self._counts_rollouts = set(_MEANS_OVER_ROLLOUTS)
+        self._names_weighed_by_rollouts = set(_MEANS_OVER_ROLLOUTS)
         if config.importance_sampling_level == "sequence":
-            self._counts_rollouts.update(_MEANS_OF_RATIOS)
+            self._names_weighed_by_rollouts.update(_RATIO_MEANS)
         if config.loss_type in LOSSES_WITH_ROW_MEAN:
-            self._counts_rollouts.add(_POLICY_LOSS)
+            self._names_weighed_by_rollouts.add(_POLICY_LOSS)
 
     def begin(self) -> None:
         """Begin anew: what is added from here on is of other rollouts, or of another step."""
-        self._parts_by_name = {}
+        self._weighted_values_by_name = {}
 
     def add(self, name: str, value: float, weight: float) -> None:
         """Add a metric of one part of the rollouts, and replace its value in the log.
@@ -77,67 +77,69 @@ class MicroBatchMeans:
             weight: the number of tokens or rollouts of this part, over all ranks.
         """
         values = self._metrics[name]
-        parts = self._parts_by_name.setdefault(name, [])
-        # The log has one value for the parts so far, unless a line was written meanwhile.
-        if parts and values:
+        weighted_values = self._weighted_values_by_name.setdefault(name, [])
+        # The log has one value for all of them so far, unless a line was written meanwhile.
+        if weighted_values and values:
             values.pop()
-        parts.append(_Part(value=value, weight=weight))
-        values.append(_combine(name, parts))
+        weighted_values.append(_WeightedValue(value=value, weight=weight))
+        values.append(_combine(name, weighted_values))
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that undoes what is logged from here on, joined metrics too."""
+        """Return a function that undoes what is logged from here on, combined metrics too."""
         values_by_name = {name: [*values] for name, values in self._metrics.items()}
-        parts_by_name = {name: [*parts] for name, parts in self._parts_by_name.items()}
+        weighted_values_by_name = {
+            name: [*values] for name, values in self._weighted_values_by_name.items()
+        }
 
         def restore() -> None:
             for name, values in self._metrics.items():
                 values[:] = values_by_name.get(name, [])
-            self._parts_by_name = parts_by_name
+            self._weighted_values_by_name = weighted_values_by_name
 
         return restore
 
     @contextmanager
-    def joining(self, micro: Batch) -> Iterator[None]:
-        """Join the metrics that the block logs of a micro-batch with those of earlier ones.
+    def combine_logged(self, micro_batch: Batch) -> Iterator[None]:
+        """Combine the metrics that the `with` block logs of a micro-batch with those of earlier ones.
 
         Inside the block TRL appends a value to each metric. After the block that value is taken out
         again, and `add` gets it with the number of its tokens or rollouts.
         """
         names = (
             *_MEANS_OVER_TOKENS,
-            *_MEANS_OF_RATIOS,
+            *_RATIO_MEANS,
             *_MEANS_OVER_ROLLOUTS,
             *_EXTREMES,
             _POLICY_LOSS,
         )
         count_by_name = {name: len(self._metrics.get(name, ())) for name in names}
         yield
-        row_count = len(micro["completion_mask"])
+        row_count = len(micro_batch["completion_mask"])
         # A checkpoint of an earlier version has micro-batches without this number.
-        token_count = micro.get("loss_tokens", row_count)
+        token_count = micro_batch.get("loss_tokens", row_count)
         for name, count_before in count_by_name.items():
             if len(self._metrics.get(name, ())) > count_before:
                 value = self._metrics[name].pop()
-                counts_rollouts = name in self._counts_rollouts
-                self.add(name, value, weight=row_count if counts_rollouts else token_count)
+                is_weighed_by_rollouts = name in self._names_weighed_by_rollouts
+                self.add(name, value, weight=row_count if is_weighed_by_rollouts else token_count)
 
 
-def _combine(name: str, parts: list[_Part]) -> float:
-    """Return the metric of all rollouts from the metrics of their parts.
+def _combine(name: str, weighted_values: list[_WeightedValue]) -> float:
+    """Return the metric of all rollouts from the metrics of parts of them.
 
     For example, the mean 1 of 30 tokens and the mean 5 of 10 tokens give 2.
 
     It is NaN where all weights are 0, and the log leaves NaN out. TRL's value for such a part is 0,
     which would lower the mean over the generations of a step.
     """
-    # The value of a part without weight may be NaN, a mean over nothing.
-    counted_parts = [part for part in parts if part.weight]
-    if not counted_parts:
+    # A value without weight may be NaN, a mean over nothing.
+    counted_values = [weighted for weighted in weighted_values if weighted.weight]
+    if not counted_values:
         return math.nan
-    values = [part.value for part in counted_parts]
+    values = [weighted.value for weighted in counted_values]
     if name.endswith(("/min", "_min")):
         return min(values)
     if name.endswith(("/max", "_max")):
         return max(values)
-    total_weight = sum(part.weight for part in counted_parts)
-    return sum(part.value * part.weight for part in counted_parts) / total_weight
+    total_weight = sum(weighted.weight for weighted in counted_values)
+    return sum(weighted.value * weighted.weight for weighted in counted_values) / total_weight

@@ -24,7 +24,7 @@ def log_step(config: dict[str, Any], *micro_batches: tuple[Batch, dict[str, floa
     metrics: Metrics = defaultdict(list)
     means = MicroBatchMeans(training_config(**config), metrics)
     for micro, value_by_name in micro_batches:
-        with means.joining(micro):
+        with means.combine_logged(micro):
             for name, value in value_by_name.items():
                 metrics[name].append(value)
     return metrics
@@ -127,7 +127,7 @@ def test_a_generation_of_masked_answers_is_left_out_of_the_mean_of_a_step():
     means = MicroBatchMeans(training_config(), metrics)
     for tokens, entropy in ((0, 0.0), (5, 2.0)):
         means.begin()
-        with means.joining(micro_batch(rows=2, tokens=tokens)):
+        with means.combine_logged(micro_batch(rows=2, tokens=tokens)):
             metrics["entropy"].append(entropy)
     assert math.isnan(metrics["entropy"][0])
     assert metrics["entropy"][1] == 2.0
