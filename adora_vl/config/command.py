@@ -135,11 +135,11 @@ def parse_command(arguments: Sequence[str], *, needs_model: bool = True) -> CliA
     file = _config_file(cli_keys)
     # A FILE.py that a key names is also looked for in the folder of the config file.
     search_files_beside(file)
-    written_values = read_config_file(file) if file else {}
-    _set_environment(written_values.pop("env", {}), error_prefix=str(file))
+    values_from_user = read_config_file(file) if file else {}
+    _set_environment(values_from_user.pop("env", {}), error_prefix=str(file))
     for cli_key in cli_keys:
         if cli_key.dotted_name != "config":
-            _override_from_command_line(written_values, cli_key, keys)
+            _override_from_command_line(values_from_user, cli_key, keys)
     known_types = {
         **TYPE_BY_TRL_KEY,
         **annotations_of_keys(AdoraScriptArguments),
@@ -147,7 +147,7 @@ def parse_command(arguments: Sequence[str], *, needs_model: bool = True) -> CliA
     }
     values: dict[str, Any] = {}
     unconverted: dict[str, object] = {}
-    for key, value in written_values.items():
+    for key, value in values_from_user.items():
         if key in known_types:
             values[key] = convert_cli_value(key, value, known_types[key])
         else:

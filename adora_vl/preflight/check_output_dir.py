@@ -48,18 +48,18 @@ def check_output_dir(
     refuse_unusable_output_dir(config.output_dir)
     model_folders = [InputFolder("model_name_or_path", source) for source in model.sources]
     data_folders = [InputFolder("dataset_name", folder) for folder in data.folders]
-    inputs = [*model_folders, *data_folders]
+    input_folders = [*model_folders, *data_folders]
     compute_fingerprint = partial(
         compute_fingerprint_of_run, request, model, data, code_hashes, context
     )
     if context.output_dir_mode == "inspect":
         # The fingerprint reads all weights, so it is computed only if the folder has checkpoints.
-        folder = RunFolder(config, compute_fingerprint, inputs)
+        folder = RunFolder(config, compute_fingerprint, input_folders)
         start = folder.inspect(
             config.resume_from_checkpoint, has_data=data.train_dataset is not None
         )
         return OutputInfo(folder=folder, start=start)
-    folder = RunFolder(config, compute_fingerprint(), inputs)
+    folder = RunFolder(config, compute_fingerprint(), input_folders)
     start = StartPoint(checkpoint=None)
     if context.output_dir_mode == "lock":
         start = folder.lock(config.resume_from_checkpoint)

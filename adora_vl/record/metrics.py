@@ -137,7 +137,11 @@ def write_missing_end_of_metrics(
 
 
 def _final_log_entry(checkpoint_manifest: Mapping[str, Any], state: TrainerState) -> dict[str, Any]:
-    """Return the entry that Transformers and TRL log when a training ends, without its times."""
+    """Return the entry that Transformers and TRL log when a training ends, without its times.
+
+    The manifest has the sum of the losses up to the last logged step as `logged`, and the sum of
+    the losses after it, one for each rank, as `rest`.
+    """
     entry: dict[str, Any] = {"total_flos": state.total_flos, "epoch": state.epoch}
     losses = checkpoint_manifest.get(LOSSES_KEY)
     loss_sum = math.nan

@@ -475,7 +475,7 @@ def _single_completions(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]
 def _find_failing_completion(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None
 ) -> int | None:
-    """Call the function with each completion alone, and return the number of the first that fails.
+    """Call the function with each completion alone, and return the index of the first that fails.
 
     Returns None if no completion fails, or if a call takes too long.
     """
@@ -495,7 +495,7 @@ def _find_failing_completion(
 async def _find_failing_completion_async(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> int | None:
-    """Await the function with each completion alone; return the number of the first that fails."""
+    """Await the function with each completion alone; return the index of the first that fails."""
     for index, single_arguments in enumerate(_single_completions(arguments)):
         try:
             await function(**single_arguments)
