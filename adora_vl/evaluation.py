@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from adora_vl.data.overlong_prompts import OverlongPrompts
     from adora_vl.data.prompt_lengths import Size
     from adora_vl.evals.records import Benchmark, Problem
-    from adora_vl.rollout.engine_pair import EnginePair
+    from adora_vl.rollout.engine_and_policy import EngineAndPolicy
     from adora_vl.training.generation_sampler import GenerationSampler
     from adora_vl.training.group_sampler import GroupSampler
 
@@ -265,7 +265,7 @@ class SamplerEngine(ConversationEngine):
 
     def __init__(
         self,
-        pair: EnginePair,
+        engine_and_policy: EngineAndPolicy,
         group_sampler: GroupSampler,
         chat: ChatProcessor,
         end_tokens: Iterable[int],
@@ -273,21 +273,23 @@ class SamplerEngine(ConversationEngine):
         """Build an engine from the trainer's own engine and tools.
 
         Args:
-            pair: the engine of the trainer, and its policy.
+            engine_and_policy: the engine of the trainer, and its policy.
             group_sampler: the trainer's sampler of rollouts, which has the tools.
             chat: makes the prompts of problems.
             end_tokens: the tokens that end an answer. The tokens and strings to stop at in
                 `generation_kwargs` end it too.
         """
-        assert pair.engine is not None
-        sample_greedily = partial(pair.sampler.sample, settings=pair.engine.greedy_settings)
+        assert engine_and_policy.engine is not None
+        sample_greedily = partial(
+            engine_and_policy.sampler.sample, settings=engine_and_policy.engine.greedy_settings
+        )
         super().__init__(
             chat,
             sample_greedily,
-            max_length=pair.config.max_completion_length,
+            max_length=engine_and_policy.config.max_completion_length,
             batch_size=256,
             stop=StopCriteria.from_config(
-                end_tokens, pair.config.generation_kwargs or {}, chat.decode
+                end_tokens, engine_and_policy.config.generation_kwargs or {}, chat.decode
             ),
             any_rank=group_sampler.any_rank_continues,
         )
@@ -306,7 +308,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     def __init__(
         self,
         *,
-        pair: EnginePair,
+        engine_and_policy: EngineAndPolicy,
         generation_sampler: GenerationSampler,
         plan: EvaluationPlan,
         end_tokens: Iterable[int],
@@ -318,7 +320,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Build the callback.
 
         Args:
-            pair: the policy, and the engine that answers.
+            engine_and_policy: the policy, and the engine that answers.
             generation_sampler: the trainer's own, which has its tools and its guard of servers.
             plan: what is evaluated, and when.
             end_tokens: the tokens that end an answer.
@@ -327,7 +329,7 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             system_prompt: the system prompt of the training; None: the data's own.
             revision: the revision of the base model on the hub.
         """
-        self.pair = pair
+        self.engine_and_policy = engine_and_policy
         self.generation_sampler = generation_sampler
         self.plan = plan
         self.end_tokens = frozenset(end_tokens)
@@ -365,8 +367,11 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
         `step`: optimizer steps that have been made, for the printed line.
         """
-        accelerator = self.pair.accelerator
-        with self.generation_sampler.guard.ending_run_without_servers(), self.pair.sampler.awake():
+        accelerator = self.engine_and_policy.accelerator
+        with (
+            self.generation_sampler.guard.ending_run_without_servers(),
+            self.engine_and_policy.sampler.awake(),
+        ):
             answers_by_task = [self._answer(task) for task in self.plan.tasks]
         has_answer_tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt_template)
         for task, answers in zip(self.plan.tasks, answers_by_task, strict=True):
@@ -384,18 +389,18 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         For example, 2 ranks answer 5 problems: rank 0 the problems 0, 2 and 4, rank 1 the problems
         1 and 3. Collective: every rank samples equally many batches, of which the last may be empty.
         """
-        args = self.pair.config
-        accelerator = self.pair.accelerator
+        args = self.engine_and_policy.config
+        accelerator = self.engine_and_policy.accelerator
         chat = ChatProcessor(
-            self.pair.policy.name_or_path,
+            self.engine_and_policy.policy.name_or_path,
             min_pixels=args.min_pixels,
             max_pixels=args.max_pixels,
             revision=self.revision,
             chat_template_kwargs=args.chat_template_kwargs,
-            processor=self.pair.processor,
+            processor=self.engine_and_policy.processor,
         )
         engine = SamplerEngine(
-            self.pair, self.generation_sampler.group_sampler, chat, self.end_tokens
+            self.engine_and_policy, self.generation_sampler.group_sampler, chat, self.end_tokens
         )
         rows: list[dict[str, Any]] = []
         # Rank r answers the problems r, r + ranks, r + 2 ranks and so on.

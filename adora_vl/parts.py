@@ -35,11 +35,11 @@ from adora_vl.record.metrics_logger import MetricsLogger
 from adora_vl.record.recorder import Recorder
 from adora_vl.record.rollout_metrics import TieNotice
 from adora_vl.rollout.agreement import SelfCheck
-from adora_vl.rollout.engine_pair import EnginePair
+from adora_vl.rollout.engine_and_policy import EngineAndPolicy
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import (
+    ban_tokens,
     ignoring_generation_config,
-    never_sample,
     never_sampled_ids,
 )
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler, TransformersSampler, VLLMSampler
@@ -154,7 +154,7 @@ class StepParts:
             samples_ahead = self.context.config.adora_rollouts.ahead
             sampler_class = AsyncServerSampler if samples_ahead else VLLMSampler
             return sampler_class(self.context, self.images, trainer.vllm_generation)
-        never_sample(
+        ban_tokens(
             never_sampled_ids(trainer._tokenizer),
             trainer.generation_kwargs,
             trainer.generation_config,
@@ -185,7 +185,7 @@ class StepParts:
             phase=self.clocks.seconds.phase,
             environments=self._run.tools.environments,
             upcoming_rows=self.upcoming_rows.rows_after,
-            drift_check=LateDriftCheck(self.engine_pair, self.generation_logps.drift_guard),
+            drift_check=LateDriftCheck(self.engine_and_policy, self.generation_logps.drift_guard),
         )
 
     @cached_property
@@ -404,10 +404,10 @@ class StepParts:
         )
 
     @cached_property
-    def engine_pair(self) -> EnginePair:
+    def engine_and_policy(self) -> EngineAndPolicy:
         """The engine and the policy, for checks that compare them, and for evaluations."""
         trainer = self._trainer
-        return EnginePair(
+        return EngineAndPolicy(
             context=self.context,
             policy=trainer.model,
             dataset=trainer.train_dataset,
@@ -444,11 +444,11 @@ class StepParts:
         if self.clocks.memory is not None:
             callbacks.append(self.clocks.memory)
         if self.context.config.adora_self_check:
-            callbacks.append(SelfCheck(self.engine_pair))
+            callbacks.append(SelfCheck(self.engine_and_policy))
         if self._run.evaluations is not None:
             callbacks.append(
                 EvaluationCallback(
-                    pair=self.engine_pair,
+                    engine_and_policy=self.engine_and_policy,
                     generation_sampler=self.generation_sampler,
                     plan=self._run.evaluations,
                     end_tokens=self._trainer.eos_token_ids,

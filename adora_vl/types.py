@@ -1,6 +1,6 @@
 """The types that pass between the parts of a training step.
 
-They are a row, a batch, what the host knows of a batch, and the context that the parts are built
+They are a row, a batch, a copy of its rows on the CPU, and the context that the parts are built
 from.
 """
 
@@ -70,7 +70,7 @@ class Batch(TypedDict, total=False):
     share_of_rows: float  # its number of rows, divided by the average of all micro-batches
     share_of_tokens: Tensor  # (), its number of tokens, divided by the average
     loss_tokens: int  # the number of tokens that its loss counts, on all ranks together
-    host_rows: HostRows  # checkpoints leave it out
+    rows_on_cpu: RowsOnCpu  # checkpoints leave it out
 
 
 class RowImages(NamedTuple):
@@ -81,7 +81,7 @@ class RowImages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HostRows:
+class RowsOnCpu:
     """What a forward pass has to know of B rows, copied to the CPU.
 
     A pass that reads it from here never waits for the GPU. The prompts are padded to P tokens, the
@@ -106,7 +106,7 @@ class HostRows:
         prompt_mask: Tensor,
         completion_mask: Tensor,
         columns: Mapping[str, Any],
-    ) -> HostRows:
+    ) -> RowsOnCpu:
         """Copy what a pass has to know of a batch's rows to the CPU, with a single wait for the GPU.
 
         Args:
@@ -173,15 +173,15 @@ class HostRows:
         begins_run = is_image_token.diff() == 1
         return int(is_image_token[0] + begins_run.sum())
 
-    def select(self, rows: Sequence[int], first_column: int = 0) -> HostRows:
-        """Return a `HostRows` of these rows alone.
+    def select(self, rows: Sequence[int], first_column: int = 0) -> RowsOnCpu:
+        """Return a `RowsOnCpu` of these rows alone.
 
         The columns of prompts before `first_column` are cut off. All of these rows have padding
         there.
         """
         rows = list(rows)
         types = self.prompt_token_types
-        return HostRows(
+        return RowsOnCpu(
             prompt_ids=self.prompt_ids[rows, first_column:],
             prompt_mask=self.prompt_mask[rows, first_column:],
             prompt_token_types=None if types is None else types[rows, first_column:],

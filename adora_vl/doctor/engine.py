@@ -21,7 +21,7 @@ from adora_vl.rollout.agreement import (
     PROMPTS_CHECK,
     EngineProbe,
 )
-from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
+from adora_vl.rollout.engine_and_policy import EngineAndPolicy, Prompts, SampledRollouts
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
@@ -106,13 +106,13 @@ def check_buffers(models: ModelsByRole) -> Check:
     return passed(BUFFERS_CHECK, "rotary frequencies in float32")
 
 
-def check_runner(pair: EnginePair) -> Check:
+def check_runner(engine_and_policy: EngineAndPolicy) -> Check:
     """Return a line of the table on which of its two model runners vLLM has chosen.
 
     It never fails. The two compute the same by different code, so it helps to find a fault.
     """
-    assert pair.engine is not None
-    version = pair.engine.model_runner
+    assert engine_and_policy.engine is not None
+    version = engine_and_policy.engine.model_runner
     alternative = ", VLLM_USE_V2_MODEL_RUNNER=0 chooses V1" if version == "V2" else ""
     return passed(RUNNER_CHECK, f"{version}{alternative}")
 
@@ -136,16 +136,18 @@ class Examination(EngineProbe):
         check_name = VISION_CHECK if vision else LANGUAGE_CHECK
         remedy = CACHES_REMEDY if vision else SYNC_REMEDY
         lacks_images = vision and self.prompts.images is None
-        chosen = choose_parameter(self.pair.policy, vision=vision)
+        chosen = choose_parameter(self.engine_and_policy.policy, vision=vision)
         if chosen is None:
             reason = "there are none" if lacks_images else "nothing of it is trained"
             return skipped(check_name, f"{reason}: it cannot change")
         if lacks_images:
             return skipped(check_name, "the prompts have no images")
-        engine = self.pair.engine
+        engine = self.engine_and_policy.engine
         assert engine is not None
         try:
-            with changeable_weight(chosen.parameter, self.pair.config.seed) as set_noise:
+            with changeable_weight(
+                chosen.parameter, self.engine_and_policy.config.seed
+            ) as set_noise:
                 # The same prompts are sampled before and after the change, so that features or
                 # prefixes that are still in the engine's caches would be used.
                 rollouts = self.sample(check_name)
@@ -176,12 +178,12 @@ class Examination(EngineProbe):
         `set_noise` replaces the weight by its old value plus noise of a scale. Returns by how much
         the policy's log-probabilities of `rollouts` have changed, as a mean in nats per token.
         """
-        logps_before_BC = self.pair.policy_logps(rollouts)
+        logps_before_BC = self.engine_and_policy.policy_logps(rollouts)
         policy_change = 0.0
         for scale in NOISE_SCALES:
             set_noise(scale)
-            logps_BC = self.pair.policy_logps(rollouts)
-            policy_change = self.pair.drift_over_ranks(
+            logps_BC = self.engine_and_policy.policy_logps(rollouts)
+            policy_change = self.engine_and_policy.drift_over_ranks(
                 logps_BC, logps_before_BC, rollouts.mask_BC
             ).mean
             if policy_change > max(3 * self.bound, MIN_POLICY_CHANGE):
@@ -194,7 +196,7 @@ class Examination(EngineProbe):
         In a run TRL puts it to sleep after each generation, which discards its weights. Sampling
         wakes it.
         """
-        engine = self.pair.engine
+        engine = self.engine_and_policy.engine
         assert engine is not None
         if not engine.enable_sleep_mode:
             return skipped(SLEEP_CHECK, "vllm_enable_sleep_mode: false, the engine never sleeps")
@@ -213,7 +215,7 @@ class Examination(EngineProbe):
         that the policy finds least likely. It samples greedily. So it chooses this token only if
         the ban works; without the ban it would nearly always choose a banned one.
         """
-        banned_ids = never_sampled_ids(self.pair.tokenizer)
+        banned_ids = never_sampled_ids(self.engine_and_policy.tokenizer)
         if not banned_ids:
             return skipped(BANNED_CHECK, "this tokenizer has none of them")
         allowed_ids = [*banned_ids, self._least_likely_token(banned_ids)]
@@ -222,7 +224,7 @@ class Examination(EngineProbe):
         )
         sampled_ids = {token for row in rollouts.completion_ids for token in row}
         wrong_ids = sorted(sampled_ids & set(banned_ids))
-        tokenizer = self.pair.tokenizer
+        tokenizer = self.engine_and_policy.tokenizer
         if wrong_ids:
             names = tokenizer.convert_ids_to_tokens(wrong_ids)
             return failed(BANNED_CHECK, f"sampled: {', '.join(names)}", BAN_REMEDY)
@@ -233,9 +235,9 @@ class Examination(EngineProbe):
 
         `banned_ids`: tokens that are not considered.
         """
-        pair = self.pair
-        policy = pair.policy
-        batch = pair.collate(
+        engine_and_policy = self.engine_and_policy
+        policy = engine_and_policy.policy
+        batch = engine_and_policy.collate(
             agreement.first_prompts(self.prompts, count=1),
             completions=[[]],
             logps=None,
@@ -243,7 +245,7 @@ class Examination(EngineProbe):
         )
         columns: dict[str, Any] = {**batch}
         image_inputs = {name: columns[name] for name in self.prompts.fields if name in columns}
-        with torch.no_grad(), pair.accelerator.autocast():
+        with torch.no_grad(), engine_and_policy.accelerator.autocast():
             output = policy(
                 **image_inputs,
                 input_ids=batch["prompt_ids"],
@@ -253,7 +255,7 @@ class Examination(EngineProbe):
         logits = output.logits[0, -1].float()
         logits[list(banned_ids)] = torch.inf
         # The embedding may have more rows than the tokenizer has tokens.
-        logits[len(pair.tokenizer) :] = torch.inf
+        logits[len(engine_and_policy.tokenizer) :] = torch.inf
         return int(logits.argmin())
 
 
@@ -274,8 +276,8 @@ def _examination_steps(examination: Examination, merge: int) -> list[_Examinatio
 
     `merge`: how many patches along a side become one image token.
     """
-    pair = examination.pair
-    image_token = getattr(pair.processor, "image_token_id", None)
+    engine_and_policy = examination.engine_and_policy
+    image_token = getattr(engine_and_policy.processor, "image_token_id", None)
     return [
         _ExaminationStep(
             names=(FEATURES_CHECK,),
@@ -290,7 +292,7 @@ def _examination_steps(examination: Examination, merge: int) -> list[_Examinatio
         _ExaminationStep(
             names=(RUNNER_CHECK,),
             remedy=VERSION_REMEDY,
-            run=lambda: [check_runner(pair)],
+            run=lambda: [check_runner(engine_and_policy)],
         ),
         _ExaminationStep(
             names=(PROMPTS_CHECK, COLD_CHECK),
@@ -334,11 +336,11 @@ def examine_in_order(examination: Examination, merge: int) -> list[Check]:
 
     `merge`: how many patches along a side become one image token.
     """
-    pair = examination.pair
+    engine_and_policy = examination.engine_and_policy
     reason_without_engine = ""
-    if pair.engine is None:
+    if engine_and_policy.engine is None:
         reason_without_engine = "use_vllm: false, the policy samples itself"
-    elif pair.config.vllm_mode != "colocate":
+    elif engine_and_policy.config.vllm_mode != "colocate":
         reason_without_engine = "vllm_mode: server is not examined"
     checks: list[Check] = []
     for step in _examination_steps(examination, merge):
@@ -389,15 +391,15 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     The results are then in `checks`.
     """
 
-    def __init__(self, pair: EnginePair, models: ModelsByRole, rows: int) -> None:
+    def __init__(self, engine_and_policy: EngineAndPolicy, models: ModelsByRole, rows: int) -> None:
         """Create the callback; the checks run when the training begins.
 
         Args:
-            pair: The engine and the policy.
+            engine_and_policy: The engine and the policy.
             models: The policy and the reference model.
             rows: How many rows of the data set each rank makes prompts of.
         """
-        self.pair = pair
+        self.engine_and_policy = engine_and_policy
         self.models = models
         self.rows = rows
         self.checks: list[Check] = []
@@ -406,10 +408,14 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Make all checks, and end the training."""
-        pair = self.pair
-        prompts = pair.read_prompts(pair.first_rows(self.rows))
+        engine_and_policy = self.engine_and_policy
+        prompts = engine_and_policy.read_prompts(engine_and_policy.first_rows(self.rows))
         # A model without vision has no image processor.
-        merge = getattr(getattr(pair.processor, "image_processor", None), "merge_size", 1)
-        examination = Examination(pair=pair, prompts=prompts, models=self.models)
+        merge = getattr(
+            getattr(engine_and_policy.processor, "image_processor", None), "merge_size", 1
+        )
+        examination = Examination(
+            engine_and_policy=engine_and_policy, prompts=prompts, models=self.models
+        )
         self.checks = examine_in_order(examination, merge)
         raise Examined

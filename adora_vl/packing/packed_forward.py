@@ -40,7 +40,7 @@ from adora_vl.packing.split_attention import (
     empty_mask,
     install_split_attention,
 )
-from adora_vl.types import HostRows, RowImages
+from adora_vl.types import RowImages, RowsOnCpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,8 +73,8 @@ def can_share_prompts(config: PreTrainedConfig) -> bool:
 class PassInputs:
     """The arguments of TRL's `_get_per_token_logps_and_entropies`, for B rows.
 
-    A row has P prompt and C completion tokens. `host_rows` is a copy of masks, lengths and images on
-    the CPU, which can be read without waiting for the GPU.
+    A row has P prompt and C completion tokens. `rows_on_cpu` is a copy of masks, lengths and images
+    that can be read without waiting for the GPU.
     """
 
     model: "PreTrainedModel"  # the policy or the reference model, in whatever wrapper
@@ -84,7 +84,7 @@ class PassInputs:
     batch_size: int | None  # rows of one forward pass; None for all B at once
     compute_entropy: bool
     columns: dict[str, Any]  # of images and tools, by their name in the batch
-    known_host_rows: HostRows | None = None  # copies of the rows that are on the CPU already
+    known_rows_on_cpu: RowsOnCpu | None = None  # copies of the rows that are on the CPU already
 
     @property
     def rows_per_chunk(self) -> int:
@@ -92,11 +92,11 @@ class PassInputs:
         return self.batch_size or len(self.input_ids)
 
     @cached_property
-    def host_rows(self) -> HostRows:
+    def rows_on_cpu(self) -> RowsOnCpu:
         """Copies of the rows on the CPU."""
-        if self.known_host_rows is not None:
-            return self.known_host_rows
-        return HostRows.of(
+        if self.known_rows_on_cpu is not None:
+            return self.known_rows_on_cpu
+        return RowsOnCpu.of(
             prompt_ids=self.input_ids[:, : -self.completion_width],
             prompt_mask=self.attention_mask[:, : -self.completion_width],
             completion_mask=self.attention_mask[:, -self.completion_width :],
@@ -158,7 +158,7 @@ class PackedForward:
             return None
         groups_by_chunk = _groups_by_chunk(inputs)
         packs_rows = check_only or all(
-            _packing_pays(groups, inputs.host_rows) for groups in groups_by_chunk
+            _packing_pays(groups, inputs.rows_on_cpu) for groups in groups_by_chunk
         )
         if not self.is_checked:
             self._check(
@@ -260,7 +260,7 @@ class PackedForward:
             "position_ids": packed.position_ids,
             LAYOUT_ARGUMENT: packed.layout,
         }
-        images = _images_in_order(inputs.host_rows, groups)
+        images = _images_in_order(inputs.rows_on_cpu, groups)
         if images:
             model_inputs["pixel_values"] = torch.cat([row_images.pixels for row_images in images])
             model_inputs["image_grid_thw"] = torch.cat([row_images.grids for row_images in images])
@@ -312,7 +312,7 @@ def _pack_chunk(
         inputs: the arguments of the pass over all rows.
         groups: the rows of the chunk, grouped by prompt.
     """
-    host_rows = inputs.host_rows
+    rows_on_cpu = inputs.rows_on_cpu
     rows = [row for group_rows in groups for row in group_rows]
     first_row = rows[0]
     chunk = slice(first_row, rows[-1] + 1)
@@ -321,14 +321,14 @@ def _pack_chunk(
     # Each prompt is read from the first row that has it.
     prompt_rows = [group_rows[0] for group_rows in groups]
     token_types = None
-    if host_rows.prompt_token_types is not None:
-        token_types = host_rows.prompt_token_types[prompt_rows]
+    if rows_on_cpu.prompt_token_types is not None:
+        token_types = rows_on_cpu.prompt_token_types[prompt_rows]
     positions = prompt_positions(
         plain_model,
-        prompt_ids=host_rows.prompt_ids[prompt_rows],
-        prompt_mask=host_rows.prompt_mask[prompt_rows],
+        prompt_ids=rows_on_cpu.prompt_ids[prompt_rows],
+        prompt_mask=rows_on_cpu.prompt_mask[prompt_rows],
         token_types=token_types,
-        grids=_grids_of_prompts(host_rows, prompt_rows),
+        grids=_grids_of_prompts(rows_on_cpu, prompt_rows),
     )
     return pack_rows(
         inputs.input_ids[chunk],
@@ -336,25 +336,25 @@ def _pack_chunk(
         completion_width=inputs.completion_width,
         groups=groups_in_chunk,
         prompt_positions=positions,
-        host_rows=host_rows.select(rows),
-        completion_positions=completion_positions(plain_model, host_rows, rows),
+        rows_on_cpu=rows_on_cpu.select(rows),
+        completion_positions=completion_positions(plain_model, rows_on_cpu, rows),
     )
 
 
-def _grids_of_prompts(host_rows: HostRows, rows: list[int]) -> Tensor | None:
+def _grids_of_prompts(rows_on_cpu: RowsOnCpu, rows: list[int]) -> Tensor | None:
     """Return the grids of the images in the prompts of these rows, (images, 3).
 
     None where no row has images.
     """
     grids = []
     for row in rows:
-        row_images = prompt_images(host_rows, row)
+        row_images = prompt_images(rows_on_cpu, row)
         if row_images is not None:
             grids.append(row_images.grids)
     return torch.cat(grids) if grids else None
 
 
-def _images_in_order(host_rows: HostRows, groups: RowGroups) -> list[RowImages]:
+def _images_in_order(rows_on_cpu: RowsOnCpu, groups: RowGroups) -> list[RowImages]:
     """Return the images of prompts and completions, in the order of the packed sequence.
 
     First come the images of a prompt, then the images of each of its rollouts, the longest rollout
@@ -362,15 +362,15 @@ def _images_in_order(host_rows: HostRows, groups: RowGroups) -> list[RowImages]:
     images of the prompt, of completion 1, and of completion 0.
 
     Args:
-        host_rows: the copy of the batch on the CPU.
+        rows_on_cpu: the copy of the batch on the CPU.
         groups: the rows of a chunk, grouped by prompt, such as [[0, 1], [2]].
     """
     images: list[RowImages | None] = []
     for group_rows in groups:
-        images.append(prompt_images(host_rows, group_rows[0]))
-        if host_rows.completion_token_types is not None:  # completions have images too
-            for row in rows_longest_first(group_rows, host_rows.completion_lengths):
-                images.append(completion_images(host_rows, row))
+        images.append(prompt_images(rows_on_cpu, group_rows[0]))
+        if rows_on_cpu.completion_token_types is not None:  # completions have images too
+            for row in rows_longest_first(group_rows, rows_on_cpu.completion_lengths):
+                images.append(completion_images(rows_on_cpu, row))
     return [row_images for row_images in images if row_images is not None]
 
 
@@ -381,7 +381,7 @@ def _columns_of_first_rows(rows: int, inputs: PassInputs) -> dict[str, Any]:
     one per row. For example, let the first two rows have one image of 4 and one of 6 patches. With
     `rows` 2 the first 10 entries of `pixel_values` and 2 of `image_grid_thw` are returned.
     """
-    images_by_row = inputs.host_rows.images[:rows]  # None for a row without images
+    images_by_row = inputs.rows_on_cpu.images[:rows]  # None for a row without images
     images_of_first_rows = [row_images for row_images in images_by_row if row_images is not None]
     entry_count_by_name = {
         "pixel_values": sum(len(row_images.pixels) for row_images in images_of_first_rows),
@@ -403,7 +403,7 @@ def _sampled_tokens(rows: int, inputs: PassInputs) -> Tensor:
     The mask is 1 at these tokens, and 0 at padding and at tokens that a tool wrote.
     """
     mask_BC = inputs.attention_mask[:rows, -inputs.completion_width :]
-    policy_mask = inputs.host_rows.policy_mask
+    policy_mask = inputs.rows_on_cpu.policy_mask
     if policy_mask is not None:
         policy_mask_BC = policy_mask[:rows, : inputs.completion_width]
         mask_BC = mask_BC * policy_mask_BC.to(mask_BC.device)
@@ -426,10 +426,10 @@ def _groups_by_chunk(inputs: PassInputs) -> list[RowGroups]:
     pixels = inputs.columns.get("pixel_values")
     if pixels is not None and pixels.is_floating_point():
         return [[[row] for row in chunk] for chunk in chunks]
-    return [_groups_of_chunk(chunk, inputs.host_rows) for chunk in chunks]
+    return [_groups_of_chunk(chunk, inputs.rows_on_cpu) for chunk in chunks]
 
 
-def _groups_of_chunk(chunk: range, host_rows: HostRows) -> RowGroups:
+def _groups_of_chunk(chunk: range, rows_on_cpu: RowsOnCpu) -> RowGroups:
     """Return the rows of a chunk, grouped by their prompt and its images.
 
     For example, the rows 4 to 6, of which the first two have the same prompt, give [[4, 5], [6]].
@@ -437,26 +437,26 @@ def _groups_of_chunk(chunk: range, host_rows: HostRows) -> RowGroups:
     rows = list(chunk)
     image_keys: list[list[int]] = []
     for row in rows:
-        images = prompt_images(host_rows, row)
+        images = prompt_images(rows_on_cpu, row)
         # The number of an image's first patch in the image bank identifies the image.
         image_keys.append([] if images is None else first_patches(images.pixels, images.grids))
     groups = group_rows_by_prompt(
-        host_rows.prompt_ids[rows], host_rows.prompt_mask[rows], image_keys
+        rows_on_cpu.prompt_ids[rows], rows_on_cpu.prompt_mask[rows], image_keys
     )
     # The groups have indices into `rows`, which become numbers of rows of the batch.
     return [[rows[index] for index in group_indices] for group_indices in groups]
 
 
-def _packing_pays(groups: RowGroups, host_rows: HostRows) -> bool:
+def _packing_pays(groups: RowGroups, rows_on_cpu: RowsOnCpu) -> bool:
     """Return whether packing these rows is less work than padding each row.
 
     Args:
         groups: rows grouped by prompt, such as [[0, 1], [2]].
-        host_rows: the copy of the batch on the CPU.
+        rows_on_cpu: the copy of the batch on the CPU.
     """
     prompt_rows = [group_rows[0] for group_rows in groups]
-    prompt_lengths = host_rows.prompt_mask[prompt_rows].sum(dim=1).tolist()
+    prompt_lengths = rows_on_cpu.prompt_mask[prompt_rows].sum(dim=1).tolist()
     completion_lengths = [
-        [host_rows.completion_lengths[row] for row in group_rows] for group_rows in groups
+        [rows_on_cpu.completion_lengths[row] for row in group_rows] for group_rows in groups
     ]
     return sharing_pays(prompt_lengths, completion_lengths)

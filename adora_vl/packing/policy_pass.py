@@ -234,7 +234,7 @@ class PolicyPass:
             batch_size=batch_size,
             compute_entropy=compute_entropy,
             columns=columns,
-            known_host_rows=self._micro_batch.get("host_rows"),
+            known_rows_on_cpu=self._micro_batch.get("rows_on_cpu"),
         )
         has_gradients = torch.is_grad_enabled()
         with nullcontext() if has_gradients else evaluation_mode(model):

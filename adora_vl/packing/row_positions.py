@@ -1,6 +1,6 @@
 """The images and the M-RoPE positions of the prompts and completions of a micro-batch's rows.
 
-All of it is computed on the host, from `HostRows`, before a row is packed.
+All of it is computed on the CPU, from `RowsOnCpu`, before a row is packed.
 """
 
 from typing import TYPE_CHECKING
@@ -9,35 +9,35 @@ import torch
 from torch import Tensor
 
 from adora_vl.packing.vision import vision_language_model
-from adora_vl.types import HostRows, RowImages
+from adora_vl.types import RowImages, RowsOnCpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def prompt_images(host_rows: HostRows, row: int) -> RowImages | None:
+def prompt_images(rows_on_cpu: RowsOnCpu, row: int) -> RowImages | None:
     """Return the images in a row's prompt; None where no row of the batch has images.
 
     For example, with grids of 4, 6 and 8 patches and one image in the completion, the prompt has the
     first two grids and the first 10 patches.
 
     Args:
-        host_rows: the copy of a batch on the CPU. It has the images of a row's prompt and completion
-            together, the prompt's first.
+        rows_on_cpu: the copy of a batch on the CPU. It has the images of a row's prompt and
+            completion together, the prompt's first.
         row: the number of the row.
     """
-    row_images = host_rows.images[row]
+    row_images = rows_on_cpu.images[row]
     if row_images is None:
         return None
-    if host_rows.completion_token_types is None:  # no completion has images
+    if rows_on_cpu.completion_token_types is None:  # no completion has images
         return row_images
     # The images of the completion come after those of the prompt.
-    grids = row_images.grids[: host_rows.prompt_image_count(row)]
+    grids = row_images.grids[: rows_on_cpu.prompt_image_count(row)]
     patch_count = int(grids.prod(dim=-1).sum())
     return RowImages(pixels=row_images.pixels[:patch_count], grids=grids)
 
 
-def completion_images(host_rows: HostRows, row: int) -> RowImages | None:
+def completion_images(rows_on_cpu: RowsOnCpu, row: int) -> RowImages | None:
     """Return the images in a row's completion, which tools have put there.
 
     They come after those of the prompt: with grids of 4, 6 and 8 patches, and two images in the
@@ -45,12 +45,12 @@ def completion_images(host_rows: HostRows, row: int) -> RowImages | None:
     the batch has images, or if the completion has no tokens.
 
     Args:
-        host_rows: the copy of a batch on the CPU.
+        rows_on_cpu: the copy of a batch on the CPU.
         row: the number of the row.
     """
-    row_images = host_rows.images[row]
-    in_prompt = prompt_images(host_rows, row)
-    has_tokens = host_rows.completion_lengths[row] > 0
+    row_images = rows_on_cpu.images[row]
+    in_prompt = prompt_images(rows_on_cpu, row)
+    has_tokens = rows_on_cpu.completion_lengths[row] > 0
     if row_images is None or in_prompt is None or not has_tokens:
         return None
     return RowImages(
@@ -96,7 +96,7 @@ def prompt_positions(
 
 
 def completion_positions(
-    model: "PreTrainedModel", host_rows: HostRows, rows: list[int]
+    model: "PreTrainedModel", rows_on_cpu: RowsOnCpu, rows: list[int]
 ) -> Tensor | None:
     """Return the M-RoPE positions of the completions of these rows, (3, rows, C).
 
@@ -106,20 +106,20 @@ def completion_positions(
 
     Args:
         model: the policy or the reference model, without a wrapper.
-        host_rows: the copy of the batch on the CPU.
+        rows_on_cpu: the copy of the batch on the CPU.
         rows: numbers of rows of the batch.
     """
-    token_types = host_rows.completion_token_types
+    token_types = rows_on_cpu.completion_token_types
     if token_types is None or not token_types[rows].any():
         return None
-    assert host_rows.prompt_token_types is not None
-    prompt_mask = host_rows.prompt_mask[rows]
-    lengths = torch.tensor([host_rows.completion_lengths[row] for row in rows])
+    assert rows_on_cpu.prompt_token_types is not None
+    prompt_mask = rows_on_cpu.prompt_mask[rows]
+    lengths = torch.tensor([rows_on_cpu.completion_lengths[row] for row in rows])
     completion_mask = torch.arange(token_types.size(1)) < lengths[:, None]
     # The whole row is handed to the model as if it were a prompt.
     row_mask = torch.cat([prompt_mask, completion_mask.to(prompt_mask.dtype)], dim=1)
-    row_token_types = torch.cat([host_rows.prompt_token_types[rows], token_types[rows]], dim=1)
-    images = [host_rows.images[row] for row in rows]
+    row_token_types = torch.cat([rows_on_cpu.prompt_token_types[rows], token_types[rows]], dim=1)
+    images = [rows_on_cpu.images[row] for row in rows]
     grids = torch.cat([row_images.grids for row_images in images if row_images is not None])
     positions = prompt_positions(
         model,

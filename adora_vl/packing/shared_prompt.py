@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adora_vl.types import HostRows
+from adora_vl.types import RowsOnCpu
 
 # Sharing is worth it up to this share of the tokens of padded separate rows. With 0.88 and 0.95 of
 # the tokens a pass took 0.92 and 0.97 of the time (benchmarks/README.md, prompts of 64 tokens,
@@ -264,15 +264,15 @@ class _SequenceBuilder:
         predicted by:      1  2  3  1  4    (positions of the sequence)
     """
 
-    def __init__(self, host_rows: HostRows, row_width: int, completion_width: int) -> None:
+    def __init__(self, rows_on_cpu: RowsOnCpu, row_width: int, completion_width: int) -> None:
         """Create an empty sequence.
 
         Args:
-            host_rows: copies of the B rows on the CPU.
+            rows_on_cpu: copies of the B rows on the CPU.
             row_width: P + C, with padding.
             completion_width: C.
         """
-        self._host_rows = host_rows
+        self._rows_on_cpu = rows_on_cpu
         self._row_width = row_width
         self._prompt_width = row_width - completion_width
         # For each position of the sequence: the index of its token in the flattened `input_ids`.
@@ -282,7 +282,7 @@ class _SequenceBuilder:
         # the sequence that predicts it.
         self._label_index_parts: list[Tensor] = []
         self._predicting_positions: list[int] = []
-        rows = len(host_rows.completion_lengths)
+        rows = len(rows_on_cpu.completion_lengths)
         self._label_index_BC = torch.zeros(rows, completion_width, dtype=torch.long)
         self._groups: list[GroupLayout] = []
         self._length = 0  # positions of the sequence so far
@@ -305,7 +305,7 @@ class _SequenceBuilder:
         self._add_prompt(group_rows[0], prompt_positions)
         prompt_end = self._length - 1  # the position of the prompt's last token
         rollout_lengths = []
-        completion_lengths = self._host_rows.completion_lengths
+        completion_lengths = self._rows_on_cpu.completion_lengths
         for row in rows_longest_first(group_rows, completion_lengths):
             rollout_length = max(completion_lengths[row] - 1, 0)  # without the last token
             if completion_positions is not None:
@@ -344,7 +344,7 @@ class _SequenceBuilder:
                 first token of the completion.
             positions: position ids of the appended tokens, (3, tokens) or (tokens,).
         """
-        completion_length = self._host_rows.completion_lengths[row]
+        completion_length = self._rows_on_cpu.completion_lengths[row]
         rollout_length = positions.size(-1)
         start = row * self._row_width + self._prompt_width  # of the completion in `input_ids`
         self._token_index_parts.append(torch.arange(start, start + rollout_length))
@@ -352,8 +352,8 @@ class _SequenceBuilder:
         # The columns of the completion whose tokens are scored: 0 1 2 for `a1 a2 a3`. If a tool wrote
         # a2, it is in the sequence but is not scored, and the columns are 0 2.
         scored_columns = torch.arange(completion_length)
-        if self._host_rows.policy_mask is not None:
-            scored_columns = self._host_rows.policy_mask[row, :completion_length].nonzero()[:, 0]
+        if self._rows_on_cpu.policy_mask is not None:
+            scored_columns = self._rows_on_cpu.policy_mask[row, :completion_length].nonzero()[:, 0]
         self._label_index_parts.append(start + scored_columns)
         # The end of the prompt predicts the first token of the completion. Every other token is
         # predicted by the token before it.
@@ -392,7 +392,7 @@ class _SequenceBuilder:
             labels = input_ids.new_full((1, 1), -100)
             predicting_positions = [0]
         scored_mask_BC = attention_mask[:, self._prompt_width :]
-        policy_mask = self._host_rows.policy_mask
+        policy_mask = self._rows_on_cpu.policy_mask
         if policy_mask is not None:
             completion_width = self._row_width - self._prompt_width
             scored_mask_BC = scored_mask_BC * on_device(policy_mask[:, :completion_width])
@@ -428,7 +428,7 @@ def pack_rows(
     completion_width: int,
     groups: Sequence[Sequence[int]],
     prompt_positions: Tensor,
-    host_rows: HostRows | None = None,
+    rows_on_cpu: RowsOnCpu | None = None,
     completion_positions: Tensor | None = None,
 ) -> PackedSequence:
     """Lay out left-padded prompts and right-padded completions as one sequence without padding.
@@ -447,14 +447,14 @@ def pack_rows(
         groups: for each group the rows that have its prompt; each row is in one group.
         prompt_positions: position ids of the prompt of each group's first row, (3, N, P) or (N, P),
             on the CPU.
-        host_rows: copies of the rows on the CPU; None copies them here.
+        rows_on_cpu: copies of the rows on the CPU; None copies them here.
         completion_positions: position ids of the completions, (3, B, C), on the CPU. None where
             completions have no images: their position ids then go on from the prompt, one by one.
     """
     row_width = input_ids.size(1)
     prompt_width = row_width - completion_width
-    if host_rows is None:
-        host_rows = HostRows.of(
+    if rows_on_cpu is None:
+        rows_on_cpu = RowsOnCpu.of(
             prompt_ids=input_ids[:, :prompt_width],
             prompt_mask=attention_mask[:, :prompt_width],
             completion_mask=attention_mask[:, prompt_width:],
@@ -462,8 +462,8 @@ def pack_rows(
         )
     first_rows = [group_rows[0] for group_rows in groups]
     # Prompts are padded on the left, so a prompt begins at the first 1 of its mask.
-    prompt_starts = host_rows.prompt_mask[first_rows].int().argmax(dim=1).tolist()
-    builder = _SequenceBuilder(host_rows, row_width=row_width, completion_width=completion_width)
+    prompt_starts = rows_on_cpu.prompt_mask[first_rows].int().argmax(dim=1).tolist()
+    builder = _SequenceBuilder(rows_on_cpu, row_width=row_width, completion_width=completion_width)
     for number, (group_rows, prompt_start) in enumerate(zip(groups, prompt_starts, strict=True)):
         builder.add_group(
             group_rows,

@@ -21,7 +21,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.context_limit import server_context_length
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.models.precision import dtype_name
-from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
+from adora_vl.rollout.engine_and_policy import EngineAndPolicy, Prompts, SampledRollouts
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
@@ -60,7 +60,7 @@ POSITIONS_REMEDY = (
 MAX_DIFFERENCE_BY_DTYPE = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 
 
-def agreement_bound(pair: EnginePair) -> float:
+def agreement_bound(engine_and_policy: EngineAndPolicy) -> float:
     """Return the largest mean difference of engine's and policy's log-probabilities that passes.
 
     It is in nats per token. The rounding bound is that of the coarser of the two dtypes: 0.3, for
@@ -71,10 +71,10 @@ def agreement_bound(pair: EnginePair) -> float:
       differ by more than rounding.
     - Otherwise the smaller of the two holds.
     """
-    assert pair.engine is not None
-    args = pair.config
-    weight_dtype = dtype_name(pair.policy.dtype)
-    engine_dtype = pair.engine.settings.dtype or weight_dtype
+    assert engine_and_policy.engine is not None
+    args = engine_and_policy.config
+    weight_dtype = dtype_name(engine_and_policy.policy.dtype)
+    engine_dtype = engine_and_policy.engine.settings.dtype or weight_dtype
     policy_dtype = training_dtype(args) or weight_dtype
     largest_bound = max(MAX_DIFFERENCE_BY_DTYPE.values())  # for a dtype that is not in the table
     engine_bound = MAX_DIFFERENCE_BY_DTYPE.get(engine_dtype, largest_bound)
@@ -94,18 +94,20 @@ def agreement_bound(pair: EnginePair) -> float:
     return max_drift if changes_distribution else min(rounding_bound, max_drift)
 
 
-def distant_bound(pair: EnginePair) -> float:
+def distant_bound(engine_and_policy: EngineAndPolicy) -> float:
     """Return the largest mean difference that passes in answers from about position 2,000 on.
 
     In float32 it is a tenth of `agreement_bound`. Wrong rotary frequencies moved the answers of a
     small model by 0.01 nats there, while two right passes agree to 1e-6. In coarser dtypes it is
     `agreement_bound` itself, since two right passes differ by as much as wrong frequencies cause.
     """
-    bound = agreement_bound(pair)
+    bound = agreement_bound(engine_and_policy)
     return bound / 10 if bound <= MAX_DIFFERENCE_BY_DTYPE["float32"] else bound
 
 
-def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> Prompts | None:
+def lengthened_prompts(
+    engine_and_policy: EngineAndPolicy, prompts: Prompts, max_tokens: int
+) -> Prompts | None:
     """Return the first `FAR_ROWS` prompts, with random tokens before each of them.
 
     An answer to such a prompt begins at about `FAR_POSITION` (2,000), or earlier if policy or
@@ -114,7 +116,7 @@ def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> P
     get 1,500 each, and have 1,800 and 2,000 then.
 
     Args:
-        pair: the policy and the engine.
+        engine_and_policy: the policy and the engine.
         prompts: the prompts of this rank.
         max_tokens: how many tokens of an answer need room after the prompt.
 
@@ -122,13 +124,18 @@ def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> P
     """
     short_prompts = first_prompts(prompts, FAR_ROWS)
     longest_prompt = max(map(len, short_prompts.ids))
-    max_prompt_length = min(FAR_POSITION, _context_length(pair) - max_tokens)
+    max_prompt_length = min(FAR_POSITION, _context_length(engine_and_policy) - max_tokens)
     # All ranks add the same number, and return None together, since their passes are collective.
     added_count = min(gather_object([max_prompt_length - longest_prompt]))
     if added_count <= 0:  # the model or the engine takes no longer prompts
         return None
-    special_ids = {*pair.tokenizer.all_special_ids, *never_sampled_ids(pair.tokenizer)}
-    rng = random.Random(pair.config.seed)  # a generator of its own, so the run's state stays
+    special_ids = {
+        *engine_and_policy.tokenizer.all_special_ids,
+        *never_sampled_ids(engine_and_policy.tokenizer),
+    }
+    rng = random.Random(
+        engine_and_policy.config.seed
+    )  # a generator of its own, so the run's state stays
     ids = []
     for prompt_ids in short_prompts.ids:
         text_ids = [token for token in prompt_ids if token not in special_ids]
@@ -141,14 +148,14 @@ def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> P
     return replace(short_prompts, ids=ids, fields=fields)
 
 
-def _context_length(pair: EnginePair) -> int:
+def _context_length(engine_and_policy: EngineAndPolicy) -> int:
     """Return the largest number of tokens, prompt and answer together, of policy and engine."""
-    policy_limit = pair.policy.config.get_text_config().max_position_embeddings
-    if pair.config.vllm_mode == "server":
-        engine_limit = server_context_length(pair.config) or policy_limit
+    policy_limit = engine_and_policy.policy.config.get_text_config().max_position_embeddings
+    if engine_and_policy.config.vllm_mode == "server":
+        engine_limit = server_context_length(engine_and_policy.config) or policy_limit
     else:
-        assert pair.engine is not None
-        engine_limit = pair.engine.llm.llm_engine.model_config.max_model_len
+        assert engine_and_policy.engine is not None
+        engine_limit = engine_and_policy.engine.llm.llm_engine.model_config.max_model_len
     return int(min(policy_limit, engine_limit))
 
 
@@ -208,17 +215,17 @@ class EngineProbe:
     """Compares the engine with the policy on some prompts. All ranks call every method together.
 
     vLLM computes log-probabilities of its own. If they differ from the policy's by more than
-    rounding, its rollouts are not the policy's. `pair` is the engine and the policy.
+    rounding, its rollouts are not the policy's.
     """
 
-    pair: EnginePair
+    engine_and_policy: EngineAndPolicy
     prompts: Prompts
     max_tokens: int = PROBE_TOKENS
 
     @property
     def bound(self) -> float:
         """The largest mean difference that passes, in nats per token."""
-        return agreement_bound(self.pair)
+        return agreement_bound(self.engine_and_policy)
 
     def sample(
         self,
@@ -241,7 +248,7 @@ class EngineProbe:
         error: Exception | None = None
         rollouts: SampledRollouts | None = None
         try:
-            rollouts = self.pair.sample(
+            rollouts = self.engine_and_policy.sample(
                 prompts or self.prompts,
                 max_tokens=max_tokens or self.max_tokens,
                 check_name=check_name,
@@ -267,8 +274,10 @@ class EngineProbe:
         The arguments are those of `sample`.
         """
         rollouts = self.sample(check_name, prompts=prompts)
-        policy_logps_BC = self.pair.policy_logps(rollouts)
-        drift = self.pair.drift_over_ranks(policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC)
+        policy_logps_BC = self.engine_and_policy.policy_logps(rollouts)
+        drift = self.engine_and_policy.drift_over_ranks(
+            policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC
+        )
         return ProbeResult(drift, rollouts, policy_logps_BC)
 
     def check_agreement(self) -> list[Check]:
@@ -277,7 +286,7 @@ class EngineProbe:
         Returns two checks: that the engine reads the trainer's prompts (`PROMPTS_CHECK`), and that
         it agrees with the policy on log-probabilities (`COLD_CHECK`).
         """
-        self.pair.sync_weights()
+        self.engine_and_policy.sync_weights()
         try:
             result = self.compare("cold")
         except OtherRankError as error:
@@ -303,7 +312,7 @@ class EngineProbe:
 
         If they agree at small positions, but not at large ones, their rotary frequencies differ.
         """
-        prompts = lengthened_prompts(self.pair, self.prompts, self.max_tokens)
+        prompts = lengthened_prompts(self.engine_and_policy, self.prompts, self.max_tokens)
         if prompts is None:
             return skipped(
                 DISTANT_CHECK, "model and engine take no longer prompts (vllm_max_model_length)"
@@ -313,7 +322,7 @@ class EngineProbe:
         return check_drift(
             DISTANT_CHECK,
             result.drift,
-            distant_bound(self.pair),
+            distant_bound(self.engine_and_policy),
             remedy=POSITIONS_REMEDY,
             note=f", answers from position {first_position} on",
         )
@@ -355,8 +364,8 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
     samples itself.
     """
 
-    def __init__(self, pair: EnginePair) -> None:
-        self.pair = pair
+    def __init__(self, engine_and_policy: EngineAndPolicy) -> None:
+        self.engine_and_policy = engine_and_policy
 
     def on_train_begin(
         self, args: AdoraGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -366,16 +375,18 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         The model is wrapped and a checkpoint is loaded by then. Raises `RolloutError` on all ranks
         if the two disagree.
         """
-        pair = self.pair
-        if pair.engine is None:
+        engine_and_policy = self.engine_and_policy
+        if engine_and_policy.engine is None:
             return
-        rows = pair.first_rows(CHECK_ROWS)
+        rows = engine_and_policy.first_rows(CHECK_ROWS)
         # An unreadable image is no fault of the engine. The step that needs it reports it.
         if gather_object(unreadable_rows(rows)):
             return
-        probe = EngineProbe(pair, prompts=pair.read_prompts(rows), max_tokens=CHECK_TOKENS)
+        probe = EngineProbe(
+            engine_and_policy, prompts=engine_and_policy.read_prompts(rows), max_tokens=CHECK_TOKENS
+        )
         checks = probe.check_all()
-        if pair.accelerator.is_main_process:
+        if engine_and_policy.accelerator.is_main_process:
             for check in checks:
                 # These two compare log-probabilities, on short and on long sequences; their detail
                 # is a difference in nats. The third check compares prompts.

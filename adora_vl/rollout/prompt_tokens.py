@@ -50,7 +50,7 @@ def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [vocabulary[token] for token in NEVER_SAMPLED_TOKENS if token in vocabulary]
 
 
-def never_sample(ids: Sequence[int], settings: dict[str, Any], config: GenerationConfig) -> None:
+def ban_tokens(ids: Sequence[int], settings: dict[str, Any], config: GenerationConfig) -> None:
     """Keep `transformers.generate` from sampling some tokens.
 
     Stock TRL bans the image token alone, but the other tokens of pictures have no features either.

@@ -1,7 +1,7 @@
 """Checks that servers and policy agree, in a run where older weights sample all rollouts."""
 
 from adora_vl.rollout.agreement import CHECK_ROWS, CHECK_TOKENS
-from adora_vl.rollout.engine_pair import EnginePair, Prompts
+from adora_vl.rollout.engine_and_policy import EngineAndPolicy, Prompts
 from adora_vl.rollout.samplers import PendingSamples
 from adora_vl.training.guards import DriftGuard
 from adora_vl.types import Row
@@ -16,14 +16,14 @@ class LateDriftCheck:
     it could learn from n, so they are compared at the end of the step instead.
     """
 
-    def __init__(self, pair: EnginePair, drift_guard: DriftGuard) -> None:
+    def __init__(self, engine_and_policy: EngineAndPolicy, drift_guard: DriftGuard) -> None:
         """Build the check.
 
         Args:
-            pair: the servers that sample, and the policy that scores the same tokens.
+            engine_and_policy: the servers that sample, and the policy that scores the same tokens.
             drift_guard: ends the run where the two are too far apart.
         """
-        self._pair = pair
+        self._engine_and_policy = engine_and_policy
         self._drift_guard = drift_guard
         # Filled by `request`, emptied by `finish`.
         self._requested: tuple[Prompts, PendingSamples] | None = None
@@ -39,8 +39,8 @@ class LateDriftCheck:
         """
         if self._requested is not None:
             return
-        prompts = self._pair.read_prompts(rows[:CHECK_ROWS])
-        samples = self._pair.begin_sampling(
+        prompts = self._engine_and_policy.read_prompts(rows[:CHECK_ROWS])
+        samples = self._engine_and_policy.begin_sampling(
             prompts, max_tokens=CHECK_TOKENS, check_name=f"drift/{step}"
         )
         self._requested = (prompts, samples)
@@ -61,11 +61,11 @@ class LateDriftCheck:
         prompts, samples = self._requested
         # Forgotten before the rollouts arrive: a second call in this step has nothing to do.
         self._requested = None
-        rollouts = self._pair.join_sampling(prompts, samples)
+        rollouts = self._engine_and_policy.join_sampling(prompts, samples)
         # Each pass computes the features of its own images: with sharded weights the ranks have to
         # make the same passes, and one rank may have an image where another has none.
-        with self._pair.images.vision.without_sharing():
-            policy_logps_BC = self._pair.policy_logps(rollouts)
+        with self._engine_and_policy.images.vision.without_sharing():
+            policy_logps_BC = self._engine_and_policy.policy_logps(rollouts)
             self._drift_guard.check(
                 policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC, samples.step
             )

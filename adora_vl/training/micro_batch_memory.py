@@ -15,7 +15,7 @@ from typing import NamedTuple
 from adora_vl.models.activations import PassSize
 from adora_vl.models.peak_memory import ActivationMemory
 from adora_vl.packing.shared_prompt import MAX_TOKEN_RATIO
-from adora_vl.types import HostRows
+from adora_vl.types import RowsOnCpu
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,22 @@ class PassBytes(NamedTuple):
 
 
 def subgroup_sizes(
-    host_rows: HostRows, rows_per_subgroup: int, *, shares_vision: bool
+    rows_on_cpu: RowsOnCpu, rows_per_subgroup: int, *, shares_vision: bool
 ) -> list[SubgroupSize]:
     """Return the sizes of all subgroups of a batch.
 
     Args:
-        host_rows: the copy of the batch on the CPU.
+        rows_on_cpu: the copy of the batch on the CPU.
         rows_per_subgroup: rows of a subgroup, which are neighbours and have the same prompt.
         shares_vision: whether an image passes the vision tower once for all rows of a subgroup, and
             not once for each row.
     """
-    prompt_lengths = host_rows.prompt_mask.sum(dim=1).tolist()
+    prompt_lengths = rows_on_cpu.prompt_mask.sum(dim=1).tolist()
     sizes = []
     for first_row in range(0, len(prompt_lengths), rows_per_subgroup):
         rows = range(first_row, first_row + rows_per_subgroup)
-        completion_lengths = [host_rows.completion_lengths[row] for row in rows]
-        patches_by_row = [_patches(host_rows, row) for row in rows]
+        completion_lengths = [rows_on_cpu.completion_lengths[row] for row in rows]
+        patches_by_row = [_patches(rows_on_cpu, row) for row in rows]
         sizes.append(
             SubgroupSize(
                 rows=rows_per_subgroup,
@@ -90,15 +90,15 @@ def subgroup_sizes(
                 longest_completion=max(completion_lengths),
                 completion_tokens=sum(completion_lengths),
                 patches=max(patches_by_row) if shares_vision else sum(patches_by_row),
-                loss_tokens=sum(host_rows.loss_tokens(row) for row in rows),
+                loss_tokens=sum(rows_on_cpu.loss_tokens(row) for row in rows),
             )
         )
     return sizes
 
 
-def _patches(host_rows: HostRows, row: int) -> int:
+def _patches(rows_on_cpu: RowsOnCpu, row: int) -> int:
     """Return the number of patches of a row's images."""
-    row_images = host_rows.images[row]
+    row_images = rows_on_cpu.images[row]
     return 0 if row_images is None else len(row_images.pixels)
 
 

@@ -27,7 +27,7 @@ from adora_vl.training.rank_balance import (
     movable_columns,
     plan_moves,
 )
-from adora_vl.types import Batch, HostRows, StepContext, loss_mask
+from adora_vl.types import Batch, RowsOnCpu, StepContext, loss_mask
 from adora_vl.utils.seeding import generator_at
 
 # Losses that take a mean over the rows of a micro-batch. With fewer rows each row would weigh more.
@@ -197,8 +197,8 @@ class MicroBatcher:
 
     A subgroup is the rows that stay in one micro-batch: a group of rollouts, or as large a part of
     it as divides a micro-batch. It has signal if any of its advantages is not 0. The training order
-    is a list of a rank's subgroups, of which consecutive ones become micro-batches. `host_rows` is a
-    copy of a batch's masks and lengths on the CPU, which can be read without waiting for the GPU.
+    is a list of a rank's subgroups, of which consecutive ones become micro-batches. `rows_on_cpu` is
+    a copy of a batch's masks and lengths, which can be read without waiting for the GPU.
 
     Every rank calls every method, and all get equally many micro-batches with work.
     """
@@ -258,17 +258,17 @@ class MicroBatcher:
         # Ranks exchange subgroups, so that each has about as many with signal as the others.
         if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:
             batch, has_signal = self._rebalance(batch, has_signal)
-        host_rows = HostRows.of(
+        rows_on_cpu = RowsOnCpu.of(
             batch["prompt_ids"],
             prompt_mask=batch["prompt_mask"],
             completion_mask=batch["completion_mask"],
             columns=dict[str, Any](batch),
         )
-        subgroups = self._subgroups_to_learn_from(host_rows, has_signal, key)
+        subgroups = self._subgroups_to_learn_from(rows_on_cpu, has_signal, key)
         self.log(
             "adora/skipped_groups", 1 - len(subgroups) / (row_count // layout.rows_per_subgroup)
         )
-        sizes_by_rank = self._sizes_by_rank(host_rows, subgroups)
+        sizes_by_rank = self._sizes_by_rank(rows_on_cpu, subgroups)
         # The plan has, for each micro-batch, the positions of its subgroups in the training order.
         # It is the same on all ranks.
         plan = plan_micro_batches(
@@ -286,7 +286,7 @@ class MicroBatcher:
             if positions:
                 micro_batch = self._micro_batch(
                     reader,
-                    host_rows=host_rows,
+                    rows_on_cpu=rows_on_cpu,
                     subgroups=[subgroups[position] for position in positions],
                     filled_share=filled_share,
                 )
@@ -309,7 +309,7 @@ class MicroBatcher:
         return flags
 
     def _subgroups_to_learn_from(
-        self, host_rows: HostRows, has_signal: Sequence[bool], key: str
+        self, rows_on_cpu: RowsOnCpu, has_signal: Sequence[bool], key: str
     ) -> list[int]:
         """Return the numbers of this rank's subgroups to learn from, in the training order.
 
@@ -317,14 +317,14 @@ class MicroBatcher:
         equally many subgroups: as many as the rank that has most of them with signal. Collective.
 
         Args:
-            host_rows: the rows of this rank's generation.
+            rows_on_cpu: the rows of this rank's generation.
             has_signal: for each subgroup, whether it has an advantage other than 0.
             key: names the position in the run, the same on all ranks.
         """
         optimizer_steps = self.layout.optimizer_steps_per_pass
         most_with_signal = max(gather_object([sum(has_signal)]))
         tokens_by_subgroup = self._tokens_of_subgroups(
-            host_rows.prompt_mask.sum(dim=1), torch.tensor(host_rows.completion_lengths)
+            rows_on_cpu.prompt_mask.sum(dim=1), torch.tensor(rows_on_cpu.completion_lengths)
         )
         # Every optimizer step needs at least one subgroup: an empty one would reduce no gradients.
         min_subgroups = max(most_with_signal, optimizer_steps)
@@ -336,16 +336,18 @@ class MicroBatcher:
         )
 
     def _sizes_by_rank(
-        self, host_rows: HostRows, subgroups: Sequence[int]
+        self, rows_on_cpu: RowsOnCpu, subgroups: Sequence[int]
     ) -> list[list[SubgroupSize]]:
         """Return for each rank the sizes of its subgroups in the training order. Collective.
 
         Args:
-            host_rows: the copy of this rank's rows on the CPU.
+            rows_on_cpu: the copy of this rank's rows on the CPU.
             subgroups: the numbers of this rank's subgroups, in the training order.
         """
         size_by_subgroup = subgroup_sizes(
-            host_rows, self.layout.rows_per_subgroup, shares_vision=self.config.uses("share_vision")
+            rows_on_cpu,
+            self.layout.rows_per_subgroup,
+            shares_vision=self.config.uses("share_vision"),
         )
         sizes_by_rank: list[list[SubgroupSize]] = gather_object(
             [[size_by_subgroup[subgroup] for subgroup in subgroups]]
@@ -384,16 +386,16 @@ class MicroBatcher:
         )
 
     def _micro_batch(
-        self, reader: RowReader, host_rows: HostRows, subgroups: list[int], filled_share: float
+        self, reader: RowReader, rows_on_cpu: RowsOnCpu, subgroups: list[int], filled_share: float
     ) -> Batch:
         """Return a micro-batch of these subgroups, padded only to its own longest row.
 
-        Besides the columns of the generation it gets `host_rows` and what `loss_weight` reads:
+        Besides the columns of the generation it gets `rows_on_cpu` and what `loss_weight` reads:
         `share_of_rows`, and `share_of_tokens` where the loss is a mean over tokens.
 
         Args:
             reader: takes rows out of the generation.
-            host_rows: the copy of the generation's rows on the CPU.
+            rows_on_cpu: the copy of the generation's rows on the CPU.
             subgroups: numbers of at least one subgroup. With two rows per subgroup, the subgroups 0
                 and 3 are the rows 0, 1, 6, 7.
             filled_share: the rows of the generation divided by the rows of a full one. It is below
@@ -406,10 +408,10 @@ class MicroBatcher:
             for row in range(rows_per_subgroup)
         ]
         used = used_columns(
-            host_rows.prompt_mask[rows], [host_rows.completion_lengths[row] for row in rows]
+            rows_on_cpu.prompt_mask[rows], [rows_on_cpu.completion_lengths[row] for row in rows]
         )
         micro_batch = cast("Batch", without_padding(dict(reader.take(rows)), used))
-        micro_batch["host_rows"] = host_rows.select(rows, used.first_of_prompts)
+        micro_batch["rows_on_cpu"] = rows_on_cpu.select(rows, used.first_of_prompts)
         # The rows of this micro-batch, divided by the mean number of rows of a micro-batch.
         micro_batch["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
         if self._weighs_by_tokens:

@@ -33,8 +33,8 @@ class OldPass:
         if len(self.rows) == len(self.micro_batch["completion_ids"]):
             return self.micro_batch
         batch = RowReader(self.micro_batch).take(self.rows)
-        if "host_rows" in self.micro_batch:
-            batch["host_rows"] = self.micro_batch["host_rows"].select(self.rows)
+        if "rows_on_cpu" in self.micro_batch:
+            batch["rows_on_cpu"] = self.micro_batch["rows_on_cpu"].select(self.rows)
         return batch
 
     def store(self, computed: Batch) -> None:

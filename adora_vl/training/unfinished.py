@@ -124,7 +124,7 @@ class UnfinishedGeneration:
         With one iteration over a generation (`num_iterations`) those that were learned from become
         empty, and the others keep their places: of a b c d, with two learned from, {} {} c d is
         returned. With several iterations all micro-batches are learned from again, and none is
-        emptied. The column `host_rows`, a copy on the CPU, is left out.
+        emptied. The column `rows_on_cpu`, a copy on the CPU, is left out.
 
         Args:
             micro_batches: the micro-batches of the present generation.
@@ -133,7 +133,7 @@ class UnfinishedGeneration:
         remaining = [
             cast(
                 "Batch",
-                {name: column for name, column in micro_batch.items() if name != "host_rows"},
+                {name: column for name, column in micro_batch.items() if name != "rows_on_cpu"},
             )
             for micro_batch in micro_batches
         ]

@@ -223,14 +223,20 @@ def seeded_rollout_lines(setting: Setting, folder: Path) -> Iterator[CheckLine]:
     )
     try:
         rows = [trainer.train_dataset[number] for number in range(8)]
-        pair = trainer.parts.engine_pair
-        prompts = pair.read_prompts(rows)
+        engine_and_policy = trainer.parts.engine_and_policy
+        prompts = engine_and_policy.read_prompts(rows)
         # The seeds follow from the place where rollouts are drawn.
-        first_ids = pair.sample(prompts, max_tokens=32, check_name=_SEED_PLACE).completion_ids
-        other_seed_ids = pair.sample(prompts, max_tokens=32, check_name="elsewhere").completion_ids
-        repeated_ids = pair.sample(prompts, max_tokens=32, check_name=_SEED_PLACE).completion_ids
+        first_ids = engine_and_policy.sample(
+            prompts, max_tokens=32, check_name=_SEED_PLACE
+        ).completion_ids
+        other_seed_ids = engine_and_policy.sample(
+            prompts, max_tokens=32, check_name="elsewhere"
+        ).completion_ids
+        repeated_ids = engine_and_policy.sample(
+            prompts, max_tokens=32, check_name=_SEED_PLACE
+        ).completion_ids
         yield sleep_memory_line(
-            setting, lambda: pair.sample(prompts, max_tokens=8, check_name=_SEED_PLACE)
+            setting, lambda: engine_and_policy.sample(prompts, max_tokens=8, check_name=_SEED_PLACE)
         )
     finally:
         trainer.close()

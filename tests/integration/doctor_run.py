@@ -74,7 +74,7 @@ def keep_encoder_cache(examination: Examination) -> Iterator[None]:
 @contextmanager
 def change_pixel_limits(examination: Examination) -> Iterator[None]:
     """Change the pixel limits of the trainer's processor after the engine got its own."""
-    image_processor = examination.pair.processor.image_processor
+    image_processor = examination.engine_and_policy.processor.image_processor
     with patch.object(image_processor, "size", {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}):
         read_prompts_again(examination)
         yield
@@ -84,7 +84,7 @@ def change_pixel_limits(examination: Examination) -> Iterator[None]:
 @contextmanager
 def allow_banned_tokens(examination: Examination) -> Iterator[None]:
     """Remove the bias that keeps the engine from sampling image tokens."""
-    engine: Any = examination.pair.engine
+    engine: Any = examination.engine_and_policy.engine
     without_bias = {
         key: value for key, value in engine.generation_kwargs.items() if key != "logit_bias"
     }
@@ -95,8 +95,8 @@ def allow_banned_tokens(examination: Examination) -> Iterator[None]:
 @contextmanager
 def double_image_tokens_in_trainer(examination: Examination) -> Iterator[None]:
     """Give the processor's ids twice the image tokens that it makes features for."""
-    images = examination.pair.images
-    image_token_id = examination.pair.processor.image_token_id
+    images = examination.engine_and_policy.images
+    image_token_id = examination.engine_and_policy.processor.image_token_id
     read_once = images.read
 
     def read_with_doubled_tokens(rows: Any) -> Any:
@@ -119,7 +119,9 @@ def double_image_tokens_in_trainer(examination: Examination) -> Iterator[None]:
 def round_rotary_frequencies(examination: Examination) -> Iterator[None]:
     """Round the policy's rotary frequencies as ZeRO-3 with bfloat16 does; the engine's are right."""
     buffers = [
-        buffer for name, buffer in examination.pair.policy.named_buffers() if "inv_freq" in name
+        buffer
+        for name, buffer in examination.engine_and_policy.policy.named_buffers()
+        if "inv_freq" in name
     ]
     exact_frequencies = [buffer.data for buffer in buffers]
     for buffer in buffers:
@@ -131,7 +133,7 @@ def round_rotary_frequencies(examination: Examination) -> Iterator[None]:
 
 def read_prompts_again(examination: Examination) -> None:
     """Read the rows of the examination's prompts anew."""
-    pair = examination.pair
+    pair = examination.engine_and_policy
     examination.prompts = pair.read_prompts(pair.first_rows(len(examination.prompts.names)))
 
 
@@ -191,7 +193,7 @@ def hash_trainer_state(trainer: Any) -> str:
 def self_check_error(examination: Examination) -> str:
     """Return the message of the self-check's error, or an empty string where it passes."""
     try:
-        SelfCheck(examination.pair).on_train_begin(None, None, None)
+        SelfCheck(examination.engine_and_policy).on_train_begin(None, None, None)
     except RolloutError as error:
         return str(error)
     return ""

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.checkpoint.store import read_checkpoint_manifest
-from adora_vl.rollout.engine_pair import EnginePair
+from adora_vl.rollout.engine_and_policy import EngineAndPolicy
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.train import main
@@ -92,7 +92,7 @@ def test_work_that_needs_no_server_is_done_while_servers_sample(tmp_path, server
     record_calls(AsyncServerSampler, "begin", "asked")
     record_calls(AsyncServerSampler, "_join", "joined")
     record_calls(AdoraGRPOTrainer, "_compute_loss", "learned")
-    record_calls(EnginePair, "begin_sampling", "drift")
+    record_calls(EngineAndPolicy, "begin_sampling", "drift")
     keys: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
     keys |= {
         "max_steps": 3,

@@ -81,8 +81,10 @@ class GradientRecorder(TrainerCallback):
 
 def examination_of(trainer: AdoraGRPOTrainer, rows: Rows) -> Examination:
     """Return the object with which the doctor compares a trainer with its engine on some rows."""
-    pair = trainer.parts.engine_pair
-    return Examination(pair, pair.read_prompts(rows), models=trainer.models_by_role())
+    engine_and_policy = trainer.parts.engine_and_policy
+    return Examination(
+        engine_and_policy, engine_and_policy.read_prompts(rows), models=trainer.models_by_role()
+    )
 
 
 def examine_with_doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
@@ -115,7 +117,7 @@ def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
         AnswerEngineSettings(model=folder, engine="transformers", max_tokens=longest)
     )
     engine = SamplerEngine(
-        trainer.parts.engine_pair,
+        trainer.parts.engine_and_policy,
         trainer.parts.generation_sampler.group_sampler,
         ChatProcessor(folder),
         end_tokens=trainer.eos_token_ids,
@@ -147,9 +149,9 @@ def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     trainer.model = trainer.vllm_generation.model = adapted
-    pair = trainer.parts.engine_pair
-    moved = pair.drift_over_ranks(
-        pair.policy_logps(rollouts), before.policy_logps_BC, rollouts.mask_BC
+    engine_and_policy = trainer.parts.engine_and_policy
+    moved = engine_and_policy.drift_over_ranks(
+        engine_and_policy.policy_logps(rollouts), before.policy_logps_BC, rollouts.mask_BC
     )
     trainer.vllm_generation.sync_weights()
     gap = examination.compare("with the adapter").drift

@@ -37,7 +37,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.rewards.choose import choose_rewards
 from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.engine_pair import Prompts
+from adora_vl.rollout.engine_and_policy import Prompts
 from adora_vl.rollout.importance import Drift
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped, table
 from adora_vl.utils.versions import installed_version

@@ -455,7 +455,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     )
     evaluate_on_the_way = partial(
         evaluation.EvaluationCallback,
-        pair=policy_and_engine,
+        engine_and_policy=policy_and_engine,
         generation_sampler=generation_sampler,
         end_tokens=[1],
         log_evaluation=logged_metrics.append,

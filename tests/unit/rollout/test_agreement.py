@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rollout import agreement
-from adora_vl.rollout.engine_pair import Prompts
+from adora_vl.rollout.engine_and_policy import Prompts
 from adora_vl.utils.checks import Check, failed, passed
 from adora_vl.utils.errors import RolloutError
 

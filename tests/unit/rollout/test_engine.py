@@ -600,12 +600,12 @@ def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
         assert sorted(prompt_tokens.never_sampled_ids(tokenizer)) == banned
     settings: dict[str, Any] = {"suppress_tokens": [7, 3]}
     config = GenerationConfig()
-    prompt_tokens.never_sample([3, 1], settings, config)
+    prompt_tokens.ban_tokens([3, 1], settings, config)
 
     assert settings["suppress_tokens"] == config.suppress_tokens == [1, 3, 7]
     settings = {}
     config = GenerationConfig()
-    prompt_tokens.never_sample([], settings, config)
+    prompt_tokens.ban_tokens([], settings, config)
     assert settings == {}
     assert config.suppress_tokens is None
 

@@ -21,7 +21,7 @@ from adora_vl.training.micro_batch_memory import (
     size_of_pass,
     subgroup_sizes,
 )
-from adora_vl.types import HostRows, RowImages
+from adora_vl.types import RowImages, RowsOnCpu
 from benchmarks.lockstep import MEASURED_CASES, simulate_filled
 from tests.support.micro_batch_memory import (
     ACTIVATION_MEMORY_BY_CASE,
@@ -177,15 +177,15 @@ def test_sizes_of_subgroups_by_hand():
 
     Where vision is not shared, the image of eight patches counts once for each of its two rows.
     """
-    host = HostRows(
+    rows_on_cpu = RowsOnCpu(
         prompt_ids=torch.zeros(4, 3, dtype=torch.long),
         prompt_mask=torch.tensor([[0, 1, 1]] * 2 + [[1, 1, 1]] * 2),
         prompt_token_types=None,
         completion_lengths=[4, 1, 0, 2],
         images=[RowImages(pixels=torch.zeros(8, 1), grids=torch.ones(1, 3))] * 2 + [None] * 2,
     )
-    assert subgroup_sizes(host, rows_per_subgroup=2, shares_vision=True) == [
+    assert subgroup_sizes(rows_on_cpu, rows_per_subgroup=2, shares_vision=True) == [
         subgroup_of_lengths(2, [4, 1], patches=8),
         subgroup_of_lengths(3, [0, 2]),
     ]
-    assert subgroup_sizes(host, 2, shares_vision=False)[0].patches == 16
+    assert subgroup_sizes(rows_on_cpu, 2, shares_vision=False)[0].patches == 16

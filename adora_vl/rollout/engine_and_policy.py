@@ -63,7 +63,7 @@ class Collate(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnginePair:
+class EngineAndPolicy:
     """The engine that samples rollouts, and the policy in training, for checks that compare them.
 
     A check samples short rollouts with the engine, computes the policy's log-probabilities of the
