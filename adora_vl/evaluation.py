@@ -279,18 +279,16 @@ class SamplerEngine(ConversationEngine):
             end_tokens: the tokens that end an answer. The tokens and strings to stop at in
                 `generation_kwargs` end it too.
         """
-        assert engine_and_policy.engine is not None
-        sample_greedily = partial(
-            engine_and_policy.sampler.sample, settings=engine_and_policy.engine.greedy_settings
-        )
+        engine = engine_and_policy.engine
+        assert engine is not None
+        config = engine_and_policy.config
+        sample_greedily = partial(engine_and_policy.sampler.sample, settings=engine.greedy_settings)
         super().__init__(
             chat,
             sample_greedily,
-            max_length=engine_and_policy.config.max_completion_length,
+            max_length=config.max_completion_length,
             batch_size=256,
-            stop=StopCriteria.from_config(
-                end_tokens, engine_and_policy.config.generation_kwargs or {}, chat.decode
-            ),
+            stop=StopCriteria.from_config(end_tokens, config.generation_kwargs or {}, chat.decode),
             any_rank=group_sampler.any_rank_continues,
         )
         self.tool_loop = group_sampler.tool_loop
@@ -389,19 +387,19 @@ class EvaluationCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         For example, 2 ranks answer 5 problems: rank 0 the problems 0, 2 and 4, rank 1 the problems
         1 and 3. Collective: every rank samples equally many batches, of which the last may be empty.
         """
-        args = self.engine_and_policy.config
-        accelerator = self.engine_and_policy.accelerator
+        engine_and_policy = self.engine_and_policy
+        config = engine_and_policy.config
+        accelerator = engine_and_policy.accelerator
         chat = ChatProcessor(
-            self.engine_and_policy.policy.name_or_path,
-            min_pixels=args.min_pixels,
-            max_pixels=args.max_pixels,
+            engine_and_policy.policy.name_or_path,
+            min_pixels=config.min_pixels,
+            max_pixels=config.max_pixels,
             revision=self.revision,
-            chat_template_kwargs=args.chat_template_kwargs,
-            processor=self.engine_and_policy.processor,
+            chat_template_kwargs=config.chat_template_kwargs,
+            processor=engine_and_policy.processor,
         )
-        engine = SamplerEngine(
-            self.engine_and_policy, self.generation_sampler.group_sampler, chat, self.end_tokens
-        )
+        group_sampler = self.generation_sampler.group_sampler
+        engine = SamplerEngine(engine_and_policy, group_sampler, chat, self.end_tokens)
         rows: list[dict[str, Any]] = []
         # Rank r answers the problems r, r + ranks, r + 2 ranks and so on.
         problems_of_rank = task.problems[accelerator.process_index :: accelerator.num_processes]

@@ -142,12 +142,11 @@ class Examination(EngineProbe):
             return skipped(check_name, f"{reason}: it cannot change")
         if lacks_images:
             return skipped(check_name, "the prompts have no images")
+        seed = self.engine_and_policy.config.seed
         engine = self.engine_and_policy.engine
         assert engine is not None
         try:
-            with changeable_weight(
-                chosen.parameter, self.engine_and_policy.config.seed
-            ) as set_noise:
+            with changeable_weight(chosen.parameter, seed) as set_noise:
                 # The same prompts are sampled before and after the change, so that features or
                 # prefixes that are still in the engine's caches would be used.
                 rollouts = self.sample(check_name)
@@ -411,11 +410,8 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
         engine_and_policy = self.engine_and_policy
         prompts = engine_and_policy.read_prompts(engine_and_policy.first_rows(self.rows))
         # A model without vision has no image processor.
-        merge = getattr(
-            getattr(engine_and_policy.processor, "image_processor", None), "merge_size", 1
-        )
-        examination = Examination(
-            engine_and_policy=engine_and_policy, prompts=prompts, models=self.models
-        )
+        image_processor = getattr(engine_and_policy.processor, "image_processor", None)
+        merge = getattr(image_processor, "merge_size", 1)
+        examination = Examination(engine_and_policy, prompts, models=self.models)
         self.checks = examine_in_order(examination, merge)
         raise Examined

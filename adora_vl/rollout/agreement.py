@@ -72,24 +72,24 @@ def agreement_bound(engine_and_policy: EngineAndPolicy) -> float:
     - Otherwise the smaller of the two holds.
     """
     assert engine_and_policy.engine is not None
-    args = engine_and_policy.config
+    config = engine_and_policy.config
     weight_dtype = dtype_name(engine_and_policy.policy.dtype)
     engine_dtype = engine_and_policy.engine.settings.dtype or weight_dtype
-    policy_dtype = training_dtype(args) or weight_dtype
+    policy_dtype = training_dtype(config) or weight_dtype
     largest_bound = max(MAX_DIFFERENCE_BY_DTYPE.values())  # for a dtype that is not in the table
     engine_bound = MAX_DIFFERENCE_BY_DTYPE.get(engine_dtype, largest_bound)
     policy_bound = MAX_DIFFERENCE_BY_DTYPE.get(policy_dtype, largest_bound)
     rounding_bound = max(engine_bound, policy_bound)
-    if args.adora_max_drift is None:
+    if config.adora_max_drift is None:
         return rounding_bound
-    max_drift = float(args.adora_max_drift)
+    max_drift = float(config.adora_max_drift)
     # With any of these the engine samples from another distribution than the policy's own.
     changes_distribution = (
-        args.temperature != 1.0
-        or args.top_p != 1.0
-        or args.top_k > 0
-        or args.min_p
-        or args.repetition_penalty != 1.0
+        config.temperature != 1.0
+        or config.top_p != 1.0
+        or config.top_k > 0
+        or config.min_p
+        or config.repetition_penalty != 1.0
     )
     return max_drift if changes_distribution else min(rounding_bound, max_drift)
 
@@ -129,13 +129,10 @@ def lengthened_prompts(
     added_count = min(gather_object([max_prompt_length - longest_prompt]))
     if added_count <= 0:  # the model or the engine takes no longer prompts
         return None
-    special_ids = {
-        *engine_and_policy.tokenizer.all_special_ids,
-        *never_sampled_ids(engine_and_policy.tokenizer),
-    }
-    rng = random.Random(
-        engine_and_policy.config.seed
-    )  # a generator of its own, so the run's state stays
+    tokenizer = engine_and_policy.tokenizer
+    special_ids = {*tokenizer.all_special_ids, *never_sampled_ids(tokenizer)}
+    # a generator of its own, so that the run's random state stays
+    rng = random.Random(engine_and_policy.config.seed)
     ids = []
     for prompt_ids in short_prompts.ids:
         text_ids = [token for token in prompt_ids if token not in special_ids]
@@ -382,9 +379,8 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         # An unreadable image is no fault of the engine. The step that needs it reports it.
         if gather_object(unreadable_rows(rows)):
             return
-        probe = EngineProbe(
-            engine_and_policy, prompts=engine_and_policy.read_prompts(rows), max_tokens=CHECK_TOKENS
-        )
+        prompts = engine_and_policy.read_prompts(rows)
+        probe = EngineProbe(engine_and_policy, prompts, max_tokens=CHECK_TOKENS)
         checks = probe.check_all()
         if engine_and_policy.accelerator.is_main_process:
             for check in checks:

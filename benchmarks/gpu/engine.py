@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,19 +226,12 @@ def seeded_rollout_lines(setting: Setting, folder: Path) -> Iterator[CheckLine]:
         rows = [trainer.train_dataset[number] for number in range(8)]
         engine_and_policy = trainer.parts.engine_and_policy
         prompts = engine_and_policy.read_prompts(rows)
+        sample = partial(engine_and_policy.sample, prompts)
         # The seeds follow from the place where rollouts are drawn.
-        first_ids = engine_and_policy.sample(
-            prompts, max_tokens=32, check_name=_SEED_PLACE
-        ).completion_ids
-        other_seed_ids = engine_and_policy.sample(
-            prompts, max_tokens=32, check_name="elsewhere"
-        ).completion_ids
-        repeated_ids = engine_and_policy.sample(
-            prompts, max_tokens=32, check_name=_SEED_PLACE
-        ).completion_ids
-        yield sleep_memory_line(
-            setting, lambda: engine_and_policy.sample(prompts, max_tokens=8, check_name=_SEED_PLACE)
-        )
+        first_ids = sample(max_tokens=32, check_name=_SEED_PLACE).completion_ids
+        other_seed_ids = sample(max_tokens=32, check_name="elsewhere").completion_ids
+        repeated_ids = sample(max_tokens=32, check_name=_SEED_PLACE).completion_ids
+        yield sleep_memory_line(setting, lambda: sample(max_tokens=8, check_name=_SEED_PLACE))
     finally:
         trainer.close()
     pairs = zip(first_ids, repeated_ids, strict=True)
