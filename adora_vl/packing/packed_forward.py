@@ -124,9 +124,8 @@ class PackedForward:
         """
         self._accelerator = accelerator
         self._checkpointing_context = checkpointing_context
-        self.disabled_reason = (
-            ""  # why prompts are not shared; empty as long as nothing is against it
-        )
+        # why prompts are not shared; empty as long as nothing is against it
+        self.disabled_reason = ""
         self.passes = 0  # packed passes so far
         self.is_checked = False  # whether packed and padded rows have been compared
 
