@@ -67,17 +67,17 @@ def test_the_short_help_fits_on_a_screen_and_shows_the_defaults_of_today():
     text = help_text(["--config", "nowhere.yaml", "--help"])
     assert len(text.splitlines()) <= 45  # the lines of a screen
     assert max(map(len, text.splitlines())) <= 100
-    for words in (
+    for expected_text in (
         "--dry-run",
         "--write-config",
         "--help-all",
         "num_generations: 8 ",
         "adora_method: adora ",
     ):
-        assert words in text
-    shown = re.findall(r"^  (\w+): ", text, re.MULTILINE)
-    assert len(shown) >= 20
-    assert set(shown) <= set(config_key_by_name())
+        assert expected_text in text
+    keys_in_help = re.findall(r"^  (\w+): ", text, re.MULTILINE)
+    assert len(keys_in_help) >= 20
+    assert set(keys_in_help) <= set(config_key_by_name())
 
 
 def test_every_key_stands_once_in_the_long_help_with_what_it_means():

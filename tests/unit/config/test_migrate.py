@@ -38,7 +38,7 @@ SWIFT = """
  lora_rank: 8, reward_funcs: accuracy format, overlong_filter: true, resume_only_model: true}
 """
 # by trainer: its config, what some keys of ours become, and what the command prints beside
-BY_HAND: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+CONFIG_AND_MIGRATED_BY_TRAINER: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "easyr1": (
         EASYR1,
         {
@@ -118,20 +118,21 @@ BY_HAND: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("trainer", BY_HAND)
+@pytest.mark.parametrize("trainer", CONFIG_AND_MIGRATED_BY_TRAINER)
 def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp_path, capsys):
     """`migrate TRAINER c.yaml` writes c.adora.yaml, and prints what a user has to look at."""
-    text, expected, expected_lines = BY_HAND[trainer]
+    text, expected, expected_lines = CONFIG_AND_MIGRATED_BY_TRAINER[trainer]
     (tmp_path / "think.jinja").write_text("{{ content | trim }} Think, then \\boxed{}.\n")
     (tmp_path / "c.yaml").write_text(text)
     assert main([trainer, str(tmp_path / "c.yaml")]) == 0
     printed = capsys.readouterr().out
-    ours = yaml.safe_load((tmp_path / "c.adora.yaml").read_text())
-    assert {key: ours[key] for key in expected} == expected
+    migrated_config = yaml.safe_load((tmp_path / "c.adora.yaml").read_text())
+    assert {key: migrated_config[key] for key in expected} == expected
     assert [line for line in expected_lines if line not in printed] == []
-    assert parse_command(["--config", str(tmp_path / "c.adora.yaml")]).set_keys >= ours.keys(), (
-        "every key and value is one of ours"
-    )
+    assert (
+        parse_command(["--config", str(tmp_path / "c.adora.yaml")]).set_keys
+        >= migrated_config.keys()
+    ), "every key and value is one of ours"
     # a second call would overwrite the config
     assert main([trainer, str(tmp_path / "c.yaml")]) == 2
     assert "is there" in capsys.readouterr().err

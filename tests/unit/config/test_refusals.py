@@ -121,7 +121,7 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
 
 
 def test_an_option_of_a_dry_run_alone_says_where_it_belongs(error_of_training: Any) -> None:
-    """A key with such a name does not exist, so these words are refused as options."""
+    """Without `--dry-run` such an option is refused, and not taken for an unknown key."""
     for option in ("write_config", "write-config", "json", "card_gib"):
         line = error_of_training(**{option: "80"})
         assert line == (

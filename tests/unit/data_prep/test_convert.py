@@ -440,7 +440,7 @@ def test_a_file_that_cannot_be_used_is_one_line(
 def test_a_file_of_another_form_says_which_form_it_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each case_folder: the name of a file, its content, and a part of the error."""
+    """Each case: the name of a file, its content, and a part of the error."""
     for name, content, message in [
         (
             "other.csv",
@@ -524,7 +524,7 @@ def test_a_line_with_another_number_of_cells_is_refused_alone(tmp_path: Path) ->
 def test_a_folder_whose_tables_are_not_clear_is_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """Each case_folder: the tables in a folder, and a part of the error.
+    """Each case: the tables in a folder, and a part of the error.
 
     A missing folder is refused too.
     """
@@ -640,7 +640,7 @@ def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> No
 def test_columns_and_options_that_do_not_fit_are_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """Each case_folder: what `--columns` names, other options, and a part of the error."""
+    """Each case: what `--columns` names, other options, and a part of the error."""
     cases: list[tuple[list[str], list[str], str]] = [
         (["problem=q"], [], "answer is missing"),
         (["problm=q", "answer=a"], [], "problem is missing; did you mean 'problm'?"),

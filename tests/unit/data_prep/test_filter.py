@@ -269,7 +269,7 @@ def test_rates_at_the_edges_by_hand():
 
 
 def test_what_does_not_fit_is_one_line(drawn_data, solving_model, capsys, case_folder):
-    """Each case_folder: options of the command, and a part of the error."""
+    """Each case: options of the command, and a part of the error."""
     cases = [
         (["--keep", "0.5"], "'0.5' has no colon"),
         (["--keep", "0.9:0.1"], "write 0.1:0.9"),

@@ -33,8 +33,8 @@ from tests.support.pictures import draw_figure, encode_picture
 
 pytestmark = pytest.mark.slow
 
-MISSING = object()
-VALUES: dict[str, Any] = {
+MISSING = object()  # a field that is left out
+ODD_VALUES_BY_NAME: dict[str, Any] = {
     "missing": MISSING,
     "null": None,
     "empty": "",
@@ -97,10 +97,12 @@ def write_table_with_value(column: str, value: Any, path: Path) -> None:
 
 def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case_folder: CaseFolder) -> None:
     """A table is a source, a prepared folder that is looked at, and one that is evaluated."""
-    for column, value_name in product(("id", "images", "problem", "answer", "choices"), VALUES):
+    for column, value_name in product(
+        ("id", "images", "problem", "answer", "choices"), ODD_VALUES_BY_NAME
+    ):
         with case_folder((column, value_name)) as folder:
             source = folder / "raw" / "data" / "train-00000-of-00001.parquet"
-            write_table_with_value(column, VALUES[value_name], source)
+            write_table_with_value(column, ODD_VALUES_BY_NAME[value_name], source)
             code = run_prepare_geometry3k(
                 "parquet", folder / "raw", folder / "out", "--allow-quarantined", "1"
             )
@@ -139,7 +141,7 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case_folder: Ca
 def test_a_field_of_a_predictions_row(
     benchmark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A score file with such values is scored, or refused in lines that name the row."""
+    """Each odd value in each column: the file is scored, or refused in lines that name the row."""
     rows: list[dict[str, Any]] = {"mathvista": mathvista_rows(4), "mmstar": mmstar_rows(2)}.get(
         benchmark.name
     ) or [
@@ -164,10 +166,11 @@ def test_a_field_of_a_predictions_row(
             extraction="A",
         )
     for column in rows[0]:
-        for value_name, value in VALUES.items():
-            changed = [{**row, column: value} for row in rows]
+        for value_name, value in ODD_VALUES_BY_NAME.items():
+            changed_rows = [{**row, column: value} for row in rows]
             stored_rows = [
-                {key: item for key, item in row.items() if item is not MISSING} for row in changed
+                {key: item for key, item in row.items() if item is not MISSING}
+                for row in changed_rows
             ]
             (tmp_path / "p.jsonl").write_text(
                 "".join(json.dumps(row) + "\n" for row in stored_rows)
@@ -176,7 +179,7 @@ def test_a_field_of_a_predictions_row(
             if benchmark is MATHVISTA:
                 option_lists.append(["--extraction", "stored"])
             for options in option_lists:
-                words = [
+                arguments = [
                     "score",
                     "--predictions",
                     str(tmp_path / "p.jsonl"),
@@ -185,11 +188,11 @@ def test_a_field_of_a_predictions_row(
                     *options,
                 ]
                 try:
-                    code = evaluate(benchmark, words)
+                    exit_code = evaluate(benchmark, arguments)
                 except Exception as error:
                     raise AssertionError(f"{column} {value_name} {options}") from error
-                errors = checked_stderr(code, capsys)
-                assert code == 0 or "row " in errors or "pid" in errors, (
+                errors = checked_stderr(exit_code, capsys)
+                assert exit_code == 0 or "row " in errors or "pid" in errors, (
                     column,
                     value_name,
                     errors,
@@ -207,7 +210,7 @@ def test_a_field_of_a_benchmarks_row(
         row["image"] = "images/1.png"
     (tmp_path / "data").mkdir()
     for column in rows[0]:
-        for value_name, value in VALUES.items():
+        for value_name, value in ODD_VALUES_BY_NAME.items():
             changed = [{**row, column: value} for row in rows]
             stored_rows = [
                 {key: item for key, item in row.items() if item is not MISSING} for row in changed

@@ -463,7 +463,7 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
 def test_wrong_options_are_one_line(
     capsys: pytest.CaptureFixture[str], case_folder: CaseFolder
 ) -> None:
-    """Each case_folder: options of the command, and a part of the error."""
+    """Each case: options of the command, and a part of the error."""
     cases = [
         (("--seed", "3"), "seed: 3 has nothing to choose without --limit"),
         (("--max-pixels", "100"), "--max-pixels: '100' is not a whole number from 784 to"),

@@ -138,7 +138,7 @@ KNAVE_CLAIM = ("lying", 1)
 
 
 def test_a_claim_is_true_of_exactly_these(subtests):
-    """Each case_folder: a claim about two people, and for which of their kinds (knight: True) it holds."""
+    """Each case: a claim about two people, and for which of their kinds (knight: True) it holds."""
     cases = [
         (KNIGHT_CLAIM, {(True, False), (True, True)}),
         (KNAVE_CLAIM, {(True, False), (False, False)}),

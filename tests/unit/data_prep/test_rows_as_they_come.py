@@ -43,7 +43,7 @@ def noted_counts(output: Path) -> dict[str, int]:
 def test_each_mark_of_an_image_is_the_place_of_one(subtests: pytest.Subtests) -> None:
     """A mark becomes `<image>`, and the images come in the order of their marks.
 
-    Each case_folder: a text, the number of its images, the text with its marks replaced, the order of the
+    Each case: a text, the number of its images, the text with its marks replaced, the order of the
     images, and whether the text numbers more images than there are.
     """
     cases: list[tuple[str, int, str, tuple[int, ...], bool]] = [
@@ -589,7 +589,7 @@ def test_a_conversation_of_several_questions_is_refused(
 
 
 def test_an_instruction_is_the_last_sentences_on_how_to_answer(subtests: pytest.Subtests) -> None:
-    """Each case_folder: a problem, and what is left of it (None: all of it)."""
+    """Each case: a problem, and what is left of it (None: all of it)."""
     for problem, rest in [
         (f"Find x. {INSTRUCTION}", "Find x."),
         (

@@ -107,7 +107,7 @@ def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
 def test_decimal_commas_are_read_only_where_they_are_meant(case_folder: CaseFolder) -> None:
     """With `--decimal-comma` a comma between digits is a decimal one, but not within a pair.
 
-    Each case_folder: an answer, and the gold without spaces (None: it is refused, as 1.234 may be 1234).
+    Each case: an answer, and the gold without spaces (None: it is refused, as 1.234 may be 1234).
     """
     for answer, gold in [
         ("52,5", "52.5"),
@@ -358,7 +358,7 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
 
 @pytest.mark.slow
 def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_path: Path) -> None:
-    """JPEG files of a phone are converted with a workbook and with JSON lines; one is trained on."""
+    """A phone's JPEG files are converted with a workbook and with JSON lines; one is trained on."""
     photos = make_pictures(tmp_path / "in")
     names = [f"IMG_{n}.jpg" for n in range(30)]
     for n, name in enumerate(names):

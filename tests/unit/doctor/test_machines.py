@@ -430,11 +430,11 @@ NCCL_EXITED = (
 
 def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path, subtests):
     """The errors of gloo and NCCL become one line in the training, in a save and in the command."""
-    for number, arguments in enumerate((GLOO_CLOSED, GLOO_RESET, NCCL_EXITED)):
-        with subtests.test(arguments):
+    for number, error_words in enumerate((GLOO_CLOSED, GLOO_RESET, NCCL_EXITED)):
+        with subtests.test(error_words):
 
-            def lose_contact(*_: object, arguments: str = arguments) -> Any:
-                raise RuntimeError(f"{arguments}\nframe #0: c10d::ProcessGroup")
+            def lose_contact(*_: object, error_words: str = error_words) -> Any:
+                raise RuntimeError(f"{error_words}\nframe #0: c10d::ProcessGroup")
 
             run_error_expected = pytest.raises(
                 RunError,
@@ -457,7 +457,7 @@ def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path
             assert main(["--config", "configs/train/smoke_cpu.yaml"]) == 1
             last = capsys.readouterr().err.splitlines()[-1]
             assert last.startswith("error: outside the training: another process has ended")
-            assert arguments in last
+            assert error_words in last
     assert not lost_contact_message(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not lost_contact_message(ValueError("Connection closed by peer"))
 

@@ -71,7 +71,7 @@ def test_defaults_are_greedy_and_the_trainings_prompt():
 
 
 def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, case_folder):
-    """Each case_folder: the words of a command, and a part of its only line on standard error."""
+    """Each case: the words of a command, and a part of its only line on standard error."""
     cases = [
         ([], "required"),
         (["run", "--model", "M", "--data", "D"], "--output is missing"),

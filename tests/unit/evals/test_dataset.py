@@ -295,7 +295,7 @@ def test_a_split_of_which_files_are_missing_is_refused(tmp_path, ending):
 
 
 def test_wrong_data_is_said_in_a_line(case_folder, monkeypatch):
-    """Each case_folder: what is named as the data, in a folder with these files, and the error."""
+    """Each case: what is named as the data, in a folder with these files, and the error."""
     cases = [
         ("nothing", "'nothing' is neither a file or folder here nor a hub id"),
         ("folder/nothing", "'folder/nothing' is neither"),

@@ -321,7 +321,7 @@ def test_the_form_of_a_reference_answer_is_known(subtests: pytest.Subtests) -> N
 
 
 def test_a_wrong_row_is_named(case_folder: CaseFolder) -> None:
-    """Each case_folder: the second row of a file, and what the error says of it."""
+    """Each case: the second row of a file, and what the error says of it."""
     cases: list[Any] = [
         ({"pid": "2", "answer": "5"}, "row 2 lacks the field 'response'; it has pid, answer"),
         ({"pid": "2", "answer": 5, "response": ""}, "row 2 has answer = 5, expected a string"),

@@ -66,7 +66,7 @@ def shape_of_7b() -> ModelShape:
 
 
 def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
-    """Each case_folder: a model, its parameters, whether its embeddings are tied, a token's side in pixels.
+    """Each case: a model, its parameters, whether its embeddings are tied, a token's side in pixels.
 
     For Qwen2.5-VL 3B and 7B twice the number is the `total_size` of their
     model.safetensors.index.json in bfloat16, for Qwen3-VL and the 32B it is what public code
@@ -187,7 +187,7 @@ def test_sharding_is_read_from_what_accelerate_launch_tells():
 
 
 def test_an_accelerate_file_that_cannot_be_used(case_folder):
-    """Each case_folder: the content of the file, and a part of the error."""
+    """Each case: the content of the file, and a part of the error."""
     cases = [
         ("a: [", "not valid YAML"),
         ("[" * 3000, "nested too deeply"),
@@ -384,7 +384,7 @@ def plan_recipe(shape_of_7b) -> MemorySetup:
 
 
 def test_what_saves_memory_saves_memory(plan_recipe, subtests):
-    """Each case_folder: a change of the recipe that takes more memory in a forward and backward pass."""
+    """Each change of the recipe gives up a saving: forward and backward passes take more memory."""
     cases: list[Any] = [
         {"checkpointing": False},
         {"sharding": Sharding(processes=8, stage=2)},

@@ -220,7 +220,7 @@ def test_the_progress_line_has_the_metrics_that_are_there_and_the_time_left():
 
 
 def training_args(folder: Path) -> AdoraGRPOConfig:
-    """Returns the tiny_run_arguments that callbacks of Transformers get, with this output folder."""
+    """Return the arguments that callbacks of Transformers get, with this output folder."""
     return training_config(output_dir=str(folder), disable_tqdm=False)
 
 

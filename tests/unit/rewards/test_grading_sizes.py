@@ -200,7 +200,7 @@ def fill_template(template: str, value: str) -> str:
 
 
 def draw_expression(rng: random.Random, depth: int) -> str:
-    """An expression with the unknown x, or without grade_case."""
+    """Return a random expression, with the unknown x or without one."""
     if not depth:
         return rng.choice(["x", "x", r"\pi", "0.5", "2", "3", "7", "12", "45", str(10**20 + 1)])
     term = draw_expression(rng, depth - 1)

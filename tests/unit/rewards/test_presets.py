@@ -124,7 +124,7 @@ def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
 
 
 def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> None:
-    """The five responses: one right, one wrong, three that cannot be parse_command."""
+    """The five responses: one right, one wrong, three that cannot be read."""
     log = RewardLog()
     call_as_trl(
         reward_function("boxed_accuracy"), as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log

@@ -58,7 +58,7 @@ def test_the_evaluation_is_not_a_file_of_the_users(monkeypatch, tmp_path, file, 
 
 
 def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):
-    """The python_command's path is relative to the folder where the user is, and short."""
+    """The interpreter's path is relative to the folder where the user is, and short."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.chdir(tmp_path)

@@ -652,13 +652,13 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(
     monkeypatch.setenv(KEY_VARIABLE, KEY_OF_SOMEBODY)
     server = start_server(score_two_of_three)
     metrics = dict[str, float]()
-    function = build_judge(tmp_path, server.url)
+    judge = build_judge(tmp_path, server.url)
     unscored: dict[int, str] = {}
-    assert call_reward(function, metrics, unscored) == [1.0, 0.25, None]
+    assert call_reward(judge, metrics, unscored) == [1.0, 0.25, None]
     assert unscored == {2: "EndpointError: HTTP 500 (attempt 2)"}
     assert metrics == {"judge/failed": pytest.approx(1 / 3), "judge/cached": 0.0}
     assert len(server.requests) == 4  # the failed one twice
-    call_reward(function, metrics)
+    call_reward(judge, metrics)
     assert len(server.requests) == 6  # the failed one alone, twice
     assert metrics["judge/cached"] == pytest.approx(2 / 3)
     assert (
