@@ -467,7 +467,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     assert [values["eval_geometry3k_accuracy"] for values in logged_metrics] == [0.75, 0.75]
     assert len(chat_arguments) == 2
     for kwargs in chat_arguments:
-        assert kwargs["template"] == {"a": 1}, "the prompt of the training"
+        assert kwargs["chat_template_kwargs"] == {"a": 1}, "the prompt of the training"
         assert kwargs["processor"] == "p"
     late_callback = evaluate_on_the_way(plan=replace(plan, delay=3))
     for step in range(1, 5):
