@@ -31,6 +31,7 @@ from adora_vl.preflight.request import (
     model_args_from_python,
     request_from_command,
 )
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record.progress import ProgressLine
 from adora_vl.utils.errors import UserError
@@ -419,37 +420,44 @@ def test_a_second_trainer_with_the_same_objects_goes_on_with_the_run(tmp_path, p
     assert (peft_config and peft_config.to_dict()) == adapter_before
 
 
-def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
-    """A function, the name of a shipped tool and an environment's methods all become tools.
+def area(width: int) -> int:
+    """Width times itself.
 
-    Each problem's system prompt describes them, in training and in evaluation alike.
+    Args:
+        width: In pixels.
     """
+    return width * width
 
-    def area(width: int) -> int:
-        """Width times itself.
 
-        Args:
-            width: In pixels.
-        """
-        return width * width
+class Board:
+    """An environment whose method `pair` becomes a tool; its reward is the number of calls."""
 
-    class Board:
-        def reset(self, **row):
-            self.pairs = 0
+    def reset(self, **row):
+        """Begin a rollout."""
+        self.pairs = 0
 
-        def pair(self) -> int:
-            """Count one."""
-            self.pairs += 1
-            return self.pairs
+    def pair(self) -> int:
+        """Count one."""
+        self.pairs += 1
+        return self.pairs
 
-        def get_reward(self):
-            return float(self.pairs)
+    def get_reward(self):
+        """Return the reward of the rollout."""
+        return float(self.pairs)
 
-    def reward_pairs(environments, **kwargs):
-        return [float(environment.pairs) for environment in environments]
 
+def reward_pairs(environments, **kwargs):
+    """Reward each rollout by the number of calls in its `Board`."""
+    return [float(environment.pairs) for environment in environments]
+
+
+def check_run_with_environment(folder: Path, environment: type, **arguments: Any) -> ResolvedRun:
+    """Make the checks of a run from Python with an environment, and return what they resolve to.
+
+    `arguments`: further arguments of the trainer.
+    """
     args = AdoraGRPOConfig(
-        str(tmp_path),
+        str(folder),
         use_cpu=True,
         bf16=False,
         use_vllm=True,
@@ -462,43 +470,51 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     )
     rows = Datasets(Dataset.from_list(EIGHT_ROWS), {"own": Dataset.from_list(EIGHT_ROWS[4:])})
     source = ModelSource(model_args_from_python("tiny", args, None))
-    run = run_checks(
-        RunRequest(
-            args, source, rows, reward_pairs, tools=[area, "zoom"], environment_factory=Board
-        ),
-        RunContext.of_launch("ignore"),
+    request = RunRequest(
+        args, source, rows, reward_pairs, environment_factory=environment, **arguments
     )
-    assert run.rewards.entries == ("reward_pairs", "Board")
-    assert '"name": "pair"' in run.data.train_dataset[0]["prompt"][0]["content"]
-    with pytest.raises(
-        UserError,
-        match="environment_factory: a reward function has the name 'reward_pairs', too; rename",
-    ):
-        run_checks(
-            RunRequest(
-                args,
-                source,
-                rows,
-                reward_pairs,
-                environment_factory=type("reward_pairs", (Board,), {}),
-            ),
-            RunContext.of_launch("ignore"),
-        )
-    assert run.data.eval_dataset["own"][0]["prompt"][0] == run.data.train_dataset[0]["prompt"][0], (
-        "TRL's evaluations tell of them, too"
-    )
+    return run_checks(request, RunContext.of_launch("ignore"))
+
+
+def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
+    """A function, the name of a shipped tool and an environment's methods all become tools.
+
+    Each problem's system prompt describes them, in training and in evaluation alike.
+    """
+    run = check_run_with_environment(tmp_path, Board, tools=[area, "zoom"])
     system, user = run.data.train_dataset[0]["prompt"]
+    system_of_evaluation = run.data.eval_dataset["own"][0]["prompt"][0]
+
     assert system["role"] == "system"
-    assert '"name": "area"' in system["content"]
-    assert '"name": "zoom"' in system["content"]
+    for tool in ("area", "zoom", "pair"):
+        assert f'"name": "{tool}"' in system["content"]
+    assert system_of_evaluation == system, "TRL's evaluations tell of them, too"
     assert user["content"] == "Which of 0?"
+
+
+def test_tools_rewards_and_environments_from_python_are_called_and_hashed(tmp_path):
+    """A call of the function is answered, and the environment's reward is one of the rewards."""
+    run = check_run_with_environment(tmp_path, Board, tools=[area, "zoom"])
+    call = '<tool_call>{"name": "area", "arguments": {"width": 3}}</tool_call>'
+    answer = run.prompts.toolbox.answer(call, [], seed="", is_last=True)
+
+    assert answer.calls[0].text == "9"
+    assert run.rewards.entries == ("reward_pairs", "Board")
     assert run.user_code_hashes.keys() == {
         "reward reward_pairs",
         "tool area",
         "tool Board",
     }
-    call = '<tool_call>{"name": "area", "arguments": {"width": 3}}</tool_call>'
-    assert run.prompts.toolbox.answer(call, [], seed="", is_last=True).calls[0].text == "9"
+
+
+def test_an_environment_with_the_name_of_a_reward_function_is_refused(tmp_path):
+    """Both would log their rewards under this name."""
+    environment = type("reward_pairs", (Board,), {})
+    with pytest.raises(
+        UserError,
+        match="environment_factory: a reward function has the name 'reward_pairs', too; rename",
+    ):
+        check_run_with_environment(tmp_path, environment)
 
 
 def test_columns_that_rewards_log_under_names_of_the_record_end_no_run(tmp_path):

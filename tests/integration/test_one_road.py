@@ -65,16 +65,8 @@ KEYS_BY_PLACEHOLDER = {
 MY_REWARDS_FILE = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 
 
-@pytest.fixture(scope="module")
-def folder_of_wrong_inputs(tmp_path_factory):
-    """Return a folder with the models, data sets, files and runs that the refused commands name."""
-    folder = tmp_path_factory.mktemp("here")
-    assert (
-        data_prep(
-            ["synthetic", "--output", str(folder / "data"), "--rows", "20", "--test-rows", "5"]
-        )
-        == 0
-    )
+def write_models_that_are_refused(folder: Path) -> None:
+    """Write folders of models: each is the tiny model with something wrong, or lacks a part."""
     for name in ("tied", "unknown", "shards", "awq"):
         shutil.copytree(
             PRETRAINED_FOLDER, folder / name, ignore=shutil.ignore_patterns("*.safetensors")
@@ -82,13 +74,23 @@ def folder_of_wrong_inputs(tmp_path_factory):
     tied = json.loads((PRETRAINED_FOLDER / "config.json").read_text())
     tied["tie_word_embeddings"] = tied["text_config"]["tie_word_embeddings"] = True
     (folder / "tied" / "config.json").write_text(json.dumps(tied))
-    awq = json.loads((PRETRAINED_FOLDER / "config.json").read_text()) | {
-        "quantization_config": {"quant_method": "awq"}
-    }
+    awq = json.loads((PRETRAINED_FOLDER / "config.json").read_text())
+    awq["quantization_config"] = {"quant_method": "awq"}
     (folder / "awq" / "config.json").write_text(json.dumps(awq))
     Gemma3Config().save_pretrained(folder / "unknown")
     (folder / "empty").mkdir()
-    (folder / "text").mkdir()
+    # The index names two shards, and one is there.
+    weights = (PRETRAINED_FOLDER / "model.safetensors").read_bytes()
+    (folder / "shards" / "a.safetensors").write_bytes(weights)
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (folder / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+    sft_adapter(folder / "sft")
+    sft_adapter(folder / "baseless", str(folder / "gone"))
+
+
+def write_text_model(folder: Path) -> None:
+    """Write the config of a model without vision, with the tokenizer of the tiny one."""
+    folder.mkdir()
     Qwen2Config(
         hidden_size=16,
         intermediate_size=16,
@@ -96,19 +98,30 @@ def folder_of_wrong_inputs(tmp_path_factory):
         num_attention_heads=2,
         num_key_value_heads=2,
         vocab_size=2048,
-    ).save_pretrained(folder / "text")
+    ).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        text = (
-            (PRETRAINED_FOLDER / name)
-            .read_text()
-            .replace('"processor_class"', '"was_processor_class"')
-        )
-        (folder / "text" / name).write_text(text)
-    (folder / "shards" / "a.safetensors").write_bytes(
-        (PRETRAINED_FOLDER / "model.safetensors").read_bytes()
+        text = (PRETRAINED_FOLDER / name).read_text()
+        # The tiny model's processor reads images, so the tokenizer may not name it.
+        text = text.replace('"processor_class"', '"was_processor_class"')
+        (folder / name).write_text(text)
+
+
+def write_user_files(folder: Path) -> None:
+    """Write a user's code and a config that are refused."""
+    (folder / "raises.py").write_text(
+        "def bad(completions, **columns):\n    return [1 / 0 for _ in completions]\n"
     )
-    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
-    (folder / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "syntax.py").write_text("def f(:")
+    (folder / "wrong.yaml").write_text("adora_mode: off")
+    (folder / "look.py").write_text(
+        'def look() -> str:\n    """Look at <|image_pad|>."""\n    return "a"\n\n\n'
+        "class Board:\n    def reset(self, **row):\n        return ' Answer <|im_end|>'\n\n"
+        '    def go(self) -> str:\n        """Go."""\n        return "x"\n'
+    )
+
+
+def write_data_sets_that_are_refused(folder: Path) -> None:
+    """Write `few`, which lacks the column of images, and `twice`, which has an id twice."""
     rows_without_images = {
         "id": ["a", "a"],
         "problem": ["x", "y"],
@@ -120,23 +133,31 @@ def folder_of_wrong_inputs(tmp_path_factory):
     }.items():
         (folder / name / "data").mkdir(parents=True)
         Dataset.from_dict(columns).to_parquet(folder / name / "data" / "train-00000.parquet")
-    sft_adapter(folder / "sft")
-    sft_adapter(folder / "baseless", str(folder / "gone"))
-    (folder / "raises.py").write_text(
-        "def bad(completions, **columns):\n    return [1 / 0 for _ in completions]\n"
-    )
-    (folder / "syntax.py").write_text("def f(:")
-    (folder / "wrong.yaml").write_text("adora_mode: off")
-    (folder / "look.py").write_text(
-        'def look() -> str:\n    """Look at <|image_pad|>."""\n    return "a"\n\n\n'
-        "class Board:\n    def reset(self, **row):\n        return ' Answer <|im_end|>'\n\n"
-        '    def go(self) -> str:\n        """Go."""\n        return "x"\n'
-    )
+
+
+def write_output_dirs_that_are_refused(folder: Path) -> None:
+    """Write a file, a folder of no run, a run with other keys, and one whose checkpoint is broken."""
     (folder / "file").touch()
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").write_text("{}")
     write_checkpoint(folder / "other", 10, {"adora_method.adora.factor": "0.2"})
     (write_checkpoint(folder / "broken", 10, {}) / "model.safetensors").write_bytes(b"x")
+
+
+@pytest.fixture(scope="module")
+def folder_of_wrong_inputs(tmp_path_factory):
+    """Return a folder with the models, data sets, files and runs that the refused commands name.
+
+    Its data set `data` is a right one.
+    """
+    folder = tmp_path_factory.mktemp("here")
+    argv = ["synthetic", "--output", str(folder / "data"), "--rows", "20", "--test-rows", "5"]
+    assert data_prep(argv) == 0
+    write_models_that_are_refused(folder)
+    write_text_model(folder / "text")
+    write_data_sets_that_are_refused(folder)
+    write_user_files(folder)
+    write_output_dirs_that_are_refused(folder)
     return folder
 
 

@@ -88,8 +88,8 @@ def test_work_that_needs_no_server_is_done_while_servers_sample(tmp_path, server
 
         monkeypatch.setattr(owner, method, call_and_record)
 
-    record_calls(WeightFiles, "written", "written")
-    record_calls(AsyncServerSampler, "begin", "asked")
+    record_calls(WeightFiles, "write", "written")
+    record_calls(AsyncServerSampler, "submit", "asked")
     record_calls(AsyncServerSampler, "_join", "joined")
     record_calls(AdoraGRPOTrainer, "_compute_loss", "learned")
     record_calls(EngineAndPolicy, "begin_sampling", "drift")

@@ -40,11 +40,12 @@ from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.rollout.turns import CALL_TAG, ToolLoop, append_result, run_turns
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
-from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.advantages import AdvantageComputer, GroupAssessment
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.scoring import RewardFunctions, Scorer
+from adora_vl.types import Batch
 from tests.support.step_context import step_context
 
 PROCESSOR: Any = load_processor(str(PRETRAINED_FOLDER))
@@ -334,28 +335,21 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
     )
 
 
-@pytest.mark.parametrize("picture_width", [28, 196])
-def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(picture_width):
-    """A right answer in a tool's words earns no reward, and its tokens count for no length.
+class GradedGroup(NamedTuple):
+    """A group after the stages of a training step that follow sampling."""
 
-    The first rollout calls a tool and then says 3, which is wrong; the second says 7, which is
-    right, and has sampled more tokens; the third has no room for its tool's answer. So the group
-    has the same weight however wide the picture of the tool is. The batch has as many image tokens
-    as its images need.
+    batch: Batch
+    assessment: GroupAssessment  # its rewards, lengths and weight
+
+
+def grade_group(rollouts: Sequence[Rollout], *, answer: str) -> GradedGroup:
+    """Build a batch of a group of rollouts, score it, and assess the group by ADORA.
+
+    `answer`: the reference answer. Each prompt has an image of 56 x 28 pixels.
     """
-    weights = torch.ones(1)
-    context = step_context(use_vllm=True, num_generations=3)
-    tools = FakeTools("It is \\boxed{7}.", Image.new("RGB", (picture_width, 28)))
-    answered_rollout = answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL))
-    rollouts = (
-        replace(
-            answered_rollout,
-            segments=rollout_with_turn("so 3", *answered_rollout.segments).segments,
-            finish_reason=FinishReason.STOP,
-        ),
-        rollout_with_turn("so it is " * 4 + "\\boxed{7}"),
-        answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL), max_length=50),
-    )
+    weights_F = torch.ones(1)
+    group_size = len(rollouts)
+    context = step_context(use_vllm=True, num_generations=group_size)
     images = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config)
     stop_criteria = StopCriteria.from_config(
         {END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True)
@@ -363,7 +357,6 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(picture
     functions = RewardFunctions(
         [reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop
     )
-    # The stages that follow sampling in a training step: build a batch, score it, assess groups.
     builder = BatchBuilder(
         context=context,
         images=images,
@@ -373,38 +366,61 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(picture
         has_engine_logps=True,
         has_tools=True,
     )
-    scorer = Scorer(context, RewardGuard(context), weights, ["accuracy"])
+    scorer = Scorer(context, RewardGuard(context), weights_F, ["accuracy"])
     computer = AdvantageComputer(
-        context, AdvantagePipeline({"adora": Adora()}), weights, tools=True
+        context, AdvantagePipeline({"adora": Adora()}), weights_F, tools=True
     )
     prompt = [{"role": "user", "content": "Which?"}]
-    row: Any = {"prompt": prompt, "answer": "7", "images": [Image.new("RGB", (56, 28))]}
+    row: Any = {"prompt": prompt, "answer": answer, "images": [Image.new("RGB", (56, 28))]}
     group = RolloutGroup(
         problem=DrawnProblem(row_number=0, key=KEY, slot=0),
         row=row,
         start_generation=0,
-        rollouts=rollouts,
+        rollouts=tuple(rollouts),
     )
-    prompts = images.prompts([row] * 3, "train", refill=False)
-    built = builder.build(Generation(key=KEY, group_size=3), [group], prompts)
+    prompts = images.prompts([row] * group_size, "train", refill=False)
+    built = builder.build(Generation(key=KEY, group_size=group_size), [group], prompts)
     scores = functions.score(built, TrainerState())
-    facts = scorer.score(built, scores, group_size=3, step=0)
-    assessment = computer.assess(facts, group_size=3, step=0)
-    batch = built.batch
+    facts = scorer.score(built, scores, group_size=group_size, step=0)
+    assessment = computer.assess(facts, group_size=group_size, step=0)
+    return GradedGroup(batch=built.batch, assessment=assessment)
 
-    assert assessment.groups.rewards_PG.tolist() == [[0, 1, 0]]
+
+@pytest.mark.parametrize("picture_width", [28, 196])
+def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(picture_width):
+    """A right answer in a tool's words earns no reward, and its tokens count for no length.
+
+    The first rollout calls a tool and then says 3, which is wrong; the second says 7, which is
+    right, and has sampled more tokens; the third has no room for its tool's answer. So the group
+    has the same weight however wide the picture of the tool is. The batch has as many image tokens
+    as its images need.
+    """
+    tools = FakeTools("It is \\boxed{7}.", Image.new("RGB", (picture_width, 28)))
+    answered_rollout = answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL))
+    wrong_rollout = rollout_with_turn("so 3", *answered_rollout.segments)
+    wrong_rollout = replace(
+        answered_rollout, segments=wrong_rollout.segments, finish_reason=FinishReason.STOP
+    )
+    right_rollout = rollout_with_turn("so it is " * 4 + "\\boxed{7}")
+    truncated_rollout = answer_last_turn(tools, rollout_with_turn(TURN_WITH_CALL), max_length=50)
+
+    graded = grade_group([wrong_rollout, right_rollout, truncated_rollout], answer="7")
+
+    groups = graded.assessment.groups
+    assert groups.rewards_PG.tolist() == [[0, 1, 0]]
     # The first rollout's length leaves out the tool's tokens, and counts two tokens that end turns.
-    wrong_length, right_length, _ = assessment.groups.lengths_PG[0].tolist()
+    wrong_length, right_length, _ = groups.lengths_PG[0].tolist()
     assert wrong_length == len(token_ids(TURN_WITH_CALL)) + 1 + len(token_ids("so 3")) + 1
-    assert wrong_length < right_length < len(rollouts[0].tokens)
-    assert assessment.groups.truncated_PG.tolist() == [[False, False, True]]
-    assert assessment.weighting.weights_P.tolist() == [1]
+    assert wrong_length < right_length < len(wrong_rollout.tokens)
+    assert groups.truncated_PG.tolist() == [[False, False, True]]
+    assert graded.assessment.weighting.weights_P.tolist() == [1]
+    batch = graded.batch
     is_image_token = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) == IMAGE
     image_lengths = batch["image_grid_thw"].prod(dim=1) // 4
     assert is_image_token.sum(dim=1).tolist() == [
         lengths_of_row.sum() for lengths_of_row in image_lengths.split(batch["num_images"])
     ]
-    assert len(image_lengths) == 4
+    assert len(image_lengths) == 4, "those of the three prompts, and the tool's"
 
 
 def test_all_rollouts_sample_a_turn_then_those_with_an_answer_the_next_one():
