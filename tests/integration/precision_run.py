@@ -37,8 +37,9 @@ def constant_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     values = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for prefix, module in model.named_modules():
-        plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-        values |= {f"{prefix}.{name}": value.detach().clone() for name, value in plain.items()}
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                values[f"{prefix}.{name}"] = value.detach().clone()
     return values
 
 

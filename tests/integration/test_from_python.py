@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -451,10 +452,12 @@ def reward_pairs(environments, **kwargs):
     return [float(environment.pairs) for environment in environments]
 
 
-def check_run_with_environment(folder: Path, environment: type, **arguments: Any) -> ResolvedRun:
+def check_run_with_environment(
+    folder: Path, environment: type, *, tools: Sequence[Callable[..., int] | str] = ()
+) -> ResolvedRun:
     """Make the checks of a run from Python with an environment, and return what they resolve to.
 
-    `arguments`: further arguments of the trainer.
+    `tools`: those that the trainer is given besides the environment's methods.
     """
     args = AdoraGRPOConfig(
         str(folder),
@@ -471,7 +474,7 @@ def check_run_with_environment(folder: Path, environment: type, **arguments: Any
     rows = Datasets(Dataset.from_list(EIGHT_ROWS), {"own": Dataset.from_list(EIGHT_ROWS[4:])})
     source = ModelSource(model_args_from_python("tiny", args, None))
     request = RunRequest(
-        args, source, rows, reward_pairs, environment_factory=environment, **arguments
+        args, source, rows, reward_pairs, environment_factory=environment, tools=tools
     )
     return run_checks(request, RunContext.of_launch("ignore"))
 

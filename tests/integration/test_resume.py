@@ -209,9 +209,9 @@ def test_the_export_holds_the_checkpoints_weights_and_loads_offline(sigterm_run,
     assert {p.name for p in PRETRAINED_FOLDER.iterdir()} - {"build.json"} <= {
         p.name for p in (tmp_path / "model").iterdir()
     }
-    assert (
-        export([str(output_dir), str(tmp_path / "model")]) == 2
-    )  # never over something that is there
+    assert export([str(output_dir), str(tmp_path / "model")]) == 2, (
+        "a folder that is there is not written over"
+    )
 
 
 def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path):

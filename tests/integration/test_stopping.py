@@ -203,20 +203,20 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_function_name):
     outputs = []
     codes = []
     with TwoMachines(folder / "lab") as machines:
-        with machines.running(config, output_dir, argv) as script:
-            machines.wait_for_step(script, output_dir, 2)
+        with machines.running(config, output_dir, argv) as process:
+            machines.wait_for_step(process, output_dir, 2)
             machines.kill_machine(1)
             time_of_power_loss = time.monotonic()
-            codes.append(script.wait(NOTICE_BOUND_S))
+            codes.append(process.wait(NOTICE_BOUND_S))
             seconds_to_end = time.monotonic() - time_of_power_loss
             outputs.append(machines.output)
         checkpoint = find_newest_valid_checkpoint(output_dir)[0]
         last_logged_step = read_metrics(output_dir / METRICS_FILE)[-1]["step"]
-        with machines.running(config, output_dir, argv) as script:
+        with machines.running(config, output_dir, argv) as process:
             # the new run cuts the log back to its checkpoint
-            machines.wait_for_step(script, output_dir, max(last_logged_step + 1, first_saved_step))
-            script.terminate()
-            codes.append(script.wait(NOTICE_BOUND_S))
+            machines.wait_for_step(process, output_dir, max(last_logged_step + 1, first_saved_step))
+            process.terminate()
+            codes.append(process.wait(NOTICE_BOUND_S))
             outputs.append(machines.output)
     return RunOnTwoMachines(
         seconds_to_end=seconds_to_end,

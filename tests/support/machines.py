@@ -146,7 +146,7 @@ class TwoMachines:
             "TEST_OUTPUT": str(output_dir),
         }
         with (self.folder / "said").open("w") as log:
-            script = subprocess.Popen(
+            process = subprocess.Popen(
                 ["bash", "setup/ssh/train.sh", *argv, "--output_dir", str(output_dir)],
                 cwd=REPOSITORY,
                 env={**os.environ, **environment},
@@ -156,19 +156,21 @@ class TwoMachines:
                 start_new_session=True,
             )
             try:
-                yield script
+                yield process
             finally:
                 self.kill(self.mark)
-                script.wait()
+                process.wait()
 
-    def wait_for_step(self, script: subprocess.Popen[str], output_dir: Path, step: int) -> None:
+    def wait_for_step(self, process: subprocess.Popen[str], output_dir: Path, step: int) -> None:
         """Wait until the run has logged the step.
 
         A run that ends or hangs before it fails the test.
         """
         end = time.monotonic() + _DEADLINE_S
         while not any(line["step"] >= step for line in read_metrics(output_dir / METRICS_FILE)):
-            assert script.poll() is None, f"ended with {script.returncode}:\n{self.output[-5000:]}"
+            assert process.poll() is None, (
+                f"ended with {process.returncode}:\n{self.output[-5000:]}"
+            )
             assert time.monotonic() < end, (
                 f"no step {step} within {_DEADLINE_S} s:\n{self.output[-3000:]}"
             )

@@ -336,13 +336,16 @@ def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
     """
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     code = f"from tests.unit.packing.test_shared_vision import one_of_two; one_of_two(%d, {free_port()})"
-    pipes: dict[str, Any] = {
+    process_options: dict[str, Any] = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,
         "text": True,
         "env": environment,
     }
-    ranks = [subprocess.Popen([sys.executable, "-c", code % rank], **pipes) for rank in range(2)]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code % rank], **process_options)
+        for rank in range(2)
+    ]
     try:
         outputs = [rank.communicate(timeout=200) for rank in ranks]
     finally:

@@ -519,49 +519,60 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     assert not (tmp_path / "w").exists()
 
 
-def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
-    servers, tmp_path, monkeypatch
-):
-    """A folder that cannot be written is one line, after all tensors have been gathered.
+def gather_three_tensors(gathered_names: list[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors a, b and c of 8 bytes, and note in `gathered_names` which were taken."""
+    for name in ("a", "b", "c"):
+        if gathered_names is not None:
+            gathered_names.append(name)
+        yield name, torch.zeros(2)
 
-    Weights that a killed run left are deleted; folders of others, and a user's own folder, stay.
-    """
-    # A folder below a file cannot be made.
+
+def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(tmp_path):
+    """A folder that cannot be written is one line, after all tensors have been gathered."""
     (tmp_path / "file").write_text("")
-    files = WeightFiles(tmp_path / "file" / "w", tmp_path)
+    folder_below_file = tmp_path / "file" / "w"
+    files = WeightFiles(folder_below_file, tmp_path)
     gathered_names: list[str] = []
 
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in ("a", "b", "c"):
-            gathered_names.append(name)
-            yield name, torch.zeros(2)
-
     one_line = "adora_weight_transfer: .* cannot be written .*choose another"
-    with pytest.raises(UserError, match=one_line), files.write(tensors()):
+    with (
+        pytest.raises(UserError, match=one_line),
+        files.write(gather_three_tensors(gathered_names)),
+    ):
         raise AssertionError("nothing was written")
     assert gathered_names == ["a", "b", "c"], "other ranks gather every tensor"
-    monkeypatch.setattr("adora_vl.checkpoint.trl_state._MAX_FILE_BYTES", 8)
+
+
+def test_a_sync_deletes_the_weights_that_a_killed_run_has_left_and_nothing_else(
+    tmp_path, monkeypatch
+):
+    """An earlier start of the same run is known by the start of its folder's name."""
+    monkeypatch.setattr("adora_vl.checkpoint.trl_state._MAX_FILE_BYTES", 8)  # a file each
     shared = tmp_path / "w"
-    with WeightFiles(shared, tmp_path).write(tensors()) as folder:
+    with WeightFiles(shared, tmp_path).write(gather_three_tensors()) as folder:
         assert len(list(folder.glob("*.safetensors"))) == 3
         assert [path.name for path in shared.iterdir()] == [folder.name]
-    # What an earlier start of the same run has left, and a folder of another program.
-    folder_of_killed_run = shared / f"{folder.name[:-16]}0123456789abcdef"
+    random_digits = 16  # at the end of the name
+    folder_of_killed_run = shared / f"{folder.name[:-random_digits]}0123456789abcdef"
     folder_of_killed_run.mkdir(parents=True)
     (folder_of_killed_run / "lock").touch()
-    (shared / "weights-000001").mkdir()
+    folder_of_another_program = shared / "weights-000001"
+    folder_of_another_program.mkdir()
+
+    with WeightFiles(shared, tmp_path).write(gather_three_tensors()):
+        pass
+
+    assert list(shared.iterdir()) == [folder_of_another_program]
+
+
+def test_a_folder_for_weights_that_was_there_stays_with_its_owners_rights(tmp_path):
+    """A sync deletes the folder that it has made alone."""
+    shared = tmp_path / "w"
+    shared.mkdir()
     shared.chmod(0o700)
-    with WeightFiles(shared, tmp_path).write(tensors()):
+    with WeightFiles(shared, tmp_path).write(gather_three_tensors()):
         pass
-    assert [path.name for path in shared.iterdir()] == ["weights-000001"], (
-        "what a killed run has left is gone"
-    )
-    (shared / "weights-000001").rmdir()
-    with WeightFiles(shared, tmp_path).write(tensors()):
-        pass
-    assert shared.stat().st_mode & 0o777 == 0o700, (
-        "a folder that was there stays, with its owner's rights"
-    )
+    assert shared.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

@@ -120,16 +120,16 @@ def answer_last_turn(
         context_length: the length of the engine's context; None: it does not limit the rollout.
         max_length: the most tokens of a completion.
     """
-    turns = ToolLoop(
-        tools,
-        PROCESSOR,
-        {},
-        lambda image: image.width // 28,
-        max_turns,
-        TOKENIZER.decode,
+    answer_calls = ToolLoop(
+        tools=tools,
+        processor=PROCESSOR,
+        template={},
+        count_image_tokens=lambda image: image.width // 28,
+        max_answers=max_turns,
+        decode=TOKENIZER.decode,
         context_length=context_length,
     )
-    return turns(
+    return answer_calls(
         rollout,
         [Image.new("RGB", (28, 28))],
         prompt_length=100,
@@ -212,15 +212,22 @@ def test_no_turn_of_a_policy_ends_a_run():
         """Return something odd."""
         return Odd()  # type: ignore[return-value]
 
-    box = Toolbox(choose_tools(["line", "mark", odd]), ToolOptions(), View(784, 3136, 28))
-    # A picture has four image tokens, and any number of turns is answered.
-    turns = ToolLoop(box, PROCESSOR, {}, lambda image: 4, None, TOKENIZER.decode)
+    view = View(low=784, high=3136, unit=28)
+    tokens_of_picture = 4
+    answer_calls = ToolLoop(
+        tools=Toolbox(choose_tools(["line", "mark", odd]), ToolOptions(), view),
+        processor=PROCESSOR,
+        template={},
+        count_image_tokens=lambda image: tokens_of_picture,
+        max_answers=None,
+        decode=TOKENIZER.decode,
+    )
     draw = random.Random(0)
     rollouts_with_calls = 0
     for number in range(300):
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 8)))
         before = rollout_with_turn(text)
-        after = turns(
+        after = answer_calls(
             before,
             [Image.new("RGB", (56, 56))],
             prompt_length=100,
@@ -236,7 +243,7 @@ def test_no_turn_of_a_policy_ends_a_run():
         was_answered = len(after.segments) > 1
         if was_answered:
             image_tokens = after.tokens.count(IMAGE) - before.tokens.count(IMAGE)
-            assert image_tokens == 4 * len(after.pictures)
+            assert image_tokens == tokens_of_picture * len(after.pictures)
     assert rollouts_with_calls > 50
 
 
@@ -278,8 +285,15 @@ def test_a_model_that_reads_text_alone_gets_the_same_turn():
     """A tokenizer in place of a processor writes the same turn, without images."""
     tokenizer = copy.copy(TOKENIZER)
     tokenizer.chat_template = PROCESSOR.chat_template
-    turns = ToolLoop(FakeTools("It is 7."), tokenizer, {}, lambda _: 0, None, TOKENIZER.decode)
-    rollout = turns(
+    answer_calls = ToolLoop(
+        tools=FakeTools("It is 7."),
+        processor=tokenizer,
+        template={},
+        count_image_tokens=lambda _: 0,
+        max_answers=None,
+        decode=TOKENIZER.decode,
+    )
+    rollout = answer_calls(
         rollout_with_turn(TURN_WITH_CALL),
         [],
         prompt_length=9,
