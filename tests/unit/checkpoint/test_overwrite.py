@@ -552,49 +552,51 @@ def test_a_run_that_dies_after_its_last_checkpoint_is_finished_from_it(tmp_path,
     """The second start of a LoRA run leaves what the first would have left.
 
     That is the adapter, the merged model, the figures of the steps since the last line of the log,
-    and a manifest that says `finished_run`.
+    and a manifest that says `finished`.
     """
     keys: dict[str, Any] = {"use_peft": "true", "lora_r": 2, "logging_steps": 3}
     uninterrupted = train_tiny_run(tmp_path / "whole", **keys)
-    died = shutil.copytree(uninterrupted, tmp_path / "died")
-    for path in died.iterdir():
+    died_run = shutil.copytree(uninterrupted, tmp_path / "died")
+    for path in died_run.iterdir():
         if path.is_file() and path.name not in ("manifest.json", METRICS_FILE):
             path.unlink()
-    shutil.rmtree(died / "merged")
+    shutil.rmtree(died_run / "merged")
     lines = (uninterrupted / METRICS_FILE).read_text().splitlines(keepends=True)
-    (died / METRICS_FILE).write_text("".join(lines[:-1]))
+    (died_run / METRICS_FILE).write_text("".join(lines[:-1]))
     manifest = json.loads((uninterrupted / "manifest.json").read_text())
-    (died / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}))
+    (died_run / "manifest.json").write_text(json.dumps({**manifest, "status": "running"}))
 
     def fail_to_merge(*arguments: object, **options: object) -> None:
         raise UserError("RUN: the adapter's base model cannot be loaded")
 
     with monkeypatch.context() as patch:
         patch.setattr("adora_vl.export.merge_checkpoint", fail_to_merge)
-        assert main(tiny_run_arguments(died, **keys)) == 2
-    unfinished_manifest = json.loads((died / "manifest.json").read_text())
+        assert main(tiny_run_arguments(died_run, **keys)) == 2
+    unfinished_manifest = json.loads((died_run / "manifest.json").read_text())
     assert unfinished_manifest["status"] == "running", "the merged model is missing"
 
-    assert main(tiny_run_arguments(died, **keys)) == 0
-    assert names_of_files(uninterrupted) - names_of_files(died) == {STARTUP_LOG}
+    assert main(tiny_run_arguments(died_run, **keys)) == 0
+    assert names_of_files(uninterrupted) - names_of_files(died_run) == {STARTUP_LOG}
     for name in ("adapter_model.safetensors", "merged/model.safetensors"):
-        assert (died / name).read_bytes() == (uninterrupted / name).read_bytes(), name
-    last_line = read_metrics(died / METRICS_FILE)[-1]
+        assert (died_run / name).read_bytes() == (uninterrupted / name).read_bytes(), name
+    last_line = read_metrics(died_run / METRICS_FILE)[-1]
     expected_line = read_metrics(uninterrupted / METRICS_FILE)[-1]
     assert (last_line["step"], last_line["kind"]) == (TINY_RUN_STEPS, "end")
     for name in ("train_loss", "reward", "adora/pass_rate", "entropy", "epoch"):
         assert last_line[name] == expected_line[name], name
-    history = json.loads((died / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((died_run / "trainer_state.json").read_text())["log_history"]
     assert history[-1]["reward"] == expected_line["reward"]
-    ended_manifest = json.loads((died / "manifest.json").read_text())
+    ended_manifest = json.loads((died_run / "manifest.json").read_text())
     assert ended_manifest["status"] == "finished"
     assert ended_manifest["steps"] == TINY_RUN_STEPS
     assert len(ended_manifest["starts"]) == 1
-    contents = folder_contents(died)
+    contents = folder_contents(died_run)
     with monkeypatch.context() as patch:
         patch.setattr("adora_vl.export.merge_checkpoint", fail_to_merge)
-        assert main(tiny_run_arguments(died, **keys)) == 0, "a finished run merges nothing again"
-    assert folder_contents(died) == contents, "a start of a finished run changes nothing"
+        assert main(tiny_run_arguments(died_run, **keys)) == 0, (
+            "a finished run merges nothing again"
+        )
+    assert folder_contents(died_run) == contents, "a start of a finished run changes nothing"
 
 
 def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys):

@@ -98,21 +98,26 @@ def draw_crossing_chords(seed: int) -> tuple[LogicForm, float]:
     for.
     """
     rng = random.Random(seed)
-    ends = sorted(rng.uniform(0, 2 * math.pi) for _ in range(4))
+    end_angles = sorted(rng.uniform(0, 2 * math.pi) for _ in range(4))
     # four ends in random places of the circle, each at least 0.5 radians from the next one
-    while min(b - a for a, b in zip(ends, [*ends[1:], ends[0] + 2 * math.pi], strict=True)) < 0.5:
-        ends = sorted(rng.uniform(0, 2 * math.pi) for _ in range(4))
+    while (
+        min(
+            b - a
+            for a, b in zip(end_angles, [*end_angles[1:], end_angles[0] + 2 * math.pi], strict=True)
+        )
+        < 0.5
+    ):
+        end_angles = sorted(rng.uniform(0, 2 * math.pi) for _ in range(4))
     points = {
-        name: 50 * cmath.exp(1j * turn_and_scale)
-        for name, turn_and_scale in zip("ABCD", ends, strict=True)
+        name: 50 * cmath.exp(1j * angle) for name, angle in zip("ABCD", end_angles, strict=True)
     }
-    first = points["C"] - points["A"]
-    second = points["D"] - points["B"]
-    share_of_first = ((points["B"] - points["A"]).conjugate() * second).imag / (
-        first.conjugate() * second
+    first_chord = points["C"] - points["A"]
+    second_chord = points["D"] - points["B"]
+    share_of_first = ((points["B"] - points["A"]).conjugate() * second_chord).imag / (
+        first_chord.conjugate() * second_chord
     ).imag
     # E: where the chords AC and BD meet; O: the centre
-    points |= {"E": points["A"] + share_of_first * first, "O": 0j}
+    points |= {"E": points["A"] + share_of_first * first_chord, "O": 0j}
     facts = [
         *on_circle("O", *"ABCD"),
         "PointLiesOnLine(E, Line(A, C))",

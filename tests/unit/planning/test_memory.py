@@ -320,7 +320,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
 def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
     """A limit counts one more, which is written before the oldest goes; a short run has fewer."""
 
-    def most(rows: int | None = None, **keys: object) -> int | None:
+    def most_checkpoints(rows: int | None = None, **keys: object) -> int | None:
         """The most checkpoints that a run has on disk; 4 rows make a step, which is a generation."""
         config = training_config(
             num_generations=4,
@@ -332,16 +332,21 @@ def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
         return max_checkpoint_count(config, build_batch_layout(config, processes=1), rows)
 
     ten_steps = {"max_steps": 10, "save_steps": 4}
-    assert most(**ten_steps, save_total_limit=2) == 3
-    assert most(**ten_steps, save_total_limit=3) == 3, "after steps 4, 8 and 10"
-    assert most(**ten_steps, save_total_limit=50) == 3
-    assert most(**ten_steps) == 3
-    assert most(**ten_steps, save_strategy="no") == 0
-    assert most(num_train_epochs=3, save_steps=500) is None, "the rows are not known"
-    assert most(num_train_epochs=3, save_steps=500, save_total_limit=5) == 6
-    assert most(rows=40, num_train_epochs=3, save_strategy="epoch") == 3
-    assert most(rows=40, max_steps=25, save_strategy="epoch") == 3, "the last is not whole"
-    assert most(rows=40, num_train_epochs=3, save_strategy="epoch", save_total_limit=1) == 2
+    assert most_checkpoints(**ten_steps, save_total_limit=2) == 3
+    assert most_checkpoints(**ten_steps, save_total_limit=3) == 3, "after steps 4, 8 and 10"
+    assert most_checkpoints(**ten_steps, save_total_limit=50) == 3
+    assert most_checkpoints(**ten_steps) == 3
+    assert most_checkpoints(**ten_steps, save_strategy="no") == 0
+    assert most_checkpoints(num_train_epochs=3, save_steps=500) is None, "the rows are not known"
+    assert most_checkpoints(num_train_epochs=3, save_steps=500, save_total_limit=5) == 6
+    assert most_checkpoints(rows=40, num_train_epochs=3, save_strategy="epoch") == 3
+    assert most_checkpoints(rows=40, max_steps=25, save_strategy="epoch") == 3, (
+        "the last is not whole"
+    )
+    assert (
+        most_checkpoints(rows=40, num_train_epochs=3, save_strategy="epoch", save_total_limit=1)
+        == 2
+    )
 
 
 def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
