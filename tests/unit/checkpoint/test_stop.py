@@ -375,8 +375,10 @@ def press_ctrl_c(command: list[str], folder: Path) -> tuple[int, str]:
 @pytest.mark.parametrize("module", slow_command_modules())
 def test_a_command_that_is_interrupted_says_so_in_one_line(module, tmp_path):
     """Ctrl-C comes at the first slow import, or when the first file is opened."""
-    words = WORDS_BY_COMMAND.get(module, ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")])
-    code, output = press_ctrl_c(["-m", module, *words], tmp_path)
+    arguments = WORDS_BY_COMMAND.get(
+        module, ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")]
+    )
+    code, output = press_ctrl_c(["-m", module, *arguments], tmp_path)
     assert code == EXIT_INTERRUPTED, output
     assert output.startswith("interrupted"), output
     assert output.count("\n") == 1, output

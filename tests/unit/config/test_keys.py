@@ -226,10 +226,10 @@ def error_of(key: str, value: object) -> str:
     return ""
 
 
-def error_of_command(*words: str) -> str:
+def error_of_command(*arguments: str) -> str:
     """Return the error for the words of a training command; empty if they are taken."""
     try:
-        parse([*CPU, *words])
+        parse([*CPU, *arguments])
     except UserError as error:
         return str(error)
     return ""

@@ -34,8 +34,8 @@ def training_config_of(method: str = "adora", options: str = "", **keys: object)
         first_entries = "".join(f"{name}: {{}}, " for name in first_names)
         methods_value = f"{{{first_entries}{last_name}: {options}}}"
     value_by_key = {"adora_method": methods_value, **keys}
-    words = [f"--{key}={value}" for key, value in value_by_key.items()]
-    _, training_config, _ = parse([*CPU, *words])
+    arguments = [f"--{key}={value}" for key, value in value_by_key.items()]
+    _, training_config, _ = parse([*CPU, *arguments])
     return training_config
 
 

@@ -282,8 +282,10 @@ def test_a_published_example_trains_the_tiny_model(trainer, tmp_path, capsys):
     table = write_table(trainer, tmp_path, rows=8)
     config = migrated_config(trainer, tmp_path, [*dataset_words(trainer, table), *SMALL[trainer]])
     run = tmp_path / "run"
-    words = [word for key, value in ON_CPU.items() for word in (f"--{key}", str(value))]
-    code = train(["--config", str(config), *words, "--max_steps", "2", "--output_dir", str(run)])
+    arguments = [word for key, value in ON_CPU.items() for word in (f"--{key}", str(value))]
+    code = train(
+        ["--config", str(config), *arguments, "--max_steps", "2", "--output_dir", str(run)]
+    )
     assert code == 0, capsys.readouterr().err
     state = json.loads((run / "trainer_state.json").read_text())
     assert state["global_step"] == 2

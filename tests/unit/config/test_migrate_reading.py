@@ -82,7 +82,7 @@ def test_variables_of_this_machine_stay_out_of_the_config(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["accelerate", "launch", "--num_processes", "2", "grpo.py", "--model_name_or_path", "m"],
         ["trl", "grpo", "--model_name_or_path=m"],
@@ -90,15 +90,15 @@ def test_variables_of_this_machine_stay_out_of_the_config(tmp_path, monkeypatch)
         ["--config", "base.yaml", "--model_name_or_path", "m"],
     ],
 )
-def test_a_launch_line_is_read_without_the_launchers_own_options(words, tmp_path, monkeypatch):
+def test_a_launch_line_is_read_without_the_launchers_own_options(arguments, tmp_path, monkeypatch):
     """`--num_processes` belongs to accelerate; a config that is named gives what the line lacks."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text("{model_name_or_path: other, seed: 3}")
-    assert main(["trl", *words]) == 0
+    assert main(["trl", *arguments]) == 0
     ours = yaml.safe_load((tmp_path / "trl.adora.yaml").read_text())
     assert ours["model_name_or_path"] == "m"
     assert "num_processes" not in ours
-    assert ours.get("seed") == (3 if "--config" in words else None)
+    assert ours.get("seed") == (3 if "--config" in arguments else None)
 
 
 def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):
@@ -142,13 +142,13 @@ def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
         "trainer.critic_warmup=0",
         "data.truncation=left",
     ]
-    words = ["actor_rollout_ref.model.path=m", *values]
-    assert main(["verl", *words, "--output", str(tmp_path / "a.yaml")]) == 0
+    arguments = ["actor_rollout_ref.model.path=m", *values]
+    assert main(["verl", *arguments, "--output", str(tmp_path / "a.yaml")]) == 0
     short = capsys.readouterr().out
     assert "data.truncation: left" in short
     assert "reward_manager" not in short
     assert "--all lists 2 more" in short
-    assert main(["verl", *words, "--all", "--output", str(tmp_path / "b.yaml")]) == 0
+    assert main(["verl", *arguments, "--all", "--output", str(tmp_path / "b.yaml")]) == 0
     assert "reward_model.reward_manager: naive" in capsys.readouterr().out
 
 
@@ -170,8 +170,8 @@ def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
 )
 def test_what_cannot_be_is_one_line(word, line, tmp_path, capsys):
     """Values that verl itself would refuse, or fail with."""
-    words = ["actor_rollout_ref.rollout.n=8", word, "--output", str(tmp_path / "a.yaml")]
-    assert main(["verl", *words]) == 2
+    arguments = ["actor_rollout_ref.rollout.n=8", word, "--output", str(tmp_path / "a.yaml")]
+    assert main(["verl", *arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert line in errors[0]
@@ -306,8 +306,8 @@ def test_bypass_mode_of_verl_takes_the_engines_log_probabilities(key, tmp_path, 
     section = "algorithm.rollout_correction"
     scores = "actor_rollout_ref.rollout.calculate_log_probs=True"
     output = tmp_path / "bypass.yaml"
-    words = [*VERL, scores, f"{section}.{key}=True", f"{section}.loss_type=ppo_clip"]
-    assert main(["verl", *words, "--output", str(output)]) == 0
+    arguments = [*VERL, scores, f"{section}.{key}=True", f"{section}.loss_type=ppo_clip"]
+    assert main(["verl", *arguments, "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     keys = yaml.safe_load(output.read_text())
     assert keys["adora_rollouts"] == {"old_logps": "engine"}

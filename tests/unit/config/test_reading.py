@@ -103,9 +103,9 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
 def test_how_people_write_a_value(tmp_path):
     """Each case of `SPELLINGS` has the expected value, and the type of it."""
     misread = []
-    for content, words, key, expected in SPELLINGS:
+    for content, arguments, key, expected in SPELLINGS:
         (tmp_path / "c.yaml").write_text(content)
-        dataclasses_of_command = parse(["--config", str(tmp_path / "c.yaml"), *CPU, *words])
+        dataclasses_of_command = parse(["--config", str(tmp_path / "c.yaml"), *CPU, *arguments])
         value = next(
             getattr(dataclass, key)
             for dataclass in dataclasses_of_command
@@ -114,7 +114,7 @@ def test_how_people_write_a_value(tmp_path):
         if isinstance(value, Enum):
             value = value.value
         if (value, type(value)) != (expected, type(expected)):
-            misread.append((content, words, value))
+            misread.append((content, arguments, value))
     assert misread == []
 
 
@@ -206,13 +206,13 @@ def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
     path = tmp_path / "c.yaml"
     unexpected_lines = {}
     # The words of a command and its error line, by what is written into the config file.
-    cases = {words: (words.split(), expected) for words, expected in BAD_WORDS.items()}
+    cases = {arguments: (arguments.split(), expected) for arguments, expected in BAD_WORDS.items()}
     for content, expected in BAD_FILES.items():
         cases[content] = (["--config", str(path)], expected)
-    for content, (words, expected) in cases.items():
+    for content, (arguments, expected) in cases.items():
         path.write_text(content)
         with pytest.raises(UserError) as refused:
-            parse_command(words)
+            parse_command(arguments)
         line = str(refused.value)
         names_file = str(path) in line or content not in BAD_FILES
         if expected not in line or "\n" in line or not names_file:

@@ -89,9 +89,9 @@ def drawn_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def script_arguments(*words: object) -> Any:
+def script_arguments(*arguments: object) -> Any:
     """The script arguments of a training command with these words."""
-    return parse([*CPU, *map(str, words)])[0]
+    return parse([*CPU, *map(str, arguments)])[0]
 
 
 def training_prompts(folder: Path, *words: str) -> list[str]:
@@ -291,7 +291,7 @@ def test_the_dry_run_shows_it_in_the_words_of_the_models_template(
     data_with_choices, tmp_path, capsys
 ):
     """The text stands between the tokens of Qwen's chat template."""
-    words = [
+    arguments = [
         "--num_generations",
         "2",
         "--per_device_train_batch_size",
@@ -301,7 +301,7 @@ def test_the_dry_run_shows_it_in_the_words_of_the_models_template(
         str(data_with_choices),
     ]
     file = tmp_path / "written.yaml"
-    assert train([*CPU, *words]) in (0, 1)
+    assert train([*CPU, *arguments]) in (0, 1)
     output = capsys.readouterr().out.split("One whole prompt, of mine/train/1\n")[1]
     start = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
     assert (
@@ -309,7 +309,7 @@ def test_the_dry_run_shows_it_in_the_words_of_the_models_template(
         in output
     )
     alone = ["--adora_prompt", "null", "--adora_system_prompt", "null", "--write-config", str(file)]
-    assert train([*CPU, *words, *alone]) in (0, 1)
+    assert train([*CPU, *arguments, *alone]) in (0, 1)
     assert "Choices:" not in capsys.readouterr().out
     script = parse(["--config", str(file)])[0]
     assert script.adora_prompt is script.adora_system_prompt is None, "null is written down too"

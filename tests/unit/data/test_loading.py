@@ -69,9 +69,9 @@ def large_and_small(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [root / "large", root / "small"]
 
 
-def script_arguments(*words: object) -> Any:
+def script_arguments(*arguments: object) -> Any:
     """The script arguments of a training command with these words."""
-    return parse([*CPU, *map(str, words)])[0]
+    return parse([*CPU, *map(str, arguments)])[0]
 
 
 def test_every_share_is_kept_and_every_row_comes() -> None:
@@ -155,12 +155,12 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
     rows = rows_with_images([f"pics/{n}.png" for n in range(4)])
     source = write_user_jsonl(tmp_path / "in", rows)
     columns = {"problem": "question", "answer": "label", "images": "image", "choices": "options"}
-    words = ("--dataset_name", source, "--adora_columns", json.dumps(columns))
+    arguments = ("--dataset_name", source, "--adora_columns", json.dumps(columns))
     config = tmp_path / "c.yaml"
     config.write_text(
         "adora_columns: {problem: question, answer: label, images: image, choices: options}\n"
     )
-    script = script_arguments(*words)
+    script = script_arguments(*arguments)
     script_of_file = script_arguments("--dataset_name", source, "--config", config)
     assert script_of_file.adora_columns == script.adora_columns == columns
     (folder,) = data_folders(script)
@@ -341,7 +341,7 @@ def test_a_template_makes_the_prompts_of_training_and_evaluation(
     (row, *_) = load_rows(script, data_folders(script), seed=0)
     assert row["prompt"][1]["content"] == f"think: {row['problem']}"
     assert row["problem"].startswith("large ")
-    words = [
+    arguments = [
         "infer",
         "--model",
         "m",
@@ -352,7 +352,7 @@ def test_a_template_makes_the_prompts_of_training_and_evaluation(
         "--prompt",
         "{tip}: {problem}",
     ]
-    options = parse_evaluation(words, BENCHMARK).ask_options.data
+    options = parse_evaluation(arguments, BENCHMARK).ask_options.data
     problems = BENCHMARK.load(options).problems
     assert all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems)
     assert problems
@@ -501,7 +501,7 @@ def test_a_dry_run_names_every_data_set(
     large_and_small: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """24 and 5 are the training rows; 42 is the default seed."""
-    words = [
+    arguments = [
         "--num_generations",
         "2",
         "--per_device_train_batch_size",
@@ -509,7 +509,7 @@ def test_a_dry_run_names_every_data_set(
         "--adora_prompt",
         "{problem} Go.",
     ]
-    words += [
+    arguments += [
         "--dataset_name",
         *map(str, large_and_small),
         "--adora_mixture",
@@ -517,7 +517,7 @@ def test_a_dry_run_names_every_data_set(
         "0.4",
         "--dry-run",
     ]
-    assert train([*CPU, *words]) in (0, 1)
+    assert train([*CPU, *arguments]) in (0, 1)
     output = capsys.readouterr().out
     rows = len(draw_mixture([24, 5], [0.6, 0.4], seed=42))
     assert (

@@ -394,8 +394,8 @@ def test_an_image_that_the_processor_refuses_is_named(
     thin_picture = draw_figure(1, 900).resize((900, 4))
     thin = {"bytes": encode_picture(thin_picture), "path": None}
     folder = write_prepared_data(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
-    for words in ((), ("--dry-run",)):
-        assert main(command_words(folder, tmp_path / "out", *words)) == 2
+    for arguments in ((), ("--dry-run",)):
+        assert main(command_words(folder, tmp_path / "out", *arguments)) == 2
         message = capsys.readouterr().err.splitlines()[-1]
         assert message.startswith(
             "error: dataset: row mine/train/1 has an image of 900 x 4 pixels, which the model's"
@@ -430,15 +430,15 @@ def test_the_length_that_is_named_holds_all(
 ) -> None:
     """The longest prompt and an answer of 40 tokens are what the error of a shorter limit names."""
     needed = str(prompt_tokens_with_image(processor, LONG + LONG) + 40)
-    words = command_words(
+    arguments = command_words(
         data_with_long_prompts, tmp_path / "out", "--vllm_max_model_length", needed
     )
-    run = prepare(parse_command(words), "inspect")
+    run = prepare(parse_command(arguments), "inspect")
     assert len(run.data.train_dataset) == 12
     assert run.data.left_out_ids == ()
     assert capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
-    assert main([*words, "--dry-run"]) == 0
+    assert main([*arguments, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in output
     assert "It fits" in output
@@ -452,7 +452,7 @@ def test_rows_are_left_out_and_recorded(
     A dry run plans with the rows that are left.
     """
     length = prompt_tokens_with_image(processor, LONG)
-    words = command_words(
+    arguments = command_words(
         data_with_long_prompts,
         tmp_path / "out",
         "--vllm_max_model_length",
@@ -460,7 +460,7 @@ def test_rows_are_left_out_and_recorded(
         "--adora_overlong_prompts",
         "drop",
     )
-    run = prepare(parse_command(words), "inspect")
+    run = prepare(parse_command(arguments), "inspect")
     (note,) = capsys.readouterr().out.splitlines()
     assert note.startswith(
         "adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len"
@@ -476,12 +476,12 @@ def test_rows_are_left_out_and_recorded(
     assert manifest["data"]["overlong_rows_left_out"] == 3
     assert "9 rows without 3 overlong ones" in describe_run(manifest)["data"]
     assert "| overlong_rows_left_out | 3 |" in model_card(manifest, [], 1)
-    assert prepare(parse_command(words)).fingerprint["rows left out"].startswith("3 (")
+    assert prepare(parse_command(arguments)).fingerprint["rows left out"].startswith("3 (")
     capsys.readouterr()
-    plan = make_plan(parse_command(words), DryRunOptions())
+    plan = make_plan(parse_command(arguments), DryRunOptions())
     assert plan.rows == 9
     assert plan.lengths.longest_prompt == prompt_tokens_with_image(processor, SHORT)
-    assert main([*words, "--dry-run"]) == 0
+    assert main([*arguments, "--dry-run"]) == 0
     output = capsys.readouterr().out
     assert "drop leaves out 3 of 12 rows" in output
     assert "9 rows make" in output
@@ -523,7 +523,7 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
         write_prepared_data(tmp_path / "large", [SHORT, LONG] * 20),
         write_prepared_data(tmp_path / "small", [LONG, LONG, SHORT, SHORT]),
     ]
-    words = [
+    arguments = [
         "--dataset_name",
         *map(str, sets),
         "--adora_mixture",
@@ -532,7 +532,7 @@ def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path)
         "--output_dir",
         "nowhere",
     ]
-    script = parse([*CPU, *words])[0]
+    script = parse([*CPU, *arguments])[0]
 
     def short(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         return [number for number, text in enumerate(texts) if text == SHORT]
@@ -635,8 +635,10 @@ def test_a_benchmark_knows_the_sizes_of_its_images(
     for name, folder in data_with_long_prompts.items():
         with subtests.test(name), pytest.MonkeyPatch.context() as patched:
             benchmark = import_module(f"eval.{name}").BENCHMARK
-            words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
-            problems = benchmark.load(parse_evaluation(words, benchmark).ask_options.data).problems
+            arguments = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
+            problems = benchmark.load(
+                parse_evaluation(arguments, benchmark).ask_options.data
+            ).problems
             expected = [[image.size for image in problem.images()] for problem in problems]
             assert len(problems) == 3
             assert all(len(sizes) == 1 for sizes in expected)
@@ -653,21 +655,21 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(
     """
     short = write_prepared_data(tmp_path / "short", [SHORT] * 4)
     limit = str(prompt_tokens_with_image(processor, LONG))
-    words = [
+    arguments = [
         *command_words(short, tmp_path / "out", "--vllm_max_model_length", limit),
         "--eval_strategy",
         "steps",
     ]
-    words += ["--eval_steps", "1", "--adora_eval", f"geometry3k={data_with_long_prompts}"]
+    arguments += ["--eval_steps", "1", "--adora_eval", f"geometry3k={data_with_long_prompts}"]
     for command in ((), ("--dry-run",)):
-        assert main([*words, *command]) == 2
+        assert main([*arguments, *command]) == 2
         expected = (
             f"vllm_max_model_length: {limit} is too short for 1 of 3 prompts of the evaluation "
             "geometry3k: row "
         )
         assert expected + "mine/test/1 has" in capsys.readouterr().err
-    words += ["--adora_overlong_prompts", "drop"]
-    run = prepare(parse_command(words), "inspect")
+    arguments += ["--adora_overlong_prompts", "drop"]
+    run = prepare(parse_command(arguments), "inspect")
     assert run.evaluations is not None
     assert [problem.pid for problem in run.evaluations.tasks[0].problems] == [
         "mine/test/0",
@@ -675,11 +677,11 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(
     ]
     assert run.data.left_out_ids == ()
     assert len(run.data.train_dataset) == 4
-    assert main([*words, "--dry-run"]) == 0
+    assert main([*arguments, "--dry-run"]) == 0
     assert "drop leaves out 1 of 3 rows of the evaluation geometry3k" in capsys.readouterr().out
     write_prepared_data(tmp_path / "all", [LONG], split="test")
     for command in ((), ("--dry-run",)):
-        assert main([*words, "--adora_eval", f"geometry3k={tmp_path / 'all'}", *command]) == 2
+        assert main([*arguments, "--adora_eval", f"geometry3k={tmp_path / 'all'}", *command]) == 2
         assert (
             "drop leaves nothing to use: vllm_max_model_length: "
             in capsys.readouterr().err.splitlines()[-1]

@@ -229,9 +229,9 @@ def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path)
         for row, response in zip(rows, responses, strict=True)
     ]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ["--predictions", str(tmp_path / "answers.jsonl"), "--keep", "0.5:1"]
+    arguments = ["--predictions", str(tmp_path / "answers.jsonl"), "--keep", "0.5:1"]
     code = main(
-        ["filter", "--input", str(tmp_path / "all"), "--output", str(tmp_path / "some"), *words]
+        ["filter", "--input", str(tmp_path / "all"), "--output", str(tmp_path / "some"), *arguments]
     )
     assert code == 0
     assert read_fields_by_id(tmp_path / "some") == {

@@ -89,10 +89,12 @@ def solving_model(drawn_data, monkeypatch):
     return solver
 
 
-def run_filter(drawn_data, output, *words):
+def run_filter(drawn_data, output, *arguments):
     """Run the command `filter`, with four samples of the model `tiny`, and return its exit code."""
-    sampling = ["--model", "tiny", "--samples", "4"] if "--predictions" not in words else []
-    return main(["filter", "--input", str(drawn_data), "--output", str(output), *sampling, *words])
+    sampling = ["--model", "tiny", "--samples", "4"] if "--predictions" not in arguments else []
+    return main(
+        ["filter", "--input", str(drawn_data), "--output", str(output), *sampling, *arguments]
+    )
 
 
 def read_split_rows(folder, split="train"):
@@ -193,8 +195,8 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
         ]
 
     monkeypatch.setattr(solving_model, "generate", generate_with_tags)
-    words = ["--prompt", "Look: {problem}", "--system-prompt", "Put it in <answer> </answer>."]
-    assert run_filter(drawn_data, tmp_path / "given", *words) == 0
+    arguments = ["--prompt", "Look: {problem}", "--system-prompt", "Put it in <answer> </answer>."]
+    assert run_filter(drawn_data, tmp_path / "given", *arguments) == 0
     assert ["system", [{"type": "text", "text": "Put it in <answer> </answer>."}]] in prompts or [
         "system",
         "Put it in <answer> </answer>.",
@@ -204,8 +206,8 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
     manifest = read_manifest(tmp_path / "given")
     assert manifest is not None
     assert manifest["arguments"]["prompt"] == "Look: {problem}"
-    assert manifest["arguments"]["system_prompt"] == words[3]
-    assert run_filter(drawn_data, tmp_path / "given", *words[2:], "--overwrite") == 2
+    assert manifest["arguments"]["system_prompt"] == arguments[3]
+    assert run_filter(drawn_data, tmp_path / "given", *arguments[2:], "--overwrite") == 2
     assert "prompt: the predictions in" in capsys.readouterr().err, "of another prompt"
     assert run_filter(drawn_data, tmp_path / "typo", "--prompt", "{problm}") == 2
     assert "adora_prompt: 'problm' is no column" in capsys.readouterr().err

@@ -120,7 +120,7 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case_folder: Ca
                 assert data_prep(["inspect", str(folder / "out"), "--text-only"]) == 0
             inspect_code = data_prep(["inspect", str(folder / "raw"), "--text-only"])
             errors = checked_stderr(inspect_code, capsys)
-            words = [
+            arguments = [
                 "infer",
                 "--model",
                 "tiny",
@@ -131,7 +131,7 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case_folder: Ca
                 "--output",
                 "o",
             ]
-            error_of_loading = loading_error(GEOMETRY3K, words)
+            error_of_loading = loading_error(GEOMETRY3K, arguments)
             assert is_sound or (inspect_code == 2 and error_of_loading is not None), errors
 
 
@@ -416,8 +416,8 @@ def test_a_file_that_is_no_config_is_named(
 
 def test_null_is_null_on_the_command_line() -> None:
     for word in ("null", "none", "Null", "NONE"):
-        words = ["run", f"--system-prompt={word}", f"--limit={word}", f"--revision={word}"]
-        options = build_parser(GEOMETRY3K).parse_args(words)
+        arguments = ["run", f"--system-prompt={word}", f"--limit={word}", f"--revision={word}"]
+        options = build_parser(GEOMETRY3K).parse_args(arguments)
         assert options.system_prompt is None
         assert options.limit is None
         assert options.revision is None

@@ -223,8 +223,8 @@ def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> Non
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
     draw_figure(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
-    words = ("--max-pixels", "20000")
-    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", *words) == 0
+    arguments = ("--max-pixels", "20000")
+    assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", *arguments) == 0
     # multiples of 28 with at most 20,000 pixels: what the model's processor would choose
     assert open_stored_image(read_only_row(tmp_path / "out")).size == (84, 196)
 
@@ -351,7 +351,7 @@ def test_the_preset_of_convert_gives_the_same_rows(
         "2048",
     )
     assert code == 0
-    words = [
+    arguments = [
         "convert",
         "--preset",
         "geometry3k",
@@ -360,11 +360,11 @@ def test_the_preset_of_convert_gives_the_same_rows(
         "--output",
         str(tmp_path / "two"),
     ]
-    assert main([*words, "--family", "qwen3_vl", "--max-pixels", "2048"]) == 0
+    assert main([*arguments, "--family", "qwen3_vl", "--max-pixels", "2048"]) == 0
     assert list(stored_rows(tmp_path / "one", "train")) == list(
         stored_rows(tmp_path / "two", "train")
     )
-    assert main([*words, "--columns", "problem=problem", "answer=answer"]) == 2
+    assert main([*arguments, "--columns", "problem=problem", "answer=answer"]) == 2
     assert (
         main(["convert", "--columns", "problem=p", "answer=a", "--output", str(tmp_path / "three")])
         == 2

@@ -254,8 +254,8 @@ def test_the_command_of_a_set_makes_rows_that_an_answer_can_meet(
     write_dataset, with_choices, answer_end = WRITER_AND_ENDING_BY_DATASET[name]
     write_dataset(tmp_path)
     monkeypatch.chdir(tmp_path)
-    words = [*commands_of_page()[name], "--output", "out", "--workers", "1"]
-    assert main(["convert", *words]) == 0
+    arguments = [*commands_of_page()[name], "--output", "out", "--workers", "1"]
+    assert main(["convert", *arguments]) == 0
     rows = read_prepared_rows(tmp_path / "out")
     assert len(rows) == len(RIGHT_ANSWERS)
     for row, angle in zip(rows, RIGHT_ANSWERS, strict=True):

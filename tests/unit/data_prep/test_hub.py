@@ -150,8 +150,15 @@ class HubClient:
 
     def prepare(self, output: str, *options: str) -> tuple[int, str]:
         """The exit code and what was said on stderr since the start."""
-        words = ["--source", "hub", "--input", DATASET_ID, "--output", str(self._tmp_path / output)]
-        command = ["geometry3k", *words, *options]
+        arguments = [
+            "--source",
+            "hub",
+            "--input",
+            DATASET_ID,
+            "--output",
+            str(self._tmp_path / output),
+        ]
+        command = ["geometry3k", *arguments, *options]
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(json.dumps(command) + "\n")

@@ -240,10 +240,10 @@ def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
     assert prepare_puzzles(tmp_path, {"problem": "1 + 1", "answer": "2"}) == 2
     assert "has no column 'quiz'" in capsys.readouterr().err
     (tmp_path / "kk.parquet").write_bytes(b"no Parquet")
-    words = ["knights", "--source", "parquet", "--output", str(tmp_path / "out")]
-    assert main([*words, "--input", str(tmp_path / "kk.parquet")]) == 2
+    arguments = ["knights", "--source", "parquet", "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--input", str(tmp_path / "kk.parquet")]) == 2
     assert "cannot be read" in capsys.readouterr().err
-    assert main([*words, "--input", str(tmp_path / "empty")]) == 2
+    assert main([*arguments, "--input", str(tmp_path / "empty")]) == 2
     assert "has no Parquet file" in capsys.readouterr().err
 
 
@@ -267,9 +267,9 @@ def test_options_of_the_other_source_are_refused(capsys, case_folder):
         (["--rows", "5", "--people", "5-3"], "'5-3' has the larger number first; write 3-5"),
         (["--rows", "5", "--question", "plain"], "question: plain does not go with --source drawn"),
     ]
-    for words, message in cases:
-        with case_folder(f"{words!r:.80}") as folder:
-            assert main(["knights", "--output", str(folder / "out"), *words]) == 2
+    for arguments, message in cases:
+        with case_folder(f"{arguments!r:.80}") as folder:
+            assert main(["knights", "--output", str(folder / "out"), *arguments]) == 2
             assert message in capsys.readouterr().err
 
 
@@ -279,7 +279,7 @@ def test_options_of_the_other_source_are_refused(capsys, case_folder):
 )
 def test_adoras_own_puzzles_are_read(tmp_path):
     """The published files have 100 puzzles of three people and 100 of seven."""
-    words = [
+    arguments = [
         "knights",
         "--source",
         "parquet",
@@ -288,7 +288,7 @@ def test_adoras_own_puzzles_are_read(tmp_path):
         "--output",
         str(tmp_path / "out"),
     ]
-    assert main(words) == 0
+    assert main(arguments) == 0
     rows = load_split(str(tmp_path / "out"), "test")
     assert [row["meta"]["family"] for row in rows] == ["3 people"] * 100 + ["7 people"] * 100
     assert all(

@@ -106,9 +106,9 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
         ],
         "source 'synthetic', this one 'knights'": ["knights", "--rows", "3", "--test-rows", "2"],
     }
-    for difference, words in commands.items():
+    for difference, arguments in commands.items():
         capsys.readouterr()
-        assert main([*words, "--output", str(tmp_path / "out")]) == 2
+        assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
         assert difference in error
         assert "--overwrite" in error
@@ -208,8 +208,8 @@ REPOSITORY = Path(__file__).parents[3]
 
 def synthetic_command(output: Path, rows: int) -> list[str]:
     """The command that draws `rows` problems into a folder, in place of what is there."""
-    words = ["--output", str(output), "--rows", str(rows), "--test-rows", "0", "--overwrite"]
-    return [sys.executable, "-m", "data_prep", "synthetic", *words]
+    arguments = ["--output", str(output), "--rows", str(rows), "--test-rows", "0", "--overwrite"]
+    return [sys.executable, "-m", "data_prep", "synthetic", *arguments]
 
 
 def partial_folders(output: Path) -> list[Path]:

@@ -290,7 +290,7 @@ def test_rows_of_other_trainers_are_read_as_they_are(
     ]
     for form, row, problem, instruction, image_count in rows:
         with case_folder(f"{form} {row}") as folder:
-            words = [
+            arguments = [
                 "convert",
                 "--preset",
                 form,
@@ -303,7 +303,7 @@ def test_rows_of_other_trainers_are_read_as_they_are(
             ):
                 capsys.readouterr()
                 output = folder / "".join(["out", *option])
-                assert main([*words, *option, "--output", str(output)]) == 0
+                assert main([*arguments, *option, "--output", str(output)]) == 0
                 (stored,) = read_prepared_rows(output)
                 assert stored["problem"] == expected_problem
                 assert stored["answer"] == "3"
@@ -388,7 +388,7 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
     ]
     for row, pictures in fine:
         with case_folder(str(row)) as folder:
-            words = [
+            arguments = [
                 "--preset",
                 "swift",
                 "--input",
@@ -396,7 +396,7 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
                 "--output",
                 str(folder / "out"),
             ]
-            assert main(["convert", *words]) == 0
+            assert main(["convert", *arguments]) == 0
             (stored,) = read_prepared_rows(folder / "out")
             assert stored["problem"] == "Is <image> or <image>"
             assert [image["bytes"] for image in stored["images"]] == [
@@ -428,8 +428,8 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
                 [picture, text, {"type": "image_url", "image_url": {"url": address}}], **both
             )
             source = write_user_jsonl(folder / "in", [{"query": "1 + 1?", "solution": "2"}, row])
-            words = ["--preset", "swift", "--input", str(source), "--allow-quarantined", "0.5"]
-            assert main(["convert", *words, "--output", str(folder / "out")]) == 0
+            arguments = ["--preset", "swift", "--input", str(source), "--allow-quarantined", "0.5"]
+            assert main(["convert", *arguments, "--output", str(folder / "out")]) == 0
             (line,) = read_quarantined_rows(folder / "out")
             assert line["reason"] == reason, line
             assert message in line["detail"], line

@@ -125,9 +125,9 @@ def test_decimal_commas_are_read_only_where_they_are_meant(case_folder: CaseFold
             source = write_user_jsonl(
                 folder / "in", [{"q": "?", "a": answer}, {"q": "1 + 1?", "a": 2}]
             )
-            words = ("--decimal-comma", "--allow-quarantined", "0.5")
+            arguments = ("--decimal-comma", "--allow-quarantined", "0.5")
             columns = ("problem=q", "answer=a")
-            assert run_convert(source, folder / "out", *words, columns=columns) == 0
+            assert run_convert(source, folder / "out", *arguments, columns=columns) == 0
             answers = [row["answer"].replace(" ", "") for row in read_prepared_rows(folder / "out")]
             assert answers == ([gold, "2"] if gold else ["2"])
 
@@ -176,12 +176,12 @@ def test_a_bare_number_beside_choices_needs_a_meaning(case_folder: CaseFolder) -
         "index-from-1": ["3", "1"],
     }.items():
         with case_folder(f"answer is {meaning}") as folder:
-            words = ["--answer-is", meaning] if meaning else []
+            arguments = ["--answer-is", meaning] if meaning else []
             source = write_user_jsonl(
                 folder / "in", [*rows, {"q": "Which?", "a": "A", "c": ["A. x", "B. y"]}]
             )
             columns = ("problem=q", "answer=a", "choices=c")
-            options = ("--allow-quarantined", "1", *words)
+            options = ("--allow-quarantined", "1", *arguments)
             assert run_convert(source, folder / "out", *options, columns=columns) == 0
             assert [row["answer"] for row in read_prepared_rows(folder / "out")] == [*golds, "x"]
             if not meaning:
@@ -289,9 +289,9 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
             outside, missing = read_quarantined_rows(folder / "out")
             assert outside["reason"] == "file_missing"
             assert f"--image-dir {folder / 'in' / 'Fotos'}" in missing["detail"]
-            words = ("--image-dir", str(folder / "in" / "Fotos"), "--allow-quarantined", "1")
+            arguments = ("--image-dir", str(folder / "in" / "Fotos"), "--allow-quarantined", "1")
             code = run_convert(
-                source, folder / "dir", *words, columns=("problem=q", "answer=a", "images=i")
+                source, folder / "dir", *arguments, columns=("problem=q", "answer=a", "images=i")
             )
             assert code == 0
             assert [row["problem"] for row in read_prepared_rows(folder / "dir")] == ["."]
@@ -316,9 +316,11 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
     source = write_user_jsonl(
         tmp_path / "in", [{"q": f"{n}?", "a": n, "i": image} for n, image in enumerate(images)]
     )
-    words = ("--allow-quarantined", "1")
+    arguments = ("--allow-quarantined", "1")
     assert (
-        run_convert(source, tmp_path / "out", *words, columns=("problem=q", "answer=a", "images=i"))
+        run_convert(
+            source, tmp_path / "out", *arguments, columns=("problem=q", "answer=a", "images=i")
+        )
         == 0
     )
     assert [open_stored_image(row).size for row in read_prepared_rows(tmp_path / "out")] == [
@@ -375,8 +377,8 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
     )
     excel = ["--input", str(photos / "t.xlsx"), "--columns", *COLUMNS, "--decimal-comma"]
     talk = ["--input", str(photos / "mine.jsonl"), "--preset", "llamafactory"]
-    for name, words in {"excel": excel, "talk": talk}.items():
-        assert main(["convert", *words, "--output", str(tmp_path / name)]) == 0
+    for name, arguments in {"excel": excel, "talk": talk}.items():
+        assert main(["convert", *arguments, "--output", str(tmp_path / name)]) == 0
         assert {row["images"][0]["bytes"][:2] for row in read_prepared_rows(tmp_path / name)} == {
             b"\xff\xd8"
         }, "as small as before"
@@ -392,9 +394,9 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
         "eval_strategy": "no",
         "report_to": "none",
     }
-    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    arguments = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     done = subprocess.run(
-        [sys.executable, "-m", "adora_vl.train", *words], capture_output=True, text=True
+        [sys.executable, "-m", "adora_vl.train", *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -39,8 +39,8 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     config.write_text(
         "model: from/file\nmax_tokens: 7\nlimit: 3\nsystem_prompt: null\nrounding: true\nseed: 5\n"
     )
-    words = ["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"]
-    command: Any = parse_command(words, GEOMETRY3K)
+    arguments = ["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"]
+    command: Any = parse_command(arguments, GEOMETRY3K)
     options = command.ask_options
     assert options.model == "from/file"
     assert options.max_tokens == 7
@@ -48,8 +48,8 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     assert options.seed == 5
     assert options.system_prompt is None
     assert command.score_options.rounding is True
-    words = ["run", "--config", str(config), "--no-rounding", *REQUIRED_WORDS]
-    command = parse_command(words, GEOMETRY3K)
+    arguments = ["run", "--config", str(config), "--no-rounding", *REQUIRED_WORDS]
+    command = parse_command(arguments, GEOMETRY3K)
     assert command.score_options.rounding is False
     command = parse_command(["infer", "--config", str(config), *REQUIRED_WORDS], GEOMETRY3K)
     assert command.score_options is None
@@ -149,9 +149,9 @@ def error_of_run(
     engine: str = "transformers",
 ) -> str:
     """Run a command that is refused, and return what it prints on standard error."""
-    words = ["run", "--model", model, "--data", str(synthetic_data), "--output", str(output)]
+    arguments = ["run", "--model", model, "--data", str(synthetic_data), "--output", str(output)]
     capsys.readouterr()
-    assert main(GEOMETRY3K, [*words, "--engine", engine]) == 2
+    assert main(GEOMETRY3K, [*arguments, "--engine", engine]) == 2
     return capsys.readouterr().err
 
 
@@ -270,7 +270,7 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
     synthetic_data = tmp_path / "data"
     output = tmp_path / "out"
     write_split(rows, synthetic_data, "test")
-    words = [
+    arguments = [
         "run",
         "--model",
         str(PRETRAINED_FOLDER),
@@ -279,8 +279,8 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
         "--output",
         str(output),
     ]
-    words += ["--engine", "transformers", "--max-tokens", "4"]
-    assert main(GEOMETRY3K, words) == 0
+    arguments += ["--engine", "transformers", "--max-tokens", "4"]
+    assert main(GEOMETRY3K, arguments) == 0
     printed = capsys.readouterr()
     assert f"warning: {rows[1]['id']!r} is not asked: its text has " in printed.err
     assert "3 answered" in printed.err
@@ -296,7 +296,7 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
     assert score["total"] == 3
     assert score["too_long"] == 1
     assert score["items"][1]["verdict"] == "failed"
-    assert main(GEOMETRY3K, words) == 0
+    assert main(GEOMETRY3K, arguments) == 0
     assert "3 there already, 0 to do" in capsys.readouterr().err
 
 

@@ -42,9 +42,9 @@ def write_score_file(
     return str(path)
 
 
-def comparison_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def comparison_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Run `eval.compare` on these words, and return the text that it prints."""
-    assert main(list(words)) == 0
+    assert main(list(arguments)) == 0
     return capsys.readouterr().out
 
 

@@ -57,9 +57,9 @@ ANSWER_TEMPLATES = {
 
 def load_problems_twice(benchmark: Benchmark, data: Path) -> list[Problem]:
     """Load the problems of a folder twice, and check that its hash stays the same."""
-    words = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
-    first_load = benchmark.load(parse_command(words, benchmark).ask_options.data)
-    second_load = benchmark.load(parse_command(words, benchmark).ask_options.data)
+    arguments = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
+    first_load = benchmark.load(parse_command(arguments, benchmark).ask_options.data)
+    second_load = benchmark.load(parse_command(arguments, benchmark).ask_options.data)
     assert first_load.data_hash == second_load.data_hash
     return first_load.problems
 

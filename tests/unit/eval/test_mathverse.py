@@ -153,8 +153,8 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, start_server):
         prediction(2, "Pi times the square of six, in words.", r"Area $=113.1 \mathrm{~cm}^{2}$"),
         prediction(3, "By rule it would be no letter.", "D"),
     ]
-    words = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
-    result = score_as_command(tmp_path, rows, *words)
+    arguments = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
+    result = score_as_command(tmp_path, rows, *arguments)
     assert result["correct"] == 3
     assert result["extraction_mix"] == {"judge": 3}
     assert result["rules"]["judge"] == "j"
@@ -190,9 +190,9 @@ def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(
         (prediction(6, "NONE", "0.5 m"), "wrong"),
     ]
     rows = [prediction for prediction, _ in cases]
-    words = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
+    arguments = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
     result = score_as_command(
-        tmp_path, rows, *words, "--judge-attempts", "2", "--judge-wait", "0.001"
+        tmp_path, rows, *arguments, "--judge-attempts", "2", "--judge-wait", "0.001"
     )
     assert [item["verdict"] for item in result["items"]] == [verdict for _, verdict in cases]
     # about 50 cm and 60 cm once, and about the guess twice
@@ -246,8 +246,8 @@ def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     hub_id = "AI4Math/MathVerse"
-    words = ["infer", "--model", "m", "--data", hub_id, "--output", "o", "--split", "all"]
-    problems = BENCHMARK.load(parse_command(words, BENCHMARK).ask_options.data).problems
+    arguments = ["infer", "--model", "m", "--data", hub_id, "--output", "o", "--split", "all"]
+    problems = BENCHMARK.load(parse_command(arguments, BENCHMARK).ask_options.data).problems
     assert len(problems) == 4
     assert requests == [
         (hub_id, "testmini", "testmini"),

@@ -303,9 +303,9 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
 
 def test_the_official_rule_takes_no_other_extraction(tmp_path, capsys):
     """The official score reads answers itself, so a stored extraction goes with our rules alone."""
-    words = score_arguments(
+    arguments = score_arguments(
         tmp_path, [prediction("12", "12", extraction="12")], "--extraction", "stored"
     )
-    assert main(BENCHMARK, words) == 2
+    assert main(BENCHMARK, arguments) == 2
     assert "needs --rules strict" in capsys.readouterr().err
-    assert main(BENCHMARK, [*words, "--rules", "strict"]) == 0
+    assert main(BENCHMARK, [*arguments, "--rules", "strict"]) == 0

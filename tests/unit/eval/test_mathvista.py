@@ -47,9 +47,9 @@ def score_published_outputs(
     model: str, tmp_path: Path, extraction: str, rules: str
 ) -> dict[str, Any]:
     """Score the published outputs of a model."""
-    words = ["--extraction", extraction, "--rules", rules]
+    arguments = ["--extraction", extraction, "--rules", rules]
     return benchmark_data.score_predictions(
-        BENCHMARK, tmp_path, PUBLISHED_DATA / f"{model}.jsonl", *words
+        BENCHMARK, tmp_path, PUBLISHED_DATA / f"{model}.jsonl", *arguments
     )
 
 
@@ -359,8 +359,8 @@ def test_rows_without_a_stored_extraction_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The stored extraction is asked for, and the one row has none."""
-    words = benchmark_data.score_arguments(
+    arguments = benchmark_data.score_arguments(
         tmp_path, [prediction(pid="77")], "--extraction", "stored"
     )
-    assert main(BENCHMARK, words) == 2
+    assert main(BENCHMARK, arguments) == 2
     assert "1 of 1 rows have no stored extraction, the first is pid '77'" in capsys.readouterr().err

@@ -125,8 +125,8 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
     with_images = write_run("v.jsonl", "11110")
     without_images = write_run("wv.jsonl", "01100")
     language_model = write_run("t.jsonl", "00100")
-    words = ["--without-image", str(without_images), "--text-only", str(language_model)]
-    leakage_figures = score_as_command(tmp_path, with_images, *words)["leakage"]
+    arguments = ["--without-image", str(without_images), "--text-only", str(language_model)]
+    leakage_figures = score_as_command(tmp_path, with_images, *arguments)["leakage"]
     assert leakage_figures["S_v"] == 4 / 5
     assert leakage_figures["S_wv"] == 2 / 5
     assert leakage_figures["S_t"] == 1 / 5
@@ -138,19 +138,19 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
     assert low < 0.4 < high
     assert "MG: 40.0 %" in capsys.readouterr().out
     # A language model that knows more than the model without images has leaked nothing.
-    words = ["--without-image", str(language_model), "--text-only", str(without_images)]
-    assert score_as_command(tmp_path, with_images, *words)["leakage"]["ML"] == 0
+    arguments = ["--without-image", str(language_model), "--text-only", str(without_images)]
+    assert score_as_command(tmp_path, with_images, *arguments)["leakage"]["ML"] == 0
 
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
     """Gain and leakage are differences over the same problems."""
     other_run = write_jsonl_rows(tmp_path / "b.jsonl", [prediction("2", "B")])
-    words = score_arguments(tmp_path, [prediction("1", "B")])
-    assert main(BENCHMARK, [*words, "--without-image", str(other_run)]) == 2
+    arguments = score_arguments(tmp_path, [prediction("1", "B")])
+    assert main(BENCHMARK, [*arguments, "--without-image", str(other_run)]) == 2
     message = capsys.readouterr().err
     assert "without_image: " in message
     assert "pid '1' is missing" in message
-    assert main(BENCHMARK, [*words, "--text-only", str(other_run)]) == 2
+    assert main(BENCHMARK, [*arguments, "--text-only", str(other_run)]) == 2
     assert "needs --without-image too" in capsys.readouterr().err
 
 
@@ -182,8 +182,16 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_command(tmp_path: Path, model: Path, *options: str) -> list[str]:
     """The words of a `run` of three problems with the engine of Transformers."""
     data = write_mmstar(tmp_path / "data", mmstar_rows(3))
-    words = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "out")]
-    return [*words, "--engine", "transformers", "--max-tokens", "8", *options]
+    arguments = [
+        "run",
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    return [*arguments, "--engine", "transformers", "--max-tokens", "8", *options]
 
 
 def test_a_backbone_answers_without_the_image_and_refuses_one(tmp_path, backbone, capsys):

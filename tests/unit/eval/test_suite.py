@@ -59,7 +59,7 @@ def test_a_row_with_one_start_of_the_engine(suite_data, monkeypatch, capsys):
             "build_engine",
             lambda settings, t=text: ConstantEngine(t, settings.max_text_bytes),
         )
-        words = [
+        arguments = [
             "all",
             "--suite",
             "reasoning",
@@ -70,7 +70,7 @@ def test_a_row_with_one_start_of_the_engine(suite_data, monkeypatch, capsys):
             "--output",
             str(suite_data / name),
         ]
-        assert main([*words, "--samples", "3", "--temperature", "1"]) == 0
+        assert main([*arguments, "--samples", "3", "--temperature", "1"]) == 0
         head, row, note = capsys.readouterr().out.splitlines()[-3:]
         assert head.split() == list(SUITE_BENCHMARKS)
         assert row.startswith(str(suite_data / name))
@@ -81,7 +81,7 @@ def test_a_row_with_one_start_of_the_engine(suite_data, monkeypatch, capsys):
     assert len(set(LONGEST_TEXT_OF_ENGINES)) == 1, "each fits the texts of all benchmarks"
 
     beside_words = ["--beside", str(suite_data / "first")]
-    assert main([*words, "--samples", "3", "--temperature", "1", *beside_words]) == 0
+    assert main([*arguments, "--samples", "3", "--temperature", "1", *beside_words]) == 0
 
     assert len(LONGEST_TEXT_OF_ENGINES) == 2, "all answers were there"
     first, second, difference = capsys.readouterr().out.splitlines()[-4:-1]
@@ -93,7 +93,7 @@ def test_a_row_with_one_start_of_the_engine(suite_data, monkeypatch, capsys):
 
 def test_what_is_missing_is_said_before_anything_is_asked(suite_data, capsys):
     """A benchmark without data, a run to compare with that is not there, an option that is none."""
-    words = [
+    arguments = [
         "all",
         "--model",
         "a/b",
@@ -103,8 +103,8 @@ def test_what_is_missing_is_said_before_anything_is_asked(suite_data, capsys):
         str(suite_data),
     ]
     (suite_data / "wemath").rename(suite_data / "moved")
-    assert main(words) == 2
+    assert main(arguments) == 2
     assert "has no 'wemath'; put it there" in capsys.readouterr().err
-    assert main([*words, "--beside", str(suite_data / "none")]) == 2
+    assert main([*arguments, "--beside", str(suite_data / "none")]) == 2
     assert not (suite_data / "out").exists()
-    assert main([*words, "--modle", "x"]) == 2
+    assert main([*arguments, "--modle", "x"]) == 2

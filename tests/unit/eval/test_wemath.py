@@ -192,8 +192,8 @@ def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path):
     rows = wemath_rows(7)
     for form in ("parquet", "json"):
         folder = write_wemath(tmp_path / form, rows, form)
-        words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
-        problems = BENCHMARK.load(parse_command(words, BENCHMARK).ask_options.data).problems
+        arguments = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
+        problems = BENCHMARK.load(parse_command(arguments, BENCHMARK).ask_options.data).problems
         assert [problem.pid for problem in problems] == ["1", "2", "3", "4", "5", "6", "7"]
         keys = [problem.fields["key"] for problem in problems]
         assert keys[2:5] == ["2steps_multi", "3steps_1", "3steps_2"]

@@ -462,9 +462,9 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
 
     data = write_geometry3k(tmp_path / "data", 3)
     monkeypatch.setattr(asking, "build_engine", lambda _: ColorEngine())
-    words = ["run", "--model", "a/b", "--data", str(data), "--output"]
-    assert command.main(GEOMETRY3K, [*words, str(tmp_path / "seen")]) == 0
-    assert command.main(GEOMETRY3K, [*words, str(tmp_path / "grey"), "--view", "blank"]) == 0
+    arguments = ["run", "--model", "a/b", "--data", str(data), "--output"]
+    assert command.main(GEOMETRY3K, [*arguments, str(tmp_path / "seen")]) == 0
+    assert command.main(GEOMETRY3K, [*arguments, str(tmp_path / "grey"), "--view", "blank"]) == 0
     assert "a grey picture of the same size" in capsys.readouterr().out
     seen_rows = read_predictions(tmp_path / "seen" / "predictions.jsonl")
     grey_rows = read_predictions(tmp_path / "grey" / "predictions.jsonl")
@@ -474,7 +474,7 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
     grey_sizes = [row["image_size"] for row in grey_rows]
     assert seen_sizes == grey_sizes
     for folder, options in (("seen", ["--view", "blank"]), ("grey", [])):
-        assert command.main(GEOMETRY3K, [*words, str(tmp_path / folder), *options]) == 2
+        assert command.main(GEOMETRY3K, [*arguments, str(tmp_path / folder), *options]) == 2
         assert "view: the predictions in" in capsys.readouterr().err
 
 
@@ -504,16 +504,16 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     (raw / "train").rename(raw / "test")
     (raw / "test" / "12" / "logic_form.json").unlink()
     prepared = str(tmp_path / "d")
-    words = ["geometry3k", "--source", "intergps", "--input", str(raw), "--output", prepared]
-    assert data_prep(words) == 0
+    arguments = ["geometry3k", "--source", "intergps", "--input", str(raw), "--output", prepared]
+    assert data_prep(arguments) == 0
     output = capsys.readouterr().out
     assert "noted: 1 of the rows have no facts in words, such as geometry3k/test/12" in output
     monkeypatch.setattr(asking, "build_engine", lambda _: RecordingEngine())
-    words = ["run", "--model", "a/b", "--data", prepared]
+    arguments = ["run", "--model", "a/b", "--data", prepared]
     views = ("image", "text", "both", "blank")
     for view in views:
         output_words = ["--view", view, "--output", str(tmp_path / view)]
-        assert command.main(GEOMETRY3K, [*words, *output_words]) == 0
+        assert command.main(GEOMETRY3K, [*arguments, *output_words]) == 0
         output = capsys.readouterr().out
         is_left_out = "without 1 problem whose facts do not suffice" in output
         assert is_left_out is (view in ("text", "both"))
@@ -548,9 +548,9 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
         assert pids == shared_pids, "the same problems in all views"
     assert [task.problems[0].n_images for task in tasks] == [1, 0, 1, 1]
     plain = write_geometry3k(tmp_path / "plain", 3)
-    words = ["run", "--model", "a/b", "--data", str(plain)]
+    arguments = ["run", "--model", "a/b", "--data", str(plain)]
     output_words = ["--view", "both", "--output", str(tmp_path / "none")]
-    assert command.main(GEOMETRY3K, [*words, *output_words]) == 2
+    assert command.main(GEOMETRY3K, [*arguments, *output_words]) == 2
     assert "view: both, and no row of the data has facts in words" in capsys.readouterr().err
 
 
@@ -559,9 +559,9 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     data = write_geometry3k(tmp_path / "data", 9)
     monkeypatch.setattr(asking, "build_engine", lambda _: GuessingEngine())
     output = tmp_path / "out"
-    words = ["run", "--model", "a/b", "--data", str(data), "--output", str(output)]
+    arguments = ["run", "--model", "a/b", "--data", str(data), "--output", str(output)]
     sampling_words = ["--temperature", "1", "--samples", "2"]
-    assert command.main(GEOMETRY3K, [*words, *sampling_words]) == 0
+    assert command.main(GEOMETRY3K, [*arguments, *sampling_words]) == 0
     score = json.loads((output / "score.json").read_text())
 
     options = PreparedDataOptions(data=str(data), split="test", prompt=None)

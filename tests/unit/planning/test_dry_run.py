@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]
 def data_folder(tmp_path_factory):
     """A folder of 40 drawn problems for training, and 5 for testing."""
     folder = tmp_path_factory.mktemp("data") / "synthetic"
-    words = [
+    arguments = [
         "synthetic",
         "--output",
         str(folder),
@@ -47,7 +47,7 @@ def data_folder(tmp_path_factory):
         "--size",
         "140",
     ]
-    assert data_prep(words) == 0
+    assert data_prep(arguments) == 0
     return folder
 
 
@@ -71,27 +71,32 @@ def test_every_shipped_config_has_a_dry_run_on_a_machine_without_a_gpu(
 
 def check_dry_run_of_config(name, tmp_path, capsys, data):
     """Check what the dry run of a shipped config prints, and what it writes as JSON."""
-    words = [
+    arguments = [
         "--config",
         str(CONFIGS_FOLDER / "train" / f"{name}.yaml"),
         "--dry-run",
         "--json",
         str(tmp_path / "d.json"),
     ]
-    words += [
+    arguments += [
         "--accelerate-config",
         str(CONFIGS_FOLDER / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"),
     ]
     # The recipe's own folder holds a finished run where somebody has tried it here.
-    words += ["--output_dir", str(tmp_path / "runs")]
+    arguments += ["--output_dir", str(tmp_path / "runs")]
     if name in RECIPES_WITH_DRAWN_DATA:
-        words += ["--dataset_name", str(data)]
+        arguments += ["--dataset_name", str(data)]
     if name == "tiny_zoom":  # where the user has not made them yet
-        words += ["--dataset_name", str(tmp_path / "zoom")]
+        arguments += ["--dataset_name", str(tmp_path / "zoom")]
     if name == "smoke_text_cpu":  # a stand-in for the model, which takes a minute to make
         build_start(tmp_path / "model", TextStart(steps=2, batch_size=4, rows=8), begin_text)
-        words += ["--model_name_or_path", str(tmp_path / "model"), "--adora_synthetic_rows", "64"]
-    assert main(words) == 0
+        arguments += [
+            "--model_name_or_path",
+            str(tmp_path / "model"),
+            "--adora_synthetic_rows",
+            "64",
+        ]
+    assert main(arguments) == 0
     text = capsys.readouterr().out
     figures = json.loads((tmp_path / "d.json").read_text())
     assert "It fits" in text
@@ -128,9 +133,9 @@ def test_the_papers_recipe_takes_eight_updates_a_generation_along_its_cosine():
 
 def check_updates_of_recipe(processes, generation, update):
     """Check the batches of the paper's recipe on so many GPUs, in rollouts."""
-    words = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
+    arguments = ["--config", str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml")]
     plan = make_plan(
-        parse_command(words),
+        parse_command(arguments),
         DryRunOptions(80.0, CONFIGS_FOLDER / "accelerate" / "zero3_offload.yaml", processes),
     )
     plan = replace(plan, rows=2101)  # Geometry3K's
@@ -151,8 +156,8 @@ def check_updates_of_recipe(processes, generation, update):
 
 def learning_rate_in_words(**changed):
     """The line of the dry run about the learning rate of 100 steps, with these keys."""
-    words = [f"--{key}={value}" for key, value in changed.items()]
-    config = parse(["--use_cpu", "true", "--bf16", "false", *words])[1]
+    arguments = [f"--{key}={value}" for key, value in changed.items()]
+    config = parse(["--use_cpu", "true", "--bf16", "false", *arguments])[1]
     return learning_rate_line(config, 100)
 
 
@@ -176,7 +181,7 @@ def test_the_learning_rates_are_those_of_transformers_schedules():
 
 def test_the_parts_of_the_memory_are_listed_where_they_matter(data_folder, capsys):
     """A run that takes a small part of 1,000 GiB has no list."""
-    words = [
+    arguments = [
         "--config",
         str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
         "--dataset_name",
@@ -184,7 +189,7 @@ def test_the_parts_of_the_memory_are_listed_where_they_matter(data_folder, capsy
         "--dry-run",
     ]
     for gib, listed in ((1000, False), (4, True)):
-        assert main([*words, "--card-gib", str(gib)]) == 0
+        assert main([*arguments, "--card-gib", str(gib)]) == 0
         text = capsys.readouterr().out
         assert "It fits" in text
         assert ("GiB per card" in text) == listed == ("KV cache" in text)
@@ -192,15 +197,15 @@ def test_the_parts_of_the_memory_are_listed_where_they_matter(data_folder, capsy
 
 def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):
     """ZeRO-2 keeps the 7B's weights on each card, and `beta: 0.0` would save the reference."""
-    words = [
+    arguments = [
         "--config",
         str(CONFIGS_FOLDER / "train" / "adora_7b_geo3k.yaml"),
         "--dry_run",
         "--card_gib",
         "80",
     ]
-    words += ["--accelerate_config", str(CONFIGS_FOLDER / "accelerate" / "zero2.yaml")]
-    assert main(words) == 1
+    arguments += ["--accelerate_config", str(CONFIGS_FOLDER / "accelerate" / "zero2.yaml")]
+    assert main(arguments) == 1
     text = capsys.readouterr().out
     assert "It does NOT fit: rollouts would take 98" in text
     assert "ZeRO-3" in text
@@ -216,7 +221,7 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data_
     """Without a hub a dry run plans with the processor's defaults, but not with a broken one."""
     model = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "model")
     (model / "processor_config.json").write_text("{")
-    words = [
+    arguments = [
         "--config",
         str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
         "--dataset_name",
@@ -226,7 +231,7 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data_
         UserError,
         match=r"^model_name_or_path: the processor of .* cannot be loaded \(.*_config.json",
     ):
-        make_plan(parse_command([*words, "--model_name_or_path", str(model)]), DryRunOptions())
+        make_plan(parse_command([*arguments, "--model_name_or_path", str(model)]), DryRunOptions())
 
 
 @pytest.mark.core
@@ -295,14 +300,14 @@ def check_lengths_of_family(data, family):
 
 def test_rows_above_the_prefill_budget_are_counted(data_folder):
     """Four prompts of 50, 90, 91 and 130 tokens, of which the last two exceed 90."""
-    words = [
+    arguments = [
         "--config",
         str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"),
         "--dataset_name",
         str(data_folder),
     ]
     plan = make_plan(
-        parse_command([*words, "--adora_vllm_max_num_batched_tokens", "90"]), DryRunOptions()
+        parse_command([*arguments, "--adora_vllm_max_num_batched_tokens", "90"]), DryRunOptions()
     )
     plan = replace(plan, lengths=PromptLengths(["a", "b", "c", "d"], [50, 90, 91, 130], [4] * 4))
     assert (
@@ -330,19 +335,19 @@ SMOKE_CONFIG = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml")]
 
 def test_the_verdict_stands_last_with_the_command_that_comes_next(data_folder, tmp_path, capsys):
     """Without an accelerate config the next command is plain Python."""
-    words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
-    assert main([*words, "--dry-run"]) == 0
+    arguments = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    assert main([*arguments, "--dry-run"]) == 0
     verdict, next_command = capsys.readouterr().out.splitlines()[-2:]
     assert verdict.startswith("It fits: ")
     assert verdict.endswith(" GiB.")
-    assert next_command == f"Next: python -m adora_vl.train {' '.join(words)}"
+    assert next_command == f"Next: python -m adora_vl.train {' '.join(arguments)}"
     launcher = str(CONFIGS_FOLDER / "accelerate" / "cpu.yaml")
-    assert main([*words, "--dry-run", "--accelerate-config", launcher, "--processes", "1"]) == 0
+    assert main([*arguments, "--dry-run", "--accelerate-config", launcher, "--processes", "1"]) == 0
     next_command = capsys.readouterr().out.splitlines()[-1]
     assert next_command.startswith(
         f"Next: accelerate launch --config_file {launcher} --num_processes"
     )
-    assert main([*words, "--dry-run", "--card-gib", "0.1"]) == 1
+    assert main([*arguments, "--dry-run", "--card-gib", "0.1"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("It does NOT fit: ")
 
 
@@ -350,10 +355,10 @@ def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(
     data_folder, tmp_path, capsys
 ):
     """A generation of 64 micro-batches has more prompts than the data has rows."""
-    words = [*SMOKE_CONFIG, "--use_vllm", "false", "--dataset_name", str(data_folder)]
-    words += ["--output_dir", str(tmp_path / "run"), "--steps_per_generation", "64"]
+    arguments = [*SMOKE_CONFIG, "--use_vllm", "false", "--dataset_name", str(data_folder)]
+    arguments += ["--output_dir", str(tmp_path / "run"), "--steps_per_generation", "64"]
     written = tmp_path / "ours.yaml"
-    assert main([*words, "--dry-run", "--write-config", str(written)]) == 2
+    assert main([*arguments, "--dry-run", "--write-config", str(written)]) == 2
     captured = capsys.readouterr()
     assert "Memory, predicted" in captured.out
     assert captured.out.splitlines()[-1].startswith("It fits: ")
@@ -361,38 +366,44 @@ def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(
     assert "cannot fill one generation" in error
     assert not written.exists()
     with pytest.raises(UserError, match="cannot fill one generation"):
-        make_plan(parse_command(words), DryRunOptions())
-    assert main(words) == 2
+        make_plan(parse_command(arguments), DryRunOptions())
+    assert main(arguments) == 2
     assert "cannot fill one generation" in capsys.readouterr().err
 
 
 def test_a_generation_of_all_processes_is_planned_where_one_alone_does_not_divide(tmp_path, capsys):
     """One rollout on each of 8 processes is a whole group; on 4 processes it is half of one."""
-    words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
-    words += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"]
-    words += ["--steps_per_generation", "1", "--num_generations", "8", "--dry-run"]
-    assert main([*words, "--processes", "8"]) == 0
+    arguments = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    arguments += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"]
+    arguments += ["--steps_per_generation", "1", "--num_generations", "8", "--dry-run"]
+    assert main([*arguments, "--processes", "8"]) == 0
     assert "8 rollouts per generation" in capsys.readouterr().out
-    assert main([*words, "--processes", "4"]) == 2
+    assert main([*arguments, "--processes", "4"]) == 2
     assert (
         "per_device_train_batch_size: 1 x steps_per_generation: 1 x 4 processes = 4 rollouts, "
         "which do not divide into groups"
     ) in capsys.readouterr().err
-    assert main(words) == 2
+    assert main(arguments) == 2
     assert "do not divide into groups of num_generations: 8" in capsys.readouterr().err
 
 
 def test_a_generation_batch_size_is_that_of_all_processes(tmp_path, capsys):
     """Each of two processes has half of its micro-batches."""
-    words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
-    words += ["--per_device_train_batch_size", "8", "--generation_batch_size", "64", "--dry-run"]
-    assert main([*words, "--processes", "2"]) == 0
+    arguments = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    arguments += [
+        "--per_device_train_batch_size",
+        "8",
+        "--generation_batch_size",
+        "64",
+        "--dry-run",
+    ]
+    assert main([*arguments, "--processes", "2"]) == 0
     assert "64 rollouts per generation" in capsys.readouterr().out
 
 
 def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, tmp_path, capsys):
     """The tiny model was trained on drawn problems, and solves nothing else."""
-    words = [
+    arguments = [
         *SMOKE_CONFIG,
         "--use_vllm",
         "false",
@@ -400,12 +411,12 @@ def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, t
         str(tmp_path / "run"),
         "--dry-run",
     ]
-    assert main(words) == 0
+    assert main(arguments) == 0
     assert "knows the drawn problems alone" not in capsys.readouterr().out
     own_rows = shutil.copytree(data_folder, tmp_path / "own")
     manifest = json.loads((own_rows / "manifest.json").read_text())
     (own_rows / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
-    assert main([*words, "--dataset_name", str(own_rows)]) == 0
+    assert main([*arguments, "--dataset_name", str(own_rows)]) == 0
     assert "tiny knows the drawn problems alone" in " ".join(capsys.readouterr().out.split())
 
 
@@ -415,20 +426,20 @@ def test_a_peft_that_switches_an_optimisation_off_is_named(
     """0.99.0 is a version that nobody has tried."""
     monkeypatch.setattr("adora_vl.models.lora_branch.installed_version", lambda name: "0.99.0")
     note = "peft 0.99.0 is installed, and its order"
-    words = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"), "--dry-run"]
-    words += ["--dataset_name", str(data_folder), "--output_dir", str(tmp_path / "run")]
-    words += ["--use_vllm", "false", "--use_peft", "true"]
-    assert main([*words, "--gradient_checkpointing", "true"]) == 0
+    arguments = ["--config", str(CONFIGS_FOLDER / "train" / "smoke_cpu.yaml"), "--dry-run"]
+    arguments += ["--dataset_name", str(data_folder), "--output_dir", str(tmp_path / "run")]
+    arguments += ["--use_vllm", "false", "--use_peft", "true"]
+    assert main([*arguments, "--gradient_checkpointing", "true"]) == 0
     assert note in " ".join(capsys.readouterr().out.split())
-    assert main([*words, "--gradient_checkpointing", "false"]) == 0
+    assert main([*arguments, "--gradient_checkpointing", "false"]) == 0
     assert note not in " ".join(capsys.readouterr().out.split())
 
 
 def test_data_that_is_missing_is_named_beside_the_next_command(tmp_path, capsys):
     """A dry run plans without the data, and says what has to be prepared."""
-    words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
-    words += ["--dataset_name", str(tmp_path / "none"), "--dry-run"]
-    assert main(words) == 0
+    arguments = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    arguments += ["--dataset_name", str(tmp_path / "none"), "--dry-run"]
+    assert main(arguments) == 0
     first, next_command = capsys.readouterr().out.splitlines()[-2:]
     assert first.startswith(f"First: prepare the data, {tmp_path / 'none'} ")
     assert next_command.startswith("Next: ")

@@ -60,17 +60,17 @@ def fingerprint_of_recipe(name: str, data: Path) -> dict[str, str]:
 
     `name`: the name of the config. `data`: the folder of the data set to train on.
     """
-    words = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml")]
-    words += [
+    arguments = ["--config", str(CONFIGS_FOLDER / "train" / f"{name}.yaml")]
+    arguments += [
         "--model_name_or_path",
         TINY_MODEL_BY_RECIPE.get(name, "tiny"),
         "--dataset_name",
         str(data),
     ]
     # The recipe's own folder holds a finished run where somebody has tried it here.
-    words += ["--output_dir", str(data.parent / "runs")]
+    arguments += ["--output_dir", str(data.parent / "runs")]
     launcher = CONFIGS_FOLDER / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
-    run = prepare_on_paper(parse_command(words), DryRunOptions(accelerate_config=launcher))
+    run = prepare_on_paper(parse_command(arguments), DryRunOptions(accelerate_config=launcher))
     return fingerprint_of_settings(run)
 
 
@@ -143,9 +143,12 @@ ARGUMENTS_BY_PYTHON_CASE: dict[str, dict[str, Any]] = {
 def fingerprints() -> dict[str, dict[str, str]]:
     """Return the fingerprints of all shipped configs and of the runs from Python, by name."""
     with TemporaryDirectory() as folder:
-        words = ["--rows", str(NUMBER_OF_ROWS), "--test-rows", "4"]
+        arguments = ["--rows", str(NUMBER_OF_ROWS), "--test-rows", "4"]
         for puzzle_kind in ("synthetic", "knights"):
-            assert data_prep([puzzle_kind, "--output", str(Path(folder, puzzle_kind)), *words]) == 0
+            assert (
+                data_prep([puzzle_kind, "--output", str(Path(folder, puzzle_kind)), *arguments])
+                == 0
+            )
         by_name = {}
         for name in ACCELERATE_CONFIG_BY_RECIPE:
             puzzle_kind = (

@@ -49,7 +49,7 @@ def tracked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     It is a process of its own, since trackio reads its folder's name when it is imported.
     """
     folder = tmp_path_factory.mktemp("run") / "tracked"
-    words = tiny_run_arguments(
+    arguments = tiny_run_arguments(
         folder,
         max_steps=STEPS,
         save_strategy="no",
@@ -64,7 +64,7 @@ def tracked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "PYTHONPATH": os.pathsep.join(sys.path),
         "TERM": "dumb",
     }
-    command = [sys.executable, "-m", "adora_vl.train", *words]
+    command = [sys.executable, "-m", "adora_vl.train", *arguments]
     subprocess.run(command, check=True, env={**os.environ, **offline}, stdin=subprocess.DEVNULL)
     return folder
 

@@ -79,9 +79,9 @@ def write_run(
     return str(folder)
 
 
-def lines_of_comparison(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def lines_of_comparison(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     """Runs the command of the report with these words, and returns the lines that it prints."""
-    assert main(list(words)) == 0
+    assert main(list(arguments)) == 0
     printed = capsys.readouterr().out
     return printed.splitlines()
 
@@ -392,13 +392,13 @@ def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
     """Each case: the words of the command, and a part of the line on standard error."""
     runs = [write_run(tmp_path / f"r{n}", [0.5], learning_rate=n) for n in range(3)]
     twice = [write_run(tmp_path / f"t{n}", [0.5]) for n in range(2)]
-    for words, message in [
+    for arguments, message in [
         ([runs[0], "--compare"], "--compare: one run is named"),
         ([*runs, "--compare"], "the 3 runs have 3 different configs"),
         ([*twice, "--compare", runs[0]], "one side has the same seed twice"),
         ([str(tmp_path), runs[0], "--compare"], "has no manifest.json; name the output_dir"),
     ]:
-        assert main(words) == 2
+        assert main(arguments) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1

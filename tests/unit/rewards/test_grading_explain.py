@@ -23,9 +23,11 @@ REASON_FUNCTIONS = {
 }  # whose first argument is a reason
 
 
-def run_explain(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
+def run_explain(
+    capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, dict[str, str], str]:
     """The exit code of the command, its lines by their first word, and standard error."""
-    code = explain.main(words)
+    code = explain.main(arguments)
     printed = capsys.readouterr()
     text_by_word: dict[str, str] = {}
     for line in printed.out.splitlines():
@@ -51,15 +53,15 @@ def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFix
 def test_choices_rounding_and_standard_input(capsys, monkeypatch):
     """8.66 is 5√3, the gold, rounded; `-` takes the response from standard input."""
     response = r"\boxed{8.66}"
-    words = ["--gold", r"5\sqrt{3}", "--response", "-", "--choices", "5", r"5 \sqrt { 3 }"]
+    arguments = ["--gold", r"5\sqrt{3}", "--response", "-", "--choices", "5", r"5 \sqrt { 3 }"]
 
     monkeypatch.setattr("sys.stdin", io.StringIO(response))
-    _, lines, _ = run_explain(capsys, *words)
+    _, lines, _ = run_explain(capsys, *arguments)
     assert lines["rule"].startswith("different_number")
     assert lines["rewards"] == "boxed_accuracy 0.1, easyr1 0.1, accuracy 0, format 1"
 
     monkeypatch.setattr("sys.stdin", io.StringIO(response))
-    _, lines, _ = run_explain(capsys, *words, "--rounding")
+    _, lines, _ = run_explain(capsys, *arguments, "--rounding")
     assert lines["rule"].startswith("rounded")
 
 
@@ -104,9 +106,9 @@ def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Only with `--answer-tags` is `<answer>12</answer>` an answer without a box."""
-    words = ["--gold", "12", "--response", "<answer>12</answer>"]
-    _, lines_with_tags, _ = run_explain(capsys, *words, "--answer-tags")
-    _, lines_without, _ = run_explain(capsys, *words)
+    arguments = ["--gold", "12", "--response", "<answer>12</answer>"]
+    _, lines_with_tags, _ = run_explain(capsys, *arguments, "--answer-tags")
+    _, lines_without, _ = run_explain(capsys, *arguments)
     assert lines_with_tags["verdict"].startswith("correct")
     assert lines_without["verdict"].startswith("unparseable")
 

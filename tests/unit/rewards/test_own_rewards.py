@@ -902,16 +902,16 @@ def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_fail
 def test_explain_tries_a_reward_without_a_model(capsys):
     """The command prints the reward of one response, from a file of rewards or from a preset."""
     brevity = f"{{{REWARD_TEMPLATE_FILE}:brevity: {{target: 3}}}}"
-    words = ["--reward", brevity, "accuracy", "--gold", "5", "--response", r"\boxed{5}"]
-    assert explain(words) == 0
+    arguments = ["--reward", brevity, "accuracy", "--gold", "5", "--response", r"\boxed{5}"]
+    assert explain(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     # the target of 3 characters by the 9 of the response
     assert f"reward     {REWARD_TEMPLATE_FILE}:brevity 0.333333" in lines
     assert "reward     accuracy 1" in lines
 
     whole_number = f"{REWARD_TEMPLATE_FILE}:whole_number"
-    words = ["--reward", whole_number, "--response", "5", "--column", "answer=x"]
-    assert explain(words) == 0
+    arguments = ["--reward", whole_number, "--response", "5", "--column", "answer=x"]
+    assert explain(arguments) == 0
     assert capsys.readouterr().out == f"reward     {whole_number} None (not scored)\n"
 
 

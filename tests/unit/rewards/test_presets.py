@@ -335,10 +335,10 @@ def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None
     """The system prompt `think_answer` asks for `<answer>` tags, and `think` does not."""
     completion = "<think>3 * 4</think><answer>12</answer>"
     for system_prompt, expected in (("think_answer", [1.0]), ("think", [0.0])):
-        words = tiny_run_arguments(
+        arguments = tiny_run_arguments(
             tmp_path / system_prompt, adora_system_prompt=system_prompt, adora_reward="accuracy"
         )
-        (function,) = prepare(parse_command(words), "inspect").rewards.functions
+        (function,) = prepare(parse_command(arguments), "inspect").rewards.functions
         assert function(completions=[completion], answer=["12"]) == expected, system_prompt
 
 

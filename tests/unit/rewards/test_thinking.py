@@ -214,10 +214,10 @@ def test_every_reward_function_is_given_which_prompts_open_the_block() -> None:
 
 def test_an_explanation_says_that_thinking_was_set_aside(capsys) -> None:
     """With `--thinking-opened` all 13 characters are thinking, and no box is left to grade."""
-    words = ["--gold", "35", "--response", r"so \boxed{35}"]
-    assert explain.main(words) == 0
+    arguments = ["--gold", "35", "--response", r"so \boxed{35}"]
+    assert explain.main(arguments) == 0
     assert "thinking" not in capsys.readouterr().out
-    assert explain.main([*words, "--thinking-opened", "--reward", "accuracy"]) == 0
+    assert explain.main([*arguments, "--thinking-opened", "--reward", "accuracy"]) == 0
     printed = capsys.readouterr().out
     assert "thinking   13 characters set aside" in printed
     assert "(no complete box)" in printed
