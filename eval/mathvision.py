@@ -86,22 +86,23 @@ _ANSWER_PHRASES = (
     "the correct answer is",
     "the answer should be",
 )
-# The parts that the official score removes from an answer, in this order.
-_REMOVED_PARTS = (
-    "\\text",
-    "\\mbox",
-    "\\left",
-    "\\right",
-    "^{\\circ}",
-    "^\\circ",
-    "{m}^3",
-    "m^3",
-    "{units}",
-    "units",
-    "{km}",
-    "km",
-    "\\!",
-)
+# The parts of an answer that the official score removes or replaces, in this order.
+_REPLACEMENT_BY_PART = {
+    "\\text": "",
+    "\\mbox": "",
+    "bmatrix": "pmatrix",
+    "\\left": "",
+    "\\right": "",
+    "^{\\circ}": "",
+    "^\\circ": "",
+    "{m}^3": "",
+    "m^3": "",
+    "{units}": "",
+    "units": "",
+    "{km}": "",
+    "km": "",
+    "\\!": "",
+}
 # The parts that it removes last, after the renaming of fractions.
 _LAST_REMOVED_PARTS = ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "$", "\\%")
 
@@ -178,8 +179,8 @@ def _without_latex(answer: str) -> str:
     answer = answer.replace(" ", "").replace("\\,", "")
     answer = answer.replace("∞", "\\infty").replace("+\\infty", "\\infty")
     answer = answer.replace("\\\\", "\\").replace("\n", "")
-    for part in _REMOVED_PARTS:
-        answer = answer.replace(part, "")
+    for part, replacement in _REPLACEMENT_BY_PART.items():
+        answer = answer.replace(part, replacement)
     answer = answer.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
     for part in _LAST_REMOVED_PARTS:
         answer = answer.replace(part, "")

@@ -124,6 +124,7 @@ def test_the_official_score_reads_answers_with_its_faults(subtests):
         r"\boxed{90^\circ}": "90",
         "0.5": r"\frac{1}{2}",
         "5 km": "5",
+        r"\boxed{\begin{bmatrix}1\end{bmatrix}}": r"\begin{pmatrix}1\end{pmatrix}",
         "A)": "a)",  # its faults: no letter
         "It is 12 because": "itis12because",
         "": "",
