@@ -522,7 +522,7 @@ class StepParts:
         return ToolLoop(
             tools=toolbox,
             processor=self._trainer.processing_class,
-            template=config.chat_template_kwargs or {},
+            chat_template_kwargs=config.chat_template_kwargs or {},
             count_image_tokens=self.images.count_image_tokens,
             max_answers=config.max_tool_calling_iterations,
             decode=self._decode,

@@ -272,5 +272,5 @@ class DistinctImages:
             processor_context: a context manager around the processor's work. With
                 `returning_references` the images become references. None: they are pixels.
         """
-        template_arguments = self._config.chat_template_kwargs or {}
-        return read_prompts(rows, self._processor, template_arguments, processor_context)
+        chat_template_kwargs = self._config.chat_template_kwargs or {}
+        return read_prompts(rows, self._processor, chat_template_kwargs, processor_context)

@@ -82,7 +82,7 @@ def trl_messages(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
 def read_prompts(
     rows: Sequence[Mapping[str, Any]],
     processor: "ProcessorMixin",
-    template_arguments: Mapping[str, Any],
+    chat_template_kwargs: Mapping[str, Any],
     processor_context: AbstractContextManager[Any] | None = None,
 ) -> PromptBatch:
     """Apply the chat template to the prompts of rows, tokenize them and process their images.
@@ -93,7 +93,7 @@ def read_prompts(
     Args:
         rows: rows of a data set, with `prompt` and mostly `images`.
         processor: the processor of the model, or a tokenizer.
-        template_arguments: further arguments of the chat template.
+        chat_template_kwargs: further arguments of the chat template.
         processor_context: a context manager around the processor's work; None for none.
     """
     messages = trl_messages(rows)
@@ -105,7 +105,7 @@ def read_prompts(
     first_rows, prompt_numbers = distinct_rows(prompt_keys)
     distinct_messages = [messages[row] for row in first_rows]
     with processor_context or nullcontext():
-        values_by_name = _tokenize_messages(distinct_messages, processor, template_arguments)
+        values_by_name = _tokenize_messages(distinct_messages, processor, chat_template_kwargs)
     pixels = values_by_name.pop("pixel_values", None)
     grids = values_by_name.pop("image_grid_thw", None)
     # The other values are lists with an entry for each distinct prompt. Each row gets a copy of the
@@ -133,7 +133,7 @@ def read_prompts(
 
 
 def _tokenize_messages(
-    messages: list[Any], processor: "ProcessorMixin", template_arguments: Mapping[str, Any]
+    messages: list[Any], processor: "ProcessorMixin", chat_template_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the processor's outputs for some prompts by name, such as `input_ids`.
 
@@ -143,7 +143,7 @@ def _tokenize_messages(
     Args:
         messages: the messages of each prompt.
         processor: that of the model, or a tokenizer.
-        template_arguments: further arguments of the chat template.
+        chat_template_kwargs: further arguments of the chat template.
     """
     if hasattr(processor, "tokenizer"):
         # Templates of processors take no plain text as the content of a message.
@@ -153,7 +153,7 @@ def _tokenize_messages(
         add_generation_prompt=True,
         tokenize=True,
         return_dict=True,
-        **template_arguments,
+        **chat_template_kwargs,
     )
     return {name: value for name, value in output.items() if name != "attention_mask"}
 

@@ -257,7 +257,7 @@ def check_tool_reply_room(config: AdoraGRPOConfig, prompts: PromptInfo, data: Da
     check_answer_limits(
         prompts.toolbox,
         processor=prompts.processor,
-        template_arguments=config.chat_template_kwargs or {},
+        chat_template_kwargs=config.chat_template_kwargs or {},
         limits=limits,
     )
 

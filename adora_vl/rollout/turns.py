@@ -218,7 +218,7 @@ class ToolLoop:
 
     tools: Tools
     processor: Any  # or a tokenizer
-    template: Mapping[str, Any]  # arguments of its chat template
+    chat_template_kwargs: Mapping[str, Any]
     count_image_tokens: Callable[[Image.Image], int]  # returns how many tokens an image becomes
     max_answers: int | None  # how many turns of a rollout are answered; None: any number
     decode: Callable[[Sequence[int]], str] = field(repr=False)
@@ -390,7 +390,7 @@ class ToolLoop:
             {"role": "user", "content": content(begin_mark, None, end_mark)},
         ]
         text: str = self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self.template
+            messages, tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
         )
         # The begin mark is in the first message too, so the text is read from the policy's mark on.
         after_policy = text.rpartition(policy_mark)[2]

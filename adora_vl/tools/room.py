@@ -49,7 +49,7 @@ class ConversationLimits:
 def check_answer_limits(
     toolbox: Toolbox,
     processor: "ProcessorMixin | PreTrainedTokenizerBase | None",
-    template_arguments: Mapping[str, Any],
+    chat_template_kwargs: Mapping[str, Any],
     limits: ConversationLimits,
 ) -> None:
     """Raise `UserError` if some tool can never answer within the limits of a conversation.
@@ -60,7 +60,7 @@ def check_answer_limits(
         toolbox: the tools of the run.
         processor: the model's processor or tokenizer; None if it is not available, and then no
             tokens are counted.
-        template_arguments: those of the chat template.
+        chat_template_kwargs: further arguments of the chat template.
         limits: the limits of a conversation.
     """
     for name, tool in toolbox.tool_set.functions.items():
@@ -73,7 +73,7 @@ def check_answer_limits(
     tool_loop = ToolLoop(
         tools=toolbox,
         processor=processor,
-        template=template_arguments,
+        chat_template_kwargs=chat_template_kwargs,
         count_image_tokens=lambda image: 0,
         max_answers=None,
         decode=str,

@@ -171,7 +171,7 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
     check_answer_limits(
         toolbox,
         processor=chat.processor,
-        template_arguments=settings.chat_template_kwargs,
+        chat_template_kwargs=settings.chat_template_kwargs,
         limits=conversation,
     )
     for line in nondeterminism_warnings(toolbox):

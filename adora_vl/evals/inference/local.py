@@ -239,7 +239,7 @@ class LocalEngine(ConversationEngine):
             self.tool_loop = ToolLoop(
                 toolbox,
                 processor=chat.processor,
-                template=settings.chat_template_kwargs,
+                chat_template_kwargs=settings.chat_template_kwargs,
                 count_image_tokens=chat.image_token_count,
                 max_answers=settings.max_tool_calling_iterations,
                 decode=chat.decode,

@@ -123,7 +123,7 @@ def answer_last_turn(
     answer_calls = ToolLoop(
         tools=tools,
         processor=PROCESSOR,
-        template={},
+        chat_template_kwargs={},
         count_image_tokens=lambda image: image.width // 28,
         max_answers=max_turns,
         decode=TOKENIZER.decode,
@@ -217,7 +217,7 @@ def test_no_turn_of_a_policy_ends_a_run():
     answer_calls = ToolLoop(
         tools=Toolbox(choose_tools(["line", "mark", odd]), ToolOptions(), view),
         processor=PROCESSOR,
-        template={},
+        chat_template_kwargs={},
         count_image_tokens=lambda image: tokens_of_picture,
         max_answers=None,
         decode=TOKENIZER.decode,
@@ -288,7 +288,7 @@ def test_a_model_that_reads_text_alone_gets_the_same_turn():
     answer_calls = ToolLoop(
         tools=FakeTools("It is 7."),
         processor=tokenizer,
-        template={},
+        chat_template_kwargs={},
         count_image_tokens=lambda _: 0,
         max_answers=None,
         decode=TOKENIZER.decode,

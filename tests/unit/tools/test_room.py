@@ -163,7 +163,7 @@ def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor
     tool_loop = ToolLoop(
         tools=toolbox,
         processor=processor,
-        template={},
+        chat_template_kwargs={},
         count_image_tokens=lambda image: 0,
         max_answers=3,
         decode=processor.tokenizer.decode,
