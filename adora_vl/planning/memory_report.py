@@ -238,19 +238,19 @@ def _verdict_line(plan: DryRunPlan) -> str:
     """Return a line on whether the run fits into its GPUs, or what to change if it does not."""
     prediction = plan.prediction
     peak_gib = prediction.peak_bytes / GIB
-    card_gib = plan.gpu_bytes / GIB
+    gpu_gib = plan.gpu_bytes / GIB
     if plan.fits:
         used_share = prediction.peak_bytes / plan.gpu_bytes
         return (
             f"It fits: {peak_gib:.3g} GiB at most ({prediction.peak_phase}), {used_share:.0%} of "
-            f"{card_gib:.3g} GiB."
+            f"{gpu_gib:.3g} GiB."
         )
     if prediction.peak_bytes > plan.gpu_bytes:
         component_bytes = prediction.phases[prediction.peak_phase]
         largest = max(component_bytes, key=lambda name: component_bytes[name])
         return (
             f"It does NOT fit: {prediction.peak_phase} would take {peak_gib:.3g} GiB of "
-            f"{card_gib:.3g}; the largest part is {largest} "
+            f"{gpu_gib:.3g}; the largest part is {largest} "
             f"({component_bytes[largest] / GIB:.3g} GiB). {memory_remedy(plan)}"
         )
     # The GPU has room, but the engine's share of it has not.

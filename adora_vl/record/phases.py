@@ -114,7 +114,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         finally:
             self.leave_phase()
 
-    def take_seconds(self) -> dict[str, float]:
+    def pop_seconds(self) -> dict[str, float]:
         """Return the seconds of every phase since the last call, and begin at 0 again.
 
         Their sum is the time that has passed.
@@ -143,7 +143,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         **kwargs: object,
     ) -> None:
         """Forget the time before the training."""
-        self.take_seconds()
+        self.pop_seconds()
 
     def on_step_begin(
         self,
@@ -164,5 +164,5 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     ) -> None:
         """Log the seconds of each phase in the step, and since the step before it."""
         self.leave_phase()
-        for phase, seconds in self.take_seconds().items():
+        for phase, seconds in self.pop_seconds().items():
             self._log(f"seconds/{phase}", seconds)

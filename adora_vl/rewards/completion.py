@@ -281,7 +281,7 @@ def has_equation_before_box(text: str) -> bool:
     return "=" in (before_box if box_command else text)
 
 
-def _text_behind_block(text: str, tags: tuple[str, str]) -> str | None:
+def _text_after_block(text: str, tags: tuple[str, str]) -> str | None:
     """Return the stripped text behind the block of tags that `text` begins with.
 
     `<think>2 + 3</think> 5` gives `5`. `tags` are the opening and the closing tag. None where the
@@ -315,7 +315,7 @@ def think_format_reward(
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
         # None where the response does not begin with one complete block of thinking.
-        answer = _text_behind_block(text.strip(), THINK_TAGS)
+        answer = _text_after_block(text.strip(), THINK_TAGS)
         is_right = answer is not None and not is_blank(answer) and not _has_tag(answer)
         rewards.append(float(is_right))
     return rewards
@@ -335,9 +335,9 @@ def think_answer_format_reward(
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
         # None without the block; nothing ("") must be left behind the block of the answer.
-        behind_thinking = _text_behind_block(text.strip(), THINK_TAGS)
+        after_thinking = _text_after_block(text.strip(), THINK_TAGS)
         is_right = (
-            behind_thinking is not None and _text_behind_block(behind_thinking, ANSWER_TAGS) == ""
+            after_thinking is not None and _text_after_block(after_thinking, ANSWER_TAGS) == ""
         )
         rewards.append(float(is_right))
     return rewards

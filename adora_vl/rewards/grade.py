@@ -206,17 +206,17 @@ def _decide_verdict(
             reference_choice=reference_choice,
             rounding=rounding,
         )
-    right_value = reference
+    correct_value = reference
     if reference_choice:
         value_of_choice = _value_of_letter(reference_choice.letter, choices)
         if value_of_choice is None:
             return wrong_result("gold_letter_without_choice")
         if not _agrees_with_text_beside(reference_choice, value_of_choice):
             return wrong_result("gold_letter_with_another_value")
-        right_value = value_of_choice
+        correct_value = value_of_choice
     value_result = _grade_by_value(
         answer,
-        reference=right_value,
+        reference=correct_value,
         reference_choice=reference_choice,
         choices=choices,
         # A letter stands for the exact value of its choice.
@@ -225,7 +225,7 @@ def _decide_verdict(
     if answer_choice is None:
         return value_result
     letter_result = _grade_by_letter(
-        answer_choice, reference_choice=reference_choice, reference=right_value, choices=choices
+        answer_choice, reference_choice=reference_choice, reference=correct_value, choices=choices
     )
     # A wrong letter is final if it is a capital one of a choice: `B` or `(B)`. Any other spelling,
     # such as `c` or `(c)5`, may be meant as a value, which then decides.

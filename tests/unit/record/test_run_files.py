@@ -85,7 +85,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     phases.leave_phase()
     with phases.phase("rollout"):  # between two steps
         spend(64)
-    assert phases.take_seconds() == {
+    assert phases.pop_seconds() == {
         "rollout": 2 + 8,
         "grading": 16,
         "policy": 32,
@@ -94,9 +94,9 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     }
     # taken once, they are gone; a run without sleep mode or evaluation has no such phase
     usual_phases = ("rollout", "grading", "policy", "sync", "other")
-    assert phases.take_seconds() == dict.fromkeys(usual_phases, 0)
+    assert phases.pop_seconds() == dict.fromkeys(usual_phases, 0)
     all_phases = PhaseClock(print, clock, wait=lambda: None, sleep_mode=True, evaluates=True)
-    assert all_phases.take_seconds() == dict.fromkeys(PHASES, 0)
+    assert all_phases.pop_seconds() == dict.fromkeys(PHASES, 0)
 
     phases.enter_phase("policy")
     with pytest.raises(RuntimeError), phases.phase("grading"):
@@ -104,8 +104,8 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
         raise RuntimeError
     clock.now += 2
     phases.leave_phase()
-    assert phases.take_seconds()["grading"] == 1
-    assert phases.take_seconds()["policy"] == 0
+    assert phases.pop_seconds()["grading"] == 1
+    assert phases.pop_seconds()["policy"] == 0
 
 
 def test_an_evaluation_is_a_phase_of_its_own_with_all_that_it_samples():
@@ -117,7 +117,7 @@ def test_an_evaluation_is_a_phase_of_its_own_with_all_that_it_samples():
         clock.now += 2
         with phases.phase("sync"):
             clock.now += 4
-    seconds = phases.take_seconds()
+    seconds = phases.pop_seconds()
     assert seconds["evaluation"] == 6
     assert seconds["other"] == 1
     assert seconds["sync"] == 0

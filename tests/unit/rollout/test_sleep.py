@@ -207,7 +207,7 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, sampling, 
                 engine.sample(REQUESTS)
     clock.leave_phase()
     other_phases = {"grading": 0, "policy": 0, "other": 0}
-    assert clock.take_seconds() == {**other_phases, **seconds_by_phase}
+    assert clock.pop_seconds() == {**other_phases, **seconds_by_phase}
 
 
 def test_the_engine_sleeps_also_where_the_batches_end_in_an_error(engine):
