@@ -53,9 +53,10 @@ def reward_by_first_token(
 async def reward_some_groups_by_length(
     completions: list[Any], level: list[int], **columns: Any
 ) -> list[float | None]:
-    """Reward every other problem by its length, and say nothing of the rest.
+    """Reward problems of even level by their length, and give None for the others.
 
-    TRL's examples for several tasks do so."""
+    TRL's examples for several tasks do so.
+    """
     return [
         None if problem_level % 2 else len(completion[0]["content"]) / 7
         for problem_level, completion in zip(level, completions, strict=True)

@@ -117,7 +117,8 @@ def write_attacked_page(folder: Path) -> Path:
     texts: Any = dict.fromkeys(
         ("id", "problem", "answer", "completion", "verdict", "extracted", "reason"), ATTACKING_HTML
     )
-    run = write_recorded_run(folder / ATTACKING_HTML.replace("/", "_")[:100], 2, **texts)
+    folder_name = ATTACKING_HTML.replace("/", "_")[:100]  # a name may have 255 bytes
+    run = write_recorded_run(folder / folder_name, 2, **texts)
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write(
             json.dumps(

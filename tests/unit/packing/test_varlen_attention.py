@@ -139,7 +139,7 @@ def test_each_span_has_the_prompt_s_keys_and_its_own():
     assert laid_out.flatten().tolist() == layout.key_positions_K.tolist()
 
 
-def test_gradients_of_a_prompt_s_keys_are_added_up_before_they_are_rounded():
+def test_gradients_of_a_prompts_keys_are_added_up_before_they_are_rounded():
     """The first of nine spans adds 256 to the gradient of the prompt's key, and eight add 1 each.
 
     In bfloat16 256 + 1 is 256, so added one by one they would leave 256.

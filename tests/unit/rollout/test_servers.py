@@ -359,20 +359,24 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
     assert "is back." in capsys.readouterr().out
 
 
-def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
-    servers, tmp_path, capsys
-):
-    """Each sync sends the adapter under a new name, and requests ask for that name.
+def engine_with_lora_servers(servers: list[FakeVLLMServer], folder: Path) -> AdoraVLLMGeneration:
+    """Return an engine whose policy has an adapter of rank 4, and whose servers take rank 8.
 
-    A server that was started again has lost it, and one without LoRA is left out.
+    `folder`: where adapters are written for the servers.
     """
     model = get_peft_model(
         small_policy(), LoraConfig(r=4, target_modules=r".*language_model.*q_proj")
     )
-    requests = requests_of_groups(2)
     for server in servers:
         server.lora = {"max_lora_rank": 8}
-    engine = engine_with_servers(servers, tmp_path / "w", model)
+    return engine_with_servers(servers, folder, model)
+
+
+def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
+    servers, tmp_path, capsys
+):
+    """Each sync sends the adapter under a new name, and requests ask for that name."""
+    engine = engine_with_lora_servers(servers, tmp_path / "w")
 
     assert (
         "serves stand-in, to which the adapter goes alone; it has to be " in capsys.readouterr().out
@@ -381,7 +385,7 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
         engine.sync_weights()
         (folder,) = (tmp_path / "w").iterdir()  # it stays: vLLM may read it once more
         assert [server.served for server in servers] == [["stand-in", folder.name]] * 2
-        results = sample_on_servers(engine, requests)
+        sample_on_servers(engine, requests_of_groups(2))
         requested_models = [
             [body["model"] for path, body in server.post_requests if path in GENERATE_PATHS]
             for server in servers
@@ -394,14 +398,27 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
     assert all("lora_" in name for name in servers[0].weights[0])
     # Three layers with two matrices of 4 x 96 numbers each, of four bytes.
     assert engine.bytes_sent == 3 * 2 * (4 * 96) * 4
-    # A server that was started again has no adapter until the next sync.
+    engine.server_group.weight_files = None
+    assert not (tmp_path / "w").exists()
+
+
+def test_a_server_with_lora_that_was_started_again_has_no_adapter_until_the_next_sync(
+    servers, tmp_path, capsys
+):
+    """The others sample meanwhile. One that was started without LoRA is left out."""
+    engine = engine_with_lora_servers(servers, tmp_path / "w")
+    requests = requests_of_groups(2)
+    engine.sync_weights()
+    results = sample_on_servers(engine, requests)
+    capsys.readouterr()
+
     servers[1].start_again()
     assert sample_on_servers(engine, requests) == results
     assert "it was started again" in capsys.readouterr().out
     engine.sync_weights()
     assert len(engine.server_group.pool.servers_in_use) == 2
     assert sample_on_servers(engine, requests) == results
-    # One that was started without LoRA is left out.
+
     servers[1].start_again()
     servers[1].lora = None
     engine.sync_weights()
@@ -451,6 +468,18 @@ def test_a_server_that_would_not_serve_the_whole_adapter_is_refused_at_the_start
         engine_with_servers(servers, tmp_path / "w", model)
 
 
+def sampler_ahead(
+    servers: list[FakeVLLMServer], folder: Path, state: TrainerState
+) -> AsyncServerSampler:
+    """Return the sampler of a run two steps ahead, which writes the weights below `folder`.
+
+    `state`: the trainer's, whose `global_step` is the step that the sampler works for.
+    """
+    context: Any = step_context(state=state, adora_rollouts=RolloutOptions(ahead=2))
+    policy: Any = SimpleNamespace(cache=None)
+    return AsyncServerSampler(context, policy, engine_with_servers(servers, folder, small_policy()))
+
+
 def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     servers, tmp_path, monkeypatch, capsys
 ):
@@ -458,12 +487,10 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
 
     A server that was started again meanwhile is left out until all weights are written once more.
     """
-    engine = engine_with_servers(servers, tmp_path / "w", small_policy())
     state = TrainerState()
+    ahead = sampler_ahead(servers, tmp_path / "w", state)
     first_request_came = Event()
     may_sample = Event()
-    context: Any = step_context(state=state, adora_rollouts=RolloutOptions(ahead=2))
-    ahead = AsyncServerSampler(context, SimpleNamespace(cache=None), engine)  # type: ignore[arg-type]
     requests = requests_of_groups(2)
     stock_sample = ServerPool.sample
 
@@ -502,18 +529,29 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     output = capsys.readouterr().out
     assert "gets all weights with the next ones" in output
     assert "is back." in output
-    # After a failure every later job fails too.
+    ahead.close()
+    assert not (tmp_path / "w").exists()
+
+
+def test_after_a_failure_of_servers_that_sample_ahead_every_later_job_fails_too(servers, tmp_path):
+    """Its requests would be sampled by weights that never came, also if servers are back."""
+    state = TrainerState()
+    ahead = sampler_ahead(servers, tmp_path / "w", state)
+    requests = requests_of_groups(2)
+    ahead.sync_weights()
+    ahead.submit(requests).join()
+
     for server in servers:
         server.dead = True
-    state.global_step = 4
+    state.global_step = 1
     ahead.sync_weights()
     with pytest.raises(NoServerError):
         ahead.submit(requests).join()
     for server in servers:
         server.dead = False
-    state.global_step = 5
+    state.global_step = 2
     ahead.sync_weights()
-    with pytest.raises(NoServerError):  # it would have been sampled by weights that never came
+    with pytest.raises(NoServerError):
         ahead.submit(requests).join()
     ahead.close()
     assert not (tmp_path / "w").exists()

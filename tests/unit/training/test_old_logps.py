@@ -224,7 +224,7 @@ KEYS_BY_CASE = {
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo", "vespo"])
-def test_each_update_learns_what_it_did_with_a_pass_over_everything(loss, subtests):
+def test_each_update_has_the_gradients_of_trl(loss, subtests):
     """The gradients of all optimizer steps on a generation are TRL's, for many keys of a run."""
     for name, keys in KEYS_BY_CASE.items():
         with subtests.test(name):
