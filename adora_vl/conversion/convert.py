@@ -25,7 +25,7 @@ from adora_vl.conversion.records import pictures_in_columns, question_and_pictur
 from adora_vl.conversion.tables import DrawnTestSplit, OpenedDataset, SplitTable, open_local
 from adora_vl.data.dataset import Manifest, read_manifest
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import replace_file
+from adora_vl.utils.files import naming_write_errors, replace_file
 from adora_vl.utils.hashing import content_hash
 
 _NAME = re.compile(r"[\w.-]{1,80}")
@@ -233,7 +233,8 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
                 # is then converted again the next time.
                 hashes = _file_hashes(source_files(location, columns))
                 convert(location, folder, columns, overwrite=True)
-                replace_file(hashes_file, json.dumps(hashes))
+                with naming_write_errors("output", hashes_file):
+                    replace_file(hashes_file, json.dumps(hashes))
         except UserError as error:
             raise UserError(
                 f"dataset_name: {location!r} with adora_columns: {error}; `python -m data_prep "

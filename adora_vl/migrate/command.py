@@ -21,7 +21,7 @@ from adora_vl.migrate.verl import convert_verl
 from adora_vl.rewards.entries import with_current_names
 from adora_vl.utils.cli import Parser, exit_code_of, path, printable
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import replace_file
+from adora_vl.utils.files import naming_write_errors, replace_file
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ def _write_config(options: argparse.Namespace, words: Sequence[str]) -> None:
         raise UserError(f"output: {str(output)!r} is there; choose another name with --output")
     source_name = config.name if config else "the command line"
     text = yaml_text(migration, options.trainer, source_name, everything=options.all)
-    replace_file(output, text)
+    with naming_write_errors("output", output):
+        replace_file(output, text)
     lines = format_unmatched(migration, everything=options.all)
     hidden_count = len(migration.unmatched) - len(lines)
     print(f"{output}: {len(migration.keys)} keys")

@@ -9,6 +9,7 @@ from adora_vl.config.command import parse_command
 from adora_vl.migrate import main
 from adora_vl.rewards import choose_rewards
 from adora_vl.utils.errors import UserError
+from tests.support.disk import limit_file_size
 
 EASYR1 = """
 data: {train_files: t.parquet, prompt_key: problem, answer_key: answer, image_key: images, format_prompt: think.jinja,
@@ -136,6 +137,19 @@ def test_a_config_becomes_ours_and_what_has_no_counterpart_is_named(trainer, tmp
     # a second call would overwrite the config
     assert main([trainer, str(tmp_path / "c.yaml")]) == 2
     assert "is there" in capsys.readouterr().err
+
+
+def test_a_config_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    """The disk may be full, or the folder be missing or a file."""
+    config = tmp_path / "c.yaml"
+    config.write_text(EASYR1)
+    with limit_file_size(10):
+        assert main(["easyr1", str(config)]) == 2
+    assert main(["easyr1", str(config), "--output", str(config / "x.yaml")]) == 2
+    full, no_folder = capsys.readouterr().err.splitlines()
+    assert full.startswith(f"error: output: '{tmp_path}/c.adora.yaml' cannot be written (File too")
+    assert no_folder.startswith(f"error: output: '{config}/x.yaml' cannot be written (Not a dir")
+    assert list(tmp_path.iterdir()) == [config]
 
 
 def test_what_cannot_be_moved_is_one_line(tmp_path, capsys):
