@@ -210,12 +210,13 @@ class Code:
 def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeypatch):
     """The converters and a resume run none, though the file asks torch for all that pickle can do."""
     checkpoint = tmp_path / "checkpoint-1"
-    ran = tmp_path / "ran"
+    trace_of_code = tmp_path / "ran"
     names = ("mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_optim")
     (checkpoint / "global_step1").mkdir(parents=True)
     for name in names:
         torch.save(
-            {"optimizer_state_dict": Code(ran)}, checkpoint / "global_step1" / f"{name}_states.pt"
+            {"optimizer_state_dict": Code(trace_of_code)},
+            checkpoint / "global_step1" / f"{name}_states.pt",
         )
     (checkpoint / "latest").write_text("global_step1")
     store.finalize_checkpoint(checkpoint, {"step": 1, "fingerprint": {}})
@@ -233,7 +234,7 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
             UserError, match=r"'.*checkpoint-1' asks for posix.mkdir, which no run has written"
         ):
             read()
-    assert not ran.exists()
+    assert not trace_of_code.exists()
     assert not (tmp_path / "out").exists()
     assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
     assert os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] == "1"
@@ -315,7 +316,7 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
 
 def test_differences_name_what_a_person_sets_first():
     """A difference is a line `KEY: BEFORE -> NOW`; keys of ours come before those of TRL."""
-    before = {"beta": "0", "adora_correct_above": "1", "gone": "1"}
+    fingerprint_before = {"beta": "0", "adora_correct_above": "1", "gone": "1"}
     now = {"beta": "1", "adora_correct_above": "2", "new": "3"}
     expected = [
         "adora_correct_above: 1 -> 2",
@@ -323,7 +324,7 @@ def test_differences_name_what_a_person_sets_first():
         "gone: 1 -> not set",
         "new: not set -> 3",
     ]
-    assert fingerprint_differences(before, now) == expected
+    assert fingerprint_differences(fingerprint_before, now) == expected
 
 
 def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_path):
@@ -347,17 +348,17 @@ def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_p
     for name, content in {**files, "data/data/train-0.parquet": b"12"}.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_bytes(content)
-    before = fingerprint_of_folder(home)
-    moved = home.rename(tmp_path / "there")
-    assert fingerprint_differences(before, fingerprint_of_folder(moved)) == []
+    fingerprint_before = fingerprint_of_folder(home)
+    moved_folder = home.rename(tmp_path / "there")
+    assert fingerprint_differences(fingerprint_before, fingerprint_of_folder(moved_folder)) == []
     for key, name in (
         ("dataset", "data/data/train-0.parquet"),
         ("model", "model/model.safetensors"),
     ):
-        (moved / name).write_bytes(b"13")
-        (line,) = fingerprint_differences(before, fingerprint_of_folder(moved))
+        (moved_folder / name).write_bytes(b"13")
+        (line,) = fingerprint_differences(fingerprint_before, fingerprint_of_folder(moved_folder))
         assert line.startswith(f"{key}: ")
-        (moved / name).write_bytes(b"12")
+        (moved_folder / name).write_bytes(b"12")
 
 
 def test_a_reward_function_that_was_edited_is_another_run():
@@ -390,15 +391,22 @@ def test_a_judge_that_has_moved_is_the_same_run():
             processes=1,
         )
 
-    before = fingerprint_with_judge()
+    fingerprint_before = fingerprint_with_judge()
     assert (
         fingerprint_differences(
-            before, fingerprint_with_judge(base_url="http://b:8124/v1", concurrency=4)
+            fingerprint_before, fingerprint_with_judge(base_url="http://b:8124/v1", concurrency=4)
         )
         == []
     )
-    for changed in ({"model": "k"}, {"instruction": "Judge."}, {"max_tokens": 9}, {"budget": 9}):
-        (line,) = fingerprint_differences(before, fingerprint_with_judge(**changed))
+    for changed_options in (
+        {"model": "k"},
+        {"instruction": "Judge."},
+        {"max_tokens": 9},
+        {"budget": 9},
+    ):
+        (line,) = fingerprint_differences(
+            fingerprint_before, fingerprint_with_judge(**changed_options)
+        )
         assert line.startswith("adora_reward: ")
 
 
@@ -536,14 +544,16 @@ def test_rows_that_are_not_shuffled_all_have_their_turn():
         repeat_count=3,
         shuffle=False,
     )
-    drawn = []
+    drawn_rows = []
     for epoch in range(11):
         sampler.set_epoch(epoch)
         order = list(sampler)
         assert len(order) == len(sampler)
-        drawn += order
+        drawn_rows += order
     # a generation is 4 rows with 2 rollouts each, and comes 3 times
-    generations = [drawn[first : first + 4 * 2] for first in range(0, len(drawn), 4 * 2 * 3)]
+    generations = [
+        drawn_rows[first : first + 4 * 2] for first in range(0, len(drawn_rows), 4 * 2 * 3)
+    ]
     rows = [row for generation in generations for row in generation[::2]]
     assert rows == [*range(11)] * 8, "in the order of the data set, eleven epochs of eight rows"
 

@@ -104,9 +104,9 @@ def moving_reference(model: Any, moves: bool = True) -> SyncedReferenceModel:
 
 def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp_path):
     """A run that goes on without syncs keeps the reference as it was moved last."""
-    moved = nn.Linear(3, 2)
+    moved_model = nn.Linear(3, 2)
     start = nn.Linear(3, 2)
-    moving_reference(moved).save(tmp_path / "first")
+    moving_reference(moved_model).save(tmp_path / "first")
     reference_without_syncs = moving_reference(start, moves=False)
     reference_without_syncs.load(tmp_path / "first")
     reference_without_syncs.save(tmp_path / "second")
@@ -114,7 +114,9 @@ def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp
     moving_reference(restored_model).load(tmp_path / "second")
     assert all(
         torch.equal(saved, restored)
-        for saved, restored in zip(moved.parameters(), restored_model.parameters(), strict=True)
+        for saved, restored in zip(
+            moved_model.parameters(), restored_model.parameters(), strict=True
+        )
     )
     moving_reference(nn.Linear(3, 2), moves=False).save(tmp_path / "third")
     assert not (tmp_path / "third").exists(), "one that never moves is the base model"

@@ -89,7 +89,7 @@ def names_of_files(folder: Path) -> set[str]:
 
 def test_choosing_the_start_deletes_nothing(tmp_path):
     """`choose_start_point` says what a run begins from; what it replaces is put aside later."""
-    before = names_of_files(write_run(tmp_path, 4, 8))
+    names_before = names_of_files(write_run(tmp_path, 4, 8))
     for resume_from in (None, "auto", "false"):
         start = choose_start_point(
             tmp_path,
@@ -100,7 +100,7 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
         assert start.checkpoint is None
         assert start.replaces
         assert str(tmp_path / OLD_RUN_FOLDER) in start.notes[-1]
-    assert names_of_files(tmp_path) == before
+    assert names_of_files(tmp_path) == names_before
 
 
 def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_used(tmp_path):
@@ -131,7 +131,7 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
     (run / STAGING_FOLDER).mkdir(exist_ok=True)
     # whole, and killed before it got its place
     (run / "checkpoint-2").rename(run / STAGING_FOLDER / "checkpoint-2")
-    before = names_of_files(run)
+    names_before = names_of_files(run)
     places = (
         OLD_RUN_FOLDER + "/checkpoint-4",
         f"{OLD_RUN_FOLDER}/../{OLD_RUN_FOLDER}/checkpoint-8",
@@ -147,11 +147,14 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
                 overwrite=overwrite,
                 run_fingerprint=FINGERPRINT,
             )
-    assert names_of_files(run) == before
-    moved = (run / OLD_RUN_FOLDER / "checkpoint-4").rename(tmp_path / "checkpoint-4")
+    assert names_of_files(run) == names_before
+    moved_checkpoint = (run / OLD_RUN_FOLDER / "checkpoint-4").rename(tmp_path / "checkpoint-4")
     assert choose_start_point(
-        run, resume_from_checkpoint=str(moved), overwrite=True, run_fingerprint=FINGERPRINT
-    ).checkpoint == str(moved)
+        run,
+        resume_from_checkpoint=str(moved_checkpoint),
+        overwrite=True,
+        run_fingerprint=FINGERPRINT,
+    ).checkpoint == str(moved_checkpoint)
 
 
 def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(tmp_path):
@@ -169,8 +172,8 @@ def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(t
             refuse_users_files(tmp_path, overwrite=overwrite)
         (tmp_path / name).unlink()
         (tmp_path / "manifest.json").write_text(MANIFEST_OF_RUN)  # a run that came to no checkpoint
-        for fine in (tmp_path, tmp_path / "nowhere", tmp_path / "begun"):
-            refuse_users_files(fine, overwrite=overwrite)
+        for usable_folder in (tmp_path, tmp_path / "nowhere", tmp_path / "begun"):
+            refuse_users_files(usable_folder, overwrite=overwrite)
         (tmp_path / "manifest.json").unlink()
 
 
@@ -179,7 +182,7 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
     run = write_run(tmp_path / "run", 4)
     for name in ("merged", "eval"):
         (run / name).mkdir()
-    before = names_of_files(run)
+    names_before = names_of_files(run)
     inside_it = (".", "merged", "checkpoint-4", "rollouts", "eval/../merged")
     for key, inside in product(("model_name_or_path", "dataset_name"), inside_it):
         with pytest.raises(
@@ -192,7 +195,7 @@ def test_what_the_run_reads_is_not_replaced(tmp_path):
                 run_fingerprint=FINGERPRINT,
                 input_folders=[InputFolder(key, str(run / inside))],
             )
-    assert names_of_files(run) == before
+    assert names_of_files(run) == names_before
     for elsewhere in (tmp_path, run / "eval", "somebody/model"):
         assert choose_start_point(
             run,
@@ -271,13 +274,13 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
 ):
     """A command that is refused deletes nothing; one that trains two steps replaces the old run."""
     run = shutil.copytree(adora_run, tmp_path / "run")
-    before = names_of_files(run)
-    wrong = tiny_run_arguments(
+    names_before = names_of_files(run)
+    wrong_arguments = tiny_run_arguments(
         run, overwrite_output_dir="true", use_peft="true", lora_target_modules="no_such_layer"
     )
-    assert main(wrong) == 2
+    assert main(wrong_arguments) == 2
     assert "lora_target_modules" in capsys.readouterr().err.splitlines()[-1]
-    assert names_of_files(run) >= before, "a run that could not begin has deleted something"
+    assert names_of_files(run) >= names_before, "a run that could not begin has deleted something"
     write_completions(run, 9)
     train_tiny_run(run, overwrite_output_dir="true", max_steps=2, log_completions="true")
     tables = [path.name for path in sorted((run / "completions").iterdir())]
@@ -405,7 +408,7 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished_r
     for number, (name, make_users_file) in enumerate(MAKE_USERS_FILE.items()):
         run = shutil.copytree(finished_run, tmp_path / str(number) / "run")
         make_users_file(run)
-        before = folder_contents(run.parent)
+        contents_before = folder_contents(run.parent)
         # and a late file
         for refuse in (
             lambda run=run: refuse_users_files(run, overwrite=True),
@@ -414,7 +417,7 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished_r
             with pytest.raises(UserError, match=ERROR_ABOUT_USERS_FILES) as caught:
                 refuse()
             assert f"'{name}'" in str(caught.value)
-        assert folder_contents(run.parent) == before, name
+        assert folder_contents(run.parent) == contents_before, name
 
 
 @pytest.mark.slow
@@ -423,14 +426,14 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     """Foreign files are named before the weights are loaded; without them the old run goes."""
     for name in ("README.md", "config.json", "rollouts/own.parquet", "checkpoint-7"):
         MAKE_USERS_FILE[name](run)
-    before = folder_contents(run)
+    contents_before = folder_contents(run)
     with monkeypatch.context() as patch:
         patch.setattr(
             "adora_vl.train.load_trainer",
             lambda *_: pytest.fail("the weights were loaded for a run that cannot be"),
         )
         assert main(tiny_run_arguments(run, overwrite_output_dir="true", learning_rate=2e-3)) == 2
-    assert folder_contents(run) == before
+    assert folder_contents(run) == contents_before
     names = "'checkpoint-7', 'config.json', 'README.md', 'rollouts/own.parquet'"
     assert (
         f" holds {names}, which no run is known to have written "
@@ -481,11 +484,11 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     for name in ("README.md", "config.json"):
         write_users_file(run / name)
     write_users_file(run / "rollouts" / "_images" / "mine.png")  # stays where it is
-    before = folder_contents(run)
+    contents_before = folder_contents(run)
     assert main(tiny_run_arguments(run, max_steps=6)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert " holds 'config.json', 'README.md', which no run is known to have written " in line
-    assert folder_contents(run) == before
+    assert folder_contents(run) == contents_before
     for name in ("README.md", "config.json"):
         (run / name).rename(tmp_path / name)
     assert main(tiny_run_arguments(run, max_steps=6)) == 0
@@ -533,7 +536,7 @@ def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_pat
 def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_more(run, capsys):
     """The same command changes no weights and no rollouts, and removes `stopped.json`."""
     mark_stopped(run, TINY_RUN_STEPS)
-    before = {
+    contents_before = {
         path: content
         for path, content in folder_contents(run).items()
         if path.endswith((".safetensors", ".parquet"))
@@ -544,7 +547,7 @@ def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_
         in capsys.readouterr().out
     )
     assert not (run / "stopped.json").exists()
-    assert before.items() <= folder_contents(run).items()
+    assert contents_before.items() <= folder_contents(run).items()
 
 
 @pytest.mark.slow
@@ -609,7 +612,7 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as writer:
         assert writer.stdout.readline() == "held\n"
-        before = folder_contents(run)
+        contents_before = folder_contents(run)
         assert main(tiny_run_arguments(run, overwrite_output_dir="true")) == 2
         with pytest.raises(UserError, match="another run is writing to"):
             lock_output_dir(run)
@@ -617,7 +620,7 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
         writer.wait()
         lock_output_dir(run).release()  # the lock dies with its process, however that ended
     assert "another run is writing to" in capsys.readouterr().err.splitlines()[-1]
-    assert folder_contents(run) == before
+    assert folder_contents(run) == contents_before
 
 
 def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):

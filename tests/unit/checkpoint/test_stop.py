@@ -96,10 +96,10 @@ def signal_handlers():
 
     Under nohup SIGHUP is ignored; here it is as in a terminal.
     """
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield {number: signal.getsignal(number) for number in SIGNALS}
-    for number, handler in before.items():
+    for number, handler in handlers_before.items():
         signal.signal(number, handler)
 
 

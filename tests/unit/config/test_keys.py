@@ -254,12 +254,15 @@ def test_a_number_outside_its_range_is_refused_with_key_value_and_range():
     """A value is refused as a number and as a text, with the same line for both."""
     for key, case in NUMBER_CASE_BY_KEY.items():
         for value in case.refused:
-            shown = value
+            value_in_error = value
             if isinstance(value, list):
                 # The line has the first entry that is wrong.
-                shown = next(entry for entry in value if not 0 < entry <= 1)
+                value_in_error = next(entry for entry in value if not 0 < entry <= 1)
             for spelling in (value, str(value)):
-                assert error_of(key, spelling) == f"{key}: {shown} is not {case.range_in_words}"
+                assert (
+                    error_of(key, spelling)
+                    == f"{key}: {value_in_error} is not {case.range_in_words}"
+                )
 
 
 def test_what_lies_in_the_range_is_taken_in_every_spelling_with_its_type():
@@ -487,10 +490,12 @@ def test_the_documentation_has_every_key_of_ours_with_its_default():
 def test_keys_of_ours_are_few_and_each_is_explained_in_the_annotated_config():
     """More of them would be more than a person reads; one that is nowhere shown is never used."""
     keys = OUR_KEYS - OPTION_CLASSES.keys()
-    shown = read_config_file(ROOT / "configs" / "train" / "annotated.yaml")
-    explained = {name for key, value in shown.items() for name in with_dotted_keys(key, value)}
+    annotated_config = read_config_file(ROOT / "configs" / "train" / "annotated.yaml")
+    explained = {
+        name for key, value in annotated_config.items() for name in with_dotted_keys(key, value)
+    }
     # These two may be written in one line or with a block of their own.
-    explained |= {"adora_method", "adora_extensions"} & shown.keys()
+    explained |= {"adora_method", "adora_extensions"} & annotated_config.keys()
     assert len(keys) <= 42  # as many as there are today
     assert keys <= explained
 

@@ -61,9 +61,9 @@ def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
     assert any("loss_type: dr_grpo (was grpo" in line for line in notes_on_methods(training_config))
     dapo = training_config_of("dapo+adora")
     assert (dapo.epsilon_high, dapo.mask_truncated_completions) == (0.28, True)
-    kept = training_config_of("dapo", '{"keep_settings": ["epsilon_high"]}')
-    assert kept.epsilon_high is None
-    assert kept.loss_type == "dapo"
+    config_with_kept_key = training_config_of("dapo", '{"keep_settings": ["epsilon_high"]}')
+    assert config_with_kept_key.epsilon_high is None
+    assert config_with_kept_key.loss_type == "dapo"
     assert all(
         hasattr(training_config, key) for method in METHODS.values() for key in method.settings
     )

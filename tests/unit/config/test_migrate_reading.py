@@ -95,10 +95,10 @@ def test_a_launch_line_is_read_without_the_launchers_own_options(arguments, tmp_
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text("{model_name_or_path: other, seed: 3}")
     assert main(["trl", *arguments]) == 0
-    ours = yaml.safe_load((tmp_path / "trl.adora.yaml").read_text())
-    assert ours["model_name_or_path"] == "m"
-    assert "num_processes" not in ours
-    assert ours.get("seed") == (3 if "--config" in arguments else None)
+    migrated_config = yaml.safe_load((tmp_path / "trl.adora.yaml").read_text())
+    assert migrated_config["model_name_or_path"] == "m"
+    assert "num_processes" not in migrated_config
+    assert migrated_config.get("seed") == (3 if "--config" in arguments else None)
 
 
 def test_a_pasted_command_keeps_the_variables_before_it(tmp_path):

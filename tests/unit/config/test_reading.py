@@ -236,10 +236,10 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
 def test_a_file_is_read_once_and_a_list_in_it_may_have_mappings(tmp_path, monkeypatch):
     """`accuracy, {judge: ...}, 'a,b'` are four rewards, of which one has options."""
     (tmp_path / "c.yaml").write_text("adora_reward: [accuracy, {judge: {model: m}}, 'a,b']\n")
-    once = Mock(wraps=read_mapping)
-    monkeypatch.setattr(command, "read_mapping", once)
+    counting_read = Mock(wraps=read_mapping)
+    monkeypatch.setattr(command, "read_mapping", counting_read)
     cli_args = parse_command(["--config", str(tmp_path / "c.yaml")], needs_model=False)
-    once.assert_called_once()
+    counting_read.assert_called_once()
     assert cli_args.values["adora_reward"] == ["accuracy", {"judge": {"model": "m"}}, "a", "b"]
 
 

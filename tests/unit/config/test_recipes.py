@@ -85,9 +85,9 @@ def test_each_config_s_header_names_its_accelerate_config():
         header = (
             (CONFIGS_FOLDER / "train" / f"{name}.yaml").read_text().split("\nmodel_name_or_path")[0]
         )
-        named = set(re.findall(r"configs/accelerate/(\w+)\.yaml", header))
-        assert not named or launcher in named, name
-        assert "zero3_offload" not in named, (
+        named_configs = set(re.findall(r"configs/accelerate/(\w+)\.yaml", header))
+        assert not named_configs or launcher in named_configs, name
+        assert "zero3_offload" not in named_configs, (
             "the optimizer in host memory is for cards where zero3 does not fit"
         )
 

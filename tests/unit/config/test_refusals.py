@@ -238,8 +238,8 @@ def test_keys_that_go_together_are_taken() -> None:
     ahead = {"adora_rollouts": {"ahead": 1}, **servers}
     several = {"vllm_server_base_url": "http://a:1,http://b:1", **servers}
     without = {"adora_rollouts": {}, "use_vllm": False, "dataloader_num_workers": 2}
-    for changed in ({}, with_refills, parameters, ahead, several, without):
-        keys = cpu_config(**{**budget, **changed})
+    for changed_keys in ({}, with_refills, parameters, ahead, several, without):
+        keys = cpu_config(**{**budget, **changed_keys})
         check_keys.check_budget(keys)
         check_keys.check_sampling_ahead(keys)
         check_keys.check_servers(keys)
@@ -437,9 +437,9 @@ def test_an_error_of_pydantic_says_what_was_wrong() -> None:
     class Options(BaseModel):
         heads: int
 
-    with pytest.raises(ValidationError) as wrong:
+    with pytest.raises(ValidationError) as caught:
         Options.model_validate({"heads": "many"})
-    assert in_one_line(wrong.value) == (
+    assert in_one_line(caught.value) == (
         "ValidationError: Input should be a valid integer, unable to parse string as an integer"
     )
 
@@ -450,9 +450,9 @@ def test_an_error_of_pydantic_says_what_was_wrong() -> None:
         def refuse(self) -> Whole:
             raise ValueError("the engine is too small")
 
-    with pytest.raises(ValidationError) as wrong:
+    with pytest.raises(ValidationError) as caught:
         Whole()
-    assert in_one_line(wrong.value) == "ValidationError: Value error, the engine is too small"
+    assert in_one_line(caught.value) == "ValidationError: Value error, the engine is too small"
 
 
 def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> None:

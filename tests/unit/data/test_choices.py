@@ -196,27 +196,28 @@ def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
     data_with_choices: Path, drawn_data: Path, tmp_path: Path
 ) -> None:
     """The fingerprint of such a run says null, as that of a run without a template does."""
-    before = {
+    fingerprint_before = {
         folder: {**fingerprint_of(folder), "adora_prompt": "null"}
         for folder in (data_with_choices, drawn_data)
     }
-    assert fingerprint_differences(before[drawn_data], fingerprint_of(drawn_data)) == [], (
-        "nothing has changed without choices"
-    )
+    assert (
+        fingerprint_differences(fingerprint_before[drawn_data], fingerprint_of(drawn_data)) == []
+    ), "nothing has changed without choices"
     assert (
         fingerprint_differences(
-            before[data_with_choices], fingerprint_of(data_with_choices, "--adora_prompt", "null")
+            fingerprint_before[data_with_choices],
+            fingerprint_of(data_with_choices, "--adora_prompt", "null"),
         )
         == []
     )
     assert (
         fingerprint_differences(
-            before[data_with_choices],
+            fingerprint_before[data_with_choices],
             fingerprint_of(data_with_choices, "--adora_prompt", "{problem}"),
         )
         == []
     )
-    checkpoint = write_checkpoint(tmp_path, 10, before[data_with_choices])
+    checkpoint = write_checkpoint(tmp_path, 10, fingerprint_before[data_with_choices])
     with pytest.raises(
         UserError, match=r"of another run: adora_prompt: null -> \"{problem}\\n.*; set it back"
     ):

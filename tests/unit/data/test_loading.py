@@ -132,16 +132,16 @@ def test_a_resume_sees_another_data_set_share_prompt_or_order(
     system = tmp_path / "system.txt"
     system.write_text("Be brief.\n")
     mixed = ("--dataset_name", *large_and_small, "--adora_mixture", 0.6, 0.4)
-    before = run_fingerprint(*mixed)
-    assert fingerprint_differences(before, run_fingerprint(*mixed)) == []
+    fingerprint_before = run_fingerprint(*mixed)
+    assert fingerprint_differences(fingerprint_before, run_fingerprint(*mixed)) == []
     for key, words in {
         "adora_mixture": ("--dataset_name", *large_and_small, "--adora_mixture", 0.5, 0.5),
         "dataset": ("--dataset_name", *large_and_small[::-1], "--adora_mixture", 0.6, 0.4),
         "adora_prompt": (*mixed, "--adora_prompt", "{problem}!"),
         "adora_system_prompt": (*mixed, "--adora_system_prompt", system),
     }.items():
-        (changed,) = fingerprint_differences(before, run_fingerprint(*words))
-        assert changed.startswith(f"{key}: ")
+        (difference,) = fingerprint_differences(fingerprint_before, run_fingerprint(*words))
+        assert difference.startswith(f"{key}: ")
     system.write_text("Be very brief.\n")
     with_other_text = run_fingerprint(*mixed, "--adora_system_prompt", system)
     assert "very brief" in with_other_text["adora_system_prompt"]

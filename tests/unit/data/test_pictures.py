@@ -126,17 +126,17 @@ def test_a_picture_that_code_hands_over_is_shown_as_one_of_a_file(
         with subtests.test(name):
             expected = decoded_image(encoded)
 
-            shown = upright_rgb_copy(picture)
+            shown_picture = upright_rgb_copy(picture)
 
-            assert shown.mode == "RGB"
-            assert shown.size == expected.size
-            assert shown.tobytes() == expected.tobytes()
-            shown_again = upright_rgb_copy(shown)
-            assert shown_again.tobytes() == shown.tobytes(), "nothing is turned twice"
+            assert shown_picture.mode == "RGB"
+            assert shown_picture.size == expected.size
+            assert shown_picture.tobytes() == expected.tobytes()
+            shown_again = upright_rgb_copy(shown_picture)
+            assert shown_again.tobytes() == shown_picture.tobytes(), "nothing is turned twice"
             if "side" in name:
-                assert shown.size == (30, 40)
+                assert shown_picture.size == (30, 40)
             if "transparent" in name:
-                assert shown.getpixel((39, 0)) == (255, 255, 255)
+                assert shown_picture.getpixel((39, 0)) == (255, 255, 255)
 
 
 def test_a_copy_shares_no_pixel_with_what_was_handed_over() -> None:
@@ -151,9 +151,9 @@ def test_a_copy_shares_no_pixel_with_what_was_handed_over() -> None:
 def test_premultiplied_grey_is_put_on_white() -> None:
     premultiplied = Image.new("La", (40, 30), (0, 0))
 
-    shown = upright_rgb_copy(premultiplied)
+    shown_picture = upright_rgb_copy(premultiplied)
 
-    assert shown.getpixel((0, 0)) == (255, 255, 255)
+    assert shown_picture.getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_a_broken_picture_that_code_hands_over_is_refused_by_its_kind() -> None:

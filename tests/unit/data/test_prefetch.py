@@ -192,10 +192,12 @@ def test_what_follows_is_what_the_sampler_gives_next(subtests):
             size = 6 // processes
             for epoch in (0, 1):
                 sampler.set_epoch(epoch)
-                drawn = list(sampler)
+                drawn_indices = list(sampler)
                 # 2 rows x 3 rollouts, of which each generation comes four times
-                for start in range(0, len(drawn), 2 * 3 * 4):
-                    parts = [drawn[start + size * rank :][:size] for rank in range(processes)]
+                for start in range(0, len(drawn_indices), 2 * 3 * 4):
+                    parts = [
+                        drawn_indices[start + size * rank :][:size] for rank in range(processes)
+                    ]
                     generations.append((epoch, [list(dict.fromkeys(part)) for part in parts]))
             assert len(generations) == 2 * 5
             for (epoch, now), (_, then) in pairwise(generations):
@@ -210,9 +212,9 @@ def test_asking_what_follows_disturbs_neither_the_sampler_nor_any_random_state()
     states_before = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
     iterator = iter(sampler)
     sampler.following([0], 0)
-    drawn = [next(iterator)]
+    first_draw = [next(iterator)]
     sampler.following([0], 1)
-    assert [*drawn, *iterator] == list(undisturbed)
+    assert [*first_draw, *iterator] == list(undisturbed)
     assert torch.equal(states_before[0], torch.get_rng_state())
     assert states_before[1:] == (repr(np.random.get_state()), random.getstate())
 
@@ -239,13 +241,13 @@ def test_images_are_prefetched_on_a_gpu_with_a_cache_and_without_workers(subtest
         ({"shown": False}, "cuda", False),
         ({"dataset": []}, "cuda", False),
     ]
-    for changed, device, expected in cases:
-        with subtests.test(f"{changed!r:.80} {device} {expected}"):
+    for changed_keys, device, expected in cases:
+        with subtests.test(f"{changed_keys!r:.80} {device} {expected}"):
             settings: dict[str, Any] = {
                 "dataloader_num_workers": 0,
                 "cache": SimpleNamespace(limit_bytes=1),
             }
-            settings |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
+            settings |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed_keys}
             images: Any = SimpleNamespace(
                 cache=settings["cache"],
                 may_be_shown=settings["shown"],

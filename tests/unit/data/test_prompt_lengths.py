@@ -309,9 +309,11 @@ def test_a_language_model_is_asked_in_plain_texts(processor: Any) -> None:
 
 def test_an_image_that_cannot_be_read_is_left_to_the_step_that_names_it(tmp_path: Path) -> None:
     """Its size is None, and it counts for no token."""
-    broken = {"bytes": b"\x89PNG\r\n\x1a\n", "path": None}
+    broken_image = {"bytes": b"\x89PNG\r\n\x1a\n", "path": None}
     missing = {"bytes": None, "path": "gone.png"}
-    folder = write_prepared_data(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [broken], [missing]])
+    folder = write_prepared_data(
+        tmp_path / "mine", [SHORT] * 3, [[PICTURE], [broken_image], [missing]]
+    )
     (file,) = folder.glob("data/*")
     rows = Dataset.from_parquet(str(file), cache_dir=str(tmp_path))
     assert list(stored_image_sizes(rows.data.table)) == [[(140, 140)], [None], [None]]
@@ -508,10 +510,10 @@ def test_a_resume_sees_the_same_rows(data_with_long_prompts: Path) -> None:
     )
     assert fingerprint_differences(run_fingerprint(["a", "b"]), run_fingerprint(["a", "b"])) == []
     for other_selection in ([], ["a"], ["a", "c"]):
-        (changed,) = fingerprint_differences(
+        (difference,) = fingerprint_differences(
             run_fingerprint(["a", "b"]), run_fingerprint(other_selection)
         )
-        assert changed.startswith("rows left out: 2 (")
+        assert difference.startswith("rows left out: 2 (")
 
 
 def test_a_mixture_keeps_its_shares_among_the_rows_that_are_left(tmp_path: Path) -> None:
@@ -613,8 +615,8 @@ def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
     assert "drop leaves out 1 of 2 rows of the evaluation geometry3k" in capsys.readouterr().out
     picture = draw_figure(0, 30).resize((10, 10))
     decoded = Problem({"pid": "c"}, question, 1, lambda: [picture])
-    broken = Problem({"pid": "d"}, question, 1, lambda: [][0])
-    assert problems_asked(110, "drop", decoded, broken) == [broken], (
+    broken_problem = Problem({"pid": "d"}, question, 1, lambda: [][0])
+    assert problems_asked(110, "drop", decoded, broken_problem) == [broken_problem], (
         "the evaluation counts one that cannot be read"
     )
 

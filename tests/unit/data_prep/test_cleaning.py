@@ -142,8 +142,8 @@ def write_broken_folder(root: Path, fault: str, number: int) -> tuple[Path, str]
         content, reason = PICTURE_AND_KIND_BY_FAULT[fault]
         return write_problem_folder(root, number=number, image=content), reason
     if fault in FIELDS_AND_KIND_BY_FAULT:
-        changed, reason = FIELDS_AND_KIND_BY_FAULT[fault]
-        return write_problem_folder(root, number=number, **changed), reason
+        changed_fields, reason = FIELDS_AND_KIND_BY_FAULT[fault]
+        return write_problem_folder(root, number=number, **changed_fields), reason
     damage, reason = DAMAGE_AND_KIND_BY_FAULT[fault]
     folder = write_problem_folder(root, number=number)
     damage(folder)
@@ -236,7 +236,7 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0, (
         "2 % are allowed"
     )
-    before = file_contents(tmp_path / "out")
+    contents_before = file_contents(tmp_path / "out")
     assert len(read_quarantined_rows(tmp_path / "out")) == 1
 
     # Three are over it, and nothing is written but the report.
@@ -251,7 +251,7 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
     assert "error: image_undecodable: 2 rows, the first is geometry3k/train/3: image 0" in error
     assert "error: not_json: 1 row, the first is geometry3k/train/5: " in error
     assert "--allow-quarantined 0.05" in error, "rounded up"
-    assert file_contents(tmp_path / "out") == before, "the old output has to stay"
+    assert file_contents(tmp_path / "out") == contents_before, "the old output has to stay"
     report = tmp_path / "out.quarantine"
     assert str(report / "quarantine.jsonl") in error
     report_lines = read_quarantined_rows(report)

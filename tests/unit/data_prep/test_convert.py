@@ -331,8 +331,8 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(
             if form in ("jsonl", "json"):
                 changes_and_kind_by_fault |= CHANGES_AND_KIND_BY_TYPE_FAULT
             rows: list[dict[str, Any]] = [GOOD_ROW]
-            for number, (changed, _) in enumerate(changes_and_kind_by_fault.values()):
-                row = {**GOOD_ROW, "k": f"bad{number}", **changed}
+            for number, (changed_fields, _) in enumerate(changes_and_kind_by_fault.values()):
+                row = {**GOOD_ROW, "k": f"bad{number}", **changed_fields}
                 if isinstance(row["i"], str):
                     row["i"] = row["i"].replace("FORM", form)
                 if form != "csv" and isinstance(row["c"], str):

@@ -70,10 +70,10 @@ class SolvingModel:
                 request.images[0].tobytes()
             )
             gold, rate = self.golds[question]
-            right = self.asked[question] < 4 * rate
+            is_right = self.asked[question] < 4 * rate
             self.asked[question] += 1
             answers.append(
-                Reply(rf"It is \boxed{{{gold}}}" if right else r"\boxed{-1}", 5, "stop", 9)
+                Reply(rf"It is \boxed{{{gold}}}" if is_right else r"\boxed{-1}", 5, "stop", 9)
             )
         return answers
 
@@ -242,12 +242,12 @@ def test_answers_that_are_not_those_of_the_split_are_refused(drawn_data, solving
     """Predictions without answers, with too few or of another split are named."""
     assert run_filter(drawn_data, tmp_path / "hard") == 0
     lines = (samples_folder(tmp_path / "hard") / "predictions.jsonl").read_text().splitlines()
-    broken = {
+    predictions_by_message = {
         "has no answer.*1 of 6 rows have none": lines[4:],  # of the first problem
         "has 3 answers to some problems and 4 to others": lines[1:],
         "is not in the split 'train'": [*lines, lines[0].replace('"pid": "', '"pid": "another/')],
     }
-    for number, (message, predictions) in enumerate(broken.items()):
+    for number, (message, predictions) in enumerate(predictions_by_message.items()):
         file = tmp_path / f"{number}.jsonl"
         file.write_text("\n".join(predictions) + "\n")
         with pytest.raises(UserError) as caught:

@@ -215,15 +215,15 @@ def test_the_counts_are_those_of_loops_over_random_groups():
         if len({reward for reward, _, _ in answers}) < 2:
             continue
         signal_count += 1
-        right = [length for reward, length, _ in answers if reward > 0.5]
-        wrong = [length for reward, length, _ in answers if reward <= 0.5]
+        right_lengths = [length for reward, length, _ in answers if reward > 0.5]
+        wrong_lengths = [length for reward, length, _ in answers if reward <= 0.5]
         finished = [length for reward, length, cut in answers if reward <= 0.5 and not cut]
         mean_wrong = fmean(finished) if finished else math.inf
-        if right and max(right) <= mean_wrong:
+        if right_lengths and max(right_lengths) <= mean_wrong:
             tds_count += 1
-            if max(right) == mean_wrong:
+            if max(right_lengths) == mean_wrong:
                 tie_count += 1
-            elif max(right) <= min(wrong, default=math.inf):
+            elif max(right_lengths) <= min(wrong_lengths, default=math.inf):
                 short_only_count += 1
         ends = min(length for _, length, _ in answers), max(length for _, length, _ in answers)
         if ends[0] < ends[1]:

@@ -75,22 +75,23 @@ def write_table_with_value(column: str, value: Any, path: Path) -> None:
     """Write a Parquet file of two rows, of which at least the second has `value` in `column`."""
     image = {"bytes": encode_picture(draw_figure(1)), "path": None}
     second_image = {"bytes": encode_picture(draw_figure(2)), "path": None}
-    good: dict[str, Any] = {
+    good_columns: dict[str, Any] = {
         "id": "a/1",
         "images": [image],
         "problem": "Find x.",
         "answer": "5",
         "choices": None,
     }
-    bad_row = {**good, "id": "a/2", "images": [second_image], "problem": "Find y."}
+    bad_row = {**good_columns, "id": "a/2", "images": [second_image], "problem": "Find y."}
     if value is MISSING:
         rows = [
-            {key: item for key, item in row.items() if key != column} for row in (good, bad_row)
+            {key: item for key, item in row.items() if key != column}
+            for row in (good_columns, bad_row)
         ]
-    elif value is None or (isinstance(value, type(good[column])) and column != "images"):
-        rows = [good, {**bad_row, column: value}]
+    elif value is None or (isinstance(value, type(good_columns[column])) and column != "images"):
+        rows = [good_columns, {**bad_row, column: value}]
     else:  # a Parquet column has one type
-        rows = [{**good, column: value}, {**bad_row, column: value}]
+        rows = [{**good_columns, column: value}, {**bad_row, column: value}]
     path.parent.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
 
@@ -211,9 +212,10 @@ def test_a_field_of_a_benchmarks_row(
     (tmp_path / "data").mkdir()
     for column in rows[0]:
         for value_name, value in ODD_VALUES_BY_NAME.items():
-            changed = [{**row, column: value} for row in rows]
+            changed_rows = [{**row, column: value} for row in rows]
             stored_rows = [
-                {key: item for key, item in row.items() if item is not MISSING} for row in changed
+                {key: item for key, item in row.items() if item is not MISSING}
+                for row in changed_rows
             ]
             (tmp_path / "data" / f"{benchmark.split}.json").write_text(json.dumps(stored_rows))
             parsed = [
@@ -327,21 +329,21 @@ def valid_words(action: argparse.Action) -> list[str]:
 
 def test_nonsense_is_one_line_that_names_the_option(monkeypatch, capsys, case_folder):
     """Every option of every command with every value that it can never take."""
-    for name, main, parser, before in commands():
+    for name, main, parser, words_before in commands():
         with case_folder(name) as folder:
             monkeypatch.chdir(folder)
-            assert values_not_refused_by_name(main, parser, before, folder, capsys) == {}
+            assert values_not_refused_by_name(main, parser, words_before, folder, capsys) == {}
 
 
 def values_not_refused_by_name(
     main: Main, parser: Parser, before: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> dict[tuple[str, str], object]:
     """Each option and value that is not refused in one line: the exit code, the line, files."""
-    wrong: dict[tuple[str, str], object] = {}
+    values_by_option: dict[tuple[str, str], object] = {}
     required = [action for action in parser._actions if action.required]
     tried = 0
     for action in (action for action in parser._actions if not isinstance(action, SWITCHES)):
-        named = action.option_strings[0] if action.option_strings else str(action.metavar)
+        option_name = action.option_strings[0] if action.option_strings else str(action.metavar)
         required_words = [
             word
             for required_action in required
@@ -351,7 +353,11 @@ def values_not_refused_by_name(
         for value in bad_values(action):
             tried += 1
             code = main(
-                [*before, *required_words, f"{named}={value}" if action.option_strings else value]
+                [
+                    *before,
+                    *required_words,
+                    f"{option_name}={value}" if action.option_strings else value,
+                ]
             )
             stderr = capsys.readouterr().err
             one_line = (
@@ -360,12 +366,12 @@ def values_not_refused_by_name(
             if (
                 code != 2
                 or not one_line
-                or named.strip("-") not in stderr.replace("_", "-")
+                or option_name.strip("-") not in stderr.replace("_", "-")
                 or list(folder.iterdir())
             ):
-                wrong[named, value[:40]] = (code, stderr, list(folder.iterdir()))
+                values_by_option[option_name, value[:40]] = (code, stderr, list(folder.iterdir()))
     assert tried > 0
-    return wrong
+    return values_by_option
 
 
 def test_help_says_something_of_every_option():

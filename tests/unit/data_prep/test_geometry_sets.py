@@ -263,8 +263,8 @@ def test_the_command_of_a_set_makes_rows_that_an_answer_can_meet(
         for answer in answers:
             verdict = grade(rf"\boxed{{{answer}}}", row["answer"], choices=row["choices"])
             assert verdict.verdict == "correct", (answer, row["answer"], row["choices"], verdict)
-        wrong = grade(r"\boxed{7}", row["answer"], choices=row["choices"])
-        assert wrong.verdict == "wrong"
+        wrong_grade = grade(r"\boxed{7}", row["answer"], choices=row["choices"])
+        assert wrong_grade.verdict == "wrong"
         assert (row["choices"] is not None) == with_choices
         assert "Choices" not in row["problem"], "options are shown once, by the prompt"
         assert len(row["images"]) == 1

@@ -222,13 +222,13 @@ def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case_f
     """The second of two rows is broken in one way each."""
     for kind in BROKEN_RECORD_AND_REASON:
         with case_folder(kind) as folder:
-            changed, words = BROKEN_RECORD_AND_REASON[kind]
-            broken_record = puzzle_record(quiz="Another?", **changed)
+            changed_fields, words_of_error = BROKEN_RECORD_AND_REASON[kind]
+            broken_record = puzzle_record(quiz="Another?", **changed_fields)
             assert prepare_puzzles(folder, puzzle_record(), broken_record) == 2
             stderr = capsys.readouterr().err
             assert stderr.strip().count("\n") == 0
             assert "row 1 of" in stderr
-            assert words in stderr
+            assert words_of_error in stderr
             assert not (folder / "out").exists()
 
 

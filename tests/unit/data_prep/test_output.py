@@ -56,14 +56,14 @@ def interrupt_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
 def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
     """130 is the exit code after Ctrl-C."""
     assert prepare_synthetic(tmp_path / "out") == 0
-    before = file_contents(tmp_path / "out")
+    contents_before = file_contents(tmp_path / "out")
     interrupt_at_row(monkeypatch, 70)  # a batch of 64 rows is on the disk by then
     assert (
         prepare_synthetic(tmp_path / "out", 100, "--overwrite")
         == prepare_synthetic(tmp_path / "new", 100)
         == 130
     )
-    assert file_contents(tmp_path / "out") == before
+    assert file_contents(tmp_path / "out") == contents_before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -79,16 +79,16 @@ def test_a_file_that_cannot_be_read_is_not_called_an_output_that_cannot_be_writt
 def test_an_empty_folder_is_filled_and_the_same_dataset_made_again(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert prepare_synthetic(tmp_path / "out") == 0
-    before = file_contents(tmp_path / "out")
+    contents_before = file_contents(tmp_path / "out")
     assert prepare_synthetic(tmp_path / "out") == 0
-    assert file_contents(tmp_path / "out") == before
+    assert file_contents(tmp_path / "out") == contents_before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
     """Other arguments than the folder's are named, and `--overwrite` replaces it."""
     assert prepare_synthetic(tmp_path / "out") == 0
-    before = file_contents(tmp_path / "out")
+    contents_before = file_contents(tmp_path / "out")
     # the words of a command, by the difference that its error names
     commands = {
         "rows 3, this one 5": ["synthetic", "--rows", "5", "--test-rows", "2"],
@@ -113,7 +113,7 @@ def test_another_dataset_is_replaced_only_where_that_is_said(tmp_path, capsys):
         assert difference in error
         assert "--overwrite" in error
         assert error.count("\n") == 1
-        assert file_contents(tmp_path / "out") == before
+        assert file_contents(tmp_path / "out") == contents_before
     assert prepare_synthetic(tmp_path / "out", 5, "--overwrite") == 0
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
@@ -132,13 +132,13 @@ def test_a_folder_that_is_not_ours_is_refused_and_kept(
             (output / "thesis.tex").write_text("years of work")
             if manifest is not None:
                 (output / "manifest.json").write_text(manifest)
-            before = file_contents(output)
+            contents_before = file_contents(output)
             assert prepare_synthetic(output) == 2
             error = capsys.readouterr().err
             assert error.startswith("error: output: ")
             assert error.count("\n") == 1
             assert str(output) in error
-            assert file_contents(output) == before
+            assert file_contents(output) == contents_before
             assert [path.name for path in folder.iterdir()] == ["out"]
 
 
@@ -235,7 +235,7 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
     output = tmp_path / "out"
     write_problem_folder(tmp_path / "raw")
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
-    before = file_contents(output)
+    contents_before = file_contents(output)
     process = subprocess.Popen(
         synthetic_command(output, 100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL
     )
@@ -252,11 +252,11 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert file_contents(output) == before
+    assert file_contents(output) == contents_before
     assert partial.is_dir()  # nobody could remove it yet
     assert run_prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
     assert not partial_folders(output)
-    assert file_contents(output) == before
+    assert file_contents(output) == contents_before
 
 
 @pytest.mark.slow

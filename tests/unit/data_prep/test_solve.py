@@ -235,9 +235,11 @@ def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
     )
     assert solved.figure is not None
     assert figure_from_json(figure_as_json(solved.figure)) == solved.figure
-    moved = replace(solved.figure, coordinates={**solved.figure.coordinates, "C": (9.0, 9.0)})
+    moved_figure = replace(
+        solved.figure, coordinates={**solved.figure.coordinates, "C": (9.0, 9.0)}
+    )
     with pytest.raises(ValueError, match="does not fulfil its facts"):
-        figure_from_json(figure_as_json(moved))
+        figure_from_json(figure_as_json(moved_figure))
 
 
 def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
@@ -277,11 +279,11 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
         assert row["meta"]["kind"] == original
         assert number.isdecimal()
         figure = figure_from_json(row["figure"])
-        again = solve_form(figure.form, looks=False)
-        assert again.status == "answered"
-        assert float(again.value) == pytest.approx(float(solve_form(figure.form).value))
-        if again.answer is not None:
-            assert row["answer"] == again.answer
+        solved_again = solve_form(figure.form, looks=False)
+        assert solved_again.status == "answered"
+        assert float(solved_again.value) == pytest.approx(float(solve_form(figure.form).value))
+        if solved_again.answer is not None:
+            assert row["answer"] == solved_again.answer
         assert figure.form.facts != tuple(RIGHT_TRIANGLE_FACTS)
     code = main(
         [
@@ -392,8 +394,8 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
         "Equals(LengthOf(Line(A, D)), 7)",
         "Equals(MeasureOf(Angle(D, A, B)), 52)",
     ]
-    asked = logic_form(points, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
-    solved = solve_form(asked).figure
+    form = logic_form(points, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
+    solved = solve_form(form).figure
     assert solved is not None
     assert abs(solved.coordinates["A"][1] - solved.coordinates["B"][1]) > 0.1
     variants = make_variants(

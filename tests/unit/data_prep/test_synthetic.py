@@ -191,12 +191,12 @@ DIGEST_BY_REVISION = {
 
 def test_a_revision_stands_for_the_same_rows() -> None:
     """Rows of both splits, a level and choices, and of knights, have the digests above."""
-    drawn = [
+    drawn_rows = [
         *generate(200, split="train", seed=1, size=56),
         *generate(50, split="test", size=112, level=2, choices=4),
     ]
     digests = {
-        generated_module.SYNTHETIC_REVISION: digest_of_rows(drawn),
+        generated_module.SYNTHETIC_REVISION: digest_of_rows(drawn_rows),
         generated_module.KNIGHTS_REVISION: digest_of_rows(
             knights.generate(100, split="test", seed=1)
         ),
@@ -394,9 +394,9 @@ def record_drawings(monkeypatch: pytest.MonkeyPatch) -> list[DrawnPicture]:
         original_init(self, *arguments)
 
     def record_label(self: Canvas, text: str, centre: Point) -> None:
-        before = self.picture()
+        pixels_before = self.picture()
         original_label(self, text, centre)
-        assert self.picture() != before, f"{text} cannot be seen"
+        assert self.picture() != pixels_before, f"{text} cannot be seen"
         self.drawn.labels.append((text, centre))  # type: ignore[attr-defined]
 
     def record_line(self: Canvas, *points: Point, closed: bool = False) -> None:

@@ -247,8 +247,8 @@ def test_rows_of_one_json_text_are_found(
                     "1",
                     "2",
                 ]
-                for broken in (text[:-1], text[:-9], f"{text}]", text.replace(",", ";")):
-                    (folder / "t.json").write_text(broken)
+                for broken_text in (text[:-1], text[:-9], f"{text}]", text.replace(",", ";")):
+                    (folder / "t.json").write_text(broken_text)
                     code = run_convert(
                         folder / "t.json", folder / "bad", columns=("problem=q", "answer=a")
                     )
@@ -305,14 +305,14 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
     )
     small_picture = base64.b64encode(encode_picture(draw_figure(1, 24))).decode()
     assert len(small_picture) < 1024
-    broken = {
+    broken_pictures = {
         "lfs_pointer": b"version https://git-lfs.github.com/spec/v1\n",
         "html": b"\n<!doctype html><p>404",
         "heic": heic.read_bytes()[:60],
     }
-    for word, content in broken.items():
+    for word, content in broken_pictures.items():
         (tmp_path / "in" / f"{word}.png").write_bytes(content)
-    images = ["a.heic", small_picture, *(f"{word}.png" for word in broken)]
+    images = ["a.heic", small_picture, *(f"{word}.png" for word in broken_pictures)]
     source = write_user_jsonl(
         tmp_path / "in", [{"q": f"{n}?", "a": n, "i": image} for n, image in enumerate(images)]
     )
@@ -328,7 +328,7 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
         (24, 24),
     ]
     assert [line["reason"] for line in read_quarantined_rows(tmp_path / "out")] == [
-        f"image_{word}" for word in broken
+        f"image_{word}" for word in broken_pictures
     ]
 
 
@@ -395,10 +395,10 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
         "report_to": "none",
     }
     arguments = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "adora_vl.train", *arguments], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert process.returncode == 0, process.stderr[-2000:]
 
 
 def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
@@ -431,9 +431,9 @@ def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
     case_folder: CaseFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The end `images/0.png` of `/mnt/data/geo/images/0.png` is in the folder of the pictures."""
-    for before in ("/mnt/data/geo/", "D:\\data\\geo\\", "file:///mnt/geo/"):
-        with case_folder(before) as folder:
-            rows = [{"q": f"{n}?", "a": n, "i": f"{before}images/{n}.png"} for n in range(2)]
+    for beginning in ("/mnt/data/geo/", "D:\\data\\geo\\", "file:///mnt/geo/"):
+        with case_folder(beginning) as folder:
+            rows = [{"q": f"{n}?", "a": n, "i": f"{beginning}images/{n}.png"} for n in range(2)]
             source = write_user_jsonl(folder / "in", rows)
             columns = ("problem=q", "answer=a", "images=i")
             assert run_convert(source, folder / "told", columns=columns) != 0

@@ -391,7 +391,7 @@ class SmallEngine(torch.nn.Module):
 def test_a_changed_weight_comes_back_to_the_bit():
     """A weight is always changed from its first value, and restored even after an error."""
     model = SmallEngine()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights_before = {name: p.detach().clone() for name, p in model.named_parameters()}
     name, parameter = choose_parameter(model, vision=False)
     assert name == "model.layers.1.weight"
     with pytest.raises(RuntimeError, match="inside"), changeable_weight(parameter) as change:
@@ -400,9 +400,9 @@ def test_a_changed_weight_comes_back_to_the_bit():
         change(3.0)
         change(0.3)
         assert torch.equal(parameter, changed_by_0_3)
-        assert not torch.equal(parameter, before[name])
+        assert not torch.equal(parameter, weights_before[name])
         raise RuntimeError("inside")
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(p, weights_before[name]) for name, p in model.named_parameters())
 
     # LoRA's second factor is zero at the start, and no factor would change it
     lora_second_factor = torch.nn.Parameter(torch.zeros(2, 8))

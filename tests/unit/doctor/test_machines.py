@@ -115,11 +115,11 @@ def test_what_several_machines_could_not_start_from_is_refused(case_folder):
             "asks for FSDP, which is not supported",
         ),
     ]
-    for before, after, message in cases:
-        with case_folder(before) as folder:
+    for line, replacement, message in cases:
+        with case_folder(line) as folder:
             content = TWO_MACHINES_CONFIG.read_text()
-            assert before in content
-            (folder / "a.yaml").write_text(content.replace(before, after))
+            assert line in content
+            (folder / "a.yaml").write_text(content.replace(line, replacement))
             with pytest.raises(UserError, match=message):
                 sharding_from_file(folder / "a.yaml")
     with pytest.raises(UserError, match="16 processes cannot be spread evenly over 3 machines"):

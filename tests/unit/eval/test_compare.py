@@ -65,13 +65,13 @@ def test_the_difference_its_tests_and_the_groups(tmp_path, capsys):
 
 def test_every_run_has_its_gain_over_the_first_one_also_by_group(tmp_path, capsys):
     """A gain is in points, and stands behind each figure of a run that the first one has too."""
-    before = write_score_file(tmp_path / "before.json", "0" * 20)
-    after = write_score_file(tmp_path / "after.json", "10" * 10)  # the group `a` gained alone
+    score_before = write_score_file(tmp_path / "before.json", "0" * 20)
+    score_after = write_score_file(tmp_path / "after.json", "10" * 10)  # the group `a` gained alone
     grpo = write_score_file(tmp_path / "grpo.json", "11" * 9 + "00")
     lines = comparison_of(
-        capsys, before, after, grpo, "--by", "task", "--no-published"
+        capsys, score_before, score_after, grpo, "--by", "task", "--no-published"
     ).splitlines()
-    assert lines[0].endswith(f"gain in points over {before}")
+    assert lines[0].endswith(f"gain in points over {score_before}")
     assert lines[1].split() == ["all", "gain"]
     gain_by_heading: dict[str, dict[str, list[str]]] = {}
     heading = "all"
@@ -79,17 +79,17 @@ def test_every_run_has_its_gain_over_the_first_one_also_by_group(tmp_path, capsy
         words = line.split()
         if line.startswith("task = "):
             heading = line
-        elif words and words[0] in (before, after, grpo) and " of " in line:
+        elif words and words[0] in (score_before, score_after, grpo) and " of " in line:
             words_behind_count = words[words.index("of") + 2 :]
             gain_by_heading.setdefault(heading, {})[words[0]] = words_behind_count
     assert gain_by_heading == {
-        "all": {before: [], after: ["+50.0"], grpo: ["+90.0"]},
-        "task = a": {before: [], after: ["+100.0"], grpo: ["+90.0"]},
-        "task = b": {before: [], after: ["+0.0"], grpo: ["+90.0"]},
+        "all": {score_before: [], score_after: ["+50.0"], grpo: ["+90.0"]},
+        "task = a": {score_before: [], score_after: ["+100.0"], grpo: ["+90.0"]},
+        "task = b": {score_before: [], score_after: ["+0.0"], grpo: ["+90.0"]},
     }
     bracket_positions = {line.index("[") for line in lines[2:5]}
     assert len(bracket_positions) == 1, "the cells of a column begin below each other"
-    loss_lines = comparison_of(capsys, grpo, after).splitlines()
+    loss_lines = comparison_of(capsys, grpo, score_after).splitlines()
     assert loss_lines[3].endswith("-40.0")
 
 
@@ -287,14 +287,14 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case_fol
             same = write_score_file(
                 folder / "same.json", "0111", **fingerprint_with(model="another", seed=3)
             )
-            changed = write_score_file(folder / "other.json", "0111", **fingerprint)
+            other_score = write_score_file(folder / "other.json", "0111", **fingerprint)
             assert "warning" not in comparison_of(capsys, first, same)
             assert comparability_warnings([read_run(first), read_run(same)]) == []
-            lines = comparison_of(capsys, first, changed).splitlines()
+            lines = comparison_of(capsys, first, other_score).splitlines()
             (warning,) = [line for line in lines if line.startswith("warning")]
             assert f"differ in {name}" in warning
             assert '"different"' in warning
-            assert comparability_warnings([read_run(first), read_run(changed)]) == [warning]
+            assert comparability_warnings([read_run(first), read_run(other_score)]) == [warning]
 
 
 def test_a_setting_that_an_older_score_does_not_have_is_no_difference(tmp_path):

@@ -121,11 +121,11 @@ def test_runs_are_compared_over_the_problems_and_not_their_versions(name, tmp_pa
     score_in(tmp_path, benchmark, rows, "before")
     # Two problems more are solved in all their versions.
     right_response = rows[0]["response"]
-    after = [
+    items_after = [
         {**row, "response": right_response} if n_versions <= number < 3 * n_versions else row
         for number, row in enumerate(rows)
     ]
-    score_in(tmp_path, benchmark, after, "after")
+    score_in(tmp_path, benchmark, items_after, "after")
     capsys.readouterr()
     assert compare([str(tmp_path / "before.json"), str(tmp_path / "after.json")]) == 0
     text = capsys.readouterr().out

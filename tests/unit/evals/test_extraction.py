@@ -166,8 +166,12 @@ def test_a_second_score_asks_nothing(
     assert second["extraction_mix"]["judge_cached"] == 2
     assert second["correct"] == first["correct"]
     # Another answer to the same problem is another question.
-    changed = [*PREDICTIONS[:1], prediction("2", "I count five, no, six."), *PREDICTIONS[2:]]
-    score_with_judge(tmp_path, server.url, rows=changed)
+    changed_predictions = [
+        *PREDICTIONS[:1],
+        prediction("2", "I count five, no, six."),
+        *PREDICTIONS[2:],
+    ]
+    score_with_judge(tmp_path, server.url, rows=changed_predictions)
     assert len(server.requests) == 3
 
 

@@ -278,17 +278,17 @@ def test_broken_images_are_recorded_and_the_others_answered(tmp_path):
     problems = geometry3k_problems(load_split(tmp_path / "data", "test"))
     summary = infer_with(tmp_path / "out", engine, problems)
     assert summary.image_failed == 1
-    first, broken, last = read_predictions(tmp_path / "out" / "predictions.jsonl")
-    assert first["finish_reason"] == last["finish_reason"] == "stop"
-    assert first["response"] == rows[0]["problem"]
-    assert last["response"] == rows[2]["problem"]
-    assert broken["finish_reason"] == IMAGE_FAILED
-    assert broken["response"] == ""
-    assert "UnreadableImageError" in broken["error"]
+    first_row, broken_row, last_row = read_predictions(tmp_path / "out" / "predictions.jsonl")
+    assert first_row["finish_reason"] == last_row["finish_reason"] == "stop"
+    assert first_row["response"] == rows[0]["problem"]
+    assert last_row["response"] == rows[2]["problem"]
+    assert broken_row["finish_reason"] == IMAGE_FAILED
+    assert broken_row["response"] == ""
+    assert "UnreadableImageError" in broken_row["error"]
     asked_images = [request.images[0].tobytes() for request in engine.requests]
     assert asked_images == [rows[0]["images"][0].tobytes(), rows[2]["images"][0].tobytes()]
-    assert first["metadata"]["family"] == rows[0]["meta"]["family"]
-    assert "solution" not in first["metadata"], "a prediction keeps no text of the warm start"
+    assert first_row["metadata"]["family"] == rows[0]["meta"]["family"]
+    assert "solution" not in first_row["metadata"], "a prediction keeps no text of the warm start"
 
 
 def test_new_weights_or_other_data_in_the_same_folder_are_another_run(tmp_path):

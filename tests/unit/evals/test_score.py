@@ -581,11 +581,11 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     without_tags = metrics_in_training(GEOMETRY3K, tagged, answer_tags=False)
     assert with_tags["geometry3k_accuracy"] == 1.0
     assert without_tags["geometry3k_accuracy"] == 0.0
-    drawn = []
+    drawn_figures = []
     for row in rows:
         metadata = {**row["metadata"], "family": "crossing", "kind": "vertical"}
-        drawn.append({**row, "metadata": metadata})
-    metrics_of_drawn = metrics_in_training(GEOMETRY3K, drawn)
+        drawn_figures.append({**row, "metadata": metadata})
+    metrics_of_drawn = metrics_in_training(GEOMETRY3K, drawn_figures)
     assert metrics_of_drawn["geometry3k_crossing_vertical_accuracy"] == score["accuracy"]
 
 

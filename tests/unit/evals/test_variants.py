@@ -63,7 +63,7 @@ def test_originals_and_variants_are_compared_problem_by_problem() -> None:
     """Two of the originals `a`, `b` and `c` are right, and three of their six variants."""
     right_by_pid = {"a": 1, "b": 1, "c": 0, "alone": 0}
     right_by_pid |= {"a~1": 1, "a~2": 1, "b~1": 0, "b~2": 1, "c~1": 0, "c~2": 0}
-    answers = [graded_answer(pid, right) for pid, right in right_by_pid.items()]
+    answers = [graded_answer(pid, is_right) for pid, is_right in right_by_pid.items()]
 
     lines = variant_lines(answers)
 

@@ -106,17 +106,17 @@ def break_form(record: dict, rng: random.Random) -> dict:
     facts = record["facts"]
     for _ in range(rng.choice((1, 1, 2, 4))):
         number = rng.randrange(len(facts)) if facts else None
-        way = rng.randrange(7)
-        if way == 0 and record["points"]:
+        kind_of_damage = rng.randrange(7)
+        if kind_of_damage == 0 and record["points"]:
             name = rng.choice(list(record["points"]))
             record["points"][name] = [rng.choice((-1, 0, 500)), rng.choice((-1, 0, 500))]
-        elif number is None or way == 1:
+        elif number is None or kind_of_damage == 1:
             facts.append(rng.choice(facts) if facts else "Equals(LengthOf(Line(A, A)), 0)")
             record["lines"].append(rng.choice(("AA", "AB", "ZZ")))
-        elif way == 2:
+        elif kind_of_damage == 2:
             facts.pop(number)
-        elif way == 3:
-            new = rng.choice(
+        elif kind_of_damage == 3:
+            new_value = rng.choice(
                 (
                     "0",
                     "1",
@@ -131,10 +131,10 @@ def break_form(record: dict, rng: random.Random) -> dict:
                     r"\sqrt{-1}",
                 )
             )
-            facts[number] = re.sub(r"\d+", new.replace("\\", r"\\"), facts[number], count=1)
-        elif way == 4:
+            facts[number] = re.sub(r"\d+", new_value.replace("\\", r"\\"), facts[number], count=1)
+        elif kind_of_damage == 4:
             facts[number] = facts[number].replace(rng.choice("ABCDE"), rng.choice("ABCDEQ"))
-        elif way == 5:
+        elif kind_of_damage == 5:
             facts[number] = facts[number][: rng.randrange(len(facts[number]) + 1)]
         else:
             head = rng.choice(

@@ -400,8 +400,10 @@ def test_the_engine_imports_numpy_alone() -> None:
         "import sys, adora_vl.geometry.verdict, adora_vl.geometry.text; "
         "print(sorted({'torch', 'PIL', 'datasets', 'scipy', 'matplotlib'} & set(sys.modules)))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("sides", range(3, 13))

@@ -124,11 +124,11 @@ def test_a_copy_computes_with_its_own_weights():
     changed_policy = policy_with_adapter()
     compute_branches_first(changed_policy)
     copied = copy.deepcopy(changed_policy)
-    before = changed_policy(input_ids=TOKEN_IDS).logits
+    logits_before = changed_policy(input_ids=TOKEN_IDS).logits
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
-    assert torch.equal(changed_policy(input_ids=TOKEN_IDS).logits, before)
+    assert torch.equal(changed_policy(input_ids=TOKEN_IDS).logits, logits_before)
     assert copied(input_ids=TOKEN_IDS).logits.abs().max() == 0
 
 

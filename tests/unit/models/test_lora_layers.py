@@ -70,9 +70,9 @@ def test_named_layers_and_parameters_stay_as_they_are():
     ):
         model_config = ModelConfig(use_peft=True, **layer_choice)
         peft_config = make_lora_config(model_config)
-        before = peft_config.to_dict()
+        config_before = peft_config.to_dict()
         assert choose_layers(peft_config, model_config, config) == []
-        assert peft_config.to_dict() == before
+        assert peft_config.to_dict() == config_before
     assert make_lora_config(ModelConfig()) is None
     assert choose_layers(None, ModelConfig(), config) == []
 

@@ -180,14 +180,16 @@ def test_without_room_or_without_an_engine_nothing_is_proposed():
 def test_the_dry_run_names_the_share_only_where_it_helps():
     """0.35 is less than what is of use, and 0.95 does not fit."""
     low = plan_for_recipe("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.35")
-    right = plan_for_recipe("adora_3b_1gpu_lora")
+    plan_with_right_share = plan_for_recipe("adora_3b_1gpu_lora")
     utilization = best_vllm_utilization(low.setup, low.gpu_bytes)
-    right = replace(right, setup=with_utilization(right.setup, utilization or 0))
+    plan_with_right_share = replace(
+        plan_with_right_share, setup=with_utilization(plan_with_right_share.setup, utilization or 0)
+    )
     line = f"vllm_gpu_memory_utilization: {utilization:g} instead of 0.35 lets 150 run at once"
     assert any(memory_line.startswith(line) for memory_line in memory_lines(low))
     assert not any(
         "instead of" in memory_line and "run at once" in memory_line
-        for memory_line in memory_lines(right)
+        for memory_line in memory_lines(plan_with_right_share)
     )
     much = plan_for_recipe("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.95")
     assert not fits_into_gpu(much.setup, much.gpu_bytes)

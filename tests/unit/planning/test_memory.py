@@ -404,11 +404,11 @@ def test_what_saves_memory_saves_memory(plan_recipe, subtests):
     ]
     for changes in cases:
         with subtests.test(f"{changes!r:.80}"):
-            before = predict_memory(plan_recipe, 80 * GIB).phases["forward and backward"]
-            after = predict_memory(replace(plan_recipe, **changes), 80 * GIB).phases[
+            memory_before = predict_memory(plan_recipe, 80 * GIB).phases["forward and backward"]
+            memory_after = predict_memory(replace(plan_recipe, **changes), 80 * GIB).phases[
                 "forward and backward"
             ]
-            assert sum(after.values()) > sum(before.values())
+            assert sum(memory_after.values()) > sum(memory_before.values())
 
 
 def test_an_engine_that_stays_awake_takes_its_share_while_learning(plan_recipe):
@@ -433,10 +433,10 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
             assert sizes == [1, 2, 4, 8, 16, 32, 64, 128]
             largest = largest_batch(setup, card * GIB)
             for size in sizes:
-                good = fits_into_gpu(
+                fitting = fits_into_gpu(
                     replace(setup, batch=replace(setup.batch, sequences=size)), card * GIB
                 )
-                assert good is (size <= largest)
+                assert fitting is (size <= largest)
             assert largest_batch(setup, 20 * GIB) == 0
 
 
@@ -466,12 +466,14 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(plan_recipe):
     """
     one_by_one = replace(plan_recipe, batch=replace(plan_recipe.batch, sequences=8), group_size=8)
     shared = replace(one_by_one, sharing=SHARING_ALL)
-    before = predict_memory(one_by_one, 80 * GIB).phases["forward and backward"]
-    after = predict_memory(shared, 80 * GIB).phases["forward and backward"]
+    memory_before = predict_memory(one_by_one, 80 * GIB).phases["forward and backward"]
+    memory_after = predict_memory(shared, 80 * GIB).phases["forward and backward"]
     # an eighth of the images, each in bytes with one of two frames in place of float32 numbers
-    assert after["pixels"] * 8 * 8 == before["pixels"]
-    assert after["vision"] * 8 == before["vision"]
-    assert after["activations"] < before["activations"], "the prompt of a group is computed once"
+    assert memory_after["pixels"] * 8 * 8 == memory_before["pixels"]
+    assert memory_after["vision"] * 8 == memory_before["vision"]
+    assert memory_after["activations"] < memory_before["activations"], (
+        "the prompt of a group is computed once"
+    )
     # the rollouts of a micro-batch, and the images of the parts of groups of 8 in it
     for sequences, images in (
         (2, 1),
@@ -555,11 +557,11 @@ def test_a_packed_group_has_its_prompt_once(plan_recipe):
     packed = replace(one_sequence_each, sharing=SHARING_ALL)
     assert packed.micro_batch.packed
     assert packed.pass_size.tokens == 1580 + 8 * 199 < one_sequence_each.pass_size.tokens
-    before = predict_memory(one_sequence_each, 80 * GIB).phases["forward and backward"]
-    after = predict_memory(packed, 80 * GIB).phases["forward and backward"]
-    assert after["activations"] < before["activations"] / 2
-    assert "attention mask" in before, "attention in two parts stores no mask"
-    assert "attention mask" not in after, "attention in two parts stores no mask"
+    memory_before = predict_memory(one_sequence_each, 80 * GIB).phases["forward and backward"]
+    memory_after = predict_memory(packed, 80 * GIB).phases["forward and backward"]
+    assert memory_after["activations"] < memory_before["activations"] / 2
+    assert "attention mask" in memory_before, "attention in two parts stores no mask"
+    assert "attention mask" not in memory_after, "attention in two parts stores no mask"
 
 
 def test_the_largest_image_leaves_the_engine_room_for_the_completion(plan_recipe):

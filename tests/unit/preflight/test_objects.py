@@ -48,10 +48,10 @@ def test_a_model_object_is_another_one_where_any_of_its_numbers_is(model):
     assert identity == hash_model_object(deepcopy(model))
     for name, parameter in model.named_parameters():
         for position in (0, parameter.numel() // 3, parameter.numel() - 1):
-            changed = deepcopy(model)
+            changed_model = deepcopy(model)
             with torch.no_grad():
-                changed.get_parameter(name).view(-1)[position] += 1.0
-            assert hash_model_object(changed) != identity, (name, position)
+                changed_model.get_parameter(name).view(-1)[position] += 1.0
+            assert hash_model_object(changed_model) != identity, (name, position)
 
 
 def test_a_model_object_is_another_one_with_another_dtype_config_or_adapter(model):

@@ -29,7 +29,7 @@ def anchors_of_headings(page: Path) -> set[str]:
 
 def broken_links(page: Path, text: str) -> list[str]:
     """Return the links in a page's text whose file or heading does not exist."""
-    broken = []
+    broken_targets = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if link.startswith(("http://", "https://")):
             continue
@@ -38,8 +38,8 @@ def broken_links(page: Path, text: str) -> list[str]:
         if not target.exists() or (
             anchor and target.suffix == ".md" and anchor not in anchors_of_headings(target)
         ):
-            broken.append(link)
-    return broken
+            broken_targets.append(link)
+    return broken_targets
 
 
 def missing_names(text: str) -> list[str]:

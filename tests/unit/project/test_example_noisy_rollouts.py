@@ -35,9 +35,11 @@ def start_noisy_rollouts(
 
 def group_of_step(slot: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
     """Return a group of a step, or the part of it that a rank has."""
-    drawn = DrawnProblem(row_number=5, key=StepKey(mode="train", step=step, micro=0), slot=slot)
+    drawn_problem = DrawnProblem(
+        row_number=5, key=StepKey(mode="train", step=step, micro=0), slot=slot
+    )
     return RolloutGroup(
-        problem=drawn,
+        problem=drawn_problem,
         row=Row(),
         start_generation=0,
         rollouts=(Rollout(),) * members,

@@ -96,10 +96,10 @@ def policy_step(folder, rows):
     printed = step.page_row(figures_by_way, 697, step.answer_lengths(400, 1024, 8, equal=False))
     assert printed == f"| 697 | {rows[1][1]} | 1 | 1 | **1.00** | 1.00 |"
     for _, _, *cells, _ in rows:  # the ratio of rounded seconds
-        for stock, ours, ratio in zip(
+        for stock_seconds, our_seconds, ratio in zip(
             *(map(float, cell.split(", ")) for cell in cells), strict=True
         ):
-            assert ratio == pytest.approx(ours / stock, abs=0.011)
+            assert ratio == pytest.approx(our_seconds / stock_seconds, abs=0.011)
 
 
 def simulated_card(folder, flops, memory):

@@ -193,8 +193,8 @@ def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monke
 
     from adora_vl.synthetic.generate import generate
 
-    drawn = list(generate(8, seed=1, families=("perimeter",)))
-    monkeypatch.setattr(scanned, "draw_rows", lambda *_, **__: drawn)
+    drawn_rows = list(generate(8, seed=1, families=("perimeter",)))
+    monkeypatch.setattr(scanned, "draw_rows", lambda *_, **__: drawn_rows)
     plan = scanned.rehearsal_of(
         scanned.with_model_size(CARD_PLAN, {"width": 64, "layers": 1}), tmp_path
     )

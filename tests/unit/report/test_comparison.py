@@ -358,8 +358,8 @@ def test_seeds_are_compared_on_the_problems_of_all_runs(tmp_path, capsys):
     """A run that was evaluated on a part of the problems, which are the easy ones, gains nothing."""
     runs = []
     for side in ("a", "b"):
-        for seed, right in enumerate((8, 10)):
-            runs.append(write_run(tmp_path / f"{side}{seed}", [0.5], right, seed=seed))
+        for seed, right_count in enumerate((8, 10)):
+            runs.append(write_run(tmp_path / f"{side}{seed}", [0.5], right_count, seed=seed))
     file = Path(runs[-1]) / "eval" / "score.json"
     score = json.loads(file.read_text())
     file.write_text(json.dumps({**score, "items": score["items"][:10], "accuracy": 1.0}))

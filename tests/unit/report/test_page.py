@@ -250,16 +250,16 @@ def test_a_long_run_is_thinned_evenly_and_says_so(tmp_path):
 def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
     """Nothing is shown where today's grader gives another reason than the record has."""
     gold = "AB = 4, CD = 5"
-    wrong = r"so \boxed{CD = 5, AB = 4.1}"
+    wrong_answer = r"so \boxed{CD = 5, AB = 4.1}"
     # a part of the answer, the part of the reference that it is compared with, the rule
     both = [("CD=5", "CD=5", "same_part"), ("AB=4.1", "-", "different_part")]
     # changed columns of a rollout, and the parts that are shown (None: none are)
     cases: list[tuple[dict[str, Any], list[tuple[str, str, str]] | None]] = [
-        ({"completion": wrong, "reason": "different_part"}, both),
-        ({"completion": f"<answer>{wrong}</answer>", "reason": "different_part"}, both),
-        ({"completion": wrong, "reason": "different_length"}, None),
+        ({"completion": wrong_answer, "reason": "different_part"}, both),
+        ({"completion": f"<answer>{wrong_answer}</answer>", "reason": "different_part"}, both),
+        ({"completion": wrong_answer, "reason": "different_length"}, None),
         ({"completion": r"\boxed{CD = 5, AB = 4", "reason": "no_box"}, None),
-        ({"completion": wrong, "reason": "different_number", "answer": "5"}, None),
+        ({"completion": wrong_answer, "reason": "different_number", "answer": "5"}, None),
         (
             {
                 "completion": "<answer>(3, 1.33)</answer>",

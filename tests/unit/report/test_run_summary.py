@@ -141,11 +141,11 @@ def test_a_length_changes_only_where_the_groups_agree(tmp_path: Path) -> None:
         rollout_pair(rewards=(1.0, 0.0), lengths=(10, 10)),
         rollout_pair(rewards=(1.0, 0.0), lengths=(12, 90)),
     ]
-    late = [
+    late_groups = [
         rollout_pair(rewards=(1.0, 0.0), lengths=(40, 20)),
         rollout_pair(rewards=(1.0, 0.0), lengths=(42, 95)),
     ]
-    *_, lengths = summary_from(tmp_path, [early, late])
+    *_, lengths = summary_from(tmp_path, [early, late_groups])
     assert lengths == (
         "Length: from the first to the last fifth of the steps, right answers became longer "
         "(11 → 41 tokens) and wrong ones kept their length (50 → 58 tokens, within noise)."
@@ -155,8 +155,8 @@ def test_a_length_changes_only_where_the_groups_agree(tmp_path: Path) -> None:
 def test_lengths_that_are_equal_in_all_groups_have_no_interval(tmp_path: Path) -> None:
     """An interval over groups that are all alike would have the width 0."""
     early = [rollout_pair(rewards=(1.0, 0.0), lengths=(10, 64))] * 2
-    late = [rollout_pair(rewards=(1.0, 0.0), lengths=(12, 64))] * 2
-    *_, lengths = summary_from(tmp_path, [early, late])
+    late_groups = [rollout_pair(rewards=(1.0, 0.0), lengths=(12, 64))] * 2
+    *_, lengths = summary_from(tmp_path, [early, late_groups])
     assert lengths == (
         "Length: from the first to the last fifth of the steps, right answers changed "
         "(10 → 12 tokens, without an interval, as the groups of a fifth are all alike) and wrong "

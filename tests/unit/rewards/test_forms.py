@@ -131,7 +131,7 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(
     ]
     assert verify_gold(gold) is None
     assert [verdict_on(answer, gold) for answer in spellings] == ["correct"] * 4
-    wrong = [
+    wrong_lines = [
         f"{a}x+({b})y={c + 1}",
         f"{a + 10}x+({b})y={c}",
         f"{a}u+({b})v={c}",
@@ -141,7 +141,7 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(
         "x=x",
         f"({a}x+({b})y-({c}))(0)=0",
     ]
-    assert [answer for answer in wrong if verdict_on(answer, gold) == "correct"] == []
+    assert [answer for answer in wrong_lines if verdict_on(answer, gold) == "correct"] == []
 
 
 @SIXTY_EXAMPLES
@@ -152,21 +152,21 @@ def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sig
     other_sign = {"<": r"\le", r"\le": "<", ">": r"\geq", r"\geq": ">"}[sign]
     gold = f"{a}x+({b}) {sign} 0"
     assert verify_gold(gold) is None
-    right = [
+    equal_inequalities = [
         f"0 {turned} {a}x+({b})",
         f"({factor})({a}x+({b})) {sign} 0",
         f"-({factor})({a}x+({b})) {turned} 0",
         rf"x {sign if a > 0 else turned} \frac{{{-b}}}{{{a}}}",
     ]
-    assert [verdict_on(answer, gold) for answer in right] == ["correct"] * 4
-    wrong = [
+    assert [verdict_on(answer, gold) for answer in equal_inequalities] == ["correct"] * 4
+    other_inequalities = [
         f"{a}x+({b}) {turned} 0",
         f"{a}x+({b}) {other_sign} 0",
         f"{a}x+({b}) {sign} 1",
         f"{a}u+({b}) {sign} 0",
         f"{a}x+({b}) = 0",
     ]
-    assert [answer for answer in wrong if verdict_on(answer, gold) == "correct"] == []
+    assert [answer for answer in other_inequalities if verdict_on(answer, gold) == "correct"] == []
 
 
 @SIXTY_EXAMPLES
@@ -207,13 +207,13 @@ def test_an_absolute_value_below_a_bound_is_an_interval_and_above_it_a_union(
             assert verify_gold(answer) is None, answer
             assert verdict_on(answer, gold) == verdict_on(gold, answer) == "correct", answer
             assert verdict_on(answer, opposite) == verdict_on(opposite, answer) == "wrong", answer
-        wrong = [
+        wrong_answers = [
             f"|{inside}| = {bound}",
             f"|{inside}| {sign} {bound + 1}",
             f"|{inside}+1| {sign} {bound}",
             f"{inside} {sign} {bound}",
         ]
-        assert [answer for answer in wrong if verdict_on(answer, gold) == "correct"] == []
+        assert [answer for answer in wrong_answers if verdict_on(answer, gold) == "correct"] == []
 
 
 @SIXTY_EXAMPLES
@@ -236,7 +236,7 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
     ):
         assert verdict_on(answer, reference) == "correct", (answer, reference)
     flipped = {"(": "[", "[": "(", ")": "]", "]": ")"}
-    wrong = [
+    wrong_answers = [
         f"{flipped[kind[0]]}{low}, {high}{kind[1]}",
         f"{kind[0]}{low}, {high}{flipped[kind[1]]}",
         f"{kind[0]}{low - 1}, {high}{kind[1]}",
@@ -247,10 +247,10 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
         f"{low + width / 2}",
     ]
     assert not [
-        (answer, right)
-        for answer in wrong
-        for right in (gold, inequality)
-        if verdict_on(answer, right) == "correct"
+        (answer, right_answer)
+        for answer in wrong_answers
+        for right_answer in (gold, inequality)
+        if verdict_on(answer, right_answer) == "correct"
     ]
 
 
@@ -261,17 +261,17 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
 def test_names_go_with_their_values(values: list[str], rng: Any) -> None:
     """The gold has a name for each value, as in `AB = 3, CD = -4`."""
     names = ["AB", "CD", r"\angle 3", "x_1"][: len(values)]
-    named = [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
-    gold = ", ".join(named)
+    named_values = [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
+    gold = ", ".join(named_values)
     assert verify_gold(gold) is None
     assert (
-        verdict_on(", ".join(rng.sample(named, len(named))), gold)
+        verdict_on(", ".join(rng.sample(named_values, len(named_values))), gold)
         == verdict_on(", ".join(values), gold)
         == "correct"
     )
     rotated = [*values[1:], values[0]]
     named_rotated = [f"{name} = {value}" for name, value in zip(names, rotated, strict=True)]
-    other_name = [f"EF = {values[0]}", *named[1:]]
+    other_name = [f"EF = {values[0]}", *named_values[1:]]
     assert verdict_on(", ".join(rotated), gold) != "correct"
     assert verdict_on(", ".join(named_rotated), gold) != "correct"
     assert verdict_on(", ".join(other_name), gold) != "correct"
@@ -410,17 +410,17 @@ def test_the_table_of_forms_on_the_page_is_true() -> None:
 
     for _, golds_cell, right_cell, wrong_cell in cells:
         golds = codes_of(golds_cell)
-        right = codes_of(right_cell)
-        wrong = codes_of(wrong_cell)
+        right_answers = codes_of(right_cell)
+        wrong_answers = codes_of(wrong_cell)
         false += [gold for gold in golds if verify_gold(gold)]
         false += [
             answer
-            for answer in right
+            for answer in right_answers
             if all(verdict_on(answer, gold) != "correct" for gold in golds)
         ]
         false += [
             answer
-            for answer in wrong
+            for answer in wrong_answers
             if any(verdict_on(answer, gold) == "correct" for gold in golds)
         ]
     assert len(cells) > 10

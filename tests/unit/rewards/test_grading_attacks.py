@@ -168,10 +168,10 @@ def grade_within(seconds: float, work: Callable[[], list[Grade]]) -> list[Grade]
     """The result of `work`, run off the main thread (where signals cannot interrupt it), or a
     failure when it hangs.
     """
-    done: queue.Queue[list[Grade]] = queue.Queue()
-    threading.Thread(target=lambda: done.put(work()), daemon=True).start()
+    results: queue.Queue[list[Grade]] = queue.Queue()
+    threading.Thread(target=lambda: results.put(work()), daemon=True).start()
     try:
-        return done.get(timeout=seconds)
+        return results.get(timeout=seconds)
     except queue.Empty:
         pytest.fail(f"the grader did not come back within {seconds} s")
 

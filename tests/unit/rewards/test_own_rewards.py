@@ -551,7 +551,7 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
         "trainer_state": TrainerState(global_step=3, log_history=[{"loss": 1.0}]),
     }
     # deepcopy would copy `image` too, and it has to stay the same object
-    before = deepcopy({**columns, "prompts": None})
+    columns_before = deepcopy({**columns, "prompts": None})
     failures: list[RewardFailure] = []
 
     rewards = safe_call(function, "mine", 5.0, failures)(**columns)
@@ -561,7 +561,7 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
     assert rewards == [0.0]
     assert failures == []
     assert columns["prompts"][0][0]["content"][0]["image"] is image
-    assert {**columns, "prompts": None} == before
+    assert {**columns, "prompts": None} == columns_before
 
 
 IMAGE_EDITS: list[Any] = [
@@ -582,7 +582,7 @@ def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
     """The two rollouts of a group share one image, and each of them may edit its copy."""
     image = as_image_with_digest(Image.new(mode, (8, 8)))
     columns = {"completions": ["a", "b"], "images": [[image], [image]]}
-    before = image.tobytes()
+    pixels_before = image.tobytes()
     edits = [*IMAGE_EDITS, *ONE_BAND_EDITS] if len(image.getbands()) == 1 else IMAGE_EDITS
     for edit in edits:
         failures: list[RewardFailure] = []
@@ -591,11 +591,14 @@ def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
             """1.0 where the first image has changed, and where the second has not."""
             (edited,), (untouched,) = images
             edit(edited)
-            return [float(edited.tobytes() != before), float(untouched.tobytes() == before)]
+            return [
+                float(edited.tobytes() != pixels_before),
+                float(untouched.tobytes() == pixels_before),
+            ]
 
         assert safe_call(edits_the_first, "mine", 5.0, failures)(**columns) == [1.0, 1.0]
         assert failures == []
-        assert image.tobytes() == before
+        assert image.tobytes() == pixels_before
         assert image.size == (8, 8)
 
 
@@ -789,11 +792,11 @@ def test_a_function_that_hangs_is_stopped_even_where_it_catches_everything():
 
 def test_a_timer_that_was_running_goes_on_and_no_alarm_is_left():
     """The deadline of a call uses the same timer of the process as, for example, pytest-timeout."""
-    before = signal.getitimer(signal.ITIMER_REAL)
+    timer_before = signal.getitimer(signal.ITIMER_REAL)
     call_safely(lambda **kwargs: [1, 1, 1])
-    after = signal.getitimer(signal.ITIMER_REAL)
-    assert bool(before[0]) == bool(after[0])
-    assert after[0] <= before[0]
+    timer_after = signal.getitimer(signal.ITIMER_REAL)
+    assert bool(timer_before[0]) == bool(timer_after[0])
+    assert timer_after[0] <= timer_before[0]
 
 
 def test_what_python_cannot_interrupt_ends_the_process_with_a_traceback():

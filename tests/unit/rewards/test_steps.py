@@ -87,10 +87,10 @@ def test_a_row_without_a_figure_has_no_reward(figure_json: str) -> None:
 def test_with_gate_a_wrong_answer_earns_nothing(figure_json: str) -> None:
     """The gold is 60: true working, false working and a bare answer are right, and 61 is wrong."""
     reward = StepsReward(gate=True)
-    wrong = TRUE_WORKING.replace("60", "61")
+    wrong_answer = TRUE_WORKING.replace("60", "61")
     rewards = call_reward(
         reward,
-        [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, wrong],
+        [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, wrong_answer],
         [figure_json] * 4,
         answer=["60"] * 4,
     )
@@ -300,8 +300,8 @@ def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(
     assert "right by luck: 66.7 % " in step_lines(metrics)[2]
     assert step_metrics(rows[3:], all_right[3:]) is None
 
-    wrong = [GradedAnswer("0", RowGrade("wrong", None, ""))]
-    metrics = step_metrics(rows[:1], wrong)
+    wrong_answers = [GradedAnswer("0", RowGrade("wrong", None, ""))]
+    metrics = step_metrics(rows[:1], wrong_answers)
     assert metrics is not None
     assert step_lines(metrics)[2] == "right by luck: no answer is right"
 

@@ -103,9 +103,9 @@ def test_any_command_that_reaches_the_limit_ends_in_one_line(monkeypatch, capsys
     monkeypatch.setattr(interrupts, "_runs_command_of_ours", lambda: True)
     interrupts.end_commands_in_one_line()
     error = OSError(errno.EMFILE, "Too many open files", "a file")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_error:
         sys.excepthook(OSError, error, None)
-    assert ended.value.code == 1
+    assert exit_error.value.code == 1
     line = capsys.readouterr().err
     assert line.startswith("error: open files: all ")
     assert REMEDY in line

@@ -42,7 +42,7 @@ class Ended(NamedTuple):
 def run_python(words: Sequence[str], redirection: str, folder: str = ".") -> Ended:
     """Run Python with these words in a shell that redirects its output, such as `>&-`."""
     command = f'cd "$0" && exec "$@" {redirection}'
-    done = subprocess.run(
+    process = subprocess.run(
         ["bash", "-c", command, folder, sys.executable, *words],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdin=subprocess.DEVNULL,
@@ -50,7 +50,7 @@ def run_python(words: Sequence[str], redirection: str, folder: str = ".") -> End
         text=True,
         check=False,
     )
-    return Ended(done.returncode, done.stderr)
+    return Ended(process.returncode, process.stderr)
 
 
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
@@ -81,8 +81,8 @@ def test_a_training_goes_on_when_the_disk_of_its_log_is_full():
 
 
 def test_no_file_gets_what_is_printed_to_an_output_that_was_closed_before(tmp_path):
-    ended = run_python(["-c", PRINT_ONCE], ">&- 2>&-", folder=str(tmp_path))
-    assert ended.exit_code == 0
+    outcome = run_python(["-c", PRINT_ONCE], ">&- 2>&-", folder=str(tmp_path))
+    assert outcome.exit_code == 0
     assert (tmp_path / "first file").read_text() == "its content"
 
 
