@@ -125,6 +125,11 @@ def _parse_checkpoint_path(resume_from_checkpoint: object) -> Path | None:
     resume_word = str(resume_from_checkpoint).lower()
     if resume_from_checkpoint is None or resume_word in ("auto", "true", "false"):
         return None
+    if not str(resume_from_checkpoint).strip():
+        # A path of it would be the current folder.
+        raise UserError(
+            "resume_from_checkpoint: '' names no checkpoint; name its folder, or write auto"
+        )
     return Path(str(resume_from_checkpoint))
 
 
@@ -283,7 +288,10 @@ def _start_from_named_checkpoint(checkpoint: Path, run_fingerprint: Fingerprint)
     """
     error_prefix = f"resume_from_checkpoint: {str(checkpoint)!r}"
     if not (checkpoint / "trainer_state.json").is_file():
-        raise UserError(f"{error_prefix} is no checkpoint folder (no trainer_state.json)")
+        raise UserError(
+            f"{error_prefix} is no checkpoint folder (no trainer_state.json); name one, such as "
+            "runs/first/checkpoint-50, or write auto"
+        )
     problem = describe_checkpoint_damage(checkpoint)
     if problem:
         raise UserError(f"{error_prefix} is not whole: {problem}; name another one")

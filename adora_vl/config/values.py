@@ -14,9 +14,10 @@ from adora_vl.config.trl_ranges import (
     JSON_FILE_KEYS,
     KEYS_WITH_WORD_NONE,
     NULL_VALUE_BY_KEY,
+    PATH_KEYS,
     TYPE_BY_TRL_KEY,
 )
-from adora_vl.utils.cli import GivenTwiceError, read_json
+from adora_vl.utils.cli import GivenTwiceError, read_json, shown
 from adora_vl.utils.convert import (
     MAPPING_IN_WORDS,
     annotation_by_field,
@@ -27,6 +28,7 @@ from adora_vl.utils.convert import (
     value_in_words,
 )
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import path_problem
 
 
 def convert_key(key: str, value: object, hint: object) -> Any:
@@ -44,10 +46,24 @@ def convert_key(key: str, value: object, hint: object) -> Any:
             _check_json_file(key, value)
             return value
     converted = convert(key, value, hint)
+    if key in PATH_KEYS:
+        _refuse_impossible_paths(key, converted)
     # Some keys have another value, such as an empty list, in place of null.
     if converted is None:
         return NULL_VALUE_BY_KEY.get(key)
     return converted
+
+
+def _refuse_impossible_paths(key: str, value: object) -> None:
+    """Raise `UserError` where a path of this value cannot exist, as one with too long a name.
+
+    `value`: of a key that takes a path, or a list of them; it may be null or a truth value.
+    """
+    paths = value if isinstance(value, list) else [value]
+    for path in paths:
+        problem = path_problem(path) if isinstance(path, str) else ""
+        if problem:
+            raise UserError(f"{key}: {shown(path)} cannot be a path ({problem}); write another one")
 
 
 def _check_json_file(key: str, path: str) -> None:

@@ -45,6 +45,10 @@ def best_vllm_utilization(setup: MemorySetup, gpu_bytes: int) -> float | None:
     return best_utilization
 
 
+# More sequences than any GPU takes at once; a typing error may make the generation far larger.
+_MAX_MICRO_BATCH = 100_000
+
+
 def batch_sizes(setup: MemorySetup) -> list[int]:
     """Return the values of `per_device_train_batch_size` that suit a run, in ascending order.
 
@@ -54,7 +58,8 @@ def batch_sizes(setup: MemorySetup) -> list[int]:
     """
     group_size = setup.group_size
     sequences = setup.sequences_per_generation
-    divisors = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    largest = min(sequences, _MAX_MICRO_BATCH)
+    divisors = [size for size in range(1, largest + 1) if sequences % size == 0]
     return [size for size in divisors if size % group_size == 0 or group_size % size == 0]
 
 

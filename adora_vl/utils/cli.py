@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 import yaml
 
 from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.files import path_problem
 from adora_vl.utils.interrupts import EXIT_INTERRUPTED
 from adora_vl.utils.outputs import OUTPUT_DESCRIPTORS, redirect_to_null
 from adora_vl.utils.secrets import masked_text
@@ -323,6 +324,11 @@ def path(value: str) -> Path:
     name_bytes = [len(part.encode(errors="surrogateescape")) for part in path_value.parts]
     if any(count > 255 for count in name_bytes):
         raise argparse.ArgumentTypeError(f"{value!r:.60} has a name of over 255 bytes; shorten it")
+    problem = path_problem(value)
+    if problem:
+        raise argparse.ArgumentTypeError(
+            f"{value!r:.60} cannot be a path ({problem}); write another one"
+        )
     return path_value
 
 

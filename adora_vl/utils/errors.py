@@ -9,13 +9,27 @@ from typing import Any
 
 from adora_vl.utils.secrets import masked_text
 
+# Longer than any path that somebody types: a value that was pasted into the wrong key
+_LONG_WORD_PATTERN = re.compile(r"\S{500,}")
+
+
+def _without_long_words(text: str) -> str:
+    """Return a text in which each word of 500 characters or more keeps its first and last 60."""
+    return _LONG_WORD_PATTERN.sub(lambda word: f"{word[0][:60]}...{word[0][-60:]}", text)
+
 
 class SpokenError(Exception):
-    """An error whose message people read, on the screen and in files: secrets in it are hidden."""
+    """An error whose message people read, on the screen and in files.
+
+    Secrets in it are hidden, and a word that nobody would read to its end is cut.
+    """
 
     def __init__(self, *words: Any) -> None:
-        masked_words = [masked_text(word) if isinstance(word, str) else word for word in words]
-        super().__init__(*masked_words)
+        shown_words = [
+            _without_long_words(masked_text(word)) if isinstance(word, str) else word
+            for word in words
+        ]
+        super().__init__(*shown_words)
 
 
 class UserError(SpokenError, ValueError):

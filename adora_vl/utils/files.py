@@ -404,6 +404,21 @@ def disk_is_full(error: BaseException | None) -> bool:
     return False
 
 
+def path_problem(path: str) -> str:
+    """Return why a text cannot be a path of any file, such as `File name too long`.
+
+    It is empty for a path that can be looked up, whether there is something or not.
+    """
+    try:
+        os.stat(path)  # noqa: PTH116  # pathlib hides some of these errors, and raises others
+    except ValueError:
+        return "a null character is in it"
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            return str(error.strerror)
+    return ""
+
+
 def refuse_dangling(option: str, path: Path) -> None:
     """Raise `UserError` where a path, or a folder on the way to it, is a link to nothing.
 

@@ -314,6 +314,20 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("", "^resume_from_checkpoint: '' names no checkpoint; name its folder, or write auto$"),
+        ("..", r"'\.\.' is no checkpoint folder \(no trainer_state.json\); name one, such as"),
+    ],
+)
+def test_a_folder_that_is_no_checkpoint_is_refused_with_a_remedy(tmp_path, word, message):
+    with pytest.raises(UserError, match=message):
+        choose_start_point(
+            tmp_path, resume_from_checkpoint=word, overwrite=False, run_fingerprint=FINGERPRINT
+        )
+
+
 def test_differences_name_what_a_person_sets_first():
     """A difference is a line `KEY: BEFORE -> NOW`; keys of ours come before those of TRL."""
     fingerprint_before = {"beta": "0", "adora_correct_above": "1", "gone": "1"}

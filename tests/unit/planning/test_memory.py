@@ -460,6 +460,20 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
         assert (group * groups) % size == 0
 
 
+def test_the_batches_of_a_huge_generation_are_listed_at_once():
+    """A generation of 10 ** 20 rollouts is a typing error, and the dry run has to say so soon."""
+    setup = MemorySetup(
+        ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), 1, False, 2, 1, True),
+        Sharding(),
+        PlannedMicroBatch(sequences=1, prompt_tokens=1, completion_tokens=1),
+        10**20,
+        group_size=8,
+    )
+    sizes = batch_sizes(setup)
+    assert sizes[:4] == [1, 2, 4, 8]
+    assert sizes[-1] == 100_000
+
+
 def test_a_group_has_one_image_where_its_rollouts_are_together(plan_recipe):
     """Pixels of 16 problems are held instead of those of 128 rollouts, and as many images looked at
     as units.
