@@ -11,6 +11,7 @@ from adora_vl.utils.cli import (
     exit_code_of,
     optional,
     path,
+    path_or_id,
     text,
     whole,
 )
@@ -79,7 +80,10 @@ def parser() -> Parser:
     )
     inspect.add_argument("--text-only", action="store_true", help="write no page")
     inspect.add_argument(
-        "--model", type=optional(text), metavar="M", help="measure problems with its tokenizer"
+        "--model",
+        type=optional(path_or_id),
+        metavar="M",
+        help="measure problems with its tokenizer",
     )
     add_family(inspect)
     inspect.set_defaults(run=_run_inspect)
@@ -102,7 +106,7 @@ def _add_geometry3k(commands: Commands) -> None:
     )
     add(
         "--input",
-        type=optional(text),
+        type=optional(path_or_id),
         metavar="ID_OR_PATH",
         help=f"an id for hub (default: {GEOMETRY3K_PRESET.id}), else a path",
     )

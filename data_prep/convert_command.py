@@ -13,6 +13,7 @@ from adora_vl.utils.cli import (
     number,
     optional,
     path,
+    path_or_id,
     text,
     whole,
 )
@@ -44,7 +45,7 @@ def add_convert(commands: Commands) -> None:
         help="a published data set, or rows of another trainer; for --columns",
     )
     help_text = "a table, a folder with one, or a hub id; default: that of the preset"
-    add("--input", type=optional(text), metavar="PATH_OR_ID", help=help_text)
+    add("--input", type=optional(path_or_id), metavar="PATH_OR_ID", help=help_text)
     add(
         "--columns",
         nargs="+",

@@ -12,6 +12,7 @@ from adora_vl.utils.cli import (
     number,
     optional,
     path,
+    path_or_id,
     text,
     whole,
 )
@@ -63,7 +64,7 @@ def add_filter(commands: Commands) -> None:
 def _add_answer_options(command: argparse.ArgumentParser) -> None:
     """Add the options of `filter` on where the answers come from, and how they are sampled."""
     add = command.add_argument
-    add("--model", type=optional(text), metavar="M", help="a model folder, a hub id, or tiny")
+    add("--model", type=optional(path_or_id), metavar="M", help="a model folder, a hub id, or tiny")
     add_options(command, SamplingOptions)
     add(
         "--samples",

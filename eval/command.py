@@ -22,7 +22,7 @@ from adora_vl.evals.inference.ranks import join_process_group
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
 from adora_vl.evals.scoring.files import write_score
-from adora_vl.utils.cli import Parser, exit_code_of, optional, path, read_mapping, text
+from adora_vl.utils.cli import Parser, exit_code_of, optional, path, path_or_id, read_mapping, text
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import search_files_beside
 
@@ -181,7 +181,9 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
 def _add_ask_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
     """Add the options of asking a model, which `infer` and `run` have in common."""
     split = benchmark.split
-    parser.add_argument("--data", type=optional(text), help="needed: a folder or file, or a hub id")
+    parser.add_argument(
+        "--data", type=optional(path_or_id), help="needed: a folder or file, or a hub id"
+    )
     parser.add_argument("--split", type=text, default=split, help=f"default {split}")
     add_options(parser, AskOptions)
     add_options(parser, benchmark.data_options)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from adora_vl.evals.compare import compare_runs
 from adora_vl.evals.score_files import read_run
-from adora_vl.utils.cli import Parser, exit_code_of, text
+from adora_vl.utils.cli import Parser, exit_code_of, path_or_id, text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,13 @@ def build_parser() -> Parser:
     """Build the parser of the command."""
     parser = Parser(prog="python -m eval.compare", description="Scores side by side, with tests.")
     add = parser.add_argument
-    add("runs", nargs="+", type=text, metavar="RUN", help="a score file, or the folder of a `run`")
+    add(
+        "runs",
+        nargs="+",
+        type=path_or_id,
+        metavar="RUN",
+        help="a score file, or the folder of a `run`",
+    )
     add(
         "--by",
         action="append",

@@ -317,6 +317,16 @@ def text(value: str) -> str:
     return value
 
 
+def path_or_id(value: str) -> str:
+    """Return a text that is a path or an id of the hub; one that can be neither is refused."""
+    problem = path_problem(text(value))
+    if problem:
+        raise argparse.ArgumentTypeError(
+            f"{shown(value)} cannot be a path ({problem}); write another one"
+        )
+    return value
+
+
 def path(value: str) -> Path:
     """Convert to a path; an empty one is refused, as it would mean the current folder."""
     path_value = Path(text(value))
@@ -324,11 +334,7 @@ def path(value: str) -> Path:
     name_bytes = [len(part.encode(errors="surrogateescape")) for part in path_value.parts]
     if any(count > 255 for count in name_bytes):
         raise argparse.ArgumentTypeError(f"{value!r:.60} has a name of over 255 bytes; shorten it")
-    problem = path_problem(value)
-    if problem:
-        raise argparse.ArgumentTypeError(
-            f"{value!r:.60} cannot be a path ({problem}); write another one"
-        )
+    path_or_id(value)
     return path_value
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from adora_vl.data.images import MAX_PIXELS, SMALLEST_TOKEN_SIDE
 from adora_vl.data.prompts import SYSTEM_PROMPT, Message
 from adora_vl.evals.options import PROMPT_OF_TRAINING, option
-from adora_vl.utils.cli import MAX_SEED, number, optional, text, whole
+from adora_vl.utils.cli import MAX_SEED, number, optional, path_or_id, text, whole
 from adora_vl.utils.openai_client import Endpoint, Reply
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class EngineOptions(SamplingOptions):
 
     model: str = option(
         help="needed: a model folder, a hub id, or tiny; with openai its name there",
-        type=optional(text),
+        type=optional(path_or_id),
     )
     engine: EngineName = option(
         default_engine(), help="default: vllm where it is installed", choices=ENGINE_NAMES

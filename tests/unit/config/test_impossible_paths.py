@@ -8,6 +8,8 @@ from adora_vl.config.values import convert_key
 from adora_vl.utils.cli import path
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import path_problem
+from data_prep.cli import main as data_prep
+from eval.__main__ import main as evaluate
 
 PATH_KEYS = ("model_name_or_path", "output_dir", "resume_from_checkpoint")
 
@@ -48,6 +50,25 @@ def test_a_path_where_nothing_is_yet_may_be_named(value):
 def test_an_option_with_a_loop_of_links_is_refused(loop):
     with pytest.raises(argparse.ArgumentTypeError, match="Too many levels of symbolic links"):
         path(loop)
+
+
+@pytest.mark.parametrize(
+    ("main", "argv"),
+    [
+        (data_prep, ["convert", "--columns", "problem=p", "--output", "out", "--input"]),
+        (data_prep, ["inspect", "data", "--model"]),
+        (evaluate, ["compare"]),
+        (evaluate, ["problems", "run", "--data", "data", "--output", "out", "--model"]),
+        (evaluate, ["problems", "run", "--model", "tiny", "--output", "out", "--data"]),
+    ],
+)
+def test_a_path_or_hub_id_that_can_be_neither_is_refused(main, argv, loop, capsys):
+    for value in ("x" * 300, loop):
+        assert main([*argv, value]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("error: argument ")
+        assert "cannot be a path (" in line
+        assert line.count("\n") == 1
 
 
 def test_a_value_that_was_pasted_into_the_wrong_key_does_not_fill_the_screen():
