@@ -103,11 +103,11 @@ TYPE_BY_TRL_KEY: dict[str, Any] = {
 }
 # Keys that take a mapping, or the path of a JSON file with one.
 JSON_FILE_KEYS = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
-# Keys for which the word none is not null: here it is a path, and null means to resume if there is
-# a checkpoint.
 # Keys whose values are paths, or ids of the hub
 PATH_KEYS = frozenset(
     {"model_name_or_path", "dataset_name", "output_dir", "resume_from_checkpoint"}
 )
+# Keys for which the word none is not null: here it is a path, and null means to resume if there is
+# a checkpoint.
 KEYS_WITH_WORD_NONE = frozenset({"resume_from_checkpoint"})
 NULL_VALUE_BY_KEY = {"report_to": ["none"]}  # Transformers fails on null for this key

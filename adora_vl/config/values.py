@@ -17,7 +17,7 @@ from adora_vl.config.trl_ranges import (
     PATH_KEYS,
     TYPE_BY_TRL_KEY,
 )
-from adora_vl.utils.cli import GivenTwiceError, read_json, shown
+from adora_vl.utils.cli import GivenTwiceError, flow_mapping, read_json, shown
 from adora_vl.utils.convert import (
     MAPPING_IN_WORDS,
     annotation_by_field,
@@ -43,11 +43,17 @@ def convert_key(key: str, value: object, hint: object) -> Any:
         # These keys take a mapping, or the path of a JSON file that has one.
         is_path = not value.lstrip().startswith("{") and not means_null(value, hint)
         if key in JSON_FILE_KEYS and is_path:
-            _check_json_file(key, value)
+            content = _read_json_file(key, value)
+            if key == "deepspeed":
+                _check_deepspeed(content)
             return value
     converted = convert(key, value, hint)
     if key in PATH_KEYS:
         _refuse_impossible_paths(key, converted)
+    if key == "deepspeed" and converted is not None:
+        # The command line keeps a mapping as text, which Transformers reads.
+        is_text = isinstance(converted, str)
+        _check_deepspeed(flow_mapping(converted) or {} if is_text else converted)
     # Some keys have another value, such as an empty list, in place of null.
     if converted is None:
         return NULL_VALUE_BY_KEY.get(key)
@@ -66,8 +72,27 @@ def _refuse_impossible_paths(key: str, value: object) -> None:
             raise UserError(f"{key}: {shown(path)} cannot be a path ({problem}); write another one")
 
 
-def _check_json_file(key: str, path: str) -> None:
-    """Raise `UserError` where the value of a key is not the path of a JSON file with a mapping."""
+def _check_deepspeed(config: dict[str, Any]) -> None:
+    """Raise `UserError` for a config of DeepSpeed without a ZeRO stage that there is.
+
+    Accelerate reads the stage when the config is built, and says neither key nor value.
+    """
+    zero = config.get("zero_optimization")
+    # Without a stage DeepSpeed takes 0.
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise UserError(
+            f"deepspeed: zero_optimization: {shown(zero)} is not a mapping with a stage from 0 to "
+            "3, such as {stage: 2}; or leave deepspeed out, and launch with "
+            "configs/accelerate/zero2.yaml"
+        )
+
+
+def _read_json_file(key: str, path: str) -> dict[str, Any]:
+    """Return the mapping in the JSON file that is the value of a key.
+
+    Raises `UserError` where the value is not the path of such a file.
+    """
     content = None
     try:
         content = read_json(Path(path.strip()).read_bytes())
@@ -81,6 +106,7 @@ def _check_json_file(key: str, path: str) -> None:
             f"{MAPPING_IN_WORDS}"
         )
     check_finite(key, content)
+    return content
 
 
 def convert_fields(

@@ -347,6 +347,11 @@ def test_a_name_of_a_place_is_not_empty_and_a_mapping_is_one():
     assert wrongly_taken(NEVER_EMPTY, ["", "  ", True]) == []
     assert wrongly_taken(MAPPING_KEYS, ["{", "[1]", 5, "", "nowhere"]) == []
     assert "a JSON file with a mapping in it" in error_of("deepspeed", __file__)
+    for zero in (3, None, {"stage": 7}, {"stage": True}):
+        line = error_of("deepspeed", {"zero_optimization": zero})
+        assert line.startswith("deepspeed: zero_optimization: ")
+        assert "is not a mapping with a stage from 0 to 3, such as {stage: 2}" in line
+    assert "null is not a mapping with a stage" in error_of("deepspeed", "{a: 1}")
 
 
 def test_a_key_of_trl_that_the_annotated_config_explains_has_a_range():
