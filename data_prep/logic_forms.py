@@ -117,8 +117,12 @@ def _position_sentences(form: LogicForm) -> list[str]:
 def _is_only_shape(form: LogicForm, head: str, points_on_lines: set[str]) -> bool:
     """Return whether a diagram has a single circle, triangle, ..., whichever `head` names.
 
-    Circles are counted. A diagram has a single triangle if three points lie on its lines;
-    `points_on_lines` are all points that do.
+    A diagram has a single triangle if only three points lie on its lines.
+
+    Args:
+        form: the facts of the diagram.
+        head: the name of the shape in a logic form, such as `Circle` or `Triangle`.
+        points_on_lines: all points of the diagram that lie on a line.
     """
     if head == "Circle":
         return len(form.points_by_circle) == 1

@@ -383,17 +383,26 @@ def _solve_variant(form: LogicForm) -> Verdict | None:
         facts = read_facts(form)
     except (UnreadError, ValueError, IndexError):
         return None
-    # There is nothing to find, or the facts need an assumption, or some were not understood.
-    if facts.goal is None or facts.assumed or facts.unread:
+    if facts.goal is None:  # there is nothing to find
+        return None
+    if facts.assumed:  # the answer would rest on an assumption
+        return None
+    if facts.unread:  # some facts were not understood
         return None
     problem = FigureProblem(facts)
     # Four starts are enough to see whether a second figure fits as well.
     result = choose_outcome(problem, Budget(EVALUATIONS), starts=4)
     if result.status != "answered" or result.solution is None or result.value is None:
         return None
-    # An answer at a double root is known to four digits only. `faults` counts differences in kind
-    # from the old diagram, such as a point that has moved to the other side of a line.
-    if result.at_double_root or result.solution.faults or result.value <= 0:
+    # An answer at a double root is known to four digits only.
+    if result.at_double_root:
+        return None
+    # These are differences in kind from the old diagram, such as a point that has moved to the other
+    # side of a line.
+    if result.solution.faults:
+        return None
+    # No length, angle or area is 0 or negative.
+    if result.value <= 0:
         return None
     return Verdict(
         status="answered",

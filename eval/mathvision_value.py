@@ -313,6 +313,6 @@ def _binomial(n: Number, k: Number) -> Number:
     """
     if not isinstance(n, int) or not isinstance(k, int):
         raise _NoValueError
-    if not 0 <= n <= _MAX_FACTORIAL_ARGUMENT or k < 0:
+    if n < 0 or k < 0 or n > _MAX_FACTORIAL_ARGUMENT:
         raise _NoValueError
     return math.comb(n, k)

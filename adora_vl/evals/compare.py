@@ -124,10 +124,14 @@ def _differing_settings(runs: Sequence[ScoreFile], ignored: Sequence[str]) -> di
     """
     differing_fields = _differing_values(runs, "fields", ignored=ignored)
     with_resolved = [run for run in runs if fingerprint_part(run.score, "resolved")]
-    # The address of a server says nothing of its answers. An earlier version of this package wrote
-    # down fewer settings, so only those that all runs have are compared.
     differing_resolved = _differing_values(
-        with_resolved, "resolved", ignored=("base_url", *differing_fields), common_only=True
+        with_resolved,
+        "resolved",
+        # The address of a server says nothing of its answers. An option that differs is listed by
+        # the values that the user gave, not once more by those that were made of them.
+        ignored=("base_url", *differing_fields),
+        # An earlier version of this package stored fewer settings.
+        common_only=True,
     )
     return differing_fields | differing_resolved
 

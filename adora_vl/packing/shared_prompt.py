@@ -394,6 +394,8 @@ class _SequenceBuilder:
         scored_mask_BC = attention_mask[:, self._prompt_width :]
         policy_mask = self._rows_on_cpu.policy_mask
         if policy_mask is not None:
+            # The mask is as wide as the longest completion of the generation. These rows may have
+            # been cut to the longest of their micro-batch.
             completion_width = self._row_width - self._prompt_width
             scored_mask_BC = scored_mask_BC * on_device(policy_mask[:, :completion_width])
         return PackedSequence(

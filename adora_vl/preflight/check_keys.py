@@ -329,6 +329,7 @@ def _check_turns(request: RunRequest) -> None:
     A rollout has several turns if the model may call tools, or acts in an environment.
     """
     config = request.config
+    # Tools are named in the config, or passed to the trainer in Python.
     has_tools = bool(config.tools or request.tools)
     has_environments = request.environment is not None
     if not has_tools and not has_environments:

@@ -254,10 +254,10 @@ class ResolvedRun:
         return policy
 
     def lock_output_dir(self, resume_from_checkpoint: bool | str | None) -> ResolvedRun:
-        """Lock `output_dir` for Python's `train`, and return this run with the start of `train`.
+        """Lock `output_dir`, and return this run with the checkpoint from which it goes on, if any.
 
-        A command locks the folder in its checks. From Python the checkpoint to resume from is only
-        known here.
+        `train` calls this in a run from Python, where the checkpoint is an argument of `train`. A
+        command has locked the folder in its checks.
 
         `resume_from_checkpoint`: the argument of `train`. Raises `UserError`, such as for a folder
         that another run has locked.

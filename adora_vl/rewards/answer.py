@@ -255,8 +255,9 @@ def _parse_non_number(text: str, raw: str) -> Answer | None:
 def _ratio_terms(text: str) -> tuple[NumberWithError, ...]:
     """Return the terms of a ratio: 3 and 4 for `3:4` and `3 to 4`. Any other text gives ().
 
-    All terms must be numbers other than 0, without arithmetic left to do. A text that may be a time
-    of day counts as a ratio only if its terms have no common factor: `3:47` does, `3:45` does not.
+    All terms must be numbers other than 0, without arithmetic left to do. `3:45` gives () too, since
+    it is a time of day: a ratio would be written without the common factor, as `1:15`. `3:47` has no
+    common factor, so it counts as a ratio.
     """
     terms = _RATIO_WORD_PATTERN.sub(":", text).split(":")
     if not 1 < len(terms) <= MAX_RATIO_TERMS:
@@ -265,7 +266,7 @@ def _ratio_terms(text: str) -> tuple[NumberWithError, ...]:
         numbers = tuple(evaluate_closed_form(parse_tree(term)) for term in terms)
     except ParseError:
         return ()
-    # The terms of `3:45` have the common factor 3, so it is a time; nobody writes that ratio.
+    # The pattern has whole numbers alone.
     if _CLOCK_TIME_PATTERN.fullmatch(text) and math.gcd(*map(int, terms)) > 1:
         return ()
     for number in numbers:

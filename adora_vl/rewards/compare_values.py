@@ -257,14 +257,14 @@ def _compare_formulas(answer: Answer, reference: ExpressionTree) -> ComparisonRe
 def _may_be_radians(answer: Answer) -> bool:
     """Return whether an answer in radians can mean the unitless angle of a reference answer.
 
-    It can if pi occurs in it, or if it is less than a whole turn (about 6.28). `30 radians` is
-    neither: most likely 30 degrees are meant, and the unit is wrong.
+    It can if it is written with pi, such as `\\pi/6`, or if it is less than a whole turn (about 6.28).
+    `30 radians` is more than four turns: most likely 30 degrees are meant, and the unit is wrong.
     """
     if answer.tree is None:
         return False
-    return is_angle_in_radians(answer.tree) or (
-        answer.number is not None and answer.number.magnitude < 2 * math.pi
-    )
+    if is_angle_in_radians(answer.tree):
+        return True
+    return answer.number is not None and answer.number.magnitude < 2 * math.pi
 
 
 def _unify_text_spelling(text: str) -> str:

@@ -135,8 +135,10 @@ def _with_checked_logging(arguments: Mapping[str, Any], counts: Counter[str]) ->
     one of the trainer's metrics would replace it in the log; it raises `RewardValueError` at once.
 
     Args:
-        arguments: the arguments of the call. Without the hooks they are returned as they are.
-        counts: gets the number of values of each column while the function logs.
+        arguments: the arguments of the call. TRL's hooks among them, `log_extra` and `log_metric`,
+            are replaced. Arguments without hooks are returned unchanged.
+        counts: gets the number of values of each column while the function logs. The caller then
+            compares it with the number of completions.
     """
     log_extra = arguments.get("log_extra")
     log_metric = arguments.get("log_metric")
@@ -427,8 +429,9 @@ def _failed_rows(arguments: Mapping[str, Any], completion_index: int | None) -> 
     if completion_index is None and count > 1:
         together = f"{count} completions together"
         return f"{together}, of row {ids[0]} and others" if ids else together
-    index = completion_index or 0
-    return f"row {ids[index]}" if ids else f"completion {index + 1} of {count}"
+    # A call with one completion can only have failed at that one.
+    failed_index = 0 if completion_index is None else completion_index
+    return f"row {ids[failed_index]}" if ids else f"completion {failed_index + 1} of {count}"
 
 
 def _error_location(function: Callable[..., Any], error: BaseException) -> str:

@@ -191,13 +191,16 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         options = {**trl_options, **self._llm_options(trl_options.get("max_model_len"))}
         frozen_base = None
         if self.four_bit and self.enable_sleep_mode:
-            # The engine loads the base too. The card has memory for one copy of it at a time.
+            # The engine loads the base model in 4 bits too, and the GPU has memory for one copy of it
+            # at a time. `PolicyLLM` moves the policy's copy back whenever the engine goes to sleep.
             frozen_base = FrozenBase(self.model)
             frozen_base.move_to_host()
         disable_tf32_of_float32_engine(str(options["dtype"]))
-        is_divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
-        # vLLM names the shared memory of a divided engine alike in every run on the machine.
-        with private_shared_memory() if is_divided_on_cpu else nullcontext():
+        is_tensor_parallel = self.tensor_parallel_size > 1
+        # On CPUs the processes of a tensor-parallel engine share memory, to which vLLM gives the same
+        # name in every run on the machine.
+        needs_private_memory = is_tensor_parallel and engine_runs_on_cpu()
+        with private_shared_memory() if needs_private_memory else nullcontext():
             llm = PolicyLLM(**options)
         if self.four_bit:
             # vLLM requires a path, but the adapter comes with each weight sync.
@@ -237,7 +240,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             options["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
             image_processor = getattr(self.processing_class, "image_processor", None)
-            options |= image_options(image_processor, keeps_images=settings.keeps_images)
+            options |= image_options(image_processor, caches_images=settings.caches_images)
         return options
 
     def _logprobs_mode(self) -> str:

@@ -37,7 +37,7 @@ class EngineSettings:
     # whether torch.compile and CUDA graphs are off; None: only on a CPU
     enforce_eager: bool | None = None
     max_num_batched_tokens: int = 4096
-    keeps_images: bool = True  # whether vLLM caches processed images itself
+    caches_images: bool = True  # whether vLLM caches processed images itself
     weight_folder: str | None = None  # where servers read weights; None: they get them by NCCL
     answer_timeout_s: float = 900.0  # how many seconds a server may take to sample a group
     output_dir: str = "."  # identifies this run's files in the weight folder
@@ -64,21 +64,23 @@ def engine_dtype(args: AdoraGRPOConfig) -> str | None:
 
 def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettings:
     """Return the settings of the engine for this config; `revision` is that of the model."""
+    # Weights travel to a server by NCCL, or through a folder: `file` for one inside of `output_dir`,
+    # or the path of another one.
     weight_folder = None
-    if args.vllm_mode == "server" and args.adora_weight_transfer != "nccl":
+    if args.vllm_mode == "server" and args.adora_weight_transfer == "file":
+        weight_folder = str(Path(args.output_dir, ".weights"))
+    elif args.vllm_mode == "server" and args.adora_weight_transfer != "nccl":
         weight_folder = args.adora_weight_transfer
-        if weight_folder == "file":
-            weight_folder = str(Path(args.output_dir, ".weights"))
     return EngineSettings(
         dtype=engine_dtype(args),
         revision=revision,
         enforce_eager=args.adora_vllm_enforce_eager,
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
-        # The trainer's cache has the images in vLLM's place.
-        keeps_images=not args.uses("cache_images"),
+        # Images that the trainer caches need no second cache in vLLM.
+        caches_images=not args.uses("cache_images"),
         weight_folder=weight_folder,
-        # Half of it, so that another server can be asked after one server's timeout, before the
-        # other ranks give up at `ddp_timeout`.
+        # The other ranks wait for `ddp_timeout`. After half of that time there is as much time left
+        # to ask another server.
         answer_timeout_s=args.ddp_timeout / 2,
         output_dir=args.output_dir,
     )
@@ -182,20 +184,21 @@ def machine_options(
 
 
 def image_options(
-    image_processor: BaseImageProcessor | None, *, keeps_images: bool
+    image_processor: BaseImageProcessor | None, *, caches_images: bool
 ) -> dict[str, Any]:
     """Return the arguments of `LLM` that concern images.
 
     Args:
         image_processor: the trainer's. vLLM would read pixel limits from the model's folder, and
             its prompts would then differ from the trainer's.
-        keeps_images: whether vLLM caches processed images itself. The trainer's cache has them too.
+        caches_images: whether vLLM caches processed images. Where the trainer caches them itself,
+            a second cache would only take memory.
     """
     options: dict[str, Any] = {
         "mm_processor_kwargs": pixel_limits(image_processor),
         "limit_mm_per_prompt": {"video": 0},  # otherwise vLLM reserves memory for a video
     }
-    if not keeps_images:
+    if not caches_images:
         options["mm_processor_cache_gb"] = 0
     return options
 

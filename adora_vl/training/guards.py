@@ -331,13 +331,14 @@ class DriftGuard:
         sums_3 = drift_sums(policy_logps_BC, engine_logps_BC, mask_BC)
         drift = merge_drift_sums(self.accelerator.gather(sums_3[None]))
         # No token can be compared, for example where all rollouts saw other images.
-        if not drift.tokens:
+        if drift.tokens == 0:
             return
         self.log_weighted("adora/drift", drift.mean, weight=drift.tokens)
         # Not `>`: a drift that is NaN is too large.
         if self.max_drift is not None and not drift.mean <= self.max_drift:
+            checkpoint = self.save_now()  # so that nothing that was learned is lost
             raise RolloutError(
-                drift_message(drift, bound=self.max_drift, step=step, checkpoint=self.save_now())
+                drift_message(drift, bound=self.max_drift, step=step, checkpoint=checkpoint)
             )
 
 

@@ -490,9 +490,10 @@ class MicroBatcher:
         # The columns differ where a rank has no images. Rows that move have to fit into the columns
         # of the rank that gets them.
         ranks_have_same_columns = len(set(columns_by_rank)) == 1
+        rows_can_move = columns_by_rank[0] is not None
         moves = []
-        # `movable_columns` returns no names where rows are too large to be sent.
-        if ranks_have_same_columns and columns_by_rank[0]:
+        if ranks_have_same_columns and rows_can_move:
+            # Every optimizer step needs a subgroup of every rank.
             moves = plan_moves(tokens_by_rank, min_subgroups=self.layout.optimizer_steps_per_pass)
         subgroups_with_signal = sum(map(len, tokens_by_rank))
         self.log("adora/moved_groups", len(moves) / max(subgroups_with_signal, 1))

@@ -446,7 +446,9 @@ class Pool:
         """
         pending_count = sum(len(pending.groups) for pending in self.state.pending_generations)
         begun_count = len(self.state.waiting_groups) + pending_count
-        learnable_count = self.generation_numbers.count_remaining(generation) * self.max_groups
+        # `max_groups` is how many groups a generation has on each rank.
+        generations_left = self.generation_numbers.count_remaining(generation)
+        learnable_count = generations_left * self.max_groups
         if begun_count > learnable_count and self.accelerator.is_main_process:
             generations_needed = math.ceil(begun_count / self.max_groups)
             steps_needed = generations_needed * self.layout.optimizer_steps_per_generation

@@ -132,13 +132,15 @@ def _deal_round(
 def _source_of_longer_subgroup(
     undealt_by_rank: Sequence[Sequence[SubgroupOnRank]], rank: int, min_tokens: float
 ) -> int:
-    """Return the rank whose longest subgroup a rank with short ones gets; `rank` to keep its own.
+    """Return the rank from which `rank` takes its next subgroup, or `rank` if it takes its own.
 
-    The longest subgroup that is left on any rank moves if it has at least `min_tokens`, or if it is
-    much longer than the longest subgroup of `rank`.
+    In each round every rank takes one subgroup. Ideally all of them are about equally long, since
+    the ranks compute them together. If `rank` has only short subgroups left, it takes the longest
+    one that is left on any rank. That one has to have at least `min_tokens`, or to be much longer
+    than the longest subgroup of `rank`.
 
     Args:
-        undealt_by_rank: for each rank its subgroups that were not dealt yet, the longest first.
+        undealt_by_rank: for each rank its subgroups that no rank has taken yet, the longest first.
         rank: the rank with short subgroups.
         min_tokens: about as many tokens as the longest subgroup of this round has.
     """
@@ -162,8 +164,8 @@ def _rank_with_most_subgroups(subgroups_by_rank: Sequence[Sequence[SubgroupOnRan
     return max(ranks, key=lambda rank: (len(subgroups_by_rank[rank]), -rank))
 
 
-def movable_columns(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a batch's columns, or no names if its rows cannot move to another rank.
+def movable_columns(batch: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the names of a batch's columns, or None if its rows cannot move to another rank.
 
     Rows can move only between ranks whose batches have the same columns, so the caller compares the
     names. Rows with pixels, which are floats, are too large to be sent. Rows with references into
@@ -171,7 +173,7 @@ def movable_columns(batch: Mapping[str, Any]) -> tuple[str, ...]:
     """
     pixels = batch.get("pixel_values")
     if pixels is not None and pixels.is_floating_point():
-        return ()
+        return None
     return tuple(sorted(batch))
 
 

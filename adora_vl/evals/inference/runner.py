@@ -336,8 +336,8 @@ def _summary_of_run(
 def _answer_on_other_rank(runner: _RankRunner, samples: Sequence[AnswerSample]) -> InferenceSummary:
     """Answer the share of a rank other than 0, between the same barriers as rank 0.
 
-    The counts of this summary are not those of the run: only rank 0, which merges the answers, has
-    them.
+    The summary's counts of pending problems and of images that failed are 0, since only rank 0,
+    which merges the answers of all ranks, knows them.
     """
     process_group = runner.process_group
     process_group.barrier("start")

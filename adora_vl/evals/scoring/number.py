@@ -121,7 +121,7 @@ def extract_number(response: str, question: str = "") -> Extraction:
     question_numbers = set(_find_numbers(without_markup(question)))
     sentences = split_sentences(text)
     for rule, part in _find_candidate_parts(answer_part, sentences, question):
-        number: str | None = ""  # stays empty, or becomes None, if this part has no number
+        number: str | None = None
         # A stated formula such as `5\sqrt{3}` has a value. Its single numbers say little.
         if rule == "stated" and _FORMULA_SIGN_PATTERN.search(part):
             number = _evaluate_as_number(part.strip(" .:"))

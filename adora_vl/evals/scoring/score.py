@@ -352,8 +352,16 @@ def groups_from_metadata(row: Prediction, names: Sequence[str]) -> dict[str, lis
     return groups
 
 
+def _image_size_group(pixels: int) -> str:
+    """Return the group of images to which one of so many pixels belongs, such as `to 256x256`."""
+    for limit, name in _IMAGE_SIZE_GROUPS:  # in ascending order of the limits
+        if pixels <= limit:
+            return name
+    return "over 1024x1024"
+
+
 def common_groups(row: Prediction) -> dict[str, list[str]]:
-    """Return the groups in which an answer to any benchmark is counted.
+    """Return the groups in which an answer is counted, whatever its benchmark.
 
     They are the reason why the answer ended, whether it called tools, and the size of its image:
     `{"finish_reason": ["stop"], "called": ["no"], "image_size": ["to 256x256"]}`.
@@ -365,9 +373,7 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
         groups["called"] = ["yes" if row["calls"] else "no"]
     if row.get("image_size"):
         width, height = row["image_size"]
-        # The groups are in ascending order of their limits, so the first that fits is the group.
-        fitting_groups = [name for limit, name in _IMAGE_SIZE_GROUPS if width * height <= limit]
-        groups["image_size"] = [fitting_groups[0] if fitting_groups else "over 1024x1024"]
+        groups["image_size"] = [_image_size_group(width * height)]
     return groups
 
 
