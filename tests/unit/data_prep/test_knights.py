@@ -203,7 +203,7 @@ def test_rows_become_problems_that_ask_for_a_box_or_for_nothing(tmp_path):
         == 0
     )
     assert load_split(str(tmp_path / "out"), "train")[0]["problem"] == puzzle_record()["quiz"]
-    assert read_manifest(tmp_path / "out")["source"] == "knights", "which evaluation belongs to it"
+    assert read_manifest(tmp_path / "out")["source"] == "knights"
 
 
 BROKEN_RECORD_AND_REASON: dict[str, tuple[dict[str, Any], str]] = {

@@ -246,7 +246,7 @@ def test_every_family_draws_the_same_problems_as_ever(family: str) -> None:
 
 
 def test_what_is_drawn_never_replaces_another_dataset(tmp_path: Path) -> None:
-    """A folder with data of Geometry3K is refused, and not drawn over."""
+    """A folder with data of Geometry3K is refused; drawn problems do not replace them."""
     prepare_drawn(tmp_path / "data", describe_synthetic(rows=2, test_rows=0))
     manifest = tmp_path / "data" / "manifest.json"
     manifest.write_text(

@@ -52,12 +52,14 @@ def diagnose_both(steps: list[bool], is_whole_right: bool) -> tuple[str, str]:
 
 
 def test_every_pattern_of_steps_has_its_place():
-    """A pattern has a digit for each step and one for the whole, 1 where the answer is right.
+    """We-Math diagnoses a problem by which of its steps are right, and whether the whole is.
 
-    A problem is then mastered (CM), or its whole is right by rote (RM), or its steps are right and
-    not their whole (IG), or knowledge lacks for a step (IK).
+    The diagnosis is complete mastery (CM), rote memorization (RM), inadequate generalization (IG) or
+    insufficient knowledge (IK). The loose diagnosis counts a right whole as mastery if any step is
+    right, and the strict one only if all steps are.
     """
-    expected = {  # two steps and the whole: the strict and the loose diagnosis
+    # By pattern: 1 for right, for each of two steps and the whole. (strict, loose) diagnosis
+    expected = {
         "111": ("CM", "CM"),
         "101": ("RM", "CM"),
         "011": ("RM", "CM"),

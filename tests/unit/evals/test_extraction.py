@@ -185,7 +185,8 @@ def test_the_gold_is_not_told(tmp_path: Path) -> None:
 def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
     case_folder, start_server, capsys
 ):
-    """Each case: how the judge's server answers, and how often it is called for one response."""
+    """Whatever goes wrong with the judge's server, the answer counts as one that was not extracted."""
+    # (how the server answers, how often it is called for one response)
     cases = [
         (lambda body, call: None, 2),
         (lambda body, call: (429, b"slow down"), 2),
@@ -206,8 +207,8 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(
     for answer, calls in cases:
         with case_folder(answer) as folder:
             server = start_server(answer)
-            # By edit distance an empty extraction would be `No`, which is right: it must not become
-            # one.
+            # The right choice is `No`. An empty extraction is closest to it by edit distance, and
+            # would count as right if the failure were stored as an empty answer.
             rows = [prediction("3", "It does not.", **YES_NO_FIELDS)]
             options = ["--judge-timeout", "0.3", "--judge-attempts", "2", "--judge-wait", "0.01"]
             result = score_with_judge(folder, server.url, *options, rows=rows)

@@ -96,7 +96,11 @@ def test_one_value_more_less_or_other_makes_a_list_wrong(
 @SIXTY_EXAMPLES
 @given(LISTS_OF_NUMBERS, st.data())
 def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObject) -> None:
-    """The gold is a tuple such as `(3, -4)`, also with names: `(p, q) = (3, -4)`."""
+    """An answer to a tuple has to have all its values in their order; names and a point are allowed.
+
+    The reference is a tuple such as `(3, -4)`, also with names: `(p, q) = (3, -4)`. No list that is
+    drawn is the same backwards, and none has 77 in it.
+    """
     gold = f"({', '.join(values)})"
     assert verify_gold(gold) is None
     named_tuple = f"({', '.join('pqrstu'[: len(values)])}) = {gold}"
@@ -291,7 +295,10 @@ SINGLE_VALUES = [
 
 @pytest.mark.parametrize("gold", SINGLE_VALUES)
 def test_a_reference_with_one_value_never_accepts_several(gold: str) -> None:
-    """77 is no part of any reference here, so each text of `several` says more than the reference."""
+    """An answer that names further values beside the right one is wrong.
+
+    77 is no part of any reference here, so each text of `several` says more than the reference.
+    """
     value = {"|AB| = 1": "1", "z = 1 + 1 = 2": "2"}.get(gold, gold)
     several = [
         f"{value}, 77",

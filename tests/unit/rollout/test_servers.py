@@ -333,15 +333,21 @@ def small_policy() -> Any:
 def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can_change(
     servers, tmp_path, capsys
 ):
-    """A fake server has the names of the weights of each sync, until it restarts."""
+    """After its restart a server has lost all weights, and the next sync notices that.
+
+    There are two fake servers. Each has in `weights` the names of what every sync has sent it, and
+    `start_again` empties that.
+    """
     model = small_policy()
     everything = sorted(name for name, _ in model.named_parameters())
+    # The vision tower is frozen, apart from its merger, which makes its features into tokens.
     trained = [name for name in everything if "visual" not in name or "merger" in name]
     engine = engine_with_servers(servers, tmp_path / "w", model)
     engine.sync_weights()
     engine.sync_weights()
 
     assert len(trained) < len(everything)
+    # The folder through which the weights go is deleted after each sync.
     assert not (tmp_path / "w").exists()
     assert [server.weights for server in servers] == [[everything, trained]] * 2
     assert engine.bytes_sent == sum(dict(model.named_parameters())[name].nbytes for name in trained)
@@ -668,9 +674,10 @@ def test_two_runs_share_one_folder_of_weights(tmp_path):
 
 
 def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(servers, tmp_path, capsys):
-    """Once its replies to GET requests are nonsense, and once those to POST requests.
+    """A sync goes on without a server whose replies are nonsense, and the next one takes it back.
 
-    It is back in use with the next sync. `get_reply` makes a fake server's reply to a GET request,
+    Of two fake servers the second replies nonsense, first to GET requests and then to POST requests.
+    `get_reply` makes a fake server's reply to a GET request,
     and `post_reply` to a POST.
     """
     engine = engine_with_servers(servers, tmp_path / "w", small_policy())
