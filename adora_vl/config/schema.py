@@ -50,6 +50,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         if not is_for_other_machine:
             check_device(self)
         self._refuse_best_checkpoint()
+        self._refuse_contradictions()
         # Before TRL's own checks, because a method may set keys of TRL.
         self.methods = build_methods_and_set_keys(self, functions)
         self._init_trl_keys(planned_processes)
@@ -72,6 +73,19 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             raise UserError(f"load_best_model_at_end: true is not supported; {remedy}")
         if enum_value(self.save_strategy) == "best":
             raise UserError(f"save_strategy: best is not supported; {remedy}")
+
+    def _refuse_contradictions(self) -> None:
+        """Raise `UserError` for two keys that exclude each other, with their values and the remedy.
+
+        The libraries refuse them too, but say neither.
+        """
+        if self.bf16 and self.fp16:
+            raise UserError("bf16: true, but fp16: true as well; set one of them to false")
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            raise UserError(
+                f"generation_batch_size: {self.generation_batch_size}, but steps_per_generation: "
+                f"{self.steps_per_generation} says the same in other words; leave one of them out"
+            )
 
     def _init_trl_keys(self, planned_processes: int | None) -> None:
         """Let TRL check its keys and fill in those that follow from others.

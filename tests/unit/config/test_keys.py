@@ -510,3 +510,19 @@ def test_the_ranges_of_theirs_are_of_keys_that_they_have():
     assert TYPE_BY_TRL_KEY.keys() <= set(annotations_of_keys(GRPOConfig)) | set(
         annotations_of_keys(ModelConfig)
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"bf16": True, "fp16": True}, "bf16: true, but fp16: true as well; set one of them"),
+        (
+            {"generation_batch_size": 8, "steps_per_generation": 3},
+            "generation_batch_size: 8, but steps_per_generation: 3 says the same in other words",
+        ),
+    ],
+)
+def test_keys_that_exclude_each_other_are_named_with_their_values(keys, message):
+    with pytest.raises(UserError) as refused:
+        AdoraGRPOConfig("out", use_cpu=True, **{"bf16": False, **keys})
+    assert str(refused.value).startswith(message)
