@@ -8,7 +8,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.utils.interrupts import end_commands_in_one_line
+from adora_vl.utils.interrupts import install_interrupt_hook
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 __all__ = ["AdoraGRPOConfig", "AdoraGRPOTrainer", "__version__", "load_problems"]
 
 # here, since Python imports this file before anything else of ours
-end_commands_in_one_line()
+install_interrupt_hook()
 # On a CPU with AVX-512 in bfloat16 it warns at every import that a kernel from the hub, which is
 # not used, is missing.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -44,7 +44,7 @@ from adora_vl.utils.cli import Parser, exit_code_of
 from adora_vl.utils.cli import path as a_path
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_file, replacing_folder, unwritable_error
-from adora_vl.utils.hub import why_missing
+from adora_vl.utils.hub import load_failure_reason
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -244,7 +244,7 @@ def _merge_adapter(source: Path, target: Path, dtype: str) -> None:
     try:
         model = load_merged(base, adapters, init_kwargs)
     except OSError as error:
-        reason = why_missing(base, error)
+        reason = load_failure_reason(base, error)
         raise UserError(
             f"RUN: the adapter's base model {base!r} cannot be loaded ({reason})"
         ) from error

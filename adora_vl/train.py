@@ -29,10 +29,15 @@ from adora_vl.utils.cli import (
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, naming_write_errors
 from adora_vl.utils.interrupts import EXIT_INTERRUPTED
-from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave_process, watch_launcher
+from adora_vl.utils.launch import (
+    STARTUP_LOG,
+    StartupLog,
+    end_with_launcher,
+    exit_without_finalization,
+)
 from adora_vl.utils.open_files import open_files_message
-from adora_vl.utils.outputs import outlive_readers
-from adora_vl.utils.secrets import masked_text, without_secrets
+from adora_vl.utils.outputs import ignore_closed_outputs
+from adora_vl.utils.secrets import redact_secrets, without_secrets
 from adora_vl.utils.versions import check_versions
 
 if TYPE_CHECKING:
@@ -350,7 +355,7 @@ def print_run_error(error: Exception, cause: BaseException | None = None) -> Non
     # An error with a cause, and a full disk, may be this rank's alone.
     may_be_alone = cause is not None or isinstance(error, DiskFullError)
     if cause is not None:
-        print(masked_text("".join(traceback.format_exception(cause))), end="", file=sys.stderr)
+        print(redact_secrets("".join(traceback.format_exception(cause))), end="", file=sys.stderr)
     if not may_be_alone and rank != "0":
         return
     rank_note = f" (rank {rank} of {ranks})" if may_be_alone and ranks != "1" else ""
@@ -384,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reads what a dry run prints; a training goes on then.
     """
     argv = sys.argv[1:] if arguments is None else arguments
-    watch_launcher()
+    end_with_launcher()
     try:
         if asks_for_help(argv):
             return exit_code_of(lambda: print(help_text(argv)), "nothing was done")
@@ -393,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, training_arguments = split_dry_run_options(argv)
         cli_args = parse_command(argv if options is None else training_arguments)
         if options is None:
-            outlive_readers()
+            ignore_closed_outputs()
         announce_imports(USUAL_IMPORT_S)
         if options is None:
             return train(cli_args)
@@ -423,4 +428,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave_process(main())
+    exit_without_finalization(main())

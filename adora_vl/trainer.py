@@ -85,8 +85,8 @@ from adora_vl.training.rollout_facts import rows_of_rank
 from adora_vl.types import Batch, Row, StepContext, loss_mask
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
-from adora_vl.utils.files import give_usual_modes
-from adora_vl.utils.seeding import drawing_by_key
+from adora_vl.utils.files import set_default_file_modes
+from adora_vl.utils.seeding import seeded_by_key
 
 
 class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -573,7 +573,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         with the run's seed 42.
         """
         rank = self.accelerator.process_index
-        return drawing_by_key(f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}")
+        return seeded_by_key(f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}")
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Return 1 at the tokens of the highest entropy, (B, C).
@@ -942,7 +942,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             with hiding_reference:
                 super().save_model(output_dir, _internal_call)
             if self.args.should_save:
-                give_usual_modes(folder)
+                set_default_file_modes(folder)
                 write_card(self.manifest, folder, self.state)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

@@ -43,7 +43,7 @@ from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas, Point
 from adora_vl.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
 from adora_vl.utils.cli import Parser, exit_code_of, number
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import read_object
+from adora_vl.utils.files import read_json_object
 from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
 from benchmarks.attenuation.start import hash_of_weights
 
@@ -451,7 +451,7 @@ def train_one(plan: Plan, output: Path, trial: RunPlace, device: str) -> Run:
         "seed": seed,
         "arm": arm,
         "model": hash_of_weights(model),
-        "start_losses": read_object(model / "build.json").get("final_losses"),
+        "start_losses": read_json_object(model / "build.json").get("final_losses"),
         "device": device,
         "commit": commit_of_runs(),
         **curve,

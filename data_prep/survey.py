@@ -271,11 +271,11 @@ def _load_token_counter(model: str) -> TextLength:
     """
     from transformers import AutoTokenizer  # its import takes seconds
 
-    from adora_vl.utils.hub import looks_only_on_this_machine
+    from adora_vl.utils.hub import uses_local_files_only
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            model, local_files_only=looks_only_on_this_machine(model), trust_remote_code=False
+            model, local_files_only=uses_local_files_only(model), trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         remedy = "give a model folder or leave --model out"

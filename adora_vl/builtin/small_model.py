@@ -16,7 +16,12 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import check_folder, naming_write_errors, read_object, replacing_folder
+from adora_vl.utils.files import (
+    check_folder,
+    naming_write_errors,
+    read_json_object,
+    replacing_folder,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -172,7 +177,7 @@ def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
     `plan`: its fields by name.
     """
     has_weights = (folder / "model.safetensors").is_file()
-    stored_plan = read_object(folder / _FACTS).get("plan")
+    stored_plan = read_json_object(folder / _FACTS).get("plan")
     # The plan was stored as JSON, in which tuples become lists.
     return has_weights and bool(stored_plan == json.loads(json.dumps(plan)))
 

@@ -23,7 +23,7 @@ from adora_vl.models.load import model_hash
 from adora_vl.rewards.entries import normalize_reward_entries
 from adora_vl.utils.cli import enum_value, to_json_types, with_dotted_keys
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import NFS_DELAY_S, appears_in_time
+from adora_vl.utils.files import NFS_DELAY_S, wait_until_visible
 from adora_vl.utils.secrets import without_secrets
 
 # These keys may differ between a run and its continuation: where it writes, what it shows, how long
@@ -280,7 +280,7 @@ def check_ranks(
     """
     view = RankView(
         machine=socket.gethostname(),
-        shares_folder=appears_in_time(output_dir / token, patience_s),
+        shares_folder=wait_until_visible(output_dir / token, patience_s),
         differences=fingerprint_differences(rank0_fingerprint, rank_fingerprint),
     )
     views: list[RankView] = gather_object([view])

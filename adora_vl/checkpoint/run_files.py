@@ -34,7 +34,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import (
     is_partial,
     naming_write_errors,
-    read_object,
+    read_json_object,
     replace_file,
 )
 
@@ -290,13 +290,13 @@ def _is_written_by_run(path: Path, name: str, written_record: Mapping[str, Any])
 
 def _read_written_record(folder: Path) -> dict[str, Any]:
     """Return the content of `written.json`; empty if a run did not write it."""
-    written_record = read_object(folder / WRITTEN_FILES_RECORD)
+    written_record = read_json_object(folder / WRITTEN_FILES_RECORD)
     return written_record if written_record.items() >= MADE_BY.items() else {}
 
 
 def read_run_manifest(folder: Path) -> dict[str, Any]:
     """Return the `manifest.json` that a run wrote into its folder when it began; empty without one."""
-    manifest = read_object(folder / MANIFEST_FILE)
+    manifest = read_json_object(folder / MANIFEST_FILE)
     return manifest if manifest.items() >= MADE_BY.items() else {}
 
 
@@ -326,7 +326,7 @@ def _is_record_file(path: Path, top_name: str, name_inside: str) -> bool:
     if top_name == "manifest.json":
         return bool(read_run_manifest(path.parent))
     # stopped.json
-    return read_object(path).keys() == _STOPPED_KEYS
+    return read_json_object(path).keys() == _STOPPED_KEYS
 
 
 def _is_rollout_file(path: Path, name: str) -> bool:

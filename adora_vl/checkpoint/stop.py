@@ -21,10 +21,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from adora_vl.utils.files import replace_file
 from adora_vl.utils.launch import (
     SHORT_SHUTDOWN_WARNING,
-    kills_too_early,
+    launcher_kills_early,
     under_elastic,
 )
-from adora_vl.utils.outputs import mute_lost_outputs
+from adora_vl.utils.outputs import redirect_closed_outputs
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
 # A file in the output_dir of a stopped run, because launchers replace the exit code by their own.
@@ -91,7 +91,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
                 continue
             self._handlers_before[number] = signal.signal(number, self._handle)
         # The launcher's time between SIGTERM and SIGKILL may be too short for a checkpoint.
-        if state.is_world_process_zero and kills_too_early():
+        if state.is_world_process_zero and launcher_kills_early():
             print(SHORT_SHUTDOWN_WARNING, file=sys.stderr, flush=True)
 
     def release(self) -> None:
@@ -114,7 +114,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         """
         # This comes before anything is logged. Writing to a closed terminal would fail, and a
         # terminal is closed before its SIGHUP arrives.
-        mute_lost_outputs()
+        redirect_closed_outputs()
         has_signal = torch.tensor([int(self.received is not None)], device=PartialState().device)
         if bool(gather(has_signal).any()):
             self.stopped = True
@@ -143,7 +143,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
         `number`: the number of the signal.
         """
-        mute_lost_outputs()
+        redirect_closed_outputs()
         if self.received is not None:
             seconds_since_first = time.monotonic() - self._received_at
             if number != signal.SIGHUP and seconds_since_first >= REPEATED_SIGNAL_S:

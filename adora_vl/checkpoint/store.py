@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adora_vl.utils.files import (
-    appears_in_time,
     flush_to_disk,
-    put_in_place,
     remove_partial,
     replace_file,
+    swap_folders,
+    wait_until_visible,
 )
 from adora_vl.utils.hashing import file_sha256
 
@@ -81,13 +81,13 @@ def publish_checkpoint(
     Raises `OSError` if one of the files does not appear.
     """
     for name in written_files:
-        if not appears_in_time(staged / name):
+        if not wait_until_visible(staged / name):
             raise FileNotFoundError(
                 errno.ENOENT, "a file of another machine does not appear here", str(staged / name)
             )
     finalize_checkpoint(staged, metadata, written_files)
     replaced = staged.with_name(f"{staged.name}.replaced")
-    put_in_place(staged, final, replaced)
+    swap_folders(staged, final, replaced)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.checkpoint.run_files import read_run_manifest
-from adora_vl.utils.files import read_object, replace_file
+from adora_vl.utils.files import read_json_object, replace_file
 
 PROMPTS_FILE = "training_prompts.json"
 # The keys of a config on which the tokens of a prompt depend, and the one that says what ends an
@@ -31,7 +31,7 @@ def read_training_config(model: str | None) -> dict[str, Any]:
     folder = Path(model) if model else None
     if folder is None or not folder.is_dir():
         return {}
-    exported = read_object(folder / PROMPTS_FILE)
+    exported = read_json_object(folder / PROMPTS_FILE)
     if exported:
         return {key: exported[key] for key in _PROMPT_KEYS if key in exported}
     for directory in (folder, folder.resolve().parent):

@@ -21,7 +21,7 @@ from adora_vl.utils.convert import convert, options_to_dict, refuse_unknown_opti
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import (
     LOAD_TIMEOUT_S,
-    FromFile,
+    LoadedObject,
     function_name,
     is_function,
     is_users_file,
@@ -265,7 +265,7 @@ def _unknown_method(name: str) -> UserError:
     return UserError(f"adora_method: unknown method {name!r}, {remedy}")
 
 
-def _load_from_file(name: str) -> FromFile:
+def _load_from_file(name: str) -> LoadedObject:
     """Load a method of the user's, a function or a subclass of `Method`, from FILE.py:NAME.
 
     Raises `UserError` where the file has neither under this name.

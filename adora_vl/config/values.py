@@ -17,7 +17,7 @@ from adora_vl.config.trl_ranges import (
     PATH_KEYS,
     TYPE_BY_TRL_KEY,
 )
-from adora_vl.utils.cli import GivenTwiceError, flow_mapping, read_json, shown
+from adora_vl.utils.cli import DuplicateKeyError, flow_mapping, read_json, shown
 from adora_vl.utils.convert import (
     MAPPING_IN_WORDS,
     annotation_by_field,
@@ -96,7 +96,7 @@ def _read_json_file(key: str, path: str) -> dict[str, Any]:
     content = None
     try:
         content = read_json(Path(path.strip()).read_bytes())
-    except GivenTwiceError as error:
+    except DuplicateKeyError as error:
         raise UserError(f"{key}: {error}; keep the right one") from None
     except (OSError, ValueError, RecursionError):
         pass  # refused below

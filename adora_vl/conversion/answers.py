@@ -26,7 +26,7 @@ from adora_vl.conversion.problem import (
 from adora_vl.rewards import canonical_gold, verify_gold
 from adora_vl.rewards.completion import last_adjacent_boxes
 from adora_vl.rewards.thinking import text_after_thinking
-from adora_vl.utils.cli import GivenTwiceError, read_json, shown
+from adora_vl.utils.cli import DuplicateKeyError, read_json, shown
 
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
 _SMALL_LETTER = re.compile(r"\(?([a-h])[).]?")
@@ -224,7 +224,7 @@ def parse_list_cell(value: object, texts_only: bool) -> Any:
         return value
     try:
         items = read_json(value)
-    except GivenTwiceError as error:
+    except DuplicateKeyError as error:
         # An object in the list has a key twice. No reader accepts a list with an error in it, so
         # the row is refused, and the message shows the words of the error.
         return [error]

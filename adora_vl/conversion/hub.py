@@ -16,7 +16,7 @@ from adora_vl.conversion.pictures import ImageSource
 from adora_vl.conversion.records import PositionedRecords
 from adora_vl.conversion.tables import SPLIT_BY_NAME, OpenedDataset, SplitTable, open_local
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
-from adora_vl.utils.hub import why_no_hub
+from adora_vl.utils.hub import hub_unavailable_reason
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -42,7 +42,7 @@ def open_hub(
 
     # Says why the hub cannot be reached, or is empty. It is checked first, since the library of the
     # hub would try for minutes.
-    no_hub_reason = why_no_hub()
+    no_hub_reason = hub_unavailable_reason()
     try:
         commit = commit_of(name, revision)
         loaded = load_dataset(name, subset, revision=commit, streaming=True)
@@ -82,7 +82,7 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
     """
     from huggingface_hub import snapshot_download
 
-    no_hub_reason = why_no_hub()
+    no_hub_reason = hub_unavailable_reason()
     try:
         snapshot = snapshot_download(
             name,
@@ -120,7 +120,7 @@ def commit_of(name: str, revision: str | None) -> str:
     """
     from huggingface_hub import HfApi
 
-    why_no_hub()  # without a network the library would try for minutes, unless it is told so
+    hub_unavailable_reason()  # without a network the library would try for minutes, unless it is told so
     return str(HfApi().dataset_info(name, revision=revision).sha)
 
 

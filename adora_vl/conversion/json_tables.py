@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 from adora_vl.conversion.columns import Columns
 from adora_vl.conversion.problem import ROW_LOCATION
 from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, PositionedRecords, Table
-from adora_vl.utils.cli import GivenTwiceError, read_json, refuse_repeated_keys
+from adora_vl.utils.cli import DuplicateKeyError, read_json, refuse_repeated_keys
 from adora_vl.utils.errors import UserError, in_one_line
 
 _PIECE_CHARACTERS = 2**16  # of a list, read at once
@@ -65,7 +65,7 @@ def _records_by_line(path: Path) -> PositionedRecords:
             remedy = f"write one object a line in {ROW_LOCATION}"
             try:
                 record = _object_or_fault(read_json(line.decode("utf-8")), remedy)
-            except GivenTwiceError as error:
+            except DuplicateKeyError as error:
                 record = BadRecord("given_twice", str(error), _KEEP_ONE)
             except (ValueError, RecursionError) as error:
                 wrong = f"it is not JSON ({in_one_line(error):.200})"
@@ -231,7 +231,7 @@ def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any] | B
     """
     try:
         record = refuse_repeated_keys(pairs)
-    except GivenTwiceError as error:
+    except DuplicateKeyError as error:
         return BadRecord("given_twice", str(error), _KEEP_ONE)
     for value in record.values():
         items = value if isinstance(value, list) else [value]

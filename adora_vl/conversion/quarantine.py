@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.conversion.problem import RowError
-from adora_vl.utils.cli import MistakesError, amount, shown
+from adora_vl.utils.cli import MultiLineUserError, amount, shown
 
 QUARANTINE_NAME = "quarantine.jsonl"
 LEAK = "leak"  # a sound row of the training split that stands in a held-out one too
@@ -80,7 +80,7 @@ class Quarantine:
             quarantine_folder: where the user will find the refused rows.
 
         Raises:
-            MistakesError: a larger share is unusable, or no row is stored. It has a line for each
+            MultiLineUserError: a larger share is unusable, or no row is stored. It has a line for each
                 reason.
         """
         if self.unusable_count <= allowed_share * rows and stored:
@@ -97,7 +97,7 @@ class Quarantine:
             if reason != LEAK or not self.unusable_count:
                 first_fault = self._first_faults[reason]
                 reason_lines.append(f"{reason}: {amount(count, 'row')}, the first is {first_fault}")
-        raise MistakesError(
+        raise MultiLineUserError(
             [
                 f"input: {self.unusable_count} of {rows} rows ({share:.1%}) cannot be used, over "
                 f"the {allowed_share * 100:g}% allowed",

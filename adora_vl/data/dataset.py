@@ -21,7 +21,7 @@ from PIL import Image
 
 from adora_vl.data.images import png_bytes
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.files import read_object, refuse_dangling
+from adora_vl.utils.files import read_json_object, refuse_dangling
 from adora_vl.utils.hashing import content_hash, file_sha256
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
@@ -198,7 +198,7 @@ def write_manifest(
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a folder; None unless `data_prep` of this package has written it."""
-    manifest = read_object(folder / MANIFEST_NAME)
+    manifest = read_json_object(folder / MANIFEST_NAME)
     return manifest if manifest.get("made_by") == PREPARED_BY else None
 
 

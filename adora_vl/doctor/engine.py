@@ -118,7 +118,7 @@ def check_runner(engine_and_policy: EngineAndPolicy) -> Check:
 
 
 @dataclass
-class Examination(EngineProbe):
+class EngineExamination(EngineProbe):
     """Compares engine and trainer, also after a weight was changed and after the engine has slept.
 
     Collective: all ranks call every method together. `models`: the policy and the reference
@@ -259,7 +259,7 @@ class Examination(EngineProbe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ExaminationStep:
+class _CheckGroup:
     """Some checks of an examination that are made together.
 
     `names`: the checks. `remedy`: what to do if an exception ends them. `run`: makes them.
@@ -270,7 +270,7 @@ class _ExaminationStep:
     run: Callable[[], list[Check]]
 
 
-def _examination_steps(examination: Examination, merge: int) -> list[_ExaminationStep]:
+def _examination_steps(examination: EngineExamination, merge: int) -> list[_CheckGroup]:
     """Return the steps of an examination, in their order.
 
     `merge`: how many patches along a side become one image token.
@@ -278,47 +278,47 @@ def _examination_steps(examination: Examination, merge: int) -> list[_Examinatio
     engine_and_policy = examination.engine_and_policy
     image_token = getattr(engine_and_policy.processor, "image_token_id", None)
     return [
-        _ExaminationStep(
+        _CheckGroup(
             names=(FEATURES_CHECK,),
             remedy=PIXELS_REMEDY,
             run=lambda: [check_features(examination.prompts, image_token, merge)],
         ),
-        _ExaminationStep(
+        _CheckGroup(
             names=(BUFFERS_CHECK,),
             remedy=BUFFERS_REMEDY,
             run=lambda: [check_buffers(examination.models)],
         ),
-        _ExaminationStep(
+        _CheckGroup(
             names=(RUNNER_CHECK,),
             remedy=VERSION_REMEDY,
             run=lambda: [check_runner(engine_and_policy)],
         ),
-        _ExaminationStep(
+        _CheckGroup(
             names=(PROMPTS_CHECK, COLD_CHECK),
             remedy=PIXELS_REMEDY,
             run=examination.check_agreement,
         ),
-        _ExaminationStep(
+        _CheckGroup(
             names=(DISTANT_CHECK,),
             remedy=POSITIONS_REMEDY,
             run=lambda: [examination.check_distant_agreement()],
         ),
-        _ExaminationStep(
+        _CheckGroup(
             names=(LANGUAGE_CHECK,),
             remedy=SYNC_REMEDY,
             run=lambda: [examination.check_after_change(vision=False)],
         ),
-        _ExaminationStep(
+        _CheckGroup(
             names=(VISION_CHECK,),
             remedy=CACHES_REMEDY,
             run=lambda: [examination.check_after_change(vision=True)],
         ),
-        _ExaminationStep(
+        _CheckGroup(
             names=(SLEEP_CHECK,),
             remedy=SLEEP_REMEDY,
             run=lambda: [examination.check_after_sleep()],
         ),
-        _ExaminationStep(
+        _CheckGroup(
             names=(BANNED_CHECK,),
             remedy=BAN_REMEDY,
             run=lambda: [examination.check_banned_tokens()],
@@ -326,7 +326,7 @@ def _examination_steps(examination: Examination, merge: int) -> list[_Examinatio
     ]
 
 
-def examine_in_order(examination: Examination, merge: int) -> list[Check]:
+def run_engine_checks(examination: EngineExamination, merge: int) -> list[Check]:
     """Make the checks of engine and trainer in their order, and return their results.
 
     The remaining checks are skipped once an exception has ended a check, or once the prompts of
@@ -369,7 +369,7 @@ def _may_have_broken_engine(check: Check) -> bool:
     return prompts_differ or check.detail.startswith(_STOPPED_PREFIX)
 
 
-def _run_step(step: _ExaminationStep) -> list[Check]:
+def _run_step(step: _CheckGroup) -> list[Check]:
     """Make the checks of a step; on an exception the first one fails, and the rest is skipped."""
     try:
         return step.run()
@@ -380,12 +380,12 @@ def _run_step(step: _ExaminationStep) -> list[Check]:
         return [failure, *(skipped(name, "it stopped before") for name in remaining_names)]
 
 
-class Examined(Exception):  # noqa: N818  # no error: it ends a training that was never meant to begin
+class ExaminationFinished(Exception):  # noqa: N818  # no error: it ends a training that was never meant to begin
     """Raised when the examination is over."""
 
 
 class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Compares engine and trainer when a training begins, and ends it by raising `Examined`.
+    """Compares engine and trainer when a training begins, and ends it by raising `ExaminationFinished`.
 
     The results are then in `checks`.
     """
@@ -412,6 +412,6 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
         # A model without vision has no image processor.
         image_processor = getattr(engine_and_policy.processor, "image_processor", None)
         merge = getattr(image_processor, "merge_size", 1)
-        examination = Examination(engine_and_policy, prompts, models=self.models)
-        self.checks = examine_in_order(examination, merge)
-        raise Examined
+        examination = EngineExamination(engine_and_policy, prompts, models=self.models)
+        self.checks = run_engine_checks(examination, merge)
+        raise ExaminationFinished

@@ -19,7 +19,7 @@ from adora_vl.models.load import (
     restore_adapter,
 )
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.hub import looks_only_on_this_machine, why_missing
+from adora_vl.utils.hub import load_failure_reason, uses_local_files_only
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from peft import PeftConfig, PeftModel
@@ -111,13 +111,13 @@ def _adapter_folder(key: str, name: str, revision: str | None) -> Path | None:
         folder = snapshot_download(
             name,
             revision=revision,
-            local_files_only=looks_only_on_this_machine(name),
+            local_files_only=uses_local_files_only(name),
             allow_patterns=[*_FETCHED_FILE_PATTERNS],
             ignore_patterns="*/*",  # folders inside, such as those of checkpoints
         )
         return Path(folder)
     except OSError as error:
-        why = why_missing(name, error)
+        why = load_failure_reason(name, error)
         raise UserError(
             f"{key}: the adapter {name!r} cannot be fetched from the hub ({why}); try again"
         ) from error
@@ -129,7 +129,7 @@ def _hub_has_file(name: str, revision: str | None, file: str) -> bool:
 
     try:
         path = cached_file(
-            name, file, revision=revision, local_files_only=looks_only_on_this_machine(name)
+            name, file, revision=revision, local_files_only=uses_local_files_only(name)
         )
         return path is not None
     except (OSError, ValueError):  # if there is no such model, loading it will say what is wrong

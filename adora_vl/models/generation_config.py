@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.hub import looks_only_on_this_machine
+from adora_vl.utils.hub import uses_local_files_only
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -26,7 +26,7 @@ def check_generation_config(name: str, revision: str | None) -> None:
 
     try:
         config = GenerationConfig.from_pretrained(
-            name, revision=revision, local_files_only=looks_only_on_this_machine(name)
+            name, revision=revision, local_files_only=uses_local_files_only(name)
         )
         _allow_sampling_settings(config)
         config.validate(strict=True)

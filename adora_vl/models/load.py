@@ -21,7 +21,7 @@ from adora_vl.models.families import KNOWN_FAMILIES_TEXT, sees_images
 from adora_vl.models.generation_config import repair_generation_config
 from adora_vl.utils.errors import RunError, UserError, in_one_line
 from adora_vl.utils.hashing import content_hash
-from adora_vl.utils.hub import looks_only_on_this_machine, why_missing
+from adora_vl.utils.hub import load_failure_reason, uses_local_files_only
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from peft import PeftModel
@@ -127,7 +127,7 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
 
     hub_options: dict[str, Any] = {
         "revision": revision,
-        "local_files_only": looks_only_on_this_machine(model),
+        "local_files_only": uses_local_files_only(model),
     }
     config_dict, _ = PretrainedConfig.get_config_dict(model, **hub_options)
     model_type = config_dict.get("model_type")
@@ -179,7 +179,7 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise UserError(
             f"{key_and_value} is neither a model folder here nor a model of the hub that can be "
-            f"reached ({why_missing(model, error)})"
+            f"reached ({load_failure_reason(model, error)})"
         ) from error
 
 
@@ -336,7 +336,7 @@ def load_processor(model: str, revision: str | None = None) -> Any:
             revision=revision,
             truncation_side="left",
             padding_side="left",
-            local_files_only=looks_only_on_this_machine(model),
+            local_files_only=uses_local_files_only(model),
             trust_remote_code=False,
         )
     # All errors are caught: a file that is cut off raises a different one for each kind of file.

@@ -133,7 +133,7 @@ class ActivationMemory:
         in_layer = PeakCandidate(LAYER_BACKWARD_NAME, gradients, all_kept)
         return PassPeaks(in_head, in_layer, tuple(later))
 
-    def mask_and_vision(self, size: PassSize, recomputed_count: int) -> tuple[int, int]:
+    def mask_and_vision_bytes(self, size: PassSize, recomputed_count: int) -> tuple[int, int]:
         """Return the bytes of the attention mask and of the vision tower, held during the pass."""
         mask = mask_bytes(size, self.dtypes, on_gpu=self.on_gpu)
         vision = 0 if self.reads_features else self._saved_bytes(size, recomputed_count).vision
@@ -144,7 +144,7 @@ class ActivationMemory:
 
         `recomputed_count`: how many layers gradient checkpointing recomputes.
         """
-        mask, vision = self.mask_and_vision(size, recomputed_count)
+        mask, vision = self.mask_and_vision_bytes(size, recomputed_count)
         candidates = self.peaks(size, recomputed_count).all
         peak = max(candidate.transient_bytes + candidate.kept_bytes for candidate in candidates)
         return peak + mask + vision

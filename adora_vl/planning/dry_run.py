@@ -17,7 +17,13 @@ from adora_vl.planning.plan import DryRunPlan, make_plan
 from adora_vl.planning.report import prompt_lines, report_text, report_values
 from adora_vl.planning.run_keys import resolve_keys
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import GIB, check_folder, check_json, naming_write_errors, replace_file
+from adora_vl.utils.files import (
+    GIB,
+    check_folder,
+    check_json_output,
+    naming_write_errors,
+    replace_file,
+)
 
 
 def dry_run(command: CliArgs, options: DryRunOptions) -> int:
@@ -85,7 +91,7 @@ def _check_outputs(options: DryRunOptions) -> None:
     It is checked before the dry run takes its time.
     """
     if options.json is not None:
-        check_json(
+        check_json_output(
             "--json",
             path=options.json,
             kind="the figures of a dry run",

@@ -368,7 +368,7 @@ def _learning_memory(setup: MemorySetup, gradient_bytes: int, recomputed: int) -
     else:
         moments = [_PeakMoment(candidate, gradient_bytes) for candidate in peaks.all]
     peak = max(moments, key=lambda moment: moment.total_bytes)
-    mask, vision = activation_memory.mask_and_vision(setup.pass_size, recomputed)
+    mask, vision = activation_memory.mask_and_vision_bytes(setup.pass_size, recomputed)
     return {
         "gradients": peak.gradient_bytes,
         "activations": peak.candidate.kept_bytes,

@@ -15,7 +15,7 @@ from adora_vl.record.trackers import check_trackers
 from adora_vl.utils.cli import enum_value
 from adora_vl.utils.convert import check_finite
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.hub import why_no_hub
+from adora_vl.utils.hub import hub_unavailable_reason
 from adora_vl.utils.open_files import check_open_files
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def check_machine(config: AdoraGRPOConfig, context: RunContext) -> None:
     check_optimizer(config)
     check_trackers(config.report_to)
     # Checked here, since Transformers creates the repository only after the weights are loaded.
-    offline_reason = why_no_hub() if config.push_to_hub else None
+    offline_reason = hub_unavailable_reason() if config.push_to_hub else None
     if offline_reason:
         raise UserError(
             f"push_to_hub: true, but {offline_reason}; set it to false and upload output_dir "

@@ -27,7 +27,7 @@ from adora_vl.preflight.python_inputs import system_message_text
 from adora_vl.record.manifest import run_manifest
 from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
 from adora_vl.utils.cli import amount
-from adora_vl.utils.launch import fewer_than_asked
+from adora_vl.utils.launch import single_process_note
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -318,7 +318,7 @@ class ResolvedRun:
         if self.data.rows is not None:
             problems = amount(self.data.rows, "training problem")
         lines = [f"{problems}; {self.layout.describe()}"]
-        note_on_processes = fewer_than_asked()
+        note_on_processes = single_process_note()
         if note_on_processes:
             lines.append(note_on_processes)
         return [

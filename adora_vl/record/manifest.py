@@ -22,9 +22,9 @@ from adora_vl.checkpoint.run_files import MADE_BY, read_run_manifest
 from adora_vl.checkpoint.store import MANIFEST_FILE
 from adora_vl.utils.cli import amount, to_json_types
 from adora_vl.utils.errors import RunError
-from adora_vl.utils.files import read_object, replace_file
+from adora_vl.utils.files import read_json_object, replace_file
 from adora_vl.utils.own_files import name_without_file
-from adora_vl.utils.secrets import is_secret, masked_text, masked_words, without_secrets
+from adora_vl.utils.secrets import is_secret, redact_arguments, redact_secrets, without_secrets
 from adora_vl.utils.versions import installed_version
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ def launch_command(arguments: Sequence[str] | None, command_line_file: Path | No
         is_script = bool(sys.argv) and sys.argv[0] not in ("", "-c")
         if not is_script:
             return "Python"
-        return shlex.join(masked_words([python_command(), *sys.argv]))
+        return shlex.join(redact_arguments([python_command(), *sys.argv]))
     if command_line_file is None:
         command_line_file = Path(f"/proc/{os.getppid()}/cmdline")
     words = _accelerate_words(command_line_file)
     # Without `-m` accelerate has started a script of the user's, which calls this command.
     if words is None or "-m" not in words:
         words = [python_command(), "-m", "adora_vl.train", *arguments]
-    return shlex.join(masked_words(words))
+    return shlex.join(redact_arguments(words))
 
 
 def python_command() -> str:
@@ -379,7 +379,7 @@ def mark_failed_on_error(
         yield
     except Exception as error:
         if is_main:
-            manifest["error"] = masked_text(f"{type(error).__name__}: {error}".splitlines()[0])
+            manifest["error"] = redact_secrets(f"{type(error).__name__}: {error}".splitlines()[0])
             # If the disk is full, the manifest cannot be written. Most likely that is also why the
             # run has failed, and `error` says so already.
             with suppress(RunError):
@@ -451,7 +451,7 @@ def _read_data_sources(folders: Sequence[str], shares: Sequence[float] | None) -
     """
     sources: list[dict[str, Any]] = []
     for folder in folders:
-        manifest = read_object(Path(folder) / MANIFEST_FILE)
+        manifest = read_json_object(Path(folder) / MANIFEST_FILE)
         known_keys = [key for key in ("source", "input", "revision") if key in manifest]
         sources.append({key: manifest[key] for key in known_keys})
     if len(folders) == 1:

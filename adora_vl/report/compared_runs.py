@@ -12,7 +12,7 @@ from adora_vl.evals.scoring.table import scored_dataset_name
 from adora_vl.rewards.entries import normalize_reward_entries
 from adora_vl.utils.cli import amount, with_dotted_keys
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import leads_out, refuse_links_out
+from adora_vl.utils.files import escapes_folder, refuse_escaping_links
 
 PASS_RATE = "adora/pass_rate"  # noqa: S105  # no password
 # Keys that say where a run writes, what it shows and how it resumes are not compared.
@@ -119,7 +119,7 @@ def read_compared_run(folder: Path) -> ComparedRun:
     from adora_vl.record.manifest import describe_run
     from adora_vl.record.metrics import METRICS_FILE, read_metrics
 
-    refuse_links_out("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE)
+    refuse_escaping_links("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE)
     manifest = read_run_manifest(folder)
     lines = read_metrics(folder / METRICS_FILE)
     if not manifest or not lines:
@@ -284,7 +284,7 @@ def _read_newest_scores(folder: Path) -> _NewestScores:
     for path in (*folder.glob(SCORE_FILE), *folder.glob(f"*/{SCORE_FILE}")):
         if path == folder / SCORE_FILE_BEFORE:
             continue
-        if leads_out(folder, path):
+        if escapes_folder(folder, path):
             notes.append(f"{path} is a link out of the run's folder, and is not read")
         else:
             paths_in_folder.append(path)

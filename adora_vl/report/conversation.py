@@ -10,7 +10,7 @@ from adora_vl.record.diagrams import read_original_size
 from adora_vl.record.record_files import IMAGES_FOLDER, ROLLOUTS_FOLDER
 from adora_vl.tools.calls import CallError, find_calls, read_call, remove_calls
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
-from adora_vl.utils.files import leads_out
+from adora_vl.utils.files import escapes_folder
 
 Json = dict[str, Any]
 # The arguments of this package's tools that are points of a picture, x and y of each; the two points
@@ -126,7 +126,7 @@ class TurnReader:
         """
         if picture not in self._size_by_picture:
             path = self._folder / ROLLOUTS_FOLDER / IMAGES_FOLDER / Path(picture).name
-            is_in_run = path.is_file() and not leads_out(self._folder, path)
+            is_in_run = path.is_file() and not escapes_folder(self._folder, path)
             self._size_by_picture[picture] = read_original_size(path) if is_in_run else None
         return self._size_by_picture[picture]
 

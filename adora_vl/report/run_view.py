@@ -33,7 +33,7 @@ from adora_vl.report.weight_reason import weight_reason
 from adora_vl.rewards.grade import compare_parts
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import leads_out, refuse_links_out
+from adora_vl.utils.files import escapes_folder, refuse_escaping_links
 
 # A rollout in the page's JSON is a list of these values; viewer/groups.js reads it by the same
 # names. The completion is last, because the page keeps completions in a separate block.
@@ -128,7 +128,9 @@ def _load_once(folder: Path, max_rollouts: int) -> RunView:
     record_files = list_record_files(folder / ROLLOUTS_FOLDER)
     record_paths = [record_file.path for record_file in record_files]
     # The page is passed on to others, so no link may bring a file from outside into it.
-    refuse_links_out("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE, *record_paths)
+    refuse_escaping_links(
+        "RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE, *record_paths
+    )
     metrics = read_metrics(folder / METRICS_FILE)
     if not metrics and not record_files:
         fault = "is no folder"
@@ -403,7 +405,7 @@ def encode_images(
             path = folder / ROLLOUTS_FOLDER / IMAGES_FOLDER / Path(name).name
             if name in uri_by_name or not path.is_file():
                 continue
-            if leads_out(folder, path):
+            if escapes_folder(folder, path):
                 n_links_out += 1
                 continue
             # Once the limit is passed, all further diagrams are left out, small ones too.

@@ -23,7 +23,7 @@ from adora_vl.utils.call_guards import (
     backstop,
     deadline,
     ending_forked_children,
-    returning_to,
+    restoring_working_directory,
 )
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -217,7 +217,7 @@ class _SafeFunction:
         """
         try:
             with (
-                returning_to(self.folder),
+                restoring_working_directory(self.folder),
                 backstop(self.timeout),
                 deadline(self.timeout),
                 ending_forked_children(f"reward {self.name}"),
@@ -238,7 +238,7 @@ class _SafeFunction:
             completion_index = None
             if not isinstance(error, OverdueError | RewardValueError | UserError):
                 with (
-                    returning_to(self.folder),
+                    restoring_working_directory(self.folder),
                     backstop(self.timeout),
                     ending_forked_children(f"reward {self.name}"),
                 ):
@@ -255,7 +255,7 @@ class _SafeFunction:
         """
         try:
             with (
-                returning_to(self.folder),
+                restoring_working_directory(self.folder),
                 backstop(self.timeout),
                 ending_forked_children(f"reward {self.name}"),
             ):

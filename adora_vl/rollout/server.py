@@ -13,7 +13,7 @@ from trl.generation.vllm_client import VLLMClient
 from adora_vl.rollout.rollouts import SamplingResult, engine_logp
 from adora_vl.rollout.server_client import TIMEOUTS_IN_USE, Timeouts, mount_timeouts
 from adora_vl.utils.daemon_threads import set_outcome
-from adora_vl.utils.errors import SpokenError
+from adora_vl.utils.errors import RedactedError
 
 # vLLM's variable for endpoints that load and unload adapters
 _RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
@@ -26,7 +26,7 @@ FeaturesByImageIds = dict[tuple[int, ...], Future[Any]]
 PlaceFeatures = Callable[[dict[str, Any] | None, list[int]], dict[str, Any] | None]
 
 
-class UnusableServerError(SpokenError, RuntimeError):
+class UnusableServerError(RedactedError, RuntimeError):
     """A server cannot do what it is asked for, though another server might."""
 
 

@@ -17,7 +17,12 @@ from torch import Tensor
 
 from adora_vl.checkpoint.trl_state import save_tensors
 from adora_vl.models.load import ADAPTER_CONFIG_FILE
-from adora_vl.utils.files import abandoned_folders, locked_folder, replace_file, unwritable_error
+from adora_vl.utils.files import (
+    abandoned_folders,
+    create_locked_folder,
+    replace_file,
+    unwritable_error,
+)
 
 WEIGHT_TRANSFER_KEY = "adora_weight_transfer"
 _ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -67,7 +72,9 @@ class WeightFiles:
         with ExitStack() as stack:
             try:
                 self.folder.mkdir(0o700, parents=True, exist_ok=True)
-                path, lock = locked_folder(lambda: self.folder / f"{self._name}-{token_hex(8)}")
+                path, lock = create_locked_folder(
+                    lambda: self.folder / f"{self._name}-{token_hex(8)}"
+                )
                 stack.callback(
                     _remove_locked_folder, path, lock, removes_parent=not self._parent_is_users
                 )

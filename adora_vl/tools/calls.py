@@ -20,10 +20,15 @@ import numpy as np
 import torch
 from transformers.utils import get_json_schema
 
-from adora_vl.utils.call_guards import backstop, deadline, ending_forked_children, returning_to
+from adora_vl.utils.call_guards import (
+    backstop,
+    deadline,
+    ending_forked_children,
+    restoring_working_directory,
+)
 from adora_vl.utils.cli import refuse_repeated_keys
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.seeding import keeping_random_state, number_at
+from adora_vl.utils.seeding import hash_to_int, keeping_random_state
 
 HIDDEN_PARAMETERS = ("images", "view")  # the run passes these; no model is told of them
 _MAX_CALL_CHARS = 4000
@@ -307,7 +312,7 @@ def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
     Raises `OverdueError` in the block when the time is over.
     """
     with keeping_random_state():
-        number = number_at(f"tool/{seed}")
+        number = hash_to_int(f"tool/{seed}")
         random.seed(number)
         np.random.seed(number % 2**32)
         torch.manual_seed(number >> 1)
@@ -316,7 +321,7 @@ def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
         # processes, and has to be the innermost: `backstop` would wait in them for a thread that
         # they lack.
         with (
-            returning_to(Path.cwd()),
+            restoring_working_directory(Path.cwd()),
             backstop(seconds),
             deadline(seconds),
             ending_forked_children(label),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from adora_vl.rollout.rollouts import RolloutGroup, RolloutKey
 from adora_vl.utils.convert import convert, options_to_dict
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.own_files import FromFile, load_from_file, name_without_file
+from adora_vl.utils.own_files import LoadedObject, load_from_file, name_without_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,7 +87,7 @@ def configured_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-def _load_extension_class(entry: str) -> FromFile:
+def _load_extension_class(entry: str) -> LoadedObject:
     """Load the class that an entry of the key names, `FILE.py:NAME`."""
 
     def is_extension(value: object) -> bool:

@@ -28,7 +28,7 @@ from adora_vl.training.rank_balance import (
     plan_moves,
 )
 from adora_vl.types import Batch, RowsOnCpu, StepContext, loss_mask
-from adora_vl.utils.seeding import generator_at
+from adora_vl.utils.seeding import generator_for_key
 
 # Losses that take a mean over the rows of a micro-batch. With fewer rows each row would weigh more.
 LOSSES_WITH_ROW_MEAN = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
@@ -183,7 +183,7 @@ def training_order(
     )
     if optimizer_steps == 1:
         return longest_first
-    shuffled_positions = torch.randperm(len(subgroups), generator=generator_at(seed)).tolist()
+    shuffled_positions = torch.randperm(len(subgroups), generator=generator_for_key(seed)).tolist()
     ordered_subgroups = []
     # The shuffled numbers are positions in `longest_first`. So sorting the positions of a step puts
     # its longest subgroups first.

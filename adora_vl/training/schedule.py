@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from adora_vl.utils.seeding import generator_at
+from adora_vl.utils.seeding import generator_for_key
 
 # The automatic budget is this quantile of the completions' lengths: nine of ten end within it.
 BUDGET_QUANTILE = 0.9
@@ -107,7 +107,7 @@ def draw_refill_rows(row_count: int, group_count: int, seed: str) -> list[int]:
         group_count: problems to draw, one for each group.
         seed: names the position in the run, so that a resumed run draws the same rows.
     """
-    shuffled_rows = torch.randperm(row_count, generator=generator_at(seed))
+    shuffled_rows = torch.randperm(row_count, generator=generator_for_key(seed))
     drawn_rows: list[int] = shuffled_rows[:group_count].tolist()
     return [drawn_rows[index % len(drawn_rows)] for index in range(group_count)]
 

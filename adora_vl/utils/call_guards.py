@@ -65,7 +65,7 @@ def ending_forked_children(label: str) -> Iterator[None]:
 
 
 @contextmanager
-def returning_to(folder: Path) -> Iterator[None]:
+def restoring_working_directory(folder: Path) -> Iterator[None]:
     """Make `folder` the working directory again when the block ends.
 
     Code of the user's may change it, and relative paths of the run start there.

@@ -19,7 +19,7 @@ from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.files import path_problem
 from adora_vl.utils.interrupts import EXIT_INTERRUPTED
 from adora_vl.utils.outputs import OUTPUT_DESCRIPTORS, redirect_to_null
-from adora_vl.utils.secrets import masked_text
+from adora_vl.utils.secrets import redact_secrets
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
@@ -30,12 +30,12 @@ _WORDS_FOR_NO_VALUE = ("none", "null")
 _MAX_YAML_NODES = 100_000  # values of a YAML text whose aliases are written out
 
 
-class MistakesError(UserError):
+class MultiLineUserError(UserError):
     """Several mistakes of one kind, each with a line of its own."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
-        self.lines = [masked_text(line) for line in lines]
+        self.lines = [redact_secrets(line) for line in lines]
 
 
 def exit_code_of(command: Callable[[], None], interrupt_note: str, *, speaks: bool = True) -> int:
@@ -56,7 +56,7 @@ def exit_code_of(command: Callable[[], None], interrupt_note: str, *, speaks: bo
             command()
     except UserError as error:
         one_line = " ".join(str(error).split())
-        lines = error.lines if isinstance(error, MistakesError) else [one_line]
+        lines = error.lines if isinstance(error, MultiLineUserError) else [one_line]
         if speaks:
             print("".join(f"error: {line}\n" for line in lines), end="", file=sys.stderr)
         return 2
@@ -366,7 +366,7 @@ def is_null(text: object) -> bool:
     return text is None or (isinstance(text, str) and text.strip().lower() in _NULL_WORDS)
 
 
-def read_truth(value: object) -> bool | None:
+def parse_bool(value: object) -> bool | None:
     """Return the truth value that a word such as `yes` or `0` means; None for any other value."""
     word = str(value).strip().lower()
     if word in _TRUE_WORDS:
@@ -471,7 +471,7 @@ def read_json(text: str | bytes) -> Any:
     return json.loads(text, object_pairs_hook=refuse_repeated_keys)
 
 
-class GivenTwiceError(ValueError):
+class DuplicateKeyError(ValueError):
     """An object of a JSON text gives a key twice."""
 
 
@@ -481,13 +481,13 @@ def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     It is passed to `json.loads` as `object_pairs_hook`.
 
     Raises:
-        GivenTwiceError: a key is in two pairs.
+        DuplicateKeyError: a key is in two pairs.
     """
     value_by_key = dict(pairs)
     if len(value_by_key) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         repeated_key = max(counts, key=counts.__getitem__)
-        raise GivenTwiceError(f"{shown(repeated_key)} is given twice in one object")
+        raise DuplicateKeyError(f"{shown(repeated_key)} is given twice in one object")
     return value_by_key
 
 

@@ -18,11 +18,11 @@ import pydantic
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from adora_vl.utils.cli import (
-    GivenTwiceError,
+    DuplicateKeyError,
     flow_mapping,
     is_null,
+    parse_bool,
     read_json,
-    read_truth,
     shown,
     split_list,
     yaml_value,
@@ -83,7 +83,7 @@ def convert(key: str, value: object, hint: object) -> Any:
         return _convert_tuple(key, value, hint)
     # A key may take either true/false or a list: `adora_stock_step: true` is not the list [true].
     if bool in allowed_types and list in allowed_types:
-        truth_value = read_truth(single_value)
+        truth_value = parse_bool(single_value)
         if truth_value is not None:
             return truth_value
     # A key that takes a text or a list keeps a single text, such as a regular expression of PEFT's.
@@ -343,7 +343,7 @@ def _parse_text(key: str, value: object, hint: object) -> Any:
     allowed_types = _member_types(hint)
     words = _literal_words(hint)
     if bool in allowed_types:
-        truth_value = read_truth(value)
+        truth_value = parse_bool(value)
         if truth_value is not None:
             return truth_value
     # YAML reads a bare `off` or `no` as false, so false means this word if the key takes it.
@@ -449,7 +449,7 @@ def _read_mapping(key: str, value: object, *, as_text: bool = False) -> Any:
     json_text = value
     try:
         content = read_json(text)
-    except GivenTwiceError as error:
+    except DuplicateKeyError as error:
         raise UserError(f"{key}: {error}; keep the right one") from None
     except (ValueError, RecursionError):
         # The text is no JSON. It may be YAML, where names need no quotes.

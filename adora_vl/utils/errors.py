@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from adora_vl.utils.secrets import masked_text
+from adora_vl.utils.secrets import redact_secrets
 
 # Longer than any path that somebody types: a value that was pasted into the wrong key
 _LONG_WORD_PATTERN = re.compile(r"\S{500,}")
@@ -18,7 +18,7 @@ def _without_long_words(text: str) -> str:
     return _LONG_WORD_PATTERN.sub(lambda word: f"{word[0][:60]}...{word[0][-60:]}", text)
 
 
-class SpokenError(Exception):
+class RedactedError(Exception):
     """An error whose message people read, on the screen and in files.
 
     Secrets in it are hidden, and a word that nobody would read to its end is cut.
@@ -26,13 +26,13 @@ class SpokenError(Exception):
 
     def __init__(self, *words: Any) -> None:
         shown_words = [
-            _without_long_words(masked_text(word)) if isinstance(word, str) else word
+            _without_long_words(redact_secrets(word)) if isinstance(word, str) else word
             for word in words
         ]
         super().__init__(*shown_words)
 
 
-class UserError(SpokenError, ValueError):
+class UserError(RedactedError, ValueError):
     """The input is wrong: one line that names the key or row, its value and what would be right.
 
     Exit code 2.
@@ -43,7 +43,7 @@ class SharedUserError(UserError):
     """A `UserError` that all ranks raise together, so that only the first rank prints it."""
 
 
-class RolloutError(SpokenError, RuntimeError):
+class RolloutError(RedactedError, RuntimeError):
     """Engine and trainer do not see the same thing: learning from these rollouts would be learning
     from noise.
     """
@@ -57,7 +57,7 @@ class NoServerError(RolloutError):
     """No vLLM server is left to ask, or to give weights to. All ranks raise it together."""
 
 
-class RunError(SpokenError, RuntimeError):
+class RunError(RedactedError, RuntimeError):
     """The run cannot go on; the message says why, and from where it can."""
 
 
@@ -103,7 +103,7 @@ def in_one_line(error: BaseException) -> str:
     # The first line of pydantic's text only counts the errors, so the first error is shown.
     if type_name == "ValidationError" and hasattr(error, "errors"):
         lines = [str(error.errors()[0]["msg"])]
-    return f"{type_name}: {masked_text(lines[0])}" if lines else type_name
+    return f"{type_name}: {redact_secrets(lines[0])}" if lines else type_name
 
 
 class TranslatedErrors:

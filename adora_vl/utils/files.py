@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, BinaryIO
 
-from adora_vl.utils.errors import SpokenError, UserError
+from adora_vl.utils.errors import RedactedError, UserError
 
 _DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT)
 # What safetensors and torch say when the disk is full: torch's writer says how far it came, and not
@@ -49,7 +49,7 @@ def cache_folder() -> Path:
     return Path(user_cache) / "adora_vl"
 
 
-def leads_out(folder: Path, path: Path) -> bool:
+def escapes_folder(folder: Path, path: Path) -> bool:
     """Return whether a path below `folder` leads out of it by a symbolic link.
 
     The link may be the path itself or a folder on the way. This guards what is read from a folder
@@ -62,13 +62,13 @@ def leads_out(folder: Path, path: Path) -> bool:
         return True
 
 
-def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
+def refuse_escaping_links(key: str, folder: Path, *paths: Path) -> None:
     """Raise `UserError` for the first path below `folder` that is a link out of it.
 
     `key`: the option that names the folder, with which the message begins.
     """
     for path in paths:
-        if leads_out(folder, path):
+        if escapes_folder(folder, path):
             raise UserError(
                 f"{key}: {str(path)!r} is a link out of {str(folder)!r}, and what it leads to is "
                 "not read; put the file itself there"
@@ -119,7 +119,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-class KeptAnswers:
+class JsonLinesCache:
     """A file of answers by key, one JSON line each, to which several processes may add at once.
 
     A line that cannot be read is ignored. A killed process may leave half a line. The answer that
@@ -157,7 +157,7 @@ class KeptAnswers:
             file.write(line)
 
 
-def appears_in_time(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
+def wait_until_visible(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
     """Wait until a file is visible here that another machine has written on a shared disk.
 
     Args:
@@ -192,22 +192,22 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     """
     recover_folder(folder)
     # the hidden folder beside `folder` in which both folders stand during the exchange
-    working_folder, lock = locked_folder(lambda: _hidden_neighbour(folder))
+    working_folder, lock = create_locked_folder(lambda: _hidden_neighbour(folder))
     try:
         new_folder = working_folder / _NEW_NAME
         new_folder.mkdir()
         yield new_folder
-        give_usual_modes(new_folder)
+        set_default_file_modes(new_folder)
         for path in (*new_folder.rglob("*"), new_folder):
             flush_to_disk(path)
-        put_in_place(new_folder, folder, old_path=working_folder / _OLD_NAME)
+        swap_folders(new_folder, folder, old_path=working_folder / _OLD_NAME)
     finally:
         _finish_exchange(working_folder, folder)
         if lock is not None:
             os.close(lock)
 
 
-def give_usual_modes(folder: Path) -> None:
+def set_default_file_modes(folder: Path) -> None:
     """Give the weight files in `folder` the access rights of any new file.
 
     Stock safetensors (0.8) makes files that their owner alone can read.
@@ -222,7 +222,7 @@ def give_usual_modes(folder: Path) -> None:
             path.chmod(mode & 0o777)
 
 
-def put_in_place(new_folder: Path, folder: Path, old_path: Path) -> None:
+def swap_folders(new_folder: Path, folder: Path, old_path: Path) -> None:
     """Rename `new_folder` to `folder`. A folder that has this name before becomes `old_path`.
 
     All three are in the same file system, so that a rename is done at once or not at all.
@@ -256,7 +256,7 @@ def recover_folder(folder: Path) -> None:
 def abandoned_folders(folders: Iterable[Path]) -> Iterator[Path]:
     """Yield the folders whose process is gone, so that the caller can remove them.
 
-    `folders`: folders that `locked_folder` has made. The lock of a folder is held while the folder
+    `folders`: folders that `create_locked_folder` has made. The lock of a folder is held while the folder
     is yielded, so that no other process removes it too.
     """
     for folder in folders:
@@ -269,7 +269,7 @@ def abandoned_folders(folders: Iterable[Path]) -> Iterator[Path]:
         os.close(lock)
 
 
-def locked_folder(random_path: Callable[[], Path]) -> tuple[Path, int | None]:
+def create_locked_folder(random_path: Callable[[], Path]) -> tuple[Path, int | None]:
     """Create a folder and take a lock in it, by which other processes know that this one lives.
 
     Args:
@@ -366,7 +366,7 @@ def naming_write_errors(option: str, path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except SpokenError:  # it says already what is wrong
+    except RedactedError:  # it says already what is wrong
         raise
     # Where the disk is full, safetensors and torch raise errors that are no `OSError`.
     except Exception as error:
@@ -458,7 +458,7 @@ def check_folder(option: str, folder: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
 
 
-def check_json(option: str, path: Path, kind: str, is_ours: Callable[[Any], bool]) -> None:
+def check_json_output(option: str, path: Path, kind: str, is_ours: Callable[[Any], bool]) -> None:
     """Raise `UserError` where a JSON file cannot be written, or would replace a file of the user's.
 
     A file that this command wrote earlier may be replaced, and so may an empty one.
@@ -483,7 +483,7 @@ def check_json(option: str, path: Path, kind: str, is_ours: Callable[[Any], bool
         raise UserError(f"{option}: {str(path)!r} is there and not {kind}; choose another name")
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one where the file has none that can be read."""
     try:
         content = json.loads(path.read_bytes())

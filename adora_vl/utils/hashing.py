@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from adora_vl.utils.files import GIB, KeptAnswers, cache_folder
+from adora_vl.utils.files import GIB, JsonLinesCache, cache_folder
 
 # A smaller file is read again as fast as it is looked up
 _MIN_REMEMBERED_BYTES = 2**14
@@ -88,7 +88,7 @@ def _file_state(stat: os.stat_result) -> str:
     return f"{stat.st_dev}/{stat.st_ino}/{stat.st_size}/{stat.st_mtime_ns}/{stat.st_ctime_ns}"
 
 
-def _remembered_hashes() -> KeptAnswers:
+def _remembered_hashes() -> JsonLinesCache:
     """Return the hashes of files that any process of this user has read before.
 
     They are in `content.jsonl` in the cache folder, which may be deleted.
@@ -97,13 +97,13 @@ def _remembered_hashes() -> KeptAnswers:
 
 
 @cache
-def _hashes_in_file(file: Path) -> KeptAnswers:
+def _hashes_in_file(file: Path) -> JsonLinesCache:
     """Return the hashes that are stored in a file, which is read once in a process."""
     try:
-        return KeptAnswers(file)
+        return JsonLinesCache(file)
     # Without a file that can be read, each process remembers hashes for itself.
     except OSError:
-        return KeptAnswers(Path(os.devnull))
+        return JsonLinesCache(Path(os.devnull))
 
 
 def file_sha256(path: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from adora_vl.utils.errors import SpokenError
+from adora_vl.utils.errors import RedactedError
 
 MAX_ERROR_BYTES = 4096  # that are read of what a server says about a refused request
 _MAX_REPLY_BYTES = 32 * 2**20  # a million tokens of text are a quarter of it
@@ -31,7 +31,7 @@ _MAX_CLOSING_S = 1.0
 Headers = Mapping[str, str]
 
 
-class ReplyTooLargeError(SpokenError):
+class ReplyTooLargeError(RedactedError):
     """A reply is larger than any that is expected."""
 
 

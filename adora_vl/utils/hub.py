@@ -19,7 +19,7 @@ _SERVER_ERROR = 500
 
 
 @cache
-def why_no_hub() -> str:
+def hub_unavailable_reason() -> str:
     """Return why the model hub cannot be used, and switch it off if it does not answer.
 
     The text is empty where the hub answers. The hub is asked once in a process, for at most five
@@ -55,15 +55,15 @@ def why_no_hub() -> str:
     return f"{constants.ENDPOINT} does not answer"
 
 
-def looks_only_on_this_machine(name: str) -> bool:
+def uses_local_files_only(name: str) -> bool:
     """Return whether a model is looked for on this machine alone: Transformers' `local_files_only`.
 
     That is so where the name is a folder, or where the hub does not answer.
     """
-    return Path(name).is_dir() or bool(why_no_hub())
+    return Path(name).is_dir() or bool(hub_unavailable_reason())
 
 
-def why_missing(name: str, error: BaseException) -> str:
+def load_failure_reason(name: str, error: BaseException) -> str:
     """Return in one line why a folder or hub id could not be loaded.
 
     Args:
@@ -71,7 +71,7 @@ def why_missing(name: str, error: BaseException) -> str:
         error: the error of the library. Its first line is returned, unless the hub does not answer.
             Then that is the reason, and is returned instead.
     """
-    hub_problem = "" if Path(name).is_dir() else why_no_hub()
+    hub_problem = "" if Path(name).is_dir() else hub_unavailable_reason()
     if hub_problem:
         return hub_problem
     message = str(error).strip() or type(error).__name__
@@ -83,5 +83,5 @@ def notes_on_local_copy(name: str) -> list[str]:
 
     The list is empty for a folder, and where the hub answers.
     """
-    hub_problem = "" if Path(name).is_dir() else why_no_hub()
+    hub_problem = "" if Path(name).is_dir() else hub_unavailable_reason()
     return [f"{name}: {hub_problem}; its copy on this machine is used"] if hub_problem else []

@@ -30,7 +30,7 @@ def _runs_command_of_ours() -> bool:
     return any(file.is_relative_to(folder) for folder in PROJECT_FOLDERS)
 
 
-def end_commands_in_one_line() -> None:
+def install_interrupt_hook() -> None:
     """Let Ctrl-C end a command of this project in one line, and not in a traceback.
 
     Each command catches Ctrl-C in its `main`. This is for the seconds before that, in which Python

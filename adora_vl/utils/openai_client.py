@@ -25,15 +25,15 @@ from typing import Any, TypeVar
 import httpx
 
 from adora_vl.utils.daemon_threads import run_on_daemon_threads
-from adora_vl.utils.errors import SpokenError, UserError
-from adora_vl.utils.files import KeptAnswers, naming_write_errors
+from adora_vl.utils.errors import RedactedError, UserError
+from adora_vl.utils.files import JsonLinesCache, naming_write_errors
 from adora_vl.utils.http_client import (
     MAX_ERROR_BYTES,
     HttpClient,
     ReplyTooLargeError,
     fetch_reply,
 )
-from adora_vl.utils.secrets import masked_text, note_secret
+from adora_vl.utils.secrets import redact_secrets, register_secret
 
 # HTTP status codes after which another attempt may succeed
 _RETRIED_CODES = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -55,7 +55,7 @@ _NO_LIST_ERRORS = (
     OSError,
     httpx.HTTPError,
     httpx.InvalidURL,
-    SpokenError,
+    RedactedError,
     ValueError,
     LookupError,
     TypeError,
@@ -114,7 +114,7 @@ class Reply:
     thinking_opened: bool = False  # whether its prompt is known to end in `<think>`
 
 
-class EndpointError(SpokenError):
+class EndpointError(RedactedError):
     """A call that gave no usable answer; the text of the error says why.
 
     The attributes say what follows from it; see `__init__`.
@@ -224,10 +224,10 @@ class ChatClient:
         # The error of a call after which the server would answer no other.
         self._refusal: EndpointError | None = None
         self._cache_file = cache
-        self._stored_answers: KeptAnswers | None = None
+        self._stored_answers: JsonLinesCache | None = None
         if cache is not None:
             with naming_write_errors("judge_cache", cache):
-                self._stored_answers = KeptAnswers(cache)
+                self._stored_answers = JsonLinesCache(cache)
 
     def cached(self, messages: Messages) -> str | None:
         """Return the stored answer to these messages; None where there is none."""
@@ -243,7 +243,7 @@ class ChatClient:
         request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
-    def name_server_program(self) -> str | None:
+    def detect_server_program(self) -> str | None:
         """Return the program that serves the model, such as `vllm`, by its own list of models.
 
         The text is empty where the server has no such list, or where the list lacks the model. It
@@ -263,7 +263,7 @@ class ChatClient:
             return ""
         return str(owners[0]) if owners else ""
 
-    def _find_plain_sampling(self) -> Mapping[str, float]:
+    def _neutral_sampling_fields(self) -> Mapping[str, float]:
         """Return the request's fields that keep the server from the model's own sampling defaults.
 
         The server is asked once which program it is. A field that the endpoint has already stays as
@@ -273,7 +273,7 @@ class ChatClient:
         with self._plain_sampling_lock:
             if self._plain_sampling is None:
                 self._plain_sampling = {}
-                if self.name_server_program() in SERVERS_WITH_MODEL_DEFAULTS:
+                if self.detect_server_program() in SERVERS_WITH_MODEL_DEFAULTS:
                     for name, value in PLAIN_SAMPLING.items():
                         if name not in self._fields:
                             self._plain_sampling[name] = value
@@ -323,7 +323,7 @@ class ChatClient:
 
         def ask_once() -> str:
             """Make one attempt."""
-            reply = self._call(messages, body=self._find_plain_sampling())
+            reply = self._call(messages, body=self._neutral_sampling_fields())
             try:
                 return read_answer(reply.text)
             except EndpointError as error:
@@ -335,7 +335,7 @@ class ChatClient:
 
         if self._refusal is not None:
             raise self._refusal
-        answer: str = self._with_attempts(ask_once)
+        answer: str = self._call_with_retries(ask_once)
         if self._stored_answers is not None and self._cache_file is not None:
             with naming_write_errors("judge_cache", self._cache_file):
                 self._stored_answers.put(self._cache_key(messages), answer)
@@ -351,7 +351,7 @@ class ChatClient:
         Raises:
             EndpointError: no attempt gave an answer.
         """
-        reply: Reply = self._with_attempts(lambda: self._call(messages, body))
+        reply: Reply = self._call_with_retries(lambda: self._call(messages, body))
         return reply
 
     def map_in_threads(
@@ -370,7 +370,7 @@ class ChatClient:
         )
         return [future.result() for future in futures]
 
-    def _with_attempts(self, call: Callable[[], Any]) -> Any:
+    def _call_with_retries(self, call: Callable[[], Any]) -> Any:
         """Make a call until it succeeds, at most `attempts` times, and return its result.
 
         The wait between two attempts doubles, and is at least what the server asks for.
@@ -470,12 +470,12 @@ class ChatClient:
             f"HTTP {reply.status}{server_words}",
             may_retry=may_succeed_later,
             wait_s=_seconds_to_wait(reply.headers.get("Retry-After")),
-            key_refused=self._refuses_key(reply.status),
+            key_refused=self._is_key_refused(reply.status),
             prompt_too_long=names_prompt and not names_answer,
             not_found=is_not_found,
         )
 
-    def _refuses_key(self, status: int) -> bool:
+    def _is_key_refused(self, status: int) -> bool:
         """Tell whether a reply with this HTTP status means that no call with the key succeeds.
 
         401 always means it. Some servers answer 403 for a single prompt that their moderation does
@@ -509,7 +509,7 @@ class ChatClient:
                 key_refused=True,
             )
         if key:
-            note_secret(key)
+            register_secret(key)
         return key
 
 
@@ -552,7 +552,7 @@ def _error_words(body: bytes, key: str) -> str:
     text = body[:MAX_ERROR_BYTES].decode(errors="replace")
     printable_text = "".join(char if char.isprintable() else " " for char in text)
     one_line = " ".join(printable_text.split())
-    one_line = masked_text(one_line, key)
+    one_line = redact_secrets(one_line, key)
     return f": {one_line[:_MAX_SHOWN_CHARACTERS]}" if one_line else ""
 
 

@@ -21,7 +21,7 @@ _READER_GONE_EVENTS = select.POLLERR | select.POLLHUP
 _READER_GONE_ERRORS = (errno.EPIPE, errno.EIO)
 
 
-def mute_lost_outputs() -> None:
+def redirect_closed_outputs() -> None:
     """Redirect stdout or stderr to /dev/null if its reader is gone, such as a closed terminal.
 
     Otherwise the next line would end the run with an `OSError`. The descriptors are replaced, since
@@ -67,11 +67,11 @@ class _LossyFile(io.FileIO):
         except OSError as error:
             if error.errno in _READER_GONE_ERRORS:
                 redirect_to_null(self.fileno())
-                _say_lost(self.fileno())
+                _report_closed_stdout(self.fileno())
             return memoryview(data).nbytes
 
 
-def _say_lost(descriptor: int) -> None:
+def _report_closed_stdout(descriptor: int) -> None:
     """Say on stderr that the reader of stdout is gone. Nobody can be told that stderr's is."""
     if descriptor != 1:
         return
@@ -84,7 +84,7 @@ def _say_lost(descriptor: int) -> None:
         os.write(2, line.encode())
 
 
-def outlive_readers() -> None:
+def ignore_closed_outputs() -> None:
     """Let this process go on when nobody reads its stdout or stderr any more.
 
     Python raises `BrokenPipeError` at the next line, for instance when `train | head` has ended, or

@@ -18,7 +18,12 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from adora_vl.utils.call_guards import OverdueError, deadline, ending_forked_children, returning_to
+from adora_vl.utils.call_guards import (
+    OverdueError,
+    deadline,
+    ending_forked_children,
+    restoring_working_directory,
+)
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.interrupts import PROJECT_FOLDERS
@@ -29,7 +34,7 @@ _config_folders: list[Path] = []
 
 
 @dataclass(frozen=True)
-class FromFile:
+class LoadedObject:
     """What an entry `FILE.py:NAME` stands for."""
 
     value: Any
@@ -152,7 +157,7 @@ def search_files_beside(config: Path | None) -> None:
 
 def load_from_file(
     key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function
-) -> FromFile:
+) -> LoadedObject:
     """Load the function or class of the user's that an entry `FILE.py:NAME` of a key names.
 
     The file is looked for beside the config, then in the working directory.
@@ -184,7 +189,7 @@ def load_from_file(
         raise UserError(
             f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(value).__name__})"
         )
-    return FromFile(value=value, file=file, hash=files_hash)
+    return LoadedObject(value=value, file=file, hash=files_hash)
 
 
 def _fitting_names(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
@@ -307,7 +312,7 @@ def _load_module(where: str, path: Path, object_name: str) -> ModuleType:
     sys.modules[name] = module
     try:
         with (
-            returning_to(Path.cwd()),
+            restoring_working_directory(Path.cwd()),
             deadline(LOAD_TIMEOUT_S),
             ending_forked_children(f"{path.name}:{object_name}"),
         ):

@@ -1,7 +1,7 @@
 """What is a secret, and how it is left out of all that is shown or written.
 
 A secret is the value of a key with such a name, at any depth; a login in an address,
-`http://NAME:PASSWORD@HOST`; and what `note_secret` was called with. Errors of this package
+`http://NAME:PASSWORD@HOST`; and what `register_secret` was called with. Errors of this package
 (`adora_vl/utils/errors.py`) hide secrets by themselves.
 """
 
@@ -33,13 +33,13 @@ _SECRET_ENTRY_PATTERN = re.compile(
 )
 # characters of a secret that is looked for in all texts; a shorter one may be a word
 _MIN_SECRET_CHARACTERS = 8
-_noted_secrets: set[str] = set()
+_registered_secrets: set[str] = set()
 
 
-def note_secret(value: str) -> None:
-    """Hide this value from now on, wherever `masked_text` meets it."""
+def register_secret(value: str) -> None:
+    """Hide this value from now on, wherever `redact_secrets` meets it."""
     if len(value) >= _MIN_SECRET_CHARACTERS:
-        _noted_secrets.add(value)
+        _registered_secrets.add(value)
 
 
 def is_secret(key: object) -> bool:
@@ -59,7 +59,7 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
 
     For example, `{"api_key": "k1", "url": "http://me:pw@host"}` becomes
     `{"api_key": "...", "url": "http://...@host"}`. Nested mappings and lists are searched too. The
-    secrets are noted (`note_secret`), so that they are hidden elsewhere too. A value of another
+    secrets are noted (`register_secret`), so that they are hidden elsewhere too. A value of another
     type is returned as it is.
 
     In a text that is no JSON object only logins in addresses are hidden: a sentence may well say
@@ -67,7 +67,7 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
     """
     if type(value) is str:
         is_json_object = value.lstrip().startswith("{")
-        return masked_text(value) if is_json_object else _LOGIN_PATTERN.sub(_hide_login, value)
+        return redact_secrets(value) if is_json_object else _LOGIN_PATTERN.sub(_hide_login, value)
     if type(value) in (list, tuple):
         return type(value)(without_secrets(item, hidden) for item in value)
     if not isinstance(value, Mapping):
@@ -79,20 +79,20 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
         if is_secret(key) and isinstance(item, str) and item
     }
     for secret in secret_by_key.values():
-        note_secret(secret)
+        register_secret(secret)
     return {
         key: hidden if key in secret_by_key else without_secrets(item, hidden)
         for key, item in value.items()
     }
 
 
-def masked_text(text: str, *secrets: str) -> str:
+def redact_secrets(text: str, *secrets: str) -> str:
     """Return a text in which `...` stands for each secret.
 
-    Secrets are the texts in `secrets`, those that `note_secret` has noted, logins in addresses, and
+    Secrets are the texts in `secrets`, those that `register_secret` has noted, logins in addresses, and
     the values of keys such as `api_key`, in an address or in JSON or YAML.
     """
-    for secret in (*secrets, *_noted_secrets):
+    for secret in (*secrets, *_registered_secrets):
         text = _without_secret(text, secret)
 
     def hide_entry(match: re.Match[str]) -> str:
@@ -108,7 +108,7 @@ def masked_text(text: str, *secrets: str) -> str:
     return _SECRET_ENTRY_PATTERN.sub(hide_entry, text)
 
 
-def masked_words(words: Sequence[str]) -> list[str]:
+def redact_arguments(words: Sequence[str]) -> list[str]:
     """Return the words of a command line in which `...` stands for each secret.
 
     For example, `--api_key=k1` becomes `--api_key=...`, and `--api_key k1` becomes `--api_key ...`.
@@ -124,7 +124,7 @@ def masked_words(words: Sequence[str]) -> list[str]:
         elif is_secret_option and has_value:
             shown_words.append(f"{option}={HIDDEN_MARK}")
         else:
-            shown_words.append(masked_text(word))
+            shown_words.append(redact_secrets(word))
         is_value_secret = is_secret_option and not has_value
     return shown_words
 
@@ -141,7 +141,7 @@ def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
     if at_sign == "":
         return address, None
     name, _, password = login.partition(":")
-    note_secret(unquote(password))
+    register_secret(unquote(password))
     return urlunsplit(parts._replace(netloc=host)), (unquote(name), unquote(password))
 
 
@@ -149,7 +149,7 @@ def _hide_login(match: re.Match[str]) -> str:
     """Return what stands for `NAME:PASSWORD@` in an address, and note the password as a secret."""
     login = match[0].removesuffix("@")
     _, _, password = login.partition(":")
-    note_secret(unquote(password))
+    register_secret(unquote(password))
     return f"{HIDDEN_MARK}@"
 
 

@@ -20,19 +20,19 @@ def rollout_seed(run_seed: int, position: str, group: int, member: int) -> int:
             rollouts of one request.
     """
     # 62 bits, so that adding the member stays below 2^63
-    first_seed = number_at(f"{run_seed}/{position}/{group}") >> 2
+    first_seed = hash_to_int(f"{run_seed}/{position}/{group}") >> 2
     return first_seed + member
 
 
-def generator_at(key: str) -> torch.Generator:
+def generator_for_key(key: str) -> torch.Generator:
     """Return a random generator on the CPU whose draws depend on the text `key` alone.
 
     `key` should begin with the name of what is drawn, so that no two purposes share a seed.
     """
-    return torch.Generator().manual_seed(number_at(key) >> 1)
+    return torch.Generator().manual_seed(hash_to_int(key) >> 1)
 
 
-def number_at(key: str) -> int:
+def hash_to_int(key: str) -> int:
     """Return a hash of a text as a whole number below 2^64.
 
     Unlike Python's own `hash`, it is the same in every process.
@@ -41,12 +41,12 @@ def number_at(key: str) -> int:
 
 
 @contextmanager
-def drawing_by_key(key: str) -> Iterator[None]:
+def seeded_by_key(key: str) -> Iterator[None]:
     """Make what torch draws inside the block depend on the text `key` alone.
 
     The random states of the CPU and of this process's GPU are restored after the block.
     """
-    seed = number_at(key) >> 1
+    seed = hash_to_int(key) >> 1
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)

@@ -27,7 +27,7 @@ from adora_vl.doctor.engine import FEATURES_CHECK
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.checks import Status
 from adora_vl.utils.files import GIB
-from adora_vl.utils.launch import find_cpu_build
+from adora_vl.utils.launch import has_vllm_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
 from benchmarks.gpu.setting import WRONG_BUILD, Setting
 from benchmarks.gpu.streaming import TARGETS
@@ -78,7 +78,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 
     The doctor looks at neither.
     """
-    if setting.on_gpu and find_cpu_build():
+    if setting.on_gpu and has_vllm_cpu_build():
         yield WRONG_BUILD
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -300,7 +300,7 @@ def recipe_v1(setting: Setting) -> Iterator[CheckLine]:
 
 def recipe_lines(setting: Setting, model_runner: str) -> Iterator[CheckLine]:
     """Run the doctor and three generations on one of vLLM's model runners."""
-    if setting.on_gpu and find_cpu_build():
+    if setting.on_gpu and has_vllm_cpu_build():
         yield WRONG_BUILD
         return
     dtype = "bfloat16" if setting.on_gpu else "float32"
@@ -339,7 +339,7 @@ def drift(setting: Setting) -> Iterator[CheckLine]:
 
     It has as many layers as there is room for.
     """
-    if setting.on_gpu and find_cpu_build():
+    if setting.on_gpu and has_vllm_cpu_build():
         yield WRONG_BUILD
         return
     config = model_shapes(setting)

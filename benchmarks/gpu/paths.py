@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from adora_vl.record.metrics import METRICS_FILE
-from adora_vl.utils.launch import find_cpu_build
+from adora_vl.utils.launch import has_vllm_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
 from benchmarks.gpu.engine import GENERATIONS_TRAINED, recipe_arguments, run_module
 from benchmarks.gpu.setting import WRONG_BUILD, Setting
@@ -22,7 +22,7 @@ def four_bit(setting: Setting) -> Iterator[CheckLine]:
     if not setting.on_gpu:
         yield skipped_line("all of it", "a CPU engine has no 4 bits")
         return
-    if find_cpu_build():
+    if has_vllm_cpu_build():
         yield WRONG_BUILD
         return
     with tempfile.TemporaryDirectory() as name:
@@ -48,7 +48,7 @@ def four_bit(setting: Setting) -> Iterator[CheckLine]:
 
 def tools(setting: Setting) -> Iterator[CheckLine]:
     """Train the zoom recipe on the tiny model: what the model calls is answered, and it goes on."""
-    if setting.on_gpu and find_cpu_build():
+    if setting.on_gpu and has_vllm_cpu_build():
         yield WRONG_BUILD
         return
     with tempfile.TemporaryDirectory() as name:

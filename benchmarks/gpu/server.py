@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from adora_vl.utils.launch import find_cpu_build, free_port
+from adora_vl.utils.launch import free_port, has_vllm_cpu_build
 from benchmarks.gpu.cards import NUMBER_OF_CARDS
 from benchmarks.gpu.engine import (
     ENGINE_START_SECONDS,
@@ -35,7 +35,7 @@ _MAX_MODEL_LENGTH = "2048"  # of `arguments`
 
 def run(setting: Setting) -> Iterator[CheckLine]:
     """Train against a server, with weights by files, and by NCCL where there is a second card."""
-    if setting.on_gpu and find_cpu_build():
+    if setting.on_gpu and has_vllm_cpu_build():
         yield WRONG_BUILD
         return
     card_count = torch.cuda.device_count() if setting.on_gpu else 0
@@ -117,7 +117,7 @@ def server_arguments(model: Path, port: int, way: str, dtype: str) -> list[str]:
     options = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     if way == "nccl":
         options += ["--weight-transfer-config", '{"backend": "nccl"}']
-    if find_cpu_build():
+    if has_vllm_cpu_build():
         # It cannot read a prompt with a seed in parts
         options += [
             "--enforce-eager",

@@ -15,7 +15,7 @@ from typing import Any
 from adora_vl.record.gpu_memory import POLICY_MEMORY_KEY, ROLLOUT_MEMORY_KEY
 from adora_vl.record.metrics import METRICS_FILE
 from adora_vl.utils.files import GIB
-from adora_vl.utils.launch import find_cpu_build
+from adora_vl.utils.launch import has_vllm_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
 from benchmarks.gpu.engine import REWARD, run_module, write_random_model
 from benchmarks.gpu.setting import WRONG_BUILD, Setting
@@ -45,7 +45,7 @@ KEYS_ON_A_CPU: dict[str, object] = {
 
 def run(setting: Setting) -> Iterator[CheckLine]:
     """Yield the figures of one generation of the recipe."""
-    if setting.on_gpu and find_cpu_build():
+    if setting.on_gpu and has_vllm_cpu_build():
         yield WRONG_BUILD
         return
     with tempfile.TemporaryDirectory() as name:

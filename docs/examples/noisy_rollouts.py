@@ -30,7 +30,7 @@ from adora_vl.training.advantages import Advantages
 from adora_vl.training.extensions import Extension
 from adora_vl.training.generation import Generation
 from adora_vl.types import Batch
-from adora_vl.utils.seeding import number_at
+from adora_vl.utils.seeding import hash_to_int
 
 DIFFUSION_STEPS = 1000
 # Of each kind: its strength at the beginning, the largest one, and the unit of both.
@@ -186,7 +186,7 @@ class NoisyRollouts(Extension):
                 as_seen(image, self.images.image_processor),
                 kind=self.kind,
                 level=level,
-                seed=number_at(f"{key}/{number}"),
+                seed=hash_to_int(f"{key}/{number}"),
             )
             for number, image in enumerate(images)
         ]

@@ -36,7 +36,7 @@ from adora_vl.training.generation import Generation
 from adora_vl.training.rollout_facts import rows_of_rank
 from adora_vl.types import Batch, StepContext, loss_mask
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.seeding import generator_at
+from adora_vl.utils.seeding import generator_for_key
 
 # The share of the patches that are black, each drawn by itself, as in the authors' repository.
 BLACK_SHARE = 0.5
@@ -102,7 +102,9 @@ def black_patch(image_processor: BaseImageProcessor, values: int) -> Tensor:
 
 def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
     """A copy of the patches of one image, about half of them black, the same for the same key."""
-    hidden_R = torch.rand(len(patches_RD), generator=generator_at(f"black/{key}")) < BLACK_SHARE
+    hidden_R = (
+        torch.rand(len(patches_RD), generator=generator_for_key(f"black/{key}")) < BLACK_SHARE
+    )
     return torch.where(hidden_R[:, None].to(patches_RD.device), black_D.to(patches_RD), patches_RD)
 
 

@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from adora_vl import train  # noqa: E402
 from adora_vl.doctor import __main__ as command  # noqa: E402
 from adora_vl.doctor import engine as doctor_engine  # noqa: E402
-from adora_vl.doctor.engine import Examination, check_buffers, examine_in_order  # noqa: E402
+from adora_vl.doctor.engine import EngineExamination, check_buffers, run_engine_checks  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.rollout import engine_weights  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
@@ -39,14 +39,14 @@ from adora_vl.utils.errors import RolloutError  # noqa: E402
 
 
 @contextmanager
-def send_expanded_image_tokens(examination: Examination) -> Iterator[None]:
+def send_expanded_image_tokens(examination: EngineExamination) -> Iterator[None]:
     """Give the engine expanded image tokens, as stock TRL does, which it expands again."""
     with patch.object(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)):
         yield
 
 
 @contextmanager
-def send_expanded_tokens_unchecked(examination: Examination) -> Iterator[None]:
+def send_expanded_tokens_unchecked(examination: EngineExamination) -> Iterator[None]:
     """Give the engine expanded image tokens, and take the comparison of prompts away."""
     with (
         send_expanded_image_tokens(examination),
@@ -56,7 +56,7 @@ def send_expanded_tokens_unchecked(examination: Examination) -> Iterator[None]:
 
 
 @contextmanager
-def skip_weight_sync(examination: Examination) -> Iterator[None]:
+def skip_weight_sync(examination: EngineExamination) -> Iterator[None]:
     """Let a weight sync read all tensors and give the engine none."""
     with patch.object(
         engine_weights, "push_weights", lambda llm, tensors, **_: sum(1 for _ in tensors)
@@ -65,14 +65,14 @@ def skip_weight_sync(examination: Examination) -> Iterator[None]:
 
 
 @contextmanager
-def keep_encoder_cache(examination: Examination) -> Iterator[None]:
+def keep_encoder_cache(examination: EngineExamination) -> Iterator[None]:
     """Reset the prefix cache alone after a sync; the engine keeps features of old weights."""
     with patch.object(engine_weights, "reset_caches", lambda llm: llm.reset_prefix_cache()):
         yield
 
 
 @contextmanager
-def change_pixel_limits(examination: Examination) -> Iterator[None]:
+def change_pixel_limits(examination: EngineExamination) -> Iterator[None]:
     """Change the pixel limits of the trainer's processor after the engine got its own."""
     image_processor = examination.engine_and_policy.processor.image_processor
     with patch.object(image_processor, "size", {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}):
@@ -82,7 +82,7 @@ def change_pixel_limits(examination: Examination) -> Iterator[None]:
 
 
 @contextmanager
-def allow_banned_tokens(examination: Examination) -> Iterator[None]:
+def allow_banned_tokens(examination: EngineExamination) -> Iterator[None]:
     """Remove the bias that keeps the engine from sampling image tokens."""
     engine: Any = examination.engine_and_policy.engine
     without_bias = {
@@ -93,7 +93,7 @@ def allow_banned_tokens(examination: Examination) -> Iterator[None]:
 
 
 @contextmanager
-def double_image_tokens_in_trainer(examination: Examination) -> Iterator[None]:
+def double_image_tokens_in_trainer(examination: EngineExamination) -> Iterator[None]:
     """Give the processor's ids twice the image tokens that it makes features for."""
     images = examination.engine_and_policy.images
     image_token_id = examination.engine_and_policy.processor.image_token_id
@@ -116,7 +116,7 @@ def double_image_tokens_in_trainer(examination: Examination) -> Iterator[None]:
 
 
 @contextmanager
-def round_rotary_frequencies(examination: Examination) -> Iterator[None]:
+def round_rotary_frequencies(examination: EngineExamination) -> Iterator[None]:
     """Round the policy's rotary frequencies as ZeRO-3 with bfloat16 does; the engine's are right."""
     buffers = [
         buffer
@@ -131,23 +131,23 @@ def round_rotary_frequencies(examination: Examination) -> Iterator[None]:
         buffer.data = data
 
 
-def read_prompts_again(examination: Examination) -> None:
+def read_prompts_again(examination: EngineExamination) -> None:
     """Read the rows of the examination's prompts anew."""
     pair = examination.engine_and_policy
     examination.prompts = pair.read_prompts(pair.first_rows(len(examination.prompts.names)))
 
 
-SABOTAGE_AND_CHECKS_BY_NAME: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
+SABOTAGE_AND_CHECKS_BY_NAME: dict[str, tuple[Any, Callable[[EngineExamination], list[Check]]]] = {
     "expanded": (send_expanded_image_tokens, lambda e: e.check_agreement()),
     "unnoticed": (send_expanded_tokens_unchecked, lambda e: e.check_agreement()),
     "no_sync": (skip_weight_sync, lambda e: [e.check_after_change(vision=False)]),
-    "pixel_limits": (change_pixel_limits, lambda e: examine_in_order(e, 2)),
+    "pixel_limits": (change_pixel_limits, lambda e: run_engine_checks(e, 2)),
     "unbanned": (allow_banned_tokens, lambda e: [e.check_banned_tokens()]),
     "rounded": (
         round_rotary_frequencies,
         lambda e: [check_buffers(e.models), *e.check_agreement(), e.check_distant_agreement()],
     ),
-    "doubled": (double_image_tokens_in_trainer, lambda e: examine_in_order(e, 2)[:1]),
+    "doubled": (double_image_tokens_in_trainer, lambda e: run_engine_checks(e, 2)[:1]),
     "healthy_again": (
         lambda e: patch.object(e, "max_tokens", 8),
         lambda e: [*e.check_agreement(), e.check_distant_agreement()],
@@ -190,7 +190,7 @@ def hash_trainer_state(trainer: Any) -> str:
     return digest.hexdigest()
 
 
-def self_check_error(examination: Examination) -> str:
+def self_check_error(examination: EngineExamination) -> str:
     """Return the message of the self-check's error, or an empty string where it passes."""
     try:
         SelfCheck(examination.engine_and_policy).on_train_begin(None, None, None)
@@ -214,10 +214,10 @@ def main() -> int:
         trainers.append(build(run))
         return trainers[-1]
 
-    def examine_all(examination: Examination, merge: int) -> list[Check]:
+    def examine_all(examination: EngineExamination, merge: int) -> list[Check]:
         (trainer,) = trainers
         hash_before = hash_trainer_state(trainer)
-        checks = examine_in_order(examination, merge)
+        checks = run_engine_checks(examination, merge)
         results["examined_unchanged"] = hash_trainer_state(trainer) == hash_before
         refusals = {"healthy": self_check_error(examination)}
         results["self_check_unchanged"] = hash_trainer_state(trainer) == hash_before
@@ -236,7 +236,7 @@ def main() -> int:
         return checks
 
     with (
-        patch.object(doctor_engine, "examine_in_order", examine_all),
+        patch.object(doctor_engine, "run_engine_checks", examine_all),
         patch.object(train, "build_trainer", build_and_keep),
     ):
         return command.main([*sys.argv[2:], "--json", str(output.with_suffix(".table.json"))])

@@ -18,7 +18,7 @@ from transformers import GenerationMixin
 
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
-from adora_vl.utils.seeding import drawing_by_key
+from adora_vl.utils.seeding import seeded_by_key
 from benchmarks.stand_in_server import FakeVLLMServer
 from tests.support.stand_ins import training_config
 from tests.support.tiny_run import train_tiny_run
@@ -114,7 +114,7 @@ def test_what_is_drawn_follows_from_the_place_alone(dropout_policy):
     run_state = torch.get_rng_state()
 
     def score_at(seed_name: str) -> Tensor:
-        with drawing_by_key(seed_name):
+        with seeded_by_key(seed_name):
             return dropout_policy.score(learns=True)
 
     scores = score_at("micro-batch/42/3/0/0")

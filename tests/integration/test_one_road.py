@@ -164,7 +164,9 @@ def folder_of_wrong_inputs(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _no_hub(no_weights, monkeypatch):
     for place in ("utils.hub", "preflight.check_machine"):
-        monkeypatch.setattr(f"adora_vl.{place}.why_no_hub", lambda: "the hub does not answer")
+        monkeypatch.setattr(
+            f"adora_vl.{place}.hub_unavailable_reason", lambda: "the hub does not answer"
+        )
 
 
 def equal_rows(number: int = 20, **columns: Any) -> Dataset:

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation, conversation_with_images
-from adora_vl.doctor.engine import Examination, examine_in_order
+from adora_vl.doctor.engine import EngineExamination, run_engine_checks
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import TransformersEngine
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
@@ -79,10 +79,10 @@ class GradientRecorder(TrainerCallback):
         )
 
 
-def examination_of(trainer: AdoraGRPOTrainer, rows: Rows) -> Examination:
+def examination_of(trainer: AdoraGRPOTrainer, rows: Rows) -> EngineExamination:
     """Return the object with which the doctor compares a trainer with its engine on some rows."""
     engine_and_policy = trainer.parts.engine_and_policy
-    return Examination(
+    return EngineExamination(
         engine_and_policy, engine_and_policy.read_prompts(rows), models=trainer.models_by_role()
     )
 
@@ -95,7 +95,7 @@ def examine_with_doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
     """
     merge = trainer.processing_class.image_processor.merge_size
     examination = examination_of(trainer, [*rows[1:], *rows[:1]])
-    return as_json(examine_in_order(examination, merge))
+    return as_json(run_engine_checks(examination, merge))
 
 
 def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:

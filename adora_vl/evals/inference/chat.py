@@ -123,9 +123,9 @@ class ChatProcessor:
         from transformers import AutoProcessor, AutoTokenizer
 
         from adora_vl.models.load import auto_class, read_config
-        from adora_vl.utils.hub import looks_only_on_this_machine, why_missing
+        from adora_vl.utils.hub import load_failure_reason, uses_local_files_only
 
-        is_local = looks_only_on_this_machine(model)
+        is_local = uses_local_files_only(model)
         try:
             self.config: Any = read_config("model", model, revision)
             self.auto_class = auto_class(self.config)
@@ -138,7 +138,7 @@ class ChatProcessor:
         except UserError:
             raise  # its message already says what is wrong
         except Exception as error:  # a damaged file raises errors of many kinds
-            reason = why_missing(model, error)
+            reason = load_failure_reason(model, error)
             raise UserError(
                 f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})"
             ) from error
@@ -161,12 +161,12 @@ class ChatProcessor:
             model: The model's name, for messages.
             dtype: The dtype as the user asked for it, such as `auto`.
         """
-        from adora_vl.utils.launch import find_cpu_build
+        from adora_vl.utils.launch import has_vllm_cpu_build
 
         fault = position_fault_in_vllm(self.config)
         if fault:
             raise UserError(f"model: {model!r} {fault}")
-        is_float32_on_cpu = find_cpu_build() and self.resolve_dtype(dtype) == "float32"
+        is_float32_on_cpu = has_vllm_cpu_build() and self.resolve_dtype(dtype) == "float32"
         if is_float32_on_cpu and has_linear_attention(self.config):
             alone = "on a CPU vLLM computes its linear attention in bfloat16 alone"
             raise UserError(

@@ -25,7 +25,7 @@ from adora_vl.evals.records import LoadedProblems, Problem
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hashing import content_hash
-from adora_vl.utils.hub import why_missing, why_no_hub
+from adora_vl.utils.hub import hub_unavailable_reason, load_failure_reason
 
 Row = dict[str, Any]
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -395,11 +395,11 @@ def _load_hub_rows(
     from datasets import load_dataset
 
     # Without a network the library would try for minutes. Data in its cache are found even so.
-    why_no_hub()
+    hub_unavailable_reason()
     try:
         dataset = load_dataset(name, config, split=split, revision=revision)
     except Exception as error:  # of the hub, the network or the file system
-        reason = why_missing(name, error)
+        reason = load_failure_reason(name, error)
         raise UserError(
             f"data: {name!r} split {split!r} cannot be loaded from the hub ({reason})"
         ) from error

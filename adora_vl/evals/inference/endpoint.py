@@ -78,7 +78,7 @@ class EndpointEngine:
         assert settings.endpoint is not None  # there is one for the engine `openai`
         self.batch_size = settings.batch_size or _DEFAULT_BATCH_SIZE
         self._client = ChatClient(settings.endpoint)
-        program = self._client.name_server_program()
+        program = self._client.detect_server_program()
         # The settings of the engine that go into the fingerprint of a run. The program is left out,
         # and so not compared later, if the server was too busy to tell it.
         self.resolved_settings: dict[str, Any] = {"base_url": settings.endpoint.url}

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, Self
 
 from adora_vl.evals.inference.prediction_tables import is_table, read_table_rows
 from adora_vl.evals.records import Prediction
-from adora_vl.utils.cli import MistakesError, read_json
+from adora_vl.utils.cli import MultiLineUserError, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, replace_file, unwritable_error
 
@@ -127,7 +127,7 @@ def raise_row_faults(where: str, faults: Sequence[str]) -> None:
         lines.append(f"{where}: 1 more row is wrong")
     elif n_hidden > 1:
         lines.append(f"{where}: {n_hidden} more rows are wrong")
-    raise MistakesError(lines)
+    raise MultiLineUserError(lines)
 
 
 def describe_missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:

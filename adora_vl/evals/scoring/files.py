@@ -24,7 +24,7 @@ from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark, Prediction, ScoredBenchmark
 from adora_vl.evals.scoring.score import find_benchmark_metrics, score_predictions
 from adora_vl.evals.scoring.table import format_score
-from adora_vl.utils.files import check_json, make_folder, naming_write_errors
+from adora_vl.utils.files import check_json_output, make_folder, naming_write_errors
 
 
 def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -> None:
@@ -35,7 +35,7 @@ def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) 
     """
     assert options.output is not None  # the command line needs one
     output = score_path(options.output)
-    check_json(
+    check_json_output(
         "output",
         path=output,
         kind="a score file",

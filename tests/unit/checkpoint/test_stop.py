@@ -171,7 +171,7 @@ def alone(number, frame):
     os._exit(1)
 signal.signal(signal.SIGALRM, alone)
 signal.alarm(60)
-launcher.watch_launcher()
+launcher.end_with_launcher()
 print("ready", flush=True)
 while True:
     signal.pause()
@@ -221,17 +221,17 @@ def test_a_process_that_no_launcher_started_outlives_its_shell(monkeypatch):
             patch.delenv("TORCHELASTIC_RUN_ID", raising=False)
             patch.delenv("ACCELERATE_DYNAMO_MODE", raising=False)
             patch.setenv(name, "1")
-            launcher.watch_launcher()
+            launcher.end_with_launcher()
         assert started == ["launcher-watch"] * watches, name
 
 
 TALKER_CODE = """
 import sys
-from adora_vl.utils.outputs import mute_lost_outputs
-mute_lost_outputs()
+from adora_vl.utils.outputs import redirect_closed_outputs
+redirect_closed_outputs()
 print("heard", flush=True)
 sys.stdin.readline()
-mute_lost_outputs()
+redirect_closed_outputs()
 print("to nobody", flush=True)
 print("to nobody", file=sys.stderr, flush=True)
 """

@@ -260,7 +260,9 @@ def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
 
     Its data set is a table of our own with 520 rows, in the columns that the trainer expects.
     """
-    monkeypatch.setattr("adora_vl.utils.hub.why_no_hub", lambda: "the hub does not answer")
+    monkeypatch.setattr(
+        "adora_vl.utils.hub.hub_unavailable_reason", lambda: "the hub does not answer"
+    )
     # `verl megatron` is an example of verl.
     family = trainer.partition(" ")[0]
     table = write_table(family, tmp_path, rows=520)

@@ -27,9 +27,9 @@ from adora_vl.doctor.checks import (
 )
 from adora_vl.doctor.engine import (
     FEATURES_CHECK,
-    Examination,
+    EngineExamination,
     check_features,
-    examine_in_order,
+    run_engine_checks,
 )
 from adora_vl.doctor.weight_change import changeable_weight, choose_parameter
 from adora_vl.models.families import freeze
@@ -286,7 +286,7 @@ def prompts_of_token_ids(*ids: list[int], grids: list[list[int]] | None = None) 
     return Prompts([], list(ids), images, {"image_grid_thw": grid}, names)
 
 
-def examination_of(engine: object, *, vllm_mode: str = "colocate") -> Examination:
+def examination_of(engine: object, *, vllm_mode: str = "colocate") -> EngineExamination:
     """Return an examination of one prompt with an image; engine and policy are stand-ins."""
     pair: Any = SimpleNamespace(
         engine=engine,
@@ -294,7 +294,7 @@ def examination_of(engine: object, *, vllm_mode: str = "colocate") -> Examinatio
         processor=SimpleNamespace(image_token_id=IMAGE_TOKEN),
     )
     models = {"policy": SmallEngine(), "reference": None}
-    return Examination(pair, prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2]), models=models)
+    return EngineExamination(pair, prompts_of_token_ids([1, *[IMAGE_TOKEN] * 4, 2]), models=models)
 
 
 def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
@@ -321,7 +321,7 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
         (SimpleNamespace(), "server"),
     ]:
         with subtests.test(why):
-            checks = examine_in_order(examination_of(engine, vllm_mode="server"), merge=2)
+            checks = run_engine_checks(examination_of(engine, vllm_mode="server"), merge=2)
             assert [check.status for check in checks] == [
                 *[Status.PASSED] * 2,
                 *[Status.SKIPPED] * 8,
@@ -332,19 +332,19 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
 def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
     """A check that raises has failed, with the error's words; those after it are skipped."""
     monkeypatch.setattr(
-        Examination,
+        EngineExamination,
         "check_agreement",
         lambda self: [passed(PROMPTS_CHECK, "2"), passed(COLD_CHECK, "1e-06")],
     )
     monkeypatch.setattr(
-        Examination, "check_distant_agreement", lambda self: passed(DISTANT_CHECK, "1e-06")
+        EngineExamination, "check_distant_agreement", lambda self: passed(DISTANT_CHECK, "1e-06")
     )
 
-    def raise_error(self: Examination, *, vision: bool) -> Check:
+    def raise_error(self: EngineExamination, *, vision: bool) -> Check:
         raise RuntimeError("Encoder cache miss")
 
-    monkeypatch.setattr(Examination, "check_after_change", raise_error)
-    checks = examine_in_order(examination_of(SimpleNamespace(model_runner="V1")), merge=2)
+    monkeypatch.setattr(EngineExamination, "check_after_change", raise_error)
+    checks = run_engine_checks(examination_of(SimpleNamespace(model_runner="V1")), merge=2)
     assert [check.status for check in checks[5:]] == [
         Status.PASSED,
         Status.FAILED,
@@ -356,7 +356,7 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
 
 def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
     """Sleep mode needs a GPU, so only the order of the calls to the engine is tested here."""
-    monkeypatch.setattr(Examination, "bound", 0.01)  # nats between engine and policy
+    monkeypatch.setattr(EngineExamination, "bound", 0.01)  # nats between engine and policy
     for mean, status in ((1e-6, Status.PASSED), (2.0, Status.FAILED)):
         events: list[object] = []
         llm = SimpleNamespace(sleep=lambda level, events=events: events.append(level))
@@ -364,12 +364,12 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
         generation.__dict__.update(enable_sleep_mode=True, _llm_weights_sleeping=False, llm=llm)
 
         def compare(
-            self: Examination, check_name: str, events: Any = events, mean: float = mean
+            self: EngineExamination, check_name: str, events: Any = events, mean: float = mean
         ) -> Any:
             events.append(check_name)
             return SimpleNamespace(drift=Drift(mean, mean))
 
-        monkeypatch.setattr(Examination, "compare", compare)
+        monkeypatch.setattr(EngineExamination, "compare", compare)
         check = examination_of(generation).check_after_sleep()
         assert events == [2, "sleep"], "put to sleep at level 2, and then compared"
         assert generation._llm_weights_sleeping

@@ -44,7 +44,12 @@ from adora_vl.train import main
 from adora_vl.training.guards import errors_with_step
 from adora_vl.utils.errors import RunError, UserError, lost_contact_message
 from adora_vl.utils.files import replacing_file
-from adora_vl.utils.launch import fewer_than_asked, free_port, put_own_programs_on_path, use_one_gpu
+from adora_vl.utils.launch import (
+    free_port,
+    put_environment_first_on_path,
+    single_process_note,
+    use_one_gpu,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIGS = REPOSITORY / "configs"
@@ -58,12 +63,12 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
     """A process can tell it by the environment variables that accelerate sets."""
 
     def warning_after_launch(*arguments: str) -> str:
-        """Return what `fewer_than_asked` says of a start with these options of accelerate."""
+        """Return what `single_process_note` says of a start with these options of accelerate."""
         # as `accelerate launch` itself does it, up to the start of the process
         launch = ["--config_file", str(CONFIGS / "accelerate" / "cpu.yaml"), *arguments, "train.py"]
         args, _, _ = _validate_launch_command(launch_command_parser().parse_args(launch))
         _, environment = prepare_simple_launcher_cmd_env(args)
-        return fewer_than_asked(environment)
+        return single_process_note(environment)
 
     with mock.patch.dict(os.environ):
         for name in [
@@ -75,8 +80,8 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
         assert (
             warning_after_launch()
             == ""
-            == fewer_than_asked({})
-            == fewer_than_asked({"MASTER_ADDR": "127.0.0.1"})
+            == single_process_note({})
+            == single_process_note({"MASTER_ADDR": "127.0.0.1"})
         )
         assert warning_after_launch("--num_processes", "2").startswith(
             "accelerate was asked for several processes and has started one"
@@ -403,7 +408,7 @@ def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monke
 
 def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path, monkeypatch):
     """The other machine's file `theirs` never appears: an error, and no checkpoint-3."""
-    monkeypatch.setattr(store, "appears_in_time", lambda path: path.exists())
+    monkeypatch.setattr(store, "wait_until_visible", lambda path: path.exists())
     with pytest.raises(FileNotFoundError, match="a file of another machine does not appear here"):
         publish_checkpoint(
             stage_checkpoint(tmp_path),
@@ -715,7 +720,7 @@ def test_programs_of_an_environment_that_was_not_activated_are_found(
         with subtests.test(f"{path}"):
             monkeypatch.delenv("PATH") if path is None else monkeypatch.setenv("PATH", path)
             for _ in range(2):  # the engine's environment may be prepared more than once
-                put_own_programs_on_path()
+                put_environment_first_on_path()
             assert (
                 subprocess.run(["ninja"], capture_output=True, text=True, check=True).stdout
                 == "own ninja\n"

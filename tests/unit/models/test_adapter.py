@@ -256,7 +256,9 @@ def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(
 
     SFT stands for the adapter's folder.
     """
-    monkeypatch.setattr("adora_vl.utils.hub.why_no_hub", lambda: "the hub does not answer")
+    monkeypatch.setattr(
+        "adora_vl.utils.hub.hub_unavailable_reason", lambda: "the hub does not answer"
+    )
     folder = sft_adapter(tmp_path / "sft")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["target_modules"] == TEXT_MODULES_PATTERN

@@ -490,7 +490,7 @@ def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
 def test_one_card_is_told_what_two_would_show(monkeypatch):
     """The checks of NCCL are skipped on one card."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(server, "find_cpu_build", lambda: False)
+    monkeypatch.setattr(server, "has_vllm_cpu_build", lambda: False)
     monkeypatch.setattr(
         server,
         "_server_lines",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from adora_vl.utils import hashing
-from adora_vl.utils.files import KeptAnswers
+from adora_vl.utils.files import JsonLinesCache
 from adora_vl.utils.hashing import content_hash
 
 THREE_MIB = 3 * 2**20
@@ -88,6 +88,6 @@ def test_a_torn_line_does_not_take_the_next_answer_with_it(tmp_path):
     file.write_bytes(
         b'{"key": "a", "answer": "1"}\n{"key": "b", "answer": 2}\n[1]\n\xff{"key": "c", "ans'
     )
-    KeptAnswers(file).put("d", "4")
-    answers = KeptAnswers(file)
+    JsonLinesCache(file).put("d", "4")
+    answers = JsonLinesCache(file)
     assert [answers.get(key) for key in "abcd"] == ["1", None, None, "4"]

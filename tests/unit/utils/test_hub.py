@@ -115,7 +115,7 @@ def use_address_as_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[st
 
     def set_hub(address: str) -> None:
         """Make this address the hub, which is not known to answer or not."""
-        hub.why_no_hub.cache_clear()
+        hub.hub_unavailable_reason.cache_clear()
         monkeypatch.setattr(constants, "ENDPOINT", address)
         # the library makes the template of a file's address when it is imported
         _, _, file_path = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")
@@ -128,7 +128,7 @@ def use_address_as_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[st
     monkeypatch.setattr(hub, "_HUB_TIMEOUT_S", 1.0)
     get_session()  # the first one reads certificates, which takes a busy machine long
     yield set_hub
-    hub.why_no_hub.cache_clear()
+    hub.hub_unavailable_reason.cache_clear()
 
 
 def test_a_hub_that_does_not_work_is_asked_once(use_address_as_hub: Callable[[str], None]) -> None:
@@ -152,8 +152,8 @@ def test_a_hub_that_works_is_used(use_address_as_hub: Callable[[str], None]) -> 
     """A hub that answers is not passed over, and nothing is said of a local copy."""
     with serve_connections(answer_well) as (address, _):
         use_address_as_hub(address)
-        assert not hub.why_no_hub()
-        assert not hub.looks_only_on_this_machine("nobody/nothing")
+        assert not hub.hub_unavailable_reason()
+        assert not hub.uses_local_files_only("nobody/nothing")
         assert not hub.notes_on_local_copy("nobody/nothing")
 
 
@@ -161,9 +161,9 @@ def test_a_folder_and_an_offline_machine_ask_nobody(use_address_as_hub, monkeypa
     """A path, or HF_HUB_OFFLINE, is enough to look on this machine only."""
     with serve_connections(answer_well) as (address, connections):
         use_address_as_hub(address)
-        assert hub.looks_only_on_this_machine(str(tmp_path))
+        assert hub.uses_local_files_only(str(tmp_path))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert hub.looks_only_on_this_machine("nobody/nothing")
+        assert hub.uses_local_files_only("nobody/nothing")
         assert not connections
 
 

@@ -6,7 +6,7 @@ import sys
 _LEAVING_SCRIPT = """
 import atexit, os, sys, threading, time
 import {library}
-from adora_vl.utils.launch import leave_process
+from adora_vl.utils.launch import exit_without_finalization
 
 class SeesFinalization:
     def __init__(self): self.write = os.write
@@ -41,7 +41,7 @@ def test_everything_of_an_exit_but_finalization_happens():
     output_of_exit = run_ending_script("sys.exit")
     # 3: the exit code that the script is given
     assert output_of_exit == (3, ["last words", "thread ended", "exit function ran", "finalized"])
-    assert run_ending_script("leave_process") == (3, output_of_exit[1][:-1])
-    assert run_ending_script("leave_process", library="json") == output_of_exit, (
+    assert run_ending_script("exit_without_finalization") == (3, output_of_exit[1][:-1])
+    assert run_ending_script("exit_without_finalization", library="json") == output_of_exit, (
         "without torch, as where only the help was asked for"
     )

@@ -101,7 +101,7 @@ def test_the_doctor_names_the_limit_and_the_remedy(limit_to):
 def test_any_command_that_reaches_the_limit_ends_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(interrupts, "_runs_command_of_ours", lambda: True)
-    interrupts.end_commands_in_one_line()
+    interrupts.install_interrupt_hook()
     error = OSError(errno.EMFILE, "Too many open files", "a file")
     with pytest.raises(SystemExit) as exit_error:
         sys.excepthook(OSError, error, None)

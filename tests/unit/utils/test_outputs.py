@@ -14,8 +14,8 @@ from tests.support.paths import REPOSITORY
 # Prints a line; then more, when its stdin has ended.
 PRINT_TWICE = """
 import sys
-from adora_vl.utils.outputs import outlive_readers
-outlive_readers()
+from adora_vl.utils.outputs import ignore_closed_outputs
+ignore_closed_outputs()
 print("read", flush=True)
 sys.stdin.read()
 for number in range(3):
@@ -25,8 +25,8 @@ print("the end", file=sys.stderr)
 """
 PRINT_ONCE = """
 import sys
-from adora_vl.utils.outputs import outlive_readers
-outlive_readers()
+from adora_vl.utils.outputs import ignore_closed_outputs
+ignore_closed_outputs()
 print("a line")
 open("first file", "w").write("its content")
 """
