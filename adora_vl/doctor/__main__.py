@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with naming_write_errors("--json", options.json):
                 replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
 
-    exit_code = exit_code_of(command, "nothing was written", speaks=is_main_process)
+    exit_code = exit_code_of(command, "nothing was written", prints_errors=is_main_process)
     if exit_code != 0:
         return exit_code
     return 0 if is_healthy(checks) else 1

@@ -68,7 +68,7 @@ def ending_forked_children(label: str) -> Iterator[None]:
 def restoring_working_directory(folder: Path) -> Iterator[None]:
     """Make `folder` the working directory again when the block ends.
 
-    Code of the user's may change it, and relative paths of the run start there.
+    Code of the user's may change the working directory, and relative paths of the run start there.
     """
     try:
         yield

@@ -38,13 +38,15 @@ class MultiLineUserError(UserError):
         self.lines = [redact_secrets(line) for line in lines]
 
 
-def exit_code_of(command: Callable[[], None], interrupt_note: str, *, speaks: bool = True) -> int:
-    """Run a command and return the exit code of its process.
+def exit_code_of(
+    command: Callable[[], None], interrupt_note: str, *, prints_errors: bool = True
+) -> int:
+    """Run a command, print its error in one line, and return the exit code for its process.
 
     Args:
-        command: what the command does.
+        command: does the command's work. It raises `UserError` for a mistake of the user.
         interrupt_note: what to say of its work after Ctrl-C, such as `nothing was written`.
-        speaks: whether this process prints errors; of several processes only one does.
+        prints_errors: whether this process prints errors; of several ranks only one does.
 
     Returns:
         0 for success, 2 for wrong input of the user, 130 after Ctrl-C, and 141 where nobody reads
@@ -57,7 +59,7 @@ def exit_code_of(command: Callable[[], None], interrupt_note: str, *, speaks: bo
     except UserError as error:
         one_line = " ".join(str(error).split())
         lines = error.lines if isinstance(error, MultiLineUserError) else [one_line]
-        if speaks:
+        if prints_errors:
             print("".join(f"error: {line}\n" for line in lines), end="", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -70,9 +72,9 @@ def exit_code_of(command: Callable[[], None], interrupt_note: str, *, speaks: bo
 
 @contextmanager
 def flushing_stdout() -> Iterator[None]:
-    """Make a context that writes out at its end what was printed within it.
+    """Flush stdout at the end of the block.
 
-    Otherwise Python would do so when it ends, where an error is no exit code any more.
+    Otherwise Python would flush it when it ends, where an error could not change the exit code.
 
     Raises:
         BrokenPipeError: nobody reads the output any more.
@@ -83,18 +85,19 @@ def flushing_stdout() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError:
-        # A long text is written before the end. If that has failed, one more line fails too.
-        _flush_stdout(last="\n")
+        # Printing a long text may itself have failed, for want of room on the disk. Then a further
+        # line fails too, and `_flush_stdout` raises the `UserError` for it.
+        _flush_stdout(further_text="\n")
         raise
     _flush_stdout()
 
 
-def _flush_stdout(last: str = "") -> None:
-    """Write out what was printed and then `last`, with the errors of `flushing_stdout`."""
+def _flush_stdout(further_text: str = "") -> None:
+    """Print `further_text`, and flush stdout. The errors are those of `flushing_stdout`."""
     if sys.stdout is None:  # closed from the beginning: `>&-`
         return
     try:
-        print(last, end="", flush=True)
+        print(further_text, end="", flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -107,10 +110,10 @@ def _flush_stdout(last: str = "") -> None:
 
 
 def exit_code_of_broken_pipe() -> int:
-    """Return the exit code of a command that printed to a pipe which nobody reads any more.
+    """Redirect stdout and stderr to /dev/null, and return the exit code for a broken pipe.
 
-    Python flushes its outputs once more when it ends, which has to succeed. So they write to
-    /dev/null from now on.
+    A command has printed to a pipe that nobody reads any more. Python flushes its outputs once more
+    when it ends, which has to succeed.
     """
     for descriptor in OUTPUT_DESCRIPTORS:
         redirect_to_null(descriptor)
@@ -123,7 +126,7 @@ def amount(count: int, noun: str) -> str:
 
 
 def quantile(values: Sequence[Any], share: float) -> Any:
-    """Return the quantile of the values, such as the median for a `share` of 0.5.
+    """Return a quantile of the values: for a `share` of 0.5 the median, for 0.9 the 90th percentile.
 
     It is one of the values (the nearest-rank quantile): the smallest one for which at least this
     share of all values is not larger. For example, the median of 10, 20, 30, 40 is 20. There must
@@ -199,9 +202,9 @@ def report_section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def announce_imports(seconds: int) -> None:
-    """Say on stderr that the libraries are being imported, since nothing is seen for `seconds`.
+    """Print on stderr that the imports take about so many seconds, in which nothing else is printed.
 
-    Only the first of several processes says it, and none where torch is imported already.
+    Only rank 0 prints it, and no rank where torch is imported already.
     """
     if "torch" in sys.modules or os.environ.get("RANK", "0") != "0":
         return
@@ -229,24 +232,26 @@ class Parser(argparse.ArgumentParser):
         if len(message) > _MAX_MESSAGE_CHARACTERS:
             half = _MAX_MESSAGE_CHARACTERS // 2
             message = f"{message[:half]}...{message[-half:]}"
-        raise UserError(f"{message}{self._nearest_name(message)}; see `{self.prog} --help`")
+        raise UserError(f"{message}{self._suggestion(message)}; see `{self.prog} --help`")
 
-    def _nearest_name(self, message: str) -> str:
+    def _suggestion(self, message: str) -> str:
         """Return a hint such as `; did you mean 'x'?` for an error of argparse.
 
         The hint is for an unknown option or command. For any other error it is empty.
         """
-        option = _UNKNOWN_OPTION_PATTERN.match(message)
-        if option is not None:
-            options = self._options()
-            if option[1] in options:
+        option_match = _UNKNOWN_OPTION_PATTERN.match(message)
+        if option_match is not None:
+            option = option_match[1]
+            known_options = self._options()
+            if option in known_options:
                 # argparse reports what a command does not know to the parser above it, which knows
                 # the options of all commands.
-                return f"; {option[1]!r} belongs to another command"
-            return did_you_mean(option[1], options)
-        command = _UNKNOWN_COMMAND_PATTERN.match(message)
-        if command is not None:
-            return did_you_mean(command[1], re.findall(r"\w+", command[2]))
+                return f"; {option!r} belongs to another command"
+            return did_you_mean(option, known_options)
+        command_match = _UNKNOWN_COMMAND_PATTERN.match(message)
+        if command_match is not None:
+            command, listed_commands = command_match.groups()
+            return did_you_mean(command, re.findall(r"\w+", listed_commands))
         return ""
 
     def _options(self) -> list[str]:
@@ -285,9 +290,10 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
 
 
 def number(minimum: float, maximum: float, *, also: float | None = None) -> Callable[[str], float]:
-    """Return a converter of numbers from `minimum` to `maximum` for argparse.
+    """Return a function for `type=` of argparse, which converts a text to a float within bounds.
 
-    `also`: one more number that is allowed, also outside of the bounds; None for no other.
+    `also`: one more number that is allowed outside of the bounds; None for no other. For example,
+    `number(1, 10, also=0)` takes `0` and `2.5`, and refuses `0.5`.
     """
 
     def convert(text: str) -> float:
@@ -339,10 +345,7 @@ def path(value: str) -> Path:
 
 
 def is_no_value(word: str) -> bool:
-    """Return whether a word on the command line is YAML's null, or `none`.
-
-    Many write `none` for it.
-    """
+    """Return whether a word on the command line means null: `null`, or `none`, as many write it."""
     return word.strip().lower() in _WORDS_FOR_NO_VALUE
 
 
@@ -408,12 +411,12 @@ class _StrictLoader(yaml.SafeLoader):
     """
 
     def get_single_node(self) -> yaml.Node | None:
-        """Read the whole document, and refuse one that aliases make too large."""
+        """Return the root node of the document, and refuse one that aliases make too large."""
         root = super().get_single_node()
-        visit_count = 0
+        visit_count = 0  # nodes so far, those behind an alias once for each of its uses
 
         def visit(node: yaml.Node) -> None:
-            """Count a node and all below it; a node behind an alias counts each time."""
+            """Count a node and all below it, and refuse a document with too many."""
             nonlocal visit_count
             visit_count += 1
             if visit_count > _MAX_YAML_NODES:
@@ -434,7 +437,7 @@ class _StrictLoader(yaml.SafeLoader):
         return root
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Read a mapping, and refuse one that has a key twice."""
+        """Return the dict of a mapping's node, and refuse a mapping that has a key twice."""
         key_texts: set[str] = set()
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -511,9 +514,9 @@ def yaml_line(value: object) -> str:
 
 
 def flow_mapping(text: str) -> dict[str, Any] | None:
-    """Return the mapping that a text such as `{a: 1, b: [2, 3]}` stands for, in YAML's short form.
+    """Return the mapping that a text such as `{a: 1, b: [2, 3]}` stands for, in YAML's flow style.
 
-    None where the text is no such mapping, or has a value that JSON cannot hold, such as a date.
+    The result is None where the text is no such mapping, or has a value that JSON cannot hold, such as a date.
     """
     content = yaml_value(text) if text.startswith("{") else None
     if not isinstance(content, dict):
@@ -526,7 +529,7 @@ def flow_mapping(text: str) -> dict[str, Any] | None:
 
 
 def read_mapping(option: str, path: Path) -> dict[str, Any]:
-    """Read a YAML file of `key: value` lines.
+    """Return the mapping in a YAML file of `key: value` lines, with its keys as texts.
 
     Args:
         option: the option that names the file, with which a message begins.
@@ -554,14 +557,14 @@ def read_mapping(option: str, path: Path) -> dict[str, Any]:
             f"{option}: {str(path)!r} is nested too deeply; name a file of `key: value` lines"
         ) from error
     if not isinstance(content, dict):
-        kind = "nothing" if content is None else type(content).__name__
-        raise UserError(f"{option}: {str(path)!r}: expected `key: value` lines, found {kind}")
+        type_name = "nothing" if content is None else type(content).__name__
+        raise UserError(f"{option}: {str(path)!r}: expected `key: value` lines, found {type_name}")
     return {str(key): value for key, value in content.items()}
 
 
 def printable(text: str) -> str:
-    """Return a text in which spaces stand for control characters and line ends.
+    """Return a text with a space in place of each control character and line end.
 
-    A row of a data set that is printed could command the terminal otherwise.
+    Otherwise a row of a data set that is printed could send escape sequences to the terminal.
     """
     return "".join(char if char.isprintable() else " " for char in text)

@@ -101,8 +101,8 @@ def _convert_single(key: str, value: object, hint: object) -> Any:
     A text is parsed first, and pydantic validates the result against the annotation `hint`. Raises
     `UserError`.
     """
-    to_json_types = value.value if isinstance(value, Enum) else value
-    parsed = _parse_text(key, to_json_types, hint)
+    plain_value = value.value if isinstance(value, Enum) else value
+    parsed = _parse_text(key, plain_value, hint)
     try:
         converted = _validator(hint).validate_python(parsed, strict=True)
     except ValidationError:
@@ -113,7 +113,7 @@ def _convert_single(key: str, value: object, hint: object) -> Any:
 
 
 def means_null(value: object, hint: object) -> bool:
-    """Return whether a value that a user wrote means null.
+    """Return whether a value that a user wrote means null, for a key with the annotation `hint`.
 
     The words `null` and `~` always do. The word `none` does for a key that may be null, unless
     `none` is one of the words that the key takes.
@@ -238,16 +238,18 @@ def _convert_tuple(key: str, value: object, hint: object) -> Any:
 
 @cache
 def annotation_by_field(dataclass: Any) -> dict[str, Any]:
-    """Return the annotation of every field of a dataclass, with its words as a `Literal`.
+    """Return the annotation of every field of a dataclass by the field's name.
 
-    Dataclasses of this project have a `Literal` already. Transformers lists the words that a field
-    takes as an `Enum`, or as `choices` in the metadata.
+    Where a field takes only certain words, its annotation is a `Literal` of them. Dataclasses of
+    this project have a `Literal` already. Transformers lists the words as an `Enum`, or as `choices`
+    in the field's metadata.
     """
     hints = get_type_hints(dataclass, include_extras=True)
-    return {
-        key.name: _as_literal(hints[key.name], key.metadata.get("choices", ()))
-        for key in fields(dataclass)
-    }
+    annotations: dict[str, Any] = {}
+    for option in fields(dataclass):
+        choices = option.metadata.get("choices", ())
+        annotations[option.name] = _as_literal(hints[option.name], choices)
+    return annotations
 
 
 @cache
@@ -281,11 +283,14 @@ def _as_literal(hint: object, choices: Sequence[str] = ()) -> Any:
     with the choices ("a", "b") gives `Literal["a", "b"]`.
     """
     members = _union_members(hint)
-    enums = [member for member in members if isinstance(member, type) and issubclass(member, Enum)]
-    words = tuple(choices) or tuple(word.value for enum in enums for word in enum)
+    words = list(choices)
+    if not words:
+        for member in members:
+            if isinstance(member, type) and issubclass(member, Enum):
+                words += [word.value for word in member]
     if not words:
         return hint
-    literal: Any = _literal[words]
+    literal: Any = _literal[tuple(words)]
     return literal | None if NoneType in members else literal
 
 
@@ -348,7 +353,8 @@ def _parse_text(key: str, value: object, hint: object) -> Any:
             return truth_value
     # YAML reads a bare `off` or `no` as false, so false means this word if the key takes it.
     if words and str(value).lower() == "false":
-        return next((word for word in _WORDS_FOR_OFF if word in words), value)
+        allowed_words_for_off = [word for word in _WORDS_FOR_OFF if word in words]
+        return allowed_words_for_off[0] if allowed_words_for_off else value
     if allowed_types & {int, float} and isinstance(value, int | float | str):
         return _parse_number(value, as_integer=float not in allowed_types)
     if dict in allowed_types:
@@ -404,7 +410,8 @@ def _list_entries(key: str, value: object, entry_hint: object) -> list[Any]:
     except ValueError as error:
         raise UserError(f"{key}: {value_in_words(value)} {error}; write a,b or [a,b]") from None
     for entry in entries:
-        if isinstance(entry, dict | list) or entry is None or entry == "":
+        is_word = entry is not None and entry != "" and not isinstance(entry, dict | list)
+        if not is_word:
             raise UserError(f"{key}: {value_in_words(value)} is not a list of words, such as [a,b]")
     return entries
 
@@ -412,7 +419,8 @@ def _list_entries(key: str, value: object, entry_hint: object) -> list[Any]:
 def _names_and_mappings(key: str, value: object) -> list[Any]:
     """Return the list entries that a value stands for: names, and mappings with one name each.
 
-    The text `[a, {b: 1, c: 2}]`, for example, stands for a, {b: 1} and {c: 2}.
+    The text `[a, {b: 1, c: 2}]`, for example, stands for a, {b: 1} and {c: 2}: a list of methods,
+    of which b and c have options. `key`: where the value stands, for errors.
     """
     if isinstance(value, str):
         first_character = value.lstrip()[:1]
@@ -440,12 +448,19 @@ def _read_mapping(key: str, value: object, *, as_text: bool = False) -> Any:
 
     A value that is a mapping already is returned as it is.
 
-    `as_text`: whether to return the text after it was checked, as the libraries want it for some
-    keys. A text of YAML becomes one of JSON. Raises `UserError` for a text without a mapping.
+    Args:
+        key: where the value stands, for errors.
+        value: what the user wrote.
+        as_text: whether to return a JSON text of the mapping, and not the mapping itself.
+            Transformers and TRL want it so for some of their keys.
+
+    Raises:
+        UserError: the text is no mapping, or has a key twice.
     """
     if isinstance(value, Mapping):
         return value
     text = value.strip() if isinstance(value, str) else ""
+    # the same mapping as JSON, which the text is already unless it is YAML
     json_text = value
     try:
         content = read_json(text)
@@ -490,10 +505,11 @@ def _expected_in_words(hint: object) -> str:
         if field_info.description:
             return str(field_info.description)
         bounds: list[str] = []
+        # such as `annotated_types.Gt(gt=0)`
         for bound in field_info.metadata:
-            for name, words_before in _WORDS_BY_BOUND.items():
-                if hasattr(bound, name):
-                    bounds.append(f"{words_before} {getattr(bound, name)}")
+            for attribute, words_before in _WORDS_BY_BOUND.items():
+                if hasattr(bound, attribute):
+                    bounds.append(f"{words_before} {getattr(bound, attribute)}")
         return f"{_WORDS_BY_TYPE[bounded_type]} {' and '.join(bounds)}"
     return _WORDS_BY_TYPE.get(_plain_type(hint), "an object that only Python can give")
 

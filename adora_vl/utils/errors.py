@@ -114,13 +114,13 @@ class TranslatedErrors:
     RuntimeErrors.
     """
 
-    def __init__(self, translated: Callable[[Exception], Exception | None]) -> None:
+    def __init__(self, translate: Callable[[Exception], Exception | None]) -> None:
         """Create the context manager.
 
-        `translated`: returns the error to raise in place of the block's error, with the `__cause__`
+        `translate`: returns the error to raise in place of the block's error, with the `__cause__`
         that it is to have; None where the block's error is raised as it is.
         """
-        self._translated = translated
+        self._translate = translate
 
     def __enter__(self) -> None:
         pass
@@ -131,7 +131,7 @@ class TranslatedErrors:
         """Raise the translation of the block's error, if it has one."""
         if not isinstance(error, Exception):
             return
-        translation = self._translated(error)
+        translation = self._translate(error)
         if translation is not None:
             # Without `from`, the traceback would show the block's error in place of the cause.
             raise translation from translation.__cause__
@@ -145,7 +145,7 @@ def engine_call(name: str) -> TranslatedErrors:
     `name`: the call of the engine inside the block, for the message.
     """
 
-    def translated(error: Exception) -> Exception | None:
+    def translate(error: Exception) -> Exception | None:
         """Return the `EngineError` for an error that is not of this package."""
         if isinstance(error, RolloutError | RunError | UserError):
             return None
@@ -153,7 +153,7 @@ def engine_call(name: str) -> TranslatedErrors:
         engine_error.__cause__ = error
         return engine_error
 
-    return TranslatedErrors(translated)
+    return TranslatedErrors(translate)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
@@ -162,10 +162,10 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean '{closest}'?" if closest is not None else ""
 
 
-def nearest_choice(word: str, choices: Iterable[str], likeness: float = 0.6) -> str | None:
-    """Return that of `choices` which is spelled most like `word`; None where none is alike.
+def nearest_choice(word: str, choices: Iterable[str], min_similarity: float = 0.6) -> str | None:
+    """Return the choice that is spelled most like `word`; None where none is similar.
 
-    `likeness`: the least likeness of a choice, from 0 to 1, by Python's `difflib`.
+    `min_similarity`: from 0 to 1, as Python's `difflib` measures it.
     """
-    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=likeness)
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=min_similarity)
     return matches[0] if matches else None

@@ -50,14 +50,14 @@ def cache_folder() -> Path:
 
 
 def escapes_folder(folder: Path, path: Path) -> bool:
-    """Return whether a path below `folder` leads out of it by a symbolic link.
+    """Return whether a path below `folder` is outside of it once symbolic links are resolved.
 
     The link may be the path itself or a folder on the way. This guards what is read from a folder
     that somebody else made: a link in it could point to any file of this machine.
     """
     try:
         return not path.resolve().is_relative_to(folder.resolve())
-    # links that lead to each other in a circle
+    # `resolve` raises for links that lead to each other in a circle
     except (OSError, RuntimeError):
         return True
 
@@ -120,29 +120,33 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 class JsonLinesCache:
-    """A file of answers by key, one JSON line each, to which several processes may add at once.
+    """A cache on disk of texts by key, such as a judge's answers or the hashes of files.
 
-    A line that cannot be read is ignored. A killed process may leave half a line. The answer that
-    is added after it then begins a new line, so it is not lost.
+    Each entry is a JSON line `{"key": ..., "answer": ...}`. Several processes may add entries at
+    once. A line that cannot be read is ignored. A killed process may leave half a line; the next
+    entry then begins a new line, so it is not lost.
     """
 
     def __init__(self, file: Path) -> None:
-        """Read the answers of `file`, which need not exist. Raises `OSError`, as `put` does."""
+        """Read the entries of `file`, which need not exist. Raises `OSError`, as `put` does."""
         self._file = file
         self._answer_by_key = dict[str, str]()
         content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
         for line in content.splitlines():
+            # a line that is no such entry is skipped
             with suppress(ValueError, LookupError, TypeError, RecursionError):
                 entry = json.loads(line)
-                if isinstance(entry["key"], str) and isinstance(entry["answer"], str):
-                    self._answer_by_key[entry["key"]] = entry["answer"]
+                key = entry["key"]
+                answer = entry["answer"]
+                if isinstance(key, str) and isinstance(answer, str):
+                    self._answer_by_key[key] = answer
 
     def get(self, key: str) -> str | None:
-        """Return the answer of a key, None without one."""
+        """Return the text that is stored for a key; None where there is none."""
         return self._answer_by_key.get(key)
 
     def put(self, key: str, answer: str) -> None:
-        """Add an answer to the file, for this process and for later ones. Raises `OSError`."""
+        """Store a text in the file, for this process and for later ones. Raises `OSError`."""
         self._answer_by_key[key] = answer
         line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
         self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -157,17 +161,12 @@ class JsonLinesCache:
             file.write(line)
 
 
-def wait_until_visible(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
-    """Wait until a file is visible here that another machine has written on a shared disk.
+def wait_until_visible(path: Path, timeout_s: float = NFS_DELAY_S) -> bool:
+    """Wait for a file that another machine has written on a shared disk; return whether it is there.
 
-    Args:
-        path: the file.
-        patience_s: after so many seconds waiting ends. The default is how long NFS may hide a file.
-
-    Returns:
-        whether the file is visible.
+    `timeout_s`: after so many seconds waiting ends. The default is how long NFS may hide a new file.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() >= deadline:
             return False
@@ -191,7 +190,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         OSError: the folder cannot be written.
     """
     recover_folder(folder)
-    # the hidden folder beside `folder` in which both folders stand during the exchange
+    # the hidden folder beside `folder` that holds the new folder, and the old one before it is deleted
     working_folder, lock = create_locked_folder(lambda: _hidden_neighbour(folder))
     try:
         new_folder = working_folder / _NEW_NAME
@@ -208,11 +207,11 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def set_default_file_modes(folder: Path) -> None:
-    """Give the weight files in `folder` the access rights of any new file.
+    """Give the safetensors files in `folder` the file mode of any new file, such as 644.
 
-    Stock safetensors (0.8) makes files that their owner alone can read.
+    Stock safetensors (0.8) gives them the mode 600, so that their owner alone can read them.
     """
-    # An empty file is created, to see which rights the system gives to a new file.
+    # An empty file is created, to see which mode the umask gives to a new file.
     probe = _hidden_neighbour(folder / "mode")
     with suppress(OSError):  # not every file system has access rights
         probe.touch()
@@ -223,9 +222,9 @@ def set_default_file_modes(folder: Path) -> None:
 
 
 def swap_folders(new_folder: Path, folder: Path, old_path: Path) -> None:
-    """Rename `new_folder` to `folder`. A folder that has this name before becomes `old_path`.
+    """Rename `folder`, if it exists, to `old_path`, and then `new_folder` to `folder`.
 
-    All three are in the same file system, so that a rename is done at once or not at all.
+    All three are in the same file system, where a rename is atomic.
     """
     if folder.exists():
         folder.rename(old_path)
@@ -234,7 +233,7 @@ def swap_folders(new_folder: Path, folder: Path, old_path: Path) -> None:
 
 
 def flush_to_disk(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on the disk."""
+    """Wait until a file's bytes, or a folder's list of files, are on the disk (`fsync`)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -243,9 +242,10 @@ def flush_to_disk(path: Path) -> None:
 
 
 def recover_folder(folder: Path) -> None:
-    """Undo what killed processes left behind when they replaced `folder` by `replacing_folder`.
+    """Remove what killed processes left behind when they wrote `folder` with `replacing_folder`.
 
-    The files of a process that is still writing stay.
+    If such a process had moved the old folder away, it gets its name back. What a process is still
+    writing stays.
     """
     partial_paths = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL_MARK}*"))
     working_folders = [path for path in partial_paths if is_partial(path) and path.is_dir()]
@@ -256,8 +256,8 @@ def recover_folder(folder: Path) -> None:
 def abandoned_folders(folders: Iterable[Path]) -> Iterator[Path]:
     """Yield the folders whose process is gone, so that the caller can remove them.
 
-    `folders`: folders that `create_locked_folder` has made. The lock of a folder is held while the folder
-    is yielded, so that no other process removes it too.
+    `folders`: folders that `create_locked_folder` has made. The lock of a folder is held while it is
+    yielded, so that no other process removes it too.
     """
     for folder in folders:
         try:
@@ -270,7 +270,7 @@ def abandoned_folders(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def create_locked_folder(random_path: Callable[[], Path]) -> tuple[Path, int | None]:
-    """Create a folder and take a lock in it, by which other processes know that this one lives.
+    """Create a folder and lock a file in it, by which other processes see that this one is alive.
 
     Args:
         random_path: returns a random path for the folder, another one at each call.
@@ -285,8 +285,8 @@ def create_locked_folder(random_path: Callable[[], Path]) -> tuple[Path, int | N
         folder.mkdir(parents=True)
         try:
             lock = _take_lock(folder, os.O_RDWR | os.O_CREAT)
-        # Another process has taken this new folder for an abandoned one, and locked it to remove
-        # it.
+        # Another process has found this folder before it was locked, took it for an abandoned one,
+        # and has locked it to remove it.
         except BlockingIOError:
             continue
         except OSError:
@@ -320,9 +320,10 @@ def _take_lock(folder: Path, flags: int) -> int:
 
 
 def _finish_exchange(working_folder: Path, folder: Path) -> None:
-    """End a `replacing_folder`, whether it succeeded or not, and remove its working folder.
+    """Remove the working folder of a `replacing_folder`, whether that succeeded or not.
 
-    The old folder gets its name back if the new one has not taken it.
+    The old folder gets its name back if the new one has not taken it. `working_folder`: the hidden
+    folder beside `folder`, with `new` and `old` in it.
     """
     old_folder = working_folder / _OLD_NAME
     if old_folder.exists() and not folder.exists():
@@ -420,9 +421,9 @@ def path_problem(path: str) -> str:
 
 
 def refuse_dangling(option: str, path: Path) -> None:
-    """Raise `UserError` where a path, or a folder on the way to it, is a link to nothing.
+    """Raise `UserError` where a path, or one of its parents, is a symbolic link to nothing.
 
-    `option` names what the user can change, with which the message begins.
+    `option`: the option that names the path, with which the message begins.
     """
     for part in (path, *path.parents):
         # These are functions of `os`, since pathlib raises an error for a name that is too long.
@@ -433,7 +434,7 @@ def refuse_dangling(option: str, path: Path) -> None:
 
 
 def closest_existing(path: Path) -> Path:
-    """Return a path itself, or the innermost of the folders on the way to it that exists."""
+    """Return the path itself if it exists, or else the closest of its parents that does."""
     candidates = (path, *path.absolute().parents)
     # the root exists always
     return next(candidate for candidate in candidates if candidate.exists())
@@ -459,16 +460,17 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_json_output(option: str, path: Path, kind: str, is_ours: Callable[[Any], bool]) -> None:
-    """Raise `UserError` where a JSON file cannot be written, or would replace a file of the user's.
+    """Raise `UserError` where a command must not write its JSON file to a path.
 
-    A file that this command wrote earlier may be replaced, and so may an empty one.
+    That is a path that cannot be written to, or a file of the user's. A file that this command
+    wrote earlier may be replaced, and so may an empty one.
 
     Args:
         option: the option that names the file, with which the message begins.
         path: the file.
-        kind: what the file should be, in words for the message.
-        is_ours: whether the content of a JSON file is what this command writes. It may raise where
-            the content has another form.
+        kind: what the command writes, in words for the message, such as `a table of the doctor`.
+        is_ours: returns whether the content of a JSON file is what this command writes. It may
+            raise where the content has another form.
     """
     check_folder(option, path.parent)
     # A path that is neither a file nor a folder, such as /dev/stdout, is written to directly.

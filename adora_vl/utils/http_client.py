@@ -58,8 +58,8 @@ class _Connections(NamedTuple):
     """What all requests run in."""
     thread: threading.Thread
     """The daemon thread that runs the loop."""
-    is_over: asyncio.Event
-    """Ends the thread, which closes the connections."""
+    close_requested: asyncio.Event
+    """Set to let the thread close the connections and end."""
     process_id: int
     """The process that has the thread; one that was forked from it has not."""
 
@@ -98,9 +98,9 @@ class HttpClient:
             OSError: there is no connection, or `timeout_s` is over (`TimeoutError`).
             httpx.HTTPError: the reply is no HTTP.
         """
-        connections = self._open()
-        exchange = _exchange(connections, timeout_s, content, headers)
-        future = asyncio.run_coroutine_threadsafe(exchange, connections.loop)
+        connections = self._connections_of_process()
+        coroutine = _send_request(connections, timeout_s, content, headers)
+        future = asyncio.run_coroutine_threadsafe(coroutine, connections.loop)
         try:
             return future.result()
         finally:
@@ -112,12 +112,15 @@ class HttpClient:
             self._finalizer()
         self._connections = None
 
-    def _open(self) -> _Connections:
-        """Return the connections of this process, with a thread that runs their event loop."""
+    def _connections_of_process(self) -> _Connections:
+        """Return the connections of this process, which are made at the first call.
+
+        A forked process makes its own, since the thread of its parent's is missing there.
+        """
         with self._lock:
             if self._connections is None or self._connections.process_id != os.getpid():
-                self._connections = _start(self.address)
-                self._finalizer = weakref.finalize(self, _end, self._connections)
+                self._connections = _start_connections(self.address)
+                self._finalizer = weakref.finalize(self, _close_connections, self._connections)
                 # At the end of a process the connections are closed anyway. Without this, a request
                 # that is given up at that moment, as after Ctrl-C, would cause a warning.
                 self._finalizer.atexit = False
@@ -138,26 +141,26 @@ def fetch_reply(address: str, timeout_s: float, headers: Headers | None = None) 
         return client.send(timeout_s, headers=headers)
 
 
-def _start(address: str) -> _Connections:
-    """Start a thread for the connections to an address."""
+def _start_connections(address: str) -> _Connections:
+    """Start a daemon thread with an event loop for the connections to an address."""
     idle_clients: list[httpx.AsyncClient] = []
     loop = asyncio.new_event_loop()
-    is_over = asyncio.Event()
+    close_requested = asyncio.Event()
 
-    async def close_when_over() -> None:
-        """Wait until no more requests are wanted, give up those under way, and close all."""
-        await is_over.wait()
-        exchanges = asyncio.all_tasks() - {asyncio.current_task()}
-        for exchange in exchanges:
-            exchange.cancel()
-        await asyncio.gather(*exchanges, return_exceptions=True)
+    async def close_when_requested() -> None:
+        """Wait for `close_requested`; then cancel the requests under way, and close the clients."""
+        await close_requested.wait()
+        request_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in request_tasks:
+            task.cancel()
+        await asyncio.gather(*request_tasks, return_exceptions=True)
         for client in idle_clients:
             await client.aclose()
 
     def run_loop() -> None:
-        """Run the event loop until no more requests are wanted, and close it."""
+        """Run the event loop until `close_requested` is set, and close it."""
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            runner.run(close_when_over())
+            runner.run(close_when_requested())
 
     thread = threading.Thread(target=run_loop, name="http", daemon=True)
     thread.start()
@@ -166,23 +169,23 @@ def _start(address: str) -> _Connections:
         idle_clients=idle_clients,
         loop=loop,
         thread=thread,
-        is_over=is_over,
+        close_requested=close_requested,
         process_id=os.getpid(),
     )
 
 
-def _end(connections: _Connections) -> None:
+def _close_connections(connections: _Connections) -> None:
     """Close the connections of this process; a forked one leaves those of its parent alone."""
     if connections.process_id != os.getpid():
         return
-    connections.loop.call_soon_threadsafe(connections.is_over.set)
+    connections.loop.call_soon_threadsafe(connections.close_requested.set)
     # The garbage collector calls this for a client that is not closed. It may run on the thread of
     # the connections, which cannot wait for itself.
     if connections.thread is not threading.current_thread():
         connections.thread.join(_MAX_CLOSING_S)
 
 
-async def _exchange(
+async def _send_request(
     connections: _Connections, timeout_s: float, content: bytes | None, headers: Headers | None
 ) -> HttpReply:
     """Send a request and return the reply.
@@ -205,7 +208,7 @@ async def _exchange(
         request = client.build_request(
             method, connections.address, content=content, headers=headers
         )
-        async with asyncio.timeout(timeout_s), _reply(client, request) as reply:
+        async with asyncio.timeout(timeout_s), _streamed_reply(client, request) as reply:
             async for part in reply.aiter_bytes():
                 received += part
                 if not reply.is_success and len(received) > MAX_ERROR_BYTES:
@@ -226,7 +229,7 @@ def _create_client(address: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         verify=_trusted_certificates(),
         trust_env=not is_this_machine(address),
-        # httpx's own timeout is for each part of a reply, so `_exchange` limits the whole reply.
+        # httpx's own timeout is for each part of a reply, so `_send_request` limits the whole reply.
         timeout=None,  # noqa: S113
         limits=httpx.Limits(keepalive_expiry=_MAX_IDLE_S),
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
@@ -234,25 +237,25 @@ def _create_client(address: str) -> httpx.AsyncClient:
 
 
 @asynccontextmanager
-async def _reply(
+async def _streamed_reply(
     client: httpx.AsyncClient, request: httpx.Request
 ) -> AsyncIterator[httpx.Response]:
-    """Send a request, and give the reply, whose body is not read yet.
+    """Send a request, and yield the reply, whose body is not read yet.
 
     A server may close a kept connection at the moment in which it is used again. The request is
     then sent once more.
     """
-    events: list[str] = []
+    event_names: list[str] = []  # such as `connection.connect_tcp.started`
 
-    async def note_event(name: str, _: Mapping[str, Any]) -> None:
-        """Note what the connection does."""
-        events.append(name)
+    async def record_event(name: str, _: Mapping[str, Any]) -> None:
+        """Record the name of an event of the connection."""
+        event_names.append(name)
 
-    request.extensions["trace"] = note_event
+    request.extensions["trace"] = record_event
     try:
         reply = await client.send(request, stream=True)
     except (httpx.NetworkError, httpx.RemoteProtocolError):
-        is_new_connection = any(event.endswith("connect_tcp.started") for event in events)
+        is_new_connection = any(name.endswith("connect_tcp.started") for name in event_names)
         if is_new_connection:
             raise
         reply = await client.send(request, stream=True)
@@ -264,7 +267,7 @@ async def _reply(
 
 @cache
 def _trusted_certificates() -> ssl.SSLContext:
-    """Return the certificates that this machine trusts. Reading them takes long, so it is done once."""
+    """Return the certificates that this machine trusts, which are read once since that takes long."""
     return ssl.create_default_context()
 
 

@@ -38,8 +38,8 @@ def has_vllm_cpu_build() -> bool:
 def free_port() -> int:
     """Return a port that nobody listens on, for the engine to listen on when it starts.
 
-    That may be a minute later. The system takes the ports of outgoing connections from a range of
-    its own. A port of that range might be in use by then, so this port lies outside of the range.
+    That may be a minute later. By then a port of the ephemeral range, from which the system takes
+    the ports of outgoing connections, might be in use. So this port lies outside of that range.
 
     Raises:
         RunError: a hundred ports are all in use.
@@ -61,10 +61,10 @@ def put_environment_first_on_path() -> None:
     They are there already if the environment was activated. DeepSpeed and torch call `ninja` by
     name when they compile an operator, such as `DeepSpeedCPUAdam`.
     """
-    own_folder = str(Path(sys.executable).parent)
+    bin_folder = str(Path(sys.executable).parent)
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    other_folders = [folder for folder in folders if folder != own_folder]
-    os.environ["PATH"] = os.pathsep.join([own_folder, *other_folders])
+    other_folders = [folder for folder in folders if folder != bin_folder]
+    os.environ["PATH"] = os.pathsep.join([bin_folder, *other_folders])
 
 
 def use_one_gpu() -> None:
@@ -147,13 +147,14 @@ def builds_folder() -> Path:
     chosen_folder = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen_folder:
         return Path(chosen_folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return user_cache / "torch_extensions"
 
 
 def _has_builder(folder: Path) -> bool:
-    """Return whether a process of this machine compiles in the folder of a build.
+    """Return whether a process of this machine compiles an operator in `folder`.
 
-    Ninja and its compilers have that folder as their working directory.
+    Ninja and its compilers then have it as their working directory.
     """
     for working_directory in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):  # the process has ended, or is another user's
@@ -163,15 +164,17 @@ def _has_builder(folder: Path) -> bool:
 
 
 def build_was_killed(lock: Path) -> bool | None:
-    """Return whether a build of an operator was killed, so that its lock file is left behind.
+    """Return whether the build of one of torch's operators was killed and left its lock file.
 
     Torch creates the lock file before it compiles, and removes it after that. All later builds
     would wait for ever for a lock that was left behind.
 
+    `lock`: the lock file, in the folder of the build.
+
     Returns:
         False if the lock is gone, or if a process of this machine compiles there. Otherwise True if
-        nothing was written for `FOREIGN_BUILD_PATIENCE_S` seconds: the build was killed. Otherwise
-        None: another machine may be compiling there, so it cannot be told yet.
+        nothing was written there for `FOREIGN_BUILD_PATIENCE_S` seconds: the build was killed.
+        Otherwise None: it is not known yet, since another machine may be compiling there.
     """
     try:
         write_times = [lock.parent.stat().st_mtime]
@@ -187,13 +190,13 @@ def build_was_killed(lock: Path) -> bool | None:
 
 
 def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Remove the locks that killed builds of torch's operators left, since torch waits for them.
+    """Remove the lock files that killed builds of torch's operators left, since torch waits for them.
 
-    While it cannot be told whether a build was killed, this waits. The first rank of a machine
-    removes the locks, with a line for each, and its other ranks wait until it has. Torch takes a
-    lock that vanishes for the end of the build.
+    While it is not known whether a build was killed, this waits. Local rank 0 of a machine removes
+    the lock files, and prints a line for each. The other ranks wait until it has. When a lock file
+    is gone, torch takes the build for finished, and builds again if it is not.
 
-    `sleep`: waits some seconds; tests do not wait.
+    `sleep`: waits some seconds, as `time.sleep`; tests pass a function that does not wait.
     """
     is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
     folder = builds_folder()
@@ -202,7 +205,7 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
     for lock in sorted(locks):
         has_printed = False
         was_killed = build_was_killed(lock)
-        # False: the lock is held or gone. None: it cannot be told yet.
+        # False: a living process has the lock, or it is gone. None: it is not known yet.
         while was_killed is not False:
             if was_killed and is_first_rank:
                 lock.unlink(missing_ok=True)
@@ -263,8 +266,8 @@ SEVERAL_PROCESSES_HINT = (
 def single_process_note(environment: Mapping[str, str] = os.environ) -> str:
     """Return a note if `accelerate launch` was asked for several processes, but has started one.
 
-    It can be told by the environment: accelerate has set an address at which processes meet, but no
-    number of processes. The note is empty for any other run.
+    The note is empty for any other run. The environment shows it: accelerate has set MASTER_ADDR, at
+    which several processes would meet, but no WORLD_SIZE.
 
     `environment`: the variables that accelerate has set.
     """
@@ -281,9 +284,9 @@ def single_process_note(environment: Mapping[str, str] = os.environ) -> str:
 def launcher_kills_early() -> bool:
     """Return whether the launcher kills its processes 30 seconds after a signal.
 
-    That is the default of torch's elastic launcher, and too early to save a checkpoint. A launched
-    process can tell it only by the environment. There the default holds if no variable sets another
-    time, and accelerate's config file does not have the key for it either.
+    That is the default of torch's elastic launcher, and too early to save a checkpoint. The default
+    holds unless an environment variable, or `shutdown_timeout` in accelerate's config file, sets
+    another time. A launched process sees both in its environment.
     """
     has_variable = any(name in os.environ for name in _SHUTDOWN_VARIABLES)
     if not under_elastic(os.environ) or has_variable:
@@ -348,13 +351,13 @@ _SHOWN_LINES = 20
 
 
 class StartupLog:
-    """Writes stdout and stderr of this process into a file while a run starts, until `release`.
+    """A context manager that sends stdout and stderr to a file while a run starts, until `release`.
 
     That includes what compiled code writes: the descriptors are replaced, since loggers and
     progress bars use the streams that they were created with. Where the file cannot be opened,
-    everything stays on the screen. If the block ends with an error that is not the user's, the last
-    lines of the file are shown. Where the disk is full, a library fails that prints something, and
-    a `UserError` says so.
+    everything stays on the screen. If the block ends with an error that is no `UserError`, the last
+    lines of the file are printed. If the block failed because the disk is full, and the file cannot
+    grow either, a `UserError` is raised for it.
     """
 
     def __init__(self, path: Path, *, first: bool = False, option: str = "output") -> None:
@@ -363,12 +366,12 @@ class StartupLog:
         Args:
             path: the file, which all processes of a run share.
             first: whether this is the first process, which empties the file; the others add to it.
-            option: what the user names the folder of the file by, for a message.
+            option: the option that names the file's folder, for a message.
         """
         self.path = path
         self.first = first
         self.option = option
-        # copies of the descriptors of the screen while the log is open; empty before and after
+        # copies of stdout's and stderr's descriptors while the log is open; empty before and after
         self._screen_descriptors: list[int] = []
         # size of the file when this process opened it
         self._first_byte = 0
@@ -417,7 +420,7 @@ class StartupLog:
         if not was_open or not needs_explanation:
             return
         if disk_is_full(error):
-            # It may be another disk, such as that of the hub's cache: then this file can grow.
+            # If another disk is full, such as that of the hub's cache, this write succeeds.
             try:
                 with self.path.open("ab") as file:
                     file.write(b"\n")

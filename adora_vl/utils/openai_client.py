@@ -163,7 +163,7 @@ class EndpointError(RedactedError):
 
 
 def check_url(name: str, url: str) -> str:
-    """Return an http address, which has no credentials in it, without its last slash.
+    """Check an http address, and return it without its last slash.
 
     Args:
         name: the option that has the address, with which the message begins.
@@ -221,8 +221,8 @@ class ChatClient:
         self._has_answered = False
         # how many calls the server has forbidden (HTTP 403) since its last answer
         self._forbidden_calls = 0
-        # The error of a call after which the server would answer no other.
-        self._refusal: EndpointError | None = None
+        # The error of a call after which no other can succeed: a refused key, or no server.
+        self._fatal_error: EndpointError | None = None
         self._cache_file = cache
         self._stored_answers: JsonLinesCache | None = None
         if cache is not None:
@@ -244,10 +244,11 @@ class ChatClient:
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def detect_server_program(self) -> str | None:
-        """Return the program that serves the model, such as `vllm`, by its own list of models.
+        """Return the program that serves the model, such as `vllm`.
 
-        The text is empty where the server has no such list, or where the list lacks the model. It
-        is None where the server gave no reply: a busy server may give one later.
+        It is the `owned_by` of the model in the server's list of models, `/models`. The result is
+        empty where the server has no such list, or where the list lacks the model. It is None where
+        the server gave no reply: a busy server may give one later.
         """
         timeout_s = min(self.endpoint.timeout_s, _MAX_LIST_WAIT_S)
         try:
@@ -264,11 +265,14 @@ class ChatClient:
         return str(owners[0]) if owners else ""
 
     def _neutral_sampling_fields(self) -> Mapping[str, float]:
-        """Return the request's fields that keep the server from the model's own sampling defaults.
+        """Return fields for a request with which the server samples from the model's distribution.
 
-        The server is asked once which program it is. A field that the endpoint has already stays as
-        it is. The fields do not count in the key of the cache, since the cache is read without
-        asking the server.
+        vLLM and SGLang would otherwise take `top_k`, penalties and the like from the model's own
+        generation config (`PLAIN_SAMPLING`). The result is empty for other servers. A field that
+        the user has set for the endpoint is left out. The server is asked once which program it is.
+
+        The fields are not in the key of the cache, since the cache is read without asking the
+        server.
         """
         with self._plain_sampling_lock:
             if self._plain_sampling is None:
@@ -280,16 +284,17 @@ class ChatClient:
             return self._plain_sampling
 
     def check_server(self, option: str) -> None:
-        """Raise `UserError` if `ask` makes no more calls, because the server takes none.
+        """Raise `UserError` if a call of `ask` has failed so that no further call can succeed.
 
-        The next `ask` tries again, such as with another key.
+        That is if the server has refused the key, or if nobody answered the first call. The next
+        `ask` then tries again, such as with another key.
 
         `option`: the option that names the server, with which the message begins.
         """
-        error = self._refusal
+        error = self._fatal_error
         if error is None:
             return
-        self._refusal = None
+        self._fatal_error = None
         variable = self.endpoint.key_variable
         server = f"{option}: {self.endpoint.url}"
         if error.key_refused:
@@ -303,16 +308,16 @@ class ChatClient:
         )
 
     def ask(self, messages: Messages, read_answer: Callable[[str], str]) -> str:
-        """Ask for an answer, read it, and store what was read in the cache.
+        """Ask for an answer, parse it, and store the result in the cache.
 
         No further call is made if the server has refused the key, or if nobody answered the first
         call (see `check_server`).
 
         Args:
             messages: the conversation.
-            read_answer: turns the text of the answer into what is wanted of it, such as a score. It
-                may raise `EndpointError` for an answer of the wrong form. Such an answer is asked
-                for again, unless it was cut off at the limit on its tokens.
+            read_answer: parses the text of the answer and returns what is stored, such as a score.
+                It may raise `EndpointError` for an answer of the wrong form. Then the question is
+                asked again, unless the answer was cut off at the limit on its tokens.
 
         Returns:
             what `read_answer` returned.
@@ -322,7 +327,7 @@ class ChatClient:
         """
 
         def ask_once() -> str:
-            """Make one attempt."""
+            """Make one attempt, and return the parsed answer."""
             reply = self._call(messages, body=self._neutral_sampling_fields())
             try:
                 return read_answer(reply.text)
@@ -333,8 +338,8 @@ class ChatClient:
                 reason = f"{error}; it was cut off at the limit on its tokens"
                 raise EndpointError(reason, may_retry=False) from error
 
-        if self._refusal is not None:
-            raise self._refusal
+        if self._fatal_error is not None:
+            raise self._fatal_error
         answer: str = self._call_with_retries(ask_once)
         if self._stored_answers is not None and self._cache_file is not None:
             with naming_write_errors("judge_cache", self._cache_file):
@@ -397,7 +402,7 @@ class ChatClient:
                         error.is_unreachable or error.not_found
                     )
                     if error.key_refused or is_missing_server:
-                        self._refusal = last_error
+                        self._fatal_error = last_error
                     raise last_error from error
                 time.sleep(min(max(wait_s, error.wait_s), _MAX_WAIT_S))
             wait_s *= 2
@@ -458,16 +463,17 @@ class ChatClient:
             return reply.body
         may_succeed_later = reply.status in _RETRIED_CODES
         # What a server says of a passing failure, such as a page of its proxy, is of no use.
-        server_words = "" if may_succeed_later else _error_words(reply.body, self._api_key())
+        error_text = "" if may_succeed_later else _error_words(reply.body, self._api_key())
         is_not_found = reply.status == httpx.codes.NOT_FOUND
         if is_not_found:
             # The user may have named an address with too many parts, or too few.
-            server_words = f" at {self._http.address}{server_words}"
-        # Servers refuse an answer that may become too long in similar words.
-        names_prompt = _PROMPT_TOO_LONG_PATTERN.search(server_words) is not None
-        names_answer = _ANSWER_TOO_LONG_PATTERN.search(server_words) is not None
+            error_text = f" at {self._http.address}{error_text}"
+        # Servers refuse a prompt that is too long, and room for an answer that is too large
+        # (`max_tokens`), in similar words. Only the first is a fault of the prompt.
+        names_prompt = _PROMPT_TOO_LONG_PATTERN.search(error_text) is not None
+        names_answer = _ANSWER_TOO_LONG_PATTERN.search(error_text) is not None
         raise EndpointError(
-            f"HTTP {reply.status}{server_words}",
+            f"HTTP {reply.status}{error_text}",
             may_retry=may_succeed_later,
             wait_s=_seconds_to_wait(reply.headers.get("Retry-After")),
             key_refused=self._is_key_refused(reply.status),
@@ -476,7 +482,7 @@ class ChatClient:
         )
 
     def _is_key_refused(self, status: int) -> bool:
-        """Tell whether a reply with this HTTP status means that no call with the key succeeds.
+        """Return whether a reply with this HTTP status means that no call with the key succeeds.
 
         401 always means it. Some servers answer 403 for a single prompt that their moderation does
         not like. So 403 means it only if the server has answered no call yet, or if it has
@@ -484,8 +490,10 @@ class ChatClient:
         """
         if status == httpx.codes.FORBIDDEN:
             self._forbidden_calls += 1
-            is_of_this_prompt = self._has_answered and self._forbidden_calls < _MAX_FORBIDDEN_CALLS
-            return not is_of_this_prompt
+            refuses_this_prompt = (
+                self._has_answered and self._forbidden_calls < _MAX_FORBIDDEN_CALLS
+            )
+            return not refuses_this_prompt
         return status == httpx.codes.UNAUTHORIZED
 
     def _key_header(self) -> dict[str, str]:
@@ -514,10 +522,10 @@ class ChatClient:
 
 
 def _answer_text(choice: Mapping[str, Any]) -> str:
-    """Return the text of the model's message in a reply; empty if the model only got to thinking.
+    """Return the text of the model's message in a reply.
 
-    A server with a reasoning parser sends null for the text of an answer that ended within the
-    thinking.
+    It is empty if the answer ended within the model's thinking: a server with a reasoning parser
+    then sends null for the text.
 
     `choice`: an entry of `choices` of a chat completion.
 
@@ -543,11 +551,13 @@ def _token_count(value: object) -> int:
 
 
 def _error_words(body: bytes, key: str) -> str:
-    """Return what a server says about a call that it refuses, for the end of a message of one line.
+    """Return the end of an error line with what a server says about a refused call: `: TEXT`.
+
+    The result is empty for an empty body.
 
     Args:
-        body: the body of the reply; empty gives an empty text.
-        key: the key of the call, which the server may have repeated, and which is hidden.
+        body: the body of the reply.
+        key: the API key of the call. The server may have repeated it, so it is hidden.
     """
     text = body[:MAX_ERROR_BYTES].decode(errors="replace")
     printable_text = "".join(char if char.isprintable() else " " for char in text)

@@ -61,7 +61,7 @@ class _LossyFile(io.FileIO):
     """
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Write to the output, and return the number of bytes that are done with."""
+        """Write to the output, and return the number of bytes that were written or are lost."""
         try:
             return super().write(data)
         except OSError as error:
@@ -95,14 +95,23 @@ def ignore_closed_outputs() -> None:
     This has to be called before loggers and progress bars are created, which keep the stream that
     they begin with.
     """
-    for name, descriptor in (("stdout", 1), ("stderr", 2)):
-        stream: TextIO | None = getattr(sys, name)
-        if stream is None:
-            redirect_to_null(descriptor)
-            setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w"), encoding="utf-8"))
-        elif _writes_to(stream, descriptor):
-            stream.flush()
-            setattr(sys, name, _lossy_stream(stream, descriptor))
+    sys.stdout = _stream_without_errors(sys.stdout, descriptor=1)
+    sys.stderr = _stream_without_errors(sys.stderr, descriptor=2)
+
+
+def _stream_without_errors(stream: TextIO | None, descriptor: int) -> TextIO:
+    """Return a stream for a descriptor whose writes never raise, in place of `stream`.
+
+    `stream`: `sys.stdout` or `sys.stderr`. It is None where the descriptor was closed from the
+    beginning; a stream of a test or a notebook is returned as it is.
+    """
+    if stream is None:
+        redirect_to_null(descriptor)
+        return io.TextIOWrapper(io.FileIO(os.devnull, "w"), encoding="utf-8")
+    if not _writes_to(stream, descriptor):
+        return stream
+    stream.flush()
+    return _lossy_stream(stream, descriptor)
 
 
 def _writes_to(stream: TextIO, descriptor: int) -> bool:
@@ -114,7 +123,10 @@ def _writes_to(stream: TextIO, descriptor: int) -> bool:
 
 
 def _lossy_stream(stream: TextIO, descriptor: int) -> TextIO:
-    """Return a stream of text like the given one, whose writes never raise."""
+    """Return a text stream with the settings of `stream`, whose writes never raise.
+
+    `descriptor`: what it writes to, 1 or 2.
+    """
     file = _LossyFile(descriptor, "w", closefd=False)
     # `python -u` and PYTHONUNBUFFERED leave out the buffer below the text.
     is_unbuffered = isinstance(getattr(stream, "buffer", None), io.FileIO)

@@ -35,7 +35,7 @@ _config_folders: list[Path] = []
 
 @dataclass(frozen=True)
 class LoadedObject:
-    """What an entry `FILE.py:NAME` stands for."""
+    """The function or class that an entry `FILE.py:NAME` of a key names."""
 
     value: Any
     """The function or class of that name."""
@@ -46,7 +46,7 @@ class LoadedObject:
 
 
 def is_users_file(entry: str) -> bool:
-    """Return whether an entry of a key names a file of the user's, and not a part of this package."""
+    """Return whether an entry of a key is `FILE.py:NAME` or `FILE.py`, a file of the user's."""
     return ".py:" in entry or entry.endswith(".py")
 
 
@@ -61,18 +61,18 @@ def is_function(value: object) -> bool:
 
 
 def function_name(function: Any) -> str:
-    """Return the name of a function or, below `partial`, of the function inside."""
+    """Return the name of a function; for a `partial`, that of the function that it calls."""
     while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def source_hash(function: Any) -> str:
-    """Return a hash of a function's source text, by which a changed function is known.
+    """Return a hash of a function's source, which differs when the user has changed the function.
 
-    The whole file does not count, since it may be the script that also says how long to train. A
-    function without source, such as a builtin, is hashed by its name. The values that are bound to
-    the function (`_bound_values`) count too.
+    The rest of its file is not hashed: it may be the script that starts the training, with settings
+    that may change. A function without source, such as a builtin, is hashed by its name. Values
+    that are bound to the function, such as the arguments of a `partial`, are hashed too.
     """
     bound_values = _bound_values(function)
     while isinstance(function, partial):
@@ -91,10 +91,12 @@ def source_hash(function: Any) -> str:
 
 
 def _bound_values(function: object) -> list[object]:
-    """Return the values that decide what a function does, and that its source does not show.
+    """Return the values that a function uses and that its source does not show.
 
-    Values that may change during the run, such as a count of calls, are left out. For example,
-    `partial(f, 2, low=1)` gives 2 and ("low", 1).
+    They are the arguments of a `partial`, the fields of a frozen dataclass with `__call__`, and the
+    texts and numbers that an inner function reads from its outer function. Values that may change
+    during the run, such as a count of calls, are left out. For example, `partial(f, 2, low=1)` gives
+    2 and ("low", 1).
     """
     values: list[object] = []
     # the arguments of `partial`
@@ -193,7 +195,7 @@ def load_from_file(
 
 
 def _fitting_names(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
-    """Return the names in a module that an entry could mean, to suggest them.
+    """Return the names of a module's values for which `fits` returns True, to suggest them.
 
     Private names are left out, and so are functions and classes that the module has imported.
     """
@@ -207,12 +209,14 @@ def _fitting_names(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]
 
 
 def _find_file(key: str, entry: str, noun: str) -> Path:
-    """Return the path of the file in an entry, beside the config or in the working directory.
+    """Return the path of the file that an entry names.
+
+    It is looked for beside the config, then in the working directory.
 
     Args:
         key: the key that has the entry, for messages.
         entry: `FILE.py:NAME`.
-        noun: what NAME has to be, in one word for messages.
+        noun: what NAME has to be, in one word for messages, such as `function`.
 
     Raises:
         UserError: the entry has another form, or there is no such file.
@@ -286,13 +290,13 @@ def _imported_names(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...
     return [name_parts for name_parts in names if name_parts[0] != "adora_vl"]
 
 
-def _load_module(where: str, path: Path, object_name: str) -> ModuleType:
+def _load_module(key_and_entry: str, path: Path, object_name: str) -> ModuleType:
     """Load a file of the user's as a module, once in a process, and return the module.
 
     Args:
-        where: the key and its entry, with which an error message begins.
+        key_and_entry: the key and its entry, with which an error message begins.
         path: the file.
-        object_name: what is wanted from it, for a line about a process that the file forks.
+        object_name: NAME of the entry, for a line about a process that the file forks.
 
     Raises:
         UserError: the file fails; the message has the line of the file that failed.
@@ -320,8 +324,10 @@ def _load_module(where: str, path: Path, object_name: str) -> ModuleType:
     except (Exception, SystemExit, OverdueError) as error:
         del sys.modules[name]
         line_number = _failed_line(path, error)
-        line_words = f"line {line_number}: " if line_number is not None else ""
-        raise UserError(f"{where} cannot be loaded: {line_words}{in_one_line(error)}") from None
+        line_text = f"line {line_number}: " if line_number is not None else ""
+        raise UserError(
+            f"{key_and_entry} cannot be loaded: {line_text}{in_one_line(error)}"
+        ) from None
     return module
 
 

@@ -37,7 +37,7 @@ _registered_secrets: set[str] = set()
 
 
 def register_secret(value: str) -> None:
-    """Hide this value from now on, wherever `redact_secrets` meets it."""
+    """Let `redact_secrets` hide this value from now on, wherever it stands in a text."""
     if len(value) >= _MIN_SECRET_CHARACTERS:
         _registered_secrets.add(value)
 
@@ -59,7 +59,7 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
 
     For example, `{"api_key": "k1", "url": "http://me:pw@host"}` becomes
     `{"api_key": "...", "url": "http://...@host"}`. Nested mappings and lists are searched too. The
-    secrets are noted (`register_secret`), so that they are hidden elsewhere too. A value of another
+    secrets are registered (`register_secret`), so that they are hidden elsewhere too. A value of another
     type is returned as it is.
 
     In a text that is no JSON object only logins in addresses are hidden: a sentence may well say
@@ -72,7 +72,7 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
         return type(value)(without_secrets(item, hidden) for item in value)
     if not isinstance(value, Mapping):
         return value
-    # All secrets are noted first, since the other values may contain them too.
+    # All secrets are registered first, since the other values may contain them too.
     secret_by_key = {
         key: item
         for key, item in value.items()
@@ -87,10 +87,10 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
 
 
 def redact_secrets(text: str, *secrets: str) -> str:
-    """Return a text in which `...` stands for each secret.
+    """Return a text with `...` in place of each secret.
 
-    Secrets are the texts in `secrets`, those that `register_secret` has noted, logins in addresses, and
-    the values of keys such as `api_key`, in an address or in JSON or YAML.
+    Secrets are the texts in `secrets`, those that `register_secret` has stored, logins in
+    addresses, and the values of keys such as `api_key`, in an address or in JSON or YAML.
     """
     for secret in (*secrets, *_registered_secrets):
         text = _without_secret(text, secret)
@@ -109,24 +109,24 @@ def redact_secrets(text: str, *secrets: str) -> str:
 
 
 def redact_arguments(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line in which `...` stands for each secret.
+    """Return the words of a command line with `...` in place of each secret.
 
     For example, `--api_key=k1` becomes `--api_key=...`, and `--api_key k1` becomes `--api_key ...`.
     """
-    shown_words = []
-    is_value_secret = False
+    redacted_words = []
+    is_value_secret = False  # whether the word before was an option such as `--api_key`
     for word in words:
         option, equals_sign, _ = word.partition("=")
         is_secret_option = option.startswith("--") and is_secret(option.removeprefix("--"))
         has_value = equals_sign != ""
         if is_value_secret:
-            shown_words.append(HIDDEN_MARK)
+            redacted_words.append(HIDDEN_MARK)
         elif is_secret_option and has_value:
-            shown_words.append(f"{option}={HIDDEN_MARK}")
+            redacted_words.append(f"{option}={HIDDEN_MARK}")
         else:
-            shown_words.append(redact_secrets(word))
+            redacted_words.append(redact_secrets(word))
         is_value_secret = is_secret_option and not has_value
-    return shown_words
+    return redacted_words
 
 
 def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
@@ -134,7 +134,7 @@ def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
 
     Returns:
         the address without the login, and name and password, or None without one. The password is
-        noted as a secret.
+        registered as a secret.
     """
     parts = urlsplit(address)
     login, at_sign, host = parts.netloc.rpartition("@")
@@ -146,7 +146,7 @@ def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def _hide_login(match: re.Match[str]) -> str:
-    """Return what stands for `NAME:PASSWORD@` in an address, and note the password as a secret."""
+    """Return what stands for `NAME:PASSWORD@` in an address, and register the password."""
     login = match[0].removesuffix("@")
     _, _, password = login.partition(":")
     register_secret(unquote(password))

@@ -25,9 +25,10 @@ def rollout_seed(run_seed: int, position: str, group: int, member: int) -> int:
 
 
 def generator_for_key(key: str) -> torch.Generator:
-    """Return a random generator on the CPU whose draws depend on the text `key` alone.
+    """Return a random generator on the CPU that is seeded with a hash of the text `key`.
 
-    `key` should begin with the name of what is drawn, so that no two purposes share a seed.
+    `key`: such as `row order/SEED/EPOCH`. It begins with the name of what is drawn, so that no two
+    purposes share a seed.
     """
     return torch.Generator().manual_seed(hash_to_int(key) >> 1)
 
@@ -42,7 +43,7 @@ def hash_to_int(key: str) -> int:
 
 @contextmanager
 def seeded_by_key(key: str) -> Iterator[None]:
-    """Make what torch draws inside the block depend on the text `key` alone.
+    """Seed torch with a hash of the text `key` inside the block.
 
     The random states of the CPU and of this process's GPU are restored after the block.
     """
