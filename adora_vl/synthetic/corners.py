@@ -19,7 +19,7 @@ _NUMBER_START_RANGES = ((9, 18), (8, 17))
 
 
 def draw_corner_cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:
-    """Draw the picture of a corner: a number in some grey, somewhere near the middle."""
+    """Draw one corner of a picture, of `side` x `side` pixels: a grey number near its middle."""
     image = Image.new("RGB", (side, side), "white")
     x_range, y_range = _NUMBER_START_RANGES
     x = rng.randrange(*x_range) * side // 56
@@ -31,7 +31,11 @@ def draw_corner_cell(rng: random.Random, number: int, side: int = 56) -> Image.I
 
 
 def draw_numbered_corners(rng: random.Random, size: int) -> tuple[Image.Image, dict[str, int]]:
-    """Draw a picture with a triangle in its middle, and return it with the numbers of its corners."""
+    """Draw a picture with a number in each corner and a triangle in the middle.
+
+    `size`: side of the picture in pixels. Returns the picture, and the number by the corner's name,
+    such as `top left`.
+    """
     image = Image.new("RGB", (size, size), "white")
     side = size // CELLS_PER_SIDE
     points = [
@@ -60,21 +64,22 @@ def answer_with_number(number: int) -> str:
 def corner_number(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Draw a problem that asks for one of four numbers; its slip reads another corner.
+    """Draw a problem that asks for the number in one of the picture's corners.
 
-    All levels and styles draw the same.
+    The wrong worked solution (`slip`) has the number of another corner. `size` is the side of the
+    picture in pixels. `level` and `style` are not used: families of problems take them.
     """
     image, numbers = draw_numbered_corners(rng, size)
     corner, wrong_corner = rng.sample(CORNER_NAMES, 2)
     right = answer_with_number(numbers[corner])
     slip = answer_with_number(numbers[wrong_corner])
-    text = question_for_corner(corner)
-    number = str(numbers[corner])
+    question = question_for_corner(corner)
+    answer = str(numbers[corner])
     return SyntheticProblem(
         family="corners",
         image=image,
-        question=text,
-        answer=number,
+        question=question,
+        answer=answer,
         solution=right,
         slip=slip,
         goal="Number",

@@ -30,38 +30,42 @@ _LABEL_DISTANCE_ON_CIRCLE = 0.22  # clear of the letter of the corner and of the
 
 
 class DrawnForm:
-    """A text form and its picture, which grow sentence by sentence."""
+    """A problem as sentences, and the picture that is drawn from them, sentence by sentence.
+
+    `say` adds sentences and draws them; `note` adds sentences that are not drawn. The sentences are
+    those that `adora_vl.geometry` reads, such as `triangle ABC`, `AB = 5` or `find angle ABC`.
+    """
 
     def __init__(
         self,
         rng: random.Random,
         size: int,
         style: Style,
-        places: dict[str, Point],
+        positions: dict[str, Point],
         *outline: str,
     ) -> None:
-        """Turn the places by chance, draw the outline, and write the letters of the points.
+        """Turn the points by a random angle, draw the outline, and write the points' letters.
 
         Args:
             rng: draws by how much the figure is turned, and whether it is mirrored.
             size: side of the picture in pixels.
             style: of the lines and labels.
-            places: of the points in any unit. Points with names of more than one letter are not
-                written; they keep room.
+            positions: x and y of each point by its name, in any unit. A name of more than one
+                character is not written; such a point only widens what the picture shows.
             outline: the sentences that say what is drawn before any label.
 
         Raises:
-            ClutteredError: labels would touch each other, here or in `say`.
+            ClutteredError: two labels would overlap, here or in `say`.
         """
         self.sentences: list[str] = []
         self._draft = Draft()
-        self._sketch = Sketch(rng, size, style, places)
+        self._sketch = Sketch(rng, size, style, positions)
         self.say(*outline)
         centres = self._draft.circles
-        letters = sorted(name for name in places if len(name) == 1 and name not in centres)
+        letters = sorted(name for name in positions if len(name) == 1 and name not in centres)
         self._sketch.letters("".join(letters))
         for centre, points in centres.items():
-            # Beside the way to the second point, where none of the angle's sides is.
+            # Beside the line to the second point, where no side of the angle is drawn.
             self._sketch.centre_letter(centre, points[1])
 
     def say(self, *sentences: str) -> None:
@@ -89,9 +93,9 @@ class DrawnForm:
             read_sentence(self._draft, sentence)
 
     def text(self) -> tuple[str, ...]:
-        """Return the whole problem: where the points lie, in pixels, and all sentences.
+        """Return the sentences of the problem, after sentences with the points' pixels.
 
-        Without the places a sentence may fit two figures, since a corner could be on either arc of a
+        Without these a sentence may fit two figures, since a corner could be on either arc of a
         circle.
         """
         return (*self._sketch.places(), *self.sentences)
@@ -101,20 +105,28 @@ class DrawnForm:
         return self._sketch.picture()
 
     def _draw_lines(self, facts: Sequence[Term], lines: Sequence[tuple[str, str]]) -> None:
-        """Draw the sides of a shape that is named, or else the lines that are new."""
-        shapes = [
-            fact.names for fact in facts if len(fact.names) == CORNER_COUNT_BY_SHAPE.get(fact.head)
-        ]
-        for corners in shapes:
+        """Draw the sides of the shapes that a sentence names, or else its lines.
+
+        `facts`: what the sentence says. `lines`: those that it adds, each by its two points.
+        """
+        corners_of_shapes = []
+        for fact in facts:
+            # a fact such as `Triangle(A, B, C)` names as many points as its shape has corners
+            if len(fact.names) == CORNER_COUNT_BY_SHAPE.get(fact.head):
+                corners_of_shapes.append(fact.names)
+        for corners in corners_of_shapes:
             self._sketch.line("".join([*corners, corners[0]]))
         # A point on a line that is already drawn divides this line, so nothing new is to be drawn.
         divides_line = any(fact.head == "PointLiesOnLine" for fact in facts)
-        if not shapes and not divides_line:
+        if not corners_of_shapes and not divides_line:
             for path in _join_lines(lines):
                 self._sketch.line(path)
 
     def _draw_mark(self, fact: Term, text: str) -> None:
-        """Draw the mark of a fact: a square, or a label with a text."""
+        """Draw what marks a fact: the square of a right angle, or the label of a side or an angle.
+
+        For example, `Equals(LengthOf(Line(A, B)), 5)` with the text `5` writes 5 beside AB.
+        """
         if fact.head == "Perpendicular":
             first_line, second_line = fact.arguments
             corner, first = first_line.names
@@ -130,7 +142,7 @@ class DrawnForm:
                 self._sketch.angle("".join(names), label, self._label_distance(names[1]))
 
     def _label_distance(self, corner: str) -> float:
-        """Return how far from a corner the label of its angle stands."""
+        """Return how far from a corner its angle's label stands, as a fraction of the picture."""
         if corner in self._draft.circles:
             return _LABEL_DISTANCE_AT_CENTRE
         is_on_circle = any(corner in points for points in self._draft.circles.values())

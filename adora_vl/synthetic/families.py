@@ -25,14 +25,14 @@ from adora_vl.synthetic.drawing import PLAIN, Canvas, Point, Style, font_pixels
 
 @dataclass(frozen=True)
 class SyntheticProblem:
-    """A drawn problem with its right working, and one with a slip."""
+    """A drawn problem with two worked solutions: a right one, and one with a typical mistake."""
 
     family: str
     image: Image.Image  # RGB
     question: str
     answer: str  # LaTeX
-    solution: str
-    slip: str
+    solution: str  # the right worked solution, which ends with the answer in a box
+    slip: str  # a worked solution with a typical mistake, which ends with a wrong answer in a box
     goal: str  # what is asked for
     shapes: tuple[str, ...]  # what is drawn
     # tells the cases of a family apart that are solved in different ways; empty where it has one
@@ -42,16 +42,19 @@ class SyntheticProblem:
 
 
 # Arguments: a generator, pixels, a level from 1 to 3, and a style.
-Family = Callable[[random.Random, int, int, Style], SyntheticProblem]
+DrawFunction = Callable[[random.Random, int, int, Style], SyntheticProblem]
 
 
-def jitter(rng: random.Random, point: Point, reach: float = 0.035) -> Point:
-    """Move a point by chance, by at most `reach` in x and y."""
-    return (point[0] + rng.uniform(-reach, reach), point[1] + rng.uniform(-reach, reach))
+def jitter(rng: random.Random, point: Point, max_offset: float = 0.035) -> Point:
+    """Return a point that is moved at random, by at most `max_offset` in x and y."""
+    x, y = point
+    moved_x = x + rng.uniform(-max_offset, max_offset)
+    moved_y = y + rng.uniform(-max_offset, max_offset)
+    return (moved_x, moved_y)
 
 
 def label_inset(size: int) -> float:
-    """Return how far a label has to stay from an edge: half its width, as a share of the picture."""
+    """Return how far the centre of a label stays from an edge, as a fraction of the picture's side."""
     return 0.65 * font_pixels(size) / size
 
 
@@ -78,22 +81,22 @@ def isosceles_base_angle(
 ) -> SyntheticProblem:
     """Draw an isosceles triangle with the angle at its apex, and ask for a base angle.
 
-    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The problem
-    has a right working and one with a typical slip, which forgets to halve.
+    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The
+    problem has a right worked solution, and one with a mistake (`slip`), which forgets to halve.
     """
-    # The smallest apex in degrees, the end of its range, and the step.
+    # The range of the angle at the apex, in degrees, by level: start, end and step.
     start, stop, step = ((20, 165, 10), (12, 170, 2), (11, 170, 1))[level - 1]
     apex = rng.randrange(start, stop, step)
-    # Places are shares of the picture, with y downwards. They vary a little by chance.
+    # Positions are fractions of the picture's sides, with y downwards, and vary a little by chance.
     canvas = Canvas(size, style)
     x = rng.uniform(0.48, 0.52)
-    half = rng.uniform(0.4, 0.46)
+    half_width = rng.uniform(0.4, 0.46)
     top = rng.uniform(0.03, 0.09)
     bottom = rng.uniform(0.9, 0.96)
-    canvas.line((x, top), (x - half, bottom), (x + half, bottom), closed=True)
+    canvas.line((x, top), (x - half_width, bottom), (x + half_width, bottom), closed=True)
     canvas.label(str(apex), jitter(rng, (x, 0.30 + label_inset(size))))
     base = f"{(180 - apex) / 2:g}"
-    both = 180 - apex
+    both = 180 - apex  # both base angles together
     opening = ("apex {apex}. ", "the apex is {apex}. ", "apex {apex} and two equal angles. ")
     steps = ("(180 - {apex}) / 2 = ", "180 - {apex} = {both}. {both} / 2 = ")
     question = rng.choice(
@@ -122,12 +125,12 @@ def polygon_interior_angle(
     Its sides have to be counted in the picture. It stands on a side as in a book, and has the dots,
     since a tiny model took one polygon for another in a tenth of the cases where it did not.
 
-    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The slip of
-    the wrong working takes the outer angle for the interior one.
+    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The wrong
+    worked solution (`slip`) takes the exterior angle for the interior one.
     """
     sides_of_levels = ([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])
     sides = rng.choice(sides_of_levels[level - 1])
-    # Places are shares of the picture, with y downwards. They vary a little by chance.
+    # Positions are fractions of the picture's sides, with y downwards, and vary a little by chance.
     canvas = Canvas(size, style)
     (x, y) = jitter(rng, (0.5, 0.5))
     radius = rng.uniform(0.38, 0.45)
@@ -174,13 +177,15 @@ def right_triangle_hypotenuse(
 ) -> SyntheticProblem:
     """Draw a right triangle with both legs, and ask for the hypotenuse, usually a radical.
 
-    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The slip of
-    the wrong working adds the legs.
+    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The wrong
+    worked solution (`slip`) adds the legs.
     """
     leg_end = (7, 21, 61)[level - 1]  # the legs are shorter
-    across = rng.randrange(1, leg_end)
+    across = rng.randrange(
+        1, leg_end
+    )  # length of the horizontal leg, and below of the vertical one
     down = rng.randrange(1, leg_end)
-    # Places are shares of the picture, with y downwards. They vary a little by chance.
+    # Positions are fractions of the picture's sides, with y downwards, and vary a little by chance.
     canvas = Canvas(size, style)
     margin = label_inset(size)
     x = rng.uniform(0.06, 0.09) + margin
@@ -194,7 +199,7 @@ def right_triangle_hypotenuse(
     root = math.isqrt(square)
     is_whole = root * root == square
     answer = str(root) if is_whole else f"\\sqrt {{ {square} }}"  # as Geometry3K spells it
-    answer_of_working = str(root) if is_whole else f"\\sqrt{{{square}}}"
+    answer_in_solution = str(root) if is_whole else f"\\sqrt{{{square}}}"
     opening = (
         "legs {down} and {across}. ",
         "legs {down}, {across}. ",
@@ -208,7 +213,7 @@ def right_triangle_hypotenuse(
         ["Find the length of the hypotenuse.", "Find the hypotenuse of the right triangle."]
     )
     right = choose_wording(rng, opening, steps, down=down, across=across, square=square)
-    right += boxed(answer_of_working)
+    right += boxed(answer_in_solution)
     slip = choose_wording(rng, opening, ("{down} + {across} = ",), down=down, across=across)
     slip += boxed(down + across)
     return SyntheticProblem(
@@ -245,17 +250,17 @@ def crossing_lines(
 ) -> SyntheticProblem:
     """Draw two lines that cross with one angle, and ask for another one.
 
-    The angle `x` is opposite of the given one (and equal to it), or beside it. The slip of the
-    wrong working takes one case for the other. In both cases the right working is long and the slip
-    short. If an equal angle were just copied, the right working would be the shorter one in this
-    case, and ADORA, which goes by length, would treat the two cases differently.
+    The angle `x` is opposite of the given one (and equal to it), or beside it. The wrong worked
+    solution (`slip`) takes one case for the other. In both cases the right solution is long and the
+    wrong one short. If an equal angle were just copied, the right solution would be the shorter one
+    in this case, and ADORA, which goes by length, would treat the two cases differently.
 
     `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3.
     """
     start, stop, step = ((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1]
     shown_angle = rng.randrange(start, stop, step)  # degrees
     is_opposite = rng.random() < 0.5
-    # Places are shares of the picture, with y downwards. They vary a little by chance.
+    # Positions are fractions of the picture's sides, with y downwards, and vary a little by chance.
     canvas = Canvas(size, style)
     x, y = jitter(rng, (0.5, 0.5))
     slope = rng.uniform(0.40, 0.44)
@@ -306,19 +311,19 @@ def circle_from_radius(
 ) -> SyntheticProblem:
     """Draw a circle with its radius, and ask for the diameter or the circumference.
 
-    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The slip of
-    the wrong working forgets to double.
+    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The wrong
+    worked solution (`slip`) forgets to double.
     """
     radius_end = (50, 100, 200)[level - 1]  # the radius is smaller
     radius = rng.randrange(2, radius_end)
     measure = rng.choice(["diameter", "circumference"])
-    # Places are shares of the picture, with y downwards. They vary a little by chance.
+    # Positions are fractions of the picture's sides, with y downwards, and vary a little by chance.
     canvas = Canvas(size, style)
     centre = jitter(rng, (0.5, 0.5))
-    reach = rng.uniform(0.40, 0.45)
-    canvas.circle(centre, reach)
+    drawn_radius = rng.uniform(0.40, 0.45)  # not to scale
+    canvas.circle(centre, drawn_radius)
     canvas.dot(centre)
-    canvas.line(centre, (centre[0] + reach, centre[1]))
+    canvas.line(centre, (centre[0] + drawn_radius, centre[1]))
     canvas.label(str(radius), jitter(rng, (0.5, 0.5 - 1.15 * label_inset(size))))
     unit = "" if measure == "diameter" else " \\pi"
     opening = ("radius {radius}", "the radius is {radius}", "it has radius {radius}")
@@ -346,7 +351,7 @@ def circle_from_radius(
     )
 
 
-PLAIN_FAMILY_BY_NAME: dict[str, Family] = {
+PLAIN_FAMILY_BY_NAME: dict[str, DrawFunction] = {
     "isosceles": isosceles_base_angle,
     "polygon": polygon_interior_angle,
     "right_triangle": right_triangle_hypotenuse,
@@ -356,5 +361,5 @@ PLAIN_FAMILY_BY_NAME: dict[str, Family] = {
 
 
 def boxed(answer: object) -> str:
-    """Return an answer in a box."""
+    """Return an answer as LaTeX in a box: `\\boxed{40}`."""
     return f"\\boxed{{{answer}}}"

@@ -36,8 +36,8 @@ class Choices(NamedTuple):
 def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> Choices:
     r"""Draw `count` different choices for a problem: its answer among wrong ones.
 
-    `slip` is a working with a typical mistake. Its answer, in a box, is always among the choices,
-    unless it means the same as the right one. The answer `70` with the slip `180 - 40 = \boxed{140}`
+    `slip` is a worked solution with a typical mistake. Its answer, in a box, is always among the
+    choices, unless it means the same as the right one. The answer `70` with the slip `180 - 40 = \boxed{140}`
     and a count of 4 may give the choices 140, 72, 60 and 70, of which `D` is right.
     """
     distractors: list[str] = []
@@ -58,7 +58,7 @@ def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> 
 
 
 def _similar_answers(answer: str, rng: random.Random) -> list[str]:
-    """Return wrong answers that look like the right one: its first number is replaced.
+    """Return wrong answers that look like the right one, with another number in place of its first.
 
     The first ones, in random order, have typical mistakes: the number doubled, halved, subtracted
     from 180, or a little larger or smaller. For `40` they are 80, 20, 140, 41, 42, 38, 50 and 30.
@@ -109,20 +109,20 @@ _TEST_SHARE = 0.25
 
 
 def split_of(image: Image.Image) -> str:
-    """Return the split that a diagram belongs to, by its hash.
+    """Return the split of a diagram, `train` or `test`, which its hash decides.
 
-    So a diagram is in the same split in every data set that is ever generated.
+    So a diagram is in the same split in every data set that is generated.
     """
     share_of_hash = int(diagram_hash(image)[:8], 16) / 2**32  # from 0 to 1
     return "test" if share_of_hash < _TEST_SHARE else "train"
 
 
 def facts_and_figure(problem: SyntheticProblem) -> dict[str, str | None]:
-    """Return the columns with which a reward can check the steps of an answer.
+    """Return the columns `facts` and `figure`, with which a reward can check an answer's steps.
 
-    `facts` are the facts of the diagram as sentences, and `figure` the coordinates that are solved
-    from them, as JSON. Both are null where no sentences can say the problem, the figure also where
-    the facts do not determine one.
+    `facts` has the facts of the diagram as sentences, one a line, such as `AB = 5`. `figure` has the
+    coordinates that are solved from them, as JSON. Both are None for a problem without sentences;
+    `figure` is None also where the facts do not determine one.
     """
     if not problem.sentences:
         return dict.fromkeys(FIGURE_COLUMNS)
@@ -137,10 +137,10 @@ def facts_and_figure(problem: SyntheticProblem) -> dict[str, str | None]:
 def _row_of(
     problem: SyntheticProblem, *, split: str, index: int, seed: int, choice_count: int
 ) -> Row:
-    """Make the row of a drawn problem, the one with the number `index` in its split.
+    """Return the dataset row of a drawn problem, the one with the number `index` in its split.
 
-    With a `choice_count` of 0 it is an open question. The random numbers for the choices come from
-    the id of the row, so that they do not depend on other rows.
+    `choice_count`: how many choices it has; 0 for an open question. The random numbers for the
+    choices come from the id of the row, so that they do not depend on other rows.
     """
     row_id = f"synthetic/{seed}/{split}/{index}"
     choices = None
@@ -234,6 +234,7 @@ def draw_problems(
         name = names[index % len(names)]
         # The style changes after a turn of all families, so that each family has all styles.
         style = STYLES[styles[index // len(names) % len(styles)]]
+        # Draw until the diagram is of this split and new.
         for _ in range(_MAX_REDRAWS):
             problem = FAMILY_BY_NAME[name](rng, size, level, style)
             is_in_split = split_of(problem.image) == split
@@ -249,7 +250,7 @@ def draw_problems(
 
 
 def _short_hash(image: Image.Image) -> bytes:
-    """Return what is remembered of a diagram; 100,000 of them take a few megabytes."""
+    """Return the first half of a diagram's hash, in bytes, to know the diagram again."""
     return bytes.fromhex(diagram_hash(image)[:32])
 
 

@@ -58,9 +58,9 @@ def describe_synthetic(
     figures: bool = False,
     **options: Any,
 ) -> DrawnDataset:
-    """Describe a data set of drawn geometry problems with the splits train and test.
+    """Return a data set of drawn geometry problems with the splits train and test.
 
-    Nothing is drawn before the data set is written.
+    Nothing is drawn before `prepare_drawn` writes it.
 
     Args:
         rows: how many rows the split train has.
@@ -108,10 +108,10 @@ def describe_puzzles(
     seed: int = 0,
     people: tuple[int, int] = PEOPLE_RANGE,
 ) -> DrawnDataset:
-    """Describe a data set of drawn knights-and-knaves puzzles with the splits train and test.
+    """Return a data set of drawn knights-and-knaves puzzles with the splits train and test.
 
     `people` is the smallest and the largest number of people in a puzzle. Nothing is drawn before
-    the data set is written; `knights.generate` says what is then raised.
+    `prepare_drawn` writes the data set; `knights.generate` says what is then raised.
     """
     arguments: dict[str, Any] = {"seed": seed, "people": people}
     return _describe_drawn(
@@ -133,10 +133,18 @@ def _describe_drawn(
     arguments: Mapping[str, Any],
     further_columns: tuple[str, ...] = (),
 ) -> DrawnDataset:
-    """Describe a drawn data set as its manifest will, so that the two can be compared.
+    """Return a drawn data set with the description that its manifest will have.
 
-    `draw` draws the rows of a split. `arguments` and `revision`, which stands for the code that
-    draws, determine them.
+    A cached data set is used again if its manifest has the same description.
+
+    Args:
+        source: the kind of data, `synthetic` or `knights`.
+        revision: stands for the code that draws, and changes where that draws other rows.
+        draw: draws so many rows of a split.
+        rows: how many rows the split train has.
+        test_rows: how many rows the split test has.
+        arguments: of the drawing, by their names.
+        further_columns: columns of texts behind those of the schema.
     """
     # A manifest is JSON, which has no tuples.
     json_arguments = {
@@ -158,9 +166,10 @@ def _describe_drawn(
 
 
 def prepare_drawn(output: Path, drawn: DrawnDataset, *, overwrite: bool = False) -> Manifest:
-    """Write the splits of a drawn data set and its manifest, and return the manifest.
+    """Draw the splits of a data set, write them with a manifest, and return the manifest.
 
-    Two equal preparations give equal bytes. `overwrite` replaces another prepared data set.
+    Equal data sets give equal bytes. `overwrite`: whether another prepared data set in `output` is
+    replaced.
 
     Raises `UserError` where `output` cannot be written, or the rows cannot be drawn.
     """
@@ -181,7 +190,7 @@ def prepare_drawn(output: Path, drawn: DrawnDataset, *, overwrite: bool = False)
 
 
 def ensure_drawn(folder: Path, drawn: DrawnDataset) -> Path:
-    """Make a drawn data set unless `folder` holds it already, and return the folder.
+    """Draw and write a data set unless `folder` holds it already, and return the folder.
 
     If several processes call this at once, a lock lets one of them make it.
 

@@ -33,7 +33,6 @@ PEOPLE_NAMES = (
     "Otto",
     "Pia",
 )
-_ROLE_NAMES = ("knave", "knight")
 _QUESTION_TEMPLATE = (
     "On an island everyone is a knight, who always tells the truth, or a knave, who always lies. "
     "You meet {people}. {statements} Who is what? Put the answer in a box, like "
@@ -132,14 +131,16 @@ def _draw_puzzle(people: int, rng: random.Random) -> Puzzle:
 
 
 def roles_text(names: Sequence[str], is_knight: Sequence[bool]) -> str:
-    """Write who is what as an answer has to: `Ada is a knight, Ben is a knave`."""
-    return ", ".join(
-        f"{name} is a {_ROLE_NAMES[kind]}" for name, kind in zip(names, is_knight, strict=True)
-    )
+    """Return a solution as text, in the form of an answer: `Ada is a knight, Ben is a knave`."""
+    roles = []
+    for name, knight in zip(names, is_knight, strict=True):
+        role = "knight" if knight else "knave"
+        roles.append(f"{name} is a {role}")
+    return ", ".join(roles)
 
 
 def example_answer(names: Sequence[str]) -> str:
-    """Show how an answer looks: `Ada is a knight, Ben is a knave, ...`.
+    """Return an example of an answer for the question: `Ada is a knight, Ben is a knave, ...`.
 
     The last person is never named, so that the example cannot be a whole answer.
     """
@@ -151,10 +152,15 @@ def example_answer(names: Sequence[str]) -> str:
 def puzzle_row(
     row_id: str, problem: str, gold: str, *, people: int, split: str, slip: str = ""
 ) -> Row:
-    """Make the row of a puzzle, which has no image.
+    """Return the dataset row of a puzzle, which has no image.
 
-    `gold` is the right answer as `roles_text` writes it, `slip` a wrong answer in a box, and
-    `people` how many people the puzzle has.
+    Args:
+        row_id: the id of the row.
+        problem: the question.
+        gold: the right answer, such as `Ada is a knight, Ben is a knave`.
+        people: how many people the puzzle has.
+        split: `train` or `test`.
+        slip: a wrong answer in a box; empty for none.
     """
     meta = {
         "goal": "knights and knaves",
@@ -226,7 +232,7 @@ def generate(
 
 
 def _puzzle_text(puzzle: Puzzle, names: Sequence[str]) -> str:
-    """Return the question of a puzzle, whose people get these names."""
+    """Return the question of a puzzle: what each person says, and how to answer."""
     statements = " ".join(
         f"{name} says: {statement.sentence(names)}."
         for name, statement in zip(names, puzzle.statements, strict=True)
@@ -238,7 +244,7 @@ def _puzzle_text(puzzle: Puzzle, names: Sequence[str]) -> str:
 
 
 def _swap_some_roles(is_knight: Sequence[bool], rng: random.Random) -> list[bool]:
-    """Return a wrong solution: the roles with at least one of them swapped."""
+    """Return a wrong solution, with at least one role changed from knight to knave or back."""
     # Bit i of this number says whether person i changes the role. It is not 0.
     swap_bits = rng.randrange(1, 2 ** len(is_knight))
     wrong_roles = []
@@ -349,9 +355,10 @@ def _read_records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row:
-    """Make the row of a record of the published puzzles, and check its solution.
+    """Return the dataset row of a record of the published puzzles, whose solution is checked.
 
-    `origin` is where the record stands, for messages. The id of the row is filled in by the caller,
+    `origin` names the record in messages, such as `row 3 of FILE`. `question` is `box` or `plain`,
+    as in `read_puzzles`. The id of the row is filled in by the caller,
     which counts the rows of each split.
 
     Raises `UserError` for a record that is no puzzle with exactly one solution.

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from adora_vl.synthetic.drawing import PLAIN, Point, Style
 from adora_vl.synthetic.drawn_form import DrawnForm
-from adora_vl.synthetic.families import Family, SyntheticProblem, boxed, write_ratio
+from adora_vl.synthetic.families import DrawFunction, SyntheticProblem, boxed, write_ratio
 from adora_vl.synthetic.sketch import ClutteredError
 
 MIN_LETTERED_SIZE = 168  # pixels; below, the letters are not readable
@@ -26,17 +26,17 @@ _PYTHAGOREAN_TRIPLES = (
 )
 
 
-def redraw_until_clear(family: Family) -> Family:
-    """Wrap the function that draws a problem, so that it tries until no label touches another."""
+def redraw_until_clear(draw: DrawFunction) -> DrawFunction:
+    """Wrap a function that draws a problem, so that it draws again until no two labels overlap."""
 
-    @functools.wraps(family)
+    @functools.wraps(draw)
     def draw_until_clear(
         rng: random.Random, size: int, level: int, style: Style
     ) -> SyntheticProblem:
-        """Draw problems until one has its labels clear of each other."""
+        """Draw problems until one has no labels that overlap."""
         while True:
             try:
-                return family(rng, size, level, style)
+                return draw(rng, size, level, style)
             except ClutteredError:  # the next try is drawn with other random numbers
                 continue
 
@@ -64,9 +64,9 @@ def right_triangle_side(
     square = a * a + b * b
     # A longer triangle is drawn out of scale, since otherwise its labels lie on each other.
     width = max(0.35, min(2.8, b / a))
-    places = {"A": (0.0, 1.0), "B": (width, 0.0), "C": (0.0, 0.0)}
-    # What the form says is drawn. What it notes belongs to the problem too, but is not drawn.
-    form = DrawnForm(rng, size, style, places, "triangle ABC")
+    positions = {"A": (0.0, 1.0), "B": (width, 0.0), "C": (0.0, 0.0)}
+    # `say` adds sentences to the problem and draws them; `note` adds them without drawing.
+    form = DrawnForm(rng, size, style, positions, "triangle ABC")
     form.say("right angle ACB")
     asks_for_leg = level == 1 and rng.random() < 0.5
     if asks_for_leg:
@@ -94,8 +94,8 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Synt
     degrees = rng.choice([30, 45, 60])
     hypotenuse = 2 * rng.randrange(2, 30)
     radians = math.radians(degrees)
-    places = {"A": (0.0, math.sin(radians)), "B": (math.cos(radians), 0.0), "C": (0.0, 0.0)}
-    form = DrawnForm(rng, size, style, places, "triangle ABC")
+    positions = {"A": (0.0, math.sin(radians)), "B": (math.cos(radians), 0.0), "C": (0.0, 0.0)}
+    form = DrawnForm(rng, size, style, positions, "triangle ABC")
     is_opposite = rng.random() < 0.5
     form.say("right angle ACB", f"AB = {hypotenuse}", f"angle ABC = {degrees}")
     form.say("AC = x" if is_opposite else "BC = x")
@@ -123,7 +123,7 @@ def triangle_angle(
     a = rng.randrange(30, 80, step)  # degrees, as b and c
     b = rng.randrange(30, 80, step)
     c = 180 - a - b
-    # What the form says is drawn. What it notes belongs to the problem too, but is not drawn.
+    # `say` adds sentences to the problem and draws them; `note` adds them without drawing.
     form = DrawnForm(rng, size, style, _triangle_corners(a, b), "triangle ABC")
     if level < 3:
         form.say(f"angle BAC = {a}", f"angle ABC = {b}")
@@ -201,21 +201,22 @@ def inscribed_arc(
 
 
 def _circle_with_arc(rng: random.Random, arc: int) -> dict[str, Point]:
-    """Return a circle round O with an arc of so many degrees from A to C.
+    """Return the positions of points on a circle around O, with an arc of `arc` degrees from A to C.
 
     B lies in the middle of the rest of the circle. The whole circle has to fit into the picture, so
-    its four extremes are points too, whose names of two letters are not written.
+    its leftmost, rightmost, top and bottom points are returned too. Names of two characters, as
+    theirs, are not written into the picture.
     """
     start = rng.uniform(0, 2 * math.pi)
     middle_of_rest = math.radians(arc + (360 - arc) * 0.5)
     directions = {"A": start, "C": start + math.radians(arc), "B": start + middle_of_rest}
-    places: dict[str, Point] = {
+    positions: dict[str, Point] = {
         name: (math.cos(direction), math.sin(direction)) for name, direction in directions.items()
     }
-    places["O"] = (0.0, 0.0)
+    positions["O"] = (0.0, 0.0)
     for number, extreme in enumerate(((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0))):
-        places[f"_{number}"] = extreme
-    return places
+        positions[f"_{number}"] = extreme
+    return positions
 
 
 def parallel_segment(
@@ -272,7 +273,7 @@ def parallel_segment(
 
 
 def _triangle_with_parallel(rng: random.Random, factor: Fraction) -> dict[str, Point]:
-    """Return a triangle A C D with B on A C and E on A D, which divide their sides alike.
+    """Return the positions of a triangle A C D with B on A C and E on A D, and B E parallel to C D.
 
     B C is `factor` times A B, and E D is `factor` times A E. B and E stay clear of the corners, even
     if that is not to scale: with the factor 3, A B is drawn as 0.4 of A C and not as 0.25.
@@ -291,9 +292,10 @@ def _triangle_with_parallel(rng: random.Random, factor: Fraction) -> dict[str, P
 def parallelogram_side(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Draw a parallelogram with values at two opposite sides.
+    """Draw a parallelogram with the lengths of two opposite sides, and ask for the x in them.
 
-    One of the values has an x, at level 3 both.
+    One of the lengths is an expression such as `3x + 5`, at level 3 both are. `size` is the side of
+    the picture in pixels.
     """
     x = rng.randrange(2, 15) if level < 3 else rng.randrange(2, 30)
     factor = rng.randrange(2, 6)
@@ -301,8 +303,8 @@ def parallelogram_side(
     second_factor = rng.randrange(1, factor) if level == 3 else 0
     lean = rng.uniform(0.2, 0.5)
     height = rng.uniform(0.6, 0.9)
-    places = {"A": (0.0, 0.0), "B": (1.4, 0.0), "C": (1.4 + lean, height), "D": (lean, height)}
-    form = DrawnForm(rng, size, style, places, "ABCD parallelogram")
+    positions = {"A": (0.0, 0.0), "B": (1.4, 0.0), "C": (1.4 + lean, height), "D": (lean, height)}
+    form = DrawnForm(rng, size, style, positions, "ABCD parallelogram")
     value = factor * x + (added if level > 1 else 0)
     first_side = _write_linear_expression(factor, added if level > 1 else 0)
     second_side = (
@@ -331,7 +333,7 @@ _LETTERED_FAMILIES = (
     parallel_segment,
     parallelogram_side,
 )
-LETTERED_FAMILY_BY_NAME: dict[str, Family] = {
+LETTERED_FAMILY_BY_NAME: dict[str, DrawFunction] = {
     family.__name__: redraw_until_clear(family) for family in _LETTERED_FAMILIES
 }
 
@@ -345,7 +347,19 @@ def _make_problem(
     slip: str,
     shapes: tuple[str, ...] = ("Triangle",),
 ) -> SyntheticProblem:
-    """Return a problem of a lettered family; both workings are the same but for their answers."""
+    """Return a problem with its picture and sentences.
+
+    Its right and its wrong worked solution (`slip`) differ in their answers alone.
+
+    Args:
+        goal: what is asked for, `Length` or `Angle`.
+        form: the sentences of the problem and its picture.
+        question: the question in words.
+        answer: the right answer.
+        working: the calculation, which both solutions have.
+        slip: the wrong answer.
+        shapes: what is drawn.
+    """
     return SyntheticProblem(
         family="",
         image=form.picture(),
@@ -364,7 +378,10 @@ _angle_problem = functools.partial(_make_problem, "Angle")
 
 
 def _write_root(square: int) -> str:
-    """Write the square root of a number in lowest terms, as Geometry3K does: `5 \\sqrt { 2 }`."""
+    """Return the square root of a number, simplified, as Geometry3K writes it.
+
+    For example, 50 gives `5 \\sqrt { 2 }`, and 49 gives `7`.
+    """
     # The largest number whose square divides `square`.
     outside = max(k for k in range(1, math.isqrt(square) + 1) if square % (k * k) == 0)
     inside = square // (outside * outside)
@@ -383,6 +400,9 @@ def _write_linear_expression(factor: int, added: int) -> str:
 
 
 def _triangle_corners(a: float, b: float) -> dict[str, Point]:
-    """Return the corners of a triangle with these angles, in degrees, at A and B."""
-    height = 1 / (1 / math.tan(math.radians(a)) + 1 / math.tan(math.radians(b)))
-    return {"A": (0.0, 0.0), "B": (1.0, 0.0), "C": (height / math.tan(math.radians(a)), height)}
+    """Return the corners of a triangle with the angles `a` and `b`, in degrees, at A and B."""
+    tangent_at_a = math.tan(math.radians(a))
+    tangent_at_b = math.tan(math.radians(b))
+    # The height divides AB, of length 1, into height / tangent_at_a and height / tangent_at_b.
+    height = 1 / (1 / tangent_at_a + 1 / tangent_at_b)
+    return {"A": (0.0, 0.0), "B": (1.0, 0.0), "C": (height / tangent_at_a, height)}

@@ -33,7 +33,14 @@ def perimeter_digit(
 ) -> SyntheticProblem:
     """Draw a quadrilateral with two of its sides, and ask for the last digit of the perimeter.
 
-    The question has the other two sides.
+    The question has the other two sides. The wrong worked solution (`slip`) has one mistake.
+
+    Args:
+        rng: draws the sides, the positions and the wording.
+        size: side of the picture in pixels.
+        level: difficulty from 1 to 3, by the length of the sides.
+        style: of the lines and labels.
+        paper: the class that draws the picture.
     """
     kind = "usual" if rng.random() < USUAL_SHARE else "any"
     end_of_sides = (10, 21, 61)[level - 1]  # the first three sides are shorter
@@ -101,21 +108,21 @@ SLIP_PLACES = 5  # of a working where a slip can happen: two readings and three 
 def write_working(
     rng: random.Random, sides: Sequence[int], slip_at: int | None = None, slip_share: float = 0.0
 ) -> str:
-    r"""Write a working that adds up the four sides step by step, in a random wording.
+    r"""Return a worked solution that adds up the four sides step by step, in a random wording.
 
-    A slip makes a number one too large, and the steps after it go on with that number. There are
-    `SLIP_PLACES` where it can happen: reading each of the first two sides off the figure, and the
-    sums.
+    It may have mistakes ("slips"). A slip makes a number one too large, and the steps after it go
+    on with that number. It can happen in five steps: in reading each of the first two sides off the
+    figure (0 and 1), and in each of the three sums (2 to 4).
 
-    `slip_at` is the place of a certain slip, from 0 to 4, or None for none. `slip_share` is the
-    probability of a slip at each other place. The sides (3, 4, 5, 6) may give one of these:
+    `slip_at` is the step of a certain slip, from 0 to 4, or None for none. `slip_share` is the
+    probability of a slip at each other step. The sides (3, 4, 5, 6) may give one of these:
 
     - without a slip: `sides 3, 4. 3+4=7. 7+5=12. 12 + 6 = 18. \boxed{8}`
-    - with a slip at place 2, the first sum: `sides 3, 4. 3+4=8. 8+5=13. 13+6=19. \boxed{9}`
+    - with a slip at step 2, the first sum: `sides 3, 4. 3+4=8. 8+5=13. 13+6=19. \boxed{9}`
     """
-    slips = []  # what is added by mistake in each place, 0 or 1
-    for place in range(SLIP_PLACES):
-        slips.append(1 if place == slip_at or rng.random() < slip_share else 0)
+    slips = []  # what is added by mistake in each step, 0 or 1
+    for step in range(SLIP_PLACES):
+        slips.append(1 if step == slip_at or rng.random() < slip_share else 0)
     total = sides[0] + slips[0]
     second_side = sides[1] + slips[1]
     text = rng.choice(_OPENINGS).format(total, second_side)
@@ -137,6 +144,6 @@ def sides_in_problem(problem: str, solution: str) -> tuple[int, ...]:
     The first two numbers of the solution are the sides at the figure, and those of the question the
     other two: `sides 3 and 4. ...` and `The other sides are 5 and 6. ...` give (3, 4, 5, 6).
     """
-    return tuple(
-        int(number) for text in (solution, problem) for number in re.findall(r"\d+", text)[:2]
-    )
+    first_sides = re.findall(r"\d+", solution)[:2]
+    other_sides = re.findall(r"\d+", problem)[:2]
+    return tuple(int(side) for side in (*first_sides, *other_sides))

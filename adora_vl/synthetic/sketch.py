@@ -13,19 +13,24 @@ _POINT_RANGE = (0.15, 0.85)  # where x and y of the points may lie; letters stan
 
 
 class ClutteredError(Exception):
-    """Two labels would lie on each other: the same problem has to be drawn in another position."""
+    """Two labels would overlap, so the problem has to be drawn again in another position."""
 
 
 class Sketch:
-    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted in.
+    """A picture of named points, which are turned, perhaps mirrored, and scaled into the picture.
 
-    A path such as `AB` is a segment, and `ABCA` a closed triangle.
+    Points are complex numbers inside: fractions of the picture's sides, with y downwards. A path
+    such as `AB` is a segment, and `ABCA` a closed triangle.
     """
 
     def __init__(
         self, rng: random.Random, size: int, style: Style, points: dict[str, Point]
     ) -> None:
-        """Turn the points by chance. `size` is the side of the picture in pixels."""
+        """Turn the points by a random angle, and scale them into the picture.
+
+        `size`: side of the picture in pixels. `points`: x and y of each point by its name, in any
+        unit.
+        """
         self._canvas = Canvas(size, style, LETTERED_FONT_SCALE)
         self._location_by_name = _fit_into_picture(
             points, rng.uniform(0, 2 * math.pi), mirrored=rng.random() < 0.5
@@ -36,10 +41,10 @@ class Sketch:
         self._label_boxes: list[Box] = []  # of the labels so far
 
     def places(self) -> list[str]:
-        """Return sentences such as `A at 12.0, 30.5` on where the points lie, in pixels.
+        """Return a sentence such as `A at 12.0, 30.5` for each point, with its x and y in pixels.
 
-        With them the solver of `adora_vl.geometry` knows how the picture lies. Points whose names
-        have several letters only keep room, and are left out.
+        From them the solver of `adora_vl.geometry` knows which of two possible figures is drawn.
+        Points whose names have several characters are not drawn, and are left out.
         """
         size = self._canvas.size
         return [
@@ -49,7 +54,7 @@ class Sketch:
         ]
 
     def _locations(self, names: str) -> list[complex]:
-        """Return the places of points by their letters."""
+        """Return the positions of points by their letters, such as `AB`."""
         return [self._location_by_name[name] for name in names]
 
     def line(self, path: str) -> None:
@@ -69,7 +74,7 @@ class Sketch:
             self._label(name, self._location_by_name[name] + 0.07 * outward)
 
     def centre_letter(self, name: str, towards: str) -> None:
-        """Write the name of a circle's centre, to the right of the way to the point `towards`."""
+        """Write the name of a circle's centre, to the right of the line to the point `towards`."""
         direction = _unit_vector(self._location_by_name[towards] - self._location_by_name[name])
         to_the_right = 1j * direction  # a quarter turn, since y points down
         self._label(name, self._location_by_name[name] + 0.07 * to_the_right)
@@ -86,16 +91,16 @@ class Sketch:
             distance = -distance
         self._label(text, middle + distance * normal)
 
-    def angle(self, path: str, text: str, reach: float) -> None:
+    def angle(self, path: str, text: str, min_distance: float) -> None:
         """Write a text into the angle `ABC` at B, on its bisector.
 
-        `reach`: how far from the corner, as a share of the picture.
+        `min_distance`: the least distance from the corner, as a fraction of the picture's side.
         """
         corner, first_side, second_side = self._directions(path)
         cosine = (first_side * second_side.conjugate()).real
         opening = math.acos(max(-1.0, min(1.0, cosine)))  # rounding may pass 1
         # A narrow angle has room only farther out.
-        distance = max(reach, 0.035 / math.sin(opening / 2))
+        distance = max(min_distance, 0.035 / math.sin(opening / 2))
         self._label(text, corner + distance * _unit_vector(first_side + second_side))
 
     def right_angle(self, path: str) -> None:
@@ -114,7 +119,7 @@ class Sketch:
         return self._canvas.picture()
 
     def _label(self, text: str, centre: complex) -> None:
-        """Write a label, or raise `ClutteredError` where it would touch another one or the edge."""
+        """Write a label, or raise `ClutteredError` where it would overlap another or the edge."""
         half_width = 0.28 * len(text) * self._font
         half_height = 0.5 * self._font
         box = Box.around(centre, half_width, half_height)
@@ -138,7 +143,7 @@ def _unit_vector(direction: complex) -> complex:
 def _fit_into_picture(
     points: dict[str, Point], turn: float, *, mirrored: bool
 ) -> dict[str, complex]:
-    """Turn points about the origin, and scale them without distortion into the unit square.
+    """Turn points about the origin by `turn` radians, and scale them evenly into the unit square.
 
     The middle of the points comes to 0.5 + 0.5j, and the longer side of their bounding box gets the
     length 0.7. Without a turn, A (0, 0), B (2, 0) and C (0, 1) come to 0.15 + 0.325j, 0.85 + 0.325j

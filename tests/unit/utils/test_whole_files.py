@@ -45,6 +45,7 @@ WRITING_METHODS = {
 # `complete_or_absent`, or appending.
 FILES_THAT_WRITE_OTHERWISE = {
     "adora_vl/utils/files.py",
+    "adora_vl/utils/launch.py",
     "adora_vl/checkpoint/universal.py",
     "adora_vl/record/metrics.py",
     "adora_vl/export.py",
